@@ -1,0 +1,67 @@
+"""Keys and values of committed tokens, and of the window a round works in."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+
+@struct.dataclass
+class Window:
+    """Keys and values of one round's speculative tokens; never part of a cache.
+
+    A slot that was never written holds zeros, so that a masked score stays finite.
+    """
+
+    k: Float[Array, "L B G W C"]
+    v: Float[Array, "L B G W C"]
+
+
+@struct.dataclass
+class KVCache:
+    """Keys and values of each row's first `length` committed tokens, and of nothing else.
+
+    What lies at and beyond `length` is unspecified and must be masked by the reader.
+    """
+
+    k: Float[Array, "L B G S C"]
+    v: Float[Array, "L B G S C"]
+    length: Int[Array, "B"]
+
+    @property
+    def capacity(self) -> int:
+        """Number of tokens a row can hold (S)."""
+        return self.k.shape[3]
+
+
+def make_cache(
+    num_layers: int, batch: int, kv_heads: int, capacity: int, head_dim: int, dtype: jnp.dtype
+) -> KVCache:
+    """An empty cache: zeros of shape [L, B, G, S, C], every length 0."""
+    shape = (num_layers, batch, kv_heads, capacity, head_dim)
+    return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(batch, jnp.int32))
+
+
+def commit(
+    cache: KVCache, window: Window, slots: Int[Array, "B T"], count: Int[Array, "B"]
+) -> KVCache:
+    """The cache with each row's first `count` slots of `slots` appended, in that order.
+
+    Entries at and beyond `count` are sent out of range and dropped by the scatter, so that rows
+    of different counts need no loop and the donated cache is updated in place.
+    """
+    rows = jnp.arange(slots.shape[0])[:, None]
+    step = jnp.arange(slots.shape[1])[None, :]
+    keep = step < count[:, None]
+    target = jnp.where(keep, cache.length[:, None] + step, cache.capacity)
+    source = jnp.where(keep, slots, 0)
+
+    def scatter(into: jax.Array, new: jax.Array) -> jax.Array:
+        # Advanced indices around a slice put [B, T] in front: [B, T, L, G, C] on both sides.
+        return into.at[:, rows, :, target].set(new[:, rows, :, source], mode="drop")
+
+    return KVCache(
+        scatter(cache.k, window.k), scatter(cache.v, window.v), cache.length + count
+    )

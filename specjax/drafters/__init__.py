@@ -1,0 +1,149 @@
+"""Drafters by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+
+from specjax.drafters import draft_model, early_exit, ngram, none, simulated
+from specjax.drafters.base import Accepted, Context, Drafter, Noise, stateless, unmoved
+from specjax.errors import InputError
+from specjax.models.model import Model
+
+__all__ = [
+    "DRAFTERS",
+    "Accepted",
+    "Context",
+    "Drafter",
+    "Noise",
+    "drafter_options",
+    "make_drafter",
+    "stateless",
+    "unmoved",
+]
+
+DRAFTERS: dict[str, Callable[..., Drafter]] = {
+    "none": none.make,
+    "ngram": ngram.make,
+    "draft_model": draft_model.make,
+    "early_exit": early_exit.make,
+    "simulated": simulated.make,
+}
+
+
+def drafter_options(name: str) -> dict[str, inspect.Parameter]:
+    """The options of a drafter: the keyword-only arguments of its constructor."""
+    parameters = inspect.signature(_constructor(name)).parameters
+    return {
+        option: parameter
+        for option, parameter in parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+
+
+def make_drafter(
+    name: str,
+    target: Model,
+    path: str | os.PathLike | Model | None = None,
+    *,
+    num_speculative_tokens: int | None = None,
+    **options: Any,
+) -> Drafter:
+    """The drafter of that name for a target, or what "package.module:function" makes of the target.
+
+    `path` names the draft model (anything `load_model` takes, or a loaded model). A function of
+    one's own is called as function(target, **options), with path=path if one is given. Raises
+    InputError for an unknown drafter or option, or a draft model whose tokenizer differs.
+    """
+    own = ":" in name
+    if not own:
+        _check_options(name, path, options)
+    if own:
+        extra = {} if path is None else {"path": path}
+        drafter = _constructor(name)(target, **extra, **options)
+        if not isinstance(drafter, Drafter):
+            raise InputError(f"drafter={name!r} returned {type(drafter).__name__}, not a Drafter")
+    elif name == "draft_model":
+        model = path if isinstance(path, Model) else _load(path)
+        check_tokenizers(target, model)
+        drafter = draft_model.make(model.architecture, model.params, **options)
+    elif name == "early_exit":
+        drafter = early_exit.make(target.config.num_layers, **options)
+    elif name == "simulated":
+        drafter = simulated.make(target.config.vocab_size, **options)
+    else:
+        drafter = DRAFTERS[name](**options)
+    if num_speculative_tokens is not None:
+        check_length(num_speculative_tokens)
+        drafter = dataclasses.replace(drafter, num_speculative_tokens=num_speculative_tokens)
+    return drafter
+
+
+def check_length(num_speculative_tokens: Any) -> None:
+    """Raise InputError unless it is a whole number of at least 0."""
+    if not isinstance(num_speculative_tokens, int) or num_speculative_tokens < 0:
+        raise InputError(
+            f"num_speculative_tokens={num_speculative_tokens!r}: use a whole number of at least 0, "
+            'or "auto"'
+        )
+
+
+def check_tokenizers(target: Model, draft: Model) -> None:
+    """Raise InputError, with the first tokens that differ, unless both models share one."""
+    if target.tokenizer is None or draft.tokenizer is None:
+        difference = None
+    else:
+        difference = target.tokenizer.first_difference(draft.tokenizer)
+    sizes = (target.config.vocab_size, draft.config.vocab_size)
+    if difference is None and sizes[0] != sizes[1]:
+        difference = f"{sizes[0]} against {sizes[1]} tokens"
+    if difference is not None:
+        raise InputError(
+            f"drafter.path: the tokenizers of {target.name} and {draft.name} differ ({difference}): "
+            "use a draft model with the target's own tokenizer"
+        )
+
+
+def _constructor(name: str) -> Callable[..., Drafter]:
+    if ":" in name:
+        module, _, function = name.partition(":")
+        try:
+            return getattr(importlib.import_module(module), function)
+        except (ImportError, AttributeError) as error:
+            raise InputError(
+                f"drafter={name!r}: {error}; use package.module:function of something importable"
+            ) from None
+    if name not in DRAFTERS:
+        near = difflib.get_close_matches(name, DRAFTERS, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise InputError(
+            f"drafter={name!r} is unknown: {hint}use {', '.join(DRAFTERS)} or "
+            "package.module:function"
+        )
+    return DRAFTERS[name]
+
+
+def _check_options(name: str, path: Any, options: dict[str, Any]) -> None:
+    known = drafter_options(name)
+    for option, value in options.items():
+        if option not in known:
+            takes = f"it takes {', '.join(known)}" if known else "it takes no options"
+            raise InputError(f"drafter.{option}={value!r}: {name} does not take it; {takes}")
+    for option, parameter in known.items():
+        if parameter.default is inspect.Parameter.empty and option not in options:
+            raise InputError(f"drafter.{option} is missing: {name} needs it")
+    if name == "draft_model" and path is None:
+        raise InputError("drafter.path is missing: draft_model needs a model's name, file or folder")
+    if name != "draft_model" and path is not None:
+        raise InputError(f"drafter.path={str(path)!r}: {name} does not take it; leave it out")
+
+
+def _load(path: Any) -> Model:
+    from specjax.models.loading import load_model
+
+    return load_model(path)

@@ -1,0 +1,91 @@
+"""Drafting one token after another: what a draft model and an early exit have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.scipy.special import logsumexp
+from jaxtyping import Array, Float, Int
+
+from specjax import trees
+from specjax.drafters.base import Context, Noise
+from specjax.errors import InputError
+from specjax.sampling import argmax
+from specjax.trees import Draft
+
+Step = Callable[[Int[Array, ""] | int, Int[Array, "B"], Any], tuple[Float[Array, "B V"], Any]]
+"""(depth, the token there, carry) -> logits of the next token, carry. Depth 0 is the root."""
+
+SampleMethod = Literal["probabilistic", "greedy"]
+
+
+def check_options(draft_sample_method: str, draft_p_min: float) -> None:
+    """Raise InputError unless both options make sense."""
+    if draft_sample_method not in ("probabilistic", "greedy"):
+        raise InputError(
+            f"draft_sample_method={draft_sample_method!r}: use probabilistic or greedy"
+        )
+    if not 0 <= draft_p_min < 1:
+        raise InputError(f"draft_p_min={draft_p_min}: must lie in [0, 1)")
+
+
+def draft_chain(
+    step: Step,
+    carry: Any,
+    context: Context,
+    noise: Noise,
+    *,
+    sampled: bool = True,
+    p_min: float = 0.0,
+) -> tuple[Draft, Any]:
+    """A chain of up to K tokens a row, drawn from the law that `step` gives, or its likeliest.
+
+    A row stops at its limit, or where the likeliest next token has a probability below `p_min`
+    (before any warp, and before the token is drawn: the draft stays exact). The loop ends with its
+    longest row. Step 0 always runs, so that a cache behind it never falls behind.
+    """
+    batch, most = context.length.shape[0], context.num_tokens
+    keeps_laws = sampled and context.laws and most > 0
+    root = context.token_at(context.length - 1)
+
+    def grow(depth: Int[Array, ""] | int, state: tuple) -> tuple:
+        token, count, tokens, laws, carry = state
+        logits, carry = step(depth, token, carry)
+        wanted = depth < context.limit
+        if p_min > 0:
+            confidence = jnp.exp(logits.max(axis=-1) - logsumexp(logits, axis=-1))
+            wanted &= confidence >= p_min
+        count = jnp.where((count == depth) & wanted, count + 1, count)
+        if sampled:
+            token, law = context.draw(logits, noise, depth)
+        else:
+            token, law = argmax(logits), None
+        if keeps_laws:
+            laws = lax.dynamic_update_slice(laws, law[:, None], (0, depth, 0))
+        if most:
+            tokens = lax.dynamic_update_slice(tokens, token[:, None], (0, depth))
+        return token, count, tokens, laws, carry
+
+    laws = jnp.zeros((batch, most, context.target.vocab_size)) if keeps_laws else None
+    tokens, count = jnp.zeros((batch, most), jnp.int32), jnp.zeros(batch, jnp.int32)
+    state = grow(0, (root, count, tokens, laws, carry))
+
+    def going(loop: tuple) -> Array:
+        depth, (_, count, *_) = loop
+        return (depth < most) & jnp.any(count == depth)
+
+    def more(loop: tuple) -> tuple:
+        depth, state = loop
+        return depth + 1, grow(depth, state)
+
+    _, (_, count, tokens, laws, carry) = lax.while_loop(going, more, (jnp.int32(1), state))
+    return trees.chain(tokens, count, laws), carry
+
+
+def causal(rows: Int[Array, "T"], slots: int) -> jax.Array:
+    """[1, T, W]: which window slots the tokens in slots `rows` see, if each sees those before."""
+    return (jnp.arange(slots)[None, :] <= rows[:, None])[None]

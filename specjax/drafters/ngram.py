@@ -1,0 +1,74 @@
+"""Prompt lookup: what followed the last few tokens where they stood before (Saxena 2023).
+
+Vectorised over all positions and run inside the decoding loop, so that no token ids leave the
+device. A row without a match drafts nothing, and a round without a draft is a plain round.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from specjax import trees
+from specjax.drafters.base import Context, Drafter, Noise, stateless, unmoved
+from specjax.errors import InputError
+from specjax.trees import Draft
+
+
+def make(
+    *,
+    prompt_lookup_max: int = 3,
+    prompt_lookup_min: int = 2,
+    match: Literal["latest", "earliest"] = "latest",
+) -> Drafter:
+    """A drafter that copies from the row's own tokens, prompt included.
+
+    The longest match of `prompt_lookup_min`..`prompt_lookup_max` last tokens counts; among matches
+    of one length `match` takes the latest or the earliest. Raises InputError for bad bounds.
+    """
+    if prompt_lookup_min < 1:
+        raise InputError(f"prompt_lookup_min={prompt_lookup_min}: must be at least 1")
+    if prompt_lookup_max < prompt_lookup_min:
+        raise InputError(
+            f"prompt_lookup_max={prompt_lookup_max}: must be at least "
+            f"prompt_lookup_min={prompt_lookup_min}"
+        )
+    if match not in ("latest", "earliest"):
+        raise InputError(f"match={match!r}: use latest or earliest")
+
+    def propose(params: Any, state: Any, context: Context, noise: Noise) -> tuple[Draft, Any]:
+        del params, noise
+        end, found = find_match(
+            context.tokens, context.length, prompt_lookup_max, prompt_lookup_min, match == "latest"
+        )
+        # Behind the last committed token the copy goes on in what it has copied: a loop stays one.
+        period = jnp.maximum(context.length - 1 - end, 1)
+        step = jnp.arange(context.num_tokens)[None, :] % period[:, None]
+        tokens = jnp.take_along_axis(context.tokens, end[:, None] + 1 + step, axis=1)
+        return trees.chain(tokens, jnp.where(found, context.limit, 0)), state
+
+    return Drafter("ngram", stateless, propose, unmoved, num_speculative_tokens=8)
+
+
+def find_match(
+    tokens: Int[Array, "B M"], length: Int[Array, "B"], longest: int, shortest: int, latest: bool
+) -> tuple[Int[Array, "B"], Array]:
+    """Where each row's last tokens stood before: the position of the match's last token, and
+    whether there is one of at least `shortest` tokens.
+    """  # noqa: D205
+    count = tokens.shape[1]
+    position = jnp.arange(count)[None, :]
+    matched = jnp.zeros(tokens.shape, jnp.int32)
+    unbroken = position < (length - 1)[:, None]
+    for back in range(longest):
+        # [B, M]: does the token `back` before each position equal the one `back` before the end?
+        shifted = jnp.pad(tokens, ((0, 0), (back, 0)), constant_values=-1)[:, :count]
+        last = jnp.take_along_axis(tokens, jnp.maximum(length - 1 - back, 0)[:, None], axis=1)
+        unbroken &= (shifted == last) & (back < length)[:, None]
+        matched += unbroken
+    place = position if latest else count - 1 - position
+    score = jnp.where(matched >= shortest, matched * count + place, -1)
+    best = jnp.argmax(score, axis=1)
+    return best.astype(jnp.int32), score.max(axis=1) >= 0

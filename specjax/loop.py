@@ -1,0 +1,361 @@
+"""One speculative round, and the compiled loop over rounds.
+
+Everything here is traced: arrays in, arrays out, no host. Plain decoding is the same loop with a
+drafter that proposes nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from specjax import sampling
+from specjax.cache import KVCache, Window, commit
+from specjax.draft_length import DraftLength, History, no_history, remember
+from specjax.drafters.base import Accepted, Context, Drafter, Noise, Sampling, warp_rows
+from specjax.models.interface import LanguageModel
+from specjax.prefill import prefill
+from specjax.trees import Draft, ancestors, depths, is_chain
+
+RUNNING, STOPPED, FULL = 0, 1, 2
+"""Why a row ended: not yet, at a stop token or string, or at its longest length."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is fixed when a loop is compiled.
+
+    `widths` are the window sizes a round can run at, ascending, the last one N + 1. `max_rounds` (R)
+    bounds the recorded rounds.
+    """
+
+    target: LanguageModel
+    drafter: Drafter
+    rule: str | sampling.Rule
+    draft_length: DraftLength
+    widths: tuple[int, ...]
+    flags: sampling.WarpFlags
+    capacity: int
+    max_rounds: int
+    chunk: int
+    logprobs: bool = False
+
+
+@struct.dataclass
+class Rows:
+    """What the caller fixed for each row: its prompt's place in the input, key, and limits."""
+
+    index: Int[Array, "B"]
+    key: Key[Array, "B"]
+    sampling: Sampling
+    max_length: Int[Array, "B"]
+    stop_ids: Int[Array, "B E"]
+
+
+@struct.dataclass
+class Rounds:
+    """Raw counts, one column a round; -1 where a row took no part."""
+
+    width: Int[Array, "B R"]
+    drafted: Int[Array, "B R"]
+    accepted: Int[Array, "B R"]
+    emitted: Int[Array, "B R"]
+
+
+@struct.dataclass
+class State:
+    """All that one round hands to the next.
+
+    `tokens[b, :length[b]]` are committed, prompt first; `logprobs` are those of the committed
+    tokens under the target, by position.
+    """
+
+    tokens: Int[Array, "B S"]
+    length: Int[Array, "B"]
+    status: Int[Array, "B"]
+    cache: KVCache
+    drafter: Any
+    rows: Rows
+    round: Int[Array, ""]
+    rounds: Rounds
+    history: History
+    logprobs: Float[Array, "B S"] | None
+
+    @property
+    def active(self) -> Bool[Array, "B"]:
+        """Rows that still decode."""
+        return self.status == RUNNING
+
+
+def start(plan: Plan, params: Any, tokens: Int[Array, "B S"], rows: Rows, length: Int[Array, "B"],
+          status: Int[Array, "B"]) -> State:
+    """The state before the first round: prompts prefilled but for their last token.
+
+    `params` is (target's, drafter's).
+    """
+    batch = tokens.shape[0]
+    target_params, draft_params = params
+    cache, features = prefill(
+        plan.target,
+        target_params,
+        tokens,
+        length - 1,
+        plan.target.make_cache(batch, plan.capacity),
+        plan.chunk,
+        plan.drafter.features,
+    )
+    empty = jnp.full((batch, plan.max_rounds), -1, jnp.int32)
+    state = State(
+        tokens=tokens,
+        length=length,
+        status=status,
+        cache=cache,
+        drafter=(),
+        rows=rows,
+        round=jnp.int32(0),
+        rounds=Rounds(empty, empty, empty, empty),
+        history=no_history(batch),
+        logprobs=jnp.zeros(tokens.shape, jnp.float32) if plan.logprobs else None,
+    )
+    context = _context(plan, target_params, state)
+    return state.replace(drafter=plan.drafter.init(draft_params, context, features))
+
+
+def run(plan: Plan, params: Any, state: State, max_rounds: Int[Array, ""]) -> State:
+    """Rounds until every row is finished, at most `max_rounds` of them (traced)."""
+
+    def going(carry: tuple[Array, State]) -> Array:
+        done, state = carry
+        return (done < max_rounds) & jnp.any(state.active)
+
+    def step(carry: tuple[Array, State]) -> tuple[Array, State]:
+        done, state = carry
+        return done + 1, one_round(plan, params, state)
+
+    return lax.while_loop(going, step, (jnp.int32(0), state))[1]
+
+
+def one_round(plan: Plan, params: Any, state: State) -> State:
+    """Propose, extend, verify, commit, observe: e tokens are committed in each unfinished row."""
+    target_params, draft_params = params
+    keys = _round_keys(plan, state)
+    context = _context(plan, target_params, state)
+    draft, drafter_state = plan.drafter.propose(
+        draft_params, state.drafter, context, _draft_noise(plan, state, keys)
+    )
+    if not is_chain(draft):
+        raise ValueError(
+            f"drafter {plan.drafter.name!r} proposes a tree: the rules here verify chains, "
+            "so build drafts with trees.chain"
+        )
+    within = jnp.arange(draft.valid.shape[1])[None, :] < context.limit[:, None]
+    draft = draft.replace(valid=draft.valid & within)
+    drafted = draft.valid.sum(axis=1, dtype=jnp.int32)
+
+    # The narrowest compiled width that holds every row's draft.
+    branch = jnp.searchsorted(np.asarray(plan.widths), 1 + drafted.max())
+    judges = [
+        functools.partial(_judge, plan, target_params, state, draft, drafted, keys, width)
+        for width in plan.widths
+    ]
+    judged = lax.switch(branch, judges)
+
+    count, status = _cut(state, judged)
+    took_part = count > 0
+    accepted_count = jnp.where(took_part, judged.verdict.num_accepted, 0)
+    column = Rounds(
+        width=jnp.broadcast_to(jnp.asarray(plan.widths, jnp.int32)[branch], count.shape),
+        drafted=drafted,
+        accepted=accepted_count,
+        emitted=count,
+    )
+    state = _commit(state, judged, count, status).replace(
+        round=state.round + 1,
+        rounds=jax.tree.map(
+            lambda all_rounds, new: all_rounds.at[:, state.round].set(
+                jnp.where(took_part, new, -1)
+            ),
+            state.rounds,
+            column,
+        ),
+        history=remember(state.history, drafted, accepted_count),
+    )
+    accepted = Accepted(judged.tokens, count, judged.verdict.path_slots, judged.features)
+    context = _context(plan, target_params, state)
+    return state.replace(
+        drafter=plan.drafter.observe(draft_params, drafter_state, context, accepted)
+    )
+
+
+class _Judged(NamedTuple):
+    """What one compiled width says of a draft, padded to the widest."""
+
+    verdict: sampling.Verdict
+    tokens: Int[Array, "B P+1"]
+    window: Window
+    features: dict[str, Float[Array, "B P+1 D"]]
+    logprobs: Float[Array, "B P+1"] | None
+
+
+def _judge(
+    plan: Plan,
+    params: Any,
+    state: State,
+    draft: Draft,
+    drafted: Int[Array, "B"],
+    keys: Key[Array, "B"],
+    width: int,
+) -> _Judged:
+    """Extend over the root and the first `width` - 1 nodes, and verify them."""
+    nodes = width - 1
+    root = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
+    depth = depths(draft.parents)[:width].astype(np.int32)
+    seen = ancestors(draft.parents)[:width, :width]
+    result = plan.target.extend(
+        params,
+        jnp.concatenate([root, draft.tokens[:, :nodes]], axis=1),
+        (state.length - 1)[:, None] + depth[None, :],
+        state.cache,
+        plan.target.make_window(root.shape[0], width),
+        0,
+        jnp.asarray(seen)[None],
+        features=plan.drafter.features,
+    )
+    verdict = _verify(plan, state, draft, drafted, keys, result.logits)
+
+    longest = draft.tokens.shape[1]
+    path = jnp.pad(verdict.path_slots, ((0, 0), (0, longest - nodes)), constant_values=-1)
+    slots = jnp.pad(jnp.maximum(path, 0), ((0, 0), (1, 0)))
+    behind = jnp.arange(longest + 1)[None, :] >= verdict.num_accepted[:, None]
+    proposed = jnp.take_along_axis(draft.tokens, jnp.maximum(path, 1) - 1, axis=1)
+    proposed = jnp.pad(proposed, ((0, 0), (0, 1)))
+    tokens = jnp.where(behind, verdict.next_token[:, None], proposed)
+    logprobs = None
+    if plan.logprobs:
+        rows = jnp.arange(slots.shape[0])[:, None]
+        norm = jax.scipy.special.logsumexp(result.logits, axis=-1)
+        logprobs = result.logits[rows, slots, tokens] - norm[rows, slots]
+    room = ((0, 0), (0, 0), (0, 0), (0, plan.widths[-1] - width), (0, 0))
+    return _Judged(
+        verdict._replace(path_slots=path),
+        tokens,
+        jax.tree.map(lambda part: jnp.pad(part, room), result.window),
+        {
+            name: jnp.take_along_axis(value, slots[:, :, None], axis=1)
+            for name, value in result.features.items()
+        },
+        logprobs,
+    )
+
+
+def _verify(
+    plan: Plan,
+    state: State,
+    draft: Draft,
+    drafted: Int[Array, "B"],
+    keys: Key[Array, "B"],
+    logits: Float[Array, "B W V"],
+) -> sampling.Verdict:
+    nodes = logits.shape[1] - 1
+    tokens = draft.tokens[:, :nodes]
+    if not plan.flags.sampled and isinstance(plan.rule, str):
+        # Every exact rule says this of one-hot laws.
+        return sampling.walk_greedy(tokens, drafted, sampling.argmax(logits))
+    logits_at = sampling.by_slot(logits)
+    laws = None
+    if draft.logq is not None and nodes:
+        laws = sampling.draft_laws(tokens, draft.law[:, :nodes], draft.logq)
+    return sampling.verify_laws(
+        keys,
+        tokens,
+        drafted,
+        lambda slots: warp_rows(logits_at(slots), state.rows.sampling, plan.flags),
+        laws,
+        positions=state.length,
+        rule=plan.rule,
+        vocab=logits.shape[2],
+    )
+
+
+def _cut(state: State, judged: _Judged) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
+    """How many tokens each row commits, and its status then.
+
+    The path ends behind the first stop token, and at the row's longest length.
+    """
+    step = jnp.arange(judged.tokens.shape[1])[None, :]
+    count = judged.verdict.num_accepted + 1
+    stops = (judged.tokens[:, :, None] == state.rows.stop_ids[:, None, :]).any(axis=2)
+    stops &= step < count[:, None]
+    count = jnp.where(stops.any(axis=1), jnp.argmax(stops, axis=1) + 1, count)
+    count = jnp.minimum(count, state.rows.max_length - state.length)
+    stopped = (stops & (step < count[:, None])).any(axis=1)
+    full = state.length + count >= state.rows.max_length
+    status = jnp.where(stopped, STOPPED, jnp.where(full, FULL, RUNNING))
+    return (
+        jnp.where(state.active, count, 0).astype(jnp.int32),
+        jnp.where(state.active, status, state.status),
+    )
+
+
+def _commit(
+    state: State, judged: _Judged, count: Int[Array, "B"], status: Int[Array, "B"]
+) -> State:
+    """Append the root's and the path's keys to the cache, and the new tokens to the row."""
+    rows = jnp.arange(count.shape[0])[:, None]
+    step = jnp.arange(judged.tokens.shape[1])[None, :]
+    where = jnp.where(step < count[:, None], state.length[:, None] + step, state.tokens.shape[1])
+    slots = jnp.pad(jnp.maximum(judged.verdict.path_slots, 0), ((0, 0), (1, 0)))
+    logprobs = state.logprobs
+    if logprobs is not None:
+        logprobs = logprobs.at[rows, where].set(judged.logprobs, mode="drop")
+    return state.replace(
+        tokens=state.tokens.at[rows, where].set(judged.tokens, mode="drop"),
+        length=state.length + count,
+        status=status,
+        cache=commit(state.cache, judged.window, slots, count),
+        logprobs=logprobs,
+    )
+
+
+def _context(plan: Plan, params: Any, state: State) -> Context:
+    # A draft longer than what the row may still emit, less the target's own token, is waste.
+    room = state.rows.max_length - state.length - 1
+    limit = jnp.minimum(plan.draft_length.limit(state.history, state.active), room)
+    return Context(
+        tokens=state.tokens,
+        length=state.length,
+        limit=jnp.maximum(limit, 0),
+        index=state.rows.index,
+        sampling=state.rows.sampling,
+        cache=state.cache,
+        params=params,
+        target=plan.target,
+        flags=plan.flags,
+        num_tokens=plan.draft_length.max_tokens,
+        laws=plan.flags.sampled and plan.rule != "coupled",
+    )
+
+
+def _round_keys(plan: Plan, state: State) -> Key[Array, "B"]:
+    """Each row's key for this round's draws; `coupled` keeps one key for the whole row."""
+    if plan.rule == "coupled":
+        return state.rows.key
+    return jax.vmap(jax.random.fold_in, in_axes=(0, None))(state.rows.key, state.round)
+
+
+def _draft_noise(plan: Plan, state: State, keys: Key[Array, "B"]) -> Noise:
+    vocab = plan.target.vocab_size
+    if plan.rule == "coupled":
+        return lambda depth: sampling.position_gumbel(keys, state.length + depth, vocab)
+    draft_keys = sampling.split_keys(keys).draft
+    return lambda depth: sampling.position_gumbel(
+        draft_keys, jnp.broadcast_to(depth, draft_keys.shape), vocab
+    )

@@ -1,0 +1,340 @@
+"""Speculative decoding's numbers, derived from raw counts per verify pass.
+
+Counts are integer arrays [B, R], one entry for each pass (round) of each request (row), -1 where
+the row took no part:
+
+  drafted   draft tokens verified (the nodes, if the draft is a tree; 0 = an empty draft)
+  accepted  draft tokens the accept decisions took; each pass adds one more token of the target
+  emitted   tokens appended to the output: accepted + 1, less what the end of the sequence,
+            max_new_tokens or a stop string cut off
+  width     window slots the pass paid for: the compiled width, root included
+
+A number that the counts leave undefined, such as an acceptance rate where nothing was drafted, is
+None and never NaN. Functions pool over all passes of all requests, which weighs long outputs more;
+`per_request_mean` weighs requests equally.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+
+Counts = Int[np.ndarray, "B R"]
+Widths = Int[np.ndarray, "B R"] | Int[np.ndarray, "R"]
+
+
+def num_drafts(drafted: Counts) -> int:
+    """Passes that verified at least one draft token (vLLM's counter of that name)."""
+    return int((drafted > 0).sum())
+
+
+def num_draft_tokens(drafted: Counts) -> int:
+    """Draft tokens verified (vLLM's counter; llama.cpp's `draft_n`)."""
+    return int(drafted[drafted > 0].sum())
+
+
+def num_accepted_tokens(accepted: Counts) -> int:
+    """Draft tokens accepted (vLLM's counter; llama.cpp's `draft_n_accepted`)."""
+    return int(accepted[accepted > 0].sum())
+
+
+def num_accepted_tokens_per_pos(
+    drafted: Counts, accepted: Counts, positions: int | None = None
+) -> tuple[int, ...]:
+    """Entry i: passes whose first i+1 draft tokens were accepted (vLLM's counter).
+
+    `positions` is the number of entries, the drafter's longest path; without it, the longest draft
+    in the counts, which suits chains and is too long for trees.
+    """
+    length = int(max(drafted.max(initial=0), 0)) if positions is None else positions
+    return tuple(int((accepted > i).sum()) for i in range(length))
+
+
+def acceptance_length(accepted: Counts) -> float | None:
+    """Tau: tokens per verify pass by its accept decisions, bonus included, empty drafts counted.
+
+    The mean of accepted + 1, which is 1 for plain decoding. Spec-Bench's "#Mean accepted tokens",
+    EAGLE's tau, SGLang's and SpecForge's accept length.
+    """
+    return _mean(accepted[accepted >= 0] + 1)
+
+
+def tau_drafted(drafted: Counts, accepted: Counts) -> float | None:
+    """`acceptance_length` over the passes with a draft alone.
+
+    1 + num_accepted_tokens / num_drafts: vLLM's "Mean acceptance length", llama.cpp's "mean len".
+    """
+    return _mean(accepted[drafted > 0] + 1)
+
+
+def acceptance_rate(drafted: Counts, accepted: Counts) -> float | None:
+    """Accepted draft tokens / verified draft tokens, of chains.
+
+    vLLM's "Avg Draft acceptance rate", SGLang's `spec_accept_rate`, llama.cpp's ratio. In a tree at
+    most one path can be accepted, so there it measures the tree's width and not the drafter.
+    """
+    return _ratio(num_accepted_tokens(accepted), num_draft_tokens(drafted))
+
+
+def acceptance_at_pos(
+    drafted: Counts, accepted: Counts, positions: int | None = None
+) -> tuple[float | None, ...]:
+    """Entry i: P(the first i+1 draft tokens are accepted), over all passes with a draft.
+
+    Never increases with i, and 1 + its sum is `tau_drafted`. A draft too short to reach a position
+    counts as not accepted there. vLLM's "Per-position acceptance rate", speculators'
+    `acceptance_at_pos_i`. `positions` as in `num_accepted_tokens_per_pos`.
+    """
+    drafts = num_drafts(drafted)
+    counts = num_accepted_tokens_per_pos(drafted, accepted, positions)
+    return tuple(_ratio(count, drafts) for count in counts)
+
+
+def cond_acceptance_at_pos(
+    drafted: Counts, accepted: Counts, positions: int | None = None
+) -> tuple[float | None, ...]:
+    """Entry i: P(draft token i+1 is accepted | the first i were, and it was drafted).
+
+    Where all drafts have one length this is per_pos[i] / per_pos[i-1], EAGLE's n-alpha and
+    speculators' `cond_acc_i`; shorter drafts leave the denominator where they end. A tree's path
+    that ended at a leaf counts as not accepted. `positions` as in `num_accepted_tokens_per_pos`.
+    """
+    counts = num_accepted_tokens_per_pos(drafted, accepted, positions)
+    tested = [int(((accepted >= i) & (drafted > i)).sum()) for i in range(len(counts))]
+    return tuple(_ratio(count, tests) for count, tests in zip(counts, tested, strict=True))
+
+
+def tokens_per_round(emitted: Counts) -> float | None:
+    """Tokens that reached the output per verify pass.
+
+    At most `acceptance_length`; the two part where the end of a sequence, max_new_tokens or a stop
+    string cuts a pass. This one, times the cost of a pass, is what decoding takes.
+    """
+    return _mean(emitted[emitted >= 0])
+
+
+def accept_lengths(emitted: Counts) -> list[list[int]]:
+    """Tokens emitted in each pass of each request (Spec-Bench's `accept_lengths`)."""
+    return [row[row >= 0].tolist() for row in emitted]
+
+
+def per_request_mean(metric: Callable[..., float | None], *counts: Counts) -> float | None:
+    """A pooled metric taken request by request and averaged over those where it is defined.
+
+    `counts` are the metric's own arguments: `per_request_mean(tau_drafted, drafted, accepted)`.
+    """
+    rows = range(counts[0].shape[0])
+    values = [metric(*(array[row : row + 1] for array in counts)) for row in rows]
+    return _mean(np.array([value for value in values if value is not None]))
+
+
+def cut_rounds(
+    drafted: Counts,
+    accepted: Counts,
+    emitted: Counts,
+    width: Widths,
+    kept_tokens: Int[np.ndarray, "B"],
+) -> tuple[Counts, Counts, Counts, Counts]:
+    """The counts after each row's output is cut to its first `kept_tokens`, as by a stop string.
+
+    Passes that emitted nothing that was kept become -1. The pass where the cut falls keeps
+    `drafted` and `width`, which were verified and paid for, and loses the cut tokens from `emitted`
+    and `accepted`; all it keeps are draft tokens, since its own token comes last. Returns (drafted,
+    accepted, emitted, width), each [B, R]. Raises ValueError where the counts do not fit together.
+    """
+    width = _checked_width(drafted, accepted, emitted, width)
+    sizes = np.maximum(emitted, 0)
+    left = kept_tokens[:, None] - (sizes.cumsum(axis=1) - sizes)
+    stays = (drafted >= 0) & (left > 0)
+    accepted = np.where(left < emitted, np.minimum(accepted, left), accepted)
+    cut = (drafted, accepted, np.minimum(emitted, left), width)
+    drafted, accepted, emitted, width = (np.where(stays, array, -1) for array in cut)
+    return drafted, accepted, emitted, width
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """What a run's counts say; fields carry the names of this module's functions.
+
+    `*_per_request` are means over requests, all else is pooled. `rounds_by_width` counts the passes
+    of all rows by the width they ran at, and `mean_width` is its mean.
+    """
+
+    num_requests: int
+    num_rounds: int
+    num_emitted_tokens: int
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_accepted_tokens_per_pos: tuple[int, ...]
+    acceptance_length: float | None
+    acceptance_length_per_request: float | None
+    tau_drafted: float | None
+    tau_drafted_per_request: float | None
+    acceptance_rate: float | None
+    acceptance_rate_per_request: float | None
+    acceptance_at_pos: tuple[float | None, ...]
+    cond_acceptance_at_pos: tuple[float | None, ...]
+    tokens_per_round: float | None
+    tokens_per_round_per_request: float | None
+    mean_width: float | None
+    rounds_by_width: Mapping[int, int]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON takes them: lists for tuples, strings for keys, None for undefined."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields = {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
+        fields["rounds_by_width"] = {str(k): v for k, v in self.rounds_by_width.items()}
+        return fields
+
+
+def summarize(
+    drafted: Counts,
+    accepted: Counts,
+    emitted: Counts,
+    width: Widths,
+    positions: int | None = None,
+) -> Summary:
+    """All of a run's numbers, from its counts [B, R] (`width` [B, R] or [R]).
+
+    `positions`: entries of the per-position numbers, the drafter's longest path; without it, the
+    longest draft in the counts. Raises ValueError where the counts do not fit together.
+    """
+    width = _checked_width(drafted, accepted, emitted, width)
+    slots = width[drafted >= 0]
+    widths, rounds = np.unique(slots, return_counts=True)
+    return Summary(
+        num_requests=drafted.shape[0],
+        num_rounds=slots.size,
+        num_emitted_tokens=int(np.maximum(emitted, 0).sum()),
+        num_drafts=num_drafts(drafted),
+        num_draft_tokens=num_draft_tokens(drafted),
+        num_accepted_tokens=num_accepted_tokens(accepted),
+        num_accepted_tokens_per_pos=num_accepted_tokens_per_pos(drafted, accepted, positions),
+        acceptance_length=acceptance_length(accepted),
+        acceptance_length_per_request=per_request_mean(acceptance_length, accepted),
+        tau_drafted=tau_drafted(drafted, accepted),
+        tau_drafted_per_request=per_request_mean(tau_drafted, drafted, accepted),
+        acceptance_rate=acceptance_rate(drafted, accepted),
+        acceptance_rate_per_request=per_request_mean(acceptance_rate, drafted, accepted),
+        acceptance_at_pos=acceptance_at_pos(drafted, accepted, positions),
+        cond_acceptance_at_pos=cond_acceptance_at_pos(drafted, accepted, positions),
+        tokens_per_round=tokens_per_round(emitted),
+        tokens_per_round_per_request=per_request_mean(tokens_per_round, emitted),
+        mean_width=_mean(slots),
+        rounds_by_width=dict(zip(widths.tolist(), rounds.tolist(), strict=True)),
+    )
+
+
+def console_line(summary: Summary) -> str:
+    """The line that users of vLLM and llama.cpp know; its mean acceptance length is theirs too.
+
+    That is `tau_drafted`: 1 + the sum of the positions shown beside it.
+    """
+    positions = ", ".join(_decimals(rate, 3) for rate in summary.acceptance_at_pos)
+    return (
+        f"draft acceptance = {_decimals(summary.acceptance_rate, 3)}"
+        f" ({summary.num_accepted_tokens} accepted / {summary.num_draft_tokens} drafted),"
+        f" mean acceptance length = {_decimals(summary.tau_drafted, 2)},"
+        f" per position = ({positions})"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpectedAcceptance:
+    """Acceptance as computed from the distributions of a run, no sampled decision involved.
+
+    `standard_error` says how well `mean` is known for other requests of the same kind; None for a
+    single request. `decision_error` is the standard deviation, about `mean`, of the acceptance rate
+    that the run's own accept decisions at these nodes show.
+    """
+
+    mean: float | None
+    standard_error: float | None
+    decision_error: float | None
+    num_nodes: int
+
+
+def expected_acceptance(overlaps: Float[np.ndarray, "B *nodes"]) -> ExpectedAcceptance:
+    """The pooled mean of the overlaps sum_x min(p(x), q(x)) of drafted nodes, with its errors.
+
+    The first axis is the request; NaN and negative entries are padding. Keep the nodes that a
+    decision was taken at and mask the ones behind a rejection, if the result is to be compared with
+    accepted / tested. Nodes of one request resemble each other, so `standard_error` is that of a
+    ratio of sums over independent requests (Cochran, Sampling Techniques, section 6.4), and equals
+    the usual one where each request has one node. Source of the overlap: Leviathan et al. 2023,
+    section 3.2.
+    """
+    flat = overlaps.reshape(overlaps.shape[0], -1).astype(np.float64)
+    real = flat >= 0
+    values = np.where(real, flat, 0.0)
+    count = int(real.sum())
+    if count == 0:
+        return ExpectedAcceptance(None, None, None, 0)
+    mean = float(values.sum()) / count
+    rows = int(real.any(axis=1).sum())
+    standard_error = None
+    if rows > 1:
+        off = values.sum(axis=1) - mean * real.sum(axis=1)
+        standard_error = float(np.sqrt(rows / (rows - 1) * (off**2).sum())) / count
+    # An overlap summed in float32 can pass 1 by a rounding.
+    spread = (values * np.maximum(1.0 - values, 0.0)).sum()
+    return ExpectedAcceptance(mean, standard_error, float(np.sqrt(spread)) / count, count)
+
+
+def predicted_speedup(
+    tokens_per_round: float,
+    round_seconds_plain: float,
+    draft_seconds: float,
+    widths: Int[np.ndarray, "*R"],
+    seconds_of_width: Mapping[int, float],
+) -> float | None:
+    """The speed-up over plain decoding that the measured parts of a round add up to.
+
+    tokens_per_round * T(1) / (draft_seconds + the mean over rounds of T(width)), in seconds, with
+    T timed on isolated passes. `widths` are those of the rounds, negative entries being padding;
+    None where there is no round. Measured / predicted is the loop's efficiency. Raises ValueError
+    for a width without a time.
+    """
+    used, rounds = np.unique(widths[widths >= 0], return_counts=True)
+    missing = sorted(set(used.tolist()) - set(seconds_of_width))
+    if missing:
+        raise ValueError(f"seconds_of_width has no entry for width {missing[0]}: time that width")
+    if not used.size:
+        return None
+    seconds = np.array([seconds_of_width[width] for width in used.tolist()])
+    verify_seconds = float((seconds * rounds).sum() / rounds.sum())
+    return tokens_per_round * round_seconds_plain / (draft_seconds + verify_seconds)
+
+
+def _checked_width(drafted: Counts, accepted: Counts, emitted: Counts, width: Widths) -> Counts:
+    for name, array in (("accepted", accepted), ("emitted", emitted)):
+        if array.shape != drafted.shape:
+            raise ValueError(
+                f"{name} has shape {array.shape}, drafted {drafted.shape}: count the same rounds"
+            )
+        if ((array >= 0) != (drafted >= 0)).any():
+            raise ValueError(f"{name} and drafted are padded with -1 in different rounds")
+    if (accepted > drafted).any():
+        raise ValueError("accepted exceeds drafted in some round: were the two exchanged?")
+    if width.shape not in (drafted.shape, drafted.shape[1:]):
+        raise ValueError(
+            f"width has shape {width.shape}, drafted {drafted.shape}: give one width a round"
+        )
+    return np.broadcast_to(width, drafted.shape)
+
+
+def _mean(values: np.ndarray) -> float | None:
+    return float(values.mean()) if values.size else None
+
+
+def _ratio(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+def _decimals(value: float | None, digits: int) -> str:
+    return "n/a" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,96 @@
+"""Attention of a few new tokens over the committed cache and the round's window.
+
+The two score blocks are softmaxed apart and merged by their log-sum-exp, so neither is ever copied
+next to the other. (Online softmax: Milakov and Gimelshein 2018, arXiv:1805.02867.)
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from specjax.cache import KVCache
+
+CACHE_BLOCK = 256
+"""Committed tokens read at a time; a cache's capacity is a multiple of it."""
+
+
+class Partial(NamedTuple):
+    """A softmax-weighted sum over some of the keys, not yet divided by its denominator.
+
+    X counts the queries of one key/value head: T tokens times H / G query heads.
+    """
+
+    peak: Float[Array, "B G X 1"]
+    denominator: Float[Array, "B G X 1"]
+    weighted: Float[Array, "B G X C"]
+
+
+def group_queries(query: Float[Array, "B T H C"], kv_heads: int) -> Float[Array, "B G X C"]:
+    """Queries gathered by the key/value head they share, scaled by 1/sqrt(C)."""
+    batch, tokens, heads, width = query.shape
+    grouped = query.reshape(batch, tokens, kv_heads, heads // kv_heads, width)
+    grouped = grouped.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, width)
+    return grouped * jnp.asarray(width**-0.5, query.dtype)
+
+
+def ungroup(mixed: Float[Array, "B G X C"], tokens: int) -> Float[Array, "B T H C"]:
+    """The inverse of `group_queries`, without the scale."""
+    batch, kv_heads, queries, width = mixed.shape
+    split = mixed.reshape(batch, kv_heads, tokens, queries // tokens, width)
+    return split.transpose(0, 2, 1, 3, 4).reshape(batch, tokens, -1, width)
+
+
+def attend(
+    query: Float[Array, "B G X C"],
+    key: Float[Array, "B G Y C"],
+    value: Float[Array, "B G Y C"],
+    visible: Bool[Array, "#B 1 #X Y"],
+) -> Partial:
+    """Softmax over one block of keys, accumulated in float32; rows that see nothing weigh 0."""
+    scores = jnp.einsum("bgxc,bgyc->bgxy", query, key, preferred_element_type=jnp.float32)
+    scores = jnp.where(visible, scores, -jnp.inf)
+    peak = scores.max(axis=-1, keepdims=True)
+    # A row without a visible key has peak -inf; 0 in its place keeps exp(-inf - peak) at 0.
+    weights = jnp.exp(scores - jnp.where(jnp.isneginf(peak), 0.0, peak))
+    weighted = jnp.einsum(
+        "bgxy,bgyc->bgxc", weights.astype(value.dtype), value, preferred_element_type=jnp.float32
+    )
+    return Partial(peak, weights.sum(axis=-1, keepdims=True), weighted)
+
+
+def merge(a: Partial, b: Partial) -> Partial:
+    """The softmax over the keys of both; exact up to rounding, and associative."""
+    peak = jnp.maximum(a.peak, b.peak)
+    anchor = jnp.where(jnp.isneginf(peak), 0.0, peak)
+    scale_a, scale_b = jnp.exp(a.peak - anchor), jnp.exp(b.peak - anchor)
+    return Partial(
+        peak,
+        a.denominator * scale_a + b.denominator * scale_b,
+        a.weighted * scale_a + b.weighted * scale_b,
+    )
+
+
+def attend_cache(
+    query: Float[Array, "B G X C"], cache: KVCache, layer: Int[Array, ""], start: Partial
+) -> Partial:
+    """`start` merged with one layer's committed keys: ceil(max length / block) blocks are read.
+
+    The work follows the longest committed row, not the capacity.
+    """
+    _, batch, kv_heads, _, width = cache.k.shape
+    step = min(CACHE_BLOCK, cache.capacity)
+    offsets = jnp.arange(step)
+
+    def block(index: Int[Array, ""], total: Partial) -> Partial:
+        first = index * step
+        where = (layer, 0, 0, first, 0)
+        key = lax.dynamic_slice(cache.k, where, (1, batch, kv_heads, step, width))[0]
+        value = lax.dynamic_slice(cache.v, where, (1, batch, kv_heads, step, width))[0]
+        visible = (first + offsets)[None, :] < cache.length[:, None]
+        return merge(total, attend(query, key, value, visible[:, None, None, :]))
+
+    return lax.fori_loop(0, (cache.length.max() + step - 1) // step, block, start)

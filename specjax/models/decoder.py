@@ -1,0 +1,272 @@
+"""The Llama-family decoder: one forward, `extend`, for prefill, drafting, verifying and training.
+
+Llama (Touvron et al. 2302.13971) with grouped queries (Ainslie et al. 2305.13245), rotary positions
+(Su et al. 2104.09864), RMS norms (Zhang and Sennrich 1910.07467) and gated SiLU (Shazeer 2002.05202).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from specjax.cache import KVCache, Window, make_cache
+from specjax.models.attention import attend, attend_cache, group_queries, ungroup
+from specjax.models.config import DecoderConfig
+from specjax.models.interface import Extension
+from specjax.models.parameters import Parameter, ParameterTable
+from specjax.models.rope import frequencies
+
+
+def parameter_table(config: DecoderConfig) -> dict[str, Any]:
+    """Every parameter of a decoder: layers stacked in front, head axes apart, kernels [in, out].
+
+    A tied head is the embedding, kept once as the head reads it ([D, V]): that pass over all of it
+    is what costs, the embedding only looks up a few columns.
+    """
+    layers, width, hidden = config.num_layers, config.hidden_size, config.intermediate_size
+    heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+
+    def projection(shape: tuple[int, ...], axes: tuple[str, ...], out: int, bias: bool) -> dict:
+        """A kernel whose last `out` axes are outputs, stacked over layers."""
+        entry = {"kernel": Parameter((layers, *shape), ("layers", *axes))}
+        if bias:
+            bias_axes = ("layers", *axes[-out:])
+            entry["bias"] = Parameter((layers, *shape[-out:]), bias_axes, "zeros")
+        return entry
+
+    def norm() -> dict[str, Parameter]:
+        return {"scale": Parameter((layers, width), ("layers", "embed"), "ones")}
+
+    queries = ((width, heads, head_dim), ("embed", "heads", "head_dim"), 2)
+    keys = ((width, kv_heads, head_dim), ("embed", "kv_heads", "head_dim"), 2)
+    up = ((width, hidden), ("embed", "mlp"), 1)
+    table: dict[str, Any] = {
+        "layers": {
+            "attention_norm": norm(),
+            "attention": {
+                "query": projection(*queries, config.attention_bias),
+                "key": projection(*keys, config.attention_bias),
+                "value": projection(*keys, config.attention_bias),
+                "output": projection(
+                    (heads, head_dim, width),
+                    ("heads", "head_dim", "embed"),
+                    1,
+                    config.attention_bias,
+                ),
+            },
+            "mlp_norm": norm(),
+            "mlp": {
+                "gate": projection(*up, config.mlp_bias),
+                "up": projection(*up, config.mlp_bias),
+                "down": projection((hidden, width), ("mlp", "embed"), 1, config.mlp_bias),
+            },
+        },
+        "final_norm": {"scale": Parameter((width,), ("embed",), "ones")},
+        "head": {"kernel": Parameter((width, config.vocab_size), ("embed", "vocab"))},
+    }
+    if not config.tie_word_embeddings:
+        table["embed"] = {"embedding": Parameter((config.vocab_size, width), ("vocab", "embed"))}
+    return table
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A decoder as plain functions of its parameters, as `interface.LanguageModel` asks for."""
+
+    config: DecoderConfig
+    dtype: jnp.dtype = jnp.float32
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens (V)."""
+        return self.config.vocab_size
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence the model is meant for, in tokens."""
+        return self.config.max_positions
+
+    def make_cache(self, batch: int, capacity: int) -> KVCache:
+        """An empty cache [L, B, G, S, C]."""
+        config = self.config
+        return make_cache(
+            config.num_layers, batch, config.num_kv_heads, capacity, config.head_dim, self.dtype
+        )
+
+    def make_window(self, batch: int, slots: int) -> Window:
+        """An empty window [L, B, G, W, C]."""
+        config = self.config
+        shape = (config.num_layers, batch, config.num_kv_heads, slots, config.head_dim)
+        return Window(jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype))
+
+    def init(self, key: Key[Array, ""]) -> dict[str, Any]:
+        """Random parameters, each boxed with the logical names of its axes."""
+        module = ParameterTable(parameter_table(self.config), self.dtype)
+        return module.init(key)["params"]
+
+    def extend(
+        self,
+        params: dict[str, Any],
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        cache: KVCache,
+        window: Window,
+        start: Int[Array, ""] | int,
+        visible: Bool[Array, "#B T W"],
+        *,
+        features: tuple[str, ...] = (),
+        logits: bool = True,
+        num_layers: int | None = None,
+    ) -> Extension:
+        """`LanguageModel.extend`; features are `final_norm`, `pre_norm` and `layer_input:i`."""
+        return DecoderModule(self.config, self.dtype).apply(
+            {"params": {"decoder": params}},
+            tokens,
+            positions,
+            cache,
+            window,
+            start,
+            visible,
+            features=features,
+            logits=logits,
+            num_layers=num_layers,
+        )
+
+
+class DecoderModule(nn.Module):
+    """The forward; `Decoder` wraps it as plain functions."""
+
+    config: DecoderConfig
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        cache: KVCache,
+        window: Window,
+        start: Int[Array, ""] | int,
+        visible: Bool[Array, "#B T W"],
+        *,
+        features: tuple[str, ...] = (),
+        logits: bool = True,
+        num_layers: int | None = None,
+    ) -> Extension:
+        """`Decoder.extend` on the module's own parameters."""
+        config = self.config
+        params = ParameterTable(parameter_table(config), self.dtype, name="decoder")()
+        stacked = params["layers"]
+        kv_heads = config.num_kv_heads
+        rotation = rotate_by(positions, config)
+        repeats = config.num_heads // kv_heads
+        # [#B, 1, X, W]: the queries that share a key head stand side by side, token by token.
+        seen = jnp.repeat(visible, repeats, axis=1)[:, None]
+        taps = {name: _tapped_layer(name, config) for name in features if ":" in name}
+
+        def layer(index: Int[Array, ""], carry: tuple) -> tuple:
+            x, keys, values, tapped = carry
+            weights = jax.tree.map(lambda leaf: leaf[index], stacked)
+            tapped = {
+                name: jnp.where(index == taps[name], x, kept) for name, kept in tapped.items()
+            }
+            h = rms_norm(x, weights["attention_norm"]["scale"], config.rms_norm_eps)
+            attention = weights["attention"]
+            query = rotate(self._project("btd,dhc->bthc", h, attention["query"]), *rotation)
+            key = rotate(self._project("btd,dgc->btgc", h, attention["key"]), *rotation)
+            value = self._project("btd,dgc->btgc", h, attention["value"])
+            keys = _write(keys, key, index, start)
+            values = _write(values, value, index, start)
+            query = group_queries(query, kv_heads)
+            mixed = attend(query, keys[index], values[index], seen)
+            mixed = attend_cache(query, cache, index, mixed)
+            out = ungroup(mixed.weighted / mixed.denominator, tokens.shape[1]).astype(x.dtype)
+            x = x + self._project("bthc,hcd->btd", out, attention["output"])
+            h = rms_norm(x, weights["mlp_norm"]["scale"], config.rms_norm_eps)
+            mlp = weights["mlp"]
+            gate = nn.silu(self._project("btd,df->btf", h, mlp["gate"]))
+            gate = gate * self._project("btd,df->btf", h, mlp["up"])
+            x = x + self._project("btf,fd->btd", gate, mlp["down"])
+            return x, keys, values, tapped
+
+        if config.tie_word_embeddings:
+            x = jnp.moveaxis(jnp.take(params["head"]["kernel"], tokens, axis=1), 0, -1)
+        else:
+            x = jnp.take(params["embed"]["embedding"], tokens, axis=0)
+        carry = (x, window.k, window.v, {name: jnp.zeros_like(x) for name in taps})
+        depth = config.num_layers if num_layers is None else num_layers
+        pre_norm, keys, values, tapped = lax.fori_loop(0, depth, layer, carry)
+
+        wanted = {**tapped, "pre_norm": pre_norm}
+        out = None
+        if logits or "final_norm" in features:
+            scale = params["final_norm"]["scale"]
+            wanted["final_norm"] = rms_norm(pre_norm, scale, config.rms_norm_eps)
+        if logits:
+            head = params["head"]["kernel"]
+            out = self._einsum("btd,dv->btv", wanted["final_norm"], head, jnp.float32)
+        return Extension(out, {name: wanted[name] for name in features}, Window(keys, values))
+
+    def _einsum(
+        self, equation: str, x: jax.Array, kernel: jax.Array, out: jnp.dtype | None = None
+    ) -> jax.Array:
+        # Accelerators multiply float32 in fewer bits unless told otherwise.
+        exact = lax.Precision.HIGHEST if self.dtype == jnp.float32 else None
+        return jnp.einsum(equation, x, kernel, precision=exact, preferred_element_type=out)
+
+    def _project(self, equation: str, x: jax.Array, weights: dict) -> jax.Array:
+        y = self._einsum(equation, x, weights["kernel"])
+        if "bias" in weights:
+            y = y + jnp.expand_dims(weights["bias"], (0, 1))
+        return y
+
+
+def rms_norm(x: Float[Array, "B T D"], scale: Float[Array, "D"], eps: float) -> jax.Array:
+    """x over its root mean square, taken in float32."""
+    wide = x.astype(jnp.float32)
+    wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return wide.astype(x.dtype) * scale[None, None, :]
+
+
+def rotate_by(
+    positions: Int[Array, "B T"], config: DecoderConfig
+) -> tuple[Float[Array, "B T 1 C2"], Float[Array, "B T 1 C2"]]:
+    """Cosines and sines of each position's rotation, one pair of dimensions each."""
+    angles = positions[:, :, None].astype(jnp.float32) * frequencies(config)[None, None, :]
+    return jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
+
+
+def rotate(
+    x: Float[Array, "B T N C"], cos: Float[Array, "B T 1 C2"], sin: Float[Array, "B T 1 C2"]
+) -> Float[Array, "B T N C"]:
+    """Each head's pairs (i, i + C/2) turned by their position's angles, in float32."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+def _write(
+    window: Float[Array, "L B G W C"],
+    new: Float[Array, "B T G C"],
+    layer: Int[Array, ""],
+    start: Int[Array, ""] | int,
+) -> Float[Array, "L B G W C"]:
+    new = new.transpose(0, 2, 1, 3)[None].astype(window.dtype)
+    return lax.dynamic_update_slice(window, new, (layer, 0, 0, start, 0))
+
+
+def _tapped_layer(name: str, config: DecoderConfig) -> int:
+    match = re.fullmatch(r"layer_input:(\d+)", name)
+    if match is None or int(match[1]) >= config.num_layers:
+        raise ValueError(
+            f"feature {name!r} is unknown: use final_norm, pre_norm or layer_input:i with "
+            f"i < {config.num_layers}"
+        )
+    return int(match[1])

@@ -1,0 +1,58 @@
+"""What the decoding loop asks of a language model: a few plain functions, no Flax."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from specjax.cache import KVCache, Window
+
+
+@struct.dataclass
+class Extension:
+    """What one forward gives: logits in float32 if asked for, named features, the new window."""
+
+    logits: Float[Array, "B T V"] | None
+    features: dict[str, Float[Array, "B T D"]]
+    window: Window
+
+
+class LanguageModel(Protocol):
+    """A model as pure functions of its parameters; hashable, so that it can be a static argument."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens (V)."""
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence the model is meant for, in tokens."""
+
+    def make_cache(self, batch: int, capacity: int) -> KVCache:
+        """An empty cache for `batch` rows of up to `capacity` tokens."""
+
+    def make_window(self, batch: int, slots: int) -> Window:
+        """An empty window of W = `slots` slots."""
+
+    def extend(
+        self,
+        params: Any,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        cache: KVCache,
+        window: Window,
+        start: Int[Array, ""] | int,
+        visible: Bool[Array, "#B T W"],
+        *,
+        features: tuple[str, ...] = (),
+        logits: bool = True,
+        num_layers: int | None = None,
+    ) -> Extension:
+        """Run T tokens through the model; the cache is only read.
+
+        The tokens fill the window's slots start..start+T and see each row's committed tokens and
+        the window slots that `visible` allows, their own included. With `num_layers`, only that many
+        layers run before the final norm (early exit).
+        """

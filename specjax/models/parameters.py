@@ -1,0 +1,48 @@
+"""A nested table of parameters, declared once: shapes, logical axes and initialisers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter: its shape, the logical name of each axis, and how it starts."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    kind: str = "normal"
+
+    def __post_init__(self) -> None:
+        assert len(self.shape) == len(self.axes), (self.shape, self.axes)
+
+    def initializer(self) -> nn.initializers.Initializer:
+        """`normal` (standard deviation 0.02), `ones` or `zeros`, with the axes' names attached."""
+        start = {
+            "normal": nn.initializers.normal(0.02),
+            "ones": nn.initializers.ones_init(),
+            "zeros": nn.initializers.zeros_init(),
+        }[self.kind]
+        return nn.with_logical_partitioning(start, self.axes)
+
+
+class ParameterTable(nn.Module):
+    """Declares every entry of a nested table and returns the values, nested alike."""
+
+    table: Mapping[str, Parameter | Mapping]
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self) -> dict[str, jax.Array | dict]:
+        """The parameters as a plain nested dict."""
+        return {
+            name: self.param(name, entry.initializer(), entry.shape, self.dtype)
+            if isinstance(entry, Parameter)
+            else ParameterTable(entry, self.dtype, name=name)()
+            for name, entry in self.table.items()
+        }

@@ -1,0 +1,74 @@
+"""Prompts into caches, a chunk at a time: one compiled shape for every prompt length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from specjax.cache import KVCache, commit
+from specjax.models.interface import LanguageModel
+
+Features = dict[str, Float[Array, "B S D"]]
+
+
+def prefill(
+    model: LanguageModel,
+    params: Any,
+    tokens: Int[Array, "B M"],
+    lengths: Int[Array, "B"],
+    cache: KVCache,
+    chunk: int,
+    features: tuple[str, ...] = (),
+) -> tuple[KVCache, Features]:
+    """The empty cache filled with each row's first `lengths` tokens, and the features asked for.
+
+    Runs ceil(max length / chunk) forwards of [B, chunk] tokens without logits; a row that is through
+    commits nothing more. Features are [B, S, D] with S the cache's capacity, zero where not computed.
+    """
+    batch, available = tokens.shape
+    step = jnp.arange(chunk)
+    # Room for the last chunk to reach past the buffer, instead of a slice that is silently moved.
+    padded = jnp.pad(tokens, ((0, 0), (0, chunk)))
+    causal = jnp.tril(jnp.ones((1, chunk, chunk), bool))
+    slots = jnp.broadcast_to(step, (batch, chunk))
+
+    def forward(first: Int[Array, ""], cache: KVCache) -> Any:
+        part = lax.dynamic_slice(padded, (0, first), (batch, chunk))
+        positions = jnp.broadcast_to(first + step, (batch, chunk))
+        return model.extend(
+            params,
+            part,
+            positions,
+            cache,
+            model.make_window(batch, chunk),
+            0,
+            causal,
+            features=features,
+            logits=False,
+        )
+
+    def advance(carry: tuple) -> tuple:
+        first, cache, kept = carry
+        result = forward(first, cache)
+        rows = jnp.arange(batch)[:, None]
+        kept = {
+            name: kept[name].at[rows, (first + step)[None, :]].set(value, mode="drop")
+            for name, value in result.features.items()
+        }
+        count = jnp.clip(lengths - first, 0, chunk)
+        return first + chunk, commit(cache, result.window, slots, count), kept
+
+    shapes = jax.eval_shape(forward, jnp.int32(0), cache).features
+    kept = {
+        name: jnp.zeros((batch, cache.capacity, *shape.shape[2:]), shape.dtype)
+        for name, shape in shapes.items()
+    }
+    longest = jnp.minimum(lengths.max(), available)
+    _, cache, kept = lax.while_loop(
+        lambda carry: carry[0] < longest, advance, (jnp.int32(0), cache, kept)
+    )
+    return cache, kept

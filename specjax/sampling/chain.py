@@ -1,0 +1,219 @@
+"""Verification of a drafted chain: how much of it stands, and the token that follows.
+
+The functions here take explicit uniforms and noise; `specjax.sampling.verify` draws them from
+keys. Slot 0 is the last committed token and slot i the i-th drafted one. A rule sees laws through
+two functions of slots: `target(slots)` is p and `draft(slots)` is q of the token that follows slot
+`slots[b]` in row b. So a decoding loop warps the slots it visits and never all of [B, W, V].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.scipy.special import logsumexp
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from specjax.sampling.laws import excess, log_ratio, residual
+from specjax.sampling.warp import argmax
+
+Laws = Callable[[Int[Array, "B"]], Float[Array, "B V"]]
+
+
+class Verdict(NamedTuple):
+    """What verification says of a draft.
+
+    `path_slots` are the window slots of the accepted nodes in order, -1 behind them; `num_accepted`
+    counts them; `next_token` is the target's own token that follows the last of them.
+    """
+
+    path_slots: Int[Array, "B P"]
+    num_accepted: Int[Array, "B"]
+    next_token: Int[Array, "B"]
+
+
+class Decision(NamedTuple):
+    """What a rule decides: how many drafted tokens stand, and the log-law of the next one."""
+
+    num_accepted: Int[Array, "B"]
+    law: Float[Array, "B V"]
+
+
+Rule = Callable[[Int[Array, "B K"], Int[Array, "B"], Laws, Laws, Float[Array, "B K"]], Decision]
+
+
+def rejection(
+    tokens: Int[Array, "B K"],
+    num_valid: Int[Array, "B"],
+    target: Laws,
+    draft: Laws,
+    uniforms: Float[Array, "B K"],
+) -> Decision:
+    """Token-wise rejection sampling (Leviathan et al. 2211.17192; Chen et al. 2302.01318).
+
+    Row b drafted `num_valid[b]` tokens, each from `draft` of the slot before it. They are accepted
+    up to the first with u q >= p, where the law of the next token is norm(max(0, p - q)); where all
+    stand it is p. It visits as many slots as the luckiest row accepts, and one more.
+    """
+
+    def visit(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        slots, walking, _ = state
+        logp = target(slots)
+        token = _at(tokens, slots)
+        odds = log_ratio(_at(logp, token), _at(draft(slots), token))
+        # In logarithms neither u q nor p / q can underflow; p = 0 is refused even at u = 0.
+        step = walking & (slots < num_valid) & (jnp.log(_at(uniforms, slots)) < odds)
+        step &= odds > -jnp.inf
+        return slots + step.astype(slots.dtype), step, logp
+
+    slots, logp = _start(num_valid, target)
+    slots, _, logp = lax.while_loop(
+        lambda state: jnp.any(state[1]), visit, (slots, jnp.ones_like(slots, bool), logp)
+    )
+    refused = slots < num_valid
+    return Decision(slots, jnp.where(refused[:, None], residual(logp, draft(slots)), logp))
+
+
+def block(
+    tokens: Int[Array, "B K"],
+    num_valid: Int[Array, "B"],
+    target: Laws,
+    draft: Laws,
+    uniforms: Float[Array, "B K"],
+) -> Decision:
+    """Block verification: accepts no fewer than `rejection` on average (Sun et al. 2403.10444).
+
+    With w_0 = 1 and w_i = min(1, w_{i-1} p(x_i) / q(x_i)), the accepted length is the largest i
+    with u_i < h_i. There h_i = r / (r + 1 - w_i), r the sum of max(0, w_i p - q) over the laws
+    behind x_i, and h_i = w_i at the row's own last token. The law of the next token is
+    norm(max(0, w_i p - q)), or p behind the last. It visits the slots of the longest valid draft
+    while some row's w is above 0.
+    """
+
+    def visit(state: tuple[Array, ...]) -> tuple[Array, ...]:
+        slot, logw, accepted, law = state
+        slots = jnp.full_like(num_valid, slot)
+        logp, logq = target(slots), draft(slots)
+        left = excess(logp + logw[:, None], logq)
+        logr = logsumexp(left, axis=-1)
+        some_left = logr > -jnp.inf
+        last = slots == num_valid
+
+        r, lost = jnp.exp(logr), -jnp.expm1(logw)  # lost = 1 - w
+        inner = jnp.where(lost > 0, r / jnp.where(lost > 0, r + lost, 1), 1)
+        height = jnp.where(last, jnp.exp(logw), inner)
+        stands = (slot == 0) | (_at(uniforms, slots - 1) < height)
+        stands &= slots <= num_valid
+
+        behind = left - jnp.where(some_left, logr, 0)[:, None]
+        here = jnp.where((last | ~some_left)[:, None], logp, behind)
+        token = _at(tokens, slots)
+        odds = log_ratio(_at(logp, token), _at(logq, token))
+        alive = (logw > -jnp.inf) & (odds > -jnp.inf)
+        logw = jnp.where(alive, jnp.minimum(jnp.where(alive, logw + odds, 0), 0), -jnp.inf)
+        return (
+            slot + 1,
+            logw,
+            jnp.where(stands, slots, accepted),
+            jnp.where(stands[:, None], here, law),
+        )
+
+    def going(state: tuple[Array, ...]) -> Bool[Array, ""]:
+        slot, logw, _, _ = state
+        return jnp.any((slot <= num_valid) & (logw > -jnp.inf))
+
+    slots, law = _start(num_valid, target)
+    state = (jnp.zeros((), slots.dtype), jnp.zeros(slots.shape, law.dtype), slots, law)
+    _, _, accepted, law = lax.while_loop(going, visit, state)
+    return Decision(accepted, law)
+
+
+def conclude(decision: Decision, gumbel: Float[Array, "B V"], longest: int) -> Verdict:
+    """Draw the next token of a decision with Gumbel noise; `longest` is the P of `path_slots`."""
+    next_token = argmax(decision.law + gumbel)
+    return _verdict(decision.num_accepted, next_token, longest)
+
+
+def walk(
+    tokens: Int[Array, "B K"], num_valid: Int[Array, "B"], target: Laws, noise: Laws
+) -> Verdict:
+    """Draw the target's own token at each slot, and go on while the draft has said the same.
+
+    `noise(slots)` is Gumbel noise of its own for each slot. Exact for any draft whose tokens do not
+    depend on that noise, and also for `coupled` (Daliri et al. 2408.07978): there the noise belongs
+    to the position, so the output is what plain decoding with it gives, whatever was drafted.
+    It visits as many slots as the luckiest row accepts, and one more.
+    """
+
+    def visit(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        slots, walking, _ = state
+        choice = argmax(target(slots) + noise(slots))
+        step = walking & (slots < num_valid) & (_at(tokens, slots) == choice)
+        return slots + step.astype(slots.dtype), step, choice
+
+    slots = jnp.zeros_like(num_valid)
+    state = (slots, jnp.ones(slots.shape, bool), jnp.zeros(slots.shape, jnp.int32))
+    slots, _, choice = lax.while_loop(lambda state: jnp.any(state[1]), visit, state)
+    return _verdict(slots, choice, tokens.shape[1])
+
+
+def walk_greedy(
+    tokens: Int[Array, "B K"], num_valid: Int[Array, "B"], choices: Int[Array, "B K+1"]
+) -> Verdict:
+    """The walk where every row is greedy; `choices` are the target's likeliest tokens by slot."""
+    longest = tokens.shape[1]
+    agrees = (tokens == choices[:, :longest]) & (jnp.arange(longest)[None, :] < num_valid[:, None])
+    accepted = jnp.sum(jnp.cumprod(agrees, axis=1, dtype=num_valid.dtype), axis=1)
+    return _verdict(accepted, _at(choices, accepted), longest)
+
+
+def by_slot(rows: Float[Array, "B N V"]) -> Laws:
+    """Laws that are kept in an array, one a slot."""
+    return lambda slots: _at(rows, slots)
+
+
+def draft_laws(
+    tokens: Int[Array, "B K"], law: Int[Array, "B K"], logq: Float[Array, "B Q V"]
+) -> Laws:
+    """The laws of a chain whose nodes name theirs: row `law[b, i]` of `logq`, or -1 = one-hot."""
+
+    def laws(slots: Int[Array, "B"]) -> Float[Array, "B V"]:
+        which = _at(law, slots)
+        certain = _one_hot(_at(tokens, slots), logq.shape[-1], logq.dtype)
+        return jnp.where((which < 0)[:, None], certain, _at(logq, jnp.maximum(which, 0)))
+
+    return laws
+
+
+def one_hot_laws(tokens: Int[Array, "B K"], vocab: int, dtype: jnp.dtype | type) -> Laws:
+    """The laws of deterministic drafts: each token is certain."""
+    return lambda slots: _one_hot(_at(tokens, slots), vocab, jnp.dtype(dtype))
+
+
+def _one_hot(tokens: Int[Array, "B"], vocab: int, dtype: jnp.dtype) -> Float[Array, "B V"]:
+    hit = jnp.arange(vocab)[None, :] == tokens[:, None]
+    return jnp.where(hit, 0.0, -jnp.inf).astype(dtype)
+
+
+def _at(rows: Shaped[Array, "B N *rest"], index: Int[Array, "B"]) -> Shaped[Array, "B *rest"]:
+    """rows[b, index[b]]; an index out of range gives something that the caller masks."""
+    batch, count, *rest = rows.shape
+    if not count:
+        return jnp.zeros((batch, *rest), rows.dtype)
+    index = index.reshape(batch, 1, *(1 for _ in rest))
+    return jnp.take_along_axis(rows, index, axis=1, mode="clip")[:, 0]
+
+
+def _start(num_valid: Int[Array, "B"], target: Laws) -> tuple[Int[Array, "B"], Float[Array, "B V"]]:
+    slots = jnp.zeros_like(num_valid)
+    law = jax.eval_shape(target, slots)
+    return slots, jnp.zeros(law.shape, law.dtype)
+
+
+def _verdict(accepted: Int[Array, "B"], next_token: Int[Array, "B"], longest: int) -> Verdict:
+    depth = jnp.arange(longest, dtype=accepted.dtype)[None, :]
+    path = jnp.where(depth < accepted[:, None], depth + 1, -1)
+    return Verdict(path, accepted, next_token.astype(jnp.int32))

@@ -1,0 +1,141 @@
+"""Verification from keys: the chain rules by name, with their uniforms and noise drawn."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+from specjax.sampling.chain import (
+    Laws,
+    Rule,
+    Verdict,
+    block,
+    by_slot,
+    conclude,
+    one_hot_laws,
+    rejection,
+    walk,
+)
+from specjax.sampling.noise import position_gumbel, split_keys, uniforms
+
+CHAIN_RULES: dict[str, Rule] = {"rejection": rejection, "block": block}
+"""The exact rules that decide by uniforms. `coupled` is the exact rule that is none of these."""
+
+
+def verify_chain(
+    keys: Key[Array, "B"] | Key[Array, ""],
+    tokens: Int[Array, "B K"],
+    logq: Float[Array, "B K V"] | None,
+    logp: Float[Array, "B K+1 V"],
+    *,
+    positions: Int[Array, "B"] | None = None,
+    rule: str | Rule = "rejection",
+    num_valid: Int[Array, "B"] | None = None,
+) -> Verdict:
+    """Accept a prefix of each row's drafted chain and draw the token behind it, exactly from p.
+
+    `logq[:, i]` is the log-law that `tokens[:, i]` was drawn from, after all warping; None says the
+    tokens are deterministic. `logp[:, i]` is the target's warped log-law of the token at the place
+    of `tokens[:, i]`, and `logp[:, K]` of the one behind. `num_valid[b]` (K by default) of row b's
+    tokens were really drafted. `keys` are one a row, used for this call alone by every rule but
+    `coupled`; a single key is split.
+
+    `rule` is "rejection", "block", "coupled", or a function as `specjax.testing.check_rule`
+    describes. `coupled` needs `positions`, the absolute position of each row's first drafted token:
+    its noise there is `position_gumbel(keys, position, V)`, so plain decoding with those keys gives
+    the same tokens.
+
+    Raises ValueError for an unknown rule, missing positions, or shapes that do not fit.
+    """
+    batch, length = tokens.shape
+    if isinstance(rule, str) and rule not in (*CHAIN_RULES, "coupled"):
+        known = ", ".join((*CHAIN_RULES, "coupled"))
+        raise ValueError(f"rule={rule!r} is unknown: use one of {known}, or a function")
+    if rule == "coupled" and positions is None:
+        raise ValueError("rule='coupled' needs positions: pass those of the first drafted tokens")
+    if logp.ndim != 3 or logp.shape[:2] != (batch, length + 1):
+        raise ValueError(
+            f"logp has shape {logp.shape} for tokens {tokens.shape}: it must be "
+            f"({batch}, {length + 1}, V), one law for each token and one for the token behind"
+        )
+    if logq is not None and logq.shape != (batch, length, logp.shape[2]):
+        wanted = (batch, length, logp.shape[2])
+        raise ValueError(
+            f"logq has shape {logq.shape}: it must be {wanted}, one law for each token"
+        )
+    if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) or keys.shape not in ((), (batch,)):
+        raise ValueError(
+            f"keys have dtype {keys.dtype} and shape {keys.shape}: pass {batch} keys made by "
+            "jax.random.key and jax.random.split, or one key"
+        )
+    if keys.ndim == 0:
+        keys = jax.random.split(keys, batch)
+    if num_valid is None:
+        num_valid = jnp.full(batch, length, jnp.int32)
+    if positions is None:
+        positions = jnp.zeros(batch, jnp.int32)
+    return _verify_arrays(keys, tokens, logq, logp, positions, num_valid, rule=rule)
+
+
+@functools.partial(jax.jit, static_argnames="rule")
+def _verify_arrays(
+    keys: Key[Array, "B"],
+    tokens: Int[Array, "B K"],
+    logq: Float[Array, "B K V"] | None,
+    logp: Float[Array, "B K+1 V"],
+    positions: Int[Array, "B"],
+    num_valid: Int[Array, "B"],
+    *,
+    rule: str | Rule,
+) -> Verdict:
+    return verify_laws(
+        keys,
+        tokens,
+        num_valid,
+        by_slot(logp),
+        None if logq is None else by_slot(logq),
+        positions=positions,
+        rule=rule,
+        vocab=logp.shape[2],
+        dtype=logp.dtype,
+    )
+
+
+def verify_laws(
+    keys: Key[Array, "B"],
+    tokens: Int[Array, "B K"],
+    num_valid: Int[Array, "B"],
+    target: Laws,
+    draft: Laws | None,
+    *,
+    positions: Int[Array, "B"],
+    rule: str | Rule,
+    vocab: int,
+    dtype: jnp.dtype | type = jnp.float32,
+) -> Verdict:
+    """`verify_chain` on laws that are worked out slot by slot, as the decoding loop needs it.
+
+    `draft` None says that the tokens are deterministic.
+    """
+    if rule == "coupled":
+        return walk(
+            tokens,
+            num_valid,
+            target,
+            lambda slots: position_gumbel(keys, positions + slots, vocab, dtype),
+        )
+    _, accept, final = split_keys(keys)
+    if rule == "rejection" and draft is None:
+        return walk(
+            tokens, num_valid, target, lambda slots: position_gumbel(final, slots, vocab, dtype)
+        )
+    length = tokens.shape[1]
+    if draft is None:
+        draft = one_hot_laws(tokens, vocab, dtype)
+    decide = CHAIN_RULES[rule] if isinstance(rule, str) else rule
+    decision = decide(tokens, num_valid, target, draft, uniforms(accept, length, dtype))
+    gumbel = position_gumbel(final, jnp.zeros_like(num_valid), vocab, dtype)
+    return conclude(decision, gumbel, length)

@@ -1,0 +1,356 @@
+"""From prompts to compiled batches: what `generate` and `stream` share.
+
+A session checks everything before any long work, compiles once for all of its batches, and runs
+them a few rounds at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import loop, metrics, sampling
+from specjax.draft_length import DraftLength
+from specjax.drafters import Drafter, check_length
+from specjax.drafters import none as no_drafter
+from specjax.drafters.base import Sampling
+from specjax.errors import InputError
+from specjax.models.attention import CACHE_BLOCK
+from specjax.models.model import Model
+from specjax.prompts import Prompt, encode_prompt
+from specjax.sampling_params import SamplingParams, one_a_prompt
+
+RULES = ("rejection", "block", "coupled")
+MOST_ROWS = 16
+"""Rows of a batch where the caller does not say."""
+_PREFILL_CHUNKS = (32, 128, 512)
+
+
+@dataclass(frozen=True)
+class Session:
+    """Everything one call decodes: checked, encoded, and with its program chosen."""
+
+    model: Model
+    drafter: Drafter
+    plan: loop.Plan
+    batch_size: int
+    prompts: tuple[tuple[int, ...], ...]
+    requests: tuple[SamplingParams, ...]
+    seed: int
+    num_stop_ids: int
+    max_length: int
+
+    @property
+    def params(self) -> tuple[Any, Any]:
+        """(target's parameters, drafter's parameters)."""
+        return self.model.params, self.drafter.params
+
+    def batches(self) -> list[list[int]]:
+        """The prompts' indices, batch by batch, in input order."""
+        count = len(self.prompts)
+        return [
+            list(range(first, min(first + self.batch_size, count)))
+            for first in range(0, count, self.batch_size)
+        ]
+
+
+def open_session(
+    target: Model,
+    prompts: Sequence[Prompt],
+    *,
+    drafter: Drafter | None = None,
+    num_speculative_tokens: int | str | None = None,
+    num_speculative_tokens_per_batch_size: Sequence[tuple[int, int, int]] = (),
+    verify: str | sampling.Rule = "rejection",
+    requests: Any = SamplingParams(),
+    seed: int = 0,
+    batch_size: int | None = None,
+    max_length: int | None = None,
+) -> Session:
+    """Check and encode; see `generation.generate` for the arguments. Raises InputError."""
+    if isinstance(prompts, str):
+        prompts = [prompts]
+    if not len(prompts):
+        raise InputError("prompts is empty: give at least one")
+    drafter = no_drafter.make() if drafter is None else drafter
+    if isinstance(verify, str) and verify not in RULES:
+        raise InputError(f"verify={verify!r} is unknown: use {', '.join(RULES)}")
+    if batch_size is not None and batch_size < 1:
+        raise InputError(f"batch_size={batch_size}: use a whole number of at least 1")
+    requests = one_a_prompt(requests, len(prompts))
+    encoded = [encode_prompt(target, p, f"prompts[{i}]") for i, p in enumerate(prompts)]
+    longest = _longest(target, encoded, max_length)
+    auto = num_speculative_tokens == "auto"
+    if auto or num_speculative_tokens is None:
+        most = drafter.num_speculative_tokens
+    else:
+        most = num_speculative_tokens
+        check_length(most)
+    ladder = tuple((int(a), int(b), int(k)) for a, b, k in num_speculative_tokens_per_batch_size)
+    for low, high, count in ladder:
+        if not (1 <= low <= high and 0 <= count):
+            raise InputError(
+                f"num_speculative_tokens_per_batch_size: ({low}, {high}, {count}) must be "
+                "(low, high, k) with 1 <= low <= high and k >= 0"
+            )
+    if ladder and num_speculative_tokens is None:
+        most = max(most, *(count for _, _, count in ladder))
+    stop_ids = max(1, *(len(_stop_ids(target, request)) for request in requests))
+    batch_size = min(batch_size or MOST_ROWS, len(prompts))
+    totals = [
+        min(len(ids) + request.max_new_tokens, longest)
+        for ids, request in zip(encoded, requests, strict=True)
+    ]
+    chunk = _chunk(max(map(len, encoded)))
+    plan = loop.Plan(
+        target=target.architecture,
+        drafter=drafter,
+        rule=verify,
+        draft_length=DraftLength(most, ladder),
+        widths=widths(most),
+        flags=_flags(requests),
+        capacity=_round_up(max(totals), CACHE_BLOCK),
+        max_rounds=_round_up(max(request.max_new_tokens for request in requests), 64),
+        chunk=chunk,
+        logprobs=any(request.logprobs for request in requests),
+    )
+    session = Session(
+        target, drafter, plan, batch_size, tuple(map(tuple, encoded)), tuple(requests), seed,
+        stop_ids, longest,
+    )
+    return _with_costs(session) if auto and most else session
+
+
+def widths(most: int) -> tuple[int, ...]:
+    """The window sizes that are compiled for drafts of up to `most` tokens."""
+    return tuple(sorted({1, min(4, most + 1), most + 1}))
+
+
+class Snapshot(NamedTuple):
+    """One batch between two steps, on the host; `index` are its prompts.
+
+    `lengths` count committed tokens, `kept` the new tokens that a stop string left (or -1).
+    """
+
+    index: list[int]
+    tokens: np.ndarray
+    lengths: np.ndarray
+    status: np.ndarray
+    kept: np.ndarray
+    rounds: loop.Rounds
+    logprobs: np.ndarray | None
+    finished: bool
+    prefill_s: float
+    decode_s: float
+
+
+class Programs(NamedTuple):
+    """The two compiled functions of a plan, and what compiling them took."""
+
+    start: Any
+    run: Any
+    seconds: float
+
+
+def compile_session(session: Session) -> Programs:
+    """The session's programs, compiled now or earlier in this process."""
+    arguments = (session.params, *_arguments(session, []))
+    shapes, tree = jax.tree.flatten(jax.eval_shape(lambda *a: a, *arguments))
+    return _compile(session.plan, tree, tuple((s.shape, s.dtype) for s in shapes))
+
+
+@functools.lru_cache(maxsize=64)
+def _compile(plan: loop.Plan, tree: Any, leaves: tuple) -> Programs:
+    begin = time.perf_counter()
+    shapes = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(*leaf) for leaf in leaves])
+    params, arguments = shapes[0], shapes[1:]
+    state = jax.eval_shape(functools.partial(loop.start, plan), params, *arguments)
+    start = jax.jit(loop.start, static_argnums=0).lower(plan, params, *arguments).compile()
+    run = jax.jit(loop.run, static_argnums=0, donate_argnums=2)
+    run = run.lower(plan, params, state, jax.ShapeDtypeStruct((), jnp.int32)).compile()
+    return Programs(start, run, time.perf_counter() - begin)
+
+
+def run_session(
+    session: Session, rounds: int | None = None, programs: Programs | None = None
+) -> Iterator[Snapshot]:
+    """Decode batch by batch; a snapshot after every `rounds` rounds, and one when a batch is done.
+
+    Without `rounds` a batch is one device call, unless a stop string has to be watched for.
+    """
+    programs = programs or compile_session(session)
+    if rounds is None and any(request.stop for request in session.requests):
+        rounds = 8
+    for index in session.batches():
+        yield from _run_batch(session, programs, index, rounds or session.plan.max_rounds)
+
+
+def _run_batch(
+    session: Session, programs: Programs, index: list[int], rounds: int
+) -> Iterator[Snapshot]:
+    arguments = jax.block_until_ready(_arguments(session, index))
+    begin = time.perf_counter()
+    state = jax.block_until_ready(programs.start(session.params, *arguments))
+    prefill_s, decode_s = time.perf_counter() - begin, 0.0
+    kept = np.full(len(index), -1)
+    finished = False
+    while not finished:
+        begin = time.perf_counter()
+        state = programs.run(session.params, state, jnp.int32(rounds))
+        status = np.array(state.status)
+        decode_s += time.perf_counter() - begin
+        tokens, lengths = np.asarray(state.tokens), np.asarray(state.length)
+        for row, prompt in enumerate(index):
+            if session.requests[prompt].stop and kept[row] < 0:
+                kept[row] = _stop_string(session, prompt, tokens[row, : lengths[row]])
+                if kept[row] >= 0:
+                    status[row] = loop.STOPPED
+        if (status != np.asarray(state.status)).any():
+            state = state.replace(status=jnp.asarray(status))
+        finished = not (status == loop.RUNNING).any()
+        real = slice(0, len(index))
+        yield Snapshot(
+            index=index,
+            tokens=tokens[real],
+            lengths=lengths[real],
+            status=status[real],
+            kept=kept.copy(),
+            rounds=jax.tree.map(lambda leaf: np.asarray(leaf)[real], state.rounds),
+            logprobs=None if state.logprobs is None else np.asarray(state.logprobs)[real],
+            finished=finished,
+            prefill_s=prefill_s,
+            decode_s=decode_s,
+        )
+
+
+def _arguments(session: Session, index: list[int]) -> tuple:
+    """`loop.start`'s arrays for one batch; rows without a prompt are finished from the start."""
+    batch, plan = session.batch_size, session.plan
+    spare = batch - len(index)
+    prompts = [session.prompts[i] for i in index] + [(0,)] * spare
+    requests = [session.requests[i] for i in index] + [SamplingParams()] * spare
+    tokens = np.zeros((batch, plan.capacity), np.int32)
+    stop_ids = np.full((batch, session.num_stop_ids), -1, np.int32)
+    for row, (ids, request) in enumerate(zip(prompts, requests, strict=True)):
+        tokens[row, : len(ids)] = ids
+        stops = _stop_ids(session.model, request)[: session.num_stop_ids]
+        stop_ids[row, : len(stops)] = stops
+    length = np.array([len(ids) for ids in prompts], np.int32)
+    numbers = np.array([*index, *[0] * spare], np.int32)
+    room = np.array([request.max_new_tokens for request in requests], np.int32)
+    base = jax.random.key(session.seed)
+    keys = [
+        jax.random.fold_in(base, number) if request.seed is None else jax.random.key(request.seed)
+        for number, request in zip(numbers, requests, strict=True)
+    ]
+    rows = loop.Rows(
+        index=jnp.asarray(numbers),
+        key=jnp.stack(keys),
+        sampling=Sampling(
+            temperature=jnp.asarray([r.temperature for r in requests], jnp.float32),
+            top_k=jnp.asarray([r.top_k for r in requests], jnp.int32),
+            top_p=jnp.asarray([r.top_p for r in requests], jnp.float32),
+            min_p=jnp.asarray([r.min_p for r in requests], jnp.float32),
+        ),
+        max_length=jnp.asarray(np.minimum(length + room, session.max_length)),
+        stop_ids=jnp.asarray(stop_ids),
+    )
+    running = np.arange(batch) < len(index)
+    status = np.where(running, loop.RUNNING, loop.STOPPED).astype(np.int32)
+    return jnp.asarray(tokens), rows, jnp.asarray(length), jnp.asarray(status)
+
+
+def _stop_ids(model: Model, request: SamplingParams) -> tuple[int, ...]:
+    own = model.tokenizer.eos_ids if model.tokenizer and not request.ignore_eos else ()
+    return tuple(dict.fromkeys((*own, *request.stop_token_ids)))
+
+
+def _stop_string(session: Session, prompt: int, tokens: np.ndarray) -> int:
+    """How many new tokens it takes until a stop string is complete; -1 if none is."""
+    tokenizer = session.model.tokenizer
+    if tokenizer is None:
+        raise InputError(f"sampling.stop: {session.model.name} has no tokenizer; use stop_token_ids")
+    new = tokens[len(session.prompts[prompt]) :].tolist()
+    stops = session.requests[prompt].stop
+    if first_stop(tokenizer.decode(new), stops) is None:
+        return -1
+    low, high = 1, len(new)
+    while low < high:
+        middle = (low + high) // 2
+        if first_stop(tokenizer.decode(new[:middle]), stops) is None:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def first_stop(text: str, stops: Sequence[str]) -> int | None:
+    """Where the first stop string begins in a text, if one does."""
+    places = [place for place in (text.find(stop) for stop in stops) if place >= 0]
+    return min(places, default=None)
+
+
+def _longest(target: Model, encoded: list[list[int]], max_length: int | None) -> int:
+    longest = target.config.max_positions
+    name = f"the {longest} positions of {target.name}"
+    if max_length is not None:
+        if max_length < 2:
+            raise InputError(f"max_length={max_length}: use at least 2, a prompt and a new token")
+        if max_length > longest:
+            raise InputError(f"max_length={max_length} exceeds {name}: lower it")
+        longest, name = max_length, f"max_length={max_length}"
+    for i, ids in enumerate(encoded):
+        if len(ids) >= longest:
+            remedy = "shorten it" if max_length is None else "shorten it or raise max_length"
+            raise InputError(
+                f"prompts[{i}] has {len(ids)} tokens, which leaves no room for a new one in {name}: "
+                f"{remedy}"
+            )
+    return longest
+
+
+def _chunk(longest: int) -> int:
+    """The prefill chunk: one of a few sizes, so that compiled programs are reused."""
+    most = _PREFILL_CHUNKS[-2] if jax.default_backend() == "cpu" else _PREFILL_CHUNKS[-1]
+    return next((c for c in _PREFILL_CHUNKS if c >= min(longest, most)), most)
+
+
+def _flags(requests: Sequence[SamplingParams]) -> sampling.WarpFlags:
+    return sampling.WarpFlags.of(
+        np.array([r.temperature for r in requests]),
+        np.array([r.top_k for r in requests]),
+        np.array([r.top_p for r in requests]),
+        np.array([r.min_p for r in requests]),
+    )
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+def _with_costs(session: Session) -> Session:
+    """The session with each row's draft length chosen by measured costs."""
+    from specjax.costs import round_costs
+
+    most = session.plan.draft_length.max_tokens
+    measured = replace(session.plan.draft_length, costs=round_costs(session, most))
+    return replace(session, plan=replace(session.plan, draft_length=measured))
+
+
+def cut(snapshot: Snapshot) -> loop.Rounds:
+    """The snapshot's counts without what lies behind a stop string."""
+    if (snapshot.kept < 0).all():
+        return snapshot.rounds
+    counts = snapshot.rounds
+    new = np.where(snapshot.kept < 0, np.iinfo(np.int32).max, snapshot.kept)
+    drafted, accepted, emitted, width = metrics.cut_rounds(
+        counts.drafted, counts.accepted, counts.emitted, counts.width, new
+    )
+    return loop.Rounds(width=width, drafted=drafted, accepted=accepted, emitted=emitted)

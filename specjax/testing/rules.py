@@ -1,0 +1,274 @@
+"""Is a verification rule exact? Answered by enumeration, without sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from specjax import sampling
+from specjax.errors import InputError
+from specjax.testing.enumeration import (
+    Drafts,
+    NotAStepFunction,
+    Outcomes,
+    Table,
+    all_tokens,
+    decisions,
+    laws_along,
+    output_laws,
+    target_laws,
+    walks,
+)
+
+TOLERANCE = 1e-10
+
+Valid = Callable[[Int[np.ndarray, "I K"], Float[np.ndarray, "I K V"]], Int[np.ndarray, "I"]]
+
+
+@dataclass(frozen=True)
+class Check:
+    """The answer of `check_rule`: `max_error` is the largest error of an output's probability."""
+
+    passed: bool
+    max_error: float
+    counterexample: str | None
+
+
+@dataclass(frozen=True)
+class Laws:
+    """A target law p and a draft law q of a chain, by context.
+
+    Entry d is [V**d, V], one row for each d tokens before, the first token slowest; p has one entry
+    more than q, for the token behind the draft.
+    """
+
+    name: str
+    p: Table
+    q: Table
+
+    @classmethod
+    def constant(
+        cls, name: str, p: Float[np.ndarray, "V"], q: Float[np.ndarray, "V"], length: int
+    ) -> Laws:
+        """The same p and q whatever came before."""
+        rows = [len(p) ** depth for depth in range(length + 1)]
+        return cls(
+            name,
+            tuple(np.tile(p, (count, 1)) for count in rows),
+            tuple(np.tile(q, (count, 1)) for count in rows[:-1]),
+        )
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Drafts whose outputs have one law, and how to name them."""
+
+    laws: Laws
+    drafted: str
+
+
+def check_rule(
+    rule: str | sampling.Rule,
+    topology: str = "chain",
+    vocab: int = 4,
+    *,
+    length: int = 3,
+    laws: list[Laws] | None = None,
+    valid: Valid | None = None,
+) -> Check:
+    """Whether what a rule emits has the target's law: P(output prefix) = product of p, to 1e-10.
+
+    `rule` is the name of one, or a function `rule(tokens [B,K], num_valid [B], target, draft,
+    uniforms [B,K]) -> Decision(num_accepted [B], law [B,V])` that can be compiled by `jax.jit`:
+
+    - row b drafted `tokens[b, :num_valid[b]]`; what stands behind them was never drafted;
+    - `target(slots [B])` and `draft(slots [B])` are log-laws [B,V], p and q of the token that
+      follows slot `slots[b]`: slot 0 is the last committed token, slot i is `tokens[:, i - 1]`;
+      a deterministic draft has one-hot q;
+    - `uniforms` in [0, 1) are independent of each other and of all else, and the decision is a
+      step function of each, with one step at most while the others stay;
+    - the first `num_accepted` tokens come out, then one more, drawn from `law` (log-probabilities).
+
+    All drafts of up to `length` tokens are tried on many laws (p = q, disjoint supports, zeros,
+    one-hot, reduced draft vocabularies, random ones by context), sampled and deterministic, with
+    every number of valid tokens, or on your own `laws`. `valid(tokens [I,K], logq [I,K,V]) -> [I]`
+    checks a drafter that stops early: how many tokens it keeps of each draft. Raises InputError for
+    an unknown rule or topology, and for sizes that are out of range.
+    """
+    _check_input(rule, topology, vocab, length)
+    laws = example_laws(vocab, length) if laws is None else laws
+    sampled, fixed = _sampled(laws, valid), _deterministic(laws, valid)
+    if rule == "coupled":
+        return _judge([(fixed, walks(fixed[0]))])
+    decide = sampling.CHAIN_RULES[rule] if isinstance(rule, str) else rule
+    try:
+        found = [(sampled, decisions(decide, sampled[0])), (fixed, decisions(decide, fixed[0]))]
+    except NotAStepFunction:
+        story = "the decision changes more than once while one uniform goes from 0 to 1"
+        return Check(False, float("nan"), story)
+    if rule == "rejection":
+        # Deterministic drafts take this way when no law is stored.
+        found.append((fixed, walks(fixed[0])))
+    return _judge(found)
+
+
+def example_laws(vocab: int, length: int) -> list[Laws]:
+    """Pairs of laws that between them reach every corner of a rule."""
+    rng = np.random.default_rng(0)
+
+    def table(spread: float, depths: int, keep: float = 1.0) -> Table:
+        laws = []
+        for depth in range(depths):
+            law = rng.dirichlet(np.full(vocab, spread), vocab**depth)
+            mask = rng.uniform(size=law.shape) < keep
+            mask[np.arange(len(law)), rng.integers(vocab, size=len(law))] = True
+            laws.append(_normal(law * mask))
+        return tuple(laws)
+
+    def only(table: Table, tokens: slice) -> Table:
+        mask = np.zeros(vocab)
+        mask[tokens] = 1
+        return tuple(_normal((law + 0.1) * mask) for law in table)
+
+    half = vocab // 2
+    p, q = table(1.0, length + 1), table(1.0, length)
+    return [
+        Laws("random", p, q),
+        Laws("sharp", table(0.3, length + 1), table(0.3, length)),
+        Laws("p = q", p, p[:-1]),
+        Laws("close", p, tuple(0.9 * a + 0.1 * b for a, b in zip(p, q, strict=False))),
+        Laws("zeros", table(1.0, length + 1, keep=0.4), table(1.0, length, keep=0.4)),
+        Laws("disjoint", only(p, slice(half)), only(q, slice(half, None))),
+        Laws("reduced draft vocabulary", p, only(q, slice(half))),
+        Laws("reduced target vocabulary", only(p, slice(half)), q),
+        Laws("one-hot p", table(1.0, length + 1, keep=0.0), q),
+        Laws("one-hot q", p, table(1.0, length, keep=0.0)),
+        Laws("both one-hot", table(1.0, length + 1, keep=0.0), table(1.0, length, keep=0.0)),
+        Laws.constant("constant", p[0][0], q[0][0], length),
+    ]
+
+
+def _normal(law: Float[np.ndarray, "contexts V"]) -> Float[np.ndarray, "contexts V"]:
+    return law / law.sum(axis=-1, keepdims=True)
+
+
+def _log(law: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
+    with np.errstate(divide="ignore"):
+        return np.log(law)
+
+
+def _kept(
+    valid: Valid | None, tokens: Int[np.ndarray, "I K"], q: Float[np.ndarray, "I K V"]
+) -> list[tuple[str, Int[np.ndarray, "I"]]]:
+    """The numbers of valid tokens to try, with their names."""
+    count, length = tokens.shape
+    if valid is not None:
+        return [("as many tokens as `valid` keeps", np.asarray(valid(tokens, _log(q))))]
+    return [(f"{n} of {length} tokens", np.full(count, n)) for n in range(length + 1)]
+
+
+def _sampled(laws: list[Laws], valid: Valid | None) -> tuple[Drafts, list[_Group]]:
+    """Every draft that q can propose, weighted by q."""
+    drafts, groups = [], []
+    for pair in laws:
+        length, vocab = len(pair.q), pair.p[0].shape[-1]
+        tokens = all_tokens(vocab, length)
+        q = laws_along(pair.q, tokens, length)
+        weight = np.take_along_axis(q, tokens[:, :, None], axis=2)[..., 0].prod(axis=1)
+        tokens, q, weight = tokens[weight > 0], q[weight > 0], weight[weight > 0]
+        p = laws_along(pair.p, tokens, length + 1)
+        for name, num_valid in _kept(valid, tokens, q):
+            group = np.full(len(tokens), len(groups))
+            groups.append(_Group(pair, f"drafting {name} from q"))
+            drafts.append(
+                Drafts(tokens, num_valid.astype(np.int32), _log(p), _log(q), group, weight)
+            )
+    return _join(drafts), groups
+
+
+def _deterministic(laws: list[Laws], valid: Valid | None) -> tuple[Drafts, list[_Group]]:
+    """Every draft, each on its own: a deterministic drafter may propose any."""
+    drafts, groups = [], []
+    for pair in laws:
+        length, vocab = len(pair.q), pair.p[0].shape[-1]
+        tokens = all_tokens(vocab, length)
+        q = np.eye(vocab)[tokens]
+        p = laws_along(pair.p, tokens, length + 1)
+        for name, num_valid in _kept(valid, tokens, q):
+            group = len(groups) + np.arange(len(tokens))
+            groups.extend(
+                _Group(pair, f"drafting {name} of {tuple(draft)}, deterministic")
+                for draft in tokens.tolist()
+            )
+            weight = np.ones(len(tokens))
+            drafts.append(
+                Drafts(tokens, num_valid.astype(np.int32), _log(p), _log(q), group, weight)
+            )
+    return _join(drafts), groups
+
+
+def _join(drafts: list[Drafts]) -> Drafts:
+    return Drafts(*(np.concatenate(parts) for parts in zip(*drafts, strict=True)))
+
+
+def _judge(found: list[tuple[tuple[Drafts, list[_Group]], Outcomes]]) -> Check:
+    worst, story = 0.0, None
+    for (drafts, groups), outcomes in found:
+        accepted, allowed = outcomes.num_accepted, drafts.num_valid[outcomes.item]
+        if np.any(wrong := (accepted < 0) | (accepted > allowed)):
+            first = np.argmax(wrong)
+            return Check(
+                False,
+                float("nan"),
+                f"num_accepted is {accepted[first]} where {allowed[first]} tokens were drafted",
+            )
+        tables = [group.laws.p for group in groups]
+        got, want = output_laws(drafts, outcomes, tables), target_laws(tables)
+        error = np.abs(got - want)
+        error = np.where(np.isnan(error), np.inf, error)
+        if error.max() > worst:
+            worst = float(error.max())
+            at = int(error.max(axis=1).argmax())
+            story = _story(groups[at], got[at], want[at])
+    passed = worst <= TOLERANCE
+    return Check(passed, worst, None if passed else story)
+
+
+def _story(
+    group: _Group, got: Float[np.ndarray, "outputs"], want: Float[np.ndarray, "outputs"]
+) -> str:
+    """The shortest output prefix that has a wrong probability, with the laws around it."""
+    laws = group.laws
+    vocab, longest = laws.p[0].shape[-1], len(laws.p)
+    for depth in range(1, longest + 1):
+        here = got.reshape(vocab**depth, -1).sum(axis=1)
+        there = want.reshape(vocab**depth, -1).sum(axis=1)
+        error = np.nan_to_num(np.abs(here - there), nan=np.inf)
+        if error.max() > TOLERANCE:
+            break
+    row = int(error.argmax())
+    prefix = tuple(int(i) for i in np.unravel_index(row, (vocab,) * depth))
+    context = row // vocab
+    lines = [
+        f"laws {laws.name!r}, {group.drafted}: the output begins with {prefix} with probability "
+        f"{here[row]:.6g}, and should with {there[row]:.6g}",
+        f"p after {prefix[:-1]} = {np.round(laws.p[depth - 1][context], 4).tolist()}",
+    ]
+    if depth <= len(laws.q) and "deterministic" not in group.drafted:
+        lines.append(f"q after {prefix[:-1]} = {np.round(laws.q[depth - 1][context], 4).tolist()}")
+    return "\n".join(lines)
+
+
+def _check_input(rule: str | sampling.Rule, topology: str, vocab: int, length: int) -> None:
+    known = (*sampling.CHAIN_RULES, "coupled")
+    if isinstance(rule, str) and rule not in known:
+        raise InputError(f"rule={rule!r} is unknown: use one of {', '.join(known)}, or a function")
+    if topology != "chain":
+        raise InputError(f"topology={topology!r} is unknown: the only one is 'chain'")
+    if not 2 <= vocab <= 5:
+        raise InputError(f"vocab={vocab}: every output is enumerated, so use 2 to 5")
+    if not 1 <= length <= 3:
+        raise InputError(f"length={length}: every draft is enumerated, so use 1 to 3")

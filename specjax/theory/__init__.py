@@ -1,0 +1,41 @@
+"""What speculative decoding can gain, before any of it is run.
+
+The closed forms take `alpha`, the probability that a draft token is accepted, as the same at each
+position and independent of the others (Leviathan et al. 2023, "Fast Inference from Transformers via
+Speculative Decoding", section 3). Numbers may be scalars or numpy arrays that broadcast together;
+results are floats where all of them were scalars. Bad input raises `specjax.errors.InputError`.
+"""
+
+from specjax.theory.deployment import (
+    CHIPS,
+    Chip,
+    Memory,
+    ModelShape,
+    Roofline,
+    memory,
+    pass_seconds,
+    roofline,
+)
+from specjax.theory.rounds import (
+    acceptance_from_tv,
+    break_even_alpha,
+    expected_tokens,
+    optimal_k,
+    speedup,
+)
+
+__all__ = [
+    "CHIPS",
+    "Chip",
+    "Memory",
+    "ModelShape",
+    "Roofline",
+    "acceptance_from_tv",
+    "break_even_alpha",
+    "expected_tokens",
+    "memory",
+    "optimal_k",
+    "pass_seconds",
+    "roofline",
+    "speedup",
+]

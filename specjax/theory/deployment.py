@@ -1,0 +1,245 @@
+"""Bytes and least seconds of a model on a chip, and the speed-up that these leave possible."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from jaxtyping import Bool
+
+from specjax.errors import InputError
+from specjax.theory.checks import Count, Real, Result, checked, checked_count, unwrap
+from specjax.theory.rounds import expected_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a dense decoder of the Llama family (gated MLP, RMSNorm, no biases)."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if field.name != "tie_word_embeddings":
+                checked_count(field.name, getattr(self, field.name), 1)
+        if self.num_heads % self.num_kv_heads:
+            raise InputError(
+                f"num_kv_heads = {self.num_kv_heads}: give a divisor of num_heads"
+                f" = {self.num_heads}"
+            )
+
+    def num_params(self) -> int:
+        """All parameters, a tied embedding counted once."""
+        table = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
+        return self.num_read_params() + table
+
+    def num_read_params(self) -> int:
+        """The parameters that each pass reads: all but an untied input table, which is indexed."""
+        return self.num_matmul_params() + (2 * self.num_layers + 1) * self.hidden_size
+
+    def num_matmul_params(self) -> int:
+        """The parameters that each token is multiplied with: projections, MLP and head."""
+        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        return self.num_layers * (attention + mlp) + self.vocab_size * self.hidden_size
+
+    def kv_elements(self) -> int:
+        """Numbers that the cache keeps of one token: keys and values, 2 L G C."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes that a deployment holds on the device, by what holds them."""
+
+    target_weights: Count
+    draft_weights: Count
+    target_cache: Count
+    draft_cache: Count
+    windows: Count
+    logits: Count
+
+    @property
+    def total(self) -> Count:
+        """The sum of all parts, in bytes."""
+        return sum(getattr(self, field.name) for field in dataclasses.fields(self))
+
+
+def memory(
+    target: ModelShape,
+    *,
+    batch: Count,
+    capacity: Count,
+    num_nodes: Count = 0,
+    draft: ModelShape | None = None,
+    num_laws: Count = 0,
+    weight_itemsize: int = 2,
+    cache_itemsize: int = 2,
+    logit_itemsize: int = 4,
+) -> Memory:
+    """Bytes that speculative decoding keeps alive in a round, activations left out.
+
+    Weights of target and `draft`; for each of them a cache of 2 L G C S B numbers (S = `capacity`,
+    B = `batch`) and a window of W = `num_nodes` + 1 slots; logits [B, W, V] and the draft laws
+    [B, Q, V] (Q = `num_laws`, 0 for deterministic drafts). Plain decoding has no nodes, no draft
+    and no laws. Item sizes in bytes.
+    """
+    batch = checked_count("batch", batch, 1)
+    capacity = checked_count("capacity", capacity, 1)
+    num_nodes = checked_count("num_nodes", num_nodes, 0)
+    num_laws = checked_count("num_laws", num_laws, 0)
+    weight_itemsize = checked_count("weight_itemsize", weight_itemsize, 1)
+    cache_itemsize = checked_count("cache_itemsize", cache_itemsize, 1)
+    logit_itemsize = checked_count("logit_itemsize", logit_itemsize, 1)
+    target_slot = batch * target.kv_elements() * cache_itemsize
+    draft_slot = batch * draft.kv_elements() * cache_itemsize if draft else 0
+    window = num_nodes + 1
+    return Memory(
+        target_weights=target.num_params() * weight_itemsize,
+        draft_weights=draft.num_params() * weight_itemsize if draft else 0,
+        target_cache=capacity * target_slot,
+        draft_cache=capacity * draft_slot,
+        windows=window * (target_slot + draft_slot),
+        logits=batch * (window + num_laws) * target.vocab_size * logit_itemsize,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """An accelerator by its data sheet: peak dense bf16 FLOP/s, memory bytes/s, memory bytes."""
+
+    name: str
+    flops: float
+    bandwidth: float
+    memory: float
+
+    def __post_init__(self) -> None:
+        for name in ("flops", "bandwidth", "memory"):
+            checked(name, getattr(self, name), above=True)
+
+
+# Vendors' data sheets: NVIDIA A100 80GB SXM, H100 SXM, H200 SXM; Google Cloud TPU v5e, v5p, v6e.
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        Chip("a100-80g", 312e12, 2.039e12, 80e9),
+        Chip("h100-sxm", 989e12, 3.35e12, 80e9),
+        Chip("h200", 989e12, 4.8e12, 141e9),
+        Chip("tpu-v5e", 197e12, 819e9, 16e9),
+        Chip("tpu-v5p", 459e12, 2.765e12, 95e9),
+        Chip("tpu-v6e", 918e12, 1.6e12, 32e9),
+    )
+}
+
+
+def pass_seconds(
+    shape: ModelShape,
+    chip: Chip | str,
+    *,
+    tokens: Count,
+    batch: Count,
+    context: Count,
+    itemsize: int = 2,
+) -> Result:
+    """Least time of one pass over `tokens` new tokens a row, in seconds.
+
+    max(bytes / bandwidth, FLOPs / peak), with perfect overlap (Williams et al. 2009, "Roofline").
+    Bytes: all weights once, keys and values of `context` tokens a row read, those of the new ones
+    written. FLOPs: 2 for each matmul weight and token, and 4 L H C for each token attended to, the
+    new ones causally. `itemsize` is that of weights and cache, in bytes.
+    """
+    chip = _chip(chip)
+    tokens = np.asarray(checked_count("tokens", tokens, 1), np.float64)
+    batch = np.asarray(checked_count("batch", batch, 1), np.float64)
+    context = np.asarray(checked_count("context", context, 0), np.float64)
+    itemsize = checked_count("itemsize", itemsize, 1)
+    moved = shape.num_read_params() + batch * shape.kv_elements() * (context + tokens)
+    pairs = tokens * (context + (tokens + 1.0) / 2.0)
+    per_pair = 4 * shape.num_layers * shape.num_heads * shape.head_dim
+    work = batch * (2.0 * tokens * shape.num_matmul_params() + pairs * per_pair)
+    return unwrap(np.maximum(moved * itemsize / chip.bandwidth, work / chip.flops))
+
+
+@dataclasses.dataclass(frozen=True)
+class Roofline:
+    """Speculative against plain decoding at the chip's limits; each field a float or an array.
+
+    Times in seconds: of a plain pass, of a round's draft, of its verify pass. `fits` says whether
+    weights, caches and logits fit into the chip's memory: where they do not, the rest is moot.
+    """
+
+    plain_seconds: Result
+    draft_seconds: Result
+    verify_seconds: Result
+    tokens_per_round: Result
+    plain_tokens_per_second: Result
+    tokens_per_second: Result
+    speedup: Result
+    fits: bool | Bool[np.ndarray, "..."]
+
+
+def roofline(
+    shape: ModelShape,
+    chip: Chip | str,
+    batch: Count,
+    context: Count,
+    k: int,
+    alpha: Real,
+    *,
+    draft_cost: Real | ModelShape = 0.0,
+    itemsize: int = 2,
+) -> Roofline:
+    """Speed-up of k drafts a round by batch size and context (committed tokens a row) on a chip.
+
+    `draft_cost` is one draft step in plain target passes, or the shape of a draft model: then k of
+    its one-token passes are timed on the same chip, batch and context. `batch`, `context` and
+    `alpha` broadcast: `roofline(shape, "h100-sxm", batch[:, None], context[None], 4, 0.8)` is a
+    table. tokens/s are of all rows together. One chip: for n of them scale `Chip` by n.
+    """
+    chip = _chip(chip)
+    k = checked_count("k", k, 0)
+    context = checked_count("context", context, 0)
+    where = {"batch": batch, "context": context, "itemsize": itemsize}
+    plain = np.asarray(pass_seconds(shape, chip, tokens=1, **where))
+    verify = np.asarray(pass_seconds(shape, chip, tokens=k + 1, **where))
+    draft = draft_cost if isinstance(draft_cost, ModelShape) else None
+    if draft is None:
+        step = checked("draft_cost", draft_cost) * plain
+    else:
+        step = np.asarray(pass_seconds(draft, chip, tokens=1, **where))
+    round_seconds = k * step + verify
+    tokens = np.asarray(expected_tokens(alpha, k))
+    held = memory(
+        shape,
+        batch=batch,
+        capacity=context + k + 1,
+        num_nodes=k,
+        draft=draft,
+        num_laws=k if draft else 0,
+        weight_itemsize=itemsize,
+        cache_itemsize=itemsize,
+    )
+    fits = np.asarray(held.total <= chip.memory)
+    return Roofline(
+        plain_seconds=unwrap(plain),
+        draft_seconds=unwrap(k * step),
+        verify_seconds=unwrap(verify),
+        tokens_per_round=unwrap(tokens),
+        plain_tokens_per_second=unwrap(batch / plain),
+        tokens_per_second=unwrap(batch * tokens / round_seconds),
+        speedup=unwrap(tokens * plain / round_seconds),
+        fits=fits if fits.ndim else bool(fits),
+    )
+
+
+def _chip(chip: Chip | str) -> Chip:
+    if isinstance(chip, str) and chip not in CHIPS:
+        raise InputError(f"chip = {chip!r}: give a Chip or one of {', '.join(CHIPS)}")
+    return CHIPS[chip] if isinstance(chip, str) else chip

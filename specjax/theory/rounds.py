@@ -1,0 +1,107 @@
+"""Closed forms of one round: tokens it emits, what it costs, when it pays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from specjax.errors import InputError
+from specjax.theory.checks import Real, Result, checked, checked_count, unwrap
+
+
+def expected_tokens(alpha: Real, k: int) -> Result:
+    """Mean tokens a round emits with k drafts, the target's own token included.
+
+    (1 - alpha^(k+1)) / (1 - alpha), or k + 1 at alpha = 1 (Leviathan et al. 2023, equation 1). It
+    already counts the bonus token: do not add one.
+    """
+    alpha = checked("alpha", alpha, high=1.0)
+    checked_count("k", k, 0)
+    # Horner's rule on 1 + alpha + ... + alpha^k stays exact where the quotient cancels.
+    tokens = np.ones_like(alpha)
+    for _ in range(k):
+        tokens = 1.0 + alpha * tokens
+    return unwrap(tokens)
+
+
+def acceptance_from_tv(tv: Real) -> Result:
+    """Acceptance probability of a token drafted from q when the target's law is p.
+
+    1 - TV(p, q) = sum_x min(p(x), q(x)) (Leviathan et al. 2023, section 3.2): the most that any
+    rule that keeps the target's law can accept of one draft.
+    """
+    return unwrap(1.0 - checked("tv", tv, high=1.0))
+
+
+def speedup(
+    alpha: Real, k: int, c: Real, *, convention: str = "per_step", verify_cost: Real = 1.0
+) -> Result:
+    """Speed-up over plain decoding with k drafts a round, in terms of one plain target pass.
+
+    `c` is the cost of drafting: with `per_step` that of one of the round's k draft steps (divide by
+    k c + 1; Leviathan et al. 2023, theorem 3.8), with `per_draft` that of the round's whole draft
+    (divide by c + 1; no draft and no cost at k = 0). `verify_cost` is T(k+1) / T(1), the cost of a
+    target pass over k + 1 tokens, and takes the place of the 1.
+    """
+    cost = _round_cost(k, c, convention, verify_cost)
+    return unwrap(np.asarray(expected_tokens(alpha, k)) / cost)
+
+
+def optimal_k(
+    alpha: Real,
+    c: Real,
+    *,
+    max_k: int = 32,
+    convention: str = "per_step",
+    verify_cost: Real | Callable[[int], Real] = 1.0,
+) -> int | Int[np.ndarray, "..."]:
+    """The k in 0..max_k with the greatest `speedup`, the least such k; 0 says do not speculate.
+
+    `verify_cost` may be a function of k, such as measured T(k+1) / T(1). A constant other than 1 is
+    the cost of each k > 0, as k = 0 is plain decoding. With `per_draft` and a constant cost more
+    drafts are free, so the answer is 0 or as many as still add a token.
+    """
+    checked_count("max_k", max_k, 0)
+    cost_of = verify_cost if callable(verify_cost) else (lambda k: verify_cost if k else 1.0)
+    gains = [
+        np.asarray(speedup(alpha, k, c, convention=convention, verify_cost=cost_of(k)))
+        for k in range(max_k + 1)
+    ]
+    best = np.argmax(np.stack(np.broadcast_arrays(*gains)), axis=0)
+    return best if best.ndim else int(best)
+
+
+def break_even_alpha(
+    k: int, c: float | int, *, convention: str = "per_step", verify_cost: float | int = 1.0
+) -> float:
+    """The least acceptance probability at which k drafts a round do not lose to plain decoding.
+
+    The alpha in [0, 1] with `speedup` = 1, by bisection; 0 where a round costs no more than a plain
+    pass. For k = 1 it is c itself (Leviathan et al. 2023, corollary 3.9). Raises InputError where a
+    round costs more than the k + 1 plain passes that it can replace at best.
+    """
+    cost = float(_round_cost(k, c, convention, verify_cost))
+    if cost <= 1.0:
+        return 0.0
+    if cost > k + 1:
+        raise InputError(
+            f"k = {k}, c = {c}: a round costs {cost:.4g} plain passes and emits at most {k + 1}"
+            " tokens, so no alpha breaks even; give a cheaper draft"
+        )
+    low, high = 0.0, 1.0
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (low, middle) if expected_tokens(middle, k) >= cost else (middle, high)
+    return high
+
+
+def _round_cost(k: int, c: Real, convention: str, verify_cost: Real) -> Float[np.ndarray, "..."]:
+    """What a round costs, in plain target passes."""
+    checked_count("k", k, 0)
+    c = checked("c", c)
+    verify_cost = checked("verify_cost", verify_cost, above=True)
+    if convention not in ("per_step", "per_draft"):
+        raise InputError(f"convention = {convention!r}: give 'per_step' or 'per_draft'")
+    drafts = k if convention == "per_step" else min(k, 1)
+    return np.asarray(drafts * c + verify_cost)

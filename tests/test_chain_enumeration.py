@@ -1,0 +1,135 @@
+"""The chain rules are exact, by enumeration; rules with a known mistake are found out."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax import sampling
+from specjax.errors import InputError
+from specjax.sampling import Decision, block, rejection
+from specjax.sampling.chain import _at
+from specjax.sampling.laws import excess, log_ratio
+from specjax.testing import Laws, check_rule
+
+
+@pytest.mark.parametrize(("vocab", "length"), [(2, 1), (3, 3), (4, 3), (5, 2)])
+@pytest.mark.parametrize("rule", ["rejection", "block", "coupled"])
+def test_rules_emit_the_target_law(rule, vocab, length):
+    check = check_rule(rule, vocab=vocab, length=length)
+    assert check.passed, check.counterexample
+    assert check.max_error < 1e-12
+    assert check.counterexample is None
+
+
+def plain_resample(tokens, num_valid, target, draft, uniforms):
+    """Draws from p after a rejection, where only the residual of p is left."""
+    accepted, _ = rejection(tokens, num_valid, target, draft, uniforms)
+    return Decision(accepted, target(accepted))
+
+
+def residual_bonus(tokens, num_valid, target, draft, uniforms):
+    """Draws from a residual behind the last token too, as if there had been a rejection."""
+    accepted, _ = rejection(tokens, num_valid, target, draft, uniforms)
+    return Decision(accepted, sampling.residual(target(accepted), draft(accepted)))
+
+
+def unwarped_draft(tokens, num_valid, target, draft, uniforms):
+    """Takes q as it was before temperature 0.5, not the law that the tokens were drawn from."""
+    return rejection(
+        tokens, num_valid, target, lambda slots: jax.nn.log_softmax(draft(slots) / 2), uniforms
+    )
+
+
+def softmax_for_certain(tokens, num_valid, target, draft, uniforms):
+    """Accepts by a softmax although the token was sure to be proposed."""
+
+    def softened(slots):
+        law = draft(slots)
+        certain = jnp.max(law, axis=-1, keepdims=True) == 0
+        return jnp.where(certain, jnp.log(jnp.where(law == 0, 0.7, 0.3 / (law.shape[-1] - 1))), law)
+
+    return rejection(tokens, num_valid, target, softened, uniforms)
+
+
+def one_uniform(tokens, num_valid, target, draft, uniforms):
+    """Uses one uniform for every token of a row."""
+    shared = jnp.broadcast_to(uniforms[:, :1], uniforms.shape)
+    return rejection(tokens, num_valid, target, draft, shared)
+
+
+def blind_to_length(tokens, num_valid, target, draft, uniforms):
+    """Takes undrafted tokens for drafted ones."""
+    every = jnp.full_like(num_valid, tokens.shape[1])
+    accepted, law = rejection(tokens, every, target, draft, uniforms)
+    cut = accepted > num_valid
+    return Decision(
+        jnp.minimum(accepted, num_valid), jnp.where(cut[:, None], target(num_valid), law)
+    )
+
+
+def odds_by_slot(tokens, num_valid, target, draft):
+    """p / q of each drafted token in logarithms, -inf where none was drafted."""
+    columns = []
+    for slot in range(tokens.shape[1]):
+        at = jnp.full_like(num_valid, slot)
+        token = tokens[:, slot]
+        odds = log_ratio(_at(target(at), token), _at(draft(at), token))
+        columns.append(jnp.where(slot < num_valid, odds, -jnp.inf))
+    return jnp.stack(columns, axis=1)
+
+
+def longest_accepted(tokens, num_valid, target, draft, uniforms):
+    """Goes on to the last token that passes its own test, over one that was refused."""
+    odds = odds_by_slot(tokens, num_valid, target, draft)
+    passes = jnp.log(uniforms) < odds
+    last = jnp.max(jnp.where(passes, jnp.arange(1, tokens.shape[1] + 1)[None, :], 0), axis=1)
+    last = last.astype(num_valid.dtype)
+    left = sampling.residual(target(last), draft(last))
+    return Decision(last, jnp.where((last < num_valid)[:, None], left, target(last)))
+
+
+def block_with(stop_at_first=False, inner_end=False, unweighted=False):
+    """Block verification written with plain sums, with mistakes to choose from."""
+
+    def rule(tokens, num_valid, target, draft, uniforms):
+        odds = odds_by_slot(tokens, num_valid, target, draft)
+        weight = [jnp.zeros(num_valid.shape)]
+        for slot in range(tokens.shape[1]):
+            alive = (odds[:, slot] > -jnp.inf) & (weight[-1] > -jnp.inf)
+            step = jnp.minimum(weight[-1] + jnp.where(alive, odds[:, slot], 0), 0)
+            weight.append(jnp.where(alive, step, -jnp.inf))
+        accepted, ok = jnp.zeros_like(num_valid), jnp.ones(num_valid.shape, bool)
+        for slot in range(1, tokens.shape[1] + 1):
+            at = jnp.full_like(num_valid, slot)
+            left = jnp.exp(excess(target(at) + weight[slot][:, None], draft(at))).sum(axis=-1)
+            lost = 1 - jnp.exp(weight[slot])
+            height = jnp.where(lost > 0, left / jnp.where(lost > 0, left + lost, 1), 1)
+            last = slot == (tokens.shape[1] if inner_end else num_valid)
+            height = jnp.where(last, jnp.exp(weight[slot]), height)
+            stands = (uniforms[:, slot - 1] < height) & (slot <= num_valid)
+            ok &= stands
+            accepted = jnp.where(ok if stop_at_first else stands, slot, accepted)
+        logw = _at(jnp.stack(weight, axis=1), accepted)
+        logp = target(accepted)
+        scaled = logp if unweighted else logp + logw[:, None]
+        left = excess(scaled, draft(accepted))
+        mass = jax.scipy.special.logsumexp(left, axis=-1, keepdims=True)
+        behind = jnp.where(mass > -jnp.inf, left - jnp.where(mass > -jnp.inf, mass, 0), logp)
+        return Decision(accepted, jnp.where((accepted < num_valid)[:, None], behind, logp))
+
+    return rule
+
+
+BROKEN = {
+    "plain_resample": plain_resample,
+    "residual_bonus": residual_bonus,
+    "unwarped_draft": unwarped_draft,
+    "softmax_for_certain": softmax_for_certain,
+    "one_uniform": one_uniform,
+    "blind_to_length": blind_to_length,
+    "longest_accepted": longest_accepted,
+    "block_stops_at_first": block_with(stop_at_first=True),
+    "block_inner_end": block_with(inner_end=True),
+    "block_unweighted_residual": block_with(unweighted=True),
+}

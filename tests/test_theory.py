@@ -1,0 +1,238 @@
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specjax import theory
+from specjax.errors import InputError
+
+SMOLLM2_135M = theory.ModelShape(30, 576, 1536, 9, 3, 64, 49152, tie_word_embeddings=True)
+LLAMA_3_8B = theory.ModelShape(32, 4096, 14336, 32, 8, 128, 128256)
+LLAMA_3_1B = theory.ModelShape(16, 2048, 8192, 32, 8, 64, 128256, tie_word_embeddings=True)
+
+probabilities = st.floats(0.0, 1.0)
+lengths = st.integers(0, 12)
+costs = st.floats(0.0, 2.0)
+conventions = st.sampled_from(["per_step", "per_draft"])
+
+
+@pytest.mark.parametrize(("alpha", "k", "tokens"), [(0.8, 5, 3.69), (0.9, 8, 6.13), (0.7, 4, 2.77)])
+def test_expected_tokens_counts_the_bonus_once(alpha, k, tokens):
+    assert theory.expected_tokens(alpha, k) == pytest.approx(tokens, abs=0.005)
+
+
+@settings(deadline=None)
+@given(st.floats(0.0, 0.999), lengths)
+def test_expected_tokens_is_the_closed_form(alpha, k):
+    closed = (1 - alpha ** (k + 1)) / (1 - alpha)
+    assert theory.expected_tokens(alpha, k) == pytest.approx(closed, rel=1e-10)
+
+
+def test_expected_tokens_at_the_ends():
+    assert theory.expected_tokens(1.0, 7) == 8.0
+    assert theory.expected_tokens(0.0, 7) == 1.0
+    assert theory.expected_tokens(0.5, 0) == 1.0
+    # The quotient has lost all digits here; 1 + k stays 1 + k.
+    assert theory.expected_tokens(1.0 - 1e-16, 7) == pytest.approx(8.0, rel=1e-14)
+
+
+def test_expected_tokens_of_simulated_rounds():
+    rng = np.random.default_rng(0)
+    rounds, k = 200_000, 5
+    for alpha in (0.3, 0.8):
+        accepted = np.cumprod(rng.uniform(size=(rounds, k)) < alpha, axis=1).sum(axis=1)
+        error = 5 * accepted.std() / np.sqrt(rounds)
+        assert theory.expected_tokens(alpha, k) == pytest.approx(1 + accepted.mean(), abs=error)
+
+
+def test_acceptance_from_tv_is_the_overlap():
+    p, q = np.array([0.5, 0.3, 0.2]), np.array([0.1, 0.2, 0.7])
+    tv = 0.5 * np.abs(p - q).sum()
+    assert theory.acceptance_from_tv(tv) == pytest.approx(np.minimum(p, q).sum())
+
+
+@settings(deadline=None)
+@given(probabilities, probabilities, lengths, costs, conventions)
+def test_speedup_grows_with_alpha_and_falls_with_cost(alpha, other, k, c, convention):
+    low, high = sorted((alpha, other))
+    gain = theory.speedup(low, k, c, convention=convention)
+    assert gain <= theory.speedup(high, k, c, convention=convention)
+    assert gain >= theory.speedup(low, k, c + 0.1, convention=convention)
+    assert gain >= theory.speedup(low, k, c, convention=convention, verify_cost=1.2)
+    assert theory.expected_tokens(low, k) <= theory.expected_tokens(low, k + 1)
+
+
+def test_speedup_in_both_conventions():
+    tokens = theory.expected_tokens(0.8, 4)
+    assert theory.speedup(0.8, 4, 0.05) == pytest.approx(tokens / 1.2)
+    assert theory.speedup(0.8, 4, 0.2, convention="per_draft") == pytest.approx(tokens / 1.2)
+    assert theory.speedup(0.8, 4, 0.05, verify_cost=1.3) == pytest.approx(tokens / 1.5)
+    assert theory.speedup(0.8, 0, 0.5, convention="per_draft") == 1.0
+
+
+def test_arrays_broadcast():
+    alpha, c = np.linspace(0, 1, 5)[:, None], np.array([[0.0, 0.1, 0.5]])
+    gains = theory.speedup(alpha, 3, c)
+    assert gains.shape == (5, 3)
+    assert gains[2, 1] == theory.speedup(0.5, 3, 0.1)
+    best = theory.optimal_k(alpha, c, max_k=8)
+    assert best[3, 1] == theory.optimal_k(0.75, 0.1, max_k=8)
+    assert isinstance(theory.speedup(0.5, 3, 0.1), float)
+
+
+@settings(deadline=None)
+@given(probabilities, costs, conventions, st.floats(0.5, 2.0))
+def test_optimal_k_is_optimal(alpha, c, convention, slope):
+    def verify_cost(k):
+        return 1.0 + 0.1 * slope * k
+
+    def gain(k):
+        return theory.speedup(alpha, k, c, convention=convention, verify_cost=verify_cost(k))
+
+    best = theory.optimal_k(alpha, c, max_k=10, convention=convention, verify_cost=verify_cost)
+    assert gain(best) == max(gain(k) for k in range(11))
+    assert all(gain(k) < gain(best) for k in range(best))
+
+
+def test_optimal_k_at_the_ends():
+    assert theory.optimal_k(0.9, 0.0, max_k=6) == 6
+    assert theory.optimal_k(0.2, 0.3) == 0  # drafting costs more than it brings
+    assert theory.optimal_k(0.0, 0.0) == 0
+    assert theory.optimal_k(0.5, 0.0, verify_cost=3.0) == 0
+    assert theory.optimal_k(0.8, 0.05) == max(range(33), key=lambda k: theory.speedup(0.8, k, 0.05))
+
+
+@settings(deadline=None)
+@given(st.integers(1, 12), st.floats(0.0, 1.0), conventions)
+def test_break_even_alpha_breaks_even(k, c, convention):
+    alpha = theory.break_even_alpha(k, c, convention=convention)
+    assert theory.speedup(alpha, k, c, convention=convention) == pytest.approx(1.0, rel=1e-12)
+    if alpha > 1e-6:
+        assert theory.speedup(alpha - 1e-6, k, c, convention=convention) < 1.0
+
+
+def test_break_even_alpha_by_hand():
+    assert theory.break_even_alpha(1, 0.3) == pytest.approx(0.3)
+    assert theory.break_even_alpha(4, 0.0) == 0.0
+    assert theory.break_even_alpha(4, 1.0) == 1.0
+    assert theory.break_even_alpha(1, 0.1, verify_cost=1.2) == pytest.approx(0.3)
+    with pytest.raises(InputError, match=r"k = 4, c = 1\.5: .* give a cheaper draft"):
+        theory.break_even_alpha(4, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: theory.expected_tokens(1.5, 3), r"alpha = 1\.5: give .* at most 1"),
+        (lambda: theory.expected_tokens(-0.1, 3), r"alpha = -0\.1: give"),
+        (lambda: theory.expected_tokens(float("nan"), 3), r"alpha = nan: give"),
+        (lambda: theory.expected_tokens(np.array([0.5, 2.0]), 3), r"alpha = 2: give"),
+        (lambda: theory.expected_tokens(0.5, -1), r"k = -1: give a whole number of at least 0"),
+        (lambda: theory.acceptance_from_tv(1.1), r"tv = 1\.1: give"),
+        (lambda: theory.speedup(0.5, 3, -0.1), r"c = -0\.1: give"),
+        (lambda: theory.speedup(0.5, 3, 0.1, verify_cost=0.0), r"verify_cost = 0: .* above 0"),
+        (lambda: theory.speedup(0.5, 3, 0.1, convention="both"), r"convention = 'both': give"),
+        (lambda: theory.optimal_k(0.5, 0.1, max_k=-1), r"max_k = -1: give"),
+        (lambda: theory.ModelShape(0, 8, 8, 2, 1, 4, 8), r"num_layers = 0: give"),
+        (lambda: theory.ModelShape(1, 8, 8, 3, 2, 4, 8), r"num_kv_heads = 2: .* num_heads = 3"),
+        (lambda: theory.Chip("mine", 1e12, 0.0, 1e9), r"bandwidth = 0: give"),
+        (lambda: theory.memory(LLAMA_3_8B, batch=0, capacity=8), r"batch = 0: give"),
+        (lambda: theory.roofline(LLAMA_3_8B, "h1000", 1, 8, 3, 0.5), r"chip = 'h1000': .*h100-sxm"),
+        (lambda: theory.roofline(LLAMA_3_8B, "h200", 1, -8, 3, 0.5), r"context = -8: give"),
+        (
+            lambda: theory.roofline(LLAMA_3_8B, "h200", 1, 8, 3, 0.5, draft_cost=-1.0),
+            r"draft_cost = -1: give",
+        ),
+    ],
+)
+def test_bad_input_names_field_value_and_remedy(call, message):
+    with pytest.raises(InputError, match=message) as error:
+        call()
+    assert "\n" not in str(error.value)
+
+
+def test_num_params_of_published_models():
+    assert SMOLLM2_135M.num_params() == 134_515_008
+    assert LLAMA_3_8B.num_params() == 8_030_261_248
+    assert LLAMA_3_1B.num_params() == 1_235_814_400
+
+
+def test_num_params_by_part():
+    untied = dataclasses.replace(SMOLLM2_135M, tie_word_embeddings=False)
+    assert untied.num_params() - SMOLLM2_135M.num_params() == 49152 * 576
+    assert untied.num_read_params() == SMOLLM2_135M.num_params()
+    assert SMOLLM2_135M.num_read_params() - SMOLLM2_135M.num_matmul_params() == 61 * 576
+
+
+def test_memory_by_hand():
+    held = theory.memory(
+        SMOLLM2_135M, batch=8, capacity=512, num_nodes=4, weight_itemsize=4, cache_itemsize=4
+    )
+    assert held.target_weights == 4 * 134_515_008
+    assert held.target_cache == 2 * 30 * 3 * 64 * 512 * 8 * 4
+    assert held.windows == 2 * 30 * 3 * 64 * 5 * 8 * 4
+    assert held.logits == 8 * 5 * 49152 * 4
+    assert held.draft_weights == held.draft_cache == 0
+    parts = [getattr(held, field.name) for field in dataclasses.fields(held)]
+    assert held.total == sum(parts)
+
+
+def test_memory_of_a_draft_model_and_of_large_batches():
+    draft = theory.memory(LLAMA_3_8B, batch=2, capacity=64, num_nodes=3, draft=LLAMA_3_1B)
+    plain = theory.memory(LLAMA_3_8B, batch=2, capacity=64)
+    assert draft.draft_weights == 2 * LLAMA_3_1B.num_params()
+    assert draft.draft_cache == 2 * 16 * 8 * 64 * 64 * 2 * 2
+    assert draft.windows == 4 * 2 * 2 * (LLAMA_3_8B.kv_elements() + LLAMA_3_1B.kv_elements())
+    assert draft.target_cache == plain.target_cache
+    # int32 counts must not overflow: 64 rows of 128k tokens hold a terabyte.
+    batch = np.array([1, 64], np.int32)
+    held = theory.memory(LLAMA_3_8B, batch=batch, capacity=np.int32(131_072))
+    assert held.target_cache[1] == 64 * held.target_cache[0] == 2 * 32 * 8 * 128 * 131_072 * 64 * 2
+
+
+def test_pass_seconds_at_both_limits():
+    chip = theory.Chip("round numbers", flops=1e12, bandwidth=1e9, memory=1e9)
+    # One token: every weight is read for 2 FLOPs, far below this chip's 1000 FLOPs a byte.
+    alone = theory.pass_seconds(SMOLLM2_135M, chip, tokens=1, batch=1, context=0, itemsize=4)
+    cache = 2 * 30 * 3 * 64
+    assert alone == pytest.approx((134_515_008 + cache) * 4 / 1e9)
+    full = theory.pass_seconds(SMOLLM2_135M, chip, tokens=512, batch=64, context=0)
+    attention = 4 * 30 * 9 * 64 * (512 * 513 / 2)
+    matmuls = 2 * 512 * SMOLLM2_135M.num_matmul_params()
+    assert full == pytest.approx(64 * (matmuls + attention) / 1e12)
+
+
+@pytest.mark.parametrize("chip", theory.CHIPS)
+def test_roofline_at_batch_one_is_the_closed_form(chip):
+    result = theory.roofline(SMOLLM2_135M, chip, 1, 128, 4, 0.8, draft_cost=0.05)
+    # Both passes read the same weights and cache; the window's own bytes are next to nothing.
+    assert result.verify_seconds == pytest.approx(result.plain_seconds, rel=1e-3)
+    assert result.speedup == pytest.approx(theory.speedup(0.8, 4, 0.05), rel=1e-3)
+    assert result.fits is True
+
+
+def test_roofline_by_batch_and_context():
+    batch, context = np.array([1, 8, 64, 512])[:, None], np.array([128, 4096, 32768])[None]
+    table = theory.roofline(LLAMA_3_8B, "h100-sxm", batch, context, 4, 0.8, draft_cost=LLAMA_3_1B)
+    assert table.speedup.shape == table.fits.shape == (4, 3)
+    # Short contexts run out of spare FLOPs as the batch grows; long ones stay bound by the cache.
+    assert table.speedup[0, 0] > 1.5
+    assert table.speedup[3, 2] > 1.5 > 1.0 > table.speedup[3, 0]
+    assert (np.diff(table.plain_seconds, axis=0) > 0).all()
+    assert (np.diff(table.plain_seconds, axis=1) > 0).all()
+    np.testing.assert_allclose(
+        table.tokens_per_second, table.speedup * table.plain_tokens_per_second
+    )
+    assert table.fits[0, 0]
+    assert not table.fits[3, 2]
+    cell = theory.roofline(LLAMA_3_8B, "h100-sxm", 8, 4096, 4, 0.8, draft_cost=LLAMA_3_1B)
+    assert cell.speedup == pytest.approx(table.speedup[1, 1])
+
+
+def test_roofline_without_drafts_is_plain_decoding():
+    result = theory.roofline(LLAMA_3_8B, "tpu-v5p", 16, 1024, 0, 0.8, draft_cost=0.1)
+    assert result.speedup == 1.0
+    assert result.draft_seconds == 0.0
+    assert result.tokens_per_second == result.plain_tokens_per_second
