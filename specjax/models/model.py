@@ -1,22 +1,37 @@
-"""A loaded model: parameters, the config that explains them, and the tokenizer that goes with it."""
+"""A loaded model: its functions, its parameters, its tokenizer."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from specjax.models.config import DecoderConfig
+from specjax.models.decoder import Decoder
 from specjax.models.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """What `load_model` gives; `tokenizer` is None for models of bare token ids."""
+    """What `load_model` gives; `tokenizer` is None for models of bare token ids.
+
+    `params` is a plain nested dict of arrays.
+    """
 
     name: str
     config: DecoderConfig
-    params: dict[str, Any]
-    tokenizer: Tokenizer | None
+    params: dict[str, Any] = field(repr=False)
+    tokenizer: Tokenizer | None = field(repr=False)
     dtype: jnp.dtype
+
+    @property
+    def architecture(self) -> Decoder:
+        """The model as pure functions of its parameters; hashable."""
+        return Decoder(self.config, self.dtype)
+
+    @property
+    def num_params(self) -> int:
+        """Number of parameters, a tied head counted once."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.params))
