@@ -248,6 +248,8 @@ def greedy_row(model: Any, tokenizer: Any, prompt: str | list) -> dict[str, Any]
     with torch.no_grad():
         out = model.generate(
             torch.tensor([ids]),
+            # Without a mask, generate takes the end-of-turn tokens of a prompt for padding.
+            attention_mask=torch.ones(1, len(ids), dtype=torch.long),
             max_new_tokens=32,
             do_sample=False,
             output_logits=True,

@@ -147,17 +147,7 @@ def one_round(plan: Plan, params: Any, state: State) -> State:
     """Propose, extend, verify, commit, observe: e tokens are committed in each unfinished row."""
     target_params, draft_params = params
     keys = _round_keys(plan, state)
-    context = _context(plan, target_params, state)
-    draft, drafter_state = plan.drafter.propose(
-        draft_params, state.drafter, context, _draft_noise(plan, state, keys)
-    )
-    if not is_chain(draft):
-        raise ValueError(
-            f"drafter {plan.drafter.name!r} proposes a tree: the rules here verify chains, "
-            "so build drafts with trees.chain"
-        )
-    within = jnp.arange(draft.valid.shape[1])[None, :] < context.limit[:, None]
-    draft = draft.replace(valid=draft.valid & within)
+    draft, drafter_state = propose(plan, params, state)
     drafted = draft.valid.sum(axis=1, dtype=jnp.int32)
 
     # The narrowest compiled width that holds every row's draft.
@@ -193,6 +183,21 @@ def one_round(plan: Plan, params: Any, state: State) -> State:
     return state.replace(
         drafter=plan.drafter.observe(draft_params, drafter_state, context, accepted)
     )
+
+
+def propose(plan: Plan, params: Any, state: State) -> tuple[Draft, Any]:
+    """The drafter's proposal for this round, within each row's limit, and its new state."""
+    target_params, draft_params = params
+    context = _context(plan, target_params, state)
+    noise = _draft_noise(plan, state, _round_keys(plan, state))
+    draft, drafter_state = plan.drafter.propose(draft_params, state.drafter, context, noise)
+    if not is_chain(draft):
+        raise ValueError(
+            f"drafter {plan.drafter.name!r} proposes a tree: the rules here verify chains, "
+            "so build drafts with trees.chain"
+        )
+    within = jnp.arange(draft.valid.shape[1])[None, :] < context.limit[:, None]
+    return draft.replace(valid=draft.valid & within), drafter_state
 
 
 class _Judged(NamedTuple):

@@ -161,7 +161,7 @@ class Programs(NamedTuple):
 
 def compile_session(session: Session) -> Programs:
     """The session's programs, compiled now or earlier in this process."""
-    arguments = (session.params, *_arguments(session, []))
+    arguments = (session.params, *batch_arguments(session, []))
     shapes, tree = jax.tree.flatten(jax.eval_shape(lambda *a: a, *arguments))
     return _compile(session.plan, tree, tuple((s.shape, s.dtype) for s in shapes))
 
@@ -195,7 +195,7 @@ def run_session(
 def _run_batch(
     session: Session, programs: Programs, index: list[int], rounds: int
 ) -> Iterator[Snapshot]:
-    arguments = jax.block_until_ready(_arguments(session, index))
+    arguments = jax.block_until_ready(batch_arguments(session, index))
     begin = time.perf_counter()
     state = jax.block_until_ready(programs.start(session.params, *arguments))
     prefill_s, decode_s = time.perf_counter() - begin, 0.0
@@ -230,7 +230,7 @@ def _run_batch(
         )
 
 
-def _arguments(session: Session, index: list[int]) -> tuple:
+def batch_arguments(session: Session, index: list[int]) -> tuple:
     """`loop.start`'s arrays for one batch; rows without a prompt are finished from the start."""
     batch, plan = session.batch_size, session.plan
     spare = batch - len(index)
@@ -339,8 +339,7 @@ def _with_costs(session: Session) -> Session:
     """The session with each row's draft length chosen by measured costs."""
     from specjax.costs import round_costs
 
-    most = session.plan.draft_length.max_tokens
-    measured = replace(session.plan.draft_length, costs=round_costs(session, most))
+    measured = replace(session.plan.draft_length, costs=round_costs(session))
     return replace(session, plan=replace(session.plan, draft_length=measured))
 
 

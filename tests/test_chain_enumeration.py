@@ -7,9 +7,7 @@ import pytest
 
 from specjax import sampling
 from specjax.errors import InputError
-from specjax.sampling import Decision, block, rejection
-from specjax.sampling.chain import _at
-from specjax.sampling.laws import excess, log_ratio
+from specjax.sampling import Decision, excess, log_ratio, pick, rejection
 from specjax.testing import Laws, check_rule
 
 
@@ -74,7 +72,7 @@ def odds_by_slot(tokens, num_valid, target, draft):
     for slot in range(tokens.shape[1]):
         at = jnp.full_like(num_valid, slot)
         token = tokens[:, slot]
-        odds = log_ratio(_at(target(at), token), _at(draft(at), token))
+        odds = log_ratio(pick(target(at), token), pick(draft(at), token))
         columns.append(jnp.where(slot < num_valid, odds, -jnp.inf))
     return jnp.stack(columns, axis=1)
 
@@ -110,7 +108,7 @@ def block_with(stop_at_first=False, inner_end=False, unweighted=False):
             stands = (uniforms[:, slot - 1] < height) & (slot <= num_valid)
             ok &= stands
             accepted = jnp.where(ok if stop_at_first else stands, slot, accepted)
-        logw = _at(jnp.stack(weight, axis=1), accepted)
+        logw = pick(jnp.stack(weight, axis=1), accepted)
         logp = target(accepted)
         scaled = logp if unweighted else logp + logw[:, None]
         left = excess(scaled, draft(accepted))
@@ -133,3 +131,76 @@ BROKEN = {
     "block_inner_end": block_with(inner_end=True),
     "block_unweighted_residual": block_with(unweighted=True),
 }
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_twins_fail(name):
+    check = check_rule(BROKEN[name], vocab=3, length=3 if name.startswith("block") else 2)
+    assert not check.passed
+    assert check.counterexample
+
+
+def test_the_twins_fail_for_their_mistake_alone():
+    check = check_rule(block_with(), vocab=3)
+    assert check.passed, check.counterexample
+
+
+def test_one_uniform_for_two_tokens_is_refused():
+    check = check_rule(one_uniform, vocab=3, length=2)
+    assert not check.passed
+    assert "use each uniform once" in check.counterexample
+
+
+def test_accepting_more_than_was_drafted_is_refused():
+    def greedy(tokens, num_valid, target, draft, uniforms):
+        every = jnp.full_like(num_valid, tokens.shape[1])
+        return Decision(every, target(every))
+
+    check = check_rule(greedy, vocab=2, length=2)
+    assert not check.passed
+    assert check.counterexample == "num_accepted is 2 where 0 tokens were drafted"
+
+
+UNEVEN = [Laws.constant("uneven", np.array([0.5, 0.5]), np.array([0.9, 0.1]), 1)]
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_dropping_a_draft_by_its_own_probability_is_biased(rule):
+    def keep_if_likely(tokens, logq):
+        own = np.take_along_axis(logq, tokens[:, :, None], axis=2)[..., 0]
+        return (own[:, 0] > np.log(0.5)).astype(int)
+
+    check = check_rule(rule, laws=UNEVEN, valid=keep_if_likely)
+    assert not check.passed
+    # Kept with 0.9 and then accepted with 5/9; dropped with 0.1 and then drawn from p: 0.55.
+    assert check.max_error == pytest.approx(0.05)
+    assert "[0] with probability 0.55, and should with 0.5" in check.counterexample
+    assert "q after [] = [0.9, 0.1]" in check.counterexample
+
+
+def stop_at_flat_law(tokens, logq):
+    flat = logq.max(axis=-1) < np.log(0.6)
+    return np.where(flat.any(axis=1), flat.argmax(axis=1), tokens.shape[1])
+
+
+def stop_behind_token_one(tokens, logq):
+    stop = tokens == 1
+    return np.where(stop.any(axis=1), stop.argmax(axis=1) + 1, tokens.shape[1])
+
+
+@pytest.mark.parametrize("valid", [stop_at_flat_law, stop_behind_token_one])
+@pytest.mark.parametrize("rule", ["rejection", "block", "coupled"])
+def test_stopping_by_what_came_before_is_exact(rule, valid):
+    check = check_rule(rule, vocab=3, valid=valid)
+    assert check.passed, check.counterexample
+
+
+def test_bad_input_names_the_remedy():
+    with pytest.raises(InputError, match="rule='typical' is unknown: use one of rejection, block"):
+        check_rule("typical")
+    with pytest.raises(InputError, match="topology='ring' is unknown"):
+        check_rule("block", topology="ring")
+    with pytest.raises(InputError, match="vocab=50"):
+        check_rule("block", vocab=50)
+    with pytest.raises(InputError, match="length=9"):
+        check_rule("block", length=9)

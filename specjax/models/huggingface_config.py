@@ -119,7 +119,7 @@ def _read_rope(
         return float(theta), None
     if kind == "linear":
         return float(theta), RopeScaling("linear", factor=number("factor"))
-    original = number("original_max_position_embeddings", max_positions)
+    original = number("original_max_position_embeddings", float(max_positions))
     if kind == "llama3":
         return float(theta), RopeScaling(
             "llama3",

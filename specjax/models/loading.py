@@ -37,7 +37,7 @@ def load_model(name_or_path: str | Path, *, dtype: str = "auto") -> Model:
     target = resolve_dtype(dtype)
     name = str(name_or_path)
     if name == DEFAULT_MODEL:
-        return _load_gguf(name, _wheel_file(), target)
+        return _load_gguf(name, default_model_file(), target)
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return _load_directory(name, path, target)
@@ -119,7 +119,7 @@ def _place(params: dict[str, Any]) -> dict[str, Any]:
     return jax.device_put(params)
 
 
-def _wheel_file() -> Path:
+def default_model_file() -> Path:
     """The GGUF inside the installed wheel, found without importing it: that needs llama.cpp."""
     spec = importlib.util.find_spec(_WHEEL)
     for folder in (spec.submodule_search_locations or ()) if spec else ():

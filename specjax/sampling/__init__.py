@@ -14,11 +14,12 @@ from specjax.sampling.chain import (
     conclude,
     draft_laws,
     one_hot_laws,
+    pick,
     rejection,
     walk,
     walk_greedy,
 )
-from specjax.sampling.laws import acceptance_probability, overlap, residual
+from specjax.sampling.laws import acceptance_probability, excess, log_ratio, overlap, residual
 from specjax.sampling.noise import RoundKeys, position_gumbel, round_keys, split_keys, uniforms
 from specjax.sampling.verify import CHAIN_RULES, verify_chain, verify_laws
 from specjax.sampling.warp import WarpFlags, argmax, warp
@@ -37,8 +38,11 @@ __all__ = [
     "by_slot",
     "conclude",
     "draft_laws",
+    "excess",
+    "log_ratio",
     "one_hot_laws",
     "overlap",
+    "pick",
     "position_gumbel",
     "rejection",
     "residual",

@@ -62,10 +62,10 @@ def rejection(
     def visit(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         slots, walking, _ = state
         logp = target(slots)
-        token = _at(tokens, slots)
-        odds = log_ratio(_at(logp, token), _at(draft(slots), token))
+        token = pick(tokens, slots)
+        odds = log_ratio(pick(logp, token), pick(draft(slots), token))
         # In logarithms neither u q nor p / q can underflow; p = 0 is refused even at u = 0.
-        step = walking & (slots < num_valid) & (jnp.log(_at(uniforms, slots)) < odds)
+        step = walking & (slots < num_valid) & (jnp.log(pick(uniforms, slots)) < odds)
         step &= odds > -jnp.inf
         return slots + step.astype(slots.dtype), step, logp
 
@@ -105,13 +105,13 @@ def block(
         r, lost = jnp.exp(logr), -jnp.expm1(logw)  # lost = 1 - w
         inner = jnp.where(lost > 0, r / jnp.where(lost > 0, r + lost, 1), 1)
         height = jnp.where(last, jnp.exp(logw), inner)
-        stands = (slot == 0) | (_at(uniforms, slots - 1) < height)
+        stands = (slot == 0) | (pick(uniforms, slots - 1) < height)
         stands &= slots <= num_valid
 
         behind = left - jnp.where(some_left, logr, 0)[:, None]
         here = jnp.where((last | ~some_left)[:, None], logp, behind)
-        token = _at(tokens, slots)
-        odds = log_ratio(_at(logp, token), _at(logq, token))
+        token = pick(tokens, slots)
+        odds = log_ratio(pick(logp, token), pick(logq, token))
         alive = (logw > -jnp.inf) & (odds > -jnp.inf)
         logw = jnp.where(alive, jnp.minimum(jnp.where(alive, logw + odds, 0), 0), -jnp.inf)
         return (
@@ -151,7 +151,7 @@ def walk(
     def visit(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         slots, walking, _ = state
         choice = argmax(target(slots) + noise(slots))
-        step = walking & (slots < num_valid) & (_at(tokens, slots) == choice)
+        step = walking & (slots < num_valid) & (pick(tokens, slots) == choice)
         return slots + step.astype(slots.dtype), step, choice
 
     slots = jnp.zeros_like(num_valid)
@@ -167,12 +167,21 @@ def walk_greedy(
     longest = tokens.shape[1]
     agrees = (tokens == choices[:, :longest]) & (jnp.arange(longest)[None, :] < num_valid[:, None])
     accepted = jnp.sum(jnp.cumprod(agrees, axis=1, dtype=num_valid.dtype), axis=1)
-    return _verdict(accepted, _at(choices, accepted), longest)
+    return _verdict(accepted, pick(choices, accepted), longest)
+
+
+def pick(rows: Shaped[Array, "B N *rest"], index: Int[Array, "B"]) -> Shaped[Array, "B *rest"]:
+    """Entry `rows[b, index[b]]` of each row; what an index out of range gives means nothing."""
+    batch, count, *rest = rows.shape
+    if not count:
+        return jnp.zeros((batch, *rest), rows.dtype)
+    index = index.reshape(batch, 1, *(1 for _ in rest))
+    return jnp.take_along_axis(rows, index, axis=1, mode="clip")[:, 0]
 
 
 def by_slot(rows: Float[Array, "B N V"]) -> Laws:
     """Laws that are kept in an array, one a slot."""
-    return lambda slots: _at(rows, slots)
+    return lambda slots: pick(rows, slots)
 
 
 def draft_laws(
@@ -181,30 +190,21 @@ def draft_laws(
     """The laws of a chain whose nodes name theirs: row `law[b, i]` of `logq`, or -1 = one-hot."""
 
     def laws(slots: Int[Array, "B"]) -> Float[Array, "B V"]:
-        which = _at(law, slots)
-        certain = _one_hot(_at(tokens, slots), logq.shape[-1], logq.dtype)
-        return jnp.where((which < 0)[:, None], certain, _at(logq, jnp.maximum(which, 0)))
+        which = pick(law, slots)
+        certain = _one_hot(pick(tokens, slots), logq.shape[-1], logq.dtype)
+        return jnp.where((which < 0)[:, None], certain, pick(logq, jnp.maximum(which, 0)))
 
     return laws
 
 
 def one_hot_laws(tokens: Int[Array, "B K"], vocab: int, dtype: jnp.dtype | type) -> Laws:
     """The laws of deterministic drafts: each token is certain."""
-    return lambda slots: _one_hot(_at(tokens, slots), vocab, jnp.dtype(dtype))
+    return lambda slots: _one_hot(pick(tokens, slots), vocab, jnp.dtype(dtype))
 
 
 def _one_hot(tokens: Int[Array, "B"], vocab: int, dtype: jnp.dtype) -> Float[Array, "B V"]:
     hit = jnp.arange(vocab)[None, :] == tokens[:, None]
     return jnp.where(hit, 0.0, -jnp.inf).astype(dtype)
-
-
-def _at(rows: Shaped[Array, "B N *rest"], index: Int[Array, "B"]) -> Shaped[Array, "B *rest"]:
-    """rows[b, index[b]]; an index out of range gives something that the caller masks."""
-    batch, count, *rest = rows.shape
-    if not count:
-        return jnp.zeros((batch, *rest), rows.dtype)
-    index = index.reshape(batch, 1, *(1 for _ in rest))
-    return jnp.take_along_axis(rows, index, axis=1, mode="clip")[:, 0]
 
 
 def _start(num_valid: Int[Array, "B"], target: Laws) -> tuple[Int[Array, "B"], Float[Array, "B V"]]:

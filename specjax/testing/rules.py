@@ -96,9 +96,10 @@ def check_rule(
 
     All drafts of up to `length` tokens are tried on many laws (p = q, disjoint supports, zeros,
     one-hot, reduced draft vocabularies, random ones by context), sampled and deterministic, with
-    every number of valid tokens, or on your own `laws`. `valid(tokens [I,K], logq [I,K,V]) -> [I]`
-    checks a drafter that stops early: how many tokens it keeps of each draft. Raises InputError for
-    an unknown rule or topology, and for sizes that are out of range.
+    every number of valid tokens; or on your own `laws`, whose sizes then count. A drafter that
+    stops early is checked by `valid(tokens [I,K], logq [I,K,V]) -> [I]`, the number of tokens that
+    it keeps of each draft. Raises InputError for an unknown rule or topology and for sizes that are
+    out of range.
     """
     _check_input(rule, topology, vocab, length)
     laws = example_laws(vocab, length) if laws is None else laws

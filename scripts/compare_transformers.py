@@ -1,0 +1,145 @@
+"""Decode the same token ids with specjax and with transformers, in turn, and print the ratios.
+
+    python scripts/compare_transformers.py --prompts=FILE.jsonl [--per_task=2] [--max_new_tokens=96]
+
+Both sides decode greedily in float32 on the CPU: plainly and with prompt lookup (transformers:
+`prompt_lookup_num_tokens`, on top of its own dynamic cache). torch and transformers do not get on
+with the pins of specjax, so they run in a virtual environment of their own, named by --peer_python
+(`make compare` builds it), as a process that answers one request a line. Times exclude loading and
+compiling; each is the median of --runs runs, the systems taking turns.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags, logging
+
+_PROMPTS = flags.DEFINE_string("prompts", None, "JSONL in Spec-Bench's schema; built-in if unset.")
+_PER_TASK = flags.DEFINE_integer("per_task", 2, "Prompts of each task.")
+_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 96, "New tokens at most.")
+_RUNS = flags.DEFINE_integer("runs", 3, "Timed runs of each system.")
+_LOOKUP = flags.DEFINE_integer("num_speculative_tokens", 8, "Draft length of both prompt lookups.")
+_PREFILL = flags.DEFINE_integer("prefill_tokens", 1000, "Prompt length of the prefill comparison.")
+_PEER = flags.DEFINE_string("peer_python", ".venv-peers/bin/python", "Python with transformers.")
+
+
+class Peer:
+    """transformers in its own process and environment."""
+
+    def __init__(self, python: str, gguf: Path) -> None:
+        self._process = subprocess.Popen(
+            [python, Path(__file__).with_name("transformers_peer.py"), gguf],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.facts = self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"the peer process ended with code {self._process.wait()}")
+        return json.loads(line)
+
+    def decode(self, ids: list[int], new_tokens: int, lookup: int) -> dict[str, Any]:
+        """New ids, and seconds of prefill and of the whole call."""
+        request = {"ids": ids, "max_new_tokens": new_tokens, "lookup": lookup}
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+
+def main(argv: list[str]) -> None:
+    """Run the comparison."""
+    del argv
+    logging.set_verbosity(logging.WARNING)
+    import specjax
+    from specjax import generation, prompts, session
+    from specjax.models import loading
+
+    model = specjax.load_model(loading.DEFAULT_MODEL, dtype="float32")
+    questions = (
+        prompts.read_questions(_PROMPTS.value) if _PROMPTS.value else list(prompts.BUILT_IN)
+    )
+    questions = prompts.select(questions, per_task=_PER_TASK.value)
+    ids = [
+        model.tokenizer.encode_chat([{"role": "user", "content": question.turns[0]}])
+        for question in questions
+    ]
+    peer = Peer(_PEER.value, loading.default_model_file())
+    sampling = specjax.SamplingParams(max_new_tokens=_NEW_TOKENS.value)
+
+    def ours(drafter: str) -> session.Session:
+        return session.open_session(
+            model, ids, drafter=specjax.make_drafter(drafter, model), requests=sampling,
+            batch_size=1, num_speculative_tokens=_LOOKUP.value if drafter == "ngram" else None,
+        )
+
+    sessions = {"plain": ours("none"), "lookup": ours("ngram")}
+    programs = {name: session.compile_session(one) for name, one in sessions.items()}
+    rates: dict[str, list[float]] = {}
+    outputs: dict[str, list[list[int]]] = {}
+    for turn in range(_RUNS.value + 1):
+        for name, lookup in (("plain", 0), ("lookup", _LOOKUP.value)):
+            snapshots = session.run_session(sessions[name], programs=programs[name])
+            mine = generation.collect(sessions[name], list(snapshots))
+            theirs = [peer.decode(prompt, _NEW_TOKENS.value, lookup) for prompt in ids]
+            seconds = sum(one["total_s"] - one["prefill_s"] for one in theirs)
+            # Their first token comes with the prefill, ours with the first round.
+            count = sum(len(one["ids"]) - 1 for one in theirs)
+            outputs[f"specjax {name}"] = mine.token_ids
+            outputs[f"transformers {name}"] = [one["ids"] for one in theirs]
+            if turn:  # The first turn warms both up.
+                rates.setdefault(f"specjax {name}", []).append(mine.tokens_per_second)
+                rates.setdefault(f"transformers {name}", []).append(count / seconds)
+                print(f"run {turn}: {name}: specjax {mine.tokens_per_second:.1f} tokens/s, "
+                      f"transformers {count / seconds:.1f}", flush=True)
+
+    print(f"\n{len(ids)} prompts, {_NEW_TOKENS.value} new tokens, greedy, float32, "
+          f"{peer.facts['threads']} threads; decode tokens/s, median (min..max) of {_RUNS.value}")
+    for name, values in rates.items():
+        print(f"  {name:22s} {statistics.median(values):7.1f}  ({min(values):.1f}..{max(values):.1f})")
+    for name in ("plain", "lookup"):
+        pairs = zip(rates[f"specjax {name}"], rates[f"transformers {name}"], strict=True)
+        ratios = [a / b for a, b in pairs]
+        print(f"  {name}: specjax / transformers = {statistics.median(ratios):.2f} "
+              f"({min(ratios):.2f}..{max(ratios):.2f})")
+    compare_prefill(model, peer)
+    reference = outputs["transformers plain"]
+    for name, tokens in outputs.items():
+        same = sum(a == b for a, b in zip(tokens, reference, strict=True))
+        print(f"same tokens: {same}/{len(ids)}  ({name} against transformers plain)")
+
+
+def compare_prefill(model: Any, peer: Peer) -> None:
+    """Print the time to read a long prompt on both sides."""
+    import numpy as np
+
+    import specjax
+    from specjax import session
+
+    length = _PREFILL.value
+    ids = np.random.default_rng(0).integers(100, 40000, length).tolist()
+    one = session.open_session(
+        model, [ids], requests=specjax.SamplingParams(max_new_tokens=1), batch_size=1
+    )
+    programs = session.compile_session(one)
+    mine, theirs = [], []
+    for turn in range(_RUNS.value + 1):
+        snapshot = list(session.run_session(one, programs=programs))[-1]
+        answer = peer.decode(ids, 1, 0)
+        if turn:
+            mine.append(snapshot.prefill_s + snapshot.decode_s)
+            theirs.append(answer["prefill_s"])
+    ratio = statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
+    print(f"  first token of {length} tokens: specjax {statistics.median(mine):.2f} s, "
+          f"transformers {statistics.median(theirs):.2f} s, ratio {ratio:.2f}")
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,130 @@
+"""What a pass, a draft and a read of the weights cost here, in seconds: measured, not assumed.
+
+Each figure is the median of several runs of a compiled loop, compile excluded, so that dispatch is
+paid once for many repetitions.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+from specjax import loop
+from specjax.models.interface import LanguageModel
+from specjax.sampling import argmax
+
+if TYPE_CHECKING:
+    from specjax.session import Session
+
+_RUNS, _REPEATS = 5, 4
+
+
+def extend_seconds(
+    model: LanguageModel, params: Any, *, batch: int, width: int, committed: int, capacity: int
+) -> float:
+    """T(width): one `extend` of B x width tokens behind `committed` tokens, logits included."""
+    cache = model.make_cache(batch, capacity)
+    cache = cache.replace(length=cache.length + committed)
+    visible = jnp.tril(jnp.ones((1, width, width), bool))
+
+    def once(_: Int[Array, ""], tokens: Int[Array, "B T"], params: Any, cache: Any) -> Array:
+        positions = cache.length[:, None] + jnp.arange(width)[None, :]
+        window = model.make_window(batch, width)
+        result = model.extend(params, tokens, positions, cache, window, 0, visible)
+        return argmax(result.logits).astype(tokens.dtype)
+
+    return _loop_seconds(once, jnp.ones((batch, width), jnp.int32), params, cache)
+
+
+def widths_seconds(
+    model: LanguageModel,
+    params: Any,
+    widths: Sequence[int],
+    *,
+    batch: int,
+    committed: int,
+    capacity: int,
+) -> dict[int, float]:
+    """T(width) of each width."""
+    return {
+        width: extend_seconds(
+            model, params, batch=batch, width=width, committed=committed, capacity=capacity
+        )
+        for width in widths
+    }
+
+
+def propose_seconds(session: Session) -> float:
+    """The time a full draft takes, on the session's first batch behind its prompts."""
+    from specjax.session import batch_arguments
+
+    plan = replace(session.plan, draft_length=replace(session.plan.draft_length, costs=()))
+    arguments = batch_arguments(session, session.batches()[0])
+    state = jax.jit(loop.start, static_argnums=0)(plan, session.params, *arguments)
+
+    def once(turn: Int[Array, ""], tokens: Array, params: Any, state: loop.State) -> Array:
+        # Each turn's draft depends on the one before, so that none is moved out of the loop.
+        last = state.tokens.at[:, -1].set(tokens[:, -1])
+        draft = loop.propose(plan, params, state.replace(tokens=last, round=turn))[0]
+        return tokens.at[:, -1].add(draft.tokens.sum(axis=1) % 2)
+
+    return _loop_seconds(once, state.tokens, session.params, state)
+
+
+def read_seconds(params: Any) -> float:
+    """The floor of a round: the time to read every weight once."""
+
+    def once(_: Int[Array, ""], total: Array, params: Any) -> Array:
+        return total * 0.5 + sum(
+            jnp.sum(leaf * total.astype(leaf.dtype)).astype(jnp.float32)
+            for leaf in jax.tree.leaves(params)
+        )
+
+    return _loop_seconds(once, jnp.float32(1e-6), params)
+
+
+def round_costs(session: Session) -> tuple[float, ...]:
+    """Seconds of a round that drafts 0..K tokens, as `draft_length.DraftLength` takes them."""
+    plan = session.plan
+    most = plan.draft_length.max_tokens
+    committed = max(len(prompt) for prompt in session.prompts)
+    passes = widths_seconds(
+        plan.target,
+        session.params[0],
+        plan.widths,
+        batch=session.batch_size,
+        committed=min(committed, plan.capacity),
+        capacity=plan.capacity,
+    )
+    draft = propose_seconds(session)
+    return tuple(
+        passes[min(width for width in plan.widths if width > length)] + draft * length / most
+        for length in range(most + 1)
+    )
+
+
+def _loop_seconds(
+    once: Callable[..., Any], carry: Any, *arguments: Any, repeats: int = _REPEATS
+) -> float:
+    """The median time of one `once(turn, carry, *arguments) -> carry`."""
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(count: int, carry: Any, *arguments: Any) -> Any:
+        return lax.fori_loop(0, count, lambda turn, value: once(turn, value, *arguments), carry)
+
+    jax.block_until_ready(run(repeats, carry, *arguments))
+    seconds = []
+    for _ in range(_RUNS):
+        begin = time.perf_counter()
+        jax.block_until_ready(run(repeats, carry, *arguments))
+        seconds.append((time.perf_counter() - begin) / repeats)
+    return median(seconds)

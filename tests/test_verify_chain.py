@@ -1,0 +1,297 @@
+"""`verify_chain` and the chain functions: keys, noise, shapes and the cases at the edge."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+
+from specjax import sampling
+
+VOCAB, LENGTH = 5, 3
+ROWS = 64  # one shape for most tests, so that each rule compiles once
+RULES = ["rejection", "block", "coupled"]
+
+
+def random_laws(seed, *shape):
+    return jax.nn.log_softmax(1.5 * jax.random.normal(jax.random.key(seed), (*shape, VOCAB)))
+
+
+def round_of(rows=ROWS, seed=0):
+    logp, logq = random_laws(seed, rows, LENGTH + 1), random_laws(seed + 1, rows, LENGTH)
+    keys = jax.random.split(jax.random.key(seed + 2), rows)
+    tokens = draw_drafts(sampling.split_keys(keys).draft, logq)
+    return keys, tokens, logq, logp
+
+
+def draw_drafts(keys, logq):
+    rows = logq.shape[0]
+    noise = [
+        sampling.position_gumbel(keys, jnp.full(rows, depth), VOCAB)
+        for depth in range(logq.shape[1])
+    ]
+    return sampling.argmax(logq + jnp.stack(noise, axis=1))
+
+
+def same(one, other):
+    return jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.all(a == b)), one, other))
+
+
+@pytest.mark.parametrize("logq", [True, False])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_row_does_not_depend_on_its_neighbours(rule, logq):
+    keys, tokens, laws, logp = round_of()
+    laws = laws if logq else None
+    num_valid, positions = jnp.arange(ROWS) % (LENGTH + 1), jnp.arange(ROWS) + 100
+
+    def rows(cut):
+        return sampling.verify_chain(
+            keys[cut],
+            tokens[cut],
+            None if laws is None else laws[cut],
+            logp[cut],
+            positions=positions[cut],
+            rule=rule,
+            num_valid=num_valid[cut],
+        )
+
+    together = rows(slice(None))
+    assert jnp.all(together.num_accepted <= num_valid)
+    for row in (0, 3, 63):
+        alone = rows(slice(row, row + 1))
+        assert same(alone, jax.tree.map(lambda x, row=row: x[row : row + 1], together))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_what_stands_behind_the_valid_tokens_does_not_matter(rule):
+    keys, tokens, logq, logp = round_of()
+    two = jnp.full(ROWS, 2)
+    verify = functools.partial(sampling.verify_chain, positions=jnp.zeros(ROWS, int), rule=rule)
+    short = verify(keys, tokens[:, :2], logq[:, :2], logp[:, :3])
+    padded = verify(keys, tokens.at[:, 2].set(-1), logq, logp, num_valid=two)
+    assert same(short[1:], padded[1:])
+    assert jnp.all(padded.path_slots[:, 2] == -1)
+    assert jnp.all(padded.path_slots[:, :2] == short.path_slots)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_coupled_gives_what_plain_decoding_gives(shared):
+    rows = ROWS
+    keys, tokens, logq, _ = round_of()
+    positions = jnp.arange(rows) * 7
+    # One law whatever came before, so that plain decoding needs no model.
+    logp = jnp.broadcast_to(random_laws(9, rows, 1), (rows, LENGTH + 1, VOCAB))
+    plain = jnp.stack(
+        [
+            sampling.argmax(logp[:, 0] + sampling.position_gumbel(keys, positions + i, VOCAB))
+            for i in range(LENGTH + 1)
+        ],
+        axis=1,
+    )
+    if shared:
+        noise = [
+            sampling.position_gumbel(keys, positions + depth, VOCAB) for depth in range(LENGTH)
+        ]
+        tokens = sampling.argmax(logq + jnp.stack(noise, axis=1))
+    verdict = sampling.verify_chain(keys, tokens, logq, logp, positions=positions, rule="coupled")
+    accepted = verdict.num_accepted
+    slot = jnp.arange(LENGTH)[None, :]
+    stands = slot < accepted[:, None]
+    assert jnp.all(jnp.where(stands, tokens == plain[:, :LENGTH], True))
+    assert jnp.all(verdict.next_token == sampling.pick(plain, accepted))
+    assert jnp.all(verdict.path_slots == jnp.where(stands, slot + 1, -1))
+    # Where a draft was refused, it was not the plain token.
+    refused = (slot == accepted[:, None]) & (tokens == plain[:, :LENGTH])
+    assert not jnp.any(refused)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_two_tokens_have_the_joint_law_of_the_target(rule):
+    chi2, threshold = joint_chi2(rule, lambda keys: sampling.split_keys(keys).draft)
+    assert chi2 < threshold
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_drafting_from_the_key_of_the_final_token_is_found_out(rule):
+    chi2, threshold = joint_chi2(rule, lambda keys: sampling.split_keys(keys).final)
+    assert chi2 > threshold
+
+
+def joint_chi2(rule, draft_keys, rows=200_000):
+    """Chi-square of the first two tokens that come out, K = 1, against p, and its 1e-6 quantile."""
+    p, q = random_laws(3, 2), random_laws(4, 1)
+    keys = jax.random.split(jax.random.key(5), rows)
+    logq = jnp.broadcast_to(q[None], (rows, 1, VOCAB))
+    logp = jnp.broadcast_to(p[None], (rows, 2, VOCAB))
+    tokens = draw_drafts(draft_keys(keys), logq)
+    verdict = sampling.verify_chain(keys, tokens, logq, logp, rule=rule)
+    one = verdict.num_accepted == 1
+    first = jnp.where(one, tokens[:, 0], verdict.next_token)
+    # A row that emitted one token goes on as plain decoding does.
+    more = jax.random.categorical(jax.random.key(6), p[1], shape=(rows,))
+    second = jnp.where(one, verdict.next_token, more)
+    seen = np.bincount(np.asarray(first * VOCAB + second), minlength=VOCAB**2)
+    want = np.exp(np.asarray(p[0])[:, None] + np.asarray(p[1])[None, :]).ravel() * rows
+    assert want.min() > 20
+    return ((seen - want) ** 2 / want).sum(), scipy.stats.chi2.isf(1e-6, VOCAB**2 - 1)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_a_draft_from_the_target_law_is_accepted_whole(rule):
+    keys, tokens, _, logp = round_of()
+    logq = logp[:, :LENGTH]
+    tokens = draw_drafts(sampling.split_keys(keys).draft, logq)
+    verdict = sampling.verify_chain(keys, tokens, logq, logp, rule=rule)
+    assert jnp.all(verdict.num_accepted == LENGTH)
+
+
+def test_block_accepts_no_fewer_than_rejection():
+    rows = 20_000
+    logp, logq = random_laws(0, rows, LENGTH + 1), random_laws(1, rows, LENGTH)
+    tokens = jax.random.categorical(jax.random.key(2), logq)
+    uniforms = jax.random.uniform(jax.random.key(3), (rows, LENGTH))
+    laws = sampling.by_slot(logp), sampling.by_slot(logq)
+    means = [
+        float(jnp.mean(rule(tokens, jnp.full(rows, LENGTH), *laws, uniforms).num_accepted))
+        for rule in (sampling.rejection, sampling.block)
+    ]
+    assert means[1] > means[0] > 0
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_an_empty_draft_is_plain_sampling(rule):
+    keys, _, logq, logp = round_of()
+    none = jnp.zeros((ROWS, 0), jnp.int32)
+    for laws in (None, logq[:, :0]):
+        verdict = sampling.verify_chain(
+            keys, none, laws, logp[:, :1], positions=jnp.arange(ROWS), rule=rule
+        )
+        source = keys if rule == "coupled" else sampling.split_keys(keys).final
+        at = jnp.arange(ROWS) if rule == "coupled" else jnp.zeros(ROWS, int)
+        noise = sampling.position_gumbel(source, at, VOCAB)
+        assert jnp.all(verdict.next_token == sampling.argmax(logp[:, 0] + noise))
+        assert verdict.path_slots.shape == (ROWS, 0)
+        assert not verdict.num_accepted.any()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_greedy_rows_follow_the_argmax(rule):
+    keys, tokens, _, logits = round_of()
+    best = sampling.argmax(logits)
+    tokens = jnp.where(
+        jnp.arange(LENGTH)[None, :] < jnp.arange(ROWS)[:, None] % 5, best[:, :3], tokens
+    )
+    num_valid = jnp.arange(ROWS) % 4
+    want = sampling.walk_greedy(tokens, num_valid, best)
+    logp = sampling.warp(logits, 0.0)
+    logq = jnp.where(jax.nn.one_hot(tokens, VOCAB, dtype=bool), 0.0, -jnp.inf)
+    for laws in (None, logq):
+        got = sampling.verify_chain(
+            keys, tokens, laws, logp, positions=num_valid, rule=rule, num_valid=num_valid
+        )
+        assert same(got, want)
+    assert set(np.asarray(want.num_accepted).tolist()) == {0, 1, 2, 3}
+
+
+def test_impossible_tokens_and_extreme_uniforms():
+    half = jnp.log(jnp.array([[0.5, 0.5, 0.0]]))
+    sure = jnp.log(jnp.array([[0.0, 1.0, 0.0]]))
+    top = float(np.nextafter(np.float32(1), np.float32(0)))
+
+    def accepted(rule, token, p, q, u):
+        laws = [sampling.by_slot(jnp.stack([law, law], axis=1)) for law in (p, q)]
+        decision = rule(jnp.array([[token]]), jnp.array([1]), *laws, jnp.array([[u]]))
+        assert float(jnp.exp(decision.law).sum()) == pytest.approx(1)
+        return int(decision.num_accepted[0])
+
+    for rule in (sampling.rejection, sampling.block):
+        assert accepted(rule, 2, half, half, 0.0) == 0  # p = q = 0
+        assert accepted(rule, 0, sure, half, 0.0) == 0  # p = 0
+        assert accepted(rule, 0, half, half, top) == 1  # p = q
+        assert accepted(rule, 0, half, sure, top) == 1  # q = 0 < p
+        assert accepted(rule, 1, half, sure, 0.4999) == 1
+        assert accepted(rule, 1, half, sure, 0.5) == 0  # u q < p, not <=
+    tiny = jnp.array([[-200.0, 0.0, -jnp.inf]])
+    assert accepted(sampling.rejection, 0, tiny, half, 0.0) == 1  # p > 0 below float32's range
+
+
+def test_nodes_name_their_laws():
+    tokens = jnp.array([[2, 0, 1]])
+    logq = random_laws(0, 1, 2)
+    laws = sampling.draft_laws(tokens, jnp.array([[1, -1, 0]]), logq)
+    assert jnp.all(laws(jnp.array([0])) == logq[:, 1])
+    assert jnp.all(jnp.exp(laws(jnp.array([1]))) == jax.nn.one_hot(tokens[:, 1], VOCAB))
+    assert jnp.all(laws(jnp.array([2])) == logq[:, 0])
+
+
+def test_keys_of_a_round_are_all_different():
+    keys = jax.random.split(jax.random.key(0), 3)
+    seen = [
+        jax.random.key_data(part)[row].tolist()
+        for number in (0, 1)
+        for part in sampling.round_keys(keys, jnp.array(number))
+        for row in range(3)
+    ]
+    assert len({tuple(key) for key in seen}) == len(seen) == 18
+    each = sampling.round_keys(keys, jnp.array([1, 0, 1]))
+    assert same(each.draft[0], sampling.round_keys(keys, jnp.array(1)).draft[0])
+
+
+def test_noise_depends_on_key_and_index_alone():
+    keys = jax.random.split(jax.random.key(0), 3)
+    assert jnp.all(sampling.uniforms(keys, 5)[:, :2] == sampling.uniforms(keys, 2))
+    assert sampling.uniforms(keys, 0).shape == (3, 0)
+    together = sampling.position_gumbel(keys, jnp.array([4, 5, 6]), VOCAB)
+    alone = sampling.position_gumbel(keys[1:2], jnp.array([5]), VOCAB)
+    assert jnp.all(together[1:2] == alone)
+
+
+def test_a_single_key_is_split():
+    _, tokens, logq, logp = round_of()
+    key = jax.random.key(2)
+    one = sampling.verify_chain(key, tokens, logq, logp)
+    assert same(one, sampling.verify_chain(jax.random.split(key, ROWS), tokens, logq, logp))
+
+
+def test_a_rule_of_ones_own():
+    def reject_all(tokens, num_valid, target, draft, uniforms):
+        none = jnp.zeros_like(num_valid)
+        return sampling.Decision(none, target(none))
+
+    keys, tokens, logq, logp = round_of()
+    verdict = sampling.verify_chain(keys, tokens, logq, logp, rule=reject_all)
+    assert not verdict.num_accepted.any()
+
+
+def test_bad_input_names_the_remedy():
+    keys, tokens, logq, logp = round_of()
+    with pytest.raises(ValueError, match="rule='blok' is unknown: use one of rejection, block, co"):
+        sampling.verify_chain(keys, tokens, logq, logp, rule="blok")
+    with pytest.raises(ValueError, match="needs positions"):
+        sampling.verify_chain(keys, tokens, logq, logp, rule="coupled")
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_program_holds_no_copy_of_all_warped_laws(rule):
+    rows, vocab = 2, 1000
+    logits, logq = jnp.zeros((rows, LENGTH + 1, vocab)), jnp.zeros((rows, LENGTH, vocab))
+
+    def program(keys):
+        at = sampling.by_slot(logits)
+        return sampling.verify_laws(
+            keys,
+            jnp.zeros((rows, LENGTH), jnp.int32),
+            jnp.full(rows, LENGTH, jnp.int32),
+            lambda slots: sampling.warp(at(slots), jnp.ones(rows)),
+            sampling.by_slot(logq),
+            positions=jnp.zeros(rows, jnp.int32),
+            rule=rule,
+            vocab=vocab,
+        )
+
+    text = str(jax.make_jaxpr(program)(jax.random.split(jax.random.key(0), rows)))
+    assert f"f32[{rows},{vocab}] = exp" in text
+    assert f"f32[{rows},{LENGTH + 1},{vocab}] = " not in text
+    assert f"f32[{rows},{LENGTH},{vocab}] = " not in text
