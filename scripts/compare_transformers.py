@@ -60,11 +60,12 @@ def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     import specjax
     from specjax import generation, prompts, session
+    from specjax.built_in import BUILT_IN
     from specjax.models import loading
 
     model = specjax.load_model(loading.DEFAULT_MODEL, dtype="float32")
     questions = (
-        prompts.read_questions(_PROMPTS.value) if _PROMPTS.value else list(prompts.BUILT_IN)
+        prompts.read_questions(_PROMPTS.value) if _PROMPTS.value else list(BUILT_IN)
     )
     questions = prompts.select(questions, per_task=_PER_TASK.value)
     ids = [

@@ -1,6 +1,7 @@
 """Write tests/goldens: what transformers computes for tiny models and for the default one.
 
-Run it with a Python that has torch, transformers, accelerate and gguf, from the repository root:
+Run it from the repository root, with a Python that has torch, transformers, accelerate,
+sentencepiece and gguf:
 
     python scripts/make_goldens.py PATH/TO/SmolLM2-135M-Instruct.Q4_1.gguf
 """
@@ -8,6 +9,7 @@ Run it with a Python that has torch, transformers, accelerate and gguf, from the
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import sys
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import sentencepiece
 import tokenizers
 import torch
 from transformers import (
@@ -206,16 +209,42 @@ def tiny_tokenizer(directory: Path) -> None:
     (directory / "golden.json").write_text(json.dumps(golden, indent=1) + "\n")
 
 
+def sentencepiece_tokenizer() -> None:
+    """Save a small SentencePiece vocabulary and what sentencepiece itself makes of some lines."""
+    trained = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([TEXT, *LINES[:12]] * 4),
+        model_writer=trained,
+        model_type="bpe",
+        vocab_size=400,
+        byte_fallback=True,
+        character_coverage=1.0,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        hard_vocab_limit=False,
+        user_defined_symbols=["<turn>"],
+        minloglevel=2,
+    )
+    model = sentencepiece.SentencePieceProcessor(model_proto=trained.getvalue())
+    pieces = range(model.get_piece_size())
+    kinds = [
+        2 * model.is_unknown(i) + 3 * model.is_control(i) + 6 * model.is_byte(i) or 1
+        for i in pieces
+    ]
+    kinds[model.piece_to_id("<turn>")] = 4
+    golden = {
+        "tokens": [model.id_to_piece(i) for i in pieces],
+        "scores": [model.get_score(i) for i in pieces],
+        "kinds": kinds,
+        "lines": {text: model.encode(text) for text in LINES if "<|" not in text},
+    }
+    path = GOLDENS / "sentencepiece.json"
+    path.write_text(json.dumps(golden) + "\n")
+
+
 def default_model(path: Path) -> None:
     """Save token ids and greedy continuations of the default model."""
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    # transformers does not know this vocabulary's splitting and leaves numerals in their words.
-    tokenizer.backend_tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
-        [
-            tokenizers.pre_tokenizers.Digits(individual_digits=True),
-            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
     lines = [
         {"text": text, "ids": ids, "decoded": tokenizer.decode(ids, skip_special_tokens=True)}
         for text in LINES
@@ -276,6 +305,7 @@ def main() -> None:
         shutil.rmtree(GOLDENS / name, ignore_errors=True)
         tiny_model(name)
     tiny_tokenizer(GOLDENS / "grouped_tied")
+    sentencepiece_tokenizer()
     default_model(Path(sys.argv[1]))
 
 

@@ -196,34 +196,33 @@ def stream(
 
 def stream_session(session: Session, rounds_per_step: int = 1) -> Iterator[Delta]:
     """The deltas of a session, batch by batch; within a step rows come in input order."""
-    followers: dict[int, _Follower] = {}
+    followers: dict[int, Follower] = {}
     for snapshot in run_session(session, rounds_per_step):
         counts = cut(snapshot)
         for row, prompt in enumerate(snapshot.index):
-            if prompt not in followers:
-                followers[prompt] = _Follower(session, prompt)
-            delta = followers[prompt].follow(
-                _new_tokens(session, snapshot, row),
-                _was_drafted(counts.accepted[row], counts.emitted[row]),
-                _REASONS.get(int(snapshot.status[row])),
-            )
+            follower = followers.setdefault(prompt, Follower(session, prompt))
+            delta = follower.follow(snapshot, counts, row)
             if delta is not None:
                 yield delta
 
 
-class _Follower:
-    """Turns the growing output of one prompt into deltas."""
+class Follower:
+    """Turns the growing output of one prompt into deltas, snapshot by snapshot."""
 
     def __init__(self, session: Session, prompt: int) -> None:
         tokenizer = session.model.tokenizer
-        self._prompt = prompt
+        self._session, self._prompt = session, prompt
         self._stops = session.requests[prompt].stop
         self._decoder = None if tokenizer is None else StreamDecoder(tokenizer)
         self._tokens, self._text, self._shown, self._ended = 0, "", 0, False
 
-    def follow(self, tokens: list[int], drafted: list[bool], reason: str | None) -> Delta | None:
+    def follow(self, snapshot: Snapshot, counts: loop.Rounds, row: int) -> Delta | None:
+        """What the snapshot adds in that row, if anything; `counts` are `cut(snapshot)`."""
         if self._ended:
             return None
+        tokens = _new_tokens(self._session, snapshot, row)
+        drafted = _was_drafted(counts.accepted[row], counts.emitted[row])
+        reason = _REASONS.get(int(snapshot.status[row]))
         fresh = tokens[self._tokens :]
         if not fresh and reason is None:
             return None

@@ -64,10 +64,10 @@ class Rows:
 class Rounds:
     """Raw counts, one column a round; -1 where a row took no part."""
 
-    width: Int[Array, "B R"]
-    drafted: Int[Array, "B R"]
-    accepted: Int[Array, "B R"]
-    emitted: Int[Array, "B R"]
+    width: Int[Array | np.ndarray, "B R"]
+    drafted: Int[Array | np.ndarray, "B R"]
+    accepted: Int[Array | np.ndarray, "B R"]
+    emitted: Int[Array | np.ndarray, "B R"]
 
 
 @struct.dataclass
@@ -161,24 +161,22 @@ def one_round(plan: Plan, params: Any, state: State) -> State:
     count, status = _cut(state, judged)
     took_part = count > 0
     accepted_count = jnp.where(took_part, judged.verdict.num_accepted, 0)
-    column = Rounds(
-        width=jnp.broadcast_to(jnp.asarray(plan.widths, jnp.int32)[branch], count.shape),
-        drafted=drafted,
-        accepted=accepted_count,
-        emitted=count,
-    )
+    column = {
+        "width": jnp.broadcast_to(jnp.asarray(plan.widths, jnp.int32)[branch], count.shape),
+        "drafted": drafted,
+        "accepted": accepted_count,
+        "emitted": count,
+    }
+    recorded = {
+        name: getattr(state.rounds, name).at[:, state.round].set(jnp.where(took_part, new, -1))
+        for name, new in column.items()
+    }
     state = _commit(state, judged, count, status).replace(
         round=state.round + 1,
-        rounds=jax.tree.map(
-            lambda all_rounds, new: all_rounds.at[:, state.round].set(
-                jnp.where(took_part, new, -1)
-            ),
-            state.rounds,
-            column,
-        ),
+        rounds=Rounds(**recorded),
         history=remember(state.history, drafted, accepted_count),
     )
-    accepted = Accepted(judged.tokens, count, judged.verdict.path_slots, judged.features)
+    accepted = Accepted(judged.verdict.path_slots, judged.tokens, count, judged.features)
     context = _context(plan, target_params, state)
     return state.replace(
         drafter=plan.drafter.observe(draft_params, drafter_state, context, accepted)

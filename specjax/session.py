@@ -189,12 +189,13 @@ def run_session(
     if rounds is None and any(request.stop for request in session.requests):
         rounds = 8
     for index in session.batches():
-        yield from _run_batch(session, programs, index, rounds or session.plan.max_rounds)
+        yield from run_batch(session, programs, index, rounds or session.plan.max_rounds)
 
 
-def _run_batch(
+def run_batch(
     session: Session, programs: Programs, index: list[int], rounds: int
 ) -> Iterator[Snapshot]:
+    """Decode one of `session.batches()`: a snapshot after every `rounds` rounds, then the last."""
     arguments = jax.block_until_ready(batch_arguments(session, index))
     begin = time.perf_counter()
     state = jax.block_until_ready(programs.start(session.params, *arguments))

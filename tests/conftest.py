@@ -12,7 +12,38 @@ import jaxtyping
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
-jaxtyping.install_import_hook("specjax", "beartype.beartype")
+# As everywhere in Python, an int will do where a float is declared.
+jaxtyping.install_import_hook(
+    "specjax", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
+)
+
+register_dataclass = jax.tree_util.register_dataclass
+
+
+def register_unchecked(nodetype, data_fields, meta_fields, **rest):
+    """`register_dataclass`, but JAX rebuilds specjax's nodes without __init__ and its checks.
+
+    JAX puts shapes, booleans and placeholders where arrays are declared; only what specjax itself
+    builds is to be checked.
+    """
+    if not nodetype.__module__.startswith("specjax"):
+        return register_dataclass(nodetype, data_fields, meta_fields, **rest)
+
+    def unflatten(meta, data):
+        node = object.__new__(nodetype)
+        for name, value in zip((*data_fields, *meta_fields), (*data, *meta), strict=True):
+            object.__setattr__(node, name, value)
+        return node
+
+    def flatten(node):
+        data = tuple((jax.tree_util.GetAttrKey(name), getattr(node, name)) for name in data_fields)
+        return data, tuple(getattr(node, name) for name in meta_fields)
+
+    jax.tree_util.register_pytree_with_keys(nodetype, flatten, unflatten)
+    return nodetype
+
+
+jax.tree_util.register_dataclass = register_unchecked
 
 import pytest
 

@@ -23,6 +23,7 @@ __all__ = [
     "Noise",
     "drafter_options",
     "make_drafter",
+    "option_type",
     "stateless",
     "unmoved",
 ]
@@ -46,6 +47,14 @@ def drafter_options(name: str) -> dict[str, inspect.Parameter]:
     }
 
 
+def option_type(parameter: inspect.Parameter) -> type | None:
+    """The type a command line gives an option in; None for those that only code can give."""
+    named = {"int": int, "int | None": int, "float": float, "str": str}
+    if isinstance(parameter.default, bool | int | float | str):
+        return type(parameter.default)
+    return named.get(str(parameter.annotation))
+
+
 def make_drafter(
     name: str,
     target: Model,
@@ -62,7 +71,7 @@ def make_drafter(
     """
     own = ":" in name
     if not own:
-        _check_options(name, path, options)
+        check_options(name, path, options)
     if own:
         extra = {} if path is None else {"path": path}
         drafter = _constructor(name)(target, **extra, **options)
@@ -128,14 +137,17 @@ def _constructor(name: str) -> Callable[..., Drafter]:
     return DRAFTERS[name]
 
 
-def _check_options(name: str, path: Any, options: dict[str, Any]) -> None:
+def check_options(
+    name: str, path: Any, options: dict[str, Any], supplied: tuple[str, ...] = ()
+) -> None:
+    """Raise InputError unless the drafter takes these options; `supplied` come later."""
     known = drafter_options(name)
     for option, value in options.items():
         if option not in known:
             takes = f"it takes {', '.join(known)}" if known else "it takes no options"
             raise InputError(f"drafter.{option}={value!r}: {name} does not take it; {takes}")
     for option, parameter in known.items():
-        if parameter.default is inspect.Parameter.empty and option not in options:
+        if parameter.default is inspect.Parameter.empty and option not in (*options, *supplied):
             raise InputError(f"drafter.{option} is missing: {name} needs it")
     if name == "draft_model" and path is None:
         raise InputError("drafter.path is missing: draft_model needs a model's name, file or folder")

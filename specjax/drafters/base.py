@@ -93,9 +93,9 @@ class Accepted:
     target's named features at the root and at those nodes.
     """
 
+    path_slots: Int[Array, "B P"]
     tokens: Int[Array, "B P+1"]
     count: Int[Array, "B"]
-    path_slots: Int[Array, "B P"]
     features: dict[str, Float[Array, "B P+1 D"]]
 
 

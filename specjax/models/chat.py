@@ -18,7 +18,7 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from specjax.errors import InputError
+from specjax.errors import InputError, one_line
 
 
 class _Generation(jinja2.ext.Extension):
@@ -98,8 +98,7 @@ def render(
             **special_tokens,
         )
     except Exception as error:  # the template is foreign code: whatever it raises is its failure
-        reason = " ".join(str(error).split()) or type(error).__name__
         raise InputError(
-            f"chat template: it fails on these messages ({reason}); "
+            f"chat template: it fails on these messages ({one_line(error)}); "
             "change the roles or use raw text"
         ) from None

@@ -81,7 +81,7 @@ class Decoder:
     """A decoder as plain functions of its parameters, as `interface.LanguageModel` asks for."""
 
     config: DecoderConfig
-    dtype: jnp.dtype = jnp.float32
+    dtype: jnp.dtype = jnp.dtype(jnp.float32)
 
     @property
     def vocab_size(self) -> int:
@@ -215,7 +215,7 @@ class DecoderModule(nn.Module):
         return Extension(out, {name: wanted[name] for name in features}, Window(keys, values))
 
     def _einsum(
-        self, equation: str, x: jax.Array, kernel: jax.Array, out: jnp.dtype | None = None
+        self, equation: str, x: jax.Array, kernel: jax.Array, out: jnp.dtype | type | None = None
     ) -> jax.Array:
         # Accelerators multiply float32 in fewer bits unless told otherwise.
         exact = lax.Precision.HIGHEST if self.dtype == jnp.float32 else None

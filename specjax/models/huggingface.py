@@ -14,7 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from specjax.errors import InputError
+from specjax.errors import InputError, one_line
 from specjax.models import layout
 from specjax.models.config import DecoderConfig
 from specjax.models.huggingface_config import write_config
@@ -74,7 +74,9 @@ def _open_shard(path: Path) -> Iterator[Any]:
     try:
         file = safe_open(path, framework="numpy")
     except (SafetensorError, OSError) as error:
-        raise InputError(f"{path}: not a safetensors file ({error}); download it again") from None
+        raise InputError(
+            f"{path}: not a safetensors file ({one_line(error)}); download it again"
+        ) from None
     with file:
         yield file
 

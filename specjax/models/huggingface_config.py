@@ -13,6 +13,9 @@ from specjax.models.tokenizer import Tokenizer
 from specjax.models.tokenizer_files import end_fields, read_json, write_json
 
 
+_LARGEST = 10**30  # JSON knows whole numbers that no float holds
+
+
 def read_config(directory: Path, vocab_size: int | None) -> DecoderConfig:
     """The decoder that config.json describes, with V cut to `vocab_size` where that is known.
 
@@ -40,17 +43,16 @@ def read_config(directory: Path, vocab_size: int | None) -> DecoderConfig:
         "partial_rotary_factor": 1.0,
         "quantization_config": None,
         "rope_interleaved": False,
-        "layer_types": None,
+        "layer_types": ["full_attention"] * _size(raw.get("layer_types")),
     }
     for field, value in neutral.items():
-        only_full = field == "layer_types" and set(raw.get(field) or ()) == {"full_attention"}
-        if raw.get(field, value) not in (value, None) and not only_full:
+        if raw.get(field) not in (value, None):
             raise fail(field, f"the decoder knows only {value!r}")
 
     def number(field: str, kinds: tuple[type, ...], default: Any = None) -> Any:
         value = raw.get(field)
         value = default if value is None else value
-        if type(value) not in kinds:
+        if type(value) not in kinds or abs(value) > _LARGEST:
             raise InputError(f"{path}: {field}={value!r}: must be a number; repair config.json")
         return value
 
@@ -69,25 +71,26 @@ def read_config(directory: Path, vocab_size: int | None) -> DecoderConfig:
         )
     max_positions = number("max_position_embeddings", (int,), 2048)
     theta, scaling = _read_rope(path, raw, max_positions)
-    try:
-        return DecoderConfig(
-            vocab_size=stated if vocab_size is None else vocab_size,
-            hidden_size=width,
-            intermediate_size=number("intermediate_size", (int,)),
-            num_layers=number("num_hidden_layers", (int,)),
-            num_heads=heads,
-            num_kv_heads=number("num_key_value_heads", (int,), heads),
-            head_dim=number("head_dim", (int,), width // max(heads, 1)),
-            max_positions=max_positions,
-            rms_norm_eps=float(number("rms_norm_eps", (int, float), 1e-6)),
-            rope_theta=theta,
-            rope_scaling=scaling,
-            tie_word_embeddings=flag("tie_word_embeddings"),
-            attention_bias=flag("attention_bias"),
-            mlp_bias=flag("mlp_bias"),
-        )
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
+    return DecoderConfig(
+        vocab_size=stated if vocab_size is None else vocab_size,
+        hidden_size=width,
+        intermediate_size=number("intermediate_size", (int,)),
+        num_layers=number("num_hidden_layers", (int,)),
+        num_heads=heads,
+        num_kv_heads=number("num_key_value_heads", (int,), heads),
+        head_dim=number("head_dim", (int,), width // max(heads, 1)),
+        max_positions=max_positions,
+        rms_norm_eps=float(number("rms_norm_eps", (int, float), 1e-6)),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        tie_word_embeddings=flag("tie_word_embeddings"),
+        attention_bias=flag("attention_bias"),
+        mlp_bias=flag("mlp_bias"),
+    )
+
+
+def _size(value: Any) -> int:
+    return len(value) if isinstance(value, list) else 0
 
 
 def _read_rope(
@@ -102,7 +105,7 @@ def _read_rope(
 
     def number(name: str, default: float | None = None) -> float:
         value = rope.get(name, default)
-        if type(value) not in (int, float):
+        if type(value) not in (int, float) or abs(value) > _LARGEST:
             raise fail(f"{name} must be a number")
         return float(value)
 
@@ -110,7 +113,7 @@ def _read_rope(
         raise fail("must be one set of values for all layers")
     theta = rope.get("rope_theta", raw.get("rope_theta"))
     theta = 10000.0 if theta is None else theta
-    if type(theta) not in (int, float):
+    if type(theta) not in (int, float) or abs(theta) > _LARGEST:
         raise InputError(f"{path}: rope_theta={theta!r}: must be a number; repair config.json")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise fail("partial_rotary_factor must be 1")
@@ -119,20 +122,22 @@ def _read_rope(
         return float(theta), None
     if kind == "linear":
         return float(theta), RopeScaling("linear", factor=number("factor"))
-    original = number("original_max_position_embeddings", float(max_positions))
+    original = rope.get("original_max_position_embeddings", max_positions)
+    if type(original) is not int:
+        raise fail("original_max_position_embeddings must be a whole number")
     if kind == "llama3":
         return float(theta), RopeScaling(
             "llama3",
             factor=number("factor"),
             low_freq_factor=number("low_freq_factor"),
             high_freq_factor=number("high_freq_factor"),
-            original_max_positions=int(original),
+            original_max_positions=original,
         )
     if kind == "longrope" and rope.get("attention_factor") == 1.0:
         # One set of factors for every length: how `write_config` spells the factors of a GGUF.
         factors = rope.get("long_factor")
         if factors == rope.get("short_factor") and isinstance(factors, list):
-            if not all(type(value) in (int, float) for value in factors):
+            if not all(type(value) in (int, float) and value < _LARGEST for value in factors):
                 raise fail("the factors must be numbers")
             return float(theta), RopeScaling("factors", factors=tuple(map(float, factors)))
     raise fail("this rope_type is not supported; use default, linear or llama3")

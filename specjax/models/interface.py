@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
@@ -19,6 +19,7 @@ class Extension:
     window: Window
 
 
+@runtime_checkable
 class LanguageModel(Protocol):
     """A model as pure functions of its parameters; hashable, so that it can be a static argument."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.errors import InputError
+from specjax.errors import InputError, one_line
 from specjax.models import gguf, huggingface, huggingface_config, layout
 from specjax.models import tokenizer_files as files
 from specjax.models.config import DecoderConfig
@@ -98,7 +100,7 @@ def resolve_dtype(dtype: str) -> np.dtype:
 
 
 def _load_gguf(name: str, path: Path, dtype: np.dtype) -> Model:
-    with open_gguf(path) as file:
+    with _naming(path), open_gguf(path) as file:
         gguf.check_architecture(file)
         tokenizer = read_tokenizer(str(path), file.metadata)
         config = gguf.read_config(file, tokenizer.vocab_size)
@@ -107,11 +109,23 @@ def _load_gguf(name: str, path: Path, dtype: np.dtype) -> Model:
 
 
 def _load_directory(name: str, path: Path, dtype: np.dtype) -> Model:
-    tokenizer = files.read_tokenizer(path)
-    size = None if tokenizer is None else tokenizer.vocab_size
-    config = huggingface_config.read_config(path, size)
-    params = huggingface.read_params(path, config, dtype)
+    with _naming(path):
+        tokenizer = files.read_tokenizer(path)
+        size = None if tokenizer is None else tokenizer.vocab_size
+        config = huggingface_config.read_config(path, size)
+        params = huggingface.read_params(path, config, dtype)
     return Model(name, config, _place(params), tokenizer, dtype)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Put the path in front of errors from parts that know no files."""
+    try:
+        yield
+    except InputError as error:
+        if str(path) in str(error):
+            raise
+        raise InputError(f"{path}: {error}") from None
 
 
 def _place(params: dict[str, Any]) -> dict[str, Any]:
@@ -142,7 +156,6 @@ def _download(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors"]))
     except Exception as error:  # network, access and name errors share no base class
-        reason = str(error).strip().splitlines() or [type(error).__name__]
         raise InputError(
-            f"model {name!r}: no such directory, and the hub does not give it ({reason[0]})"
+            f"model {name!r}: no such directory, and the hub does not give it ({one_line(error)})"
         ) from None

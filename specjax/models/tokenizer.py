@@ -63,8 +63,11 @@ class Tokenizer:
         return self._strings[index] or ""
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of raw text; special tokens written in it are recognised as such."""
-        ids = self.backend.encode(text, add_special_tokens=False).ids
+        """Token ids of raw text; special tokens written in it are recognised as such.
+
+        Raises InputError for text that is not Unicode (half of a surrogate pair).
+        """
+        ids = self._segment(text)
         return [self.bos_id, *ids] if self.add_bos and self.bos_id is not None else ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
@@ -91,8 +94,16 @@ class Tokenizer:
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a conversation, up to where the assistant's turn begins."""
-        text = self.apply_chat_template(messages)
-        return self.backend.encode(text, add_special_tokens=False).ids
+        return self._segment(self.apply_chat_template(messages))
+
+    def _segment(self, text: str) -> list[int]:
+        try:
+            return self.backend.encode(text, add_special_tokens=False).ids
+        except UnicodeEncodeError as error:
+            raise InputError(
+                f"text: character {error.start} is {text[error.start]!r}, half of a surrogate "
+                "pair; repair the text's encoding"
+            ) from None
 
     def first_difference(self, other: Tokenizer) -> str | None:
         """Where two vocabularies first differ, in words; None where every id means the same."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import tokenizers
 
-from specjax.errors import InputError
+from specjax.errors import InputError, one_line
 from specjax.models.tokenizer import Tokenizer, set_bos
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -24,7 +24,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not valid JSON ({error}); download it again") from None
+        raise InputError(f"{path}: not valid JSON ({one_line(error)}); download it again") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
     if not isinstance(value, dict):
@@ -50,7 +50,9 @@ def read_tokenizer(directory: Path) -> Tokenizer | None:
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the tokenizers package raises the bare Exception
-        raise InputError(f"{path}: not a tokenizer ({error}); download it again") from None
+        raise InputError(
+            f"{path}: not a tokenizer ({one_line(error)}); download it again"
+        ) from None
     backend.no_padding()
     backend.no_truncation()
     settings = read_json(directory / "tokenizer_config.json")
@@ -82,7 +84,12 @@ def read_tokenizer(directory: Path) -> Tokenizer | None:
 def _text(token: Any) -> str | None:
     """A special token is its text, or an object that holds it."""
     token = token.get("content") if isinstance(token, dict) else token
-    return token if isinstance(token, str) else None
+    # JSON can spell half of a surrogate pair, which is not text.
+    return token if isinstance(token, str) and _is_text(token) else None
+
+
+def _is_text(value: str) -> bool:
+    return not any("\ud800" <= char <= "\udfff" for char in value)
 
 
 def _end_ids(directory: Path, own: int | None) -> tuple[int, ...]:
@@ -102,12 +109,16 @@ def _end_ids(directory: Path, own: int | None) -> tuple[int, ...]:
 def _template(directory: Path, settings: dict[str, Any]) -> str | None:
     path = directory / "chat_template.jinja"
     if path.exists():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (ValueError, OSError) as error:
+            raise InputError(f"{path}: cannot be read ({one_line(error)})") from None
     template = settings.get("chat_template")
     if isinstance(template, list):  # several by name
-        named = {entry.get("name"): entry for entry in template if isinstance(entry, dict)}
-        template = named.get("default", {}).get("template")
-    return template if isinstance(template, str) else None
+        entries = [entry for entry in template if isinstance(entry, dict)]
+        named = [entry.get("template") for entry in entries if entry.get("name") == "default"]
+        template = named[0] if named else None
+    return template if isinstance(template, str) and _is_text(template) else None
 
 
 def write_tokenizer(tokenizer: Tokenizer, directory: Path, max_positions: int) -> None:

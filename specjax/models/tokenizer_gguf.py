@@ -9,7 +9,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from specjax.errors import InputError
+from specjax.errors import InputError, one_line
 from specjax.models.tokenizer import Tokenizer, set_bos
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
@@ -100,7 +100,9 @@ def read_tokenizer(source: str, metadata: dict[str, Any]) -> Tokenizer:
     except InputError:
         raise
     except Exception as error:  # the tokenizers package raises the bare Exception
-        raise keys.fail(f"the tokenizer is inconsistent ({error}); convert the model") from None
+        raise keys.fail(
+            f"the tokenizer is inconsistent ({one_line(error)}); convert the model"
+        ) from None
     _add_tokens(backend, tokens, kinds)
     return _assemble(keys, backend, tokens, kinds, add_bos)
 

@@ -1,0 +1,33 @@
+"""The benchmark of the default model; `:debug` is a size that runs in seconds."""
+
+import ml_collections
+
+
+def get_config(size="full"):
+    config = ml_collections.ConfigDict()
+    config.target = "smollm2-135m-instruct"
+    config.dtype = "auto"
+    # JSONL in Spec-Bench's schema; empty = the built-in prompts.
+    config.prompts = ""
+    config.per_task = 2
+    config.max_new_tokens = 96
+    # T(width) at these window sizes, batch sizes and capacities.
+    config.widths = (1, 2, 4, 8, 16, 32)
+    config.batch_sizes = (1, 4, 8, 16)
+    config.capacities = (512, 8192)
+    config.committed = 100
+    # Measured beside the prediction: prompt lookup, and a drafter of each acceptance.
+    config.num_speculative_tokens = 4
+    config.ngram_tokens = 8
+    config.acceptances = (0.6, 0.8, 0.9)
+    config.runs = 3
+    config.report = ""
+    if size == "debug":
+        config.per_task = 1
+        config.max_new_tokens = 8
+        config.widths = (1, 2)
+        config.batch_sizes = (1, 2)
+        config.capacities = (256, 512)
+        config.acceptances = (0.8,)
+        config.runs = 1
+    return config

@@ -1,0 +1,53 @@
+"""Decode with the default model: `python -m specjax.decode --config=configs/decode_smollm2.py`."""
+
+from ml_collections import config_dict
+
+from specjax.drafters import DRAFTERS, drafter_options, option_type
+
+
+def get_config():
+    config = config_dict.ConfigDict()
+    # A built-in name, a .gguf file, a Hugging Face directory, or org/name on the hub.
+    config.target = "smollm2-135m-instruct"
+    config.dtype = "auto"
+
+    # One text, or a JSONL file in Spec-Bench's schema; neither = a few built-in prompts.
+    config.prompt = ""
+    config.prompts = ""
+    config.turns = "first"  # first | all: with all, answers become the history of the next turn
+    config.limit = config_dict.placeholder(int)
+    config.per_task = config_dict.placeholder(int)
+    config.chat = "auto"  # auto | true | false: put prompts through the chat template
+
+    config.drafter = config_dict.ConfigDict()
+    config.drafter.name = "ngram"
+    config.drafter.path = ""
+    for name in DRAFTERS:
+        for option, parameter in drafter_options(name).items():
+            if (kind := option_type(parameter)) is not None:
+                config.drafter[option] = config_dict.placeholder(kind)
+
+    config.num_speculative_tokens = config_dict.placeholder(str)  # a number or auto
+    # ((low, high, k), ...): with low..high unfinished rows at most k draft tokens.
+    config.num_speculative_tokens_per_batch_size = ()
+    config.verify = "rejection"  # rejection | block | coupled
+
+    config.sampling = config_dict.ConfigDict()
+    config.sampling.temperature = 0.0
+    config.sampling.top_k = 0
+    config.sampling.top_p = 1.0
+    config.sampling.min_p = 0.0
+    config.sampling.max_new_tokens = 96
+    config.sampling.stop = ()
+    config.sampling.stop_token_ids = ()
+    config.sampling.seed = config_dict.placeholder(int)
+    config.sampling.logprobs = False
+    config.sampling.ignore_eos = False
+
+    config.batch_size = 1
+    config.max_length = config_dict.placeholder(int)
+    config.seed = 0
+    # Also decode plainly and check that the output is the same.
+    config.compare = False
+    config.report = ""  # a JSON path
+    return config

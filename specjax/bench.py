@@ -1,0 +1,241 @@
+"""Where the time of a round goes, and what speculation buys: predicted and measured.
+
+    python -m specjax.bench --config=configs/bench_smollm2.py
+
+Every figure is warm, a median of several runs, and compile is outside. Speed-ups are against plain
+decoding in the same loop, the runs taking turns.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import jax
+import ml_collections
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from specjax import costs, frontdoor, metrics, prompts
+from specjax.built_in import BUILT_IN
+from specjax.drafters import Drafter, make_drafter
+from specjax.generation import Generation, collect
+from specjax.models.loading import load_model
+from specjax.models.model import Model
+from specjax.sampling_params import SamplingParams
+from specjax.session import Programs, Session, compile_session, open_session, run_session
+
+
+@dataclass(frozen=True)
+class Contest:
+    """One drafter against plain decoding, measured in turn, beside the prediction."""
+
+    drafter: str
+    batch: int
+    acceptance_length: float
+    tokens_per_second: float
+    plain_tokens_per_second: float
+    speedup: float
+    speedup_min: float
+    speedup_max: float
+    predicted: float
+    efficiency: float
+    draft_s: float
+    identical: bool
+
+
+def round_costs_table(
+    model: Model, widths: Sequence[int], batches: Sequence[int], committed: int, capacity: int
+) -> Iterator[dict[str, float]]:
+    """T(width) and its ratio to T(1), for each batch size; the floor beside it."""
+    floor = costs.read_seconds(model.params)
+    for batch in batches:
+        seconds = costs.widths_seconds(
+            model.architecture,
+            model.params,
+            widths,
+            batch=batch,
+            committed=committed,
+            capacity=capacity,
+        )
+        for width, value in seconds.items():
+            yield {
+                "batch": batch,
+                "width": width,
+                "ms": 1e3 * value,
+                "relative": value / seconds[widths[0]],
+                "floors": value / floor,
+                "tokens_per_second": batch / value,
+            }
+
+
+def contest(
+    model: Model,
+    ids: Sequence[Sequence[int]],
+    drafter: Drafter,
+    label: str,
+    *,
+    num_speculative_tokens: int,
+    max_new_tokens: int,
+    batch_size: int,
+    runs: int,
+) -> Contest:
+    """Decode the prompts plainly and with a drafter, in turn, and predict the ratio."""
+    options = {
+        "requests": SamplingParams(max_new_tokens=max_new_tokens),
+        "batch_size": batch_size,
+    }
+    plain = open_session(model, ids, **options)
+    drafted = open_session(
+        model, ids, drafter=drafter, num_speculative_tokens=num_speculative_tokens, **options
+    )
+    sessions = [(one, compile_session(one)) for one in (plain, drafted)]
+    pairs = [tuple(_decode(*one) for one in sessions) for _ in range(runs + 1)][1:]
+    ratios = [fast.tokens_per_second / slow.tokens_per_second for slow, fast in pairs]
+    slow, fast = pairs[-1]
+    predicted, draft = _predict(drafted, fast, ids, max_new_tokens)
+    speedup = median(ratios)
+    return Contest(
+        drafter=label,
+        batch=batch_size,
+        acceptance_length=fast.summary().acceptance_length,
+        tokens_per_second=median(pair[1].tokens_per_second for pair in pairs),
+        plain_tokens_per_second=median(pair[0].tokens_per_second for pair in pairs),
+        speedup=speedup,
+        speedup_min=min(ratios),
+        speedup_max=max(ratios),
+        predicted=predicted,
+        efficiency=speedup / predicted,
+        draft_s=draft,
+        identical=slow.token_ids == fast.token_ids,
+    )
+
+
+def _decode(session: Session, programs: Programs) -> Generation:
+    done = [s for s in run_session(session, programs=programs) if s.finished]
+    return collect(session, done)
+
+
+def _predict(
+    session: Session, result: Generation, ids: Sequence[Sequence[int]], new_tokens: int
+) -> tuple[float, float]:
+    """tokens per round x T(1) / (T_draft + mean T(width)), and T_draft, at the mean length."""
+    committed = int(np.mean([len(one) for one in ids]) + new_tokens / 2)
+    seconds = costs.widths_seconds(
+        session.plan.target,
+        session.params[0],
+        sorted({1, *session.plan.widths}),
+        batch=session.batch_size,
+        committed=committed,
+        capacity=session.plan.capacity,
+    )
+    draft = costs.propose_seconds(session)
+    # A batch runs one width for all of its rows.
+    widths = result.width.max(axis=0) if session.batch_size > 1 else result.width[result.width > 0]
+    predicted = metrics.predicted_speedup(
+        result.summary().tokens_per_round, seconds[1], draft, widths[widths > 0], seconds
+    )
+    return predicted, draft
+
+
+def bench(config: ml_collections.ConfigDict, console: Console) -> dict[str, Any]:
+    """Run and print every part; the result is JSON-ready."""
+    model = load_model(config.target, dtype=config.dtype)
+    questions = prompts.read_questions(config.prompts) if config.prompts else list(BUILT_IN)
+    questions = prompts.select(questions, per_task=config.per_task)
+    ids = [
+        prompts.encode_prompt(model, [{"role": "user", "content": question.turns[0]}])
+        for question in questions
+    ]
+    device = jax.devices()[0]
+    console.print(f"{model.name}, {model.dtype}, {device.device_kind}, {len(ids)} prompts")
+    floor = costs.read_seconds(model.params)
+    console.print(f"floor (read {model.num_params:,} weights once): {1e3 * floor:.1f} ms")
+
+    report: dict[str, Any] = {"floor_ms": 1e3 * floor, "rounds": [], "contests": []}
+    table = _table("T(width): one pass", "capacity", "B", "width", "ms", "/ T(1)", "/ floor", "rows/s")
+    for capacity in config.capacities:
+        console.print(f"measuring passes at capacity {capacity} ...")
+        for row in round_costs_table(
+            model, config.widths, config.batch_sizes, config.committed, capacity
+        ):
+            report["rounds"].append({"capacity": capacity, **row})
+            table.add_row(
+                str(capacity), str(row["batch"]), str(row["width"]), f"{row['ms']:.1f}",
+                f"{row['relative']:.2f}", f"{row['floors']:.2f}", f"{row['tokens_per_second']:.1f}",
+            )
+    console.print(table)
+
+    table = _table(
+        "Speed-up against plain decoding", "drafter", "B", "tau", "tokens/s", "plain", "speed-up",
+        "min..max", "predicted", "measured/predicted", "draft ms", "same tokens",
+    )
+    for one in _contests(model, ids, config, console):
+        report["contests"].append(vars(one))
+        table.add_row(
+            one.drafter, str(one.batch), f"{one.acceptance_length:.2f}",
+            f"{one.tokens_per_second:.1f}", f"{one.plain_tokens_per_second:.1f}",
+            f"{one.speedup:.2f}x", f"{one.speedup_min:.2f}..{one.speedup_max:.2f}",
+            f"{one.predicted:.2f}x", f"{one.efficiency:.2f}", f"{1e3 * one.draft_s:.2f}",
+            "yes" if one.identical else "NO",
+        )
+    console.print(table)
+    return report
+
+
+def _contests(
+    model: Model, ids: list[list[int]], config: ml_collections.ConfigDict, console: Console
+) -> Iterator[Contest]:
+    shared = {"max_new_tokens": config.max_new_tokens, "runs": config.runs}
+    plain = open_session(
+        model, ids, requests=SamplingParams(max_new_tokens=config.max_new_tokens), batch_size=1
+    )
+    console.print("recording plain continuations ...")
+    recorded = _decode(plain, compile_session(plain)).token_ids
+    for batch in config.batch_sizes:
+        for label, drafter, length in [
+            ("ngram", make_drafter("ngram", model), config.ngram_tokens),
+            *(
+                (
+                    f"simulated {acceptance}",
+                    make_drafter(
+                        "simulated", model, continuations=recorded, acceptance=acceptance
+                    ),
+                    config.num_speculative_tokens,
+                )
+                for acceptance in config.acceptances
+            ),
+        ]:
+            console.print(f"measuring {label} at batch {batch} ...")
+            yield contest(
+                model, ids, drafter, label,
+                num_speculative_tokens=length, batch_size=batch, **shared,
+            )
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+
+    def run(config: ml_collections.ConfigDict) -> int:
+        report = bench(config, Console())
+        if config.report:
+            Path(config.report).write_text(json.dumps(report, indent=1))
+        return 0
+
+    return frontdoor.run(run, argv, default="configs/bench_smollm2.py")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,294 @@
+"""Does decoding with a drafter keep the target's law? Answered by counting many outputs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.stats
+from jaxtyping import Array, Float, Int
+
+from specjax import loop, sampling
+from specjax.draft_length import DraftLength
+from specjax.drafters import Drafter, check_length
+from specjax.drafters.base import Sampling, warp_rows
+from specjax.errors import InputError
+from specjax.models.interface import LanguageModel
+from specjax.models.model import Model
+from specjax.sampling_params import SamplingParams
+from specjax.session import widths
+
+QUANTILE = 1e-6
+"""How often an exact drafter fails by chance."""
+THIN = 20.0
+"""Outputs that are expected less often than this are counted together."""
+_BATCH = 20_000
+_MOST_VOCAB, _MOST_OUTPUTS = 16, 1 << 20
+
+
+@dataclass(frozen=True, repr=False)
+class DrafterCheck:
+    """The answer of `check_drafter`: exact if `chi2` (of `degrees` freedom) is below `threshold`.
+
+    `acceptance_length` is the mean number of tokens a round gave; 1 says that nothing drafted was
+    accepted, and the check then says little.
+    """
+
+    passed: bool
+    chi2: float
+    threshold: float
+    degrees: int
+    rows: int
+    acceptance_length: float
+
+    def __repr__(self) -> str:
+        return (
+            f"Check(passed={self.passed}, chi2={self.chi2:.1f}, threshold={self.threshold:.1f}, "
+            f"degrees={self.degrees}, rows={self.rows}, "
+            f"acceptance_length={self.acceptance_length:.2f})"
+        )
+
+
+class ChiSquare(NamedTuple):
+    """The distance of counts from their law, and what an exact sampler exceeds once in a million."""
+
+    statistic: float
+    threshold: float
+    degrees: int
+
+
+def check_drafter(
+    drafter: Drafter,
+    target: Model | tuple[LanguageModel, Any],
+    rows: int = 200_000,
+    *,
+    prompt: Sequence[int] = (1, 2, 3, 1, 2),
+    num_speculative_tokens: int = 2,
+    draft_length: DraftLength | None = None,
+    verify: str | sampling.Rule = "rejection",
+    request: SamplingParams = SamplingParams(temperature=1.0),  # noqa: B008 - frozen
+    seed: int = 0,
+) -> DrafterCheck:
+    """Whether `rows` outputs of the real loop with a drafter have the target's law.
+
+    A chi-square test of three successive tokens jointly, which never come from one round: K =
+    `num_speculative_tokens`, and the tokens are the K-th to the (K+2)-th behind the prompt. The law
+    is enumerated, so the target must be small: a `specjax.models.loading.random_model` or a
+    `Tabular` with its logits, of at most 16 tokens. `draft_length` lets the length adapt, and
+    `request` says how rows are warped. Give the drafter a law that differs from the target's by a
+    total variation of 0.2 to 0.6, so that accepting and refusing both count. An exact drafter fails
+    once in a million seeds. Raises InputError for a target that is too large, or bad sizes.
+    """
+    model, params = (target.architecture, target.params) if isinstance(target, Model) else target
+    check_length(num_speculative_tokens)
+    length = num_speculative_tokens + 2
+    _check_sizes(model, rows, prompt, length)
+    plan = make_plan(
+        model,
+        drafter,
+        draft_length or DraftLength(num_speculative_tokens),
+        verify=verify,
+        request=request,
+        capacity=len(prompt) + length + num_speculative_tokens,
+    )
+    batch = min(_BATCH, rows)
+    counted, tested = np.zeros(model.vocab_size**3, np.int64), []
+    for first in range(0, rows, batch):
+        index = np.arange(first, first + batch)
+        state = decode(plan, (params, drafter.params), prompt, request, index, seed, length)
+        end = len(prompt) + length
+        outputs = np.asarray(state.tokens)[:, end - 3 : end]
+        code = np.ravel_multi_index(tuple(outputs.T), (model.vocab_size,) * 3)
+        counted += np.bincount(code, minlength=len(counted))
+        accepted = np.asarray(state.rounds.accepted)
+        tested.append(accepted[accepted >= 0] + 1)
+    law = output_law(model, params, prompt, request, length)
+    law = law.reshape(-1, model.vocab_size**3).sum(axis=0)
+    found = chi_square(counted, law)
+    return DrafterCheck(
+        passed=bool(found.statistic < found.threshold),
+        chi2=found.statistic,
+        threshold=found.threshold,
+        degrees=found.degrees,
+        rows=int(counted.sum()),
+        acceptance_length=float(np.concatenate(tested).mean()),
+    )
+
+
+def make_plan(
+    model: LanguageModel,
+    drafter: Drafter,
+    draft_length: DraftLength,
+    *,
+    verify: str | sampling.Rule,
+    request: SamplingParams,
+    capacity: int,
+) -> loop.Plan:
+    """The plan of a loop over short rows that all make the same request."""
+    return loop.Plan(
+        target=model,
+        drafter=drafter,
+        rule=verify,
+        draft_length=draft_length,
+        widths=widths(draft_length.max_tokens),
+        flags=sampling.WarpFlags.of(
+            request.temperature, request.top_k, request.top_p, request.min_p
+        ),
+        capacity=capacity,
+        max_rounds=capacity,
+        chunk=capacity,
+    )
+
+
+def decode(
+    plan: loop.Plan,
+    params: tuple[Any, Any],
+    prompt: Sequence[int],
+    request: SamplingParams,
+    index: Int[np.ndarray, "B"],
+    seed: int,
+    rounds: int,
+) -> loop.State:
+    """The state after some rounds of rows with one prompt; `index` tells the rows apart."""
+    start, run = _programs(plan)
+    state = start(params, *first_rows(plan, prompt, request, index, seed))
+    return run(params, state, jnp.int32(rounds))
+
+
+@functools.lru_cache(maxsize=8)
+def _programs(plan: loop.Plan) -> tuple[Any, Any]:
+    start = jax.jit(functools.partial(loop.start, plan))
+    return start, jax.jit(functools.partial(loop.run, plan), donate_argnums=1)
+
+
+def first_rows(
+    plan: loop.Plan,
+    prompt: Sequence[int],
+    request: SamplingParams,
+    index: Int[np.ndarray, "B"],
+    seed: int,
+) -> tuple[Int[Array, "B S"], loop.Rows, Int[Array, "B"], Int[Array, "B"]]:
+    """`loop.start`'s arrays for rows with one prompt, a key of its own for each."""
+    batch = len(index)
+
+    def every(value: float, dtype: type) -> Array:
+        return jnp.full(batch, value, dtype)
+
+    tokens = jnp.zeros((batch, plan.capacity), jnp.int32)
+    tokens = tokens.at[:, : len(prompt)].set(jnp.asarray(prompt, jnp.int32)[None, :])
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.asarray(index))
+    rows = loop.Rows(
+        index=jnp.asarray(index, jnp.int32),
+        key=keys,
+        sampling=Sampling(
+            temperature=every(request.temperature, jnp.float32),
+            top_k=every(request.top_k, jnp.int32),
+            top_p=every(request.top_p, jnp.float32),
+            min_p=every(request.min_p, jnp.float32),
+        ),
+        max_length=every(plan.capacity, jnp.int32),
+        stop_ids=jnp.full((batch, 1), -1, jnp.int32),
+    )
+    return tokens, rows, every(len(prompt), jnp.int32), every(loop.RUNNING, jnp.int32)
+
+
+def output_law(
+    model: LanguageModel,
+    params: Any,
+    prompt: Sequence[int],
+    request: SamplingParams,
+    length: int,
+    num_layers: int | None = None,
+) -> Float[np.ndarray, "outputs"]:
+    """P(next `length` tokens) of plain decoding, the first token slowest."""
+    laws = conditional_laws(model, params, prompt, request, length, num_layers)
+    done = np.ones(1)
+    for law in laws:
+        done = (done[:, None] * law).ravel()
+    return done
+
+
+def conditional_laws(
+    model: LanguageModel,
+    params: Any,
+    prompt: Sequence[int],
+    request: SamplingParams,
+    length: int,
+    num_layers: int | None = None,
+) -> list[Float[np.ndarray, "_ V"]]:
+    """The warped law of each of `length` tokens; entry d has V**d rows, one for each d tokens.
+
+    With `num_layers` it is the law of an early exit.
+    """
+    vocab = model.vocab_size
+    tails = np.indices((vocab,) * (length - 1)).reshape(length - 1, -1).T
+    tokens = np.concatenate([np.tile(np.array(prompt), (len(tails), 1)), tails], axis=1)
+    count, total = tokens.shape
+    flags = sampling.WarpFlags.of(request.temperature, request.top_k, request.top_p, request.min_p)
+
+    @jax.jit
+    def forward(params: Any, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+        positions = jnp.broadcast_to(jnp.arange(total), (count, total))
+        causal = jnp.tril(jnp.ones((1, total, total), bool))
+        cache, window = model.make_cache(count, 1), model.make_window(count, total)
+        result = model.extend(
+            params, tokens, positions, cache, window, 0, causal, num_layers=num_layers
+        )
+        flat = result.logits.reshape(-1, vocab)
+        every = [jnp.full(len(flat), value) for value in (request.top_p, request.min_p)]
+        warp = Sampling(
+            jnp.full(len(flat), request.temperature, jnp.float32),
+            jnp.full(len(flat), request.top_k, jnp.int32),
+            *every,
+        )
+        return warp_rows(flat, warp, flags).reshape(result.logits.shape)
+
+    laws = np.exp(np.asarray(forward(params, jnp.asarray(tokens, jnp.int32)), np.float64))
+    laws /= laws.sum(axis=-1, keepdims=True)
+    # Entry d is the same for every continuation behind its d tokens: take the first.
+    return [
+        laws[:: vocab ** (length - 1 - depth), len(prompt) - 1 + depth] for depth in range(length)
+    ]
+
+
+def chi_square(counted: Int[np.ndarray, "outputs"], law: Float[np.ndarray, "outputs"]) -> ChiSquare:
+    """Pearson's statistic of counts under a law; thin outputs are counted together."""
+    expected = law * counted.sum()
+    order = np.argsort(expected)
+    expected, counted = expected[order], counted[order]
+    thin = int(np.searchsorted(expected, THIN))
+    # The thin ones make one cell, which takes in the least of the others while it is thin itself.
+    while 0 < thin < len(expected) and expected[:thin].sum() < THIN:
+        thin += 1
+    heads = [0, *range(thin, len(expected))] if thin else np.arange(len(expected))
+    expected, seen = np.add.reduceat(expected, heads), np.add.reduceat(counted, heads)
+    statistic = float(((seen - expected) ** 2 / expected).sum())
+    degrees = len(expected) - 1
+    return ChiSquare(statistic, float(scipy.stats.chi2.isf(QUANTILE, degrees)), degrees)
+
+
+def _check_sizes(model: LanguageModel, rows: int, prompt: Sequence[int], length: int) -> None:
+    vocab = model.vocab_size
+    if vocab > _MOST_VOCAB:
+        raise InputError(
+            f"target has a vocabulary of {vocab} tokens, and every output is enumerated: use one "
+            f"of at most {_MOST_VOCAB}, such as specjax.models.loading.random_model or "
+            "specjax.testing.Tabular gives, and a drafter for it"
+        )
+    if vocab**length > _MOST_OUTPUTS:
+        raise InputError(
+            f"num_speculative_tokens={length - 2} with {vocab} tokens makes {vocab**length} "
+            f"outputs, more than {_MOST_OUTPUTS}: lower it, or use a smaller vocabulary"
+        )
+    if rows < 1:
+        raise InputError(f"rows={rows}: use a whole number of at least 1, better 200000")
+    if not len(prompt):
+        raise InputError("prompt is empty: give at least one token")
+    for token in prompt:
+        if not 0 <= token < vocab:
+            raise InputError(f"prompt: token id {token} is outside the vocabulary of {vocab} tokens")

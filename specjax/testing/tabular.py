@@ -1,0 +1,52 @@
+"""A language model that is a table of logits: its laws are known in closed form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from specjax.cache import KVCache, Window, make_cache
+from specjax.models.interface import Extension
+
+
+@dataclass(frozen=True)
+class Tabular:
+    """A `LanguageModel` whose parameters are its logits, without layers and so without a cache.
+
+    Parameters of shape [V] are a context-free model: one law, whatever came before. With [V, V] row
+    i is the law behind token i (a bigram model).
+    """
+
+    vocab_size: int
+    max_positions: int = 1 << 20
+
+    def make_cache(self, batch: int, capacity: int) -> KVCache:
+        """A cache that only counts: [0, B, 1, S, 1]."""
+        return make_cache(0, batch, 1, capacity, 1, jnp.dtype(jnp.float32))
+
+    def make_window(self, batch: int, slots: int) -> Window:
+        """A window that holds nothing: [0, B, 1, W, 1]."""
+        return Window(*(jnp.zeros((0, batch, 1, slots, 1)) for _ in range(2)))
+
+    def extend(
+        self,
+        params: Float[Array, "*V V"],
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        cache: KVCache,
+        window: Window,
+        start: Int[Array, ""] | int,
+        visible: Bool[Array, "#B T W"],
+        *,
+        features: tuple[str, ...] = (),
+        logits: bool = True,
+        num_layers: int | None = None,
+    ) -> Extension:
+        """`LanguageModel.extend`; there are no features, and an early exit changes nothing."""
+        del positions, cache, start, visible, num_layers
+        if features:
+            raise ValueError(f"features={features}: a tabular model has none")
+        table = jnp.broadcast_to(params, (self.vocab_size, self.vocab_size))
+        return Extension(table[tokens] if logits else None, {}, window)

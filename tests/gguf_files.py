@@ -1,0 +1,92 @@
+"""Small GGUF files for tests: a random model with a byte-level tokenizer, and its damaged kin."""
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+from tokenizers.pre_tokenizers import ByteLevel
+
+from specjax.models import layout
+from specjax.models.config import DecoderConfig
+from specjax.models.loading import random_model
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TOKENS = [*SPECIAL, *sorted(ByteLevel.alphabet()), "Ġt", "he", "Ġthe", "in"]
+MERGES = ["Ġ t", "h e", "Ġt he", "i n"]
+CONFIG = DecoderConfig(
+    vocab_size=len(TOKENS),
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    max_positions=128,
+    tie_word_embeddings=True,
+)
+
+
+def metadata(config=CONFIG):
+    """The keys of a plain file, but for the architecture."""
+    return {
+        "llama.block_count": np.uint32(config.num_layers),
+        "llama.context_length": np.uint32(config.max_positions),
+        "llama.embedding_length": np.uint32(config.hidden_size),
+        "llama.feed_forward_length": np.uint32(config.intermediate_size),
+        "llama.attention.head_count": np.uint32(config.num_heads),
+        "llama.attention.head_count_kv": np.uint32(config.num_kv_heads),
+        "llama.attention.key_length": np.uint32(config.head_dim),
+        "llama.attention.layer_norm_rms_epsilon": np.float32(config.rms_norm_eps),
+        "llama.rope.freq_base": np.float32(config.rope_theta),
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": TOKENS,
+        "tokenizer.ggml.token_type": [3] * len(SPECIAL) + [1] * (len(TOKENS) - len(SPECIAL)),
+        "tokenizer.ggml.merges": MERGES,
+        "tokenizer.ggml.bos_token_id": np.uint32(1),
+        "tokenizer.ggml.eos_token_id": np.uint32(2),
+    }
+
+
+def tensors(config=CONFIG, seed=0):
+    """Every tensor of a random model, as the file names and lays them out."""
+    params = random_model(config, seed, dtype="float32").params
+    found = {}
+    for place in layout.places(layout.GGUF, config):
+        leaf = np.asarray(layout.lookup(params, place.slot.path))
+        value = leaf if place.layer is None else leaf[place.layer]
+        found[place.name] = np.ascontiguousarray(layout.to_stored(value, place))
+    return found
+
+
+def write(path, keys, arrays, kind="F32", architecture="llama"):
+    """Write a file with the matrices quantised to `kind` and the vectors in float32."""
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in keys.items():
+        _add(writer, key, value)
+    quantised = gguf.GGMLQuantizationType[kind]
+    for name, array in arrays.items():
+        if array.ndim == 1 or array.dtype != np.float32:
+            writer.add_tensor(name, array)
+        else:
+            raw = gguf.quants.quantize(array, quantised)
+            writer.add_tensor(name, raw, raw_dtype=quantised)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return Path(path)
+
+
+def _add(writer, key, value):
+    match value:
+        case np.uint32():
+            writer.add_uint32(key, int(value))
+        case np.float32():
+            writer.add_float32(key, float(value))
+        case bool():
+            writer.add_bool(key, value)
+        case str():
+            writer.add_string(key, value)
+        case _:
+            writer.add_array(key, value)

@@ -1,0 +1,260 @@
+"""GGUF files: what was written is what is loaded, and bad files are one-line errors."""
+
+import dataclasses
+import struct
+
+import gguf
+import gguf_files
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.errors import InputError
+from specjax.models import layout
+from specjax.models.config import RopeScaling
+from specjax.models.gguf_header import open_gguf
+from specjax.models.loading import load_model
+
+KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
+
+
+def refusal(path):
+    """The message of the error that loading gives."""
+    with pytest.raises(InputError) as error:
+        load_model(path)
+    message = str(error.value)
+    assert "\n" not in message
+    assert str(path) in message
+    return message
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_written_model_is_loaded_with_its_dequantised_weights(tmp_path, kind):
+    arrays = gguf_files.tensors()
+    path = gguf_files.write(tmp_path / "tiny.gguf", gguf_files.metadata(), arrays, kind)
+    model = load_model(path, dtype="float32")
+    assert model.config == gguf_files.CONFIG
+    quantised = gguf.GGMLQuantizationType[kind]
+    for place in layout.places(layout.GGUF, model.config):
+        stored = arrays[place.name]
+        if stored.ndim > 1:
+            raw = gguf.quants.quantize(stored, quantised)
+            stored = gguf.quants.dequantize(raw, quantised).reshape(stored.shape)
+        leaf = layout.lookup(model.params, place.slot.path)
+        value = leaf if place.layer is None else leaf[place.layer]
+        np.testing.assert_array_equal(value, layout.from_stored(stored, place))
+
+
+def test_untied_biased_and_scaled_models_are_read(tmp_path):
+    config = dataclasses.replace(
+        gguf_files.CONFIG,
+        tie_word_embeddings=False,
+        attention_bias=True,
+        mlp_bias=True,
+        rope_theta=500000.0,
+        rope_scaling=RopeScaling("linear", factor=4.0),
+    )
+    keys = gguf_files.metadata(config) | {
+        "llama.rope.scaling.type": "linear",
+        "llama.rope.scaling.factor": np.float32(4),
+    }
+    path = gguf_files.write(tmp_path / "a.gguf", keys, gguf_files.tensors(config))
+    model = load_model(path, dtype="float32")
+    assert model.config == config
+    assert layout.param_shapes(config).keys() == model.params.keys()
+
+
+def test_frequency_factors_are_read(tmp_path):
+    factors = np.linspace(1, 8, 8, dtype=np.float32)
+    arrays = gguf_files.tensors() | {"rope_freqs.weight": factors}
+    path = gguf_files.write(tmp_path / "a.gguf", gguf_files.metadata(), arrays)
+    assert load_model(path).config.rope_scaling == RopeScaling(
+        "factors", factors=tuple(map(float, factors))
+    )
+
+
+def test_query_rows_are_unpaired():
+    """Rows (0, 1), (2, 3), ... of each head are the pairs; the tree keeps them half apart."""
+    place = next(
+        place for place in layout.places(layout.GGUF, gguf_files.CONFIG) if "attn_k" in place.name
+    )
+    rows = np.arange(32.0).reshape(32, 1).repeat(64, 1)
+    kernel = layout.from_stored(rows, place)
+    assert kernel[0, 0].tolist() == [*range(0, 16, 2), *range(1, 16, 2)]
+    assert kernel[0, 1].tolist() == [*range(16, 32, 2), *range(17, 32, 2)]
+    np.testing.assert_array_equal(layout.to_stored(kernel, place), rows)
+
+
+def test_rows_beyond_the_vocabulary_are_cut(tmp_path):
+    arrays = gguf_files.tensors()
+    padding = np.full((7, gguf_files.CONFIG.hidden_size), 9, np.float32)
+    padded = arrays | {"token_embd.weight": np.vstack([arrays["token_embd.weight"], padding])}
+    plain = gguf_files.write(tmp_path / "a.gguf", gguf_files.metadata(), arrays)
+    wide = gguf_files.write(tmp_path / "b.gguf", gguf_files.metadata(), padded)
+    first, second = (load_model(path) for path in (plain, wide))
+    assert first.config == second.config
+    np.testing.assert_array_equal(first.params["head"]["kernel"], second.params["head"]["kernel"])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_weights_come_in_the_dtype_asked_for(tmp_path, dtype):
+    path = gguf_files.write(
+        tmp_path / "a.gguf", gguf_files.metadata(), gguf_files.tensors(), "Q8_0"
+    )
+    wide, narrow = load_model(path, dtype="float32"), load_model(path, dtype=dtype)
+    for part in ("query", "output"):
+        kernel = narrow.params["layers"]["attention"][part]["kernel"]
+        assert kernel.dtype == jnp.dtype(dtype) == narrow.dtype
+        expected = wide.params["layers"]["attention"][part]["kernel"].astype(dtype)
+        np.testing.assert_array_equal(kernel, expected)
+
+
+def test_every_type_of_the_package_is_dequantised(tmp_path):
+    rng = np.random.default_rng(0)
+    kinds = []
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    for kind, (block, size) in gguf.GGML_QUANT_SIZES.items():
+        raw = rng.integers(0, 60, (3, 512 // block * size), np.uint8)
+        try:
+            gguf.quants.dequantize(raw, kind)
+        except NotImplementedError:
+            continue
+        kinds.append((kind, raw))
+        writer.add_tensor(kind.name, raw, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert len(kinds) > 20
+    with open_gguf(tmp_path / "a.gguf") as file:
+        for kind, raw in kinds:
+            tensor = file.tensors[kind.name]
+            assert tensor.shape == (3, 512)
+            expected = gguf.quants.dequantize(raw, kind)
+            np.testing.assert_array_equal(file.values(tensor), expected.reshape(3, 512))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"llama.expert_count": np.uint32(8)}, "llama.expert_count=8"),
+        ({"llama.attention.sliding_window": np.uint32(64)}, "sliding_window=64"),
+        ({"llama.rope.dimension_count": np.uint32(8)}, "rope.dimension_count=8"),
+        ({"llama.rope.scaling.type": "yarn"}, "yarn"),
+        ({"llama.surprise": np.uint32(1)}, "llama.surprise"),
+        ({"llama.block_count": np.uint32(2**32 - 1)}, "4294967295 layers"),
+        ({"llama.block_count": np.uint32(3)}, "missing: blk.2.attn_norm.weight"),
+        ({"llama.block_count": np.uint32(1)}, "unexpected: blk.1."),
+        ({"llama.block_count": "two"}, "llama.block_count"),
+        ({"llama.embedding_length": np.uint32(0)}, "hidden_size=0"),
+        ({"llama.embedding_length": np.uint32(128)}, "mis-shaped"),
+        ({"llama.attention.head_count": np.uint32(3)}, "num_heads=3"),
+        ({"llama.attention.head_count_kv": [2, 1]}, "head_count_kv"),
+        ({"llama.attention.layer_norm_rms_epsilon": np.float32("nan")}, "rms_norm_eps=nan"),
+        ({"llama.context_length": None}, "llama.context_length is missing"),
+        ({"general.alignment": np.uint32(0)}, "general.alignment=0"),
+        ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model='bert'"),
+        ({"tokenizer.ggml.pre": "klingon"}, "tokenizer.ggml.pre='klingon'"),
+        ({"tokenizer.ggml.pre": None}, "tokenizer.ggml.pre=None"),
+        ({"tokenizer.ggml.tokens": None}, "tokenizer.ggml.tokens is missing"),
+        ({"tokenizer.ggml.token_type": [1, 2]}, "tokenizer.ggml.token_type"),
+        ({"tokenizer.ggml.merges": ["x y"]}, "inconsistent"),
+        ({"tokenizer.ggml.merges": ["in"]}, "not two tokens"),
+        ({"tokenizer.ggml.eos_token_id": np.uint32(10**6)}, "eos_token_id=1000000"),
+        ({"tokenizer.ggml.tokens": ["a", "a"]}, "'a' appears twice"),
+    ],
+)
+def test_unsupported_and_contradictory_metadata_are_refused_by_name(tmp_path, change, words):
+    keys = gguf_files.metadata() | change
+    keys = {key: value for key, value in keys.items() if value is not None}
+    path = gguf_files.write(tmp_path / "a.gguf", keys, gguf_files.tensors())
+    assert words in refusal(path)
+
+
+def test_an_unknown_architecture_is_refused_by_name(tmp_path):
+    path = gguf_files.write(
+        tmp_path / "a.gguf", gguf_files.metadata(), gguf_files.tensors(), architecture="mamba"
+    )
+    message = refusal(path)
+    assert "'mamba'" in message
+    assert "'llama'" in message
+
+
+def test_tensors_that_do_not_fit_are_listed_together(tmp_path):
+    arrays = gguf_files.tensors()
+    del arrays["blk.0.attn_q.weight"]
+    arrays["blk.0.surprise.weight"] = np.zeros(32, np.float32)
+    arrays["blk.1.ffn_norm.weight"] = np.zeros(63, np.float32)
+    message = refusal(gguf_files.write(tmp_path / "a.gguf", gguf_files.metadata(), arrays))
+    assert "missing: blk.0.attn_q.weight" in message
+    assert "unexpected: blk.0.surprise.weight" in message
+    assert "mis-shaped: blk.1.ffn_norm.weight [63], not [64]" in message
+
+
+def test_a_type_that_cannot_be_dequantised_is_refused_by_name(tmp_path):
+    arrays = gguf_files.tensors()
+    arrays["output_norm.weight"] = np.zeros(64, np.int32)
+    message = refusal(gguf_files.write(tmp_path / "a.gguf", gguf_files.metadata(), arrays))
+    assert "output_norm.weight has the ggml type I32" in message
+
+
+def header(version=3, tensors=0, keys=0, rest=b""):
+    return b"GGUF" + struct.pack("<IQQ", version, tensors, keys) + rest
+
+
+def text(value):
+    return struct.pack("<Q", len(value)) + value
+
+
+def array_key(kind, count):
+    return text(b"key") + struct.pack("<IIQ", 9, kind, count)
+
+
+def tensor(shape, kind=0, offset=0):
+    axes = struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
+    return text(b"t") + axes + struct.pack("<IQ", kind, offset)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "empty"),
+        (b"GG", "no GGUF magic"),
+        (b"PK\x03\x04 a zip file", "no GGUF magic"),
+        (b"GGUF\x03\x00", "cut short"),
+        (header(version=1), "version 1"),
+        (header(version=99), "version 99"),
+        (b"GGUF" + struct.pack(">IQQ", 3, 1, 1), "big-endian"),
+        (header(tensors=2**63), "claims 9223372036854775808 tensors"),
+        (header(keys=2**40), "claims 1099511627776 keys"),
+        (header(keys=1, rest=struct.pack("<Q", 2**62) + b"x" * 20), "cut short"),
+        (header(keys=1, rest=array_key(4, 2**61)), "cut short"),
+        (header(keys=1, rest=array_key(8, 2**61)), "claims 2305843009213693952 strings"),
+        (header(keys=1, rest=array_key(8, 1) + struct.pack("<Q", 99)), "cut short inside"),
+        (header(keys=1, rest=array_key(9, 1) + b"x" * 40), "unknown value type 9"),
+        (header(keys=1, rest=text(b"key") + struct.pack("<I", 77)), "unknown value type 77"),
+        (header(keys=1, rest=text(b"\xff\xfe") + b"x" * 8), "not UTF-8"),
+        (header(keys=2, rest=(text(b"k") + struct.pack("<IB", 0, 1)) * 2), "appears twice"),
+        (header(tensors=1, rest=tensor((2**40, 2**40))), "cut short"),
+        (header(tensors=1, rest=tensor((2**63, 2**63, 2**63, 2**63))), "cut short"),
+        (header(tensors=1, rest=tensor((1,) * 5)), "has 5 axes"),
+        (header(tensors=1, rest=tensor((32,), kind=999)), "unknown ggml type 999"),
+        (header(tensors=1, rest=tensor((33,), kind=2)), "rows of 33 values"),
+        (header(tensors=1, rest=tensor((8,), offset=2**62)), "cut short"),
+        (header(tensors=1, rest=tensor((8,), offset=3) + b"x" * 99), "cut short"),
+        (header(tensors=2, rest=tensor((0,)) * 2 + b"x" * 99), "appears twice"),
+    ],
+)
+def test_a_damaged_header_is_an_error(tmp_path, content, words):
+    path = tmp_path / "a.gguf"
+    path.write_bytes(content)
+    assert words in refusal(path)
+
+
+def test_a_file_cut_in_its_weights_says_where_it_ends(tmp_path):
+    path = gguf_files.write(tmp_path / "a.gguf", gguf_files.metadata(), gguf_files.tensors())
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-100])
+    message = refusal(path)
+    assert "cut short" in message
+    assert str(len(whole) - 100) in message

@@ -1,0 +1,290 @@
+"""Tokenizers against transformers and sentencepiece, chat templates, and streaming."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import gguf_files
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specjax.errors import InputError
+from specjax.models import chat
+from specjax.models.gguf_header import open_gguf
+from specjax.models.loading import default_model_file, load_model, random_model, save_model
+from specjax.models.tokenizer import StreamDecoder, Tokenizer
+from specjax.models.tokenizer_gguf import read_tokenizer
+
+GOLDENS = Path(__file__).parent / "goldens"
+SMOLLM2 = json.loads((GOLDENS / "smollm2_tokenizer.json").read_text())
+SENTENCEPIECE = json.loads((GOLDENS / "sentencepiece.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    path = default_model_file()
+    with open_gguf(path) as file:
+        return read_tokenizer(str(path), file.metadata)
+
+
+@pytest.fixture(scope="module")
+def sentencepiece():
+    return read_tokenizer("golden", sentencepiece_metadata())
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return load_model(GOLDENS / "grouped_tied").tokenizer
+
+
+def sentencepiece_metadata(**extra):
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": SENTENCEPIECE["tokens"],
+        "tokenizer.ggml.scores": np.array(SENTENCEPIECE["scores"], np.float32),
+        "tokenizer.ggml.token_type": np.array(SENTENCEPIECE["kinds"], np.int32),
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+    } | {f"tokenizer.ggml.{key}": value for key, value in extra.items()}
+
+
+def byte_level(pre, **extra):
+    """The tokenizer of the tiny GGUF files, with another pre-tokenizer."""
+    keys = gguf_files.metadata() | {"tokenizer.ggml.pre": pre}
+    keys |= {f"tokenizer.ggml.{key}": value for key, value in extra.items()}
+    for key, value in keys.items():
+        if isinstance(value, np.generic):
+            keys[key] = value.item()
+    keys["tokenizer.ggml.token_type"] = np.array(keys["tokenizer.ggml.token_type"], np.int32)
+    return read_tokenizer("tiny", keys)
+
+
+@pytest.mark.parametrize("line", SMOLLM2["lines"], ids=lambda line: line["text"][:12])
+def test_the_default_model_tokenizes_as_in_transformers(smollm2, line):
+    assert smollm2.encode(line["text"]) == line["ids"]
+    assert smollm2.decode(line["ids"]) == line["decoded"]
+
+
+@pytest.mark.parametrize("conversation", SMOLLM2["chats"])
+def test_the_default_model_formats_chats_as_in_transformers(smollm2, conversation):
+    assert smollm2.apply_chat_template(conversation["messages"]) == conversation["text"]
+    assert smollm2.encode_chat(conversation["messages"]) == conversation["ids"]
+
+
+def test_the_default_model_knows_its_special_tokens(smollm2):
+    assert smollm2.vocab_size == 49152
+    assert smollm2.token(smollm2.bos_id) == "<|im_start|>"
+    assert [smollm2.token(index) for index in smollm2.eos_ids] == ["<|im_end|>"]
+    assert not smollm2.add_bos
+    # Each numeral stands alone, whatever its script and the space before it.
+    assert [smollm2.decode([index]) for index in smollm2.encode("7 12²")] == list("7 12²")
+
+
+def test_a_directory_tokenizes_as_in_transformers(tiny):
+    golden = json.loads((GOLDENS / "grouped_tied" / "golden.json").read_text())
+    for text, ids in golden["ids"].items():
+        assert tiny.encode(text) == ids
+    # The template writes bos itself: there must not be a second one.
+    assert tiny.encode_chat(golden["chat"]) == golden["chat_ids"]
+    assert tiny.eos_ids == (1, 2)
+    assert tiny.add_bos
+
+
+@pytest.mark.parametrize("line", SENTENCEPIECE["lines"].items(), ids=lambda line: line[0][:12])
+def test_scores_merge_as_in_sentencepiece(sentencepiece, line):
+    text, ids = line
+    assert sentencepiece.encode(text) == [1, *ids]
+    assert sentencepiece.decode(ids) == text
+
+
+def test_sentencepiece_flags_are_followed():
+    plain = read_tokenizer("golden", sentencepiece_metadata(add_bos_token=False))
+    assert plain.encode("the fox") == SENTENCEPIECE["lines"].get("the fox", plain.encode("the fox"))
+    assert plain.decode(plain.encode("the fox")) == "the fox"
+    bare = read_tokenizer(
+        "golden", sentencepiece_metadata(add_bos_token=False, add_space_prefix=False)
+    )
+    assert bare.encode("▁the") == plain.encode("the")
+    assert bare.decode(bare.encode(" the fox")) == " the fox"
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("gpt-2", ["It", "'s", "ĠI", "'", "M", "Ġ12345", "!", "Ċ", "Ċ", "x"]),
+        ("smollm", ["It", "'s", "ĠI", "'", "M", "Ġ", "1", "2", "3", "4", "5", "!", "Ċ", "Ċ", "x"]),
+        ("qwen2", ["It", "'s", "ĠI", "'M", "Ġ", "1", "2", "3", "4", "5", "!ĊĊ", "x"]),
+        ("llama-bpe", ["It", "'s", "ĠI", "'M", "Ġ", "123", "45", "!ĊĊ", "x"]),
+    ],
+)
+def test_each_vocabulary_is_split_its_own_way(pre, pieces):
+    tokenizer = byte_level(pre)
+    split = tokenizer.backend.pre_tokenizer.pre_tokenize_str("It's I'M 12345!\n\nx")
+    assert [piece for piece, _ in split] == pieces
+    assert tokenizer.add_bos == (pre == "llama-bpe")
+
+
+def test_ends_of_turn_end_a_sequence():
+    tokenizer = byte_level("smollm", eos_token_id=0, eot_token_id=1)
+    assert [tokenizer.token(index) for index in tokenizer.eos_ids] == [
+        "<|endoftext|>",
+        "<|im_start|>",
+        "<|im_end|>",
+    ]
+
+
+def test_a_gguf_tokenizer_survives_saving(tmp_path):
+    tokenizer = dataclasses.replace(
+        byte_level("llama-bpe"), chat_template="{{ bos_token }}{{ messages[0].content }}"
+    )
+    config = dataclasses.replace(gguf_files.CONFIG, num_layers=1)
+    save_model(random_model(config, 0, tokenizer), tmp_path / "model")
+    again = load_model(tmp_path / "model").tokenizer
+    assert again.first_difference(tokenizer) is None
+    for field in ("bos_id", "eos_ids", "add_bos", "chat_template", "special_tokens"):
+        assert getattr(again, field) == getattr(tokenizer, field)
+    text = "the thin end<|im_end|> 123"
+    assert again.encode(text) == tokenizer.encode(text)
+
+
+def test_the_bos_flag_of_a_directory_overrides_its_post_processor(tmp_path, tiny):
+    model = load_model(GOLDENS / "grouped_tied")
+    save_model(model, tmp_path / "model")
+    path = tmp_path / "model" / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    assert settings["add_bos_token"] is True
+    path.write_text(json.dumps(settings | {"add_bos_token": False}))
+    again = load_model(tmp_path / "model").tokenizer
+    assert again.encode("the fox") == tiny.encode("the fox")[1:]
+    assert again.backend.encode("the fox").ids == again.encode("the fox")
+
+
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_streamed_text_equals_decoded_text(smollm2, data):
+    line = data.draw(st.sampled_from(SMOLLM2["lines"]))
+    extra = data.draw(st.lists(st.integers(0, smollm2.vocab_size - 1), max_size=6))
+    ids = line["ids"] + extra
+    stream, text = StreamDecoder(smollm2), ""
+    while ids:
+        count = data.draw(st.integers(1, 4))
+        text += stream.feed(ids[:count])
+        ids = ids[count:]
+    assert text + stream.flush() == smollm2.decode(line["ids"] + extra)
+
+
+@pytest.mark.parametrize("line", SENTENCEPIECE["lines"])
+def test_streamed_sentencepiece_text_equals_decoded_text(sentencepiece, line):
+    ids = sentencepiece.encode(line)
+    stream = StreamDecoder(sentencepiece)
+    assert "".join(stream.feed([index]) for index in ids) + stream.flush() == line
+
+
+def test_no_half_character_is_ever_shown(smollm2):
+    text = "👩‍👩‍👧‍👦 नमस्ते 你好"
+    stream = StreamDecoder(smollm2)
+    pieces = [stream.feed([index]) for index in smollm2.encode(text)]
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert stream.flush() == ""
+
+
+def test_a_stream_holds_only_what_it_needs(smollm2):
+    stream = StreamDecoder(smollm2)
+    for index in smollm2.encode("a long text " * 100):
+        stream.feed([index])
+        assert len(stream._window) <= 2
+
+
+def test_the_first_differing_token_is_shown(tiny, smollm2):
+    assert smollm2.first_difference(smollm2) is None
+    assert tiny.first_difference(smollm2) == "token 0 is '<s>' against '<|endoftext|>'"
+    longer = byte_level(
+        "smollm",
+        tokens=[*gguf_files.TOKENS, "xyz"],
+        token_type=[1] * (len(gguf_files.TOKENS) + 1),
+    )
+    assert "264 tokens" in byte_level("smollm").first_difference(longer)
+    assert "263 'xyz'" in byte_level("smollm").first_difference(longer)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        "text",
+        ["text"],
+        [{"role": "user"}],
+        [{"role": "user", "content": 3}],
+        [{"role": "system", "content": "be brief"}],
+        [{"role": "user\n", "content": "x"}],
+    ],
+)
+def test_bad_messages_are_one_line_errors(tiny, messages):
+    with pytest.raises(InputError) as error:  # noqa: PT012 - either may refuse them
+        chat.check_messages(messages)
+        tiny.encode_chat(messages)
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_without_a_template_says_so(sentencepiece):
+    with pytest.raises(InputError, match="no chat template"):
+        sentencepiece.encode_chat([{"role": "user", "content": "x"}])
+
+
+MESSAGES = [{"role": "user", "content": "<b>é"}]
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ messages | tojson }}", '[{"role": "user", "content": "<b>é"}]'),
+        ("{{ messages[0] | tojson(indent=1) }}", '{\n "role": "user",\n "content": "<b>é"\n}'),
+        ("{% for m in messages %}\n  {% if true %}\nx\n  {% endif %}\n{% endfor %}", "x\n"),
+        ("{% for m in [1, 2, 3] %}{% if m == 2 %}{% break %}{% endif %}{{ m }}{% endfor %}", "1"),
+        ("{% generation %}{{ messages[0].role }}{% endgeneration %}", "user"),
+        ("{{ bos_token }}|{{ tools is none }}|{{ add_generation_prompt }}", "<s>|True|True"),
+        ("{{ strftime_now('%Y')[:2] }}", "20"),
+        ("{% set ns = namespace(n=0) %}{% set ns.n = 2 %}{{ ns.n }}", "2"),
+    ],
+)
+def test_templates_have_what_transformers_gives_them(template, text):
+    assert chat.render(template, MESSAGES, {"bos_token": "<s>"}) == text
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__.__base__.__subclasses__() }}",
+        "{{ raise_exception.__globals__.items() }}",
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+        "{{ messages.append(1) }}",
+        "{% for i in range(10**9) %}{% endfor %}",
+        "{{ raise_exception('two\nlines') }}",
+        "{{ 1 / 0 }}",
+        "{% if %}",
+        "{{ undefined.field }}",
+    ],
+)
+def test_templates_cannot_leave_the_sandbox(template):
+    with pytest.raises(InputError, match=r"^chat template: .*") as error:
+        chat.render(template, MESSAGES, {})
+    assert "\n" not in str(error.value)
+
+
+def test_half_a_surrogate_pair_is_an_error(tiny):
+    for encode in (tiny.encode, lambda text: tiny.encode_chat([{"role": "user", "content": text}])):
+        with pytest.raises(InputError, match="half of a surrogate"):
+            encode("ab\ud83d")
+
+
+def test_ids_outside_the_vocabulary_are_errors(tiny):
+    with pytest.raises(InputError, match="token id 80"):
+        tiny.token(80)
+    with pytest.raises(InputError, match="eos_ids=99"):
+        dataclasses.replace(tiny, eos_ids=(99,))
+    with pytest.raises(InputError, match="add_bos"):
+        Tokenizer(tiny.backend, add_bos=True)
