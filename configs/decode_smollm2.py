@@ -9,11 +9,11 @@ def get_config():
     config = config_dict.ConfigDict()
     # A built-in name, a .gguf file, a Hugging Face directory, or org/name on the hub.
     config.target = "smollm2-135m-instruct"
-    config.dtype = "auto"
+    config.dtype = "auto"  # auto | float32 | bfloat16 | float16
 
     # One text, or a JSONL file in Spec-Bench's schema; neither = a few built-in prompts.
-    config.prompt = ""
-    config.prompts = ""
+    config.prompt = config_dict.placeholder(str)
+    config.prompts = config_dict.placeholder(str)
     config.turns = "first"  # first | all: with all, answers become the history of the next turn
     config.limit = config_dict.placeholder(int)
     config.per_task = config_dict.placeholder(int)
@@ -21,7 +21,7 @@ def get_config():
 
     config.drafter = config_dict.ConfigDict()
     config.drafter.name = "ngram"
-    config.drafter.path = ""
+    config.drafter.path = config_dict.placeholder(str)
     for name in DRAFTERS:
         for option, parameter in drafter_options(name).items():
             if (kind := option_type(parameter)) is not None:
@@ -47,7 +47,6 @@ def get_config():
     config.batch_size = 1
     config.max_length = config_dict.placeholder(int)
     config.seed = 0
-    # Also decode plainly and check that the output is the same.
-    config.compare = False
-    config.report = ""  # a JSON path
+    config.compare = False  # also decode plainly, and check that the output is the same
+    config.report = config_dict.placeholder(str)  # a JSON path
     return config

