@@ -20,6 +20,9 @@ def get_config(size="full"):
     config.num_speculative_tokens = 4
     config.ngram_tokens = 8
     config.acceptances = (0.6, 0.8, 0.9)
+    # At the first batch size only: drafters that cost too much here.
+    config.exit_layers = (15, 24)
+    config.self_draft = True
     config.runs = 3
     config.report = ""
     if size == "debug":
@@ -29,5 +32,7 @@ def get_config(size="full"):
         config.batch_sizes = (1, 2)
         config.capacities = (256, 512)
         config.acceptances = (0.8,)
+        config.exit_layers = (15,)
+        config.self_draft = False
         config.runs = 1
     return config

@@ -197,24 +197,28 @@ def _contests(
     )
     console.print("recording plain continuations ...")
     recorded = _decode(plain, compile_session(plain)).token_ids
+    lengths = {"ngram": config.ngram_tokens}
+    entries: list[tuple[str, Drafter]] = [("ngram", make_drafter("ngram", model))]
+    for acceptance in config.acceptances:
+        replay = make_drafter("simulated", model, continuations=recorded, acceptance=acceptance)
+        entries.append((f"simulated {acceptance}", replay))
+    slower = [
+        (f"early_exit {layer}", make_drafter("early_exit", model, exit_layer=layer))
+        for layer in config.exit_layers
+    ]
+    if config.self_draft:
+        slower.append(("draft_model = target", make_drafter("draft_model", model, path=model)))
     for batch in config.batch_sizes:
-        for label, drafter, length in [
-            ("ngram", make_drafter("ngram", model), config.ngram_tokens),
-            *(
-                (
-                    f"simulated {acceptance}",
-                    make_drafter(
-                        "simulated", model, continuations=recorded, acceptance=acceptance
-                    ),
-                    config.num_speculative_tokens,
-                )
-                for acceptance in config.acceptances
-            ),
-        ]:
+        for label, drafter in entries + (slower if batch == config.batch_sizes[0] else []):
             console.print(f"measuring {label} at batch {batch} ...")
             yield contest(
-                model, ids, drafter, label,
-                num_speculative_tokens=length, batch_size=batch, **shared,
+                model,
+                ids,
+                drafter,
+                label,
+                num_speculative_tokens=lengths.get(label, config.num_speculative_tokens),
+                batch_size=batch,
+                **shared,
             )
 
 

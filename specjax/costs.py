@@ -93,23 +93,37 @@ def read_seconds(params: Any) -> float:
 
 
 def round_costs(session: Session) -> tuple[float, ...]:
-    """Seconds of a round that drafts 0..K tokens, as `draft_length.DraftLength` takes them."""
+    """What a round that drafts 0..K tokens costs, as `draft_length.DraftLength` takes it.
+
+    In units of a plain round, in steps of a twentieth: finer differences are noise, and would make
+    every session a program of its own. Measured once for a plan and a batch size.
+    """
+    committed = max(len(prompt) for prompt in session.prompts)
+    if (key := (session.plan, session.batch_size)) not in _MEASURED:
+        _MEASURED[key] = _measure_round(session, min(committed, session.plan.capacity))
+    return _MEASURED[key]
+
+
+_MEASURED: dict[tuple[loop.Plan, int], tuple[float, ...]] = {}
+
+
+def _measure_round(session: Session, committed: int) -> tuple[float, ...]:
     plan = session.plan
     most = plan.draft_length.max_tokens
-    committed = max(len(prompt) for prompt in session.prompts)
     passes = widths_seconds(
         plan.target,
         session.params[0],
         plan.widths,
         batch=session.batch_size,
-        committed=min(committed, plan.capacity),
+        committed=committed,
         capacity=plan.capacity,
     )
     draft = propose_seconds(session)
-    return tuple(
-        passes[min(width for width in plan.widths if width > length)] + draft * length / most
+    seconds = [
+        passes[min(width for width in plan.widths if width > length)] + draft * max(length, 1) / most
         for length in range(most + 1)
-    )
+    ]
+    return tuple(max(1, round(20 * value / seconds[0])) / 20 for value in seconds)
 
 
 def _loop_seconds(

@@ -34,7 +34,8 @@ class Plan:
     """What is fixed when a loop is compiled.
 
     `widths` are the window sizes a round can run at, ascending, the last one N + 1. `max_rounds` (R)
-    bounds the recorded rounds.
+    bounds the recorded rounds. `overlaps` also records what share of p each verified node's law has,
+    which costs a warp a node.
     """
 
     target: LanguageModel
@@ -47,6 +48,7 @@ class Plan:
     max_rounds: int
     chunk: int
     logprobs: bool = False
+    overlaps: bool = False
 
 
 @struct.dataclass
@@ -75,7 +77,8 @@ class State:
     """All that one round hands to the next.
 
     `tokens[b, :length[b]]` are committed, prompt first; `logprobs` are those of the committed
-    tokens under the target, by position.
+    tokens under the target, by position. `overlaps` are sum_x min(p, q) at the nodes that were
+    reached, NaN elsewhere.
     """
 
     tokens: Int[Array, "B S"]
@@ -88,6 +91,7 @@ class State:
     rounds: Rounds
     history: History
     logprobs: Float[Array, "B S"] | None
+    overlaps: Float[Array, "B R K"] | None
 
     @property
     def active(self) -> Bool[Array, "B"]:
@@ -124,6 +128,11 @@ def start(plan: Plan, params: Any, tokens: Int[Array, "B S"], rows: Rows, length
         rounds=Rounds(empty, empty, empty, empty),
         history=no_history(batch),
         logprobs=jnp.zeros(tokens.shape, jnp.float32) if plan.logprobs else None,
+        overlaps=(
+            jnp.full((batch, plan.max_rounds, plan.draft_length.max_tokens), jnp.nan)
+            if plan.overlaps
+            else None
+        ),
     )
     context = _context(plan, target_params, state)
     return state.replace(drafter=plan.drafter.init(draft_params, context, features))
@@ -175,6 +184,13 @@ def one_round(plan: Plan, params: Any, state: State) -> State:
         round=state.round + 1,
         rounds=Rounds(**recorded),
         history=remember(state.history, drafted, accepted_count),
+        overlaps=(
+            None
+            if state.overlaps is None
+            else state.overlaps.at[:, state.round].set(
+                jnp.where(took_part[:, None], judged.overlaps, jnp.nan)
+            )
+        ),
     )
     accepted = Accepted(judged.verdict.path_slots, judged.tokens, count, judged.features)
     context = _context(plan, target_params, state)
@@ -206,6 +222,7 @@ class _Judged(NamedTuple):
     window: Window
     features: dict[str, Float[Array, "B P+1 D"]]
     logprobs: Float[Array, "B P+1"] | None
+    overlaps: Float[Array, "B P"] | None
 
 
 def _judge(
@@ -232,7 +249,8 @@ def _judge(
         jnp.asarray(seen)[None],
         features=plan.drafter.features,
     )
-    verdict = _verify(plan, state, draft, drafted, keys, result.logits)
+    target, laws = _laws(plan, state, draft, result.logits)
+    verdict = _verify(plan, state, draft, drafted, keys, result.logits, target, laws)
 
     longest = draft.tokens.shape[1]
     path = jnp.pad(verdict.path_slots, ((0, 0), (0, longest - nodes)), constant_values=-1)
@@ -256,7 +274,43 @@ def _judge(
             for name, value in result.features.items()
         },
         logprobs,
+        _overlaps(plan, draft, drafted, verdict, target, laws, nodes) if plan.overlaps else None,
     )
+
+
+def _laws(
+    plan: Plan, state: State, draft: Draft, logits: Float[Array, "B W V"]
+) -> tuple[sampling.Laws, sampling.Laws | None]:
+    """p by slot, worked out when it is visited, and q if nodes were drawn from laws."""
+    logits_at, nodes = sampling.by_slot(logits), logits.shape[1] - 1
+    laws = None
+    if draft.logq is not None and nodes:
+        tokens, law = draft.tokens[:, :nodes], draft.law[:, :nodes]
+        laws = sampling.draft_laws(tokens, law, draft.logq)
+    return lambda slots: warp_rows(logits_at(slots), state.rows.sampling, plan.flags), laws
+
+
+def _overlaps(
+    plan: Plan,
+    draft: Draft,
+    drafted: Int[Array, "B"],
+    verdict: sampling.Verdict,
+    target: sampling.Laws,
+    laws: sampling.Laws | None,
+    nodes: int,
+) -> Float[Array, "B P"]:
+    """sum_x min(p, q) at each node that was put to the test, NaN at the others."""
+    batch, longest = draft.tokens.shape
+    if laws is None:
+        laws = sampling.one_hot_laws(draft.tokens, plan.target.vocab_size, jnp.float32)
+
+    def visit(node: Int[Array, ""], found: Float[Array, "B P"]) -> Float[Array, "B P"]:
+        slots = jnp.broadcast_to(node, (batch,))
+        tested = (slots < drafted) & (slots <= verdict.num_accepted)
+        share = sampling.overlap(target(slots), laws(slots))
+        return found.at[:, node].set(jnp.where(tested, share, jnp.nan))
+
+    return lax.fori_loop(0, nodes, visit, jnp.full((batch, longest), jnp.nan))
 
 
 def _verify(
@@ -266,21 +320,19 @@ def _verify(
     drafted: Int[Array, "B"],
     keys: Key[Array, "B"],
     logits: Float[Array, "B W V"],
+    target: sampling.Laws,
+    laws: sampling.Laws | None,
 ) -> sampling.Verdict:
     nodes = logits.shape[1] - 1
     tokens = draft.tokens[:, :nodes]
     if not plan.flags.sampled and isinstance(plan.rule, str):
         # Every exact rule says this of one-hot laws.
         return sampling.walk_greedy(tokens, drafted, sampling.argmax(logits))
-    logits_at = sampling.by_slot(logits)
-    laws = None
-    if draft.logq is not None and nodes:
-        laws = sampling.draft_laws(tokens, draft.law[:, :nodes], draft.logq)
     return sampling.verify_laws(
         keys,
         tokens,
         drafted,
-        lambda slots: warp_rows(logits_at(slots), state.rows.sampling, plan.flags),
+        target,
         laws,
         positions=state.length,
         rule=plan.rule,

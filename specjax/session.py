@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Key
 
 from specjax import loop, metrics, sampling
 from specjax.draft_length import DraftLength
@@ -146,6 +147,7 @@ class Snapshot(NamedTuple):
     kept: np.ndarray
     rounds: loop.Rounds
     logprobs: np.ndarray | None
+    overlaps: np.ndarray | None
     finished: bool
     prefill_s: float
     decode_s: float
@@ -225,6 +227,7 @@ def run_batch(
             kept=kept.copy(),
             rounds=jax.tree.map(lambda leaf: np.asarray(leaf)[real], state.rounds),
             logprobs=None if state.logprobs is None else np.asarray(state.logprobs)[real],
+            overlaps=None if state.overlaps is None else np.asarray(state.overlaps)[real],
             finished=finished,
             prefill_s=prefill_s,
             decode_s=decode_s,
@@ -246,11 +249,7 @@ def batch_arguments(session: Session, index: list[int]) -> tuple:
     length = np.array([len(ids) for ids in prompts], np.int32)
     numbers = np.array([*index, *[0] * spare], np.int32)
     room = np.array([request.max_new_tokens for request in requests], np.int32)
-    base = jax.random.key(session.seed)
-    keys = [
-        jax.random.fold_in(base, number) if request.seed is None else jax.random.key(request.seed)
-        for number, request in zip(numbers, requests, strict=True)
-    ]
+    keys = [row_key(session, i) for i in index] + [jax.random.key(session.seed)] * spare
     rows = loop.Rows(
         index=jnp.asarray(numbers),
         key=jnp.stack(keys),
@@ -266,6 +265,14 @@ def batch_arguments(session: Session, index: list[int]) -> tuple:
     running = np.arange(batch) < len(index)
     status = np.where(running, loop.RUNNING, loop.STOPPED).astype(np.int32)
     return jnp.asarray(tokens), rows, jnp.asarray(length), jnp.asarray(status)
+
+
+def row_key(session: Session, prompt: int) -> Key[Array, ""]:
+    """The key that all of a prompt's draws come from: its own seed's, or its place's in the input."""
+    seed = session.requests[prompt].seed
+    if seed is not None:
+        return jax.random.key(seed)
+    return jax.random.fold_in(jax.random.key(session.seed), prompt)
 
 
 def _stop_ids(model: Model, request: SamplingParams) -> tuple[int, ...]:
@@ -354,3 +361,13 @@ def cut(snapshot: Snapshot) -> loop.Rounds:
         counts.drafted, counts.accepted, counts.emitted, counts.width, new
     )
     return loop.Rounds(width=width, drafted=drafted, accepted=accepted, emitted=emitted)
+
+
+def expected_acceptance(session: Session) -> metrics.ExpectedAcceptance:
+    """The acceptance that this session's own distributions imply, with its standard error.
+
+    Decodes once more, recording sum_x min(p, q) at every node that `rejection` puts to the test.
+    """
+    recording = replace(session, plan=replace(session.plan, overlaps=True))
+    batches = [snapshot for snapshot in run_session(recording) if snapshot.finished]
+    return metrics.expected_acceptance(np.concatenate([s.overlaps for s in batches]))
