@@ -9,6 +9,7 @@ decoding in the same loop, the runs taking turns.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,7 +159,9 @@ def bench(config: ml_collections.ConfigDict, console: Console) -> dict[str, Any]
     console.print(f"floor (read {model.num_params:,} weights once): {1e3 * floor:.1f} ms")
 
     report: dict[str, Any] = {"floor_ms": 1e3 * floor, "rounds": [], "contests": []}
-    table = _table("T(width): one pass", "capacity", "B", "width", "ms", "/ T(1)", "/ floor", "rows/s")
+    table = _table(
+        "T(width): one pass", "capacity", "B", "width", "ms", "/ T(1)", "/ floor", "rows/s"
+    )
     for capacity in config.capacities:
         console.print(f"measuring passes at capacity {capacity} ...")
         for row in round_costs_table(
@@ -166,22 +169,43 @@ def bench(config: ml_collections.ConfigDict, console: Console) -> dict[str, Any]
         ):
             report["rounds"].append({"capacity": capacity, **row})
             table.add_row(
-                str(capacity), str(row["batch"]), str(row["width"]), f"{row['ms']:.1f}",
-                f"{row['relative']:.2f}", f"{row['floors']:.2f}", f"{row['tokens_per_second']:.1f}",
+                str(capacity),
+                str(row["batch"]),
+                str(row["width"]),
+                f"{row['ms']:.1f}",
+                f"{row['relative']:.2f}",
+                f"{row['floors']:.2f}",
+                f"{row['tokens_per_second']:.1f}",
             )
     console.print(table)
 
     table = _table(
-        "Speed-up against plain decoding", "drafter", "B", "tau", "tokens/s", "plain", "speed-up",
-        "min..max", "predicted", "measured/predicted", "draft ms", "same tokens",
+        "Speed-up against plain decoding",
+        "drafter",
+        "B",
+        "tau",
+        "tokens/s",
+        "plain",
+        "speed-up",
+        "min..max",
+        "predicted",
+        "measured/predicted",
+        "draft ms",
+        "same tokens",
     )
     for one in _contests(model, ids, config, console):
         report["contests"].append(vars(one))
         table.add_row(
-            one.drafter, str(one.batch), f"{one.acceptance_length:.2f}",
-            f"{one.tokens_per_second:.1f}", f"{one.plain_tokens_per_second:.1f}",
-            f"{one.speedup:.2f}x", f"{one.speedup_min:.2f}..{one.speedup_max:.2f}",
-            f"{one.predicted:.2f}x", f"{one.efficiency:.2f}", f"{1e3 * one.draft_s:.2f}",
+            one.drafter,
+            str(one.batch),
+            f"{one.acceptance_length:.2f}",
+            f"{one.tokens_per_second:.1f}",
+            f"{one.plain_tokens_per_second:.1f}",
+            f"{one.speedup:.2f}x",
+            f"{one.speedup_min:.2f}..{one.speedup_max:.2f}",
+            f"{one.predicted:.2f}x",
+            f"{one.efficiency:.2f}",
+            f"{1e3 * one.draft_s:.2f}",
             "yes" if one.identical else "NO",
         )
     console.print(table)
@@ -233,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
 
     def run(config: ml_collections.ConfigDict) -> int:
-        report = bench(config, Console())
+        report = bench(config, Console(width=None if sys.stdout.isatty() else 120))
         if config.report:
             Path(config.report).write_text(json.dumps(report, indent=1))
         return 0

@@ -120,7 +120,8 @@ def _measure_round(session: Session, committed: int) -> tuple[float, ...]:
     )
     draft = propose_seconds(session)
     seconds = [
-        passes[min(width for width in plan.widths if width > length)] + draft * max(length, 1) / most
+        passes[min(width for width in plan.widths if width > length)]
+        + draft * max(length, 1) / most
         for length in range(most + 1)
     ]
     return tuple(max(1, round(20 * value / seconds[0])) / 20 for value in seconds)

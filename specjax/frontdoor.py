@@ -75,7 +75,9 @@ def _joined(argv: list[str]) -> Iterator[str]:
             yield waiting
             waiting = None
         if not re.match(r"--?(no)?config([.=]|$)", argument):
-            raise InputError(f"{argument!r} is not understood: use --config=FILE --config.field=value")
+            raise InputError(
+                f"{argument!r} is not understood: use --config=FILE --config.field=value"
+            )
         if "=" in argument or argument.startswith("--no"):
             yield argument
         else:

@@ -143,7 +143,13 @@ def collect(session: Session, batches: Sequence[Snapshot], compile_s: float = 0.
     rows: dict[str, list] = {
         name: []
         for name in (
-            "token_ids", "texts", "finish_reasons", "logprobs", "batch", "prefill_s", "decode_s"
+            "token_ids",
+            "texts",
+            "finish_reasons",
+            "logprobs",
+            "batch",
+            "prefill_s",
+            "decode_s",
         )
     }
     for number, snapshot in enumerate(batches):

@@ -1,52 +1,85 @@
-"""Is an output what plain decoding gives, and how close was the choice where it is not?"""
+"""Whether two runs gave the same tokens, and how close the call was where they did not."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jaxtyping import Array, Float, Int
 
-from specjax.drafters.base import warp_rows
+from specjax import sampling
+from specjax.models.interface import LanguageModel
 from specjax.prefill import prefill
-from specjax.sampling import position_gumbel
-from specjax.session import Session, batch_arguments
+from specjax.session import Session, row_key
+
+EXCUSED_MARGIN = 1e-4
+"""In float32 a difference is a near-tie, and no error, where the two best scores are this close."""
 
 
-def first_difference(mine: Sequence[int], reference: Sequence[int]) -> int | None:
-    """Index of the first token that differs, a missing one included; None if there is none."""
-    for place, (a, b) in enumerate(zip(mine, reference, strict=False)):
-        if a != b:
-            return place
-    return None if len(mine) == len(reference) else min(len(mine), len(reference))
+@dataclass(frozen=True)
+class Difference:
+    """The first new token that differs (its index), and the target's top-2 margin there."""
+
+    first: int
+    margin: float
+
+
+def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
+    """The index of the first token that differs, the end of the shorter one included."""
+    for index, (mine, other) in enumerate(zip(ours, theirs, strict=False)):
+        if mine != other:
+            return index
+    return None if len(ours) == len(theirs) else min(len(ours), len(theirs))
+
+
+def compare_row(
+    session: Session, prompt: int, ours: Sequence[int], plain: Sequence[int]
+) -> Difference | None:
+    """Where a row of a session differs from plain decoding; None where it does not."""
+    first = first_difference(ours, plain)
+    if first is None:
+        return None
+    return Difference(first, top2_margin(session, prompt, ours[:first]))
 
 
 def top2_margin(session: Session, prompt: int, new_tokens: Sequence[int]) -> float:
-    """How far the target's first choice lies before its second, behind a prompt and `new_tokens`.
+    """How far the best next token leads the second behind a prompt and its first new tokens.
 
-    In logits for a greedy row; under `coupled` in warped log-probabilities, noise included.
+    In units of logits; under `coupled` at a positive temperature, of log p plus the Gumbel noise
+    that decides there.
     """
-    plan, rows = session.plan, batch_arguments(session, [prompt])[1]
-    row = jax.tree.map(lambda leaf: leaf[:1], rows)
-    ids = jnp.asarray([[*session.prompts[prompt], *new_tokens]], jnp.int32)
-    logits = _last_logits(session, ids)
-    if session.requests[prompt].temperature > 0:
-        logits = warp_rows(logits, row.sampling, plan.flags)
-        position = jnp.asarray([ids.shape[1]], jnp.int32)
-        logits = logits + position_gumbel(row.key, position, logits.shape[1])
-    best = lax.top_k(logits[0], 2)[0]
+    plan, request = session.plan, session.requests[prompt]
+    ids = (*session.prompts[prompt], *new_tokens)
+    tokens = jnp.zeros((1, plan.capacity), jnp.int32).at[0, : len(ids)].set(jnp.asarray(ids))
+    scores = _next_logits(
+        plan.target, plan.chunk, session.model.params, tokens, jnp.asarray([len(ids)])
+    )
+    if request.temperature > 0:
+        warped = sampling.warp(
+            scores, request.temperature, request.top_k, request.top_p, request.min_p
+        )
+        key = row_key(session, prompt)[None]
+        position = jnp.asarray([len(ids)])
+        scores = warped + sampling.position_gumbel(key, position, scores.shape[1])
+    best = jax.lax.top_k(scores, 2)[0][0]
     return float(best[0] - best[1])
 
 
-def _last_logits(session: Session, ids: jax.Array) -> jax.Array:
-    """[1, V]: the target's logits behind a row of tokens, the last one run alone as in a round."""
-    model, params = session.plan.target, session.params[0]
-    length = jnp.asarray([ids.shape[1] - 1], jnp.int32)
-    cache = model.make_cache(1, session.plan.capacity)
-    cache, _ = prefill(model, params, ids, length, cache, session.plan.chunk)
-    result = model.extend(
-        params, ids[:, -1:], length[:, None], cache, model.make_window(1, 1), 0,
-        jnp.ones((1, 1, 1), bool),
-    )
-    return result.logits[:, 0]
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _next_logits(
+    model: LanguageModel,
+    chunk: int,
+    params: Any,
+    tokens: Int[Array, "1 S"],
+    length: Int[Array, "1"],
+) -> Float[Array, "1 V"]:
+    cache = model.make_cache(1, tokens.shape[1])
+    cache, _ = prefill(model, params, tokens, length - 1, cache, chunk)
+    last = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)
+    window = model.make_window(1, 1)
+    seen = jnp.ones((1, 1, 1), bool)
+    return model.extend(params, last, length[:, None] - 1, cache, window, 0, seen).logits[:, 0]

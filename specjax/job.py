@@ -10,7 +10,7 @@ import ml_collections
 import numpy as np
 
 from specjax.built_in import BUILT_IN
-from specjax.drafters import Drafter, drafter_options, make_drafter
+from specjax.drafters import Drafter, check_options, make_drafter
 from specjax.errors import InputError
 from specjax.models.loading import load_model
 from specjax.models.model import Model
@@ -51,6 +51,12 @@ class Job:
         """Whether the output has to equal that of plain decoding, token for token."""
         return self.session["verify"] == "coupled" or self.sampling.temperature == 0
 
+    @property
+    def has_expectation(self) -> bool:
+        """Whether to work out the acceptance that p and q imply, as they do under `rejection`."""
+        sampled = self.sampling.temperature > 0 and self.session["verify"] == "rejection"
+        return self.compare and sampled and self.drafter != "none"
+
     def turn(self, number: int) -> list[int]:
         """The places of the questions that have a turn of that number (from 0)."""
         return [i for i, question in enumerate(self.questions) if number < len(question.turns)]
@@ -77,7 +83,8 @@ def read_job(config: ml_collections.ConfigDict) -> Job:
     options = dict(config.drafter)
     name, path = options.pop("name"), options.pop("path", None)
     options = {option: value for option, value in options.items() if value is not None}
-    drafter_options(name)
+    if ":" not in name:
+        check_options(name, path, options, supplied=("continuations",))
     sampling = SamplingParams.of(dict(config.sampling))
     for field, seed in (("seed", config.seed), ("sampling.seed", sampling.seed)):
         if seed is not None and not 0 <= seed < 2**32:

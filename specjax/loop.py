@@ -7,100 +7,32 @@ drafter that proposes nothing.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Int, Key
 
 from specjax import sampling
-from specjax.cache import KVCache, Window, commit
-from specjax.draft_length import DraftLength, History, no_history, remember
-from specjax.drafters.base import Accepted, Context, Drafter, Noise, Sampling, warp_rows
-from specjax.models.interface import LanguageModel
+from specjax.cache import commit
+from specjax.draft_length import no_history, remember
+from specjax.drafters.base import Accepted, Context, Noise
+from specjax.judge import Judged, judge
 from specjax.prefill import prefill
-from specjax.trees import Draft, ancestors, depths, is_chain
-
-RUNNING, STOPPED, FULL = 0, 1, 2
-"""Why a row ended: not yet, at a stop token or string, or at its longest length."""
+from specjax.state import FULL, RUNNING, STOPPED, Plan, Rounds, Rows, State
+from specjax.trees import Draft, is_chain
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is fixed when a loop is compiled.
-
-    `widths` are the window sizes a round can run at, ascending, the last one N + 1. `max_rounds` (R)
-    bounds the recorded rounds. `overlaps` also records what share of p each verified node's law has,
-    which costs a warp a node.
-    """
-
-    target: LanguageModel
-    drafter: Drafter
-    rule: str | sampling.Rule
-    draft_length: DraftLength
-    widths: tuple[int, ...]
-    flags: sampling.WarpFlags
-    capacity: int
-    max_rounds: int
-    chunk: int
-    logprobs: bool = False
-    overlaps: bool = False
-
-
-@struct.dataclass
-class Rows:
-    """What the caller fixed for each row: its prompt's place in the input, key, and limits."""
-
-    index: Int[Array, "B"]
-    key: Key[Array, "B"]
-    sampling: Sampling
-    max_length: Int[Array, "B"]
-    stop_ids: Int[Array, "B E"]
-
-
-@struct.dataclass
-class Rounds:
-    """Raw counts, one column a round; -1 where a row took no part."""
-
-    width: Int[Array | np.ndarray, "B R"]
-    drafted: Int[Array | np.ndarray, "B R"]
-    accepted: Int[Array | np.ndarray, "B R"]
-    emitted: Int[Array | np.ndarray, "B R"]
-
-
-@struct.dataclass
-class State:
-    """All that one round hands to the next.
-
-    `tokens[b, :length[b]]` are committed, prompt first; `logprobs` are those of the committed
-    tokens under the target, by position. `overlaps` are sum_x min(p, q) at the nodes that were
-    reached, NaN elsewhere.
-    """
-
-    tokens: Int[Array, "B S"]
-    length: Int[Array, "B"]
-    status: Int[Array, "B"]
-    cache: KVCache
-    drafter: Any
-    rows: Rows
-    round: Int[Array, ""]
-    rounds: Rounds
-    history: History
-    logprobs: Float[Array, "B S"] | None
-    overlaps: Float[Array, "B R K"] | None
-
-    @property
-    def active(self) -> Bool[Array, "B"]:
-        """Rows that still decode."""
-        return self.status == RUNNING
-
-
-def start(plan: Plan, params: Any, tokens: Int[Array, "B S"], rows: Rows, length: Int[Array, "B"],
-          status: Int[Array, "B"]) -> State:
+def start(
+    plan: Plan,
+    params: Any,
+    tokens: Int[Array, "B S"],
+    rows: Rows,
+    length: Int[Array, "B"],
+    status: Int[Array, "B"],
+) -> State:
     """The state before the first round: prompts prefilled but for their last token.
 
     `params` is (target's, drafter's).
@@ -162,7 +94,7 @@ def one_round(plan: Plan, params: Any, state: State) -> State:
     # The narrowest compiled width that holds every row's draft.
     branch = jnp.searchsorted(np.asarray(plan.widths), 1 + drafted.max())
     judges = [
-        functools.partial(_judge, plan, target_params, state, draft, drafted, keys, width)
+        functools.partial(judge, plan, target_params, state, draft, drafted, keys, width)
         for width in plan.widths
     ]
     judged = lax.switch(branch, judges)
@@ -214,133 +146,7 @@ def propose(plan: Plan, params: Any, state: State) -> tuple[Draft, Any]:
     return draft.replace(valid=draft.valid & within), drafter_state
 
 
-class _Judged(NamedTuple):
-    """What one compiled width says of a draft, padded to the widest."""
-
-    verdict: sampling.Verdict
-    tokens: Int[Array, "B P+1"]
-    window: Window
-    features: dict[str, Float[Array, "B P+1 D"]]
-    logprobs: Float[Array, "B P+1"] | None
-    overlaps: Float[Array, "B P"] | None
-
-
-def _judge(
-    plan: Plan,
-    params: Any,
-    state: State,
-    draft: Draft,
-    drafted: Int[Array, "B"],
-    keys: Key[Array, "B"],
-    width: int,
-) -> _Judged:
-    """Extend over the root and the first `width` - 1 nodes, and verify them."""
-    nodes = width - 1
-    root = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
-    depth = depths(draft.parents)[:width].astype(np.int32)
-    seen = ancestors(draft.parents)[:width, :width]
-    result = plan.target.extend(
-        params,
-        jnp.concatenate([root, draft.tokens[:, :nodes]], axis=1),
-        (state.length - 1)[:, None] + depth[None, :],
-        state.cache,
-        plan.target.make_window(root.shape[0], width),
-        0,
-        jnp.asarray(seen)[None],
-        features=plan.drafter.features,
-    )
-    target, laws = _laws(plan, state, draft, result.logits)
-    verdict = _verify(plan, state, draft, drafted, keys, result.logits, target, laws)
-
-    longest = draft.tokens.shape[1]
-    path = jnp.pad(verdict.path_slots, ((0, 0), (0, longest - nodes)), constant_values=-1)
-    slots = jnp.pad(jnp.maximum(path, 0), ((0, 0), (1, 0)))
-    behind = jnp.arange(longest + 1)[None, :] >= verdict.num_accepted[:, None]
-    proposed = jnp.take_along_axis(draft.tokens, jnp.maximum(path, 1) - 1, axis=1)
-    proposed = jnp.pad(proposed, ((0, 0), (0, 1)))
-    tokens = jnp.where(behind, verdict.next_token[:, None], proposed)
-    logprobs = None
-    if plan.logprobs:
-        rows = jnp.arange(slots.shape[0])[:, None]
-        norm = jax.scipy.special.logsumexp(result.logits, axis=-1)
-        logprobs = result.logits[rows, slots, tokens] - norm[rows, slots]
-    room = ((0, 0), (0, 0), (0, 0), (0, plan.widths[-1] - width), (0, 0))
-    return _Judged(
-        verdict._replace(path_slots=path),
-        tokens,
-        jax.tree.map(lambda part: jnp.pad(part, room), result.window),
-        {
-            name: jnp.take_along_axis(value, slots[:, :, None], axis=1)
-            for name, value in result.features.items()
-        },
-        logprobs,
-        _overlaps(plan, draft, drafted, verdict, target, laws, nodes) if plan.overlaps else None,
-    )
-
-
-def _laws(
-    plan: Plan, state: State, draft: Draft, logits: Float[Array, "B W V"]
-) -> tuple[sampling.Laws, sampling.Laws | None]:
-    """p by slot, worked out when it is visited, and q if nodes were drawn from laws."""
-    logits_at, nodes = sampling.by_slot(logits), logits.shape[1] - 1
-    laws = None
-    if draft.logq is not None and nodes:
-        tokens, law = draft.tokens[:, :nodes], draft.law[:, :nodes]
-        laws = sampling.draft_laws(tokens, law, draft.logq)
-    return lambda slots: warp_rows(logits_at(slots), state.rows.sampling, plan.flags), laws
-
-
-def _overlaps(
-    plan: Plan,
-    draft: Draft,
-    drafted: Int[Array, "B"],
-    verdict: sampling.Verdict,
-    target: sampling.Laws,
-    laws: sampling.Laws | None,
-    nodes: int,
-) -> Float[Array, "B P"]:
-    """sum_x min(p, q) at each node that was put to the test, NaN at the others."""
-    batch, longest = draft.tokens.shape
-    if laws is None:
-        laws = sampling.one_hot_laws(draft.tokens, plan.target.vocab_size, jnp.float32)
-
-    def visit(node: Int[Array, ""], found: Float[Array, "B P"]) -> Float[Array, "B P"]:
-        slots = jnp.broadcast_to(node, (batch,))
-        tested = (slots < drafted) & (slots <= verdict.num_accepted)
-        share = sampling.overlap(target(slots), laws(slots))
-        return found.at[:, node].set(jnp.where(tested, share, jnp.nan))
-
-    return lax.fori_loop(0, nodes, visit, jnp.full((batch, longest), jnp.nan))
-
-
-def _verify(
-    plan: Plan,
-    state: State,
-    draft: Draft,
-    drafted: Int[Array, "B"],
-    keys: Key[Array, "B"],
-    logits: Float[Array, "B W V"],
-    target: sampling.Laws,
-    laws: sampling.Laws | None,
-) -> sampling.Verdict:
-    nodes = logits.shape[1] - 1
-    tokens = draft.tokens[:, :nodes]
-    if not plan.flags.sampled and isinstance(plan.rule, str):
-        # Every exact rule says this of one-hot laws.
-        return sampling.walk_greedy(tokens, drafted, sampling.argmax(logits))
-    return sampling.verify_laws(
-        keys,
-        tokens,
-        drafted,
-        target,
-        laws,
-        positions=state.length,
-        rule=plan.rule,
-        vocab=logits.shape[2],
-    )
-
-
-def _cut(state: State, judged: _Judged) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
+def _cut(state: State, judged: Judged) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
     """How many tokens each row commits, and its status then.
 
     The path ends behind the first stop token, and at the row's longest length.
@@ -360,9 +166,7 @@ def _cut(state: State, judged: _Judged) -> tuple[Int[Array, "B"], Int[Array, "B"
     )
 
 
-def _commit(
-    state: State, judged: _Judged, count: Int[Array, "B"], status: Int[Array, "B"]
-) -> State:
+def _commit(state: State, judged: Judged, count: Int[Array, "B"], status: Int[Array, "B"]) -> State:
     """Append the root's and the path's keys to the cache, and the new tokens to the row."""
     rows = jnp.arange(count.shape[0])[:, None]
     step = jnp.arange(judged.tokens.shape[1])[None, :]

@@ -1,4 +1,4 @@
-"""The report of a decode run: a row a prompt, and a summary."""
+"""The report of a decode run: rows and summary as JSON, from the counts of finished batches."""
 
 from __future__ import annotations
 
@@ -6,163 +6,263 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from specjax import metrics
 from specjax.errors import InputError, one_line
 from specjax.generation import Generation
-
-EXCUSED_MARGIN = 1e-4
-"""A top-2 margin below which float32 rounding may pick the other token (DESIGN: exactness)."""
+from specjax.identity import Difference
+from specjax.prompts import Question
 
 
 @dataclass(frozen=True)
-class Row:
-    """One prompt's output; `identical` is None where a random rule makes the question meaningless."""
+class Batch:
+    """A finished batch: its questions, what the drafter gave, and what plain decoding gave.
 
-    question_id: int | str
-    category: str
+    `differences` has an entry a row, None where the two agree; it is None without a comparison
+    that means something. `number` counts the batches of the run.
+    """
+
+    number: int
     turn: int
-    drafter: str
-    token_ids: list[int]
-    text: str
-    finish_reason: str
-    new_tokens: int
-    accept_lengths: list[int]
-    prefill_s: float
-    decode_s: float
-    batch: int
-    logprobs: list[float] | None = None
-    identical: bool | None = None
-    first_difference: int | None = None
-    margin_at_difference: float | None = None
+    questions: Sequence[Question]
+    ours: Generation
+    plain: Generation | None = None
+    differences: Sequence[Difference | None] | None = None
 
-    @property
-    def wrong(self) -> bool:
-        """Whether the row differs from plain decoding by more than a near-tie."""
-        margin = self.margin_at_difference
-        return self.identical is False and not (margin is not None and margin < EXCUSED_MARGIN)
+
+@dataclass(frozen=True)
+class Setting:
+    """What holds for the whole run."""
+
+    drafter: str
+    device: str
+    dtype: str
+    config: Mapping[str, Any]
+    load_s: float
+    turns: bool = False
+    """Whether rows say which turn of a conversation they are."""
 
 
 @dataclass
+class Clock:
+    """Seconds that pile up while the run goes on."""
+
+    compile_s: float = 0.0
+    first_token_s: float | None = None
+
+
+@dataclass(frozen=True)
 class Totals:
-    """Raw counts and seconds, collected batch by batch."""
+    """What the finished batches add up to; speeds are new tokens over seconds of decoding."""
 
-    tokens: int = 0
-    decode_s: float = 0.0
-    prefill_s: float = 0.0
-    counts: list[Generation] = field(default_factory=list)
-
-    def add(self, result: Generation) -> None:
-        """Add one batch."""
-        self.tokens += result.new_tokens
-        self.decode_s += result.total_decode_s
-        self.prefill_s += max(result.prefill_s)
-        self.counts.append(result)
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """New tokens over seconds of decoding."""
-        return self.tokens / self.decode_s if self.decode_s else None
-
-    def summary(self) -> metrics.Summary | None:
-        """Acceptance over all batches."""
-        if not self.counts:
-            return None
-        most = max(result.drafted.shape[1] for result in self.counts)
-        stacked = [
-            np.concatenate(
-                [
-                    np.pad(
-                        getattr(result, name),
-                        ((0, 0), (0, most - getattr(result, name).shape[1])),
-                        constant_values=-1,
-                    )
-                    for result in self.counts
-                ]
-            )
-            for name in ("drafted", "accepted", "emitted", "width")
-        ]
-        return metrics.summarize(*stacked)
+    metrics: metrics.Summary | None
+    tokens_per_second: float | None
+    baseline_tokens_per_second: float | None
+    speedup: float | None
+    identical_rows: int | None
+    num_rows: int
+    differences: Sequence[tuple[Question, Difference]] = ()
+    acceptance_of_tested: float | None = None
+    """Accepted over tested draft tokens: of a draft, the accepted ones and one more were tested."""
+    expected: metrics.ExpectedAcceptance | None = None
+    """What the laws of the run let expect of it, where that was worked out."""
 
 
-def rows_of(
-    result: Generation, questions: Sequence[Any], turn: int, drafter: str, batch: int
-) -> list[Row]:
-    """A row for each prompt of a result."""
-    lengths = metrics.accept_lengths(result.emitted)
-    return [
-        Row(
-            question_id=question.question_id,
-            category=question.category,
-            turn=turn,
-            drafter=drafter,
-            token_ids=result.token_ids[i],
-            text=result.texts[i],
-            finish_reason=result.finish_reasons[i],
-            new_tokens=len(result.token_ids[i]),
-            accept_lengths=lengths[i],
-            prefill_s=result.prefill_s[i],
-            decode_s=result.decode_s[i],
-            batch=batch,
-            logprobs=result.logprobs[i],
-        )
-        for i, question in enumerate(questions)
+def total(batches: Sequence[Batch], expected: Sequence[metrics.ExpectedAcceptance] = ()) -> Totals:
+    """The totals of finished batches; the speed-up is over those that were also decoded plainly."""
+    both = [batch for batch in batches if batch.plain is not None]
+    ours, plain = _speed([b.ours for b in both]), _speed([b.plain for b in both])
+    compared = [batch for batch in batches if batch.differences is not None]
+    pairs = [
+        (question, difference)
+        for batch in compared
+        for question, difference in zip(batch.questions, batch.differences, strict=True)
     ]
+    return Totals(
+        metrics=_summarize([batch.ours for batch in batches]),
+        tokens_per_second=_speed([batch.ours for batch in batches]),
+        baseline_tokens_per_second=plain,
+        speedup=ours / plain if ours and plain else None,
+        identical_rows=sum(difference is None for _, difference in pairs) if compared else None,
+        num_rows=sum(len(batch.questions) for batch in batches),
+        differences=[(question, one) for question, one in pairs if one is not None],
+        acceptance_of_tested=_tested([batch.ours for batch in batches]),
+        expected=_pooled(expected),
+    )
 
 
-def summarize(
-    rows: Sequence[Row], drafted: Totals, plain: Totals, facts: Mapping[str, Any]
+def report(
+    batches: Sequence[Batch],
+    totals: Totals,
+    setting: Setting,
+    clock: Clock,
+    *,
+    interrupted: bool = False,
 ) -> dict[str, Any]:
-    """The summary of a run; `facts` are what the caller knows besides."""
-    counts = drafted.summary()
-    rate, base = drafted.tokens_per_second, plain.tokens_per_second
-    judged = [row for row in rows if row.identical is not None]
-    return {
-        "drafter": rows[0].drafter if rows else None,
-        "acceptance_length": counts and counts.acceptance_length,
-        "tau_drafted": counts and counts.tau_drafted,
-        "acceptance_rate": counts and counts.acceptance_rate,
-        "acceptance_at_pos": counts and list(counts.acceptance_at_pos),
-        "tokens_per_round": counts and counts.tokens_per_round,
-        "tokens_per_second": rate,
-        "baseline_tokens_per_second": base,
-        "speedup": rate / base if rate and base else None,
-        "identical_rows": sum(bool(row.identical) for row in judged) if judged else None,
-        "num_rows": len(rows),
-        **facts,
+    """The report, JSON-ready; an interrupted run says so."""
+    counts = totals.metrics
+    summary = {
+        "drafter": setting.drafter,
+        "acceptance_length": counts.acceptance_length if counts else None,
+        "tau_drafted": counts.tau_drafted if counts else None,
+        "acceptance_rate": counts.acceptance_rate if counts else None,
+        "acceptance_at_pos": list(counts.acceptance_at_pos) if counts else [],
+        "expected_acceptance": totals.expected.mean if totals.expected else None,
+        "tokens_per_second": totals.tokens_per_second,
+        "baseline_tokens_per_second": totals.baseline_tokens_per_second,
+        "speedup": totals.speedup,
+        "identical_rows": totals.identical_rows,
+        "num_rows": totals.num_rows,
+        "load_s": setting.load_s,
+        "compile_s": clock.compile_s,
+        "first_token_s": clock.first_token_s,
+        "device": setting.device,
+        "dtype": setting.dtype,
+        "versions": versions(),
+        "config": setting.config,
     }
+    if interrupted:
+        summary["interrupted"] = True
+    return {"rows": [row for b in batches for row in _rows(b, setting)], "summary": summary}
 
 
 def versions() -> dict[str, str]:
     """The versions that a result depends on."""
-    packages = ("specjax", "jax", "jaxlib", "flax", "numpy")
-    return {
-        "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in packages},
-    }
+    found = {"python": platform.python_version()}
+    for name in ("jax", "jaxlib", "flax", "specjax"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
 
 
-def check_writable(path: str | os.PathLike) -> None:
-    """Raise InputError unless a report can be written there; nothing is left behind."""
-    folder = Path(path).expanduser().resolve().parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(path).is_dir():
-        raise InputError(f"report={str(path)!r} cannot be written: name a file in a folder of yours")
+def device_name() -> str:
+    """The kind of device that JAX computes on, and how many there are."""
+    devices = jax.devices()
+    return (
+        f"{devices[0].device_kind} x {len(devices)}"
+        if len(devices) > 1
+        else (devices[0].device_kind)
+    )
 
 
-def write(path: str | os.PathLike, rows: Sequence[Row], summary: Mapping[str, Any]) -> None:
-    """Write the report as JSON, whole or not at all."""
-    target = Path(path).expanduser().resolve()
-    text = json.dumps({"rows": [asdict(row) for row in rows], "summary": summary}, indent=1)
+def check_writable(path: str | Path) -> None:
+    """Raise InputError unless a report can be written there; before the long work."""
+    path = Path(path)
+    if path.is_dir():
+        raise InputError(f"report={str(path)!r} is a folder: name a file in it")
+    if not path.parent.is_dir():
+        raise InputError(f"report={str(path)!r}: its folder does not exist; make it first")
     try:
-        with tempfile.NamedTemporaryFile("w", dir=target.parent, delete=False) as file:
-            file.write(text)
-        os.replace(file.name, target)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}."):
+            pass
     except OSError as error:
-        raise InputError(f"report={str(path)!r} cannot be written: {one_line(error)}") from None
+        raise InputError(
+            f"report={str(path)!r} cannot be written: {one_line(error)}; choose another folder"
+        ) from None
+
+
+def write_json(path: str | Path, content: Any) -> None:
+    """Write JSON whole or not at all: a temporary file beside it, then a rename."""
+    path = Path(path)
+    text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
+    # A list of numbers on one line: token ids are read across.
+    text = re.sub(r"\[[\s\d.,eE+-]*\]", lambda match: " ".join(match[0].split()), text)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        # mkstemp keeps others out; a report is an ordinary file.
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _rows(batch: Batch, setting: Setting) -> list[dict[str, Any]]:
+    lengths = metrics.accept_lengths(batch.ours.emitted)
+    rows = []
+    for place, question in enumerate(batch.questions):
+        difference = batch.differences[place] if batch.differences is not None else None
+        row = {
+            "question_id": question.question_id,
+            "category": question.category,
+            "drafter": setting.drafter,
+            "token_ids": batch.ours.token_ids[place],
+            "text": batch.ours.texts[place],
+            "new_tokens": len(batch.ours.token_ids[place]),
+            "accept_lengths": lengths[place],
+            "prefill_s": batch.ours.prefill_s[place],
+            "decode_s": batch.ours.decode_s[place],
+            "batch": batch.number,
+            "identical": None if batch.differences is None else difference is None,
+            "first_difference": None if difference is None else difference.first,
+            "margin_at_difference": None if difference is None else difference.margin,
+        }
+        if batch.ours.logprobs[place] is not None:
+            row["logprobs"] = batch.ours.logprobs[place]
+        if setting.turns:
+            row["turn"] = batch.turn
+        rows.append(row)
+    return rows
+
+
+def _speed(runs: Sequence[Generation]) -> float | None:
+    seconds = sum(run.total_decode_s for run in runs)
+    return sum(run.new_tokens for run in runs) / seconds if seconds else None
+
+
+def _summarize(runs: Sequence[Generation]) -> metrics.Summary | None:
+    if not runs:
+        return None
+    longest = max(run.drafted.shape[1] for run in runs)
+
+    def joined(name: str) -> np.ndarray:
+        arrays = [getattr(run, name) for run in runs]
+        padded = [
+            np.pad(a, ((0, 0), (0, longest - a.shape[1])), constant_values=-1) for a in arrays
+        ]
+        return np.concatenate(padded)
+
+    return metrics.summarize(
+        *(joined(name) for name in ("drafted", "accepted", "emitted", "width"))
+    )
+
+
+def _tested(runs: Sequence[Generation]) -> float | None:
+    accepted = sum(int(np.maximum(run.accepted, 0).sum()) for run in runs)
+    tested = sum(
+        int(np.maximum(np.minimum(run.accepted + 1, run.drafted), 0).sum()) for run in runs
+    )
+    return accepted / tested if tested else None
+
+
+def _pooled(turns: Sequence[metrics.ExpectedAcceptance]) -> metrics.ExpectedAcceptance | None:
+    """Over all nodes of all turns, whose errors are taken as independent."""
+    turns = [one for one in turns if one.num_nodes]
+    if len(turns) < 2:
+        return turns[0] if turns else None
+    nodes = sum(one.num_nodes for one in turns)
+
+    def error(name: str) -> float | None:
+        errors = [getattr(one, name) for one in turns]
+        if None in errors:
+            return None
+        weighed = [one.num_nodes * each for one, each in zip(turns, errors, strict=True)]
+        return float(np.hypot.reduce(weighed)) / nodes
+
+    mean = sum(one.mean * one.num_nodes for one in turns) / nodes
+    return metrics.ExpectedAcceptance(mean, error("standard_error"), error("decision_error"), nodes)

@@ -123,8 +123,15 @@ def open_session(
         logprobs=any(request.logprobs for request in requests),
     )
     session = Session(
-        target, drafter, plan, batch_size, tuple(map(tuple, encoded)), tuple(requests), seed,
-        stop_ids, longest,
+        target,
+        drafter,
+        plan,
+        batch_size,
+        tuple(map(tuple, encoded)),
+        tuple(requests),
+        seed,
+        stop_ids,
+        longest,
     )
     return _with_costs(session) if auto and most else session
 
@@ -284,7 +291,9 @@ def _stop_string(session: Session, prompt: int, tokens: np.ndarray) -> int:
     """How many new tokens it takes until a stop string is complete; -1 if none is."""
     tokenizer = session.model.tokenizer
     if tokenizer is None:
-        raise InputError(f"sampling.stop: {session.model.name} has no tokenizer; use stop_token_ids")
+        raise InputError(
+            f"sampling.stop: {session.model.name} has no tokenizer; use stop_token_ids"
+        )
     new = tokens[len(session.prompts[prompt]) :].tolist()
     stops = session.requests[prompt].stop
     if first_stop(tokenizer.decode(new), stops) is None:

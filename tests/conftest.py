@@ -1,5 +1,6 @@
 """A strict session: warnings are errors, ranks never broadcast, every shape is checked."""
 
+import dataclasses
 import os
 
 # Before JAX is imported: a few devices, so that nothing relies on there being one.
@@ -66,3 +67,56 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if "slow" in item.keywords:
                 item.add_marker(skip)
+
+
+@pytest.fixture(scope="module")
+def quick_compile():
+    """Programs of tiny models compile in a third of the time; a large model would run slowly."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def tiny_config(**changes):
+    shape = dict(
+        vocab_size=61,
+        hidden_size=24,
+        intermediate_size=40,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=6,
+        max_positions=600,
+    )
+    return DecoderConfig(**{**shape, **changes})
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """A random target without a tokenizer: V = 61, three layers."""
+    return random_model(tiny_config(), 0, dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def unrelated():
+    """A random draft model of another shape, which the target seldom agrees with."""
+    shape = tiny_config(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8)
+    return random_model(shape, 1, dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def similar(tiny):
+    """The target with noise on its weights: a draft model that is right about half of the time."""
+    leaves, tree = jax.tree.flatten(tiny.params)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    noisy = [
+        leaf * (1 + 0.3 * jax.random.normal(key, leaf.shape))
+        for leaf, key in zip(leaves, keys, strict=True)
+    ]
+    return dataclasses.replace(tiny, params=jax.tree.unflatten(tree, noisy))
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """The default model in float32."""
+    return load_model("smollm2-135m-instruct", dtype="float32")

@@ -64,7 +64,9 @@ def make(
         def first(token: Int[Array, "B"], window: Window) -> tuple[Float[Array, "B V"], Window]:
             pair = jnp.stack([context.token_at(last - 1), token], axis=1)
             positions = jnp.stack([jnp.maximum(last - 1, 0), last], axis=1)
-            seen = causal(jnp.arange(2), slots) & held
+            # It sees itself all the same: a token that sees nothing is not a number.
+            itself = jnp.eye(2, slots, dtype=bool)[None]
+            seen = causal(jnp.arange(2), slots) & (held | itself)
             result = model.extend(params, pair, positions, state.cache, window, 0, seen)
             return result.logits[:, 1], result.window
 

@@ -12,7 +12,6 @@ from specjax.models.config import DecoderConfig, RopeScaling
 from specjax.models.tokenizer import Tokenizer
 from specjax.models.tokenizer_files import end_fields, read_json, write_json
 
-
 _LARGEST = 10**30  # JSON knows whole numbers that no float holds
 
 

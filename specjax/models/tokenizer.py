@@ -99,10 +99,13 @@ class Tokenizer:
     def _segment(self, text: str) -> list[int]:
         try:
             return self.backend.encode(text, add_special_tokens=False).ids
-        except UnicodeEncodeError as error:
+        except (TypeError, UnicodeEncodeError):
+            halves = [at for at, char in enumerate(text) if "\ud800" <= char <= "\udfff"]
+            if not halves:
+                raise
             raise InputError(
-                f"text: character {error.start} is {text[error.start]!r}, half of a surrogate "
-                "pair; repair the text's encoding"
+                f"text: character {halves[0]} is {text[halves[0]]!r}, half of a surrogate pair; "
+                "repair the text's encoding"
             ) from None
 
     def first_difference(self, other: Tokenizer) -> str | None:

@@ -12,7 +12,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from specjax.errors import InputError, one_line
 from specjax.models.tokenizer import Tokenizer, set_bos
 
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
+_LONGEST = 1000  # characters; every way to cut a SentencePiece token in two is tried
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end_of_turn|>", "<end_of_turn>", "<|end|>")
 
 _QWEN2 = (
@@ -66,12 +67,12 @@ class _Metadata:
             raise self.fail(f"tokenizer.{key} is missing; convert the model again")
         return value
 
-    def numbers(self, key: str, size: int) -> np.ndarray:
+    def numbers(self, key: str, size: int, kind: type[np.generic]) -> np.ndarray:
         value = self.get(key, np.ndarray)
-        if value is None or value.size != size:
+        if value is None or value.size != size or not np.issubdtype(value.dtype, kind):
             raise self.fail(
-                f"tokenizer.{key} must have one entry for each of the {size} tokens; "
-                "convert the model again"
+                f"tokenizer.{key} must have one {kind.__name__} entry for each of the {size} "
+                "tokens; convert the model again"
             )
         return value
 
@@ -88,7 +89,7 @@ def read_tokenizer(source: str, metadata: dict[str, Any]) -> Tokenizer:
     if len(vocabulary) < len(tokens):
         twice = next(token for index, token in enumerate(tokens) if vocabulary[token] != index)
         raise keys.fail(f"the token {twice[:40]!r} appears twice; convert the model again")
-    kinds = keys.numbers("ggml.token_type", len(tokens)).astype(np.int64)
+    kinds = keys.numbers("ggml.token_type", len(tokens), np.integer)
     model = keys.get("ggml.model", str)
     try:
         if model == "gpt2":
@@ -136,11 +137,14 @@ def _sentencepiece(
     keys: _Metadata, tokens: list[str], vocabulary: dict[str, int], kinds: np.ndarray
 ) -> tokenizers.Tokenizer:
     """SentencePiece BPE: the piece with the best score is merged first."""
-    scores = keys.numbers("ggml.scores", len(tokens)).tolist()
+    scores = keys.numbers("ggml.scores", len(tokens), np.floating).tolist()
     unknown = keys.get("ggml.unknown_token_id", int, 0)
-    if unknown >= len(tokens):
+    if not 0 <= unknown < len(tokens):
         raise keys.fail(f"tokenizer.ggml.unknown_token_id={unknown}, of {len(tokens)} tokens")
-    plain = {token for token, kind in zip(tokens, kinds.tolist(), strict=True) if kind in (1, 4)}
+    if max(map(len, tokens)) > _LONGEST:
+        raise keys.fail(f"a token is longer than {_LONGEST} characters; convert the model again")
+    merged = (_NORMAL, _USER_DEFINED)
+    plain = {token for token, kind in zip(tokens, kinds.tolist(), strict=True) if kind in merged}
     ranked = []
     for token in plain:
         for cut in range(1, len(token)):

@@ -1,0 +1,53 @@
+"""What the documentation claims: its code runs and prints what it says, its tests exist."""
+
+import contextlib
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"# (\w+)\.py\n")
+LINK = re.compile(r"\]\(([^)#:\s]+)\)")
+CITED = re.compile(r"`(test_\w+)`")
+
+
+def test_the_code_of_extending_runs_and_prints_what_the_page_says(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    names, printed = {}, None
+    for kind, text in FENCE.findall((DOCS / "extending.md").read_text()):
+        if kind == "text":
+            assert printed == text
+        elif file := FILE.match(text):
+            (tmp_path / f"{file[1]}.py").write_text(text)
+            monkeypatch.delitem(sys.modules, file[1], raising=False)
+        else:
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                exec(compile(text, "extending.md", "exec"), names)
+            printed = out.getvalue()
+
+
+@pytest.mark.parametrize("page", ["README.md", *sorted(f"docs/{p.name}" for p in DOCS.glob("*.md"))])
+def test_links_lead_somewhere(page):
+    path = ROOT / page
+    missing = [link for link in LINK.findall(path.read_text()) if not (path.parent / link).exists()]
+    assert not missing
+
+
+def test_the_tests_that_support_cites_exist():
+    cited = set(CITED.findall((DOCS / "support.md").read_text()))
+    assert cited
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    collected = {line.partition("::")[2].partition("[")[0] for line in run.stdout.splitlines()}
+    assert not cited - collected, run.stdout[-2000:]

@@ -1,0 +1,127 @@
+"""After every round each cache equals a fresh prefill of the tokens that it declares."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from decoding import PROMPTS, drafters, first_state, make_session, mixed, replay, rounds
+
+from specjax.draft_length import DraftLength
+from specjax.drafters import draft_model, none
+from specjax.prefill import prefill
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+NEW = 24
+
+
+def fresh(model, params, tokens, lengths, capacity):
+    cache = model.make_cache(len(tokens), capacity)
+    program = jax.jit(prefill, static_argnums=(0, 5))
+    return program(model, params, tokens, lengths, cache, 64)[0]
+
+
+def assert_holds(cache, tokens, lengths, model, params):
+    """The cache holds exactly the first `lengths` tokens of each row."""
+    np.testing.assert_array_equal(cache.length, lengths)
+    wanted = fresh(model, params, tokens, lengths, cache.capacity)
+    held = (jnp.arange(cache.capacity)[None, :] < lengths[:, None])[None, :, None, :, None]
+    for got, want in ((cache.k, wanted.k), (cache.v, wanted.v)):
+        got, want = jnp.where(held, got, 0), jnp.where(held, want, 0)
+        np.testing.assert_allclose(got, want, atol=2e-5, rtol=1e-4)
+
+
+def assert_caches(session, state, draft=None):
+    tokens, length = state.tokens, state.length
+    target, params = session.plan.target, session.params[0]
+    assert_holds(state.cache, tokens, length - 1, target, params)
+    if draft is not None:
+        behind = jnp.maximum(length - 2, 0)
+        assert_holds(state.drafter.cache, tokens, behind, draft.architecture, draft.params)
+
+
+CASES = {
+    # name: (drafter, its model, rule, K, ways in which a round must have ended)
+    "plain": (None, None, "rejection", 0, {(0, 0)}),
+    "ngram": ("ngram", None, "coupled", 4, {(0, 0), (4, 4)}),
+    "similar": ("similar", "similar", "rejection", 3, {(3, 0), (3, 1), (3, 2), (3, 3)}),
+    "similar_block": ("similar", "similar", "block", 3, {(3, 0), (3, 1), (3, 2), (3, 3)}),
+    "similar_greedy": ("similar_greedy", "similar", "coupled", 2, {(2, 0), (2, 1), (2, 2)}),
+    "one_at_a_time": ("similar", "similar", "coupled", 1, {(1, 0), (1, 1)}),
+    "itself": ("itself", "tiny", "rejection", 4, {(4, 4)}),
+    "early_exit": ("early_exit", None, "rejection", 3, {(3, 0), (3, 1), (3, 3)}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_caches_equal_a_fresh_prefill_after_every_round(case, tiny, unrelated, similar):
+    name, draft, rule, length, endings = CASES[case]
+    models = {"tiny": tiny, "similar": similar, None: None}
+    drafter = drafters(tiny, unrelated, similar).get(name)
+    options = dict(num_speculative_tokens=length, verify=rule, sampling=mixed(max_new_tokens=NEW))
+    session = make_session(tiny, PROMPTS, drafter=drafter, **options)
+    state = first_state(session)
+    assert_caches(session, state, models[draft])
+    for state in rounds(session, state):
+        assert_caches(session, state, models[draft])
+    took_part = np.asarray(state.rounds.emitted) > 0
+    drafted = np.asarray(state.rounds.drafted)[took_part].tolist()
+    accepted = np.asarray(state.rounds.accepted)[took_part].tolist()
+    assert endings <= set(zip(drafted, accepted, strict=True))
+    if name == "itself":
+        assert accepted == drafted
+
+
+def test_a_draft_cache_follows_rounds_without_a_draft(tiny, similar):
+    """With all rows running nothing may be drafted; then, as rows finish, two, then three."""
+    ladder = DraftLength(3, by_batch=((8, 8, 0), (5, 7, 2)))
+    sampling = [
+        request.__class__(temperature=1.0, max_new_tokens=3 + 3 * row)
+        for row, request in enumerate(mixed())
+    ]
+    drafter = draft_model.make(similar.architecture, similar.params)
+    session = make_session(
+        tiny,
+        PROMPTS,
+        drafter=drafter,
+        draft_length=ladder,
+        num_speculative_tokens=3,
+        sampling=sampling,
+    )
+    state = first_state(session)
+    for state in rounds(session, state):
+        assert_caches(session, state, similar)
+    assert set(np.asarray(state.rounds.drafted).ravel().tolist()) == {-1, 0, 1, 2, 3}
+
+
+def test_finished_rows_freeze(tiny, unrelated, similar):
+    sampling = [
+        request.__class__(temperature=0.0, max_new_tokens=1 + 2 * row)
+        for row, request in enumerate(mixed())
+    ]
+    drafter = drafters(tiny, unrelated, similar)["similar"]
+    session = make_session(
+        tiny, PROMPTS, drafter=drafter, num_speculative_tokens=3, sampling=sampling
+    )
+    before = None
+    for state in rounds(session, first_state(session)):
+        if before is not None:
+            done = np.asarray(before.status) != 0
+            for old, new in (
+                (before.tokens, state.tokens),
+                (before.length, state.length),
+                (before.status, state.status),
+                (before.cache.length, state.cache.length),
+                (np.moveaxis(before.cache.k, 1, 0), np.moveaxis(state.cache.k, 1, 0)),
+                (np.moveaxis(before.drafter.cache.k, 1, 0), np.moveaxis(state.drafter.cache.k, 1, 0)),
+            ):
+                np.testing.assert_array_equal(np.asarray(old)[done], np.asarray(new)[done])
+            column = np.asarray(state.rounds.emitted)[:, int(before.round)]
+            assert ((column == -1) == done).all()
+        before = state
+
+
+def test_plain_decoding_is_the_loop_without_drafts(tiny):
+    plain = make_session(tiny, PROMPTS, drafter=none.make(), sampling=mixed(max_new_tokens=4))
+    assert plain.plan.widths == (1,)
+    state = first_state(plain)
+    assert len(list(rounds(plain, state))) == 4

@@ -1,0 +1,268 @@
+"""Speculative output is the plain output, token for token: greedy rows, and `coupled` at any warp."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from decoding import PROMPTS, decode, drafters, greedy, mixed, replay
+
+from specjax import sampling
+from specjax.draft_length import DraftLength
+from specjax.drafters import early_exit
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+NEW = 32
+GREEDY_ROWS = [row for row, request in enumerate(mixed()) if request.temperature == 0]
+
+
+@pytest.fixture(scope="module")
+def plain_greedy(tiny):
+    """Plain decoding, one prompt at a time."""
+    return decode(tiny, PROMPTS, sampling=greedy(max_new_tokens=NEW), batch_size=1)
+
+
+@pytest.fixture(scope="module")
+def plain_mixed(tiny):
+    """Plain decoding, one prompt at a time, with the noise that `coupled` uses."""
+    options = dict(sampling=mixed(max_new_tokens=NEW), batch_size=1)
+    return decode(tiny, PROMPTS, verify="coupled", **options)
+
+
+@pytest.fixture(scope="module")
+def every(tiny, unrelated, similar):
+    return drafters(tiny, unrelated, similar)
+
+
+def assert_counts(got):
+    """Round by round: no more accepted than drafted, and all that was emitted is in the output."""
+    took_part = got.emitted > 0
+    assert (got.accepted[took_part] <= got.drafted[took_part]).all()
+    assert (got.emitted[took_part] <= got.accepted[took_part] + 1).all()
+    assert (got.drafted[took_part] < got.width[took_part]).all()
+    assert np.maximum(got.emitted, 0).sum(axis=1).tolist() == list(map(len, got.token_ids))
+
+
+DRAFTERS = [
+    "ngram",
+    "unrelated",
+    "similar",
+    "similar_greedy",
+    "itself",
+    "early_exit",
+    "early_exit_p_min",
+    "shifting",
+    "random_law",
+]
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_greedy_rows(name, tiny, every, plain_greedy):
+    requests = greedy(max_new_tokens=NEW)
+    got = decode(tiny, PROMPTS, drafter=every[name], sampling=requests, num_speculative_tokens=4)
+    assert got.token_ids == plain_greedy.token_ids
+    assert_counts(got)
+    if name == "itself":
+        assert (got.accepted == got.drafted).all()
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_coupled_rows(name, tiny, every, plain_mixed):
+    got = decode(
+        tiny,
+        PROMPTS,
+        drafter=every[name],
+        verify="coupled",
+        sampling=mixed(max_new_tokens=NEW),
+        num_speculative_tokens=4,
+    )
+    assert got.token_ids == plain_mixed.token_ids
+    assert_counts(got)
+    if name == "itself":
+        assert (got.accepted == got.drafted).all()
+
+
+@pytest.mark.parametrize("length", [0, 1, 8])
+@pytest.mark.parametrize("name", ["ngram", "similar", "early_exit", "random_law"])
+def test_draft_lengths(name, length, tiny, every, plain_mixed):
+    got = decode(
+        tiny,
+        PROMPTS,
+        drafter=every[name],
+        verify="coupled",
+        sampling=mixed(max_new_tokens=NEW),
+        num_speculative_tokens=length,
+    )
+    assert got.token_ids == plain_mixed.token_ids
+    assert_counts(got)
+    assert got.drafted.max() == length
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("name", ["ngram", "similar", "similar_greedy", "early_exit", "random_law"])
+def test_greedy_rows_beside_sampled_ones(name, rule, tiny, every, plain_mixed):
+    got = decode(
+        tiny,
+        PROMPTS,
+        drafter=every[name],
+        verify=rule,
+        sampling=mixed(max_new_tokens=NEW),
+        num_speculative_tokens=4,
+    )
+    for row in GREEDY_ROWS:
+        assert got.token_ids[row] == plain_mixed.token_ids[row]
+    assert_counts(got)
+
+
+def test_a_rule_of_ones_own(tiny, every, plain_mixed):
+    def cautious(tokens, num_valid, target, draft, uniforms):
+        """As `rejection`, of at most one token."""
+        return sampling.rejection(tokens, jnp_minimum(num_valid), target, draft, uniforms)
+
+    def jnp_minimum(num_valid):
+        return (num_valid > 0).astype(num_valid.dtype)
+
+    got = decode(
+        tiny,
+        PROMPTS,
+        drafter=every["similar"],
+        verify=cautious,
+        sampling=mixed(max_new_tokens=NEW),
+        num_speculative_tokens=4,
+    )
+    for row in GREEDY_ROWS:
+        assert got.token_ids[row] == plain_mixed.token_ids[row]
+    assert got.accepted.max() == 1
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.6, 1.0])
+def test_simulated(acceptance, tiny, plain_mixed):
+    got = decode(
+        tiny,
+        PROMPTS,
+        drafter=replay(tiny, plain_mixed, acceptance),
+        verify="coupled",
+        sampling=mixed(max_new_tokens=NEW),
+        num_speculative_tokens=4,
+    )
+    assert got.token_ids == plain_mixed.token_ids
+    assert_counts(got)
+    took_part = got.emitted > 0
+    if acceptance == 0.0:
+        assert (got.accepted[took_part] == 0).all()
+    elif acceptance == 1.0:
+        assert (got.accepted == got.drafted).all()
+        assert got.emitted[:, 0].tolist() == [5] * len(PROMPTS)
+    else:
+        tested = np.minimum(got.accepted + 1, got.drafted)[took_part].sum()
+        assert 0.5 < got.accepted[took_part].sum() / tested < 0.7
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block", "coupled"])
+@pytest.mark.parametrize("name", ["similar", "ngram"])
+def test_a_row_does_not_change_with_the_batch(name, rule, tiny, every):
+    """Alone, in threes with spare rows at the end, and all together: under each rule the same."""
+    options = dict(
+        drafter=every[name],
+        verify=rule,
+        sampling=mixed(max_new_tokens=NEW),
+        num_speculative_tokens=4,
+    )
+    alone, threes, together = (
+        decode(tiny, PROMPTS, batch_size=size, **options) for size in (1, 3, 8)
+    )
+    assert alone.token_ids == threes.token_ids == together.token_ids
+    # The rounds are each row's own, too; only the width may follow the neighbours.
+    for field in ("drafted", "accepted", "emitted"):
+        one, three, all_rows = (getattr(run, field) for run in (alone, threes, together))
+        assert (one == three).all()
+        assert (three == all_rows).all()
+
+
+LENGTHS = {
+    "ladder": DraftLength(4, by_batch=((1, 2, 4), (3, 5, 2), (6, 7, 1), (8, 8, 0))),
+    # A round gets dearer with its draft: rows lengthen and shorten theirs as they are accepted.
+    "auto": DraftLength(4, costs=(1.0, 1.3, 1.6, 1.9, 2.2)),
+    "auto_ladder": DraftLength(4, by_batch=((6, 8, 2),), costs=(1.0, 1.2, 1.4, 1.6, 1.8)),
+}
+
+
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_lengths_that_adapt(kind, tiny, every, plain_mixed):
+    # Rows end one after the other, so that the ladder has something to climb.
+    requests = [
+        dataclasses.replace(request, max_new_tokens=NEW - 3 * row)
+        for row, request in enumerate(mixed())
+    ]
+    got = decode(
+        tiny,
+        PROMPTS,
+        drafter=every["similar"],
+        verify="coupled",
+        sampling=requests,
+        num_speculative_tokens=4,
+        draft_length=LENGTHS[kind],
+    )
+    for row, tokens in enumerate(got.token_ids):
+        assert tokens == plain_mixed.token_ids[row][: NEW - 3 * row]
+    assert_counts(got)
+    drafted = set(got.drafted[got.emitted > 0].tolist())
+    assert len(drafted) >= 3, drafted
+
+
+def test_the_length_follows_measured_costs(tiny, every, plain_mixed):
+    got = decode(
+        tiny,
+        PROMPTS,
+        drafter=every["similar"],
+        verify="coupled",
+        sampling=mixed(max_new_tokens=NEW),
+        num_speculative_tokens="auto",
+    )
+    assert got.token_ids == plain_mixed.token_ids
+    assert_counts(got)
+
+
+def test_a_confident_draft_goes_on(tiny, every, plain_greedy):
+    """`draft_p_min`: with a higher bar less is drafted, and never another output."""
+    options = dict(sampling=greedy(max_new_tokens=NEW), num_speculative_tokens=4)
+    drafted = []
+    for bar in (0.0, 0.15, 0.9):
+        drafter = early_exit.make(3, exit_layer=2, draft_p_min=bar)
+        got = decode(tiny, PROMPTS, drafter=drafter, **options)
+        assert got.token_ids == plain_greedy.token_ids
+        drafted.append(int(np.maximum(got.drafted, 0).sum()))
+    assert drafted[0] > drafted[1] > drafted[2]
+
+
+EDGES = [245, 255, 256, 257, 500, 508]
+
+
+def test_across_the_blocks_of_the_cache(tiny, every):
+    """Prompts around 256 and 512 tokens; the last ones end exactly at the capacity of 512."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(61, size=length).tolist() for length in EDGES]
+    requests = [greedy(max_new_tokens=min(20, 512 - length)) for length in EDGES]
+    plain = decode(tiny, prompts, sampling=requests, batch_size=1)
+    for name in ("similar", "early_exit", "ngram"):
+        got = decode(
+            tiny, prompts, drafter=every[name], sampling=requests, num_speculative_tokens=8
+        )
+        assert got.token_ids == plain.token_ids
+        assert [len(tokens) for tokens in got.token_ids] == [20, 20, 20, 20, 12, 4]
+
+
+@pytest.mark.parametrize("length", [590, 598, 599])
+def test_up_to_the_last_position(length, tiny, every):
+    prompts = [np.random.default_rng(length).integers(61, size=length).tolist()]
+    plain = decode(tiny, prompts, sampling=greedy(max_new_tokens=50))
+    assert len(plain.token_ids[0]) == 600 - length
+    assert plain.finish_reasons == ["length"]
+    got = decode(
+        tiny,
+        prompts,
+        drafter=every["similar"],
+        sampling=greedy(max_new_tokens=50),
+        num_speculative_tokens=8,
+    )
+    assert got.token_ids == plain.token_ids
+    assert got.finish_reasons == plain.finish_reasons
