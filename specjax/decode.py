@@ -105,7 +105,7 @@ def _identity(job: Job, totals: Totals) -> str | None:
         return None
     if not job.comparable:
         return f"not expected: {job.session['verify']} at a temperature is equal in law"
-    return f"{totals.identical_rows} of {totals.num_rows} rows"
+    return f"{totals.identical_rows or 0} of {totals.compared_rows} rows"
 
 
 def listing() -> str:
@@ -129,5 +129,7 @@ def listing() -> str:
 
 
 if __name__ == "__main__":
+    # A terminal without Unicode is no reason to stop.
+    sys.stdout.reconfigure(errors="replace")
     frontdoor.use_compilation_cache()
     raise SystemExit(main())

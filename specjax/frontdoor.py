@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -53,14 +54,13 @@ def read_config(argv: list[str], default: str) -> ml_collections.ConfigDict:
     argv = list(_joined(argv))
     files = [argument for argument in argv if re.match(r"--?config=", argument)]
     overrides = [argument for argument in argv if argument not in files]
-    if not files:
-        if not Path(default).exists():
-            raise InputError(f"--config is missing: pass --config={default}, or a file of your own")
-        files = [f"--config={default}"]
-    config = _parse(files)
+    path = files[-1].partition("=")[2] if files else default
+    if not files and not Path(default).exists():
+        raise InputError(f"--config is missing: pass --config={default}, or a file of your own")
+    config = _load(path)
     for override in overrides:
         _check_override(config, override)
-    return _parse([*files, *overrides])
+    return _overridden(config, overrides)
 
 
 def _joined(argv: list[str]) -> Iterator[str]:
@@ -86,31 +86,40 @@ def _joined(argv: list[str]) -> Iterator[str]:
         yield waiting
 
 
-def _parse(argv: list[str]) -> ml_collections.ConfigDict:
-    values = flags.FlagValues()
-    line = ["specjax", *argv]
-    config_flags.DEFINE_config_file("config", flag_values=values, lock_config=True, sys_argv=line)
+def _load(path: str) -> ml_collections.ConfigDict:
+    """What a config file's `get_config` returns, given what stands behind a colon."""
+    file, *size = path.split(":", 1)
+    if not Path(file).is_file():
+        raise InputError(f"config={file!r}: no such file; pass the path of a config file")
     try:
-        values(line)
-        config = values.config
-    except flags.IllegalFlagValueError as error:
-        wrong = re.match(r"flag --(config[\w.]*)=(.*?): (.*)", one_line(error))
-        if wrong is None or wrong[1] == "config":
-            raise InputError(f"config: {one_line(error)}; mend the config file") from None
-        kind = _TYPES.get(_field_type(_parse(argv[:1]), wrong[1]), "a value of the field's type")
-        raise InputError(f"{wrong[1]}={wrong[2]!r}: use {kind}") from None
+        config = runpy.run_path(file)["get_config"](*size)
     except Exception as error:  # a config file is Python and may raise anything
         said = f"{type(error).__name__}: {one_line(error)}"
-        raise InputError(f"{argv[0].lstrip('-')}: {said}; mend the config file") from None
+        raise InputError(f"config={path!r} fails ({said}); mend the config file") from None
     if not isinstance(config, ml_collections.ConfigDict):
-        # A file that is missing is reported by the library on the first access only.
-        path = argv[0].partition("=")[2]
-        raise InputError(f"config={path!r} cannot be read: pass the path of a config file")
+        raise InputError(f"config={path!r}: get_config() must return a ConfigDict")
     return config
 
 
+def _overridden(config: ml_collections.ConfigDict, overrides: list[str]) -> Any:
+    values = flags.FlagValues()
+    line = ["specjax", *overrides]
+    config_flags.DEFINE_config_dict(
+        "config", config, flag_values=values, lock_config=True, sys_argv=line
+    )
+    try:
+        values(line)
+    except flags.Error as error:
+        wrong = re.match(r"flag --(config\.([\w.]+))=(.*?): ", one_line(error))
+        if wrong is None:
+            raise InputError(f"config: {one_line(error)}") from None
+        kind = _TYPES.get(_field_type(config, wrong[2]), "a value of the field's type")
+        raise InputError(f"{wrong[1]}={wrong[3]!r}: use {kind}") from None
+    return values.config
+
+
 def _field_type(config: ml_collections.ConfigDict, name: str) -> type | None:
-    *sections, field = name.split(".")[1:]
+    *sections, field = name.split(".")
     for section in sections:
         config = config[section]
     return config.get_type(field)
@@ -118,22 +127,31 @@ def _field_type(config: ml_collections.ConfigDict, name: str) -> type | None:
 
 def _check_override(config: ml_collections.ConfigDict, override: str) -> None:
     name, _, value = re.sub(r"^--?(no)?config\.?", "", override).partition("=")
-    node: Any = config
-    parts = name.split(".")
-    for depth, part in enumerate(parts):
-        fields = sorted(node) if isinstance(node, ml_collections.ConfigDict) else []
-        if part not in fields:
-            prefix = "".join(f"{p}." for p in parts[:depth])
-            near = difflib.get_close_matches(part, fields, n=1)
-            hint = f"did you mean {prefix}{near[0]}?" if near else f"use {', '.join(fields)}"
-            if not fields:
-                hint = f"{prefix[:-1]} has no fields of its own"
-            raise InputError(f"config.{name}={value!r}: there is no such field; {hint}")
-        node = node[part]
-    if isinstance(node, ml_collections.ConfigDict):
+    fields = list(_fields(config))
+    inside = [field for field in fields if field.startswith(f"{name}.")]
+    if inside:
         raise InputError(
-            f"config.{name}={value!r}: {name} is a section; set one of {', '.join(sorted(node))}"
+            f"config.{name}={value!r}: {name} is a section; set one of {', '.join(inside)}"
         )
+    if name not in fields:
+        near = difflib.get_close_matches(name, fields, n=1)
+        last = name.rpartition(".")[2]
+        short = {field.rpartition(".")[2]: field for field in reversed(fields)}
+        near = near or [short[one] for one in difflib.get_close_matches(last, short, n=1)]
+        hint = f"did you mean {near[0]}?" if near else f"use {', '.join(fields)}"
+        raise InputError(f"config.{name}={value!r}: there is no such field; {hint}")
+
+
+def _fields(config: ml_collections.ConfigDict, prefix: str = "") -> Iterator[str]:
+    """The dotted names of all fields, a section's behind those outside of it."""
+    sections = []
+    for name in config:
+        if isinstance(config[name], ml_collections.ConfigDict):
+            sections.append(name)
+        else:
+            yield prefix + name
+    for name in sections:
+        yield from _fields(config[name], f"{prefix}{name}.")
 
 
 def use_compilation_cache() -> None:

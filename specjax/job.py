@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,7 +11,7 @@ import ml_collections
 import numpy as np
 
 from specjax.built_in import BUILT_IN
-from specjax.drafters import Drafter, check_options, make_drafter
+from specjax.drafters import Drafter, check_length, check_options, make_drafter
 from specjax.errors import InputError
 from specjax.models.loading import load_model
 from specjax.models.model import Model
@@ -168,12 +169,9 @@ def _questions(config: ml_collections.ConfigDict) -> Sequence[Question]:
 def _draft_length(value: Any) -> int | str | None:
     if value is None or value == "auto":
         return value
-    try:
-        return int(value)
-    except (TypeError, ValueError):
-        raise InputError(
-            f"num_speculative_tokens={value!r}: use a whole number of at least 0, or auto"
-        ) from None
+    length = int(value) if re.fullmatch(r"[+-]?\d{1,9}", str(value)) else value
+    check_length(length)
+    return length
 
 
 def _ladder(config: ml_collections.ConfigDict) -> tuple[tuple[int, int, int], ...]:

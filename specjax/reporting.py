@@ -69,6 +69,7 @@ class Totals:
     baseline_tokens_per_second: float | None
     speedup: float | None
     identical_rows: int | None
+    compared_rows: int
     num_rows: int
     differences: Sequence[tuple[Question, Difference]] = ()
     acceptance_of_tested: float | None = None
@@ -93,6 +94,7 @@ def total(batches: Sequence[Batch], expected: Sequence[metrics.ExpectedAcceptanc
         baseline_tokens_per_second=plain,
         speedup=ours / plain if ours and plain else None,
         identical_rows=sum(difference is None for _, difference in pairs) if compared else None,
+        compared_rows=len(pairs),
         num_rows=sum(len(batch.questions) for batch in batches),
         differences=[(question, one) for question, one in pairs if one is not None],
         acceptance_of_tested=_tested([batch.ours for batch in batches]),
@@ -147,13 +149,8 @@ def versions() -> dict[str, str]:
 
 
 def device_name() -> str:
-    """The kind of device that JAX computes on, and how many there are."""
-    devices = jax.devices()
-    return (
-        f"{devices[0].device_kind} x {len(devices)}"
-        if len(devices) > 1
-        else (devices[0].device_kind)
-    )
+    """The kind of device that JAX computes on."""
+    return jax.devices()[0].device_kind
 
 
 def check_writable(path: str | Path) -> None:

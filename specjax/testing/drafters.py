@@ -150,7 +150,7 @@ def decode(
     params: tuple[Any, Any],
     prompt: Sequence[int],
     request: SamplingParams,
-    index: Int[np.ndarray, "B"],
+    index: Int[Array | np.ndarray, "B"],
     seed: int,
     rounds: int,
 ) -> loop.State:
@@ -170,7 +170,7 @@ def first_rows(
     plan: loop.Plan,
     prompt: Sequence[int],
     request: SamplingParams,
-    index: Int[np.ndarray, "B"],
+    index: Int[Array | np.ndarray, "B"],
     seed: int,
 ) -> tuple[Int[Array, "B S"], loop.Rows, Int[Array, "B"], Int[Array, "B"]]:
     """`loop.start`'s arrays for rows with one prompt, a key of its own for each."""
@@ -257,7 +257,11 @@ def conditional_laws(
 
 
 def chi_square(counted: Int[np.ndarray, "outputs"], law: Float[np.ndarray, "outputs"]) -> ChiSquare:
-    """Pearson's statistic of counts under a law; thin outputs are counted together."""
+    """Pearson's statistic of counts under a law; thin outputs are counted together.
+
+    It is infinite where an output was seen that the law rules out.
+    """
+    impossible = bool(counted[law == 0].any())
     expected = law * counted.sum()
     order = np.argsort(expected)
     expected, counted = expected[order], counted[order]
@@ -267,7 +271,7 @@ def chi_square(counted: Int[np.ndarray, "outputs"], law: Float[np.ndarray, "outp
         thin += 1
     heads = [0, *range(thin, len(expected))] if thin else np.arange(len(expected))
     expected, seen = np.add.reduceat(expected, heads), np.add.reduceat(counted, heads)
-    statistic = float(((seen - expected) ** 2 / expected).sum())
+    statistic = np.inf if impossible else float(((seen - expected) ** 2 / expected).sum())
     degrees = len(expected) - 1
     return ChiSquare(statistic, float(scipy.stats.chi2.isf(QUANTILE, degrees)), degrees)
 

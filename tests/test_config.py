@@ -1,0 +1,157 @@
+"""The command line's config: defaults that fit the code, overrides, and errors on one line."""
+
+import dataclasses
+
+import ml_collections
+import pytest
+
+from specjax import frontdoor
+from specjax.drafters import DRAFTERS, drafter_options, option_type
+from specjax.errors import InputError
+from specjax.job import job_prompts, read_job
+from specjax.prompts import Question
+from specjax.sampling_params import SamplingParams
+
+DEFAULT = "configs/decode_smollm2.py"
+
+
+def read(*argv):
+    return frontdoor.read_config(list(argv), DEFAULT)
+
+
+def test_config_has_every_sampling_field_and_drafter_option():
+    config = read()
+    assert set(config.sampling) == {field.name for field in dataclasses.fields(SamplingParams)}
+    SamplingParams.of(dict(config.sampling))
+    options = {
+        name
+        for drafter in DRAFTERS
+        for name, parameter in drafter_options(drafter).items()
+        if option_type(parameter) is not None
+    }
+    assert set(config.drafter) == options | {"name", "path"}
+
+
+def test_overrides_in_all_spellings():
+    config = read(
+        f"--config={DEFAULT}",
+        "--config.sampling.temperature=1",
+        "--config.sampling.stop=('a', 'b')",
+        "--config.num_speculative_tokens_per_batch_size=((1, 4, 8), (5, 16, 2))",
+        "--config.seed",
+        "7",
+        "--config.compare",
+        "--noconfig.sampling.logprobs",
+        "--config.num_speculative_tokens=auto",
+        "--config.drafter.exit_layer=3",
+    )
+    assert config.sampling.temperature == 1.0
+    assert config.sampling.stop == ("a", "b")
+    assert config.num_speculative_tokens_per_batch_size == ((1, 4, 8), (5, 16, 2))
+    assert (config.seed, config.compare, config.sampling.logprobs) == (7, True, False)
+    assert (config.num_speculative_tokens, config.drafter.exit_layer) == ("auto", 3)
+    assert config.is_locked
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("--config.temperture=1", "did you mean sampling.temperature?"),
+        ("--config.sampling.topp=1", "did you mean sampling.top_p?"),
+        ("--config.batchsize=1", "did you mean batch_size?"),
+        ("--config.xyzzy=1", "use batch_size, chat"),
+        ("--config.seed.x=1", "there is no such field"),
+        ("--config.drafter=ngram", "drafter is a section; set one of drafter.acceptance"),
+        ("--config.seed=x", "config.seed='x': use a whole number"),
+        ("--config.limit=1.5", "config.limit='1.5': use a whole number"),
+        ("--config.sampling.top_p=high", "use a number"),
+        ("--config.compare=maybe", "use true or false"),
+        ("--verbose", "'--verbose' is not understood"),
+        ("stray", "'stray' is not understood"),
+        ("--config=missing.py", "config='missing.py': no such file"),
+    ],
+)
+def test_override_errors(override, says):
+    with pytest.raises(InputError) as raised:
+        read(override)
+    assert says in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("body", ["def get_config(:", "import nothing_of_the_kind", "x = 1"])
+def test_broken_config_files_are_named(tmp_path, body):
+    path = tmp_path / "broken.py"
+    path.write_text(body)
+    with pytest.raises(InputError, match=r"broken\.py.*mend the config file"):
+        read(f"--config={path}")
+
+
+def test_config_is_asked_for_where_there_is_no_default(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"pass --config=configs/decode_smollm2\.py"):
+        read()
+
+
+def test_one_line_and_exit_code(capsys):
+    def fails(config: ml_collections.ConfigDict) -> int:
+        raise InputError("a\nb")
+
+    assert frontdoor.run(fails, [], default=DEFAULT) == 2
+    assert capsys.readouterr().err == "error: a b\n"
+
+    def interrupted(config: ml_collections.ConfigDict) -> int:
+        raise KeyboardInterrupt
+
+    assert frontdoor.run(interrupted, [], default=DEFAULT) == 130
+
+
+def job(**changes):
+    config = read()
+    with config.unlocked():
+        config.update(changes)
+    return dataclasses.replace(
+        read_job(config), questions=(Question(1, "", ("a", "b")), Question(2, "", ("c",)))
+    )
+
+
+def test_turns():
+    first, both = job(), job(turns="all")
+    assert (first.num_turns, both.num_turns) == (1, 2)
+    assert [both.turn(number) for number in (0, 1)] == [[0, 1], [0]]
+
+
+def test_later_turns_draw_anew():
+    one = job(turns="all", seed=3)
+    assert one.turn_seeds(0) == (3, one.sampling)
+    assert one.turn_seeds(1)[0] != one.turn_seeds(2)[0]
+    seeded = job(turns="all", sampling={"seed": 5})
+    seeds = [seeded.turn_seeds(turn)[1].seed for turn in range(3)]
+    assert seeds[0] == 5
+    assert len(set(seeds)) == 3
+
+
+def test_answers_become_history(chatty):
+    prompts = job_prompts(job(turns="all"), chatty, 1, {0: ["x"], 1: ["y"]})
+    assert prompts == [
+        [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "x"},
+            {"role": "user", "content": "b"},
+        ]
+    ]
+
+
+def test_turns_need_a_chat_template(chatty, tiny):
+    with pytest.raises(InputError, match="turns='all' needs a chat template"):
+        job_prompts(job(turns="all"), tiny, 0, {})
+    with pytest.raises(InputError, match="chat=auto"):
+        job_prompts(job(turns="all", chat="false"), chatty, 0, {})
+    assert job_prompts(job(chat="false"), chatty, 0, {}) == ["a", "c"]
+    assert job_prompts(job(), tiny, 0, {}) == ["a", "c"]
+
+
+@pytest.mark.parametrize("verify", ["rejection", "block", "coupled"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_when_identity_is_asked_for(verify, temperature):
+    one = job(verify=verify, sampling={"temperature": temperature})
+    assert one.comparable == (verify == "coupled" or temperature == 0)

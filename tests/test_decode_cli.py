@@ -1,0 +1,386 @@
+"""`python -m specjax.decode` from argument line to exit code, in this process."""
+
+import io
+import json
+import os
+
+import pytest
+from rich.console import Console
+
+from specjax import decode, identity, reporting, runner
+from specjax.console import Screen
+from specjax.generation import generate
+from specjax.models.loading import load_model, save_model
+from specjax.session import open_session
+
+ROW = {
+    "question_id",
+    "category",
+    "drafter",
+    "token_ids",
+    "text",
+    "new_tokens",
+    "accept_lengths",
+    "prefill_s",
+    "decode_s",
+    "batch",
+    "identical",
+    "first_difference",
+    "margin_at_difference",
+}
+SUMMARY = {
+    "drafter",
+    "acceptance_length",
+    "tau_drafted",
+    "acceptance_rate",
+    "acceptance_at_pos",
+    "expected_acceptance",
+    "tokens_per_second",
+    "baseline_tokens_per_second",
+    "speedup",
+    "identical_rows",
+    "num_rows",
+    "load_s",
+    "compile_s",
+    "first_token_s",
+    "device",
+    "dtype",
+    "versions",
+    "config",
+}
+DRAFTERS = {
+    "none": [],
+    "ngram": ["--config.drafter.prompt_lookup_min=1"],
+    "early_exit": ["--config.drafter.exit_layer=2"],
+    "draft_model": [],
+    "simulated": ["--config.drafter.acceptance=0.7"],
+}
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+@pytest.fixture(scope="module")
+def folder(chatty, tmp_path_factory):
+    """A model's folder, beside a file of prompts."""
+    path = tmp_path_factory.mktemp("cli")
+    save_model(chatty, path / "model")
+    questions = [
+        {"question_id": 7, "category": "qa", "turns": ["abc abc ab", "and then"]},
+        {"question_id": "x", "category": "math", "turns": ["the quick brown fox"]},
+        {"question_id": 9, "category": "qa", "turns": ["one two one two one"]},
+    ]
+    lines = [json.dumps(question) + "\n" for question in questions]
+    (path / "prompts.jsonl").write_text("".join(lines))
+    return path
+
+
+@pytest.fixture
+def run(folder, tmp_path):
+    """The CLI on the tiny model; returns the exit code and the report, None if there is none."""
+
+    def call(*argv):
+        path = tmp_path / "report.json"
+        defaults = [
+            f"--config.target={folder / 'model'}",
+            f"--config.report={path}",
+            "--config.dtype=float32",
+            "--config.sampling.max_new_tokens=12",
+            "--config.sampling.ignore_eos=true",
+        ]
+        if not any(argument.startswith("--config.prompt") for argument in argv):
+            defaults.append(f"--config.prompts={folder / 'prompts.jsonl'}")
+        code = decode.main([*defaults, *argv])
+        assert [one.name for one in tmp_path.iterdir() if one != path] == []
+        return code, json.loads(path.read_text()) if path.exists() else None
+
+    return call
+
+
+def drafter(name, folder):
+    path = [f"--config.drafter.path={folder / 'model'}"] if name == "draft_model" else []
+    return [f"--config.drafter.name={name}", *path, *DRAFTERS[name]]
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_greedy_equals_plain_decoding(name, run, folder, capsys):
+    code, report = run(*drafter(name, folder), "--config.compare=true")
+    assert code == 0
+    rows, summary = report["rows"], report["summary"]
+    assert set(summary) == SUMMARY
+    assert [row["question_id"] for row in rows] == [7, "x", 9]
+    for row in rows:
+        assert set(row) == ROW
+        assert row["new_tokens"] == len(row["token_ids"]) == sum(row["accept_lengths"]) == 12
+        assert row["identical"] is True
+        assert row["first_difference"] is row["margin_at_difference"] is None
+    assert summary["identical_rows"] == summary["num_rows"] == 3
+    assert summary["drafter"] == name
+    assert min(summary[key] for key in ("speedup", "load_s", "compile_s", "first_token_s")) > 0
+    assert summary["config"]["drafter"]["name"] == name
+    assert set(summary["versions"]) == {"python", "jax", "jaxlib", "flax", "specjax"}
+    if name == "draft_model":
+        # Of four draft tokens of the target's own none is refused; 12 = 5 + 5 + 2.
+        assert {tuple(row["accept_lengths"]) for row in rows} == {(5, 5, 2)}
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert "3 of 3 rows" in shown.out
+    assert shown.out.count("same tokens") == 3
+
+
+@pytest.mark.parametrize("name", ["early_exit", "simulated"])
+def test_coupled_equals_plain_decoding_at_a_temperature(name, run, folder):
+    code, report = run(
+        *drafter(name, folder),
+        "--config.compare=true",
+        "--config.verify=coupled",
+        "--config.sampling.temperature=0.8",
+        "--config.batch_size=2",
+    )
+    assert code == 0
+    assert report["summary"]["identical_rows"] == 3
+    assert report["summary"]["expected_acceptance"] is None
+    assert [row["batch"] for row in report["rows"]] == [0, 0, 1]
+
+
+def test_identity_means_nothing_under_a_random_rule(run, folder, capsys):
+    code, report = run(
+        *drafter("early_exit", folder), "--config.compare=true", "--config.sampling.temperature=0.8"
+    )
+    assert code == 0
+    assert {row["identical"] for row in report["rows"]} == {None}
+    assert report["summary"]["identical_rows"] is None
+    assert report["summary"]["speedup"] > 0
+    assert 0 < report["summary"]["expected_acceptance"] < 1
+    assert "expected from p and q" in capsys.readouterr().out
+
+
+def test_report_without_comparison(run):
+    code, report = run()
+    assert code == 0
+    assert {row["identical"] for row in report["rows"]} == {None}
+    assert report["summary"]["baseline_tokens_per_second"] is None
+    assert report["summary"]["speedup"] is None
+
+
+def test_selection_logprobs_and_stop_strings(run):
+    code, report = run("--config.per_task=1", "--config.limit=1", "--config.sampling.logprobs=true")
+    assert code == 0
+    (row,) = report["rows"]
+    assert len(row["logprobs"]) == row["new_tokens"]
+    assert max(row["logprobs"]) <= 0
+    stop = row["text"][3:5]
+    code, report = run("--config.limit=1", f"--config.sampling.stop=({stop!r},)")
+    assert code == 0
+    assert stop not in report["rows"][0]["text"]
+    assert report["rows"][0]["new_tokens"] < 12
+
+
+def test_all_turns_see_the_answers(run, folder):
+    code, report = run("--config.turns=all", "--config.compare=true")
+    assert code == 0
+    rows = report["rows"]
+    assert [(row["question_id"], row["turn"]) for row in rows] == [(7, 0), ("x", 0), (9, 0), (7, 1)]
+    assert report["summary"]["identical_rows"] == 4
+    conversation = [
+        {"role": "user", "content": "abc abc ab"},
+        {"role": "assistant", "content": rows[0]["text"]},
+        {"role": "user", "content": "and then"},
+    ]
+    model = load_model(folder / "model", dtype="float32")
+    sampling = {"max_new_tokens": 12, "ignore_eos": True}
+    again = generate(model, [conversation], sampling=sampling)
+    assert rows[3]["token_ids"] == again.token_ids[0]
+
+
+def wrong(compare, margin):
+    def compared(session, prompt, ours, plain):
+        assert compare(session, prompt, ours, plain) is None
+        return identity.Difference(3, margin) if prompt == 1 else None
+
+    return compared
+
+
+@pytest.mark.parametrize(("margin", "code"), [(0.5, 1), (1e-6, 0)])
+def test_a_difference_fails_unless_it_is_a_near_tie(margin, code, run, monkeypatch, capsys):
+    monkeypatch.setattr(runner, "compare_row", wrong(runner.compare_row, margin))
+    found, report = run("--config.compare=true")
+    assert found == code
+    row = report["rows"][1]
+    assert (row["identical"], row["first_difference"]) == (False, 3)
+    assert row["margin_at_difference"] == margin
+    assert report["summary"]["identical_rows"] == 2
+    shown = capsys.readouterr().out
+    assert "question x: first difference at new token 3" in shown
+    assert ("NOT EXACT" if code else "excused") in shown
+
+
+def test_half_precision_excuses_nothing(run, monkeypatch):
+    monkeypatch.setattr(
+        runner,
+        "compare_row",
+        lambda session, prompt, ours, plain: identity.Difference(0, 1e-6),
+    )
+    code, _ = run("--config.compare=true", "--config.dtype=bfloat16")
+    assert code == 1
+
+
+def test_margin_is_that_of_the_two_best_logits(chatty):
+    session = open_session(chatty, [[5, 6, 7]], requests={"max_new_tokens": 4})
+    plain = generate(chatty, [[5, 6, 7]], sampling={"max_new_tokens": 4, "ignore_eos": True})
+    ours = [*plain.token_ids[0][:2], (plain.token_ids[0][2] + 1) % 90]
+    found = identity.compare_row(session, 0, ours, plain.token_ids[0])
+    assert found.first == 2
+    assert found.margin > 0
+    assert identity.compare_row(session, 0, ours, ours) is None
+    assert identity.first_difference([1, 2], [1]) == 1
+
+
+def test_interrupt_leaves_finished_rows(run, monkeypatch, capsys):
+    outcome, seen = runner.Screen.outcome, []
+
+    def interrupting(self, *arguments):
+        outcome(self, *arguments)
+        seen.append(arguments)
+
+    def interrupted(session, programs, index, rounds):
+        if index == [2]:
+            raise KeyboardInterrupt
+        return run_batch(session, programs, index, rounds)
+
+    run_batch = runner.run_batch
+    monkeypatch.setattr(runner, "run_batch", interrupted)
+    monkeypatch.setattr(runner.Screen, "outcome", interrupting)
+    code, report = run("--config.compare=true")
+    assert code == 130
+    assert [row["question_id"] for row in report["rows"]] == [7, "x"]
+    assert report["summary"]["interrupted"] is True
+    assert report["summary"]["identical_rows"] == 2
+    assert len(seen) == 2
+    assert "2 finished rows are in the report" in capsys.readouterr().out
+
+
+def test_interrupt_before_the_first_row(run, monkeypatch):
+    def interrupted(session):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "compile_session", interrupted)
+    code, report = run()
+    assert code == 130
+    assert report["rows"] == []
+    assert report["summary"]["tokens_per_second"] is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--config.drafter.name=ngarm"], "did you mean ngram?"),
+        (["--config.drafter.name=os:nothing"], "package.module:function"),
+        (["--config.drafter.exit_layer=1"], "ngram does not take it"),
+        (["--config.drafter.name=early_exit", "--config.drafter.exit_layer=9"], "exit_layer=9"),
+        (["--config.drafter.name=draft_model"], "drafter.path is missing"),
+        (["--config.drafter.path=x"], "drafter.path='x'"),
+        (["--config.drafter.prompt_lookup_min=0"], "prompt_lookup_min=0"),
+        (["--config.drafter.name=simulated", "--config.drafter.acceptance=2"], "acceptance=2"),
+        (["--config.verify=typical"], "verify='typical' is unknown"),
+        (["--config.turns=second"], "turns='second' is unknown"),
+        (["--config.chat=yes"], "chat='yes' is unknown"),
+        (["--config.limit=0"], "limit=0"),
+        (["--config.per_task=-1"], "per_task=-1"),
+        (["--config.seed=-1"], "seed=-1"),
+        (["--config.sampling.seed=4294967296"], "sampling.seed=4294967296"),
+        (["--config.sampling.temperature=-1"], "sampling.temperature=-1.0"),
+        (["--config.sampling.temperature=nan"], "sampling.temperature=nan"),
+        (["--config.sampling.top_p=0"], "sampling.top_p=0.0"),
+        (["--config.sampling.max_new_tokens=0"], "sampling.max_new_tokens=0"),
+        (["--config.sampling.frequency_penalty=1"], "there is no such field"),
+        (["--config.num_speculative_tokens=-1"], "num_speculative_tokens=-1"),
+        (["--config.num_speculative_tokens=many"], "num_speculative_tokens='many'"),
+        (["--config.num_speculative_tokens_per_batch_size=(1,2)"], "(low, high, k)"),
+        (["--config.num_speculative_tokens_per_batch_size=((4,2,1),)"], "low <= high"),
+        (["--config.batch_size=0"], "batch_size=0"),
+        (["--config.max_length=4"], "max_length=4"),
+        (["--config.max_length=100000"], "max_length=100000 exceeds"),
+        (["--config.prompt="], "prompt='' is empty"),
+        (["--config.prompt=" + "abc " * 600], "positions"),
+        (["--config.prompts=missing.jsonl"], "prompts='missing.jsonl' cannot be read"),
+        (["--config.prompt=a", "--config.prompts=b"], "leave one of the two out"),
+        (["--config.target=missing"], "no such file"),
+        (["--config.target=missing.gguf"], "missing.gguf"),
+        (["--config.dtype=int8"], "dtype='int8'"),
+        (["--config.report=/nowhere/r.json"], "its folder does not exist"),
+        (["--config.report=/"], "is a folder"),
+        (["--config.nosuch=1"], "there is no such field"),
+        (["--help-me"], "is not understood"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(argv, says, run, capsys):
+    code, report = run(*argv)
+    shown = capsys.readouterr()
+    assert code == 2
+    assert report is None
+    assert shown.err.startswith("error: ")
+    assert shown.err.count("\n") == 1
+    assert says in shown.err
+
+
+def test_other_tokenizer_and_malformed_prompts(run, folder, tmp_path_factory, tiny, capsys):
+    path = tmp_path_factory.mktemp("other")
+    save_model(tiny, path / "model")
+    code, _ = run("--config.drafter.name=draft_model", f"--config.drafter.path={path / 'model'}")
+    assert code == 2
+    assert "the tokenizers of" in capsys.readouterr().err
+    (path / "bad.jsonl").write_text('{"question_id": 1, "turns": ["a"]}\n{"question_id": 2\n')
+    code, _ = run(f"--config.prompts={path / 'bad.jsonl'}")
+    assert code == 2
+    assert "line 2" in capsys.readouterr().err
+
+
+def test_reports_are_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "r.json"
+    reporting.write_json(path, {"a": [1, 2]})
+    with pytest.raises(ValueError, match="JSON"):
+        reporting.write_json(path, {"a": float("nan")})
+    assert json.loads(path.read_text()) == {"a": [1, 2]}
+    assert os.listdir(tmp_path) == ["r.json"]
+
+
+def test_list_names_everything(capsys):
+    assert decode.main(["--list"]) == 0
+    shown = capsys.readouterr().out
+    for name in (
+        "prompt_lookup_max",
+        "exit_layer",
+        "draft_model",
+        "coupled",
+        "top_p",
+        "ignore_eos",
+    ):
+        assert name in shown
+    assert decode.main(["--help"]) == 0
+    assert "--config=" in capsys.readouterr().out
+
+
+def test_default_model_and_prompts(tmp_path):
+    path = tmp_path / "r.json"
+    code = decode.main(
+        [
+            "--config.limit=1",
+            "--config.compare=true",
+            "--config.sampling.max_new_tokens=12",
+            f"--config.report={path}",
+        ]
+    )
+    assert code == 0
+    summary = json.loads(path.read_text())["summary"]
+    assert summary["identical_rows"] == summary["num_rows"] == 1
+    assert summary["config"]["target"] == "smollm2-135m-instruct"
+
+
+def test_terminal_shows_colour_and_no_control_characters():
+    for terminal, marks in ((True, "\x1b[32mb"), (False, "\u27e6b")):
+        file = io.StringIO()
+        screen = Screen(Console(file=file, force_terminal=terminal, color_system="standard"))
+        screen.text([("a\x1b[2J", False), ("b", True)])
+        screen.rest()
+        assert marks in file.getvalue()
+        assert "\x1b[2J" not in file.getvalue()

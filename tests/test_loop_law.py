@@ -1,0 +1,305 @@
+"""Three tokens that never come from one round have the target's joint law; broken twins do not."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import tiny_config
+
+from specjax import loop, sampling
+from specjax.draft_length import DraftLength
+from specjax.drafters import draft_model, early_exit, ngram, none
+from specjax.errors import InputError
+from specjax.models.loading import random_model
+from specjax.sampling import Decision, RoundKeys
+from specjax.sampling_params import SamplingParams
+from specjax.testing import Tabular, check_drafter
+from specjax.testing.drafters import (
+    chi_square,
+    conditional_laws,
+    first_rows,
+    make_plan,
+    output_law,
+)
+
+VOCAB = 8
+PROMPT = (1, 2, 3, 1, 2)
+AS_IS = SamplingParams(temperature=1.0)
+COLD = SamplingParams(temperature=0.6)
+
+
+def small_model(seed, layers):
+    shape = dict(hidden_size=8, intermediate_size=8, num_heads=1, num_kv_heads=1, head_dim=4)
+    config = tiny_config(vocab_size=VOCAB, num_layers=layers, max_positions=64, **shape)
+    return random_model(config, seed, dtype="float32")
+
+
+def distance(target, draft, prompt=PROMPT, request=AS_IS, **draft_options):
+    """The mean total variation between the laws of target and draft, over all of four tokens."""
+    model = [(m.architecture, m.params) if hasattr(m, "architecture") else m for m in (target, draft)]
+    p = conditional_laws(*model[0], prompt, request, 4)
+    q = conditional_laws(*model[1], prompt, request, 4, **draft_options)
+    reach = 1.0
+    distances = []
+    for here, there in zip(p, q, strict=True):
+        each = 0.5 * np.abs(here - there).sum(axis=1)
+        distances.append(np.sum(reach * each))
+        reach = (np.reshape(reach, (-1, 1)) * here).ravel()
+    return np.mean(distances)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return small_model(0, 2)
+
+
+@pytest.fixture(scope="module")
+def draft():
+    return small_model(1, 1)
+
+
+@pytest.fixture(scope="module")
+def tables():
+    """A bigram target and a bigram draft."""
+    table = 1.2 * jax.random.normal(jax.random.key(0), (VOCAB, VOCAB))
+    other = table + 0.9 * jax.random.normal(jax.random.key(1), (VOCAB, VOCAB))
+    return (Tabular(VOCAB), table), (Tabular(VOCAB), other)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_a_sampled_draft_model(rule, target, draft):
+    assert 0.2 < distance(target, draft) < 0.6
+    drafter = draft_model.make(draft.architecture, draft.params)
+    check = check_drafter(drafter, target, prompt=PROMPT, verify=rule)
+    assert check.passed, check
+    assert check.acceptance_length > 1.5
+
+
+def test_a_prompt_of_one_token_and_a_warp(target, draft):
+    request = SamplingParams(temperature=0.7, top_k=6, top_p=0.95, min_p=0.02)
+    assert 0.2 < distance(target, draft, (4,), request) < 0.6
+    drafter = draft_model.make(draft.architecture, draft.params, draft_p_min=0.3)
+    check = check_drafter(drafter, target, prompt=(4,), request=request)
+    assert check.passed, check
+    assert 1.2 < check.acceptance_length
+
+
+def test_early_exit(target):
+    assert 0.2 < distance(target, target, num_layers=1) < 0.6
+    drafter = early_exit.make(2, exit_layer=1)
+    check = check_drafter(drafter, target, prompt=PROMPT)
+    assert check.passed, check
+    assert check.acceptance_length > 1.5
+
+
+def test_ngram(target):
+    drafter = ngram.make(prompt_lookup_min=1)
+    check = check_drafter(drafter, target, prompt=PROMPT)
+    assert check.passed, check
+    assert check.acceptance_length > 1.03
+
+
+EXACT = {
+    "plain": (none.make, {}),
+    "sampled": (draft_model.make, {}),
+    "greedy_nodes": (functools.partial(draft_model.make, draft_sample_method="greedy"), {}),
+    "p_min": (functools.partial(draft_model.make, draft_p_min=0.4), {}),
+    "auto": (draft_model.make, {"draft_length": DraftLength(3, costs=(1.0, 1.5, 2.0, 2.5))}),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("plain", "rejection"),
+        ("sampled", "rejection"),
+        ("sampled", "block"),
+        ("greedy_nodes", "rejection"),
+        ("greedy_nodes", "block"),
+        ("p_min", "block"),
+        ("auto", "rejection"),
+    ],
+)
+def test_tables(name, rule, tables):
+    target, draft = tables
+    make, options = EXACT[name]
+    drafter = make() if make is none.make else make(*draft)
+    length = options["draft_length"].max_tokens if options else 2
+    check = check_drafter(
+        drafter, target, prompt=PROMPT, verify=rule, num_speculative_tokens=length, **options
+    )
+    assert check.passed, check
+    assert (check.acceptance_length > 1.2) == (name != "plain")
+
+
+def test_coupled_at_many_seeds_is_the_target_law(tables):
+    target, draft = tables
+    check = check_drafter(draft_model.make(*draft), target, verify="coupled")
+    assert check.passed, check
+    assert check.acceptance_length > 1.2
+
+
+def test_the_tables_differ_as_they_should(tables):
+    assert 0.2 < distance(*tables) < 0.6
+    assert 0.2 < distance(*tables, request=COLD) < 0.6
+
+
+def test_a_length_that_follows_the_neighbours_is_exact(tables):
+    """Rows of one batch end at a stop token of their own, and the others then draft more."""
+    target, draft = tables
+    drafter = draft_model.make(*draft)
+    ladder = DraftLength(2, by_batch=((3, 3, 0), (2, 2, 1), (1, 1, 2)))
+    model, params = target
+    groups, batch, length = 70_000, 3, 3
+    capacity = len(PROMPT) + length + 2
+    plan = make_plan(model, drafter, ladder, verify="rejection", request=AS_IS, capacity=capacity)
+
+    @jax.jit
+    def one(group):
+        index = batch * group + jnp.arange(batch)
+        tokens, rows, size, status = first_rows(plan, PROMPT, AS_IS, index, 0)
+        # The first row goes on; its neighbours end where they emit an even token.
+        stops = jnp.where(jnp.arange(batch)[:, None] == 0, -1, 2 * jnp.arange(VOCAB // 2)[None, :])
+        rows = rows.replace(stop_ids=stops.astype(jnp.int32))
+        state = loop.start(plan, (params, drafter.params), tokens, rows, size, status)
+        state = loop.run(plan, (params, drafter.params), state, jnp.int32(length))
+        return state.tokens[0], state.rounds.drafted[0]
+
+    tokens, drafted = jax.vmap(one)(jnp.arange(groups))
+    assert set(np.unique(drafted[:, :length])) == {0, 1, 2}
+    outputs = np.asarray(tokens)[:, len(PROMPT) : len(PROMPT) + length]
+    code = np.ravel_multi_index(tuple(outputs.T), (VOCAB,) * length)
+    found = chi_square(
+        np.bincount(code, minlength=VOCAB**length), output_law(*target, PROMPT, AS_IS, length)
+    )
+    assert found.statistic < found.threshold
+
+
+def changed(drafter, change):
+    """A drafter whose drafts are tampered with."""
+
+    def propose(params, state, context, noise):
+        draft, state = drafter.propose(params, state, context, noise)
+        return change(draft, context), state
+
+    return dataclasses.replace(drafter, propose=propose)
+
+
+def unwarped(draft, context):
+    """Claims the law as it was before the temperature."""
+    heat = context.sampling.temperature[:, None, None]
+    return draft.replace(logq=jax.nn.log_softmax(draft.logq * heat))
+
+
+def stops_at_unlikely_tokens(draft, context):
+    """Keeps a token only if its own probability is high."""
+    own = jnp.take_along_axis(draft.logq, draft.tokens[:, :, None], axis=2)[..., 0]
+    keep = jnp.cumprod(own > jnp.log(0.3), axis=1).astype(bool)
+    return draft.replace(valid=draft.valid & keep)
+
+
+def claims_a_law(drafter):
+    """Takes the likeliest token, and says that it was drawn from the law."""
+
+    def propose(params, state, context, noise):
+        return drafter.propose(params, state, context, lambda depth: 0 * noise(depth))
+
+    return dataclasses.replace(drafter, propose=propose)
+
+
+def residual_is_p(tokens, num_valid, target, draft, uniforms):
+    accepted, _ = sampling.rejection(tokens, num_valid, target, draft, uniforms)
+    return Decision(accepted, target(accepted))
+
+
+def with_keys(change):
+    """Makes the draft's noise from another key."""
+
+    def patch(monkeypatch):
+        real = sampling.split_keys
+        monkeypatch.setattr(sampling, "split_keys", lambda keys: change(real(keys)))
+
+    return patch
+
+
+def same_noise_every_round(monkeypatch):
+    real = loop._round_keys
+    monkeypatch.setattr(
+        loop, "_round_keys", lambda plan, state: real(plan, state.replace(round=jnp.int32(0)))
+    )
+
+
+TWINS = {
+    "draft_and_final_share_a_key": {
+        "patch": with_keys(lambda keys: RoundKeys(keys.final, keys.accept, keys.final))
+    },
+    "draft_and_accept_share_a_key": {
+        "patch": with_keys(lambda keys: RoundKeys(keys.accept, keys.accept, keys.final))
+    },
+    "noise_once_a_prompt": {"patch": same_noise_every_round},
+    "unwarped_law": {"request": COLD, "drafter": lambda d: changed(d, unwarped)},
+    "own_probability": {"drafter": lambda d: changed(d, stops_at_unlikely_tokens)},
+    "law_of_a_sure_token": {"drafter": claims_a_law},
+    "residual_is_p": {"rule": residual_is_p},
+}
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_broken_twins_fail(name, tables, monkeypatch):
+    twin = TWINS[name]
+    target, draft = tables
+    drafter = draft_model.make(*draft)
+    if "drafter" in twin:
+        drafter = twin["drafter"](drafter)
+    if "patch" in twin:
+        twin["patch"](monkeypatch)
+    check = check_drafter(
+        drafter,
+        target,
+        prompt=PROMPT,
+        verify=twin.get("rule", "rejection"),
+        request=twin.get("request", AS_IS),
+    )
+    assert not check.passed
+    assert check.chi2 > 2 * check.threshold
+
+
+def test_the_twins_fail_for_their_mistake_alone(tables):
+    """Untouched, and at the twins' own temperature, the same drafter passes."""
+    target, draft = tables
+    same = changed(draft_model.make(*draft), lambda draft, context: draft)
+    check = check_drafter(same, target, prompt=PROMPT, request=COLD)
+    assert check.passed, check
+
+
+def test_a_check_is_readable(tables):
+    check = check_drafter(none.make(), tables[0], rows=2000, prompt=PROMPT)
+    assert repr(check).startswith("Check(passed=True, chi2=")
+    assert check.threshold > check.chi2
+    assert check.rows == 2000
+    assert check.acceptance_length == 1
+
+
+def test_bad_input_names_the_remedy(tables, tiny):
+    with pytest.raises(InputError, match=r"vocabulary of 61 tokens.*at most 16.*Tabular"):
+        check_drafter(none.make(), tiny)
+    with pytest.raises(InputError, match=r"num_speculative_tokens=6 .*lower it"):
+        check_drafter(none.make(), tables[0], num_speculative_tokens=6)
+    with pytest.raises(InputError, match="num_speculative_tokens=-1"):
+        check_drafter(none.make(), tables[0], num_speculative_tokens=-1)
+    with pytest.raises(InputError, match="rows=0"):
+        check_drafter(none.make(), tables[0], rows=0)
+    with pytest.raises(InputError, match="prompt is empty"):
+        check_drafter(none.make(), tables[0], prompt=())
+    with pytest.raises(InputError, match="token id 8 is outside"):
+        check_drafter(none.make(), tables[0], prompt=(8,))
+
+
+def test_an_impossible_output_is_never_excused():
+    counted = np.array([500, 499, 1])
+    assert chi_square(counted, np.array([0.5, 0.5, 0.0])).statistic == np.inf
+    fair = chi_square(np.array([500, 500, 0]), np.array([0.5, 0.5, 0.0]))
+    assert fair.statistic < fair.threshold
