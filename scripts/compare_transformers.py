@@ -59,14 +59,12 @@ def main(argv: list[str]) -> None:
     del argv
     logging.set_verbosity(logging.WARNING)
     import specjax
-    from specjax import generation, prompts, session
+    from specjax import execution, generation, prompts, session
     from specjax.built_in import BUILT_IN
     from specjax.models import loading
 
     model = specjax.load_model(loading.DEFAULT_MODEL, dtype="float32")
-    questions = (
-        prompts.read_questions(_PROMPTS.value) if _PROMPTS.value else list(BUILT_IN)
-    )
+    questions = prompts.read_questions(_PROMPTS.value) if _PROMPTS.value else list(BUILT_IN)
     questions = prompts.select(questions, per_task=_PER_TASK.value)
     ids = [
         model.tokenizer.encode_chat([{"role": "user", "content": question.turns[0]}])
@@ -77,17 +75,21 @@ def main(argv: list[str]) -> None:
 
     def ours(drafter: str) -> session.Session:
         return session.open_session(
-            model, ids, drafter=specjax.make_drafter(drafter, model), requests=sampling,
-            batch_size=1, num_speculative_tokens=_LOOKUP.value if drafter == "ngram" else None,
+            model,
+            ids,
+            drafter=specjax.make_drafter(drafter, model),
+            requests=sampling,
+            batch_size=1,
+            num_speculative_tokens=_LOOKUP.value if drafter == "ngram" else None,
         )
 
     sessions = {"plain": ours("none"), "lookup": ours("ngram")}
-    programs = {name: session.compile_session(one) for name, one in sessions.items()}
+    programs = {name: execution.compile_session(one) for name, one in sessions.items()}
     rates: dict[str, list[float]] = {}
     outputs: dict[str, list[list[int]]] = {}
     for turn in range(_RUNS.value + 1):
         for name, lookup in (("plain", 0), ("lookup", _LOOKUP.value)):
-            snapshots = session.run_session(sessions[name], programs=programs[name])
+            snapshots = execution.run_session(sessions[name], programs=programs[name])
             mine = generation.collect(sessions[name], list(snapshots))
             theirs = [peer.decode(prompt, _NEW_TOKENS.value, lookup) for prompt in ids]
             seconds = sum(one["total_s"] - one["prefill_s"] for one in theirs)
@@ -98,18 +100,27 @@ def main(argv: list[str]) -> None:
             if turn:  # The first turn warms both up.
                 rates.setdefault(f"specjax {name}", []).append(mine.tokens_per_second)
                 rates.setdefault(f"transformers {name}", []).append(count / seconds)
-                print(f"run {turn}: {name}: specjax {mine.tokens_per_second:.1f} tokens/s, "
-                      f"transformers {count / seconds:.1f}", flush=True)
+                print(
+                    f"run {turn}: {name}: specjax {mine.tokens_per_second:.1f} tokens/s, "
+                    f"transformers {count / seconds:.1f}",
+                    flush=True,
+                )
 
-    print(f"\n{len(ids)} prompts, {_NEW_TOKENS.value} new tokens, greedy, float32, "
-          f"{peer.facts['threads']} threads; decode tokens/s, median (min..max) of {_RUNS.value}")
+    print(
+        f"\n{len(ids)} prompts, {_NEW_TOKENS.value} new tokens, greedy, float32, "
+        f"{peer.facts['threads']} threads; decode tokens/s, median (min..max) of {_RUNS.value}"
+    )
     for name, values in rates.items():
-        print(f"  {name:22s} {statistics.median(values):7.1f}  ({min(values):.1f}..{max(values):.1f})")
+        print(
+            f"  {name:22s} {statistics.median(values):7.1f}  ({min(values):.1f}..{max(values):.1f})"
+        )
     for name in ("plain", "lookup"):
         pairs = zip(rates[f"specjax {name}"], rates[f"transformers {name}"], strict=True)
         ratios = [a / b for a, b in pairs]
-        print(f"  {name}: specjax / transformers = {statistics.median(ratios):.2f} "
-              f"({min(ratios):.2f}..{max(ratios):.2f})")
+        print(
+            f"  {name}: specjax / transformers = {statistics.median(ratios):.2f} "
+            f"({min(ratios):.2f}..{max(ratios):.2f})"
+        )
     compare_prefill(model, peer)
     reference = outputs["transformers plain"]
     for name, tokens in outputs.items():
@@ -122,24 +133,26 @@ def compare_prefill(model: Any, peer: Peer) -> None:
     import numpy as np
 
     import specjax
-    from specjax import session
+    from specjax import execution, session
 
     length = _PREFILL.value
     ids = np.random.default_rng(0).integers(100, 40000, length).tolist()
     one = session.open_session(
         model, [ids], requests=specjax.SamplingParams(max_new_tokens=1), batch_size=1
     )
-    programs = session.compile_session(one)
+    programs = execution.compile_session(one)
     mine, theirs = [], []
     for turn in range(_RUNS.value + 1):
-        snapshot = list(session.run_session(one, programs=programs))[-1]
+        snapshot = list(execution.run_session(one, programs=programs))[-1]
         answer = peer.decode(ids, 1, 0)
         if turn:
             mine.append(snapshot.prefill_s + snapshot.decode_s)
             theirs.append(answer["prefill_s"])
     ratio = statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
-    print(f"  first token of {length} tokens: specjax {statistics.median(mine):.2f} s, "
-          f"transformers {statistics.median(theirs):.2f} s, ratio {ratio:.2f}")
+    print(
+        f"  first token of {length} tokens: specjax {statistics.median(mine):.2f} s, "
+        f"transformers {statistics.median(theirs):.2f} s, ratio {ratio:.2f}"
+    )
 
 
 if __name__ == "__main__":

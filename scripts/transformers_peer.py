@@ -37,8 +37,9 @@ def serve(gguf: str) -> None:
         with torch.inference_mode():
             # One new token takes the prefill; the rest of the time is decoding.
             begin = time.perf_counter()
-            model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1,
-                           do_sample=False)
+            model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False
+            )
             first = time.perf_counter()
             out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
             end = time.perf_counter()

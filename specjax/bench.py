@@ -25,11 +25,12 @@ from rich.table import Table
 from specjax import costs, frontdoor, metrics, prompts
 from specjax.built_in import BUILT_IN
 from specjax.drafters import Drafter, make_drafter
+from specjax.execution import Programs, compile_session, run_session
 from specjax.generation import Generation, collect
 from specjax.models.loading import load_model
 from specjax.models.model import Model
 from specjax.sampling_params import SamplingParams
-from specjax.session import Programs, Session, compile_session, open_session, run_session
+from specjax.session import Session, open_session
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def _decode(session: Session, programs: Programs) -> Generation:
 def _predict(
     session: Session, result: Generation, ids: Sequence[Sequence[int]], new_tokens: int
 ) -> tuple[float, float]:
-    """tokens per round x T(1) / (T_draft + mean T(width)), and T_draft, at the mean length."""
+    """Tokens per round x T(1) / (T_draft + mean T(width)), and T_draft, at the mean length."""
     committed = int(np.mean([len(one) for one in ids]) + new_tokens / 2)
     seconds = costs.widths_seconds(
         session.plan.target,

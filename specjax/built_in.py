@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from specjax.prompts import Question
 
-_CODE = '''\
+_CODE = """\
 def mean(values):
     total = 0
     for value in values:
@@ -18,22 +18,25 @@ def variance(values):
     for value in values:
         total = total + (value - center) ** 2
     return total / len(values)
-'''
+"""
 
 _STORY = (
     "The lighthouse at Gull Point was built in 1871, after three ships had been lost on the reef "
-    "in a single winter. For ninety years a keeper climbed its 164 steps every evening to light the "
-    "lamp and every morning to put it out. In 1961 the lamp was made electric, and the last keeper, "
-    "Ada Moss, moved to the village, where she opened a small museum. Today the lighthouse is run "
-    "by volunteers, who open it on Sundays and who have counted more than two hundred kinds of "
-    "birds from its gallery."
+    "in a single winter. For ninety years a keeper climbed its 164 steps every evening to light "
+    "the lamp and every morning to put it out. In 1961 the lamp was made electric, and the last "
+    "keeper, Ada Moss, moved to the village, where she opened a small museum. Today the lighthouse "
+    "is run by volunteers, who open it on Sundays and who have counted more than two hundred kinds "
+    "of birds from its gallery."
 )
 
 BUILT_IN = (
     Question(
         1,
         "coding",
-        (f"Repeat this Python file exactly, but rename `total` to `result`:\n\n```python\n{_CODE}```",),
+        (
+            "Repeat this Python file exactly, but rename `total` to `result`:\n\n"
+            f"```python\n{_CODE}```",
+        ),
     ),
     Question(2, "summarization", (f"Summarise this text in two sentences:\n\n{_STORY}",)),
     Question(3, "qa", ("Why is the sky blue during the day and red in the evening?",)),

@@ -62,6 +62,4 @@ def commit(
         # Advanced indices around a slice put [B, T] in front: [B, T, L, G, C] on both sides.
         return into.at[:, rows, :, target].set(new[:, rows, :, source], mode="drop")
 
-    return KVCache(
-        scatter(cache.k, window.k), scatter(cache.v, window.v), cache.length + count
-    )
+    return KVCache(scatter(cache.k, window.k), scatter(cache.v, window.v), cache.length + count)

@@ -28,9 +28,7 @@ def no_history(batch: int) -> History:
     return History(jnp.zeros(batch), jnp.zeros(batch))
 
 
-def remember(
-    history: History, drafted: Int[Array, "B"], accepted: Int[Array, "B"]
-) -> History:
+def remember(history: History, drafted: Int[Array, "B"], accepted: Int[Array, "B"]) -> History:
     """The history after a round; a round without a draft lets it fade towards the prior.
 
     Of `drafted` tokens the accepted ones passed and one more, if there was one, failed.

@@ -8,23 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from specjax import loop, metrics, sampling
+from specjax import metrics, sampling
 from specjax.drafters import Drafter, make_drafter
+from specjax.execution import Snapshot, compile_session, cut, first_stop, run_session
 from specjax.models.model import Model
 from specjax.models.tokenizer import StreamDecoder
 from specjax.prompts import Prompt
 from specjax.sampling_params import SamplingParams
-from specjax.session import (
-    Session,
-    Snapshot,
-    compile_session,
-    cut,
-    first_stop,
-    open_session,
-    run_session,
-)
+from specjax.session import Session, open_session
+from specjax.state import FULL, STOPPED, Rounds
 
-_REASONS = {loop.STOPPED: "stop", loop.FULL: "length"}
+_REASONS = {STOPPED: "stop", FULL: "length"}
 Requests = SamplingParams | Mapping[str, Any] | Sequence[SamplingParams | Mapping[str, Any]]
 
 
@@ -222,7 +216,7 @@ class Follower:
         self._decoder = None if tokenizer is None else StreamDecoder(tokenizer)
         self._tokens, self._text, self._shown, self._ended = 0, "", 0, False
 
-    def follow(self, snapshot: Snapshot, counts: loop.Rounds, row: int) -> Delta | None:
+    def follow(self, snapshot: Snapshot, counts: Rounds, row: int) -> Delta | None:
         """What the snapshot adds in that row, if anything; `counts` are `cut(snapshot)`."""
         if self._ended:
             return None

@@ -26,8 +26,9 @@ def prefill(
 ) -> tuple[KVCache, Features]:
     """The empty cache filled with each row's first `lengths` tokens, and the features asked for.
 
-    Runs ceil(max length / chunk) forwards of [B, chunk] tokens without logits; a row that is through
-    commits nothing more. Features are [B, S, D] with S the cache's capacity, zero where not computed.
+    Runs ceil(max length / chunk) forwards of [B, chunk] tokens without logits; a row that is
+    through commits nothing more. Features are [B, S, D] with S the cache's capacity, zero where not
+    computed.
     """
     batch, available = tokens.shape
     step = jnp.arange(chunk)

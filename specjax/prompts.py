@@ -75,8 +75,10 @@ def _question(line: str, where: str) -> Question:
     except (json.JSONDecodeError, RecursionError) as error:
         raise InputError(f"{where} is not JSON: {error}") from None
     turns = row.get("turns") if isinstance(row, dict) else None
-    if not isinstance(turns, list) or not turns or not all(
-        isinstance(turn, str) and turn for turn in turns
+    if (
+        not isinstance(turns, list)
+        or not turns
+        or not all(isinstance(turn, str) and turn for turn in turns)
     ):
         raise InputError(f'{where}: "turns" must be a list of texts that are not empty')
     number, category = row.get("question_id"), row.get("category", "")

@@ -13,22 +13,21 @@ from typing import Any
 
 from specjax.console import Marker, Screen
 from specjax.drafters import Drafter
+from specjax.execution import (
+    Programs,
+    Snapshot,
+    compile_session,
+    cut,
+    expected_acceptance,
+    run_batch,
+)
 from specjax.generation import Follower, Generation, collect
 from specjax.identity import compare_row
 from specjax.job import SIMULATED, Job, job_drafter, job_prompts
 from specjax.metrics import ExpectedAcceptance
 from specjax.models.model import Model
 from specjax.reporting import Batch, Clock
-from specjax.session import (
-    Programs,
-    Session,
-    Snapshot,
-    compile_session,
-    cut,
-    expected_acceptance,
-    open_session,
-    run_batch,
-)
+from specjax.session import Session, open_session
 from specjax.state import RUNNING
 
 ROUNDS_PER_STEP = 4

@@ -27,8 +27,8 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     max_new_tokens: int = 128
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     seed: int | None = None
     logprobs: bool = False
     ignore_eos: bool = False
@@ -37,19 +37,43 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        _require(_real(self.temperature) and 0 <= self.temperature < math.inf, self, "temperature",
-                 "use 0 for greedy decoding, or a positive number")
+        _require(
+            _real(self.temperature) and 0 <= self.temperature < math.inf,
+            self,
+            "temperature",
+            "use 0 for greedy decoding, or a positive number",
+        )
         _require(_whole(self.top_k) and self.top_k >= 0, self, "top_k", "use 0 for off, or k >= 1")
-        _require(_real(self.top_p) and 0 < self.top_p <= 1, self, "top_p",
-                 "use 1 for off, or a number in (0, 1]")
-        _require(_real(self.min_p) and 0 <= self.min_p <= 1, self, "min_p",
-                 "use 0 for off, or a number in [0, 1]")
-        _require(_whole(self.max_new_tokens) and self.max_new_tokens >= 1, self, "max_new_tokens",
-                 "use a whole number of at least 1")
-        _require(all(isinstance(s, str) and s for s in self.stop), self, "stop",
-                 "use strings that are not empty")
-        _require(all(_whole(t) and t >= 0 for t in self.stop_token_ids), self, "stop_token_ids",
-                 "use token ids, whole numbers of at least 0")
+        _require(
+            _real(self.top_p) and 0 < self.top_p <= 1,
+            self,
+            "top_p",
+            "use 1 for off, or a number in (0, 1]",
+        )
+        _require(
+            _real(self.min_p) and 0 <= self.min_p <= 1,
+            self,
+            "min_p",
+            "use 0 for off, or a number in [0, 1]",
+        )
+        _require(
+            _whole(self.max_new_tokens) and self.max_new_tokens >= 1,
+            self,
+            "max_new_tokens",
+            "use a whole number of at least 1",
+        )
+        _require(
+            all(isinstance(s, str) and s for s in self.stop),
+            self,
+            "stop",
+            "use strings that are not empty",
+        )
+        _require(
+            all(_whole(t) and t >= 0 for t in self.stop_token_ids),
+            self,
+            "stop_token_ids",
+            "use token ids, whole numbers of at least 0",
+        )
         _require(self.seed is None or _whole(self.seed), self, "seed", "use a whole number")
 
     @classmethod

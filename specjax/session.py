@@ -1,23 +1,17 @@
-"""From prompts to compiled batches: what `generate` and `stream` share.
-
-A session checks everything before any long work, compiles once for all of its batches, and runs
-them a few rounds at a time.
-"""
+"""From prompts to a session: everything checked, encoded and chosen before any long work."""
 
 from __future__ import annotations
 
-import functools
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key
 
-from specjax import loop, metrics, sampling
+from specjax import sampling
 from specjax.draft_length import DraftLength
 from specjax.drafters import Drafter, check_length
 from specjax.drafters import none as no_drafter
@@ -27,6 +21,7 @@ from specjax.models.attention import CACHE_BLOCK
 from specjax.models.model import Model
 from specjax.prompts import Prompt, encode_prompt
 from specjax.sampling_params import SamplingParams, one_a_prompt
+from specjax.state import RUNNING, STOPPED, Plan, Rows
 
 RULES = ("rejection", "block", "coupled")
 MOST_ROWS = 16
@@ -40,7 +35,7 @@ class Session:
 
     model: Model
     drafter: Drafter
-    plan: loop.Plan
+    plan: Plan
     batch_size: int
     prompts: tuple[tuple[int, ...], ...]
     requests: tuple[SamplingParams, ...]
@@ -70,7 +65,7 @@ def open_session(
     num_speculative_tokens: int | str | None = None,
     num_speculative_tokens_per_batch_size: Sequence[tuple[int, int, int]] = (),
     verify: str | sampling.Rule = "rejection",
-    requests: Any = SamplingParams(),
+    requests: Any = SamplingParams(),  # noqa: B008 - frozen
     seed: int = 0,
     batch_size: int | None = None,
     max_length: int | None = None,
@@ -96,7 +91,7 @@ def open_session(
         check_length(most)
     ladder = tuple((int(a), int(b), int(k)) for a, b, k in num_speculative_tokens_per_batch_size)
     for low, high, count in ladder:
-        if not (1 <= low <= high and 0 <= count):
+        if not (1 <= low <= high and count >= 0):
             raise InputError(
                 f"num_speculative_tokens_per_batch_size: ({low}, {high}, {count}) must be "
                 "(low, high, k) with 1 <= low <= high and k >= 0"
@@ -110,7 +105,7 @@ def open_session(
         for ids, request in zip(encoded, requests, strict=True)
     ]
     chunk = _chunk(max(map(len, encoded)))
-    plan = loop.Plan(
+    plan = Plan(
         target=target.architecture,
         drafter=drafter,
         rule=verify,
@@ -141,106 +136,6 @@ def widths(most: int) -> tuple[int, ...]:
     return tuple(sorted({1, min(4, most + 1), most + 1}))
 
 
-class Snapshot(NamedTuple):
-    """One batch between two steps, on the host; `index` are its prompts.
-
-    `lengths` count committed tokens, `kept` the new tokens that a stop string left (or -1).
-    """
-
-    index: list[int]
-    tokens: np.ndarray
-    lengths: np.ndarray
-    status: np.ndarray
-    kept: np.ndarray
-    rounds: loop.Rounds
-    logprobs: np.ndarray | None
-    overlaps: np.ndarray | None
-    finished: bool
-    prefill_s: float
-    decode_s: float
-
-
-class Programs(NamedTuple):
-    """The two compiled functions of a plan, and what compiling them took."""
-
-    start: Any
-    run: Any
-    seconds: float
-
-
-def compile_session(session: Session) -> Programs:
-    """The session's programs, compiled now or earlier in this process."""
-    arguments = (session.params, *batch_arguments(session, []))
-    shapes, tree = jax.tree.flatten(jax.eval_shape(lambda *a: a, *arguments))
-    return _compile(session.plan, tree, tuple((s.shape, s.dtype) for s in shapes))
-
-
-@functools.lru_cache(maxsize=64)
-def _compile(plan: loop.Plan, tree: Any, leaves: tuple) -> Programs:
-    begin = time.perf_counter()
-    shapes = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(*leaf) for leaf in leaves])
-    params, arguments = shapes[0], shapes[1:]
-    state = jax.eval_shape(functools.partial(loop.start, plan), params, *arguments)
-    start = jax.jit(loop.start, static_argnums=0).lower(plan, params, *arguments).compile()
-    run = jax.jit(loop.run, static_argnums=0, donate_argnums=2)
-    run = run.lower(plan, params, state, jax.ShapeDtypeStruct((), jnp.int32)).compile()
-    return Programs(start, run, time.perf_counter() - begin)
-
-
-def run_session(
-    session: Session, rounds: int | None = None, programs: Programs | None = None
-) -> Iterator[Snapshot]:
-    """Decode batch by batch; a snapshot after every `rounds` rounds, and one when a batch is done.
-
-    Without `rounds` a batch is one device call, unless a stop string has to be watched for.
-    """
-    programs = programs or compile_session(session)
-    if rounds is None and any(request.stop for request in session.requests):
-        rounds = 8
-    for index in session.batches():
-        yield from run_batch(session, programs, index, rounds or session.plan.max_rounds)
-
-
-def run_batch(
-    session: Session, programs: Programs, index: list[int], rounds: int
-) -> Iterator[Snapshot]:
-    """Decode one of `session.batches()`: a snapshot after every `rounds` rounds, then the last."""
-    arguments = jax.block_until_ready(batch_arguments(session, index))
-    begin = time.perf_counter()
-    state = jax.block_until_ready(programs.start(session.params, *arguments))
-    prefill_s, decode_s = time.perf_counter() - begin, 0.0
-    kept = np.full(len(index), -1)
-    finished = False
-    while not finished:
-        begin = time.perf_counter()
-        state = programs.run(session.params, state, jnp.int32(rounds))
-        status = np.array(state.status)
-        decode_s += time.perf_counter() - begin
-        tokens, lengths = np.asarray(state.tokens), np.asarray(state.length)
-        for row, prompt in enumerate(index):
-            if session.requests[prompt].stop and kept[row] < 0:
-                kept[row] = _stop_string(session, prompt, tokens[row, : lengths[row]])
-                if kept[row] >= 0:
-                    status[row] = loop.STOPPED
-        if (status != np.asarray(state.status)).any():
-            state = state.replace(status=jnp.asarray(status))
-        finished = not (status == loop.RUNNING).any()
-        real = slice(0, len(index))
-        yield Snapshot(
-            index=index,
-            tokens=tokens[real],
-            lengths=lengths[real],
-            status=status[real],
-            kept=kept.copy(),
-            rounds=jax.tree.map(lambda leaf: np.asarray(leaf)[real], state.rounds),
-            logprobs=None if state.logprobs is None else np.asarray(state.logprobs)[real],
-            overlaps=None if state.overlaps is None else np.asarray(state.overlaps)[real],
-            finished=finished,
-            prefill_s=prefill_s,
-            decode_s=decode_s,
-        )
-
-
 def batch_arguments(session: Session, index: list[int]) -> tuple:
     """`loop.start`'s arrays for one batch; rows without a prompt are finished from the start."""
     batch, plan = session.batch_size, session.plan
@@ -257,7 +152,7 @@ def batch_arguments(session: Session, index: list[int]) -> tuple:
     numbers = np.array([*index, *[0] * spare], np.int32)
     room = np.array([request.max_new_tokens for request in requests], np.int32)
     keys = [row_key(session, i) for i in index] + [jax.random.key(session.seed)] * spare
-    rows = loop.Rows(
+    rows = Rows(
         index=jnp.asarray(numbers),
         key=jnp.stack(keys),
         sampling=Sampling(
@@ -270,12 +165,12 @@ def batch_arguments(session: Session, index: list[int]) -> tuple:
         stop_ids=jnp.asarray(stop_ids),
     )
     running = np.arange(batch) < len(index)
-    status = np.where(running, loop.RUNNING, loop.STOPPED).astype(np.int32)
+    status = np.where(running, RUNNING, STOPPED).astype(np.int32)
     return jnp.asarray(tokens), rows, jnp.asarray(length), jnp.asarray(status)
 
 
 def row_key(session: Session, prompt: int) -> Key[Array, ""]:
-    """The key that all of a prompt's draws come from: its own seed's, or its place's in the input."""
+    """The key that all of a prompt's draws come from: its own seed's, or its place's."""
     seed = session.requests[prompt].seed
     if seed is not None:
         return jax.random.key(seed)
@@ -285,33 +180,6 @@ def row_key(session: Session, prompt: int) -> Key[Array, ""]:
 def _stop_ids(model: Model, request: SamplingParams) -> tuple[int, ...]:
     own = model.tokenizer.eos_ids if model.tokenizer and not request.ignore_eos else ()
     return tuple(dict.fromkeys((*own, *request.stop_token_ids)))
-
-
-def _stop_string(session: Session, prompt: int, tokens: np.ndarray) -> int:
-    """How many new tokens it takes until a stop string is complete; -1 if none is."""
-    tokenizer = session.model.tokenizer
-    if tokenizer is None:
-        raise InputError(
-            f"sampling.stop: {session.model.name} has no tokenizer; use stop_token_ids"
-        )
-    new = tokens[len(session.prompts[prompt]) :].tolist()
-    stops = session.requests[prompt].stop
-    if first_stop(tokenizer.decode(new), stops) is None:
-        return -1
-    low, high = 1, len(new)
-    while low < high:
-        middle = (low + high) // 2
-        if first_stop(tokenizer.decode(new[:middle]), stops) is None:
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
-def first_stop(text: str, stops: Sequence[str]) -> int | None:
-    """Where the first stop string begins in a text, if one does."""
-    places = [place for place in (text.find(stop) for stop in stops) if place >= 0]
-    return min(places, default=None)
 
 
 def _longest(target: Model, encoded: list[list[int]], max_length: int | None) -> int:
@@ -327,8 +195,8 @@ def _longest(target: Model, encoded: list[list[int]], max_length: int | None) ->
         if len(ids) >= longest:
             remedy = "shorten it" if max_length is None else "shorten it or raise max_length"
             raise InputError(
-                f"prompts[{i}] has {len(ids)} tokens, which leaves no room for a new one in {name}: "
-                f"{remedy}"
+                f"prompts[{i}] has {len(ids)} tokens, which leaves no room for a new one in "
+                f"{name}: {remedy}"
             )
     return longest
 
@@ -358,25 +226,3 @@ def _with_costs(session: Session) -> Session:
 
     measured = replace(session.plan.draft_length, costs=round_costs(session))
     return replace(session, plan=replace(session.plan, draft_length=measured))
-
-
-def cut(snapshot: Snapshot) -> loop.Rounds:
-    """The snapshot's counts without what lies behind a stop string."""
-    if (snapshot.kept < 0).all():
-        return snapshot.rounds
-    counts = snapshot.rounds
-    new = np.where(snapshot.kept < 0, np.iinfo(np.int32).max, snapshot.kept)
-    drafted, accepted, emitted, width = metrics.cut_rounds(
-        counts.drafted, counts.accepted, counts.emitted, counts.width, new
-    )
-    return loop.Rounds(width=width, drafted=drafted, accepted=accepted, emitted=emitted)
-
-
-def expected_acceptance(session: Session) -> metrics.ExpectedAcceptance:
-    """The acceptance that this session's own distributions imply, with its standard error.
-
-    Decodes once more, recording sum_x min(p, q) at every node that `rejection` puts to the test.
-    """
-    recording = replace(session, plan=replace(session.plan, overlaps=True))
-    batches = [snapshot for snapshot in run_session(recording) if snapshot.finished]
-    return metrics.expected_acceptance(np.concatenate([s.overlaps for s in batches]))

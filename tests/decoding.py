@@ -8,9 +8,10 @@ import numpy as np
 
 from specjax import loop, trees
 from specjax.drafters import Drafter, draft_model, early_exit, ngram, simulated, stateless, unmoved
+from specjax.execution import compile_session, run_session
 from specjax.generation import collect
 from specjax.sampling_params import SamplingParams
-from specjax.session import batch_arguments, compile_session, open_session, run_session
+from specjax.session import batch_arguments, open_session
 
 PROMPTS = [
     [5],
@@ -101,7 +102,9 @@ def random_law(target, spread=1.0):
             tokens.append(token)
             laws.append(law)
         if not tokens:
-            return trees.chain(jnp.zeros((context.length.shape[0], 0), jnp.int32), context.limit), state
+            return trees.chain(
+                jnp.zeros((context.length.shape[0], 0), jnp.int32), context.limit
+            ), state
         count = jnp.minimum(context.limit, context.length % (context.num_tokens + 1))
         logq = jnp.stack(laws, axis=1) if context.laws else None
         return trees.chain(jnp.stack(tokens, axis=1), count, logq), state

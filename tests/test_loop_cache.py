@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoding import PROMPTS, drafters, first_state, make_session, mixed, replay, rounds
+from decoding import PROMPTS, drafters, first_state, make_session, mixed, rounds
 
 from specjax.draft_length import DraftLength
 from specjax.drafters import draft_model, none
@@ -112,7 +112,10 @@ def test_finished_rows_freeze(tiny, unrelated, similar):
                 (before.status, state.status),
                 (before.cache.length, state.cache.length),
                 (np.moveaxis(before.cache.k, 1, 0), np.moveaxis(state.cache.k, 1, 0)),
-                (np.moveaxis(before.drafter.cache.k, 1, 0), np.moveaxis(state.drafter.cache.k, 1, 0)),
+                (
+                    np.moveaxis(before.drafter.cache.k, 1, 0),
+                    np.moveaxis(state.drafter.cache.k, 1, 0),
+                ),
             ):
                 np.testing.assert_array_equal(np.asarray(old)[done], np.asarray(new)[done])
             column = np.asarray(state.rounds.emitted)[:, int(before.round)]

@@ -1,4 +1,4 @@
-"""Speculative output is the plain output, token for token: greedy rows, and `coupled` at any warp."""
+"""Speculative output is the plain output, token for token: greedy, and `coupled` at any warp."""
 
 import dataclasses
 

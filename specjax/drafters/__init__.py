@@ -113,8 +113,8 @@ def check_tokenizers(target: Model, draft: Model) -> None:
         difference = f"{sizes[0]} against {sizes[1]} tokens"
     if difference is not None:
         raise InputError(
-            f"drafter.path: the tokenizers of {target.name} and {draft.name} differ ({difference}): "
-            "use a draft model with the target's own tokenizer"
+            f"drafter.path: the tokenizers of {target.name} and {draft.name} differ "
+            f"({difference}): use a draft model with the target's own tokenizer"
         )
 
 
@@ -150,7 +150,9 @@ def check_options(
         if parameter.default is inspect.Parameter.empty and option not in (*options, *supplied):
             raise InputError(f"drafter.{option} is missing: {name} needs it")
     if name == "draft_model" and path is None:
-        raise InputError("drafter.path is missing: draft_model needs a model's name, file or folder")
+        raise InputError(
+            "drafter.path is missing: draft_model needs a model's name, file or folder"
+        )
     if name != "draft_model" and path is not None:
         raise InputError(f"drafter.path={str(path)!r}: {name} does not take it; leave it out")
 

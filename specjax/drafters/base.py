@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from specjax.cache import KVCache
 from specjax.models.interface import LanguageModel

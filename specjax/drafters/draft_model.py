@@ -53,9 +53,7 @@ def make(
         cache, _ = prefill(model, params, context.tokens, lengths, cache, _CHUNK)
         return State(cache, model.make_window(batch, _slots(context)))
 
-    def propose(
-        params: Any, state: State, context: Context, noise: Noise
-    ) -> tuple[Draft, State]:
+    def propose(params: Any, state: State, context: Context, noise: Noise) -> tuple[Draft, State]:
         slots, last = _slots(context), context.length - 1
 
         # A row of one token has no x_{n-2}: its slot 0 stays out of sight.

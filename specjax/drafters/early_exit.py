@@ -1,7 +1,7 @@
-"""The target's own first layers draft, through its final norm and head (Elhoushi et al. 2404.16710).
+"""The target's own first layers draft, through its final norm and head.
 
 They read the target's cache, which holds exactly what they would have written; only the round's
-window is their own.
+window is their own. (LayerSkip: Elhoushi et al. 2404.16710.)
 """
 
 from __future__ import annotations

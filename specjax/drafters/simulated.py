@@ -42,7 +42,9 @@ def make(
         replay[row, : len(tokens)] = tokens
     for row in range(len(replay)):
         wrong = np.random.default_rng((mistake_seed, row)).random(longest) >= acceptance
-        replay[row] = np.where(wrong & (replay[row] >= 0), (replay[row] + 1) % vocab_size, replay[row])
+        replay[row] = np.where(
+            wrong & (replay[row] >= 0), (replay[row] + 1) % vocab_size, replay[row]
+        )
 
     def init(params: Any, context: Context, features: dict) -> Int[Array, "B"]:
         del params, features

@@ -1,0 +1,1 @@
+"""Language models: the decoder, its loaders, its tokenizer."""

@@ -1,7 +1,8 @@
 """The Llama-family decoder: one forward, `extend`, for prefill, drafting, verifying and training.
 
-Llama (Touvron et al. 2302.13971) with grouped queries (Ainslie et al. 2305.13245), rotary positions
-(Su et al. 2104.09864), RMS norms (Zhang and Sennrich 1910.07467) and gated SiLU (Shazeer 2002.05202).
+Llama (Touvron et al. 2302.13971) with grouped queries (Ainslie et al. 2305.13245), rotary
+positions (Su et al. 2104.09864), RMS norms (Zhang and Sennrich 1910.07467) and gated SiLU
+(Shazeer 2002.05202).
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Decoder:
     """A decoder as plain functions of its parameters, as `interface.LanguageModel` asks for."""
 
     config: DecoderConfig
-    dtype: jnp.dtype = jnp.dtype(jnp.float32)
+    dtype: jnp.dtype
 
     @property
     def vocab_size(self) -> int:
@@ -229,7 +230,7 @@ class DecoderModule(nn.Module):
 
 
 def rms_norm(x: Float[Array, "B T D"], scale: Float[Array, "D"], eps: float) -> jax.Array:
-    """x over its root mean square, taken in float32."""
+    """X over its root mean square, taken in float32."""
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return wide.astype(x.dtype) * scale[None, None, :]

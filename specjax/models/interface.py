@@ -21,7 +21,7 @@ class Extension:
 
 @runtime_checkable
 class LanguageModel(Protocol):
-    """A model as pure functions of its parameters; hashable, so that it can be a static argument."""
+    """A model as pure functions of its parameters; hashable, to be a static argument."""
 
     @property
     def vocab_size(self) -> int:
@@ -54,6 +54,6 @@ class LanguageModel(Protocol):
         """Run T tokens through the model; the cache is only read.
 
         The tokens fill the window's slots start..start+T and see each row's committed tokens and
-        the window slots that `visible` allows, their own included. With `num_layers`, only that many
-        layers run before the final norm (early exit).
+        the window slots that `visible` allows, their own included. With `num_layers`, only that
+        many layers run before the final norm (early exit).
         """

@@ -55,7 +55,7 @@ class DrafterCheck:
 
 
 class ChiSquare(NamedTuple):
-    """The distance of counts from their law, and what an exact sampler exceeds once in a million."""
+    """The distance of counts from their law, and what exact ones exceed once in a million."""
 
     statistic: float
     threshold: float
@@ -295,4 +295,6 @@ def _check_sizes(model: LanguageModel, rows: int, prompt: Sequence[int], length:
         raise InputError("prompt is empty: give at least one token")
     for token in prompt:
         if not 0 <= token < vocab:
-            raise InputError(f"prompt: token id {token} is outside the vocabulary of {vocab} tokens")
+            raise InputError(
+                f"prompt: token id {token} is outside the vocabulary of {vocab} tokens"
+            )

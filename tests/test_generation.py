@@ -1,0 +1,426 @@
+"""`generate` and `stream`: where output ends, what is reported of it, and what is refused."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+import tokenizers
+from conftest import tiny_config
+from decoding import PROMPTS, decode, drafters, greedy, make_session, mixed, replay
+
+import specjax
+from specjax.errors import InputError
+from specjax.execution import compile_session, run_session
+from specjax.models.loading import random_model
+from specjax.models.tokenizer import Tokenizer
+from specjax.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+PROMPT = [3, 1, 4, 1, 5]
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ012345678"
+LENGTH = 12
+
+
+def drawn(**fields):
+    """Sampled requests that all draw alike, so that rows with one prompt agree."""
+    return SamplingParams(**{"temperature": 1.0, "seed": 7, "max_new_tokens": LENGTH, **fields})
+
+
+@pytest.fixture(scope="module")
+def letters():
+    """A tokenizer of one letter a token; the last one ends a sequence."""
+    vocabulary = {letter: index for index, letter in enumerate(LETTERS)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    backend.decoder = tokenizers.decoders.Fuse()
+    return Tokenizer(backend, eos_ids=(60,))
+
+
+@pytest.fixture(scope="module")
+def speaking(tiny, letters):
+    """The tiny target with that tokenizer."""
+    return dataclasses.replace(tiny, tokenizer=letters)
+
+
+@pytest.fixture(scope="module")
+def plain(tiny):
+    """What plain decoding draws behind the prompt, with the noise of `coupled`."""
+    return decode(tiny, [PROMPT], verify="coupled", sampling=drawn())
+
+
+@pytest.fixture(scope="module")
+def right(tiny, plain):
+    """A drafter that is always right about that."""
+    return replay(tiny, dataclasses.replace(plain, token_ids=plain.token_ids * 64), 1.0)
+
+
+@pytest.fixture(scope="module")
+def wavering(tiny, plain):
+    """A drafter that is right about that four times in five."""
+    return replay(tiny, dataclasses.replace(plain, token_ids=plain.token_ids * 64), 0.8)
+
+
+def until(tokens, stop):
+    """The tokens up to the first that is `stop`, which is part of the output."""
+    return tokens[: tokens.index(stop) + 1] if stop in tokens else tokens
+
+
+@pytest.mark.parametrize("quality", ["right", "wavering"])
+def test_a_stop_token_at_every_place_of_a_path(quality, tiny, plain, request):
+    (tokens,) = plain.token_ids
+    stops = [*tokens, 60]
+    got = decode(
+        tiny,
+        [PROMPT] * len(stops),
+        drafter=request.getfixturevalue(quality),
+        verify="coupled",
+        sampling=[drawn(stop_token_ids=(60, stop)) for stop in stops],
+        num_speculative_tokens=4,
+    )
+    wanted = [until(tokens, stop) for stop in stops]
+    assert got.token_ids == wanted
+    assert {len(each) % 5 for each in wanted} == {0, 1, 2, 3, 4}
+    for row, stop in enumerate(stops):
+        assert got.finish_reasons[row] == ("stop" if stop in tokens else "length")
+    assert np.maximum(got.emitted, 0).sum(axis=1).tolist() == [len(each) for each in wanted]
+
+
+def test_max_new_tokens_is_never_overshot(tiny, plain, right):
+    (tokens,) = plain.token_ids
+    lengths = range(1, LENGTH + 1)
+    got = decode(
+        tiny,
+        [PROMPT] * LENGTH,
+        drafter=right,
+        verify="coupled",
+        sampling=[drawn(max_new_tokens=length) for length in lengths],
+        num_speculative_tokens=4,
+    )
+    assert got.token_ids == [tokens[:length] for length in lengths]
+    assert got.finish_reasons == ["length"] * LENGTH
+    # What could not be emitted is not drafted either.
+    assert np.maximum(got.drafted, 0).sum(axis=1).tolist() == [
+        4 * (length // 5) + max(length % 5 - 1, 0) for length in lengths
+    ]
+
+
+def test_a_stop_token_as_the_last_one_allowed(tiny, plain):
+    (tokens,) = plain.token_ids
+    place = next(i for i in range(3, LENGTH) if tokens[i] not in tokens[:i])
+    request = drawn(max_new_tokens=place + 1, stop_token_ids=(tokens[place],))
+    got = decode(tiny, [PROMPT], verify="coupled", sampling=request)
+    assert got.token_ids == [tokens[: place + 1]]
+    assert got.finish_reasons == ["stop"]
+
+
+def test_max_length_counts_the_prompt(tiny, plain):
+    got = decode(tiny, [PROMPT], verify="coupled", sampling=drawn(), max_length=len(PROMPT) + 3)
+    assert got.token_ids == [plain.token_ids[0][:3]]
+    assert got.finish_reasons == ["length"]
+
+
+def test_the_models_own_end_of_sequence(speaking, plain):
+    (tokens,) = plain.token_ids
+    place = next(i for i in range(2, LENGTH) if tokens[i] not in tokens[:i])
+    ends = dataclasses.replace(speaking.tokenizer, eos_ids=(tokens[place],))
+    model = dataclasses.replace(speaking, tokenizer=ends)
+    got = decode(
+        model,
+        [PROMPT, PROMPT],
+        verify="coupled",
+        sampling=[drawn(), drawn(ignore_eos=True)],
+    )
+    assert got.token_ids == [tokens[: place + 1], tokens]
+    assert got.finish_reasons == ["stop", "length"]
+
+
+def spelled(tokens):
+    return "".join(LETTERS[token] for token in tokens)
+
+
+def stop_cases(text):
+    """Stop strings of one to three letters at each place, with the text and tokens they leave."""
+    cases = []
+    for size in (1, 2, 3):
+        for place in range(len(text) - size + 1):
+            stop = text[place : place + size]
+            first = text.find(stop)
+            cases.append(((stop, "never"), text[:first], first + size))
+    return cases
+
+
+@pytest.mark.parametrize("rounds", [1, 3, None])
+def test_stop_strings_that_span_rounds(rounds, speaking, plain, right):
+    (tokens,) = plain.token_ids
+    cases = stop_cases(spelled(tokens))
+    options = dict(
+        drafter=right,
+        verify="coupled",
+        sampling=[drawn(stop=stop, logprobs=True) for stop, _, _ in cases],
+        num_speculative_tokens=4,
+        batch_size=11,
+    )
+    prompts = [PROMPT] * len(cases)
+    if rounds is None:
+        got = specjax.generate(speaking, prompts, **options)
+        assert got.texts == [text for _, text, _ in cases]
+        assert got.token_ids == [tokens[:count] for _, _, count in cases]
+        assert set(got.finish_reasons) == {"stop"}
+        # Tokens behind the stop string are in no count.
+        emitted = np.maximum(got.emitted, 0).sum(axis=1)
+        assert emitted.tolist() == [count for _, _, count in cases]
+        assert list(map(len, got.logprobs)) == emitted.tolist()
+        return
+    texts, ids, flags = streamed(speaking, prompts, rounds_per_step=rounds, **options)
+    assert texts == [text for _, text, _ in cases]
+    assert ids == [tokens[:count] for _, _, count in cases]
+    assert list(map(len, flags)) == list(map(len, ids))
+
+
+def streamed(model, prompts, **options):
+    """Texts, token ids and flags of a stream, put together; the last delta alone has a reason."""
+    texts = ["" for _ in prompts]
+    ids, flags, reasons = ([[] for _ in prompts] for _ in range(3))
+    for delta in specjax.stream(model, prompts, **options):
+        assert not reasons[delta.index]
+        texts[delta.index] += delta.text
+        ids[delta.index] += delta.token_ids
+        flags[delta.index] += delta.drafted
+        if delta.finish_reason is not None:
+            reasons[delta.index].append(delta.finish_reason)
+    assert all(len(each) == 1 for each in reasons)
+    return texts, ids, flags
+
+
+@pytest.mark.parametrize("rounds", [1, 4])
+def test_a_stream_adds_up_to_the_generation(rounds, speaking, tiny, unrelated, similar):
+    options = dict(
+        drafter=drafters(tiny, unrelated, similar)["similar"],
+        sampling=mixed(max_new_tokens=20),
+        num_speculative_tokens=3,
+        batch_size=5,
+        seed=3,
+    )
+    whole = specjax.generate(speaking, PROMPTS, **options)
+    texts, ids, flags = streamed(speaking, PROMPTS, rounds_per_step=rounds, **options)
+    assert ids == whole.token_ids
+    assert texts == whole.texts == [spelled(tokens) for tokens in whole.token_ids]
+    assert flags == [whole.was_drafted(row) for row in range(len(PROMPTS))]
+    assert any(map(any, flags))
+
+
+def test_what_was_drafted(tiny, plain, right):
+    got = decode(
+        tiny,
+        [PROMPT],
+        drafter=right,
+        verify="coupled",
+        sampling=drawn(),
+        num_speculative_tokens=4,
+    )
+    assert got.was_drafted(0) == [True] * 4 + [False] + [True] * 4 + [False] + [True, False]
+    assert got.accepted[0, :3].tolist() == [4, 4, 1]
+    assert got.width[0, :3].tolist() == [5, 5, 4]
+    assert (got.emitted[0, 3:] == -1).all()
+    assert not any(plain.was_drafted(0))
+
+
+@pytest.mark.parametrize("rule", ["rejection", "coupled"])
+def test_logprobs_are_those_of_a_full_forward(rule, tiny, unrelated, similar):
+    got = decode(
+        tiny,
+        PROMPTS,
+        drafter=drafters(tiny, unrelated, similar)["similar"],
+        verify=rule,
+        sampling=[
+            dataclasses.replace(request, logprobs=row != 2)
+            for row, request in enumerate(mixed(max_new_tokens=16))
+        ],
+        num_speculative_tokens=3,
+    )
+    assert got.logprobs[2] is None
+    for row, prompt in enumerate(PROMPTS):
+        if row == 2:
+            continue
+        sequence = jnp.asarray([[*prompt, *got.token_ids[row]]])
+        logits = one_pass(tiny, sequence)[0, len(prompt) - 1 : -1]
+        logp = jax.nn.log_softmax(logits, axis=-1)
+        wanted = jnp.take_along_axis(logp, jnp.asarray(got.token_ids[row])[:, None], axis=1)[:, 0]
+        np.testing.assert_allclose(got.logprobs[row], wanted, atol=2e-5)
+
+
+def one_pass(model, tokens):
+    """Logits of whole rows in one forward."""
+    decoder = model.architecture
+    batch, length = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(length)[None, :], tokens.shape)
+    causal = jnp.tril(jnp.ones((1, length, length), bool))
+    cache, window = decoder.make_cache(batch, 256), decoder.make_window(batch, length)
+    return decoder.extend(model.params, tokens, positions, cache, window, 0, causal).logits
+
+
+def test_seeds_belong_to_requests(tiny, unrelated, similar):
+    """With a seed of its own a request is the same wherever it stands; without, it is its own."""
+    drafter = drafters(tiny, unrelated, similar)["similar"]
+    for rule in ("rejection", "coupled"):
+        options = dict(drafter=drafter, verify=rule, num_speculative_tokens=3)
+        seeds = [None, 5, None, 5, 6]
+        requests = [drawn(seed=seed) for seed in seeds]
+        first = decode(tiny, [PROMPT] * 5, sampling=requests, seed=0, **options)
+        assert first.token_ids[1] == first.token_ids[3]
+        others = [first.token_ids[row] for row in (0, 1, 2, 4)]
+        assert all(a != b for i, a in enumerate(others) for b in others[:i])
+        again = decode(tiny, [PROMPT] * 5, sampling=requests, seed=1, **options)
+        same = [a == b for a, b in zip(first.token_ids, again.token_ids, strict=True)]
+        assert same == [False, True, False, True, True]
+
+
+def test_snapshots_do_not_change_behind_ones_back(tiny, plain, right):
+    """The state is donated to the next step; what was handed out must not be."""
+    session = make_session(
+        tiny,
+        [PROMPT, PROMPT],
+        drafter=right,
+        verify="coupled",
+        sampling=drawn(),
+        num_speculative_tokens=1,
+    )
+    seen = list(run_session(session, 1, compile_session(session)))
+    assert len(seen) == 6
+    for number, snapshot in enumerate(seen, start=1):
+        assert snapshot.lengths.tolist() == [len(PROMPT) + 2 * number] * 2
+        assert (snapshot.tokens[:, len(PROMPT) + 2 * number :] == 0).all()
+        assert (snapshot.rounds.emitted[:, :number] == 2).all()
+        assert (snapshot.rounds.emitted[:, number:] == -1).all()
+
+
+def test_progress_is_told_of_every_step(tiny):
+    seen = []
+    specjax.generate(
+        tiny, PROMPTS[:3], batch_size=2, sampling=greedy(max_new_tokens=20), progress=seen.append
+    )
+    assert [snapshot.index for snapshot in seen if snapshot.finished] == [[0, 1], [2]]
+
+
+def test_a_single_text_is_one_prompt(speaking):
+    got = specjax.generate(speaking, "hello", sampling={"max_new_tokens": 3})
+    assert len(got.texts) == 1
+    assert got.new_tokens == 3
+    assert got.texts == [spelled(got.token_ids[0])]
+
+
+def test_real_text_with_a_stop_string(smollm2):
+    """On the default model: the drafter that copies changes nothing, and the stop string cuts."""
+    prompt = "one two three four one two three four one two"
+    requests = {"max_new_tokens": 12}
+    plain = specjax.generate(smollm2, prompt, sampling=requests)
+    drafter = specjax.make_drafter("ngram", smollm2)
+    copied = specjax.generate(smollm2, prompt, drafter=drafter, sampling=requests)
+    assert copied.texts == plain.texts
+    assert copied.accepted.max() > 0
+    text = plain.texts[0]
+    stop = text[len(text) // 2 : len(text) // 2 + 3]
+    cut = specjax.generate(smollm2, prompt, drafter=drafter, sampling={**requests, "stop": (stop,)})
+    assert cut.texts == [text[: text.find(stop)]]
+    assert cut.finish_reasons == ["stop"]
+
+
+OTHER = tiny_config(vocab_size=50)
+
+REFUSED = {
+    "no_prompts": (dict(prompts=[]), "prompts is empty: give at least one"),
+    "empty_prompt": (dict(prompts=[[1], []]), r"prompts\[1\] is empty"),
+    "text_without_a_tokenizer": (dict(prompts=["hi"]), r"prompts\[0\].*no tokenizer; give token"),
+    "not_a_prompt": (dict(prompts=[[1.5]]), r"prompts\[0\]: use text, token ids, or messages"),
+    "unknown_token": (dict(prompts=[[61]]), r"prompts\[0\]: token id 61 is outside"),
+    "negative_token": (dict(prompts=[[-1]]), r"prompts\[0\]: token id -1 is outside"),
+    "too_long": (dict(prompts=[[1] * 600]), r"prompts\[0\] has 600 tokens.*shorten it"),
+    "beyond_max_length": (
+        dict(prompts=[[1] * 9], max_length=9),
+        r"prompts\[0\] has 9 tokens.*max_length=9.*shorten it or raise max_length",
+    ),
+    "max_length": (dict(max_length=601), "max_length=601 exceeds .*lower it"),
+    "batch_size": (dict(batch_size=0), "batch_size=0: use a whole number of at least 1"),
+    "length": (dict(num_speculative_tokens=-1), "num_speculative_tokens=-1: use a whole number"),
+    "length_type": (dict(num_speculative_tokens=1.5), "num_speculative_tokens=1.5: use a whole"),
+    "length_word": (dict(num_speculative_tokens="max"), "num_speculative_tokens='max': use a whol"),
+    "ladder": (
+        dict(num_speculative_tokens_per_batch_size=[(4, 2, 1)]),
+        r"num_speculative_tokens_per_batch_size: \(4, 2, 1\) must be .*low <= high",
+    ),
+    "rule": (dict(verify="typical"), "verify='typical' is unknown: use rejection, block, coupled"),
+    "drafter": (dict(drafter="ngramm"), "drafter='ngramm' is unknown: did you mean ngram"),
+    "own_drafter": (dict(drafter="nowhere.to:find"), "drafter='nowhere.to:find': .*importable"),
+    "own_function": (dict(drafter="os:getcwdd"), "drafter='os:getcwdd': .*importable"),
+    "missing_path": (dict(drafter="draft_model"), "drafter.path is missing"),
+    "missing_option": (dict(drafter="simulated"), "drafter.continuations is missing"),
+    "field": (dict(sampling={"temprature": 1.0}), "sampling.temprature=1.0 .*did you mean temper"),
+    "unsupported": (
+        dict(sampling={"presence_penalty": 0.5}),
+        "sampling.presence_penalty=0.5 is not supported",
+    ),
+    "temperature": (dict(sampling={"temperature": -1.0}), "sampling.temperature=-1.0: use 0"),
+    "nan": (dict(sampling={"temperature": float("nan")}), "sampling.temperature=nan: use 0"),
+    "top_k": (dict(sampling={"top_k": -1}), "sampling.top_k=-1: use 0 for off"),
+    "top_p": (dict(sampling={"top_p": 0.0}), "sampling.top_p=0.0: use 1 for off"),
+    "top_p_above": (dict(sampling={"top_p": 1.1}), "sampling.top_p=1.1: use 1 for off"),
+    "min_p": (dict(sampling={"min_p": 2}), "sampling.min_p=2: use 0 for off"),
+    "max_new_tokens": (dict(sampling={"max_new_tokens": 0}), "sampling.max_new_tokens=0: use a wh"),
+    "stop": (dict(sampling={"stop": [""]}), "sampling.stop=.*use strings that are not empty"),
+    "stop_ids": (
+        dict(sampling={"stop_token_ids": [-2]}),
+        "sampling.stop_token_ids=.*use token ids",
+    ),
+    "seed": (dict(sampling={"seed": 0.5}), "sampling.seed=0.5: use a whole number"),
+    "count": (dict(sampling=[{}, {}]), "sampling has 2 entries for 1 prompts"),
+    "stop_without_a_tokenizer": (dict(sampling={"stop": ["x"]}), "sampling.stop: .*stop_token_ids"),
+}
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """As users have it: no type checker stands before specjax's own messages."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("way", [specjax.generate, specjax.stream])
+def test_bad_input_names_field_value_and_remedy(way, name, tiny):
+    arguments, message = REFUSED[name]
+    arguments = {"prompts": [[1, 2]], **arguments}
+    with pytest.raises(InputError, match=message) as caught:
+        way(tiny, arguments.pop("prompts"), **arguments)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_drafters_refuse_bad_options(tiny, speaking, letters):
+    make = specjax.make_drafter
+    for drafter, options, message in (
+        ("ngram", {"prompt_lookup_min": 0}, "prompt_lookup_min=0: must be at least 1"),
+        ("ngram", {"prompt_lookup_max": 1}, "prompt_lookup_max=1: must be at least"),
+        ("ngram", {"match": "best"}, "match='best': use latest or earliest"),
+        ("ngram", {"size": 3}, "drafter.size=3: ngram does not take it; it takes prompt_lookup"),
+        ("none", {"size": 3}, "drafter.size=3: none does not take it; it takes no options"),
+        ("ngram", {"path": "x"}, "drafter.path='x': ngram does not take it"),
+        ("ngram", {"num_speculative_tokens": -2}, "num_speculative_tokens=-2: use a whole"),
+        ("early_exit", {"exit_layer": 4}, "exit_layer=4: must lie in 1..3"),
+        ("early_exit", {"exit_layer": 0}, "exit_layer=0: must lie in 1..3"),
+        ("early_exit", {"draft_p_min": 1.0}, r"draft_p_min=1.0: must lie in \[0, 1\)"),
+        ("early_exit", {"draft_sample_method": "beam"}, "draft_sample_method='beam': use probab"),
+        ("simulated", {"continuations": []}, "continuations is empty: pass the token ids"),
+        ("simulated", {"continuations": [[1]], "acceptance": 2}, "acceptance=2: must lie in"),
+    ):
+        with pytest.raises(InputError, match=message):
+            make(drafter, tiny, **options)
+    with pytest.raises(InputError, match="tokenizers of .* differ .61 against 50 tokens"):
+        make("draft_model", tiny, random_model(OTHER, 0, dtype="float32"))
+    swapped = letters.backend.to_str().replace('"b":1', '"b":2').replace('"c":2', '"c":1')
+    other = Tokenizer(tokenizers.Tokenizer.from_str(swapped))
+    with pytest.raises(InputError, match="tokenizers of .* differ .*'b'.*'c'"):
+        make("draft_model", speaking, dataclasses.replace(tiny, tokenizer=other))
