@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import loop, metrics
-from specjax.errors import InputError
 from specjax.session import Session, batch_arguments
 from specjax.state import RUNNING, STOPPED, Plan, Rounds
 
@@ -121,10 +120,6 @@ def run_batch(
 def _stop_string(session: Session, prompt: int, tokens: np.ndarray) -> int:
     """How many new tokens it takes until a stop string is complete; -1 if none is."""
     tokenizer = session.model.tokenizer
-    if tokenizer is None:
-        raise InputError(
-            f"sampling.stop: {session.model.name} has no tokenizer; use stop_token_ids"
-        )
     new = tokens[len(session.prompts[prompt]) :].tolist()
     stops = session.requests[prompt].stop
     if first_stop(tokenizer.decode(new), stops) is None:

@@ -81,6 +81,8 @@ def open_session(
     if batch_size is not None and batch_size < 1:
         raise InputError(f"batch_size={batch_size}: use a whole number of at least 1")
     requests = one_a_prompt(requests, len(prompts))
+    if target.tokenizer is None and any(request.stop for request in requests):
+        raise InputError(f"sampling.stop: {target.name} has no tokenizer; use stop_token_ids")
     encoded = [encode_prompt(target, p, f"prompts[{i}]") for i, p in enumerate(prompts)]
     longest = _longest(target, encoded, max_length)
     auto = num_speculative_tokens == "auto"

@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import loop, trees
+from specjax import trees
 from specjax.drafters import Drafter, draft_model, early_exit, ngram, simulated, stateless, unmoved
 from specjax.execution import compile_session, run_session
 from specjax.generation import collect
 from specjax.sampling_params import SamplingParams
 from specjax.session import batch_arguments, open_session
+from specjax.state import RUNNING
 
 PROMPTS = [
     [5],
@@ -71,7 +72,7 @@ def first_state(session):
 def rounds(session, state):
     """The state after each round, until all rows are finished."""
     run = compile_session(session).run
-    while bool((state.status == loop.RUNNING).any()):
+    while bool((state.status == RUNNING).any()):
         # The program takes the state's buffers over; what a test holds is a copy.
         state = run(session.params, jax.tree.map(jnp.copy, state), jnp.int32(1))
         yield state

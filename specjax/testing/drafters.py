@@ -22,6 +22,7 @@ from specjax.models.interface import LanguageModel
 from specjax.models.model import Model
 from specjax.sampling_params import SamplingParams
 from specjax.session import widths
+from specjax.state import RUNNING, Plan, Rows, State
 
 QUANTILE = 1e-6
 """How often an exact drafter fails by chance."""
@@ -128,9 +129,9 @@ def make_plan(
     verify: str | sampling.Rule,
     request: SamplingParams,
     capacity: int,
-) -> loop.Plan:
+) -> Plan:
     """The plan of a loop over short rows that all make the same request."""
-    return loop.Plan(
+    return Plan(
         target=model,
         drafter=drafter,
         rule=verify,
@@ -146,14 +147,14 @@ def make_plan(
 
 
 def decode(
-    plan: loop.Plan,
+    plan: Plan,
     params: tuple[Any, Any],
     prompt: Sequence[int],
     request: SamplingParams,
     index: Int[Array | np.ndarray, "B"],
     seed: int,
     rounds: int,
-) -> loop.State:
+) -> State:
     """The state after some rounds of rows with one prompt; `index` tells the rows apart."""
     start, run = _programs(plan)
     state = start(params, *first_rows(plan, prompt, request, index, seed))
@@ -161,18 +162,18 @@ def decode(
 
 
 @functools.lru_cache(maxsize=8)
-def _programs(plan: loop.Plan) -> tuple[Any, Any]:
+def _programs(plan: Plan) -> tuple[Any, Any]:
     start = jax.jit(functools.partial(loop.start, plan))
     return start, jax.jit(functools.partial(loop.run, plan), donate_argnums=1)
 
 
 def first_rows(
-    plan: loop.Plan,
+    plan: Plan,
     prompt: Sequence[int],
     request: SamplingParams,
     index: Int[Array | np.ndarray, "B"],
     seed: int,
-) -> tuple[Int[Array, "B S"], loop.Rows, Int[Array, "B"], Int[Array, "B"]]:
+) -> tuple[Int[Array, "B S"], Rows, Int[Array, "B"], Int[Array, "B"]]:
     """`loop.start`'s arrays for rows with one prompt, a key of its own for each."""
     batch = len(index)
 
@@ -182,7 +183,7 @@ def first_rows(
     tokens = jnp.zeros((batch, plan.capacity), jnp.int32)
     tokens = tokens.at[:, : len(prompt)].set(jnp.asarray(prompt, jnp.int32)[None, :])
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.asarray(index))
-    rows = loop.Rows(
+    rows = Rows(
         index=jnp.asarray(index, jnp.int32),
         key=keys,
         sampling=Sampling(
@@ -194,7 +195,7 @@ def first_rows(
         max_length=every(plan.capacity, jnp.int32),
         stop_ids=jnp.full((batch, 1), -1, jnp.int32),
     )
-    return tokens, rows, every(len(prompt), jnp.int32), every(loop.RUNNING, jnp.int32)
+    return tokens, rows, every(len(prompt), jnp.int32), every(RUNNING, jnp.int32)
 
 
 def output_law(

@@ -1,0 +1,228 @@
+"""`extend` and prefill: however the tokens are cut into forwards, the result is one causal pass."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import tiny_config
+
+from specjax.cache import commit
+from specjax.models.loading import random_model
+from specjax.prefill import prefill
+
+TOKENS = np.random.default_rng(0).integers(61, size=(3, 300)).astype(np.int32)
+FEATURES = ("final_norm", "pre_norm", "layer_input:0", "layer_input:1", "layer_input:2")
+CAPACITY = 512
+
+
+@functools.partial(jax.jit, static_argnums=(0,), static_argnames=("features", "num_layers"))
+def extend(decoder, params, tokens, positions, cache, window, start, visible, **options):
+    return decoder.extend(params, tokens, positions, cache, window, start, visible, **options)
+
+
+def causal(length):
+    return jnp.tril(jnp.ones((1, length, length), bool))
+
+
+def one_pass(model, tokens, **options):
+    """All tokens at once behind an empty cache."""
+    decoder = model.architecture
+    batch, length = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
+    cache, window = decoder.make_cache(batch, CAPACITY), decoder.make_window(batch, length)
+    return extend(
+        decoder,
+        model.params,
+        jnp.asarray(tokens),
+        positions,
+        cache,
+        window,
+        0,
+        causal(length),
+        **options,
+    )
+
+
+def prefilled(model, lengths, chunk=64, features=()):
+    cache = model.architecture.make_cache(len(lengths), CAPACITY)
+    tokens = jnp.asarray(TOKENS[: len(lengths)])
+    program = jax.jit(prefill, static_argnums=(0, 5, 6))
+    lengths = jnp.asarray(lengths, jnp.int32)
+    return program(model.architecture, model.params, tokens, lengths, cache, chunk, features)
+
+
+@pytest.fixture(scope="module")
+def whole(tiny):
+    return one_pass(tiny, TOKENS, features=FEATURES)
+
+
+@pytest.mark.parametrize("chunk", [7, 64, 300, 512])
+def test_prefill_in_chunks_is_one_pass(chunk, tiny, whole):
+    lengths = [300, 1, 131]
+    cache, features = prefilled(tiny, lengths, chunk, FEATURES)
+    assert cache.length.tolist() == lengths
+    for row, length in enumerate(lengths):
+        for got, want in ((cache.k, whole.window.k), (cache.v, whole.window.v)):
+            np.testing.assert_allclose(
+                got[:, row, :, :length], want[:, row, :, :length], atol=2e-5, rtol=1e-4
+            )
+            assert not np.asarray(got[:, row, :, length:]).any()
+        for name in FEATURES:
+            np.testing.assert_allclose(
+                features[name][row, :length], whole.features[name][row, :length], atol=3e-5
+            )
+
+
+def test_prefill_of_nothing_is_the_empty_cache(tiny):
+    cache, _ = prefilled(tiny, [0, 0, 0])
+    assert cache.length.tolist() == [0, 0, 0]
+    assert not np.asarray(cache.k).any()
+
+
+@pytest.mark.parametrize("committed", [[0, 0, 0], [0, 5, 1], [250, 255, 256], [257, 100, 290]])
+def test_tokens_at_once_behind_a_cache(committed, tiny, whole):
+    """Rows of different lengths, on both sides of the block edge at 256."""
+    count = 9
+    cache, _ = prefilled(tiny, committed)
+    rows = np.array(committed)[:, None] + np.arange(count)[None, :]
+    tokens = np.take_along_axis(TOKENS, rows, axis=1)
+    window = tiny.architecture.make_window(3, count)
+    got = extend(
+        tiny.architecture,
+        tiny.params,
+        jnp.asarray(tokens),
+        jnp.asarray(rows),
+        cache,
+        window,
+        0,
+        causal(count),
+        features=FEATURES,
+    )
+    wanted = np.take_along_axis(np.asarray(whole.logits), rows[:, :, None], axis=1)
+    np.testing.assert_allclose(got.logits, wanted, atol=3e-5, rtol=1e-4)
+    for name in FEATURES:
+        wanted = np.take_along_axis(np.asarray(whole.features[name]), rows[:, :, None], axis=1)
+        np.testing.assert_allclose(got.features[name], wanted, atol=3e-5, rtol=1e-4)
+
+
+def test_one_by_one_is_at_once(tiny, whole):
+    """Through the window alone, each token in its slot, the cache behind them as it was."""
+    committed, count = [250, 3, 0], 6
+    cache, _ = prefilled(tiny, committed)
+    window = tiny.architecture.make_window(3, count)
+    for slot in range(count):
+        rows = np.array(committed)[:, None] + slot
+        got = extend(
+            tiny.architecture,
+            tiny.params,
+            jnp.asarray(np.take_along_axis(TOKENS, rows, axis=1)),
+            jnp.asarray(rows),
+            cache,
+            window,
+            jnp.int32(slot),
+            causal(count)[:, slot : slot + 1],
+        )
+        window = got.window
+        wanted = np.take_along_axis(np.asarray(whole.logits), rows[:, :, None], axis=1)
+        np.testing.assert_allclose(got.logits, wanted, atol=3e-5, rtol=1e-4)
+    cache = commit(cache, window, jnp.tile(jnp.arange(count), (3, 1)), jnp.array([6, 2, 4]))
+    again, _ = prefilled(tiny, [256, 5, 4])
+    assert cache.length.tolist() == [256, 5, 4]
+    for row, length in enumerate([256, 5, 4]):
+        np.testing.assert_allclose(
+            cache.k[:, row, :, :length], again.k[:, row, :, :length], atol=2e-5, rtol=1e-4
+        )
+
+
+def test_the_order_of_slots_does_not_matter(tiny):
+    """What counts is who sees whom and at which position, not where in the window it lies."""
+    count, order = 5, np.array([3, 0, 4, 1, 2])
+    cache, _ = prefilled(tiny, [7, 7, 7])
+    tokens = TOKENS[:, 7 : 7 + count]
+    positions = np.broadcast_to(np.arange(7, 7 + count), tokens.shape)
+    visible = np.asarray(causal(count))
+    results = []
+    for slots in (np.arange(count), order):
+        results.append(
+            extend(
+                tiny.architecture,
+                tiny.params,
+                jnp.asarray(tokens[:, slots]),
+                jnp.asarray(positions[:, slots]),
+                cache,
+                tiny.architecture.make_window(3, count),
+                0,
+                jnp.asarray(visible[:, slots][:, :, slots]),
+            ).logits
+        )
+    np.testing.assert_allclose(results[0][:, order], results[1], atol=2e-5, rtol=1e-4)
+
+
+def test_siblings_do_not_see_each_other(tiny, whole):
+    """Two children of one node at one position: each has the logits of its own path."""
+    cache, _ = prefilled(tiny, [4, 4, 4])
+    other = (TOKENS[:, 5] + 1) % 61
+    tokens = np.stack([TOKENS[:, 4], other, TOKENS[:, 5]], axis=1)
+    positions = np.broadcast_to(np.array([4, 5, 5]), tokens.shape)
+    visible = np.array([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], bool)
+    window = tiny.architecture.make_window(3, 3)
+    got = extend(
+        tiny.architecture,
+        tiny.params,
+        jnp.asarray(tokens),
+        jnp.asarray(positions),
+        cache,
+        window,
+        0,
+        jnp.asarray(visible),
+    ).logits
+    np.testing.assert_allclose(got[:, 2], whole.logits[:, 5], atol=3e-5, rtol=1e-4)
+    path = TOKENS[:, :6].copy()
+    path[:, 5] = other
+    np.testing.assert_allclose(got[:, 1], one_pass(tiny, path).logits[:, 5], atol=3e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("exit_layer", [1, 2, 3])
+def test_early_exit_runs_the_first_layers(exit_layer, tiny, whole):
+    short = tiny_config(num_layers=exit_layer)
+    params = dict(tiny.params)
+    params["layers"] = jax.tree.map(lambda leaf: leaf[:exit_layer], params["layers"])
+    model = random_model(short, 0, dtype="float32")
+    wanted = one_pass(type(model)("cut", short, params, None, model.dtype), TOKENS)
+    got = one_pass(tiny, TOKENS, num_layers=exit_layer, features=("pre_norm",))
+    np.testing.assert_allclose(got.logits, wanted.logits, atol=2e-5, rtol=1e-4)
+    if exit_layer < 3:
+        entering = whole.features[f"layer_input:{exit_layer}"]
+        np.testing.assert_allclose(got.features["pre_norm"], entering, atol=2e-5, rtol=1e-4)
+
+
+def test_final_norm_is_what_the_head_reads(tiny, whole):
+    head = tiny.params["head"]["kernel"]
+    logits = jnp.einsum("btd,dv->btv", whole.features["final_norm"], head)
+    np.testing.assert_allclose(whole.logits, logits, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["layer_input:3", "layer_output:1", "layer_input:x"])
+def test_an_unknown_feature_is_named(name, tiny):
+    with pytest.raises(ValueError, match=f"feature '{name}' is unknown: use final_norm"):
+        one_pass(tiny, TOKENS[:, :2], features=(name,))
+
+
+def test_commit_appends_the_chosen_slots(tiny):
+    """Ragged counts, slots out of order, and a row that is full to the last place."""
+    decoder = tiny.architecture
+    cache = decoder.make_cache(3, 8).replace(length=jnp.array([0, 7, 8], jnp.int32))
+    window = decoder.make_window(3, 4)
+    shape = window.k.shape
+    values = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape) + 1
+    window = window.replace(k=values, v=-values)
+    slots = jnp.array([[0, 2, 3, 0], [1, 0, 0, 0], [3, 3, 3, 3]])
+    got = jax.jit(commit)(cache, window, slots, jnp.array([3, 1, 0], jnp.int32))
+    assert got.length.tolist() == [3, 8, 8]
+    assert (got.k[:, 0, :, :3] == values[:, 0, :, jnp.array([0, 2, 3])].transpose(1, 2, 0, 3)).all()
+    assert (got.k[:, 1, :, 7] == values[:, 1, :, 1]).all()
+    assert (got.v == -got.k).all()
+    for row, (first, last) in enumerate([(3, 8), (0, 7), (0, 8)]):
+        assert not np.asarray(got.k[:, row, :, first:last]).any()

@@ -1,0 +1,291 @@
+"""Each drafter by itself: what it proposes, from which law, and how it follows the tokens."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import tiny_config
+from decoding import PROMPTS, decode, drafters, first_state, greedy, make_session, mixed, rounds
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_decoder import one_pass
+
+import specjax
+from specjax import loop, sampling, trees
+from specjax.drafters import DRAFTERS, Drafter, drafter_options, ngram
+from specjax.drafters.base import Context, Sampling
+from specjax.drafters.ngram import find_match
+from specjax.errors import InputError
+from specjax.testing import Tabular
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+def context_of(rows, limit, num_tokens, vocab=61):
+    """A context of committed tokens alone, as the n-gram drafter needs it."""
+    batch, width = len(rows), max(map(len, rows)) + 3
+    tokens = np.full((batch, width), 59, np.int32)
+    for row, ids in enumerate(rows):
+        tokens[row, : len(ids)] = ids
+    ones, whole = jnp.ones(batch), jnp.zeros(batch, jnp.int32)
+    model = Tabular(vocab)
+    return Context(
+        tokens=jnp.asarray(tokens),
+        length=jnp.array([len(ids) for ids in rows], jnp.int32),
+        limit=jnp.asarray(limit, jnp.int32),
+        index=whole,
+        sampling=Sampling(temperature=0 * ones, top_k=whole, top_p=ones, min_p=0 * ones),
+        cache=model.make_cache(batch, width),
+        params=None,
+        target=model,
+        flags=sampling.WarpFlags.of(0.0),
+        num_tokens=num_tokens,
+        laws=False,
+    )
+
+
+def silence(depth):
+    raise AssertionError("a deterministic drafter draws nothing")
+
+
+def match_by_hand(ids, longest, shortest, latest):
+    """The end of the longest earlier copy of the last tokens, tried length by length."""
+    for size in range(min(longest, len(ids) - 1), shortest - 1, -1):
+        ends = [
+            e for e in range(size - 1, len(ids) - 1) if ids[e - size + 1 : e + 1] == ids[-size:]
+        ]
+        if ends:
+            return ends[-1] if latest else ends[0]
+    return None
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=4, max_size=4),
+    bounds=st.sampled_from([(1, 1), (3, 1), (3, 2), (4, 3)]),
+    latest=st.booleans(),
+)
+def test_ngram_matches_as_by_hand(rows, bounds, latest):
+    longest, shortest = bounds
+    tokens = np.full((4, 16), 2, np.int32)
+    for row, ids in enumerate(rows):
+        tokens[row, : len(ids)] = ids
+    length = jnp.array([len(ids) for ids in rows], jnp.int32)
+    end, found = FIND(jnp.asarray(tokens), length, longest, shortest, latest)
+    for row, ids in enumerate(rows):
+        want = match_by_hand(ids, longest, shortest, latest)
+        assert bool(found[row]) == (want is not None)
+        if want is not None:
+            assert int(end[row]) == want
+
+
+FIND = jax.jit(find_match, static_argnums=(2, 3, 4))
+
+
+def test_ngram_copies_what_followed_and_goes_on_in_the_copy():
+    rows = [[1, 2, 3, 4, 1, 2], [7, 7], [1, 2, 1, 2], [5, 6, 8]]
+    context = context_of(rows, [6, 6, 3, 6], 6)
+    drafter = ngram.make(prompt_lookup_min=1)
+    draft, _ = drafter.propose(None, (), context, silence)
+    assert draft.valid.sum(axis=1).tolist() == [6, 6, 3, 0]
+    assert draft.tokens[0].tolist() == [3, 4, 1, 2, 3, 4]
+    assert draft.tokens[1].tolist() == [7] * 6
+    assert draft.tokens[2, :3].tolist() == [1, 2, 1]
+    assert (draft.law == -1).all()
+    assert draft.logq is None
+
+
+def test_ngram_takes_the_earliest_or_the_latest():
+    context = context_of([[1, 2, 5, 1, 2, 6, 1, 2]], [1], 1)
+    for match, token in (("latest", 6), ("earliest", 5)):
+        draft, _ = ngram.make(match=match).propose(None, (), context, silence)
+        assert draft.tokens.tolist() == [[token]]
+
+
+def test_a_round_without_a_match_is_a_plain_round(tiny):
+    got = decode(
+        tiny,
+        [[1, 2, 3]],
+        drafter=ngram.make(prompt_lookup_min=3),
+        sampling=greedy(max_new_tokens=12),
+        num_speculative_tokens=8,
+    )
+    took_part = got.emitted[0] > 0
+    empty = got.drafted[0] == 0
+    assert (got.width[0][took_part & empty] == 1).all()
+    assert (got.width[0][took_part & ~empty] > 1).all()
+    assert empty[0]
+
+
+@pytest.mark.parametrize("name", ["similar", "early_exit", "early_exit_p_min"])
+def test_drafts_come_from_the_laws_that_they_name(name, tiny, unrelated, similar):
+    """The stored law is the drafter's warped law at that prefix, and can give that token."""
+    drafter = drafters(tiny, unrelated, similar)[name]
+    session = make_session(
+        tiny,
+        PROMPTS,
+        drafter=drafter,
+        sampling=mixed(max_new_tokens=9),
+        num_speculative_tokens=3,
+    )
+    propose = jax.jit(loop.propose, static_argnums=0)
+    # Behind one-token prompts, and behind rounds that ended in many ways.
+    states = [first_state(session)]
+    states += list(rounds(session, states[0]))[:2]
+    warps = [state.rows.sampling for state in states]
+    for state, warp in zip(states, warps, strict=True):
+        draft, _ = propose(session.plan, session.params, state)
+        limit = np.maximum(np.minimum(3, state.rows.max_length - state.length - 1), 0)
+        counts = draft.valid.sum(axis=1)
+        assert (counts <= np.where(state.status == 0, limit, 0)).all()
+        assert draft.law.tolist() == [[0, 1, 2]] * 8
+        paths = np.array(state.tokens)[:, :64]
+        for row, length in enumerate(state.length.tolist()):
+            paths[row, length : length + 3] = draft.tokens[row]
+        source = {"num_layers": 2} if name.startswith("early_exit") else {}
+        logits = one_pass(tiny if source else similar, paths, **source).logits
+        places = (state.length - 1)[:, None] + jnp.arange(3)[None, :]
+        logits = jnp.take_along_axis(logits, places[:, :, None], axis=1)
+        every = (warp.temperature, warp.top_k, warp.top_p, warp.min_p)
+        want = sampling.warp(logits, *(jnp.tile(part[:, None], (1, 3)) for part in every))
+        proposed = np.asarray(draft.valid)
+        assert proposed.any()
+        np.testing.assert_allclose(np.exp(draft.logq)[proposed], np.exp(want)[proposed], atol=2e-5)
+        own = jnp.take_along_axis(draft.logq, draft.tokens[:, :, None], axis=2)[..., 0]
+        assert (np.asarray(own)[proposed] > -np.inf).all()
+        if name == "early_exit_p_min":
+            confidence = np.asarray(jax.nn.softmax(logits).max(axis=-1))
+            assert (confidence[proposed] > 0.149).all()
+            stopped = (counts < limit) & (state.status == 0)
+            assert (confidence[stopped, counts[stopped]] < 0.151).all()
+
+
+def test_simulated_is_right_as_often_as_it_says(tiny):
+    plain = [[3] * 400] * 2
+    for seed, acceptance in ((0, 0.8), (1, 0.3)):
+        drafter = specjax.make_drafter(
+            "simulated", tiny, continuations=plain, acceptance=acceptance, mistake_seed=seed
+        )
+        right = np.asarray(drafter.params) == 3
+        assert abs(right.mean() - acceptance) < 0.06
+        assert (right[0] != right[1]).any()
+        again = specjax.make_drafter(
+            "simulated", tiny, continuations=plain, acceptance=acceptance, mistake_seed=seed
+        )
+        assert (drafter.params == again.params).all()
+
+
+def test_simulated_drafts_nothing_behind_its_recording(tiny):
+    plain = decode(tiny, PROMPTS[:2], sampling=greedy(max_new_tokens=12))
+    short = [plain.token_ids[0][:5]]
+    drafter = specjax.make_drafter("simulated", tiny, continuations=short, acceptance=1.0)
+    got = decode(tiny, PROMPTS[:2], drafter=drafter, sampling=greedy(max_new_tokens=12))
+    assert got.token_ids == plain.token_ids
+    assert np.maximum(got.drafted, 0).sum(axis=1).tolist() == [4, 0]
+
+
+def test_a_tree_is_refused(tiny):
+    """The rules here verify chains; a drafter that branches is told so."""
+
+    def propose(params, state, context, noise):
+        tokens = jnp.zeros((context.length.shape[0], 2), jnp.int32)
+        draft = trees.chain(tokens, context.limit)
+        return draft.replace(parents=np.array([0, 0])), state
+
+    drafter = dataclasses.replace(ngram.make(), name="twins", propose=propose)
+    with pytest.raises(ValueError, match="'twins' proposes a tree: .* build drafts with tr"):
+        decode(tiny, [[1]], drafter=drafter, num_speculative_tokens=2)
+
+
+def test_a_drafter_that_drafts_too_much_is_held_to_its_limit(tiny):
+    def propose(params, state, context, noise):
+        tokens = jnp.zeros((context.length.shape[0], context.num_tokens), jnp.int32)
+        return trees.chain(tokens, jnp.full_like(context.limit, context.num_tokens)), state
+
+    drafter = dataclasses.replace(ngram.make(), propose=propose)
+    plain = decode(tiny, [[1]], sampling=greedy(max_new_tokens=3))
+    got = decode(
+        tiny, [[1]], drafter=drafter, sampling=greedy(max_new_tokens=3), num_speculative_tokens=8
+    )
+    assert got.token_ids == plain.token_ids
+    assert got.drafted[0, 0] == 2
+
+
+def features_of(names):
+    """A drafter that only watches: it keeps what `init` and `observe` are given."""
+
+    def init(params, context, features):
+        return {
+            name: jnp.zeros((*value.shape[:1], 64, value.shape[2]))
+            .at[:, : value.shape[1]]
+            .set(value[:, :64])
+            for name, value in features.items()
+        }
+
+    def propose(params, state, context, noise):
+        root = context.token_at(context.length - 1)
+        tokens = jnp.broadcast_to(root[:, None], (root.shape[0], context.num_tokens))
+        return trees.chain(tokens, context.limit), state
+
+    def observe(params, state, context, accepted):
+        rows = jnp.arange(context.length.shape[0])[:, None]
+        step = jnp.arange(accepted.tokens.shape[1])[None, :]
+        first = (context.length - 1 - accepted.count)[:, None]
+        place = jnp.where(step < accepted.count[:, None], first + step, 64)
+        return {
+            name: value.at[rows, place].set(accepted.features[name], mode="drop")
+            for name, value in state.items()
+        }
+
+    return Drafter(
+        "watching", init, propose, observe, num_speculative_tokens=3, features=tuple(names)
+    )
+
+
+def test_features_reach_the_drafter_at_the_right_places(tiny):
+    """At round start they exist for positions 0..n-2, first of the prompt, then of the path."""
+    names = ("final_norm", "layer_input:1")
+    session = make_session(
+        tiny, PROMPTS, drafter=features_of(names), sampling=mixed(max_new_tokens=10)
+    )
+    assert session.plan.draft_length.max_tokens == 3
+    state = first_state(session)
+    states = [state, *rounds(session, state)]
+    for state in (states[0], states[1], states[-1]):
+        longest = int(state.length.max())
+        wanted = one_pass(tiny, np.asarray(state.tokens)[:, :longest], features=names).features
+        for name in names:
+            for row in range(8):
+                known = int(state.length[row]) - 1
+                np.testing.assert_allclose(
+                    state.drafter[name][row, :known],
+                    wanted[name][row, :known],
+                    atol=3e-5,
+                    rtol=1e-4,
+                )
+
+
+def make_own(target, path=None, *, step=1):
+    """A drafter that the registry finds by module and function."""
+    return dataclasses.replace(ngram.make(prompt_lookup_min=step), name=f"own-{path}")
+
+
+def test_drafters_by_name(tiny):
+    for name in DRAFTERS:
+        assert name in ("draft_model", "simulated") or specjax.make_drafter(name, tiny).name == name
+    own = specjax.make_drafter("test_drafters:make_own", tiny, "here", step=2)
+    assert own.name == "own-here"
+    assert own.num_speculative_tokens == 8
+    shorter = specjax.make_drafter("ngram", tiny, num_speculative_tokens=3)
+    assert shorter.num_speculative_tokens == 3
+    model = specjax.make_drafter("draft_model", tiny, tiny)
+    assert model.params is tiny.params
+    assert "exit_layer" in drafter_options("early_exit")
+    with pytest.raises(InputError, match="returned dict, not a Drafter"):
+        specjax.make_drafter("test_drafters:tiny_config_of", tiny)
+
+
+def tiny_config_of(target):
+    return dataclasses.asdict(tiny_config())

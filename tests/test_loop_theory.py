@@ -1,0 +1,136 @@
+"""Acceptance and tokens per round are what the laws of target and draft imply."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from decoding import PROMPTS, decode, drafters, make_session
+from test_loop_law import small_model
+
+from specjax import theory
+from specjax.draft_length import DraftLength
+from specjax.drafters import draft_model
+from specjax.execution import expected_acceptance
+from specjax.sampling_params import SamplingParams
+from specjax.testing import Tabular
+from specjax.testing.drafters import conditional_laws, make_plan
+from specjax.testing.drafters import decode as decode_rows
+
+VOCAB, LENGTH, ROWS, ROUNDS = 8, 3, 4000, 6
+AS_IS = SamplingParams(temperature=1.0)
+
+
+def counts(target, drafter, rule="rejection", prompt=(1, 2), length=LENGTH, rounds=ROUNDS):
+    """Accepted tokens of full drafts, [rows, rounds]."""
+    model, params = target
+    room = len(prompt) + (rounds + 1) * (length + 1)
+    lengths = DraftLength(length)
+    plan = make_plan(model, drafter, lengths, verify=rule, request=AS_IS, capacity=room)
+    state = decode_rows(plan, (params, drafter.params), prompt, AS_IS, np.arange(ROWS), 0, rounds)
+    assert (np.asarray(state.rounds.drafted)[:, :rounds] == length).all()
+    return np.asarray(state.rounds.accepted)[:, :rounds]
+
+
+def assert_close(values, expected, errors=5):
+    """The mean of independent values is the expectation, within five standard errors."""
+    values = np.asarray(values, np.float64).ravel()
+    error = values.std(ddof=1) / np.sqrt(len(values))
+    assert abs(values.mean() - expected) <= errors * error, (values.mean(), expected, error)
+
+
+@pytest.fixture(scope="module")
+def free():
+    """Two context-free models, and the overlap of their laws."""
+    p = jax.random.normal(jax.random.key(0), (VOCAB,))
+    q = p + 0.8 * jax.random.normal(jax.random.key(1), (VOCAB,))
+    alpha = float(jnp.minimum(jax.nn.softmax(p), jax.nn.softmax(q)).sum())
+    assert 0.5 < alpha < 0.8
+    return (Tabular(VOCAB), p), (Tabular(VOCAB), q), alpha
+
+
+def test_rejection_accepts_the_overlap(free):
+    target, draft, alpha = free
+    accepted = counts(target, draft_model.make(*draft))
+    tested = np.minimum(accepted + 1, LENGTH)
+    # One entry a test that was made: passed or not.
+    passed = np.repeat([1, 0], [accepted.sum(), (tested - accepted).sum()])
+    assert_close(passed, alpha)
+    assert_close(accepted + 1, theory.expected_tokens(alpha, LENGTH))
+
+
+def test_block_accepts_more(free):
+    target, draft, alpha = free
+    accepted = counts(target, draft_model.make(*draft), "block")
+    assert accepted.mean() + 1 > theory.expected_tokens(alpha, LENGTH) + 0.05
+
+
+def test_coupled_accepts_between_its_bounds(free):
+    """(1 - TV) / (1 + TV) <= acceptance <= 1 - TV (Daliri et al. 2408.07978)."""
+    target, draft, alpha = free
+    accepted = counts(target, draft_model.make(*draft), "coupled")
+    rate = accepted.sum() / np.minimum(accepted + 1, LENGTH).sum()
+    assert alpha / (2 - alpha) < rate < alpha
+
+
+def test_a_sure_token_is_accepted_as_often_as_the_target_draws_it(free):
+    target, (model, q), _ = free
+    drafter = draft_model.make(model, q, draft_sample_method="greedy")
+    alpha = float(jax.nn.softmax(target[1])[jnp.argmax(q)])
+    for rule in ("rejection", "block"):
+        accepted = counts(target, drafter, rule)
+        assert_close(accepted + 1, theory.expected_tokens(alpha, LENGTH))
+
+
+def test_the_target_as_its_own_draft_accepts_everything(free):
+    target, _, _ = free
+    for rule in ("rejection", "block", "coupled"):
+        assert (counts(target, draft_model.make(*target), rule) == LENGTH).all()
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_the_first_round_of_a_transformer(rule):
+    """The number of accepted tokens has the expectation that follows from all laws involved."""
+    target, draft = small_model(0, 2), small_model(1, 1)
+    prompt, length = (1, 2, 3), 2
+    drafter = draft_model.make(draft.architecture, draft.params)
+    pair = (target.architecture, target.params)
+    accepted = counts(pair, drafter, rule, prompt, length, rounds=1)
+    p = conditional_laws(*pair, prompt, AS_IS, length)
+    q = conditional_laws(draft.architecture, draft.params, prompt, AS_IS, length)
+    if rule == "rejection":
+        both = functools.reduce(
+            lambda done, laws: done.reshape(-1, 1) * np.minimum(*laws),
+            zip(p, q, strict=True),
+            np.ones(1),
+        )
+        expected = np.minimum(p[0], q[0]).sum() + both.sum()
+    else:
+        # Block verification is optimal: E = the sum over i of the overlap of the joint laws.
+        joint = [(p[0].ravel(), q[0].ravel())]
+        joint.append(tuple((law[0].reshape(-1, 1) * law[1]).ravel() for law in (p, q)))
+        expected = sum(np.minimum(*laws).sum() for laws in joint)
+    assert_close(accepted, expected)
+
+
+@pytest.mark.usefixtures("quick_compile")
+def test_what_a_run_recorded_predicts_its_acceptance(tiny, unrelated, similar):
+    """Sampled and deterministic nodes, by the very distributions of the run."""
+    prompts = PROMPTS * 6
+    for name in ("similar", "similar_greedy"):
+        drafter = drafters(tiny, unrelated, similar)[name]
+        options = dict(
+            drafter=drafter,
+            sampling=SamplingParams(temperature=0.9, max_new_tokens=40),
+            num_speculative_tokens=4,
+            batch_size=48,
+        )
+        expected = expected_acceptance(make_session(tiny, prompts, **options))
+        got = decode(tiny, prompts, **options)
+        took_part = got.emitted > 0
+        accepted, drafted = got.accepted[took_part], got.drafted[took_part]
+        tested = np.minimum(accepted + 1, drafted)
+        assert expected.count == tested.sum()
+        error = np.hypot(expected.standard_error, np.sqrt(0.25 / tested.sum()))
+        assert abs(accepted.sum() / tested.sum() - expected.mean) < 5 * error

@@ -1,0 +1,158 @@
+"""The session is strict, programs are traced once, and a round copies neither cache nor weights."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+from conftest import tiny_config
+from decoding import PROMPTS, drafters, greedy, make_session, mixed
+
+import specjax
+from specjax import loop, sampling
+from specjax.cache import make_cache
+from specjax.drafters import draft_model, early_exit, ngram
+from specjax.execution import compile_session, run_session
+from specjax.models.loading import random_model
+from specjax.sampling_params import SamplingParams
+from specjax.session import batch_arguments
+
+
+def test_the_session_is_strict():
+    assert jax.device_count() == 4
+    with pytest.raises(ValueError, match="rank"):
+        jnp.ones((2, 3)) + jnp.ones(3)
+    with pytest.raises(jaxtyping.TypeCheckError):
+        sampling.residual(jnp.ones(3), jnp.ones(4))
+    with pytest.raises(jaxtyping.TypeCheckError):
+        make_cache(1, 1, 1, 1, 1, jnp.dtype("float32")).__class__(0, 0, 0)
+
+
+def counting(drafter, traces):
+    def propose(*arguments):
+        traces.append("propose")
+        return drafter.propose(*arguments)
+
+    return dataclasses.replace(drafter, propose=propose)
+
+
+def test_nothing_is_traced_again(tiny):
+    """Other rounds, prompts of other lengths, other batches, other seeds and other numbers."""
+    traces = []
+    drafter = counting(ngram.make(prompt_lookup_min=1), traces)
+    options = dict(drafter=drafter, num_speculative_tokens=3, batch_size=4)
+    short = [[5], [1, 2, 1, 2], [7] * 20, [6]] * 2
+    specjax.generate(tiny, short, sampling=mixed(max_new_tokens=9), **options)
+    traced = len(traces)
+    assert traced > 0
+    other = [[1] * 30, [3, 4], [9], [8, 9], [4]]
+    every = [SamplingParams(), SamplingParams(0.3, 3, 0.5, 0.1, max_new_tokens=50)]
+    specjax.generate(tiny, other, sampling=[every[0], *every * 2], seed=1, **options)
+    for _ in specjax.stream(tiny, other[::-1], sampling=[*every * 2, every[1]], **options):
+        pass
+    assert len(traces) == traced
+
+
+CASES = {
+    "ngram": lambda model, draft: ngram.make(prompt_lookup_min=1),
+    "early_exit": lambda model, draft: early_exit.make(3),
+    "draft_model": lambda model, draft: draft_model.make(draft.architecture, draft.params),
+}
+
+
+def lowered(session, donate=True):
+    """The loop of a session, lowered for its first batch."""
+    arguments = batch_arguments(session, session.batches()[0])
+    state = jax.eval_shape(functools.partial(loop.start, session.plan), session.params, *arguments)
+    program = jax.jit(loop.run, static_argnums=0, donate_argnums=2 if donate else ())
+    return state, program.lower(session.plan, session.params, state, jnp.int32(4))
+
+
+def copied_shapes(text):
+    """The shapes of what a compiled program copies."""
+    found = re.findall(r"= \w+\[([\d,]*)\][^=\n]*? copy(?:-start)?\(", text)
+    return {tuple(map(int, shape.split(","))) for shape in found if shape}
+
+
+@pytest.fixture(scope="module")
+def models():
+    """Of unlike sizes, so that no small buffer has the shape of a cache or weight."""
+    shape = dict(hidden_size=26, intermediate_size=42, vocab_size=67)
+    return (
+        random_model(tiny_config(**shape), 0, dtype="float32"),
+        random_model(tiny_config(**shape, num_layers=2), 1, dtype="float32"),
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_round_works_in_place(name, models):
+    target, draft = models
+    session = make_session(
+        target,
+        PROMPTS[:3],
+        drafter=CASES[name](target, draft),
+        sampling=mixed()[:3],
+        num_speculative_tokens=4,
+    )
+    state, program = lowered(session)
+    compiled = program.compile()
+    caches = [state.cache.k, state.cache.v]
+    if name == "draft_model":
+        caches += [state.drafter.cache.k, state.drafter.cache.v]
+    cache_bytes = sum(cache.size * cache.dtype.itemsize for cache in caches)
+    assert compiled.memory_analysis().alias_size_in_bytes >= cache_bytes
+    kept = {cache.shape for cache in caches}
+    kept |= {leaf.shape for leaf in jax.tree.leaves(session.params) if leaf.ndim > 1}
+    text = compiled.as_text()
+    assert not copied_shapes(text) & kept
+    assert "callback" not in text
+
+
+def test_the_search_for_copies_finds_them(models):
+    """Without donation the caches are copied, and the search says so."""
+    session = make_session(models[0], PROMPTS[:3], sampling=greedy())
+    state, program = lowered(session, donate=False)
+    compiled = program.compile()
+    assert compiled.memory_analysis().alias_size_in_bytes == 0
+    assert state.cache.k.shape in copied_shapes(compiled.as_text())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_loop_exports_for_every_platform(name, models):
+    target, draft = models
+    session = make_session(
+        target,
+        PROMPTS[:3],
+        drafter=CASES[name](target, draft),
+        sampling=mixed()[:3],
+        num_speculative_tokens=4,
+    )
+    arguments = batch_arguments(session, session.batches()[0])
+    state = jax.eval_shape(functools.partial(loop.start, session.plan), session.params, *arguments)
+    program = jax.jit(functools.partial(loop.run, session.plan))
+    exported = jax.export.export(program, platforms=("cpu", "cuda", "tpu"))(
+        session.params, state, jax.ShapeDtypeStruct((), jnp.int32)
+    )
+    assert exported.platforms == ("cpu", "cuda", "tpu")
+    assert len(exported.mlir_module_serialized) > 0
+
+
+def test_programs_are_shared_by_sessions_that_agree(tiny, unrelated, similar):
+    drafter = drafters(tiny, unrelated, similar)["early_exit"]
+    options = dict(drafter=drafter, sampling=greedy(max_new_tokens=5), num_speculative_tokens=2)
+    one = make_session(tiny, [[1], [2, 3]], **options)
+    other = make_session(tiny, [[4] * 9, [5]], seed=3, **options)
+    assert compile_session(one) is compile_session(other)
+    longer = make_session(
+        tiny,
+        [[4] * 9, [5]],
+        num_speculative_tokens=3,
+        **{key: value for key, value in options.items() if key != "num_speculative_tokens"},
+    )
+    assert compile_session(longer) is not compile_session(one)
+    lengths = [np.asarray(snapshot.lengths) for snapshot in run_session(other)]
+    assert lengths[-1].tolist() == [14, 6]
