@@ -50,7 +50,7 @@ def test_nothing_is_traced_again(tiny):
     traced = len(traces)
     assert traced > 0
     other = [[1] * 30, [3, 4], [9], [8, 9], [4]]
-    every = [SamplingParams(), SamplingParams(0.3, 3, 0.5, 0.1, max_new_tokens=50)]
+    every = [greedy(max_new_tokens=9), SamplingParams(0.3, 3, 0.5, 0.1, max_new_tokens=50)]
     specjax.generate(tiny, other, sampling=[every[0], *every * 2], seed=1, **options)
     for _ in specjax.stream(tiny, other[::-1], sampling=[*every * 2, every[1]], **options):
         pass
