@@ -46,9 +46,13 @@ class Programs(NamedTuple):
 
 def compile_session(session: Session) -> Programs:
     """The session's programs, compiled now or earlier in this process."""
-    arguments = (session.params, *batch_arguments(session, []))
-    shapes, tree = jax.tree.flatten(jax.eval_shape(lambda *a: a, *arguments))
-    return _compile(session.plan, tree, tuple((s.shape, s.dtype) for s in shapes))
+    return compile_plan(session.plan, session.params, batch_arguments(session, []))
+
+
+def compile_plan(plan: Plan, params: tuple[Any, Any], arguments: tuple) -> Programs:
+    """The programs of a plan for batches of these shapes; `arguments` are those of `loop.start`."""
+    shapes, tree = jax.tree.flatten(jax.eval_shape(lambda *a: a, params, *arguments))
+    return _compile(plan, tree, tuple((s.shape, s.dtype) for s in shapes))
 
 
 @functools.lru_cache(maxsize=64)

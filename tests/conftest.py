@@ -49,6 +49,7 @@ jax.tree_util.register_dataclass = register_unchecked
 
 import pytest
 
+from specjax import execution
 from specjax.models.config import DecoderConfig
 from specjax.models.loading import load_model, random_model
 from specjax.models.tokenizer_files import read_tokenizer
@@ -71,10 +72,20 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(skip)
 
 
+@pytest.fixture(autouse=True)
+def few_programs():
+    """Forget compiled programs before their memory maps reach the kernel's limit for a process."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+        jax.clear_caches()
+        execution._compile.cache_clear()
+
+
 @pytest.fixture(scope="module")
 def quick_compile():
     """Programs of tiny models compile in a fifth of the time; a large model would run slowly."""
-    options = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+    options = {"xla_backend_optimization_level": 1, "xla_cpu_use_fusion_emitters": False}
     try:
         jax.jit(lambda x: x).lower(1.0).compile(compiler_options=options)
     except jax.errors.JaxRuntimeError:

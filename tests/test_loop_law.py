@@ -25,6 +25,8 @@ from specjax.testing.drafters import (
     output_law,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 VOCAB = 8
 PROMPT = (1, 2, 3, 1, 2)
 AS_IS = SamplingParams(temperature=1.0)

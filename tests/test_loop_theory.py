@@ -18,6 +18,8 @@ from specjax.testing import Tabular
 from specjax.testing.drafters import conditional_laws, make_plan
 from specjax.testing.drafters import decode as decode_rows
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 VOCAB, LENGTH, ROWS, ROUNDS = 8, 3, 4000, 6
 AS_IS = SamplingParams(temperature=1.0)
 
@@ -114,7 +116,6 @@ def test_the_first_round_of_a_transformer(rule):
     assert_close(accepted, expected)
 
 
-@pytest.mark.usefixtures("quick_compile")
 def test_what_a_run_recorded_predicts_its_acceptance(tiny, unrelated, similar):
     """Sampled and deterministic nodes, by the very distributions of the run."""
     prompts = PROMPTS * 6

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,11 +12,12 @@ import numpy as np
 import scipy.stats
 from jaxtyping import Array, Float, Int
 
-from specjax import loop, sampling
+from specjax import sampling
 from specjax.draft_length import DraftLength
 from specjax.drafters import Drafter, check_length
 from specjax.drafters.base import Sampling, warp_rows
 from specjax.errors import InputError
+from specjax.execution import compile_plan
 from specjax.models.interface import LanguageModel
 from specjax.models.model import Model
 from specjax.sampling_params import SamplingParams
@@ -156,15 +156,10 @@ def decode(
     rounds: int,
 ) -> State:
     """The state after some rounds of rows with one prompt; `index` tells the rows apart."""
-    start, run = _programs(plan)
-    state = start(params, *first_rows(plan, prompt, request, index, seed))
-    return run(params, state, jnp.int32(rounds))
-
-
-@functools.lru_cache(maxsize=8)
-def _programs(plan: Plan) -> tuple[Any, Any]:
-    start = jax.jit(functools.partial(loop.start, plan))
-    return start, jax.jit(functools.partial(loop.run, plan), donate_argnums=1)
+    arguments = first_rows(plan, prompt, request, index, seed)
+    programs = compile_plan(plan, params, arguments)
+    state = programs.start(params, *arguments)
+    return programs.run(params, state, jnp.int32(rounds))
 
 
 def first_rows(
