@@ -9,8 +9,8 @@ def get_config(size="full"):
     config.dtype = "auto"
     # JSONL in Spec-Bench's schema; empty = the built-in prompts.
     config.prompts = ""
-    config.per_task = 2
-    config.max_new_tokens = 96
+    config.per_task = 1
+    config.max_new_tokens = 48
     # T(width) at these window sizes, batch sizes and capacities.
     config.widths = (1, 2, 4, 8, 16, 32)
     config.batch_sizes = (1, 4, 8, 16)

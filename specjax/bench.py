@@ -258,6 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
 
     def run(config: ml_collections.ConfigDict) -> int:
+        frontdoor.use_compilation_cache()
         report = bench(config, Console(width=None if sys.stdout.isatty() else 120))
         if config.report:
             Path(config.report).write_text(json.dumps(report, indent=1))

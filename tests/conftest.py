@@ -1,5 +1,6 @@
 """A strict session: warnings are errors, ranks never broadcast, every shape is checked."""
 
+import contextlib
 import dataclasses
 import os
 from pathlib import Path
@@ -82,10 +83,10 @@ def few_programs():
         execution._compile.cache_clear()
 
 
-@pytest.fixture(scope="module")
-def quick_compile():
-    """Programs of tiny models compile in a fifth of the time; a large model would run slowly."""
-    options = {"xla_backend_optimization_level": 1, "xla_cpu_use_fusion_emitters": False}
+@contextlib.contextmanager
+def compiled_at(level):
+    """Programs are compiled with less optimisation, some by simpler code that is made faster."""
+    options = {"xla_backend_optimization_level": level, "xla_cpu_use_fusion_emitters": False}
     try:
         jax.jit(lambda x: x).lower(1.0).compile(compiler_options=options)
     except jax.errors.JaxRuntimeError:
@@ -96,6 +97,20 @@ def quick_compile():
         patch.setattr(
             jax.stages.Lowered, "compile", lambda self: compile_with(self, compiler_options=options)
         )
+        yield
+
+
+@pytest.fixture(scope="module")
+def quick_compile():
+    """Programs of tiny models compile in a fifth of the time; a large model would run slowly."""
+    with compiled_at(0):
+        yield
+
+
+@pytest.fixture(scope="module")
+def fairly_quick_compile():
+    """Programs compile in half of the time and run as fast as ever."""
+    with compiled_at(1):
         yield
 
 

@@ -25,7 +25,7 @@ from specjax.testing.drafters import (
     output_law,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
+pytestmark = pytest.mark.usefixtures("fairly_quick_compile")
 
 VOCAB = 8
 PROMPT = (1, 2, 3, 1, 2)

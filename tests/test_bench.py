@@ -1,0 +1,44 @@
+"""The benchmark runs end to end and reports what its table shows."""
+
+import json
+
+import pytest
+
+from specjax import bench, costs
+from specjax.models.loading import save_model
+
+
+@pytest.mark.usefixtures("quick_compile")
+def test_the_debug_size_reports_every_part(tmp_path, chatty, capsys):
+    save_model(chatty, tmp_path / "model")
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"question_id": 1, "category": "qa", "turns": ["ab"]}\n')
+    code = bench.main(
+        [
+            "--config=configs/bench_smollm2.py:debug",
+            f"--config.target={tmp_path / 'model'}",
+            f"--config.prompts={questions}",
+            f"--config.report={tmp_path / 'report.json'}",
+            "--config.batch_sizes=(1,)",
+            "--config.exit_layers=(1,)",
+        ]
+    )
+    assert code == 0, capsys.readouterr()
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert {(row["capacity"], row["width"]) for row in report["rounds"]} == {
+        (256, 1),
+        (256, 2),
+        (512, 1),
+        (512, 2),
+    }
+    contests = {one["drafter"]: one for one in report["contests"]}
+    assert set(contests) == {"ngram", "simulated 0.8", "early_exit 1"}
+    for one in contests.values():
+        assert one["identical"]
+        assert one["speedup"] > 0
+        assert one["predicted"] > 0
+        assert one["efficiency"] == pytest.approx(one["speedup"] / one["predicted"])
+
+
+def test_reading_the_weights_takes_time(tiny):
+    assert costs.read_seconds(tiny.params) > 0
