@@ -11,7 +11,9 @@ os.environ["XLA_FLAGS"] = (
 )
 
 import jax
+import jax.numpy as jnp
 import jaxtyping
+import numpy as np
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -153,10 +155,10 @@ def unrelated():
 def similar(tiny):
     """The target with noise on its weights: a draft model that is right about half of the time."""
     leaves, tree = jax.tree.flatten(tiny.params)
-    keys = jax.random.split(jax.random.key(0), len(leaves))
+    rng = np.random.default_rng(0)
     noisy = [
-        leaf * (1 + 0.3 * jax.random.normal(key, leaf.shape))
-        for leaf, key in zip(leaves, keys, strict=True)
+        jnp.asarray(leaf * (1 + 0.3 * rng.standard_normal(leaf.shape, np.float32)))
+        for leaf in map(np.asarray, leaves)
     ]
     return dataclasses.replace(tiny, params=jax.tree.unflatten(tree, noisy))
 

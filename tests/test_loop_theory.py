@@ -119,7 +119,7 @@ def test_the_first_round_of_a_transformer(rule):
 def test_what_a_run_recorded_predicts_its_acceptance(tiny, unrelated, similar):
     """Sampled and deterministic nodes, by the very distributions of the run."""
     prompts = PROMPTS * 6
-    for name in ("similar", "similar_greedy"):
+    for name in ("early_exit", "ngram"):
         drafter = drafters(tiny, unrelated, similar)[name]
         options = dict(
             drafter=drafter,
