@@ -36,10 +36,10 @@ decode: setup
 	$(RUN) -m specjax.decode --config=configs/decode_smollm2.py --config.compare=true
 
 test: setup
-	$(RUN) -m pytest -q
+	$(RUN) -m pytest -q -n 2 --dist loadfile
 
 test-all: setup
-	$(RUN) -m pytest -q --slow
+	$(RUN) -m pytest -q -n 2 --dist loadfile --slow
 
 lint: setup
 	$(RUN) -m ruff check .
