@@ -26,7 +26,7 @@ from specjax.state import RUNNING, STOPPED, Plan, Rows
 RULES = ("rejection", "block", "coupled")
 MOST_ROWS = 16
 """Rows of a batch where the caller does not say."""
-_PREFILL_CHUNKS = (32, 128, 512)
+_PREFILL_CHUNKS = (32, 128, 256, 512)
 
 
 @dataclass(frozen=True)
@@ -205,8 +205,7 @@ def _longest(target: Model, encoded: list[list[int]], max_length: int | None) ->
 
 def _chunk(longest: int) -> int:
     """The prefill chunk: one of a few sizes, so that compiled programs are reused."""
-    most = _PREFILL_CHUNKS[-2] if jax.default_backend() == "cpu" else _PREFILL_CHUNKS[-1]
-    return next((c for c in _PREFILL_CHUNKS if c >= min(longest, most)), most)
+    return next((size for size in _PREFILL_CHUNKS if size >= longest), _PREFILL_CHUNKS[-1])
 
 
 def _flags(requests: Sequence[SamplingParams]) -> sampling.WarpFlags:
