@@ -106,8 +106,9 @@ def generate(
     `num_speculative_tokens_per_batch_size` caps it by the number of unfinished rows, as (low, high,
     k). With either, a row of `rejection` or `block` may draw other tokens (of the same law) beside
     other neighbours or on another machine. `verify` is "rejection", "block", "coupled"
-    (the output depends on seed and prompt only, never on the drafter), or a rule of one's own. `sampling` is one for all prompts or one a
-    prompt. `batch_size` rows decode together (all, at most 16, by default); `max_length` bounds
+    (the output depends on seed and prompt only, never on the drafter), or a rule of one's own.
+    `sampling` is one for all prompts or one a prompt. `batch_size` rows decode together (all,
+    at most 16, by default); `max_length` bounds
     prompt and output. `progress` is called between steps. Raises InputError for bad input.
     """
     session = open_session(
