@@ -189,7 +189,11 @@ class DecoderModule(nn.Module):
             mixed = attend(query, keys[index], values[index], seen)
             mixed = attend_cache(query, cache, index, mixed)
             out = ungroup(mixed.weighted / mixed.denominator, tokens.shape[1]).astype(x.dtype)
-            x = x + self._project("bthc,hcd->btd", out, attention["output"])
+            # Merged here: XLA's CPU backend copies a kernel with two contracted axes transposed.
+            output = {**attention["output"]}
+            output["kernel"] = output["kernel"].reshape(-1, config.hidden_size)
+            out = out.reshape(*tokens.shape, -1)
+            x = x + self._project("btn,nd->btd", out, output)
             h = rms_norm(x, weights["mlp_norm"]["scale"], config.rms_norm_eps)
             mlp = weights["mlp"]
             gate = nn.silu(self._project("btd,df->btf", h, mlp["gate"]))
