@@ -8,6 +8,7 @@ decoding in the same loop, the runs taking turns.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -148,14 +149,16 @@ def _predict(
 def bench(config: ml_collections.ConfigDict, console: Console) -> dict[str, Any]:
     """Run and print every part; the result is JSON-ready."""
     model = load_model(config.target, dtype=config.dtype)
-    questions = prompts.read_questions(config.prompts) if config.prompts else list(BUILT_IN)
-    questions = prompts.select(questions, per_task=config.per_task)
+    everything = prompts.read_questions(config.prompts) if config.prompts else list(BUILT_IN)
+    questions = prompts.select(everything, per_task=config.per_task)
+    fewest = len(questions)
+    questions += [question for question in everything if question not in questions]
     ids = [
         prompts.encode_prompt(model, [{"role": "user", "content": question.turns[0]}])
-        for question in questions
+        for question in questions[: max(fewest, *config.batch_sizes)]
     ]
     device = jax.devices()[0]
-    console.print(f"{model.name}, {model.dtype}, {device.device_kind}, {len(ids)} prompts")
+    console.print(f"{model.name}, {model.dtype}, {device.device_kind}, from {fewest} prompts on")
     floor = costs.read_seconds(model.params)
     console.print(f"floor (read {model.num_params:,} weights once): {1e3 * floor:.1f} ms")
 
@@ -194,8 +197,9 @@ def bench(config: ml_collections.ConfigDict, console: Console) -> dict[str, Any]
         "draft ms",
         "same tokens",
     )
-    for one in _contests(model, ids, config, console):
+    for one in _contests(model, ids, fewest, config, console):
         report["contests"].append(vars(one))
+        console.print(f"  {one.speedup:.2f}x, predicted {one.predicted:.2f}x", highlight=False)
         table.add_row(
             one.drafter,
             str(one.batch),
@@ -213,12 +217,25 @@ def bench(config: ml_collections.ConfigDict, console: Console) -> dict[str, Any]
     return report
 
 
+def _full_batches(ids: list[list[int]], fewest: int, batch: int) -> list[list[int]]:
+    """At least `fewest` prompts, as many as fill their batches; repeated where there are too few."""
+    return list(itertools.islice(itertools.cycle(ids), -(-fewest // batch) * batch))
+
+
 def _contests(
-    model: Model, ids: list[list[int]], config: ml_collections.ConfigDict, console: Console
+    model: Model,
+    ids: list[list[int]],
+    fewest: int,
+    config: ml_collections.ConfigDict,
+    console: Console,
 ) -> Iterator[Contest]:
     shared = {"max_new_tokens": config.max_new_tokens, "runs": config.runs}
+    most = max((_full_batches(ids, fewest, batch) for batch in config.batch_sizes), key=len)
     plain = open_session(
-        model, ids, requests=SamplingParams(max_new_tokens=config.max_new_tokens), batch_size=1
+        model,
+        most,
+        requests=SamplingParams(max_new_tokens=config.max_new_tokens),
+        batch_size=min(len(most), max(config.batch_sizes)),
     )
     console.print("recording plain continuations ...")
     recorded = _decode(plain, compile_session(plain)).token_ids
@@ -238,7 +255,7 @@ def _contests(
             console.print(f"measuring {label} at batch {batch} ...")
             yield contest(
                 model,
-                ids,
+                _full_batches(ids, fewest, batch),
                 drafter,
                 label,
                 num_speculative_tokens=lengths.get(label, config.num_speculative_tokens),

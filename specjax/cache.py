@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jax import lax
+from jaxtyping import Array, Float, Int, Shaped
 
 
 @struct.dataclass
@@ -52,14 +53,39 @@ def commit(
     Entries at and beyond `count` are sent out of range and dropped by the scatter, so that rows
     of different counts need no loop and the donated cache is updated in place.
     """
-    rows = jnp.arange(slots.shape[0])[:, None]
     step = jnp.arange(slots.shape[1])[None, :]
     keep = step < count[:, None]
     target = jnp.where(keep, cache.length[:, None] + step, cache.capacity)
-    source = jnp.where(keep, slots, 0)
+    source = jnp.where(keep, slots, 0)[None, :, None, :, None]
 
-    def scatter(into: jax.Array, new: jax.Array) -> jax.Array:
-        # Advanced indices around a slice put [B, T] in front: [B, T, L, G, C] on both sides.
-        return into.at[:, rows, :, target].set(new[:, rows, :, source], mode="drop")
+    def append(into: jax.Array, new: jax.Array) -> jax.Array:
+        return lax.scatter(
+            into,
+            target[:, :, None],
+            jnp.take_along_axis(new, source, axis=3),
+            _APPEND,
+            mode=lax.GatherScatterMode.FILL_OR_DROP,
+        )
 
-    return KVCache(scatter(cache.k, window.k), scatter(cache.v, window.v), cache.length + count)
+    return KVCache(append(cache.k, window.k), append(cache.v, window.v), cache.length + count)
+
+
+# Rows are a batch dimension of the scatter, wherever they stand: each device of a mesh writes its
+# own, and nothing is transposed. Updates are [L, B, G, T, C].
+_APPEND = lax.ScatterDimensionNumbers(
+    update_window_dims=(0, 2, 4),
+    inserted_window_dims=(3,),
+    scatter_dims_to_operand_dims=(3,),
+    operand_batching_dims=(1,),
+    scatter_indices_batching_dims=(0,),
+)
+
+
+def put(
+    into: Shaped[Array, "B S *rest"],
+    where: Int[Array, "#B T"],
+    new: Shaped[Array, "B T *rest"],
+) -> Shaped[Array, "B S *rest"]:
+    """Each row with `new` written at its own places; those out of range are dropped."""
+    where = jnp.broadcast_to(where, new.shape[:2])
+    return jax.vmap(lambda row, at, values: row.at[at].set(values, mode="drop"))(into, where, new)

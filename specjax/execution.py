@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from specjax import loop, metrics
 from specjax.session import Session, batch_arguments
+from specjax.sharding import fetch, place_rows, use
 from specjax.state import RUNNING, STOPPED, Plan, Rounds
 
 
@@ -46,24 +48,53 @@ class Programs(NamedTuple):
 
 def compile_session(session: Session) -> Programs:
     """The session's programs, compiled now or earlier in this process."""
-    return compile_plan(session.plan, session.params, batch_arguments(session, []))
+    return compile_plan(session.plan, session.params, batch_arguments(session, []), session.mesh)
 
 
-def compile_plan(plan: Plan, params: tuple[Any, Any], arguments: tuple) -> Programs:
+def compile_plan(
+    plan: Plan, params: tuple[Any, Any], arguments: tuple, mesh: Mesh | None = None
+) -> Programs:
     """The programs of a plan for batches of these shapes; `arguments` are those of `loop.start`."""
-    shapes, tree = jax.tree.flatten(jax.eval_shape(lambda *a: a, params, *arguments))
-    return _compile(plan, tree, tuple((s.shape, s.dtype) for s in shapes))
+    leaves, tree = jax.tree.flatten((params, *arguments))
+    return _compile(plan, mesh, tree, tuple(map(_Leaf.of, leaves)))
+
+
+class _Leaf(NamedTuple):
+    """What a program has to know of an argument's array: hashable, as a cache's key must be."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: NamedSharding | None
+
+    @classmethod
+    def of(cls, leaf: Any) -> _Leaf:
+        placed = getattr(leaf, "sharding", None)
+        placed = placed if isinstance(placed, NamedSharding) else None
+        shape = jax.eval_shape(lambda array: array, leaf)
+        return cls(shape.shape, shape.dtype, placed)
 
 
 @functools.lru_cache(maxsize=64)
-def _compile(plan: Plan, tree: Any, leaves: tuple) -> Programs:
+def _compile(plan: Plan, mesh: Mesh | None, tree: Any, leaves: tuple[_Leaf, ...]) -> Programs:
     begin = time.perf_counter()
-    shapes = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(*leaf) for leaf in leaves])
-    params, arguments = shapes[0], shapes[1:]
-    state = jax.eval_shape(functools.partial(loop.start, plan), params, *arguments)
-    start = jax.jit(loop.start, static_argnums=0).lower(plan, params, *arguments).compile()
-    run = jax.jit(loop.run, static_argnums=0, donate_argnums=2)
-    run = run.lower(plan, params, state, jax.ShapeDtypeStruct((), jnp.int32)).compile()
+    shapes = [
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in leaves
+    ]
+    params, *arguments = jax.tree.unflatten(tree, shapes)
+    with use(mesh):
+        start = jax.jit(loop.start, static_argnums=0).lower(plan, params, *arguments)
+        state = start.out_info
+        start = start.compile()
+        # The state goes round: what `start` chose for it holds for every later step.
+        placed = None if mesh is None else start.output_shardings
+        if placed is not None:
+            state = jax.tree.map(
+                lambda leaf, there: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there),
+                state,
+                placed,
+            )
+        run = jax.jit(loop.run, static_argnums=0, donate_argnums=2, out_shardings=placed)
+        run = run.lower(plan, params, state, jax.ShapeDtypeStruct((), jnp.int32)).compile()
     return Programs(start, run, time.perf_counter() - begin)
 
 
@@ -93,28 +124,34 @@ def run_batch(
     finished = False
     while not finished:
         begin = time.perf_counter()
-        state = programs.run(session.params, state, jnp.int32(rounds))
-        status = np.array(state.status)
+        state = programs.run(session.params, state, np.int32(rounds))
+        status = np.array(fetch(state.status))
         decode_s += time.perf_counter() - begin
-        tokens, lengths = np.asarray(state.tokens), np.asarray(state.length)
+        shown = fetch(
+            {
+                "tokens": state.tokens,
+                "lengths": state.length,
+                "rounds": state.rounds,
+                "logprobs": state.logprobs,
+                "overlaps": state.overlaps,
+            }
+        )
+        tokens, lengths = shown["tokens"], shown["lengths"]
+        stopped = False
         for row, prompt in enumerate(index):
             if session.requests[prompt].stop and kept[row] < 0:
                 kept[row] = _stop_string(session, prompt, tokens[row, : lengths[row]])
                 if kept[row] >= 0:
-                    status[row] = STOPPED
-        if (status != np.asarray(state.status)).any():
-            state = state.replace(status=jnp.asarray(status))
+                    status[row], stopped = STOPPED, True
+        if stopped:
+            state = state.replace(status=place_rows(status, session.mesh))
         finished = not (status == RUNNING).any()
         real = slice(0, len(index))
         yield Snapshot(
             index=index,
-            tokens=tokens[real],
-            lengths=lengths[real],
+            **jax.tree.map(lambda leaf, real=real: leaf[real], shown),
             status=status[real],
             kept=kept.copy(),
-            rounds=jax.tree.map(lambda leaf, real=real: np.asarray(leaf)[real], state.rounds),
-            logprobs=None if state.logprobs is None else np.asarray(state.logprobs)[real],
-            overlaps=None if state.overlaps is None else np.asarray(state.overlaps)[real],
             finished=finished,
             prefill_s=prefill_s,
             decode_s=decode_s,

@@ -9,12 +9,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from specjax import sampling
 from specjax.models.interface import LanguageModel
 from specjax.prefill import prefill
 from specjax.session import Session, row_key
+from specjax.sharding import fetch, use
 
 EXCUSED_MARGIN = 1e-4
 """In float32 a difference is a near-tie, and no error, where the two best scores are this close."""
@@ -54,10 +56,13 @@ def top2_margin(session: Session, prompt: int, new_tokens: Sequence[int]) -> flo
     """
     plan, request = session.plan, session.requests[prompt]
     ids = (*session.prompts[prompt], *new_tokens)
-    tokens = jnp.zeros((1, plan.capacity), jnp.int32).at[0, : len(ids)].set(jnp.asarray(ids))
-    scores = _next_logits(
-        plan.target, plan.chunk, session.model.params, tokens, jnp.asarray([len(ids)])
-    )
+    tokens = np.zeros((1, plan.capacity), np.int32)
+    tokens[0, : len(ids)] = ids
+    with use(session.mesh):
+        logits = _next_logits(
+            plan.target, plan.chunk, session.model.params, tokens, np.array([len(ids)], np.int32)
+        )
+    scores = jnp.asarray(fetch(logits))
     if request.temperature > 0:
         warped = sampling.warp(
             scores, request.temperature, request.top_k, request.top_p, request.min_p

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, Key
 from specjax import sampling
 from specjax.cache import Window
 from specjax.drafters.base import warp_rows
+from specjax.sharding import constrain
 from specjax.state import Plan, State
 from specjax.trees import Draft, ancestors, depths
 
@@ -52,8 +53,12 @@ def judge(
         jnp.asarray(seen)[None],
         features=plan.drafter.features,
     )
-    target, laws = _laws(plan, state, draft, result.logits)
-    verdict = _verify(plan, state, draft, drafted, keys, result.logits, target, laws)
+    logits = result.logits
+    if plan.flags.sampled or not isinstance(plan.rule, str):
+        # A draw needs all of a row's law; without one, each device looks at its own part.
+        logits = constrain(logits, "batch", None, None)
+    target, laws = _laws(plan, state, draft, logits)
+    verdict = _verify(plan, state, draft, drafted, keys, logits, target, laws)
 
     longest = draft.tokens.shape[1]
     path = jnp.pad(verdict.path_slots, ((0, 0), (0, longest - nodes)), constant_values=-1)
@@ -64,9 +69,9 @@ def judge(
     tokens = jnp.where(behind, verdict.next_token[:, None], proposed)
     logprobs = None
     if plan.logprobs:
-        rows = jnp.arange(slots.shape[0])[:, None]
-        norm = jax.scipy.special.logsumexp(result.logits, axis=-1)
-        logprobs = result.logits[rows, slots, tokens] - norm[rows, slots]
+        norm = jax.scipy.special.logsumexp(logits, axis=-1, keepdims=True)
+        along = jnp.take_along_axis(logits - norm, slots[:, :, None], axis=1)
+        logprobs = jnp.take_along_axis(along, tokens[:, :, None], axis=2)[:, :, 0]
     room = ((0, 0), (0, 0), (0, 0), (0, plan.widths[-1] - width), (0, 0))
     return Judged(
         verdict._replace(path_slots=path),

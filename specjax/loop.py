@@ -16,11 +16,12 @@ from jax import lax
 from jaxtyping import Array, Int, Key
 
 from specjax import sampling
-from specjax.cache import commit
+from specjax.cache import commit, put
 from specjax.draft_length import no_history, remember
 from specjax.drafters.base import Accepted, Context, Noise
 from specjax.judge import Judged, judge
 from specjax.prefill import prefill
+from specjax.sharding import constrain_rows
 from specjax.state import FULL, RUNNING, STOPPED, Plan, Rounds, Rows, State
 from specjax.trees import Draft, is_chain
 
@@ -66,6 +67,8 @@ def start(
             else None
         ),
     )
+    rows_first = ("tokens", "length", "status", "rows", "rounds", "history", "logprobs", "overlaps")
+    state = state.replace(**{name: constrain_rows(getattr(state, name)) for name in rows_first})
     context = _context(plan, target_params, state)
     return state.replace(drafter=plan.drafter.init(draft_params, context, features))
 
@@ -168,15 +171,14 @@ def _cut(state: State, judged: Judged) -> tuple[Int[Array, "B"], Int[Array, "B"]
 
 def _commit(state: State, judged: Judged, count: Int[Array, "B"], status: Int[Array, "B"]) -> State:
     """Append the root's and the path's keys to the cache, and the new tokens to the row."""
-    rows = jnp.arange(count.shape[0])[:, None]
     step = jnp.arange(judged.tokens.shape[1])[None, :]
     where = jnp.where(step < count[:, None], state.length[:, None] + step, state.tokens.shape[1])
     slots = jnp.pad(jnp.maximum(judged.verdict.path_slots, 0), ((0, 0), (1, 0)))
     logprobs = state.logprobs
     if logprobs is not None:
-        logprobs = logprobs.at[rows, where].set(judged.logprobs, mode="drop")
+        logprobs = put(logprobs, where, judged.logprobs)
     return state.replace(
-        tokens=state.tokens.at[rows, where].set(judged.tokens, mode="drop"),
+        tokens=put(state.tokens, where, judged.tokens),
         length=state.length + count,
         status=status,
         cache=commit(state.cache, judged.window, slots, count),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from specjax.cache import KVCache, commit
+from specjax.cache import KVCache, commit, put
 from specjax.models.interface import LanguageModel
 
 Features = dict[str, Float[Array, "B S D"]]
@@ -55,9 +55,8 @@ def prefill(
     def advance(carry: tuple) -> tuple:
         first, cache, kept = carry
         result = forward(first, cache)
-        rows = jnp.arange(batch)[:, None]
         kept = {
-            name: kept[name].at[rows, (first + step)[None, :]].set(value, mode="drop")
+            name: put(kept[name], (first + step)[None, :], value)
             for name, value in result.features.items()
         }
         count = jnp.clip(lengths - first, 0, chunk)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Key
 
 from specjax import sampling
@@ -21,6 +22,7 @@ from specjax.models.attention import CACHE_BLOCK
 from specjax.models.model import Model
 from specjax.prompts import Prompt, encode_prompt
 from specjax.sampling_params import SamplingParams, one_a_prompt
+from specjax.sharding import DATA, axis_size, place_keys, place_rows, spread
 from specjax.state import RUNNING, STOPPED, Plan, Rows
 
 RULES = ("rejection", "block", "coupled")
@@ -47,6 +49,11 @@ class Session:
     def params(self) -> tuple[Any, Any]:
         """(target's parameters, drafter's parameters)."""
         return self.model.params, self.drafter.params
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The devices that the session runs on: the model's."""
+        return self.model.mesh
 
     def batches(self) -> list[list[int]]:
         """The prompts' indices, batch by batch, in input order."""
@@ -76,6 +83,7 @@ def open_session(
     if not len(prompts):
         raise InputError("prompts is empty: give at least one")
     drafter = no_drafter.make() if drafter is None else drafter
+    drafter = replace(drafter, params=spread(drafter.params, target.mesh))
     if isinstance(verify, str) and verify not in RULES:
         raise InputError(f"verify={verify!r} is unknown: use {', '.join(RULES)}")
     if batch_size is not None and batch_size < 1:
@@ -102,6 +110,8 @@ def open_session(
         most = max(most, *(count for _, _, count in ladder))
     stop_ids = max(1, *(len(_stop_ids(target, request)) for request in requests))
     batch_size = min(batch_size or MOST_ROWS, len(prompts))
+    # Every device along `data` has the same number of rows; those without a prompt are finished.
+    batch_size = _round_up(batch_size, axis_size(target.mesh, DATA))
     totals = [
         min(len(ids) + request.max_new_tokens, longest)
         for ids, request in zip(encoded, requests, strict=True)
@@ -154,21 +164,22 @@ def batch_arguments(session: Session, index: list[int]) -> tuple:
     numbers = np.array([*index, *[0] * spare], np.int32)
     room = np.array([request.max_new_tokens for request in requests], np.int32)
     keys = [row_key(session, i) for i in index] + [jax.random.key(session.seed)] * spare
-    rows = Rows(
-        index=jnp.asarray(numbers),
-        key=jnp.stack(keys),
-        sampling=Sampling(
-            temperature=jnp.asarray([r.temperature for r in requests], jnp.float32),
-            top_k=jnp.asarray([r.top_k for r in requests], jnp.int32),
-            top_p=jnp.asarray([r.top_p for r in requests], jnp.float32),
-            min_p=jnp.asarray([r.min_p for r in requests], jnp.float32),
-        ),
-        max_length=jnp.asarray(np.minimum(length + room, session.max_length)),
-        stop_ids=jnp.asarray(stop_ids),
-    )
     running = np.arange(batch) < len(index)
     status = np.where(running, RUNNING, STOPPED).astype(np.int32)
-    return jnp.asarray(tokens), rows, jnp.asarray(length), jnp.asarray(status)
+    placed = functools.partial(place_rows, mesh=session.mesh)
+    rows = Rows(
+        index=placed(numbers),
+        key=place_keys(keys, session.mesh),
+        sampling=Sampling(
+            temperature=placed(np.array([r.temperature for r in requests], np.float32)),
+            top_k=placed(np.array([r.top_k for r in requests], np.int32)),
+            top_p=placed(np.array([r.top_p for r in requests], np.float32)),
+            min_p=placed(np.array([r.min_p for r in requests], np.float32)),
+        ),
+        max_length=placed(np.minimum(length + room, session.max_length)),
+        stop_ids=placed(stop_ids),
+    )
+    return placed(tokens), rows, placed(length), placed(status)
 
 
 def row_key(session: Session, prompt: int) -> Key[Array, ""]:

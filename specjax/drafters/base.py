@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from specjax.cache import KVCache
 from specjax.models.interface import LanguageModel
 from specjax.sampling import WarpFlags, argmax, warp
+from specjax.sharding import constrain
 from specjax.trees import Draft
 
 Noise = Callable[[Int[Array, ""] | int], Float[Array, "B V"]]
@@ -58,8 +59,8 @@ class Context:
         return jnp.take_along_axis(self.tokens, position, axis=1)[:, 0]
 
     def warp(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        """The log-law that each row's sampling parameters make of logits."""
-        return warp_rows(logits, self.sampling, self.flags)
+        """The log-law that each row's sampling parameters make of logits, whole on each device."""
+        return warp_rows(constrain(logits, "batch", None), self.sampling, self.flags)
 
     def draw(
         self, logits: Float[Array, "B V"], noise: Noise, depth: Int[Array, ""] | int

@@ -74,13 +74,20 @@ def merge(a: Partial, b: Partial) -> Partial:
     )
 
 
-def attend_cache(
-    query: Float[Array, "B G X C"], cache: KVCache, layer: Int[Array, ""], start: Partial
-) -> Partial:
-    """`start` merged with one layer's committed keys: ceil(max length / block) blocks are read.
+def cached_blocks(cache: KVCache) -> Int[Array, ""]:
+    """How many blocks hold the longest committed row: what attention pays for, not the capacity."""
+    step = min(CACHE_BLOCK, cache.capacity)
+    return (cache.length.max() + step - 1) // step
 
-    The work follows the longest committed row, not the capacity.
-    """
+
+def attend_cache(
+    query: Float[Array, "B G X C"],
+    cache: KVCache,
+    layer: Int[Array, ""],
+    blocks: Int[Array, ""],
+    start: Partial,
+) -> Partial:
+    """`start` merged with the first `blocks` blocks of one layer's committed keys."""
     _, batch, kv_heads, _, width = cache.k.shape
     step = min(CACHE_BLOCK, cache.capacity)
     offsets = jnp.arange(step)
@@ -93,4 +100,4 @@ def attend_cache(
         visible = (first + offsets)[None, :] < cache.length[:, None]
         return merge(total, attend(query, key, value, visible[:, None, None, :]))
 
-    return lax.fori_loop(0, (cache.length.max() + step - 1) // step, block, start)
+    return lax.fori_loop(0, blocks, block, start)

@@ -18,11 +18,18 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax.cache import KVCache, Window, make_cache
-from specjax.models.attention import attend, attend_cache, group_queries, ungroup
+from specjax.models.attention import (
+    attend,
+    attend_cache,
+    cached_blocks,
+    group_queries,
+    ungroup,
+)
 from specjax.models.config import DecoderConfig
 from specjax.models.interface import Extension
 from specjax.models.parameters import Parameter, ParameterTable
 from specjax.models.rope import frequencies
+from specjax.sharding import constrain
 
 
 def parameter_table(config: DecoderConfig) -> dict[str, Any]:
@@ -79,10 +86,16 @@ def parameter_table(config: DecoderConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Decoder:
-    """A decoder as plain functions of its parameters, as `interface.LanguageModel` asks for."""
+    """A decoder as plain functions of its parameters, as `interface.LanguageModel` asks for.
+
+    `shards` is the number of devices its weights are split over (the mesh's `model` axis), 1 where
+    each device holds them whole. With more shards than key/value heads every head is cached as
+    often as it takes to give each shard its own copy.
+    """
 
     config: DecoderConfig
     dtype: jnp.dtype
+    shards: int = 1
 
     @property
     def vocab_size(self) -> int:
@@ -94,18 +107,33 @@ class Decoder:
         """Longest sequence the model is meant for, in tokens."""
         return self.config.max_positions
 
+    @property
+    def cached_heads(self) -> int:
+        """Key/value heads in caches and windows (G): the model's own, or one a shard if more."""
+        return max(self.config.num_kv_heads, self.shards)
+
     def make_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache [L, B, G, S, C]."""
         config = self.config
-        return make_cache(
-            config.num_layers, batch, config.num_kv_heads, capacity, config.head_dim, self.dtype
+        cache = make_cache(
+            config.num_layers, batch, self.cached_heads, capacity, config.head_dim, self.dtype
+        )
+        return cache.replace(
+            k=self.constrain_heads(cache.k),
+            v=self.constrain_heads(cache.v),
+            length=constrain(cache.length, "batch"),
         )
 
     def make_window(self, batch: int, slots: int) -> Window:
         """An empty window [L, B, G, W, C]."""
         config = self.config
-        shape = (config.num_layers, batch, config.num_kv_heads, slots, config.head_dim)
-        return Window(jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype))
+        shape = (config.num_layers, batch, self.cached_heads, slots, config.head_dim)
+        empty = self.constrain_heads(jnp.zeros(shape, self.dtype))
+        return Window(empty, empty)
+
+    def constrain_heads(self, keys: Float[Array, "L B G S C"]) -> Float[Array, "L B G S C"]:
+        """Keys or values, told where they lie on a mesh."""
+        return constrain(keys, None, "batch", "kv_heads" if self.shards > 1 else None, None, None)
 
     def init(self, key: Key[Array, ""]) -> dict[str, Any]:
         """Random parameters, each boxed with the logical names of its axes."""
@@ -127,7 +155,7 @@ class Decoder:
         num_layers: int | None = None,
     ) -> Extension:
         """`LanguageModel.extend`; features are `final_norm`, `pre_norm` and `layer_input:i`."""
-        return DecoderModule(self.config, self.dtype).apply(
+        return DecoderModule(self.config, self.dtype, self.shards).apply(
             {"params": {"decoder": params}},
             tokens,
             positions,
@@ -146,6 +174,7 @@ class DecoderModule(nn.Module):
 
     config: DecoderConfig
     dtype: jnp.dtype
+    shards: int = 1
 
     @nn.compact
     def __call__(
@@ -165,9 +194,11 @@ class DecoderModule(nn.Module):
         config = self.config
         params = ParameterTable(parameter_table(config), self.dtype, name="decoder")()
         stacked = params["layers"]
-        kv_heads = config.num_kv_heads
+        kv_heads = window.k.shape[2]
+        copies = kv_heads // config.num_kv_heads
         rotation = rotate_by(positions, config)
         repeats = config.num_heads // kv_heads
+        blocks = cached_blocks(cache)
         # [#B, 1, X, W]: the queries that share a key head stand side by side, token by token.
         seen = jnp.repeat(visible, repeats, axis=1)[:, None]
         taps = {name: _tapped_layer(name, config) for name in features if ":" in name}
@@ -183,28 +214,31 @@ class DecoderModule(nn.Module):
             query = rotate(self._project("btd,dhc->bthc", h, attention["query"]), *rotation)
             key = rotate(self._project("btd,dgc->btgc", h, attention["key"]), *rotation)
             value = self._project("btd,dgc->btgc", h, attention["value"])
+            key, value = (self._split(_copied(part, copies), "kv_heads") for part in (key, value))
+            query = self._split(query, "heads")
             keys = _write(keys, key, index, start)
             values = _write(values, value, index, start)
             query = group_queries(query, kv_heads)
             mixed = attend(query, keys[index], values[index], seen)
-            mixed = attend_cache(query, cache, index, mixed)
+            mixed = attend_cache(query, cache, index, blocks, mixed)
             out = ungroup(mixed.weighted / mixed.denominator, tokens.shape[1]).astype(x.dtype)
             # Merged here: XLA's CPU backend copies a kernel with two contracted axes transposed.
             output = {**attention["output"]}
             output["kernel"] = output["kernel"].reshape(-1, config.hidden_size)
             out = out.reshape(*tokens.shape, -1)
-            x = x + self._project("btn,nd->btd", out, output)
+            x = self._whole(x + self._project("btn,nd->btd", out, output))
             h = rms_norm(x, weights["mlp_norm"]["scale"], config.rms_norm_eps)
             mlp = weights["mlp"]
             gate = nn.silu(self._project("btd,df->btf", h, mlp["gate"]))
             gate = gate * self._project("btd,df->btf", h, mlp["up"])
-            x = x + self._project("btf,fd->btd", gate, mlp["down"])
+            x = self._whole(x + self._project("btf,fd->btd", gate, mlp["down"]))
             return x, keys, values, tapped
 
         if config.tie_word_embeddings:
             x = jnp.moveaxis(jnp.take(params["head"]["kernel"], tokens, axis=1), 0, -1)
         else:
             x = jnp.take(params["embed"]["embedding"], tokens, axis=0)
+        x = self._whole(x)
         carry = (x, window.k, window.v, {name: jnp.zeros_like(x) for name in taps})
         depth = config.num_layers if num_layers is None else num_layers
         pre_norm, keys, values, tapped = lax.fori_loop(0, depth, layer, carry)
@@ -217,6 +251,7 @@ class DecoderModule(nn.Module):
         if logits:
             head = params["head"]["kernel"]
             out = self._einsum("btd,dv->btv", wanted["final_norm"], head, jnp.float32)
+            out = constrain(out, "batch", None, "vocab" if self.shards > 1 else None)
         return Extension(out, {name: wanted[name] for name in features}, Window(keys, values))
 
     def _einsum(
@@ -231,6 +266,16 @@ class DecoderModule(nn.Module):
         if "bias" in weights:
             y = y + jnp.expand_dims(weights["bias"], (0, 1))
         return y
+
+    def _split(self, x: Float[Array, "B T N C"], heads: str) -> Float[Array, "B T N C"]:
+        return constrain(x, "batch", None, heads if self.shards > 1 else None, None)
+
+    def _whole(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return constrain(x, "batch", None, None)
+
+
+def _copied(heads: Float[Array, "B T G C"], copies: int) -> Float[Array, "B T N C"]:
+    return heads if copies == 1 else jnp.repeat(heads, copies, axis=2)
 
 
 def rms_norm(x: Float[Array, "B T D"], scale: Float[Array, "D"], eps: float) -> jax.Array:

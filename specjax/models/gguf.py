@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from specjax.errors import InputError
-from specjax.models import layout
+from specjax.models import layout, store
 from specjax.models.config import DecoderConfig, RopeScaling
 from specjax.models.gguf_header import GgufFile, Tensor, check_type, short
-
-_THREADS = 2
 
 
 class _Keys:
@@ -156,8 +154,14 @@ def _read_scaling(file: GgufFile, keys: _Keys, head_dim: int) -> RopeScaling | N
     return RopeScaling("factors", factors=tuple(_shortest(value) for value in factors.tolist()))
 
 
-def read_params(file: GgufFile, config: DecoderConfig, dtype: np.dtype) -> dict[str, Any]:
-    """The parameter tree of `layout.param_shapes`, dequantised straight into stacked arrays.
+def read_params(
+    file: GgufFile,
+    config: DecoderConfig,
+    dtype: np.dtype,
+    mesh: Mesh | None = None,
+    shards: int = 1,
+) -> dict[str, Any]:
+    """The parameter tree of `layout.param_shapes`, dequantised straight into its place.
 
     Raises InputError listing tensors that are missing, unexpected, mis-shaped or of a type that
     cannot be dequantised; nothing is allocated before that is known.
@@ -166,18 +170,13 @@ def read_params(file: GgufFile, config: DecoderConfig, dtype: np.dtype) -> dict[
     places = layout.match(str(file.path), layout.GGUF, config, found, ignored=["rope_freqs.weight"])
     for name in {file.tensors[place.name].kind: place.name for place in places}.values():
         check_type(file, name)
-    params = layout.allocate(config, dtype)
 
-    def fill(place: layout.Place) -> None:
-        leaf = layout.lookup(params, place.slot.path)
-        target = leaf if place.layer is None else leaf[place.layer]
+    def fill(place: layout.Place, target: np.ndarray) -> None:
         _fill(file, file.tensors[place.name], place, target)
 
     # Biggest first, so that the threads end together.
     places.sort(key=lambda place: -file.tensors[place.name].size)
-    with ThreadPoolExecutor(_THREADS) as pool:
-        list(pool.map(fill, places))
-    return params
+    return store.build(config, dtype, places, fill, mesh, shards)
 
 
 def _fill(file: GgufFile, tensor: Tensor, place: layout.Place, target: np.ndarray) -> None:

@@ -6,16 +6,17 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from specjax.errors import InputError, one_line
-from specjax.models import layout
+from specjax.models import layout, store
 from specjax.models.config import DecoderConfig
 from specjax.models.huggingface_config import write_config
 from specjax.models.tokenizer import Tokenizer
@@ -107,7 +108,13 @@ def _read_headers(shards: dict[Path, list[str] | None]) -> tuple[dict[str, Path]
     return where, shapes
 
 
-def read_params(directory: Path, config: DecoderConfig, dtype: np.dtype) -> dict[str, Any]:
+def read_params(
+    directory: Path,
+    config: DecoderConfig,
+    dtype: np.dtype,
+    mesh: Mesh | None = None,
+    shards: int = 1,
+) -> dict[str, Any]:
     """The parameter tree of `layout.param_shapes`, from model.safetensors or its shards.
 
     Raises InputError for missing shards, damaged files, pickles, and tensors that are missing,
@@ -124,17 +131,16 @@ def read_params(directory: Path, config: DecoderConfig, dtype: np.dtype) -> dict
     )
     if tied_copy:
         _check_tied(directory, where)
-    params = layout.allocate(config, dtype)
-    for path in sorted(set(where.values())):
-        with _open_shard(path) as file:
-            for place in places:
-                if where[place.name] != path:
-                    continue
-                leaf = layout.lookup(params, place.slot.path)
-                target = leaf if place.layer is None else leaf[place.layer]
-                stored = file.get_tensor(place.name)[: place.stored_shape[0]]
-                target[...] = layout.from_stored(stored, place).astype(dtype)
-    return params
+    # In the order of the shards, each of which is open once.
+    places.sort(key=lambda place: str(where[place.name]))
+    with ExitStack() as stack:
+        files = {path: stack.enter_context(_open_shard(path)) for path in set(where.values())}
+
+        def fill(place: layout.Place, target: np.ndarray) -> None:
+            stored = files[where[place.name]].get_tensor(place.name)[: place.stored_shape[0]]
+            target[...] = layout.from_stored(stored, place).astype(dtype)
+
+        return store.build(config, dtype, places, fill, mesh, shards, threads=1)
 
 
 def _check_tied(directory: Path, where: dict[str, Path]) -> None:

