@@ -2,6 +2,8 @@
 
 import ml_collections
 
+from specjax import frontdoor
+
 
 def get_config(size="full"):
     config = ml_collections.ConfigDict()
@@ -25,6 +27,9 @@ def get_config(size="full"):
     config.self_draft = True
     config.runs = 3
     config.report = ""
+    # As in decode_smollm2.py.
+    config.mesh = frontdoor.mesh_fields()
+    config.distributed = frontdoor.distributed_fields()
     if size == "debug":
         config.per_task = 1
         config.max_new_tokens = 8

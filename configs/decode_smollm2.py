@@ -2,6 +2,7 @@
 
 from ml_collections import config_dict
 
+from specjax import frontdoor
 from specjax.drafters import DRAFTERS, drafter_options, option_type
 
 
@@ -27,6 +28,8 @@ def get_config():
             if (kind := option_type(parameter)) is not None:
                 config.drafter[option] = config_dict.placeholder(kind)
 
+    config.drafter.replicated = False  # each device holds a draft model whole
+
     config.num_speculative_tokens = config_dict.placeholder(str)  # a number or auto
     # ((low, high, k), ...): with low..high unfinished rows at most k draft tokens.
     config.num_speculative_tokens_per_batch_size = ()
@@ -49,4 +52,10 @@ def get_config():
     config.seed = 0
     config.compare = False  # also decode plainly, and check that the output is the same
     config.report = config_dict.placeholder(str)  # a JSON path
+
+    # data x model devices: rows are spread over data, weights and heads split over model.
+    config.mesh = frontdoor.mesh_fields()
+    # Several processes: coordinator_address, num_processes, process_id; or cluster=true, which asks
+    # the scheduler (Slurm, Kubernetes, TPU pods).
+    config.distributed = frontdoor.distributed_fields()
     return config

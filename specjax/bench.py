@@ -17,19 +17,20 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import jax
 import ml_collections
 import numpy as np
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
-from specjax import costs, frontdoor, metrics, prompts
+from specjax import costs, frontdoor, metrics, processes, prompts, sharding
 from specjax.built_in import BUILT_IN
 from specjax.drafters import Drafter, make_drafter
 from specjax.execution import Programs, compile_session, run_session
 from specjax.generation import Generation, collect
 from specjax.models.loading import load_model
 from specjax.models.model import Model
+from specjax.reporting import device_name
 from specjax.sampling_params import SamplingParams
 from specjax.session import Session, open_session
 
@@ -133,7 +134,7 @@ def _predict(
         session.plan.target,
         session.params[0],
         sorted({1, *session.plan.widths}),
-        batch=session.batch_size,
+        batch=session.num_rows,
         committed=committed,
         capacity=session.plan.capacity,
     )
@@ -146,9 +147,11 @@ def _predict(
     return predicted, draft
 
 
-def bench(config: ml_collections.ConfigDict, console: Console) -> dict[str, Any]:
+def bench(
+    config: ml_collections.ConfigDict, console: Console, mesh: Mesh | None = None
+) -> dict[str, Any]:
     """Run and print every part; the result is JSON-ready."""
-    model = load_model(config.target, dtype=config.dtype)
+    model = load_model(config.target, dtype=config.dtype, mesh=mesh)
     everything = prompts.read_questions(config.prompts) if config.prompts else list(BUILT_IN)
     questions = prompts.select(everything, per_task=config.per_task)
     fewest = len(questions)
@@ -157,8 +160,8 @@ def bench(config: ml_collections.ConfigDict, console: Console) -> dict[str, Any]
         prompts.encode_prompt(model, [{"role": "user", "content": question.turns[0]}])
         for question in questions[: max(fewest, *config.batch_sizes)]
     ]
-    device = jax.devices()[0]
-    console.print(f"{model.name}, {model.dtype}, {device.device_kind}, from {fewest} prompts on")
+    where = device_name(mesh)
+    console.print(f"{model.name}, {model.dtype}, {where}, from {fewest} prompts on")
     floor = costs.read_seconds(model.params)
     console.print(f"floor (read {model.num_params:,} weights once): {1e3 * floor:.1f} ms")
 
@@ -218,7 +221,7 @@ def bench(config: ml_collections.ConfigDict, console: Console) -> dict[str, Any]
 
 
 def _full_batches(ids: list[list[int]], fewest: int, batch: int) -> list[list[int]]:
-    """At least `fewest` prompts, as many as fill their batches; repeated where there are too few."""
+    """At least `fewest` prompts, as many as fill their batches; too few are repeated."""
     return list(itertools.islice(itertools.cycle(ids), -(-fewest // batch) * batch))
 
 
@@ -276,8 +279,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run(config: ml_collections.ConfigDict) -> int:
         frontdoor.use_compilation_cache()
-        report = bench(config, Console(width=None if sys.stdout.isatty() else 120))
-        if config.report:
+        mesh = frontdoor.open_mesh(config)
+        processes.together(lambda: None, frontdoor.shared_facts(config))
+        writes = processes.speaks()
+        width = None if sys.stdout.isatty() else 120
+        with sharding.use(mesh):
+            report = bench(config, Console(width=width, quiet=not writes), mesh)
+        if config.report and writes:
             Path(config.report).write_text(json.dumps(report, indent=1))
         return 0
 

@@ -18,9 +18,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from specjax import loop
+from specjax import loop, processes
 from specjax.models.interface import LanguageModel
 from specjax.sampling import argmax
+from specjax.sharding import use
 
 if TYPE_CHECKING:
     from specjax.session import Session
@@ -95,8 +96,9 @@ def round_costs(session: Session) -> tuple[float, ...]:
     every session a program of its own. Measured once for a plan and a batch size.
     """
     committed = max(len(prompt) for prompt in session.prompts)
-    if (key := (session.plan, session.batch_size)) not in _MEASURED:
-        _MEASURED[key] = _measure_round(session, min(committed, session.plan.capacity))
+    if (key := (session.plan, session.num_rows)) not in _MEASURED:
+        with use(session.mesh):
+            _MEASURED[key] = _measure_round(session, min(committed, session.plan.capacity))
     return _MEASURED[key]
 
 
@@ -110,7 +112,7 @@ def _measure_round(session: Session, committed: int) -> tuple[float, ...]:
         plan.target,
         session.params[0],
         plan.widths,
-        batch=session.batch_size,
+        batch=session.num_rows,
         committed=committed,
         capacity=plan.capacity,
     )
@@ -120,7 +122,8 @@ def _measure_round(session: Session, committed: int) -> tuple[float, ...]:
         + draft * max(length, 1) / most
         for length in range(most + 1)
     ]
-    return tuple(max(1, round(20 * value / seconds[0])) / 20 for value in seconds)
+    steps = [max(1, round(20 * value / seconds[0])) / 20 for value in seconds]
+    return tuple(processes.from_first(steps))
 
 
 def _loop_seconds(

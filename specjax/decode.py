@@ -3,7 +3,8 @@
     python -m specjax.decode --config=configs/decode_smollm2.py --config.compare=true
 
 `--list` prints drafters, rules, options and sampling fields. Exit codes: 0; 1 where the output
-differs from plain decoding's and must not; 2 for bad input; 130 after Ctrl-C.
+differs from plain decoding's and must not; 2 for bad input; 130 after Ctrl-C. Of several processes
+the first one prints, and writes the report.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from dataclasses import fields
 import ml_collections
 from rich.console import Console
 
-from specjax import frontdoor, reporting
+from specjax import frontdoor, processes, reporting
 from specjax.console import Screen
-from specjax.drafters import DRAFTERS, drafter_options, option_type
+from specjax.drafters import DRAFTERS, Drafter, drafter_options, option_type
 from specjax.identity import EXCUSED_MARGIN
 from specjax.job import Job, job_drafter, read_job
 from specjax.metrics import ExpectedAcceptance
 from specjax.models.loading import load_model
+from specjax.models.model import Model
 from specjax.reporting import Batch, Clock, Setting, Totals
 from specjax.runner import decode_batches
 from specjax.sampling_params import SamplingParams
@@ -53,17 +55,30 @@ def _console() -> Console:
 
 def decode(config: ml_collections.ConfigDict, console: Console) -> int:
     """Run a config; returns the exit code. Raises InputError."""
-    job = read_job(config)
-    if job.report is not None:
-        reporting.check_writable(job.report)
+    mesh = frontdoor.open_mesh(config)
+    writes = processes.speaks()
+    if not writes:
+        console = Console(quiet=True)
+
+    def check() -> Job:
+        job = read_job(config)
+        if job.report is not None and writes:
+            reporting.check_writable(job.report)
+        return job
+
+    job = processes.together(check, frontdoor.shared_facts(config))
     screen, clock = Screen(console), Clock()
     begin = time.perf_counter()
+
+    def load() -> tuple[Model, Drafter]:
+        model = load_model(job.target, dtype=job.dtype, mesh=mesh)
+        return model, job_drafter(job, model)
+
     with screen.working(f"loading {job.target}"):
-        model = load_model(job.target, dtype=job.dtype)
-        drafter = job_drafter(job, model)
+        model, drafter = processes.together(load)
     setting = Setting(
         drafter=job.drafter,
-        device=reporting.device_name(),
+        device=reporting.device_name(mesh),
         dtype=str(model.dtype),
         config=config.to_dict(),
         load_s=time.perf_counter() - begin,
@@ -87,7 +102,7 @@ def decode(config: ml_collections.ConfigDict, console: Console) -> int:
     screen.table(job.drafter, totals, title, _identity(job, totals))
     excusable = setting.dtype == "float32"
     screen.differences(totals, excusable)
-    if job.report is not None:
+    if job.report is not None and writes:
         content = reporting.report(batches, totals, setting, clock, interrupted=interrupted)
         reporting.write_json(job.report, content)
         screen.say(f"report: {job.report}")

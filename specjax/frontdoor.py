@@ -13,8 +13,10 @@ from typing import Any
 
 import ml_collections
 from absl import flags
-from ml_collections import config_flags
+from jax.sharding import Mesh
+from ml_collections import config_dict, config_flags
 
+from specjax import processes, sharding
 from specjax.errors import InputError, one_line
 
 BAD_INPUT, INTERRUPTED = 2, 130
@@ -61,6 +63,48 @@ def read_config(argv: list[str], default: str) -> ml_collections.ConfigDict:
     for override in overrides:
         _check_override(config, override)
     return _overridden(config, overrides)
+
+
+def mesh_fields() -> ml_collections.ConfigDict:
+    """The section `mesh` of a config: how many devices share rows, and how many share weights."""
+    return ml_collections.ConfigDict({"data": 1, "model": 1})
+
+
+def distributed_fields() -> ml_collections.ConfigDict:
+    """The section `distributed` of a config: the arguments of `processes.join`."""
+    return ml_collections.ConfigDict(
+        {
+            "cluster": False,
+            "coordinator_address": config_dict.placeholder(str),
+            "num_processes": config_dict.placeholder(int),
+            "process_id": config_dict.placeholder(int),
+            "timeout_s": 300.0,
+        }
+    )
+
+
+def open_mesh(config: ml_collections.ConfigDict) -> Mesh | None:
+    """Join the other processes of a config, if there are any, and make its mesh.
+
+    Without either there is no mesh, and the first device does it all. Raises InputError.
+    """
+    processes.join(**config.distributed)
+    data, model = config.mesh.data, config.mesh.model
+    if processes.count() == 1 and data == model == 1:
+        return None
+    return sharding.make_mesh(data, model)
+
+
+def shared_facts(config: ml_collections.ConfigDict) -> dict[str, Any]:
+    """What every process of a run must have alike: all fields but those that tell them apart."""
+    apart = ("distributed.process_id",)
+    return {name: repr(_value(config, name)) for name in _fields(config) if name not in apart}
+
+
+def _value(config: ml_collections.ConfigDict, name: str) -> Any:
+    for part in name.split("."):
+        config = config[part]
+    return config
 
 
 def _joined(argv: list[str]) -> Iterator[str]:
@@ -119,10 +163,8 @@ def _overridden(config: ml_collections.ConfigDict, overrides: list[str]) -> Any:
 
 
 def _field_type(config: ml_collections.ConfigDict, name: str) -> type | None:
-    *sections, field = name.split(".")
-    for section in sections:
-        config = config[section]
-    return config.get_type(field)
+    section, _, field = name.rpartition(".")
+    return (_value(config, section) if section else config).get_type(field)
 
 
 def _check_override(config: ml_collections.ConfigDict, override: str) -> None:

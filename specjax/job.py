@@ -34,6 +34,7 @@ class Job:
     chat: Literal["auto", "true", "false"]
     drafter: str
     drafter_path: str | None
+    drafter_replicated: bool
     drafter_options: Mapping[str, Any]
     sampling: SamplingParams
     seed: int
@@ -83,6 +84,9 @@ def read_job(config: ml_collections.ConfigDict) -> Job:
             raise InputError(f"{name}={value}: use a whole number of at least 1, or leave it out")
     options = dict(config.drafter)
     name, path = options.pop("name"), options.pop("path", None)
+    replicated = options.pop("replicated", False)
+    if replicated and name != "draft_model":
+        raise InputError(f"drafter.replicated=True: {name} has no weights of its own; leave it out")
     options = {option: value for option, value in options.items() if value is not None}
     if ":" not in name:
         check_options(name, path, options, supplied=("continuations",))
@@ -98,6 +102,7 @@ def read_job(config: ml_collections.ConfigDict) -> Job:
         chat=config.chat,
         drafter=name,
         drafter_path=path,
+        drafter_replicated=replicated,
         drafter_options=options,
         sampling=sampling,
         seed=config.seed,
@@ -121,7 +126,11 @@ def job_drafter(
     if job.drafter == SIMULATED:
         options["continuations"] = [[0]] if continuations is None else continuations
     if job.drafter == "draft_model" and path is not None:
-        path = target if path == job.target else load_model(path, dtype=job.dtype)
+        if path == job.target and not job.drafter_replicated:
+            path = target
+        else:
+            places = {"mesh": target.mesh, "replicated": job.drafter_replicated}
+            path = load_model(path, dtype=job.dtype, **places)
     return make_drafter(job.drafter, target, path, **options)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from specjax import metrics
 from specjax.errors import InputError, one_line
@@ -148,9 +149,14 @@ def versions() -> dict[str, str]:
     return found
 
 
-def device_name() -> str:
-    """The kind of device that JAX computes on."""
-    return jax.devices()[0].device_kind
+def device_name(mesh: Mesh | None = None) -> str:
+    """The kind of device that JAX computes on, and how a mesh shares them out."""
+    kind = jax.devices()[0].device_kind
+    if mesh is None:
+        return kind
+    sizes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    several = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    return f"{mesh.size} x {kind} ({sizes}){several}"
 
 
 def check_writable(path: str | Path) -> None:

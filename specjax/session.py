@@ -55,6 +55,11 @@ class Session:
         """The devices that the session runs on: the model's."""
         return self.model.mesh
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of a batch on the devices (B): as many on each along `data`, the rest finished."""
+        return _round_up(self.batch_size, axis_size(self.mesh, DATA))
+
     def batches(self) -> list[list[int]]:
         """The prompts' indices, batch by batch, in input order."""
         count = len(self.prompts)
@@ -110,8 +115,6 @@ def open_session(
         most = max(most, *(count for _, _, count in ladder))
     stop_ids = max(1, *(len(_stop_ids(target, request)) for request in requests))
     batch_size = min(batch_size or MOST_ROWS, len(prompts))
-    # Every device along `data` has the same number of rows; those without a prompt are finished.
-    batch_size = _round_up(batch_size, axis_size(target.mesh, DATA))
     totals = [
         min(len(ids) + request.max_new_tokens, longest)
         for ids, request in zip(encoded, requests, strict=True)
@@ -150,7 +153,7 @@ def widths(most: int) -> tuple[int, ...]:
 
 def batch_arguments(session: Session, index: list[int]) -> tuple:
     """`loop.start`'s arrays for one batch; rows without a prompt are finished from the start."""
-    batch, plan = session.batch_size, session.plan
+    batch, plan = session.num_rows, session.plan
     spare = batch - len(index)
     prompts = [session.prompts[i] for i in index] + [(0,)] * spare
     requests = [session.requests[i] for i in index] + [SamplingParams()] * spare

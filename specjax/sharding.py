@@ -27,7 +27,10 @@ Axes = Sequence[str | None]
 
 
 def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh of data x model devices, all there are by default. Raises InputError if they differ."""
+    """A mesh of data x model devices, all there are by default.
+
+    Raises InputError where the product is not the number of devices.
+    """
     devices = jax.devices() if devices is None else list(devices)
     for name, size in (("data", data), ("model", model)):
         if size < 1:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 # Before JAX is imported: a few devices, so that nothing relies on there being one.
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
 
 import jax

@@ -1,0 +1,227 @@
+"""One job over several processes: joining them, agreeing on the job, and one that speaks.
+
+Every process runs the same command. JAX's own service connects them; it aborts the whole process
+where somebody never comes, so that is found out beforehand, and is an error with a name.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from specjax.errors import InputError
+
+Result = TypeVar("Result")
+_HELLO, _GO = "specjax process", b"go"
+
+
+def join(
+    *,
+    cluster: bool = False,
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    timeout_s: float = 300,
+) -> None:
+    """Make this process one of several; before anything touches a device.
+
+    With `cluster` the address and the numbers come from the scheduler (Slurm, Kubernetes, TPU pods,
+    MPI), as `jax.distributed.initialize` finds them. Without it and without an address nothing is
+    done. Raises InputError where something is missing, or somebody does not come within the time.
+    """
+    given = {
+        "coordinator_address": coordinator_address,
+        "num_processes": num_processes,
+        "process_id": process_id,
+    }
+    if timeout_s <= 0:
+        raise InputError(f"distributed.timeout_s={timeout_s}: use seconds above 0")
+    named = [name for name, value in given.items() if value is not None]
+    if cluster:
+        if named:
+            raise InputError(
+                f"distributed.{named[0]}={given[named[0]]!r}: the cluster says this itself; "
+                "leave it out, or set distributed.cluster=false"
+            )
+        _initialize({}, timeout_s)
+        return
+    if not named:
+        return
+    missing = [name for name, value in given.items() if value is None]
+    if missing:
+        raise InputError(
+            f"distributed.{missing[0]} is missing: give coordinator_address=HOST:PORT, "
+            "num_processes and process_id, or distributed.cluster=true under a scheduler"
+        )
+    if num_processes < 1 or not 0 <= process_id < num_processes:
+        raise InputError(
+            f"distributed.process_id={process_id}: must be from 0 to num_processes - 1, "
+            f"with num_processes={num_processes}"
+        )
+    host, _, port = coordinator_address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise InputError(
+            f"distributed.coordinator_address={coordinator_address!r}: use HOST:PORT, "
+            "the same for every process, with a port that is free on process 0"
+        )
+    if num_processes > 1:
+        deadline = time.monotonic() + timeout_s
+        if process_id == 0:
+            _gather(coordinator_address, int(port), num_processes, deadline, timeout_s)
+        else:
+            _report(coordinator_address, (host, int(port)), process_id, deadline, timeout_s)
+    _initialize(given, timeout_s)
+
+
+def _initialize(given: Mapping[str, Any], timeout_s: float) -> None:
+    try:
+        jax.distributed.initialize(**given, initialization_timeout=max(1, round(timeout_s)))
+    except (RuntimeError, ValueError) as error:
+        raise InputError(
+            f"distributed: the processes cannot be joined ({str(error).splitlines()[0]}); check "
+            "that a scheduler started this one, or give coordinator_address, num_processes and "
+            "process_id"
+        ) from None
+
+
+def _gather(address: str, port: int, count: int, deadline: float, timeout_s: float) -> None:
+    """Process 0 waits for each of the others, then lets all of them go on."""
+    waiting: dict[int, socket.socket] = {}
+    try:
+        with socket.create_server(("", port)) as server:
+            while len(waiting) < count - 1:
+                server.settimeout(max(deadline - time.monotonic(), 0.01))
+                try:
+                    peer, _ = server.accept()
+                    number = _number(peer, deadline)
+                except TimeoutError:
+                    missing = sorted(set(range(1, count)) - set(waiting))
+                    raise InputError(
+                        f"distributed.coordinator_address={address!r}: process "
+                        f"{', '.join(map(str, missing))} of {count} did not come within "
+                        f"{timeout_s:g} s; start it with the same address, or raise "
+                        "distributed.timeout_s"
+                    ) from None
+                if number is None:
+                    peer.close()
+                elif number in waiting or not 0 < number < count:
+                    raise InputError(
+                        f"distributed.process_id={number}: two processes say so, or there are "
+                        f"only {count}; give each its own number from 0 to {count - 1}"
+                    )
+                else:
+                    waiting[number] = peer
+            for peer in waiting.values():
+                peer.sendall(_GO)
+    except OSError as error:
+        raise InputError(
+            f"distributed.coordinator_address={address!r}: port {port} cannot be used on process 0 "
+            f"({error.strerror}); choose a free one"
+        ) from None
+    finally:
+        for peer in waiting.values():
+            peer.close()
+
+
+def _number(peer: socket.socket, deadline: float) -> int | None:
+    """The number that a peer says it has; None for one that is not of this job."""
+    peer.settimeout(min(max(deadline - time.monotonic(), 0.01), 5))
+    try:
+        name, _, number = peer.recv(64).decode(errors="replace").rpartition(" ")
+    except (TimeoutError, OSError):
+        return None
+    return int(number) if name == _HELLO and number.isdigit() else None
+
+
+def _report(
+    address: str, target: tuple[str, int], number: int, deadline: float, timeout_s: float
+) -> None:
+    """The others tell process 0 that they are there, and wait until all are."""
+    while True:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise InputError(
+                f"distributed.coordinator_address={address!r}: process 0 did not answer there "
+                f"within {timeout_s:g} s; start it, check the address, or raise "
+                "distributed.timeout_s"
+            )
+        try:
+            with socket.create_connection(target, timeout=min(left, 5)) as peer:
+                peer.sendall(f"{_HELLO} {number}".encode())
+                peer.settimeout(max(deadline - time.monotonic(), 0.01))
+                if peer.recv(len(_GO)) == _GO:
+                    return
+        except OSError:
+            pass
+        time.sleep(0.1)
+
+
+def count() -> int:
+    """The number of processes."""
+    return jax.process_count()
+
+
+def speaks() -> bool:
+    """Whether this process is the one that prints and writes reports."""
+    return jax.process_index() == 0
+
+
+def together(work: Callable[[], Result], facts: Mapping[str, Any] | None = None) -> Result:
+    """What `work` returns; an InputError of one process, or other facts, becomes one of all."""
+    result, error = None, None
+    try:
+        result = work()
+    except InputError as raised:
+        error = str(raised)
+    agree(facts or {}, error)
+    return result
+
+
+def agree(facts: Mapping[str, Any], error: str | None = None) -> None:
+    """Raise InputError on every process where the (JSON-ready) facts of two of them differ.
+
+    A process that has found an error of its own hands it over, so that all of them stop.
+    """
+    if count() == 1:
+        if error is not None:
+            raise InputError(error)
+        return
+    everyone = _exchange({"facts": dict(facts), "error": error})
+    for number, said in enumerate(everyone):
+        if said["error"] is not None:
+            prefix = "" if said["error"] == error else f"process {number}: "
+            raise InputError(prefix + said["error"])
+    first = everyone[0]["facts"]
+    for number, said in enumerate(everyone):
+        for name in first | said["facts"]:
+            mine, other = first.get(name), said["facts"].get(name)
+            if mine != other:
+                raise InputError(
+                    f"{name}={mine!r} on process 0, {other!r} on process {number}: "
+                    "start all processes with the same command and files"
+                )
+
+
+def from_first(value: Any) -> Any:
+    """What the first process has found (JSON-ready), on every process: measured times differ."""
+    return value if count() == 1 else _exchange(value)[0]
+
+
+def _exchange(value: Any) -> list[Any]:
+    """What each process says, in their order, on every process."""
+    from jax.experimental import multihost_utils
+
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.array([text.size], np.int32), tiled=False)
+    room = np.zeros(int(sizes.max()), np.uint8)
+    room[: text.size] = text
+    rows = multihost_utils.process_allgather(room, tiled=False)
+    return [
+        json.loads(bytes(row[: int(size)])) for row, size in zip(rows, np.ravel(sizes), strict=True)
+    ]

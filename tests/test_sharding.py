@@ -1,0 +1,304 @@
+"""The loop on meshes of fake devices: the same tokens, and no collective that is not needed."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import tiny_config
+from decoding import PROMPTS, decode, greedy, make_session, mixed
+
+from specjax import loop, sharding
+from specjax.drafters import make_drafter
+from specjax.errors import InputError
+from specjax.execution import compile_session
+from specjax.models import layout, store
+from specjax.models.loading import load_model, place_model, random_model, save_model
+from specjax.session import batch_arguments
+
+EIGHT_HEADS = dict(
+    num_heads=8, num_kv_heads=8, head_dim=6, hidden_size=24, intermediate_size=40, vocab_size=72
+)
+"""Every axis divides by 8."""
+
+
+def mesh_of(data, model):
+    return sharding.make_mesh(data, model, jax.devices()[: data * model])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quickly(quick_compile):
+    """Nothing here depends on the speed of the programs."""
+
+
+@pytest.fixture(scope="module")
+def eight():
+    return random_model(tiny_config(**EIGHT_HEADS), 0, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def draft():
+    shape = {**EIGHT_HEADS, "num_layers": 2}
+    return random_model(tiny_config(**shape), 1, dtype="float32")
+
+
+SETTINGS = {
+    "ngram, greedy": ("ngram", dict(verify="rejection", sampling=greedy(max_new_tokens=14))),
+    "draft_model, coupled": (
+        "draft_model",
+        dict(verify="coupled", sampling=mixed(max_new_tokens=14, logprobs=True)),
+    ),
+}
+
+
+def run_on(target, draft, name, options, batch_size=8):
+    drafter = make_drafter(name, target, **({"path": draft} if name == "draft_model" else {}))
+    return decode(
+        target, PROMPTS, drafter=drafter, num_speculative_tokens=3, batch_size=batch_size, **options
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(eight, draft):
+    """What one device gives."""
+    return {
+        label: run_on(eight, draft, name, options) for label, (name, options) in SETTINGS.items()
+    }
+
+
+@pytest.mark.parametrize("label", SETTINGS)
+@pytest.mark.parametrize(("data", "model"), [(1, 1), (2, 1), (1, 2), (2, 4), (1, 8)])
+def test_a_mesh_gives_the_tokens_of_one_device(data, model, label, eight, draft, alone):
+    mesh = mesh_of(data, model)
+    name, options = SETTINGS[label]
+    result = run_on(place_model(eight, mesh), place_model(draft, mesh), name, options)
+    assert result.token_ids == alone[label].token_ids
+    assert (result.accepted == alone[label].accepted).all()
+    for mine, other in zip(result.logprobs, alone[label].logprobs, strict=True):
+        if other is not None:
+            np.testing.assert_allclose(mine, other, atol=1e-4)
+
+
+def test_a_row_that_depends_on_its_neighbours_device_would_show(eight, draft, alone):
+    """The comparison is not vacuous: another seed gives other tokens."""
+    name, options = SETTINGS["draft_model, coupled"]
+    other = run_on(eight, draft, name, {**options, "seed": 1})
+    assert other.token_ids != alone["draft_model, coupled"].token_ids
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_random_rules_draw_the_same_on_a_mesh(rule, eight, draft):
+    options = dict(verify=rule, sampling=mixed(max_new_tokens=10))
+    mesh = mesh_of(2, 2)
+    on_mesh = run_on(place_model(eight, mesh), place_model(draft, mesh), "draft_model", options)
+    assert on_mesh.token_ids == run_on(eight, draft, "draft_model", options).token_ids
+
+
+@pytest.mark.parametrize("model", [4, 8])
+def test_key_value_heads_are_copied_where_there_are_more_devices(model):
+    config = tiny_config(**{**EIGHT_HEADS, "num_kv_heads": 2})
+    target = random_model(config, 0, dtype="float32")
+    split = place_model(target, mesh_of(1, model))
+    assert split.architecture.cached_heads == model
+    options = dict(sampling=greedy(max_new_tokens=12))
+    ours = run_on(split, None, "ngram", options)
+    assert ours.token_ids == run_on(target, None, "ngram", options).token_ids
+    session = make_session(split, PROMPTS, sampling=greedy(max_new_tokens=4))
+    state = start(session)
+    parts = [shard.data.shape for shard in state.cache.k.addressable_shards]
+    assert set(parts) == {(3, 8, 1, session.plan.capacity, 6)}
+
+
+def start(session):
+    arguments = batch_arguments(session, session.batches()[0])
+    return compile_session(session).start(session.params, *arguments)
+
+
+def test_a_draft_model_may_be_whole_on_each_device(eight, draft, alone):
+    mesh = mesh_of(2, 4)
+    whole = place_model(draft, mesh, replicated=True)
+    assert all(leaf.is_fully_replicated for leaf in jax.tree.leaves(whole.params))
+    name, options = SETTINGS["draft_model, coupled"]
+    result = run_on(place_model(eight, mesh), whole, name, options)
+    assert result.token_ids == alone["draft_model, coupled"].token_ids
+
+
+def test_a_draft_model_that_was_not_placed_follows_the_target(eight, draft, alone):
+    name, options = SETTINGS["draft_model, coupled"]
+    result = run_on(place_model(eight, mesh_of(1, 2)), draft, name, options)
+    assert result.token_ids == alone["draft_model, coupled"].token_ids
+
+
+@pytest.mark.parametrize("name", ["early_exit", "simulated"])
+def test_the_other_drafters_run_on_a_mesh(name, eight, alone):
+    options = {"early_exit": {"exit_layer": 2}, "simulated": {"acceptance": 0.7}}[name]
+    if name == "simulated":
+        options = {**options, "continuations": alone["ngram, greedy"].token_ids}
+    split = place_model(eight, mesh_of(2, 2))
+    result = decode(
+        split,
+        PROMPTS,
+        drafter=make_drafter(name, split, **options),
+        sampling=greedy(max_new_tokens=14),
+        num_speculative_tokens=3,
+    )
+    assert result.token_ids == alone["ngram, greedy"].token_ids
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 5])
+def test_a_batch_that_does_not_divide_is_padded(batch_size, eight, draft, alone):
+    name, options = SETTINGS["ngram, greedy"]
+    result = run_on(place_model(eight, mesh_of(4, 1)), draft, name, options, batch_size)
+    assert result.token_ids == alone["ngram, greedy"].token_ids
+    assert len(set(result.batch)) == -(-len(PROMPTS) // batch_size)
+
+
+def test_a_vocabulary_that_does_not_divide_stays_whole():
+    config = tiny_config(**{**EIGHT_HEADS, "vocab_size": 67})
+    target = random_model(config, 0, dtype="float32")
+    options = dict(sampling=mixed(max_new_tokens=8), verify="coupled")
+    ours = run_on(place_model(target, mesh_of(2, 4)), None, "ngram", options)
+    assert ours.token_ids == run_on(target, None, "ngram", options).token_ids
+
+
+def collectives(program):
+    """The kind and shape of every collective of a compiled program."""
+    pattern = (
+        r"= (\w+\[[\d,]*\]).*? "
+        r"(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+    )
+    found = re.findall(pattern, program.as_text())
+    return sorted((kind, shape) for shape, kind in found)
+
+
+def round_program(target, draft, name, sampling):
+    drafter = make_drafter(name, target, **({"path": draft} if name == "draft_model" else {}))
+    session = make_session(
+        target, PROMPTS, drafter=drafter, num_speculative_tokens=4, sampling=sampling
+    )
+    assert session.plan.widths == (1, 4, 5)
+    return compile_session(session)
+
+
+def test_the_greedy_round_sums_twice_a_layer_and_gathers_nothing(eight, draft):
+    """Tensor parallelism's two sums, one of the embedding, and the argmax of the parts."""
+    program = round_program(place_model(eight, mesh_of(1, 4)), draft, "ngram", greedy())
+    expected = []
+    for width in (1, 4, 5):
+        # The loop over layers is one body: two sums a layer, and the embedding's before it.
+        expected += [("all-reduce", f"f32[8,{width},24]")] * 3
+        expected += [("all-reduce", f"f32[8,{width}]"), ("all-reduce", f"s32[8,{width}]")]
+    assert collectives(program.run) == sorted(expected)
+
+
+def test_the_sampled_round_gathers_the_logits_once(eight, draft):
+    program = round_program(place_model(eight, mesh_of(1, 4)), draft, "ngram", mixed())
+    found = collectives(program.run)
+    gathers = [shape for kind, shape in found if kind == "all-gather"]
+    assert sorted(gathers) == sorted(f"f32[8,{width},72]" for width in (1, 4, 5))
+    sums = [shape for kind, shape in found if kind == "all-reduce"]
+    assert sorted(sums) == sorted(f"f32[8,{width},24]" for width in (1, 4, 5) for _ in range(3))
+    assert len(found) == len(gathers) + len(sums)
+
+
+@pytest.mark.parametrize("sampling", [greedy(), mixed()], ids=["greedy", "sampled"])
+def test_rows_on_other_devices_exchange_only_whether_they_are_done(sampling, eight, draft):
+    """Over `data` a number a decision: the width, the blocks of each width, who is finished."""
+    program = round_program(place_model(eight, mesh_of(2, 1)), draft, "ngram", sampling)
+    assert {shape for _, shape in collectives(program.run)} <= {"s32[]", "pred[]"}
+
+
+def test_no_weight_and_no_cache_travels(eight, draft):
+    """With a draft model beside the target: only sums of activations, and gathered logits."""
+    mesh = mesh_of(2, 4)
+    programs = round_program(
+        place_model(eight, mesh), place_model(draft, mesh), "draft_model", mixed()
+    )
+    for program in (programs.start, programs.run):
+        for kind, shape in collectives(program):
+            sizes = [int(size) for size in re.findall(r"\d+", shape.partition("[")[2])]
+            if kind == "all-gather":
+                assert sizes[0] == 4 and sizes[-1] == 72 and len(sizes) <= 3, shape
+            else:
+                assert kind == "all-reduce", (kind, shape)
+                assert not sizes or (sizes[0] == 4 and sizes[-1] == 24 and len(sizes) == 3), shape
+
+
+def test_the_state_is_updated_in_place_on_a_mesh(eight, draft):
+    session = make_session(
+        place_model(eight, mesh_of(2, 4)), PROMPTS, sampling=greedy(), num_speculative_tokens=0
+    )
+    program = compile_session(session).run
+    state = start(session)
+    cache = state.cache.k.addressable_shards[0].data
+    assert program.memory_analysis().alias_size_in_bytes >= 2 * cache.nbytes
+    copies = re.findall(r"= \w+\[([\d,]*)\][^=\n]*? copy(?:-start)?\(", program.as_text())
+    assert ",".join(map(str, cache.shape)) not in copies
+
+
+def test_the_loop_exports_for_every_platform_on_a_mesh(eight, draft):
+    target = place_model(eight, mesh_of(2, 4))
+    session = make_session(target, PROMPTS, sampling=mixed()[:1] * 8, num_speculative_tokens=0)
+    state = start(session)
+    shapes = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
+        (session.params, state.replace(rows=state.rows.replace(key=None))),
+    )
+    key = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 8))
+
+    def run(params, state, key):
+        state = state.replace(rows=state.rows.replace(key=key))
+        return loop.run(session.plan, params, state, jnp.int32(4)).tokens
+
+    with sharding.use(target.mesh):
+        exported = jax.export.export(jax.jit(run), platforms=("cpu", "cuda", "tpu"))(*shapes, key)
+    assert exported.platforms == ("cpu", "cuda", "tpu")
+    assert exported.nr_devices == 8
+
+
+@pytest.mark.parametrize("model", [2, 4])
+def test_tensors_go_straight_into_their_parts(model, eight, tmp_path):
+    save_model(eight, tmp_path / "model")
+    mesh = mesh_of(2, model)
+    loaded = load_model(tmp_path / "model", dtype="float32", mesh=mesh)
+    wanted = store.parameter_shardings(eight.config, mesh, model)
+    for path, leaf in jax.tree.leaves_with_path(loaded.params):
+        keys = tuple(entry.key for entry in path)
+        assert leaf.sharding == layout.lookup(wanted, keys)
+        np.testing.assert_array_equal(leaf, layout.lookup(eight.params, keys))
+    query = loaded.params["layers"]["attention"]["query"]["kernel"]
+    assert query.addressable_shards[0].data.shape == (3, 24, 8 // model, 6)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: sharding.make_mesh(3, 2), r"mesh.data=3, mesh.model=2: 6 devices .* 8 are there"),
+        (lambda: sharding.make_mesh(0, 8), "mesh.data=0: use a whole number of at least 1"),
+        (
+            lambda: random_model(tiny_config(), 0, mesh=mesh_of(1, 8)),
+            "mesh.model=8: 4 heads, 2 key/value heads and an MLP of 40 .* use 1 or 2 or 4",
+        ),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused(call, said):
+    with pytest.raises(InputError, match=said):
+        call()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("data", "model"), [(1, 3), (2, 1), (2, 3)])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_default_model_on_a_mesh(data, model, temperature):
+    target = load_model("smollm2-135m-instruct", dtype="float32")
+    split = load_model("smollm2-135m-instruct", dtype="float32", mesh=mesh_of(data, model))
+    prompts = ["The capital of France is", "Repeat: one two three one two three one"]
+    options = dict(
+        sampling=dict(max_new_tokens=24, temperature=temperature),
+        verify="coupled",
+        num_speculative_tokens=4,
+    )
+    ours = decode(split, prompts, drafter=make_drafter("ngram", split), **options)
+    plain = decode(target, prompts, **options)
+    assert ours.token_ids == plain.token_ids
