@@ -6,6 +6,7 @@ where somebody never comes, so that is found out beforehand, and is an error wit
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import time
@@ -93,40 +94,37 @@ def _initialize(given: Mapping[str, Any], timeout_s: float) -> None:
 def _gather(address: str, port: int, count: int, deadline: float, timeout_s: float) -> None:
     """Process 0 waits for each of the others, then lets all of them go on."""
     waiting: dict[int, socket.socket] = {}
-    try:
-        with socket.create_server(("", port)) as server:
-            while len(waiting) < count - 1:
-                server.settimeout(max(deadline - time.monotonic(), 0.01))
-                try:
-                    peer, _ = server.accept()
-                    number = _number(peer, deadline)
-                except TimeoutError:
-                    missing = sorted(set(range(1, count)) - set(waiting))
-                    raise InputError(
-                        f"distributed.coordinator_address={address!r}: process "
-                        f"{', '.join(map(str, missing))} of {count} did not come within "
-                        f"{timeout_s:g} s; start it with the same address, or raise "
-                        "distributed.timeout_s"
-                    ) from None
-                if number is None:
-                    peer.close()
-                elif number in waiting or not 0 < number < count:
-                    raise InputError(
-                        f"distributed.process_id={number}: two processes say so, or there are "
-                        f"only {count}; give each its own number from 0 to {count - 1}"
-                    )
-                else:
-                    waiting[number] = peer
-            for peer in waiting.values():
-                peer.sendall(_GO)
-    except OSError as error:
-        raise InputError(
-            f"distributed.coordinator_address={address!r}: port {port} cannot be used on process 0 "
-            f"({error.strerror}); choose a free one"
-        ) from None
-    finally:
+    with contextlib.ExitStack() as opened:
+        try:
+            server = opened.enter_context(socket.create_server(("", port)))
+        except OSError as error:
+            raise InputError(
+                f"distributed.coordinator_address={address!r}: port {port} cannot be used on "
+                f"process 0 ({error.strerror}); choose a free one"
+            ) from None
+        while len(waiting) < count - 1:
+            server.settimeout(max(deadline - time.monotonic(), 0.01))
+            try:
+                peer = opened.enter_context(server.accept()[0])
+            except TimeoutError:
+                missing = sorted(set(range(1, count)) - set(waiting))
+                raise InputError(
+                    f"distributed.coordinator_address={address!r}: process "
+                    f"{', '.join(map(str, missing))} of {count} did not come within "
+                    f"{timeout_s:g} s; start it with the same address, or raise "
+                    "distributed.timeout_s"
+                ) from None
+            number = _number(peer, deadline)
+            if number is None:
+                continue
+            if number in waiting or not 0 < number < count:
+                raise InputError(
+                    f"distributed.process_id={number}: two processes say so, or there are "
+                    f"only {count}; give each its own number from 0 to {count - 1}"
+                )
+            waiting[number] = peer
         for peer in waiting.values():
-            peer.close()
+            peer.sendall(_GO)
 
 
 def _number(peer: socket.socket, deadline: float) -> int | None:
