@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from specjax import metrics, sampling
 from specjax.drafters import Drafter, make_drafter
 from specjax.execution import Snapshot, compile_session, cut, first_stop, run_session
+from specjax.models.loading import place_model
 from specjax.models.model import Model
 from specjax.models.tokenizer import StreamDecoder
 from specjax.prompts import Prompt
@@ -97,6 +99,7 @@ def generate(
     batch_size: int | None = None,
     max_length: int | None = None,
     progress: Callable[[Snapshot], None] | None = None,
+    mesh: Mesh | None = None,
 ) -> Generation:
     """Decode prompts with a drafter; the output has exactly the target's distribution.
 
@@ -109,8 +112,11 @@ def generate(
     (the output depends on seed and prompt only, never on the drafter), or a rule of one's own.
     `sampling` is one for all prompts or one a prompt. `batch_size` rows decode together (all,
     at most 16, by default); `max_length` bounds
-    prompt and output. `progress` is called between steps. Raises InputError for bad input.
+    prompt and output. `progress` is called between steps. On a `mesh` (`sharding.make_mesh`; by
+    default where the target was loaded) rows are spread over `data`, weights, caches and logits
+    over `model`. Raises InputError for bad input.
     """
+    target = target if mesh is None else place_model(target, mesh)
     session = open_session(
         target,
         prompts,
@@ -180,12 +186,14 @@ def stream(
     rounds_per_step: int = 1,
     drafter: Drafter | str | None = None,
     sampling: Requests = SamplingParams(),  # noqa: B008 - frozen
+    mesh: Mesh | None = None,
     **options: Any,
 ) -> Iterator[Delta]:
     """`generate`, yielding each prompt's new tokens and text after every few rounds.
 
     Takes what `generate` takes. Each delta also says which of its tokens were drafted.
     """
+    target = target if mesh is None else place_model(target, mesh)
     session = open_session(
         target,
         prompts,

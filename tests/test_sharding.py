@@ -14,6 +14,7 @@ from specjax import loop, sharding
 from specjax.drafters import make_drafter
 from specjax.errors import InputError
 from specjax.execution import compile_session
+from specjax.generation import generate
 from specjax.models import layout, store
 from specjax.models.loading import load_model, place_model, random_model, save_model
 from specjax.session import batch_arguments
@@ -129,6 +130,18 @@ def test_a_draft_model_that_was_not_placed_follows_the_target(eight, draft, alon
     name, options = SETTINGS["draft_model, coupled"]
     result = run_on(place_model(eight, mesh_of(1, 2)), draft, name, options)
     assert result.token_ids == alone["draft_model, coupled"].token_ids
+
+
+def test_generate_takes_a_mesh(eight, alone):
+    result = generate(
+        eight,
+        PROMPTS,
+        drafter="ngram",
+        num_speculative_tokens=3,
+        sampling=greedy(max_new_tokens=14),
+        mesh=mesh_of(2, 2),
+    )
+    assert result.token_ids == alone["ngram, greedy"].token_ids
 
 
 @pytest.mark.parametrize("name", ["early_exit", "simulated"])

@@ -78,7 +78,7 @@ def make_drafter(
         if not isinstance(drafter, Drafter):
             raise InputError(f"drafter={name!r} returned {type(drafter).__name__}, not a Drafter")
     elif name == "draft_model":
-        model = path if isinstance(path, Model) else _load(path)
+        model = path if isinstance(path, Model) else _load(path, target)
         check_tokenizers(target, model)
         drafter = draft_model.make(model.architecture, model.params, **options)
     elif name == "early_exit":
@@ -157,7 +157,7 @@ def check_options(
         raise InputError(f"drafter.path={str(path)!r}: {name} does not take it; leave it out")
 
 
-def _load(path: Any) -> Model:
+def _load(path: Any, target: Model) -> Model:
     from specjax.models.loading import load_model
 
-    return load_model(path)
+    return load_model(path, mesh=target.mesh)

@@ -72,8 +72,12 @@ def place_model(model: Model, mesh: Mesh | None, *, replicated: bool = False) ->
     Raises InputError where its heads cannot be split over the mesh.
     """
     shards = _shards(mesh, replicated)
+    if (mesh, shards) == (model.mesh, model.shards):
+        return model
     if mesh is None:
-        return replace(model, params=jax.device_put(model.params), mesh=None, shards=1)
+        return replace(
+            model, params=jax.device_put(model.params, jax.devices()[0]), mesh=None, shards=1
+        )
     store.check_shards(model.config, shards)
     places = store.parameter_shardings(model.config, mesh, shards)
     return replace(model, params=jax.device_put(model.params, places), mesh=mesh, shards=shards)
