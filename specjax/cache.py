@@ -59,9 +59,11 @@ def commit(
     source = jnp.where(keep, slots, 0)[None, :, None, :, None]
 
     def append(into: jax.Array, new: jax.Array) -> jax.Array:
+        layers, batch, heads = into.shape[:3]
+        shape = (layers, batch, heads, *slots.shape[1:], 1)
         return lax.scatter(
             into,
-            target[:, :, None],
+            jnp.broadcast_to(target[None, :, None, :, None], shape),
             jnp.take_along_axis(new, source, axis=3),
             _APPEND,
             mode=lax.GatherScatterMode.FILL_OR_DROP,
@@ -70,14 +72,14 @@ def commit(
     return KVCache(append(cache.k, window.k), append(cache.v, window.v), cache.length + count)
 
 
-# Rows are a batch dimension of the scatter, wherever they stand: each device of a mesh writes its
-# own, and nothing is transposed. Updates are [L, B, G, T, C].
+# All axes in front of the tokens are batch dimensions of the scatter: each device of a mesh writes
+# its own part, and no backend has a reason to transpose the cache.
 _APPEND = lax.ScatterDimensionNumbers(
-    update_window_dims=(0, 2, 4),
+    update_window_dims=(4,),
     inserted_window_dims=(3,),
     scatter_dims_to_operand_dims=(3,),
-    operand_batching_dims=(1,),
-    scatter_indices_batching_dims=(0,),
+    operand_batching_dims=(0, 1, 2),
+    scatter_indices_batching_dims=(0, 1, 2),
 )
 
 
