@@ -25,13 +25,13 @@ jaxtyping.install_import_hook(
 register_dataclass = jax.tree_util.register_dataclass
 
 
-def register_unchecked(nodetype, data_fields, meta_fields, **rest):
+def register_unchecked(nodetype, data_fields=None, meta_fields=None, **rest):
     """`register_dataclass`, but JAX rebuilds specjax's nodes without __init__ and its checks.
 
     JAX puts shapes, booleans and placeholders where arrays are declared; only what specjax itself
     builds is to be checked.
     """
-    if not nodetype.__module__.startswith("specjax"):
+    if data_fields is None or not nodetype.__module__.startswith("specjax"):
         return register_dataclass(nodetype, data_fields, meta_fields, **rest)
 
     def unflatten(meta, data):

@@ -23,7 +23,7 @@ from specjax.session import batch_arguments
 
 
 def test_the_session_is_strict():
-    assert jax.device_count() == 4
+    assert jax.device_count() == 8
     with pytest.raises(ValueError, match="rank"):
         jnp.ones((2, 3)) + jnp.ones(3)
     with pytest.raises(jaxtyping.TypeCheckError):

@@ -83,9 +83,9 @@ def cached_blocks(cache: KVCache) -> Int[Array, ""]:
 def attend_cache(
     query: Float[Array, "B G X C"],
     cache: KVCache,
-    layer: Int[Array, ""],
-    blocks: Int[Array, ""],
+    layer: Int[Array, ""] | int,
     start: Partial,
+    blocks: Int[Array, ""],
 ) -> Partial:
     """`start` merged with the first `blocks` blocks of one layer's committed keys."""
     _, batch, kv_heads, _, width = cache.k.shape
@@ -101,3 +101,15 @@ def attend_cache(
         return merge(total, attend(query, key, value, visible[:, None, None, :]))
 
     return lax.fori_loop(0, blocks, block, start)
+
+
+def attend_whole_cache(
+    query: Float[Array, "B G X C"], cache: KVCache, layer: Int[Array, ""] | int, start: Partial
+) -> Partial:
+    """`start` merged with all of one layer's capacity at once, what is not committed masked."""
+    key = lax.dynamic_index_in_dim(cache.k, layer, keepdims=False)
+    value = lax.dynamic_index_in_dim(cache.v, layer, keepdims=False)
+    visible = jnp.arange(cache.capacity)[None, :] < cache.length[:, None]
+    # Else XLA joins this product with the window's, and copies the cache next to its keys.
+    query = lax.optimization_barrier(query)
+    return merge(start, attend(query, key, value, visible[:, None, None, :]))

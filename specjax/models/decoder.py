@@ -7,9 +7,11 @@ positions (Su et al. 2104.09864), RMS norms (Zhang and Sennrich 1910.07467) and 
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -18,9 +20,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax.cache import KVCache, Window, make_cache
+from specjax.errors import InputError
 from specjax.models.attention import (
+    Partial,
     attend,
     attend_cache,
+    attend_whole_cache,
     cached_blocks,
     group_queries,
     ungroup,
@@ -32,11 +37,49 @@ from specjax.models.rope import frequencies
 from specjax.sharding import constrain
 
 
-def parameter_table(config: DecoderConfig) -> dict[str, Any]:
-    """Every parameter of a decoder: layers stacked in front, head axes apart, kernels [in, out].
+@dataclass(frozen=True)
+class Form:
+    """How the same arithmetic is laid out for a backend; the numbers agree up to rounding.
 
-    A tied head is the embedding, kept once as the head reads it ([D, V]): that pass over all of it
-    is what costs, the embedding only looks up a few columns.
+    `scan_layers` stacks the layers' parameters and loops over them; otherwise each layer has
+    parameters and code of its own. `cache_attention` is `blocks`, a loop over as many blocks of the
+    cache as are filled, `whole`, one product over its capacity, or `kernel`, a GPU kernel over what
+    is filled, for layers that are apart. Raises InputError for other words.
+    """
+
+    scan_layers: bool = True
+    cache_attention: Literal["blocks", "whole", "kernel"] = "blocks"
+
+    def __post_init__(self) -> None:
+        if self.cache_attention not in ("blocks", "whole", "kernel"):
+            raise InputError(
+                f"cache_attention={self.cache_attention!r}: use blocks, whole or kernel"
+            )
+        if self.cache_attention == "kernel" and self.scan_layers:
+            raise InputError("cache_attention='kernel' needs layers apart: use scan_layers=False")
+
+    @classmethod
+    def of(cls, platform: str) -> Form:
+        """The form for a platform: cpu, tpu, or a GPU (cuda, rocm, gpu).
+
+        On GPU, XLA copies each layer's slice of stacked weights, and of the cache, before it
+        multiplies, and the host waits for each turn of a loop (`scripts/inspect_round.py`).
+        """
+        if platform in ("cpu", "tpu"):
+            return cls()
+        return cls(scan_layers=False, cache_attention="kernel")
+
+
+DEFAULT_FORM = Form()
+_MOST_KERNEL_TOKENS = 64
+
+
+def parameter_table(config: DecoderConfig, scan_layers: bool = True) -> dict[str, Any]:
+    """Every parameter of a decoder: head axes apart, kernels [in, out], layers stacked in front.
+
+    Without `scan_layers` each layer is an entry of its own, "0", "1", ... A tied head is the
+    embedding, kept once as the head reads it ([D, V]): that pass over all of it is what costs, the
+    embedding only looks up a few columns.
     """
     layers, width, hidden = config.num_layers, config.hidden_size, config.intermediate_size
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
@@ -79,6 +122,9 @@ def parameter_table(config: DecoderConfig) -> dict[str, Any]:
         "final_norm": {"scale": Parameter((width,), ("embed",), "ones")},
         "head": {"kernel": Parameter((width, config.vocab_size), ("embed", "vocab"))},
     }
+    if not scan_layers:
+        one = jax.tree.map(Parameter.without_layers, table["layers"])
+        table["layers"] = {str(layer): one for layer in range(layers)}
     if not config.tie_word_embeddings:
         table["embed"] = {"embedding": Parameter((config.vocab_size, width), ("vocab", "embed"))}
     return table
@@ -96,6 +142,7 @@ class Decoder:
     config: DecoderConfig
     dtype: jnp.dtype
     shards: int = 1
+    form: Form = DEFAULT_FORM
 
     @property
     def vocab_size(self) -> int:
@@ -137,7 +184,8 @@ class Decoder:
 
     def init(self, key: Key[Array, ""]) -> dict[str, Any]:
         """Random parameters, each boxed with the logical names of its axes."""
-        module = ParameterTable(parameter_table(self.config), self.dtype)
+        table = parameter_table(self.config, self.form.scan_layers)
+        module = ParameterTable(table, self.dtype)
         return module.init(key)["params"]
 
     def extend(
@@ -155,7 +203,7 @@ class Decoder:
         num_layers: int | None = None,
     ) -> Extension:
         """`LanguageModel.extend`; features are `final_norm`, `pre_norm` and `layer_input:i`."""
-        return DecoderModule(self.config, self.dtype, self.shards).apply(
+        return DecoderModule(self.config, self.dtype, self.shards, self.form).apply(
             {"params": {"decoder": params}},
             tokens,
             positions,
@@ -175,6 +223,7 @@ class DecoderModule(nn.Module):
     config: DecoderConfig
     dtype: jnp.dtype
     shards: int = 1
+    form: Form = DEFAULT_FORM
 
     @nn.compact
     def __call__(
@@ -192,41 +241,42 @@ class DecoderModule(nn.Module):
     ) -> Extension:
         """`Decoder.extend` on the module's own parameters."""
         config = self.config
-        params = ParameterTable(parameter_table(config), self.dtype, name="decoder")()
-        stacked = params["layers"]
+        scan_layers = self.form.scan_layers
+        table = parameter_table(config, scan_layers)
+        params = ParameterTable(table, self.dtype, name="decoder")()
         kv_heads = window.k.shape[2]
         copies = kv_heads // config.num_kv_heads
         rotation = rotate_by(positions, config)
         repeats = config.num_heads // kv_heads
-        blocks = cached_blocks(cache)
+        attend_committed = self._cache_attention(cache, tokens.shape[1])
         # [#B, 1, X, W]: the queries that share a key head stand side by side, token by token.
         seen = jnp.repeat(visible, repeats, axis=1)[:, None]
         taps = {name: _tapped_layer(name, config) for name in features if ":" in name}
 
-        def layer(index: Int[Array, ""], carry: tuple) -> tuple:
+        def layer(index: Int[Array, ""] | int, weights: dict, carry: tuple) -> tuple:
             x, keys, values, tapped = carry
-            weights = jax.tree.map(lambda leaf: leaf[index], stacked)
             tapped = {
                 name: jnp.where(index == taps[name], x, kept) for name, kept in tapped.items()
             }
             h = rms_norm(x, weights["attention_norm"]["scale"], config.rms_norm_eps)
             attention = weights["attention"]
-            query = rotate(self._project("btd,dhc->bthc", h, attention["query"]), *rotation)
-            key = rotate(self._project("btd,dgc->btgc", h, attention["key"]), *rotation)
-            value = self._project("btd,dgc->btgc", h, attention["value"])
+            query, key, value = (
+                self._project("btd,dn->btn", h, attention[part]).reshape(
+                    *tokens.shape, -1, config.head_dim
+                )
+                for part in ("query", "key", "value")
+            )
+            query, key = rotate(query, *rotation), rotate(key, *rotation)
             key, value = (self._split(_copied(part, copies), "kv_heads") for part in (key, value))
             query = self._split(query, "heads")
             keys = _write(keys, key, index, start)
             values = _write(values, value, index, start)
             query = group_queries(query, kv_heads)
             mixed = attend(query, keys[index], values[index], seen)
-            mixed = attend_cache(query, cache, index, blocks, mixed)
+            mixed = attend_committed(query, cache, index, start=mixed)
             out = ungroup(mixed.weighted / mixed.denominator, tokens.shape[1]).astype(x.dtype)
-            # Merged here: XLA's CPU backend copies a kernel with two contracted axes transposed.
-            output = {**attention["output"]}
-            output["kernel"] = output["kernel"].reshape(-1, config.hidden_size)
             out = out.reshape(*tokens.shape, -1)
-            x = self._whole(x + self._project("btn,nd->btd", out, output))
+            x = self._whole(x + self._project("btn,nd->btd", out, attention["output"]))
             h = rms_norm(x, weights["mlp_norm"]["scale"], config.rms_norm_eps)
             mlp = weights["mlp"]
             gate = nn.silu(self._project("btd,df->btf", h, mlp["gate"]))
@@ -241,7 +291,18 @@ class DecoderModule(nn.Module):
         x = self._whole(x)
         carry = (x, window.k, window.v, {name: jnp.zeros_like(x) for name in taps})
         depth = config.num_layers if num_layers is None else num_layers
-        pre_norm, keys, values, tapped = lax.fori_loop(0, depth, layer, carry)
+        if scan_layers:
+            layers = merge_heads(params["layers"], config)
+
+            def step(index: Int[Array, ""], carry: tuple) -> tuple:
+                return layer(index, jax.tree.map(lambda leaf: leaf[index], layers), carry)
+
+            carry = lax.fori_loop(0, depth, step, carry)
+        else:
+            for index in range(depth):
+                weights = merge_heads(params["layers"][str(index)], config)
+                carry = layer(index, weights, carry)
+        pre_norm, keys, values, tapped = carry
 
         wanted = {**tapped, "pre_norm": pre_norm}
         out = None
@@ -253,6 +314,17 @@ class DecoderModule(nn.Module):
             out = self._einsum("btd,dv->btv", wanted["final_norm"], head, jnp.float32)
             out = constrain(out, "batch", None, "vocab" if self.shards > 1 else None)
         return Extension(out, {name: wanted[name] for name in features}, Window(keys, values))
+
+    def _cache_attention(self, cache: KVCache, tokens: int) -> Callable[..., Partial]:
+        kind = self.form.cache_attention
+        # The kernel's partial sums, small for a round, would be larger than the cache in a prefill.
+        if kind == "kernel" and tokens <= _MOST_KERNEL_TOKENS:
+            from specjax.models.attention_kernel import attend_cache_kernel
+
+            return attend_cache_kernel
+        if kind == "whole":
+            return attend_whole_cache
+        return functools.partial(attend_cache, blocks=cached_blocks(cache))
 
     def _einsum(
         self, equation: str, x: jax.Array, kernel: jax.Array, out: jnp.dtype | type | None = None
@@ -272,6 +344,23 @@ class DecoderModule(nn.Module):
 
     def _whole(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         return constrain(x, "batch", None, None)
+
+
+def merge_heads(layer: dict[str, Any], config: DecoderConfig) -> dict[str, Any]:
+    """A layer, or stacked ones, with each head axis and its width as one axis of the projections.
+
+    A product over plain matrices is read where it lies; with two axes to sum over, or to give, each
+    backend first copies some kernel transposed.
+    """
+    attention = dict(layer["attention"])
+    for name in ("query", "key", "value"):
+        attention[name] = {
+            part: leaf.reshape(*leaf.shape[:-2], -1) for part, leaf in attention[name].items()
+        }
+    output = dict(attention["output"])
+    kernel = output["kernel"]
+    output["kernel"] = kernel.reshape(*kernel.shape[:-3], -1, config.hidden_size)
+    return {**layer, "attention": {**attention, "output": output}}
 
 
 def _copied(heads: Float[Array, "B T G C"], copies: int) -> Float[Array, "B T N C"]:
@@ -305,7 +394,7 @@ def rotate(
 def _write(
     window: Float[Array, "L B G W C"],
     new: Float[Array, "B T G C"],
-    layer: Int[Array, ""],
+    layer: Int[Array, ""] | int,
     start: Int[Array, ""] | int,
 ) -> Float[Array, "L B G W C"]:
     new = new.transpose(0, 2, 1, 3)[None].astype(window.dtype)

@@ -160,6 +160,7 @@ def read_params(
     dtype: np.dtype,
     mesh: Mesh | None = None,
     shards: int = 1,
+    scan_layers: bool = True,
 ) -> dict[str, Any]:
     """The parameter tree of `layout.param_shapes`, dequantised straight into its place.
 
@@ -176,7 +177,7 @@ def read_params(
 
     # Biggest first, so that the threads end together.
     places.sort(key=lambda place: -file.tensors[place.name].size)
-    return store.build(config, dtype, places, fill, mesh, shards)
+    return store.build(config, dtype, places, fill, mesh, shards, scan_layers)
 
 
 def _fill(file: GgufFile, tensor: Tensor, place: layout.Place, target: np.ndarray) -> None:

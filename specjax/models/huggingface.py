@@ -114,6 +114,7 @@ def read_params(
     dtype: np.dtype,
     mesh: Mesh | None = None,
     shards: int = 1,
+    scan_layers: bool = True,
 ) -> dict[str, Any]:
     """The parameter tree of `layout.param_shapes`, from model.safetensors or its shards.
 
@@ -140,7 +141,7 @@ def read_params(
             stored = files[where[place.name]].get_tensor(place.name)[: place.stored_shape[0]]
             target[...] = layout.from_stored(stored, place).astype(dtype)
 
-        return store.build(config, dtype, places, fill, mesh, shards, threads=1)
+        return store.build(config, dtype, places, fill, mesh, shards, scan_layers, threads=1)
 
 
 def _check_tied(directory: Path, where: dict[str, Path]) -> None:
@@ -160,8 +161,9 @@ def write_params(params: dict[str, Any], config: DecoderConfig, path: Path) -> N
     """Write the parameter tree as one safetensors file, in the names and axes of transformers."""
     tensors = {}
     for place in layout.places(layout.HUGGING_FACE, config):
-        leaf = np.asarray(layout.lookup(params, place.slot.path))
-        value = leaf if place.layer is None else leaf[place.layer]
+        keys, layer = place.within(scan_layers="0" not in params["layers"])
+        leaf = np.asarray(layout.lookup(params, keys))
+        value = leaf if layer is None else leaf[layer]
         if value.size != math.prod(place.shape):
             raise InputError(
                 f"{place.name}: the parameter has shape {list(value.shape)}, "

@@ -24,9 +24,9 @@ Shape = tuple[int, ...]
 _ALIGNMENT = 64  # bytes; XLA's CPU client copies a host array that starts anywhere else
 
 
-def param_shapes(config: DecoderConfig) -> dict[str, Any]:
+def param_shapes(config: DecoderConfig, scan_layers: bool = True) -> dict[str, Any]:
     """The nested dict of parameter shapes that a decoder of this config has."""
-    return jax.tree.map(lambda entry: entry.shape, parameter_table(config))
+    return jax.tree.map(lambda entry: entry.shape, parameter_table(config, scan_layers))
 
 
 class Slot(NamedTuple):
@@ -116,6 +116,13 @@ class Place(NamedTuple):
     layer: int | None
     shape: Shape
 
+    def within(self, scan_layers: bool) -> tuple[Path, int | None]:
+        """The leaf it belongs to, and its place on that leaf's first axis if layers are stacked."""
+        if self.layer is None or scan_layers:
+            return self.slot.path, self.layer
+        first, *rest = self.slot.path
+        return (first, str(self.layer), *rest), None
+
     @property
     def stored_shape(self) -> Shape:
         """The tensor's shape in the file."""
@@ -184,7 +191,7 @@ def lookup(tree: dict[str, Any], path: Path) -> Any:
     return tree
 
 
-def allocate(config: DecoderConfig, dtype: np.dtype) -> dict[str, Any]:
+def allocate(config: DecoderConfig, dtype: np.dtype, scan_layers: bool = True) -> dict[str, Any]:
     """The parameter tree, uninitialised, each leaf aligned so that a CPU device can adopt it."""
 
     def empty(shape: Shape) -> np.ndarray:
@@ -198,7 +205,7 @@ def allocate(config: DecoderConfig, dtype: np.dtype) -> dict[str, Any]:
             return {key: fill(child) for key, child in node.items()}
         return empty(node)
 
-    return {key: fill(child) for key, child in param_shapes(config).items()}
+    return {key: fill(child) for key, child in param_shapes(config, scan_layers).items()}
 
 
 def match(

@@ -16,11 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from specjax import sharding
+from specjax import checkpoint_directory, checkpoints, sharding
 from specjax.errors import InputError, one_line
 from specjax.models import gguf, huggingface, huggingface_config, layout, store
 from specjax.models import tokenizer_files as files
 from specjax.models.config import DecoderConfig
+from specjax.models.decoder import Form
 from specjax.models.gguf_header import open_gguf
 from specjax.models.model import Model
 from specjax.models.tokenizer import Tokenizer
@@ -39,19 +40,24 @@ def load_model(
     dtype: str = "auto",
     mesh: Mesh | None = None,
     replicated: bool = False,
+    form: Form | None = None,
 ) -> Model:
-    """A model by built-in name, .gguf file, Hugging Face directory, or org/name on the hub.
+    """A model by built-in name, .gguf file, directory (ours or Hugging Face's), or hub's org/name.
 
     `dtype` is float32, bfloat16, float16, or auto: float32 on CPU, bfloat16 elsewhere. On a `mesh`
     (`sharding.make_mesh`) each tensor goes straight into its part of each device, split over
-    `model`, or whole with `replicated`. Raises InputError for anything that is not an intact
-    Llama-family model, and for a mesh that its heads cannot be split over.
+    `model`, or whole with `replicated`. `form` is the backend's own unless given. Raises
+    InputError for anything that is not an intact Llama-family model, and for a mesh that its heads
+    cannot be split over.
     """
-    target = _Target(resolve_dtype(dtype), mesh, _shards(mesh, replicated))
+    form = form or Form.of(jax.default_backend())
+    target = _Target(resolve_dtype(dtype), mesh, _shards(mesh, replicated), form)
     name = str(name_or_path)
     if name == DEFAULT_MODEL:
         return _load_gguf(name, default_model_file(), target)
     path = Path(name_or_path).expanduser()
+    if checkpoint_directory.is_checkpoint(path):
+        return _load_checkpoint(name, path, target)
     if path.is_dir():
         return _load_directory(name, path, target)
     if path.suffix in huggingface.PICKLES:
@@ -79,16 +85,22 @@ def place_model(model: Model, mesh: Mesh | None, *, replicated: bool = False) ->
             model, params=jax.device_put(model.params, jax.devices()[0]), mesh=None, shards=1
         )
     store.check_shards(model.config, shards)
-    places = store.parameter_shardings(model.config, mesh, shards)
+    places = store.parameter_shardings(model.config, mesh, shards, model.form.scan_layers)
     return replace(model, params=jax.device_put(model.params, places), mesh=mesh, shards=shards)
 
 
 def save_model(model: Model, directory: str | Path) -> None:
     """Write a model as a Hugging Face directory, which `load_model` and transformers read.
 
+    One process writes it all; for a model on many devices there is `checkpoints.save_checkpoint`.
     Raises InputError where the directory holds anything that specjax did not write.
     """
     path = Path(directory).expanduser()
+    if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(model.params)):
+        raise InputError(
+            f"{path}: the model is spread over processes, and one cannot write it; "
+            "use specjax.save_checkpoint"
+        )
     huggingface.save(path, model.config, model.params, model.tokenizer, np.dtype(model.dtype))
 
 
@@ -98,13 +110,15 @@ def random_model(
     tokenizer: Tokenizer | None = None,
     dtype: str = "auto",
     mesh: Mesh | None = None,
+    form: Form | None = None,
 ) -> Model:
     """A model with random weights, the same for a seed on every machine.
 
     Kernels are scaled by 1/sqrt(inputs), so that logits have a spread of about one; norm scales
     and biases differ from their neutral values, so that a test sees where one is left out.
     """
-    target = _Target(resolve_dtype(dtype), mesh, _shards(mesh, replicated=False))
+    form = form or Form.of(jax.default_backend())
+    target = _Target(resolve_dtype(dtype), mesh, _shards(mesh, replicated=False), form)
     rng = np.random.default_rng(seed)
 
     def fill(place: layout.Place, target: np.ndarray) -> None:
@@ -117,7 +131,9 @@ def random_model(
         np.copyto(target, noise, casting="same_kind")
 
     places = list(layout.places(layout.HUGGING_FACE, config))
-    params = store.build(config, target.dtype, places, fill, mesh, target.shards, threads=1)
+    params = store.build(
+        config, target.dtype, places, fill, mesh, target.shards, form.scan_layers, threads=1
+    )
     return target.model(f"random-{seed}", config, params, tokenizer)
 
 
@@ -127,11 +143,17 @@ class _Target(NamedTuple):
     dtype: np.dtype
     mesh: Mesh | None
     shards: int
+    form: Form
+
+    @property
+    def layout(self) -> tuple[np.dtype, Mesh | None, int, bool]:
+        """What a reader of parameters has to know."""
+        return self.dtype, self.mesh, self.shards, self.form.scan_layers
 
     def model(
         self, name: str, config: DecoderConfig, params: dict[str, Any], tokenizer: Tokenizer | None
     ) -> Model:
-        return Model(name, config, params, tokenizer, self.dtype, self.mesh, self.shards)
+        return Model(name, config, params, tokenizer, self.dtype, self.mesh, self.shards, self.form)
 
 
 def _shards(mesh: Mesh | None, replicated: bool) -> int:
@@ -152,7 +174,13 @@ def _load_gguf(name: str, path: Path, target: _Target) -> Model:
         gguf.check_architecture(file)
         tokenizer = read_tokenizer(str(path), file.metadata)
         config = gguf.read_config(file, tokenizer.vocab_size)
-        params = gguf.read_params(file, config, *target)
+        params = gguf.read_params(file, config, *target.layout)
+    return target.model(name, config, params, tokenizer)
+
+
+def _load_checkpoint(name: str, path: Path, target: _Target) -> Model:
+    with _naming(path):
+        config, tokenizer, params = checkpoints.read_model(path, *target.layout)
     return target.model(name, config, params, tokenizer)
 
 
@@ -161,7 +189,7 @@ def _load_directory(name: str, path: Path, target: _Target) -> Model:
         tokenizer = files.read_tokenizer(path)
         size = None if tokenizer is None else tokenizer.vocab_size
         config = huggingface_config.read_config(path, size)
-        params = huggingface.read_params(path, config, *target)
+        params = huggingface.read_params(path, config, *target.layout)
     return target.model(name, config, params, tokenizer)
 
 

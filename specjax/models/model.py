@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from specjax.models.config import DecoderConfig
-from specjax.models.decoder import Decoder
+from specjax.models.decoder import DEFAULT_FORM, Decoder, Form
 from specjax.models.tokenizer import Tokenizer
 
 
@@ -19,7 +19,7 @@ class Model:
     """What `load_model` gives; `tokenizer` is None for models of bare token ids.
 
     `params` is a plain nested dict of arrays. On a `mesh` they are split over `shards` devices, or
-    whole on each of them (1).
+    whole on each of them (1). `form` says how its layers are laid out for the backend.
     """
 
     name: str
@@ -29,11 +29,12 @@ class Model:
     dtype: jnp.dtype
     mesh: Mesh | None = None
     shards: int = 1
+    form: Form = DEFAULT_FORM
 
     @property
     def architecture(self) -> Decoder:
         """The model as pure functions of its parameters; hashable."""
-        return Decoder(self.config, self.dtype, self.shards)
+        return Decoder(self.config, self.dtype, self.shards, self.form)
 
     @property
     def num_params(self) -> int:

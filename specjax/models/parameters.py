@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import flax.linen as nn
 import jax
@@ -20,6 +20,10 @@ class Parameter:
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), (self.shape, self.axes)
+
+    def without_layers(self) -> Parameter:
+        """One layer of a parameter that is stacked over layers."""
+        return replace(self, shape=self.shape[1:], axes=self.axes[1:])
 
     def initializer(self) -> nn.initializers.Initializer:
         """`normal` (standard deviation 0.02), `ones` or `zeros`, with the axes' names attached."""

@@ -43,7 +43,9 @@ def check_shards(config: DecoderConfig, shards: int) -> None:
         )
 
 
-def parameter_shardings(config: DecoderConfig, mesh: Mesh, shards: int) -> dict[str, Any]:
+def parameter_shardings(
+    config: DecoderConfig, mesh: Mesh, shards: int, scan_layers: bool = True
+) -> dict[str, Any]:
     """Where each parameter lies on a mesh: split over `model`, or whole on each device."""
 
     def sharded(entry: Any) -> NamedSharding:
@@ -51,7 +53,7 @@ def parameter_shardings(config: DecoderConfig, mesh: Mesh, shards: int) -> dict[
             return NamedSharding(mesh, PartitionSpec())
         return NamedSharding(mesh, sharding.partition(entry.axes, entry.shape, mesh))
 
-    return jax.tree.map(sharded, parameter_table(config))
+    return jax.tree.map(sharded, parameter_table(config, scan_layers))
 
 
 def build(
@@ -61,6 +63,7 @@ def build(
     fill: Fill,
     mesh: Mesh | None = None,
     shards: int = 1,
+    scan_layers: bool = True,
     threads: int = _THREADS,
 ) -> dict[str, Any]:
     """The parameter tree with every place filled, on the default device or split over a mesh.
@@ -69,27 +72,28 @@ def build(
     with one, places are filled in order. Raises InputError where the mesh does not fit the model.
     """
     if mesh is None:
-        return _on_one_device(config, dtype, places, fill, threads)
+        return _on_one_device(config, dtype, places, fill, scan_layers, threads)
     check_shards(config, shards)
-    targets = parameter_shardings(config, mesh, shards)
+    targets = parameter_shardings(config, mesh, shards, scan_layers)
     params: dict[str, Any] = jax.tree.map(
         lambda shape, target: jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=target)(
             shape, dtype
         ),
-        layout.param_shapes(config),
+        layout.param_shapes(config, scan_layers),
         targets,
         is_leaf=lambda node: isinstance(node, tuple),
     )
     for place, tensor in _read_ahead(places, dtype, fill, threads):
-        *parents, last = place.slot.path
-        node, target = params, layout.lookup(targets, place.slot.path)
+        path, layer = place.within(scan_layers)
+        *parents, last = path
+        node, target = params, layout.lookup(targets, path)
         for key in parents:
             node = node[key]
-        if place.layer is None:
+        if layer is None:
             node[last] = _put(tensor, target)
         else:
             one_layer = NamedSharding(mesh, PartitionSpec(*target.spec[1:]))
-            node[last] = _set_layer(node[last], np.int32(place.layer), _put(tensor, one_layer))
+            node[last] = _set_layer(node[last], np.int32(layer), _put(tensor, one_layer))
     return params
 
 
@@ -98,13 +102,15 @@ def _on_one_device(
     dtype: np.dtype,
     places: Sequence[layout.Place],
     fill: Fill,
+    scan_layers: bool,
     threads: int,
 ) -> dict[str, Any]:
-    params = layout.allocate(config, dtype)
+    params = layout.allocate(config, dtype, scan_layers)
 
     def write(place: layout.Place) -> None:
-        leaf = layout.lookup(params, place.slot.path)
-        fill(place, leaf if place.layer is None else leaf[place.layer])
+        path, layer = place.within(scan_layers)
+        leaf = layout.lookup(params, path)
+        fill(place, leaf if layer is None else leaf[layer])
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(write, places))

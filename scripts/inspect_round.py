@@ -1,0 +1,217 @@
+"""Compile one speculative round for a GPU or TPU that is not there; list what it copies and sends.
+
+    python scripts/inspect_round.py --platform=cuda --layers=4 --batch=8
+    python scripts/inspect_round.py --platform=tpu --topology=v5e:2x4 --data=2 --model=4
+
+Needs the platform's compiler (`pip install -e '.[cuda13]'` or `.[tpu]`), not the device: XLA
+compiles for a description of it. The target is Llama-8B-shaped with `--layers` layers, in bfloat16,
+behind an n-gram drafter. Printed are the collectives, and every instruction outside of a matrix
+product that only moves data and makes at least `--megabytes`: a copy of a weight or of the cache
+shows up here. Exit code 1 if there is one in the loop.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import math
+import os
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from absl import app, flags
+
+_PLATFORM = flags.DEFINE_enum("platform", "cuda", ["cuda", "tpu"], "What to compile for.")
+_TOPOLOGY = flags.DEFINE_string("topology", "v5e:2x4", "The TPU slice; a GPU is always one H100.")
+_LAYERS = flags.DEFINE_integer("layers", 4, "Layers of the target.")
+_BATCH = flags.DEFINE_integer("batch", 8, "Rows.")
+_CAPACITY = flags.DEFINE_integer("capacity", 2048, "Tokens that the cache can hold.")
+_TOKENS = flags.DEFINE_integer("num_speculative_tokens", 7, "Longest draft.")
+_DATA = flags.DEFINE_integer("data", 1, "Devices along `data`.")
+_MODEL = flags.DEFINE_integer("model", 1, "Devices along `model`.")
+_MEGABYTES = flags.DEFINE_float("megabytes", 4.0, "The smallest result worth listing.")
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Above 0, rows are sampled.")
+
+# NVIDIA's data sheet of the H100 SXM, in the words of XLA's GpuTargetConfigProto.
+_H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472 registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 device_memory_size: 84978434048
+  cuda_compute_capability { major: 9 }
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+runtime_version { major: 13 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+_MOVES = ("copy", "transpose", "concatenate", "pad", "dynamic-slice", "slice", "bitcast")
+_COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+
+
+def main(argv: list[str]) -> int:
+    """Compile and report; returns the exit code."""
+    del argv
+    program = compile_round(_describe())
+    memory = program.memory_analysis()
+    print(
+        f"arguments {memory.argument_size_in_bytes / 1e9:.2f} GB, "
+        f"updated in place {memory.alias_size_in_bytes / 1e9:.3f} GB, "
+        f"temporaries {memory.temp_size_in_bytes / 1e9:.3f} GB, a device"
+    )
+    text = program.as_text()
+    sent = collections.Counter(
+        (match[2], match[1])
+        for match in re.finditer(rf"= (\w+\[[\d,]*\]).*? ({'|'.join(_COLLECTIVES)})", text)
+    )
+    for (kind, shape), count in sorted(sent.items()):
+        print(f"sent:   {count} x {kind} {shape}")
+    moved = collections.Counter(big_moves(text, _MEGABYTES.value * 1e6))
+    for (place, kind, shape), count in sorted(moved.items()):
+        print(f"copied: {count} x {kind} {shape}, {place}")
+    inside = sum(count for (place, _, _), count in moved.items() if place == "in the loop")
+    print(f"{inside} large copies in the loop, {sum(moved.values()) - inside} before it")
+    return 1 if inside else 0
+
+
+def _describe() -> list[Any]:
+    """Devices of the topology, as the compiler sees them."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # The compiler alone is wanted: no cuDNN, no worker of a slice.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    from jax.experimental import topologies
+
+    if _PLATFORM.value == "tpu":
+        return topologies.get_topology_desc(_TOPOLOGY.value, "tpu").devices
+    count = _DATA.value * _MODEL.value
+    return topologies.get_topology_desc(
+        platform="cuda", target_config=_H100, topology=f"1x1x{count}"
+    ).devices
+
+
+def compile_round(devices: list[Any]) -> Any:
+    """The compiled loop over rounds, for shapes only."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from specjax import execution, sampling, sharding
+    from specjax.draft_length import DraftLength
+    from specjax.drafters import ngram
+    from specjax.drafters.base import Sampling
+    from specjax.models import layout, store
+    from specjax.models.config import DecoderConfig
+    from specjax.models.decoder import Decoder, Form
+    from specjax.session import widths
+    from specjax.state import Plan, Rows
+
+    data, model, batch = _DATA.value, _MODEL.value, _BATCH.value
+    mesh = sharding.make_mesh(data, model, devices[: data * model])
+    config = DecoderConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_layers=_LAYERS.value,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        max_positions=131072,
+    )
+    store.check_shards(config, model)
+    form = Form.of(_PLATFORM.value)
+    params = jax.tree.map(
+        lambda shape, place: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place),
+        layout.param_shapes(config, form.scan_layers),
+        store.parameter_shardings(config, mesh, model, form.scan_layers),
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
+    sampled = _TEMPERATURE.value > 0
+    plan = Plan(
+        target=Decoder(config, jnp.dtype(jnp.bfloat16), model, form),
+        drafter=ngram.make(),
+        rule="rejection",
+        draft_length=DraftLength(_TOKENS.value, ()),
+        widths=widths(_TOKENS.value),
+        flags=sampling.WarpFlags(not sampled, sampled, False, False, False),
+        capacity=_CAPACITY.value,
+        max_rounds=64,
+        chunk=512,
+    )
+
+    def rows(dtype: Any, *rest: int) -> jax.ShapeDtypeStruct:
+        place = NamedSharding(mesh, PartitionSpec("data", *[None] * len(rest)))
+        return jax.ShapeDtypeStruct((batch, *rest), dtype, sharding=place)
+
+    real, whole = functools.partial(rows, np.float32), functools.partial(rows, np.int32)
+    described = Rows(
+        index=whole(),
+        key=rows(jax.eval_shape(lambda: jax.random.key(0)).dtype),
+        sampling=Sampling(real(), whole(), real(), real()),
+        max_length=whole(),
+        stop_ids=whole(1),
+    )
+    arguments = (whole(_CAPACITY.value), described, whole(), whole())
+    return execution.compile_plan(plan, (params, ()), arguments, mesh).run
+
+
+def big_moves(text: str, smallest: float) -> Iterator[tuple[str, str, str]]:
+    """Where, what and which shape: instructions of a program that only move that many bytes.
+
+    A fusion counts if data movement is all there is in it; what a matrix product reads through one
+    is never written.
+    """
+    computations: dict[str, list[str]] = {}
+    entry = name = ""
+    for line in text.splitlines():
+        if line and not line.startswith((" ", "}")) and line.rstrip().endswith("{"):
+            name = line.removeprefix("ENTRY ").split(" ")[0].lstrip("%")
+            entry = name if line.startswith("ENTRY") else entry
+            computations[name] = []
+        elif name and " = " in line:
+            computations[name].append(line)
+    called = {
+        match
+        for match in re.findall(r"kind=k\w+, calls=%?([\w.\-]+)", text)
+        if match in computations
+    }
+    for name, lines in computations.items():
+        if name in called:
+            continue
+        for line in lines:
+            match = re.search(r" = \(?(\w+)\[([\d,]*)\]\S* ([\w\-]+)\(", line)
+            if match is None:
+                continue
+            kind, shape, opcode = match[1], match[2], match[3]
+            size = math.prod(int(n) for n in shape.split(",") if n) * _width(kind)
+            fused = re.search(r"calls=%?([\w.\-]+)", line)
+            if opcode == "fusion" and fused and _only_moves(computations[fused[1]]):
+                opcode = "moving fusion"
+            elif opcode not in ("copy", "copy-start", "transpose", "concatenate", "dynamic-slice"):
+                continue
+            if size >= smallest:
+                place = "before the loop" if name == entry else "in the loop"
+                yield place, opcode, f"{kind}[{shape}]"
+
+
+def _only_moves(lines: list[str]) -> bool:
+    opcodes = {match[1] for line in lines if (match := re.search(r" = \S+ ([\w\-]+)\(", line))}
+    return bool(opcodes & set(_MOVES) - {"bitcast"}) and opcodes <= {
+        *_MOVES,
+        *("parameter", "constant", "compare", "select", "add", "convert", "broadcast", "clamp"),
+    }
+
+
+def _width(kind: str) -> int:
+    bits = re.search(r"\d+", kind)
+    return max(1, int(bits[0]) // 8) if bits else 1
+
+
+if __name__ == "__main__":
+    app.run(lambda argv: sys.exit(main(argv)))

@@ -1,0 +1,145 @@
+"""The forms a decoder takes for different backends: the same function, up to rounding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import tiny_config
+from decoding import PROMPTS, decode, greedy
+
+from specjax import sharding
+from specjax.cache import KVCache
+from specjax.drafters import make_drafter
+from specjax.errors import InputError
+from specjax.models.attention import (
+    attend,
+    attend_cache,
+    attend_whole_cache,
+    cached_blocks,
+)
+from specjax.models.attention_kernel import attend_cache_kernel
+from specjax.models.decoder import Form
+from specjax.models.loading import load_model, place_model, random_model, save_model
+
+FORMS = {
+    "apart": Form(scan_layers=False),
+    "whole": Form(cache_attention="whole"),
+    "apart, whole": Form(scan_layers=False, cache_attention="whole"),
+    "kernel": Form(scan_layers=False, cache_attention="kernel"),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quickly(quick_compile):
+    """Nothing here depends on the speed of the programs."""
+
+
+@pytest.fixture(scope="module")
+def biased():
+    """Every kind of parameter: biases, an untied head, grouped heads."""
+    return tiny_config(num_heads=4, num_kv_heads=2, attention_bias=True, mlp_bias=True)
+
+
+def extended(model, tokens, lengths, capacity=512):
+    """Logits and features of some tokens behind a cache of random keys."""
+    decoder = model.architecture
+    rng = np.random.default_rng(0)
+    batch = len(lengths)
+    cache = decoder.make_cache(batch, capacity)
+    filled = [jnp.asarray(rng.standard_normal(cache.k.shape), jnp.float32) for _ in range(2)]
+    cache = cache.replace(k=filled[0], v=filled[1], length=jnp.asarray(lengths))
+    ids = jnp.asarray(rng.integers(0, model.config.vocab_size, (batch, tokens)), jnp.int32)
+    positions = cache.length[:, None] + jnp.arange(tokens)[None, :]
+    result = decoder.extend(
+        model.params,
+        ids,
+        positions,
+        cache,
+        decoder.make_window(batch, tokens),
+        0,
+        jnp.tril(jnp.ones((1, tokens, tokens), bool)),
+        features=("final_norm", "layer_input:1"),
+        num_layers=2,
+    )
+    return result
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_every_form_is_the_same_function(name, tokens, biased):
+    lengths = [0, 1, 300, 512]
+    reference = extended(random_model(biased, 3, dtype="float32"), tokens, lengths)
+    model = random_model(biased, 3, dtype="float32", form=FORMS[name])
+    ours = extended(model, tokens, lengths)
+    np.testing.assert_allclose(ours.logits, reference.logits, atol=2e-5)
+    for feature, value in reference.features.items():
+        np.testing.assert_allclose(ours.features[feature], value, atol=2e-5)
+    np.testing.assert_allclose(ours.window.k, reference.window.k, atol=2e-5)
+
+
+@pytest.mark.parametrize("queries", [3, 40, 150])
+def test_the_kernel_agrees_with_the_loop_over_blocks(queries):
+    """With rows of every filling, and more queries than one program holds."""
+    rng = np.random.default_rng(1)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    layers, batch, heads, capacity, width = 2, 4, 2, 512, 16
+    size = (layers, batch, heads, capacity, width)
+    cache = KVCache(normal(*size), normal(*size), jnp.array([0, 1, 300, 512]))
+    query, window = normal(batch, heads, queries, width), normal(batch, heads, 3, width)
+    start = attend(query, window, window, jnp.ones((1, 1, 1, 3), bool))
+
+    @jax.jit
+    def all_ways():
+        ways = (
+            attend_cache(query, cache, 1, start, cached_blocks(cache)),
+            attend_whole_cache(query, cache, 1, start),
+            attend_cache_kernel(query, cache, 1, start),
+        )
+        return [way.weighted / way.denominator for way in ways]
+
+    blocks, whole, kernel = all_ways()
+    np.testing.assert_allclose(whole, blocks, atol=1e-5)
+    np.testing.assert_allclose(kernel, blocks, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(("data", "model"), [(1, 1), (2, 2)])
+def test_every_form_decodes_the_same_tokens(name, data, model, tiny):
+    target = random_model(tiny.config, 0, dtype="float32", form=FORMS[name])
+    if data * model > 1:
+        target = place_model(target, sharding.make_mesh(data, model, jax.devices()[: data * model]))
+    options = dict(sampling=greedy(max_new_tokens=12), num_speculative_tokens=3)
+    ours = decode(target, PROMPTS, drafter=make_drafter("ngram", target), **options)
+    assert ours.token_ids == decode(tiny, PROMPTS, **options).token_ids
+
+
+def test_layers_apart_are_saved_and_loaded_like_stacked_ones(tmp_path, tiny):
+    apart = random_model(tiny.config, 0, dtype="float32", form=FORMS["apart"])
+    save_model(apart, tmp_path / "model")
+    stacked = load_model(tmp_path / "model", dtype="float32")
+    for mine, other in zip(
+        jax.tree.leaves(stacked.params), jax.tree.leaves(tiny.params), strict=True
+    ):
+        np.testing.assert_array_equal(mine, other)
+    mesh = sharding.make_mesh(2, 2, jax.devices()[:4])
+    again = load_model(tmp_path / "model", dtype="float32", mesh=mesh, form=FORMS["apart"])
+    for path, leaf in jax.tree.leaves_with_path(again.params):
+        expected = apart.params
+        for entry in path:
+            expected = expected[entry.key]
+        np.testing.assert_array_equal(leaf, expected)
+
+
+def test_forms_that_do_not_exist_are_refused():
+    with pytest.raises(InputError, match="cache_attention='flash': use blocks, whole or kernel"):
+        Form(cache_attention="flash")
+    with pytest.raises(InputError, match="needs layers apart: use scan_layers=False"):
+        Form(cache_attention="kernel")
+
+
+def test_a_gpu_takes_the_form_without_copies():
+    assert Form.of("cpu") == Form.of("tpu") == Form()
+    assert Form.of("cuda") == FORMS["kernel"]
