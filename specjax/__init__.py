@@ -17,10 +17,11 @@ _HOMES = {
     "generate": "specjax.generation",
     "load_model": "specjax.models.loading",
     "make_drafter": "specjax.drafters",
+    "save_checkpoint": "specjax.checkpoints",
     "save_model": "specjax.models.loading",
     "stream": "specjax.generation",
 }
-_MODULES = ("drafters", "metrics", "sampling", "testing", "theory", "trees")
+_MODULES = ("checkpoints", "drafters", "metrics", "sampling", "testing", "theory", "trees")
 
 __all__ = sorted([*_HOMES, *_MODULES])
 

@@ -1,0 +1,578 @@
+"""Checkpoints: what is saved comes back, on any mesh, or a clear error does."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tracemalloc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import tiny_config
+from jax.sharding import NamedSharding, PartitionSpec
+from test_processes import ROOT, finish, free_port, start
+
+from specjax import checkpoint_directory, sharding
+from specjax.checkpoints import load_drafter, save_checkpoint, save_drafter
+from specjax.errors import InputError
+from specjax.generation import generate
+from specjax.models import facts, store
+from specjax.models.config import RopeScaling
+from specjax.models.decoder import Form
+from specjax.models.loading import load_model, place_model, random_model, save_model
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+SCALINGS = {
+    "none": None,
+    "linear": RopeScaling("linear", factor=4.0),
+    "llama3": RopeScaling("llama3", 8.0, 1.0, 4.0, 128),
+    "factors": RopeScaling("factors", factors=(1.0, 1.5, 2.25, 1 / 3)),
+}
+CONFIG = tiny_config(
+    vocab_size=64, hidden_size=32, num_layers=2, num_kv_heads=4, head_dim=8, intermediate_size=64
+)
+
+
+def mesh_of(shape):
+    if shape is None:
+        return None
+    data, model = shape
+    return sharding.make_mesh(data, model, devices=jax.devices()[: data * model])
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model(CONFIG, 0, dtype="float32")
+
+
+@pytest.fixture
+def saved(model, tmp_path):
+    save_checkpoint(model, tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def assert_same(params, other):
+    assert jax.tree.structure(params) == jax.tree.structure(other)
+    for mine, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(other), strict=True):
+        assert mine.dtype == theirs.dtype
+        assert mine.shape == theirs.shape
+        assert np.asarray(mine).tobytes() == np.asarray(theirs).tobytes()
+
+
+def test_a_model_comes_back_with_its_tokenizer(chatty, tmp_path):
+    save_checkpoint(chatty, tmp_path / "model")
+    loaded = load_model(tmp_path / "model", dtype="float32")
+    assert_same(loaded.params, chatty.params)
+    assert (loaded.config, loaded.dtype) == (chatty.config, chatty.dtype)
+    ours, theirs = loaded.tokenizer, chatty.tokenizer
+    for field in ("bos_id", "eos_ids", "add_bos", "chat_template", "special_tokens"):
+        assert getattr(ours, field) == getattr(theirs, field)
+    for text in ("Name three rivers.", " naïve \n\t日本 <|im_end|>", ""):
+        assert ours.encode(text) == theirs.encode(text)
+    messages = [{"role": "user", "content": "Name three rivers."}]
+    assert ours.encode_chat(messages) == theirs.encode_chat(messages)
+    options = dict(sampling=dict(max_new_tokens=8, temperature=0.8), drafter="ngram")
+    prompts = ["one two three one two", messages]
+    again = generate(loaded, prompts, **options)
+    first = generate(chatty, prompts, **options)
+    assert (again.token_ids, again.texts) == (first.token_ids, first.texts)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_every_field_of_a_config_comes_back(scaling):
+    config = dataclasses.replace(
+        CONFIG,
+        rope_scaling=SCALINGS[scaling],
+        rms_norm_eps=1.1e-6,
+        rope_theta=500000.1,
+        tie_word_embeddings=True,
+        attention_bias=True,
+        mlp_bias=True,
+    )
+    text = json.dumps(facts.config_facts(config))
+    assert facts.read_config(json.loads(text)) == config
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_scaled_model_with_biases_comes_back(tied, tmp_path):
+    config = dataclasses.replace(
+        CONFIG,
+        rope_scaling=SCALINGS["factors"],
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=tied,
+    )
+    model = random_model(config, 3, dtype="float32")
+    save_checkpoint(model, tmp_path / "model")
+    loaded = load_model(tmp_path / "model", dtype="float32")
+    assert loaded.config == config
+    assert loaded.tokenizer is None
+    assert_same(loaded.params, model.params)
+
+
+def assert_placed(model, mesh, shards):
+    if mesh is None:
+        assert all(len(leaf.devices()) == 1 for leaf in jax.tree.leaves(model.params))
+        return
+    wanted = store.parameter_shardings(model.config, mesh, shards, model.form.scan_layers)
+    places = jax.tree.map(lambda leaf, place: leaf.sharding == place, model.params, wanted)
+    assert jax.tree.all(places)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((1, 2), (2, 2)),
+        ((1, 2), (1, 4)),
+        ((1, 2), None),
+        ((2, 2), (1, 2)),
+        ((1, 4), (2, 1)),
+        (None, (2, 4)),
+    ],
+)
+def test_any_mesh_reads_what_another_saved(before, after, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_directory, "_CHUNK_BYTES", 1000)
+    save_checkpoint(place_model(model, mesh_of(before)), tmp_path / "model")
+    mesh = mesh_of(after)
+    loaded = load_model(tmp_path / "model", dtype="float32", mesh=mesh)
+    assert_same(loaded.params, model.params)
+    assert_placed(loaded, mesh, loaded.shards)
+    assert (loaded.mesh, loaded.shards) == (mesh, after[1] if after else 1)
+
+
+def test_a_replica_is_whole_on_each_device(saved, model):
+    mesh = mesh_of((1, 4))
+    loaded = load_model(saved, dtype="float32", mesh=mesh, replicated=True)
+    assert_same(loaded.params, model.params)
+    assert_placed(loaded, mesh, 1)
+    assert all(leaf.is_fully_replicated for leaf in jax.tree.leaves(loaded.params))
+
+
+@pytest.mark.parametrize("shape", [None, (2, 2)])
+def test_bfloat16_comes_back_and_float32_is_rounded_to_it(shape, model, saved, tmp_path):
+    rounded = load_model(saved, dtype="bfloat16", mesh=mesh_of(shape))
+    expected = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model.params)
+    assert rounded.dtype == jnp.bfloat16
+    assert_same(rounded.params, expected)
+    save_checkpoint(rounded, tmp_path / "half")
+    assert_same(load_model(tmp_path / "half", dtype="bfloat16").params, expected)
+    assert_same(
+        load_model(tmp_path / "half", dtype="float32").params,
+        jax.tree.map(lambda leaf: leaf.astype(jnp.float32), expected),
+    )
+
+
+@pytest.mark.parametrize("shape", [None, (2, 2)])
+@pytest.mark.parametrize("stacked", [True, False])
+def test_layers_are_stacked_or_apart_as_the_reader_asks(stacked, shape, tmp_path):
+    forms = Form(scan_layers=stacked), Form(scan_layers=not stacked)
+    config = dataclasses.replace(CONFIG, num_layers=11)
+    model, other = (random_model(config, 0, dtype="float32", form=form) for form in forms)
+    mesh = mesh_of(shape)
+    save_checkpoint(place_model(model, mesh), tmp_path / "model")
+    for want, form in zip((model, other), forms, strict=True):
+        loaded = load_model(tmp_path / "model", dtype="float32", mesh=mesh, form=form)
+        assert_same(loaded.params, want.params)
+        assert_placed(loaded, mesh, loaded.shards)
+
+
+def test_a_checkpoint_is_replaced_only_when_asked_for(saved, tiny):
+    with pytest.raises(InputError, match="holds a checkpoint already; give another .* overwrite"):
+        save_checkpoint(tiny, saved)
+    save_checkpoint(tiny, saved, overwrite=True)
+    assert [entry.name for entry in saved.iterdir()] == ["2"]
+    assert_same(load_model(saved, dtype="float32").params, tiny.params)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_other_files_are_not_replaced(overwrite, model, tmp_path):
+    save_model(model, tmp_path / "model")
+    with pytest.raises(InputError, match="holds 'config.json', which is no part of a checkpoint"):
+        save_checkpoint(model, tmp_path / "model", overwrite=overwrite)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(InputError, match="file: cannot be written"):
+        save_checkpoint(model, tmp_path / "file", overwrite=overwrite)
+    assert (tmp_path / "file").read_text() == "mine"
+    assert_same(load_model(tmp_path / "model", dtype="float32").params, model.params)
+
+
+DIES = """
+import os, signal, sys
+from specjax.checkpoints import save_checkpoint
+from specjax.models.loading import load_model
+
+def die(event, arguments):
+    # The rename is Orbax's commit.
+    if event == "os.rename" and os.path.basename(os.fspath(arguments[1])) == sys.argv[3]:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+model = load_model(sys.argv[1], dtype="float32")
+sys.addaudithook(die)
+save_checkpoint(model, sys.argv[2], overwrite=True)
+"""
+
+
+def test_a_save_that_dies_leaves_the_earlier_checkpoint(saved, model, tiny, tmp_path, capfd):
+    save_checkpoint(tiny, tmp_path / "other")
+    fresh = tmp_path / "fresh"
+    ran = [
+        start(["-c", DIES, str(tmp_path / "other"), str(directory), number], program=())
+        for directory, number in ((saved, "2"), (fresh, "1"))
+    ]
+    for code, _, error in [finish(process) for process in ran]:
+        assert code == -signal.SIGKILL, error
+    assert sorted(entry.name for entry in saved.iterdir())[0] == "1"
+    assert len(list(saved.iterdir())) == 2
+    assert_same(load_model(saved, dtype="float32").params, model.params)
+    with pytest.raises(InputError, match="fresh: the only save into it was interrupted"):
+        load_model(fresh)
+    save_checkpoint(tiny, fresh)
+    save_checkpoint(tiny, saved, overwrite=True)
+    for directory in (saved, fresh):
+        assert_same(load_model(directory, dtype="float32").params, tiny.params)
+        assert len(list(directory.iterdir())) == 1
+
+
+@contextlib.contextmanager
+def files_limited_to(size):
+    """As a disk that is full: no file of this process may become larger."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_save_that_fails_leaves_the_earlier_checkpoint(saved, model, capfd):
+    large = random_model(dataclasses.replace(CONFIG, vocab_size=20_000), 1, dtype="float32")
+    with (
+        files_limited_to(500_000),
+        pytest.raises(InputError, match="saved: the checkpoint cannot be written") as caught,
+    ):
+        save_checkpoint(large, saved, overwrite=True)
+    assert "\n" not in str(caught.value)
+    assert [entry.name for entry in saved.iterdir()] == ["1"]
+    assert_same(load_model(saved, dtype="float32").params, model.params)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_damage_is_an_error_of_one_line(saved, model, tmp_path, capfd):
+    """Each file is deleted, emptied and halved in turn; what still loads is what was saved."""
+    noticed = set()
+    for file in sorted(path for path in saved.rglob("*") if path.is_file()):
+        for size in (None, 0, file.stat().st_size // 2):
+            copy = tmp_path / "copy"
+            shutil.copytree(saved, copy)
+            target = copy / file.relative_to(saved)
+            target.unlink() if size is None else os.truncate(target, size)
+            said = None
+            try:
+                loaded = load_model(copy, dtype="float32")
+            except InputError as error:
+                said = str(error)
+            if said is None:
+                assert_same(loaded.params, model.params)
+            else:
+                assert re.fullmatch(re.escape(f"{copy}: ") + ".{20,400}", said)
+                noticed.add(re.sub("[0-9a-f]{32}", "*", str(file.relative_to(saved / "1"))))
+            shutil.rmtree(copy)
+    assert {
+        "_CHECKPOINT_METADATA",
+        "params/_METADATA",
+        "params/manifest.ocdbt",
+        "params/d/*",
+        "params/ocdbt.process_0/d/*",
+    } <= noticed
+    assert capfd.readouterr() == ("", "")
+
+
+def test_files_that_are_too_small_are_found_before_reading(saved, monkeypatch):
+    monkeypatch.setattr(checkpoint_directory, "_WEIGHED_BYTES", 1000)
+    monkeypatch.setattr(checkpoint_directory, "restore", None)
+    largest = max(saved.rglob("*"), key=lambda path: path.stat().st_size)
+    os.truncate(largest, largest.stat().st_size // 2)
+    with pytest.raises(InputError, match=r"cut short \(\d+ bytes are there, its arrays take \d+\)"):
+        load_model(saved)
+
+
+def facts_of(model):
+    config, dtype = facts.config_facts(model.config), np.dtype(model.dtype).name
+    return {"config": config, "dtype": dtype, "scan_layers": True, "tokenizer": None}
+
+
+def changed(*path, to):
+    def change(content):
+        node = content
+        for key in path[:-1]:
+            node = node[key]
+        if to is None:
+            del node[path[-1]]
+        else:
+            node[path[-1]] = to
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (changed("config", "hidden_size", to=36), r"another shape: .*\[32, 64\], not .*\[36, 64\]"),
+        (changed("config", "hidden_size", to=10**9), r"another shape: .* and \d more"),
+        (changed("config", "num_layers", to=10**9), "another shape: .*layers.*"),
+        (changed("config", "hidden_size", to=10**12), "hidden_size=1000000000000 is of no use"),
+        (changed("config", "hidden_size", to="32"), "hidden_size='32' is of no use"),
+        (changed("config", "hidden_size", to=True), "hidden_size=True is of no use"),
+        (changed("config", "hidden_size", to=0), "hidden_size=0: must be a whole number"),
+        (changed("config", "num_heads", to=3), "num_heads=3: must be a multiple of"),
+        (changed("config", "rope_theta", to=1e300), "rope_theta=1e.300 is of no use"),
+        (changed("config", "rope_scaling", to=[1]), r"rope_scaling=\[1\] is of no use"),
+        (changed("config", "rope_scaling", to={"kind": "yarn"}), "kind='yarn' is of no use"),
+        (changed("config", "rope_scaling", to={"kind": []}), r"kind=\[\] is of no use"),
+        (changed("config", "rope_scaling", to={}), "rope_scaling: 'kind' is missing"),
+        (changed("config", "head_dim", to=None), "config: 'head_dim' is missing"),
+        (changed("config", "experts", to=8), "config: 'experts' is unknown"),
+        (changed("config", "attention_bias", to=True), "missing: .*query.bias.*"),
+        (changed("config", "tie_word_embeddings", to=True), "unexpected: embed.embedding"),
+        (changed("dtype", to="bfloat16"), r"another shape: .*float32.*, not bfloat16"),
+        (changed("dtype", to="int8"), "dtype='int8': use a checkpoint in float32"),
+        (changed("scan_layers", to=False), "missing: layers.0"),
+        (changed("scan_layers", to=0), "scan_layers=0 is of no use"),
+        (changed("config", to=None), "facts: 'config' is missing"),
+        (changed("tokenizer", to={}), "tokenizer: 'add_bos' is missing"),
+        (changed("tokenizer", to="x"), "tokenizer='x' is of no use"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused(change, said, model, tmp_path, monkeypatch):
+    content = facts_of(model)
+    change(content)
+    checkpoint_directory.save(tmp_path / "odd", "model", model.params, content, overwrite=False)
+    monkeypatch.setattr(checkpoint_directory, "restore", None)
+    with pytest.raises(InputError, match=said) as caught:
+        load_model(tmp_path / "odd")
+    assert str(caught.value).startswith(f"{tmp_path / 'odd'}: ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (changed("tokenizer", "backend", to="{"), "tokenizer: not one that can be read"),
+        (changed("tokenizer", "bos_id", to=10**6), "bos_id=1000000 lies outside the vocabulary"),
+        (changed("tokenizer", "eos_ids", to=[-1]), "eos_ids=-1 lies outside"),
+        (changed("tokenizer", "eos_ids", to=[1.5]), r"eos_ids=\[1.5\] is of no use"),
+        (changed("tokenizer", "special_tokens", to={"a": 1}), "special_tokens=.* is of no use"),
+    ],
+)
+def test_a_tokenizer_that_is_none_is_refused(change, said, chatty, tmp_path):
+    content = {**facts_of(chatty), "tokenizer": facts.tokenizer_facts(chatty.tokenizer)}
+    change(content)
+    checkpoint_directory.save(tmp_path / "odd", "model", chatty.params, content, overwrite=False)
+    with pytest.raises(InputError, match=said):
+        load_model(tmp_path / "odd")
+
+
+def test_a_tokenizer_of_a_larger_model_is_refused(model, chatty, tmp_path):
+    content = {**facts_of(model), "tokenizer": facts.tokenizer_facts(chatty.tokenizer)}
+    checkpoint_directory.save(tmp_path / "odd", "model", model.params, content, overwrite=False)
+    with pytest.raises(InputError, match=r"tokenizer has \d+ tokens, the model 64; save the model"):
+        load_model(tmp_path / "odd")
+
+
+def test_parameters_that_do_not_fit_are_not_saved(model, tmp_path):
+    params = {**model.params, "extra": jnp.zeros(3)}
+    del params["final_norm"]
+    with pytest.raises(InputError, match=r"missing: final_norm.scale; unexpected: extra"):
+        save_checkpoint(dataclasses.replace(model, params=params), tmp_path / "odd")
+    assert not (tmp_path / "odd").exists()
+
+
+def test_a_mesh_that_does_not_fit_is_refused_before_reading(saved, monkeypatch):
+    monkeypatch.setattr(checkpoint_directory, "restore", None)
+    with pytest.raises(InputError, match="mesh.model=8: 4 heads"):
+        load_model(saved, mesh=mesh_of((1, 8)))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("specjax_checkpoint", 2, "checkpoint format 2, and only 1 is known; use the version"),
+        ("specjax_checkpoint", True, "checkpoint format True, and only 1 is known"),
+        ("kind", "elephant", "damaged or cut short"),
+        ("kind", ["model"], "damaged or cut short"),
+        ("facts", [], "damaged or cut short"),
+        ("facts", {"a": float("nan")}, "the facts are not JSON"),
+        ("facts", {"a": "\ud800"}, "the facts are not JSON"),
+    ],
+)
+def test_an_unknown_envelope_is_refused(key, value, said, saved):
+    file = saved / "1" / "_CHECKPOINT_METADATA"
+    content = json.loads(file.read_text())
+    content["custom_metadata"][key] = value
+    file.write_text(json.dumps(content))
+    with pytest.raises(InputError, match=said):
+        load_model(saved)
+
+
+def test_directories_that_are_no_checkpoint_say_so(tmp_path, model, saved):
+    with pytest.raises(InputError, match="nothing: no such directory"):
+        load_drafter(tmp_path / "nothing")
+    with pytest.raises(InputError, match="no such file, directory or built-in model"):
+        load_model(tmp_path / "nothing")
+    save_model(model, tmp_path / "other")
+    with pytest.raises(InputError, match="other: holds no checkpoint; give a directory that"):
+        load_drafter(tmp_path / "other")
+    from orbax.checkpoint import v1 as ocp
+
+    ocp.save(tmp_path / "foreign" / "7", {"a": jnp.ones(3)}, checkpointable_name="params")
+    with pytest.raises(InputError, match="foreign: not saved by specjax, or damaged"):
+        load_model(tmp_path / "foreign")
+    ocp.save(tmp_path / "unlike" / "7", {"a": jnp.ones(3)})
+    with pytest.raises(InputError, match="unlike: the checkpoint is damaged"):
+        load_model(tmp_path / "unlike")
+
+
+HEADS = {
+    "head_0": {"kernel": np.arange(12, dtype=np.float32).reshape(3, 4), "bias": np.ones(4)},
+    "head_1": {"kernel": jnp.ones((3, 4), jnp.bfloat16), "step": jnp.int32(7)},
+}
+
+
+def test_a_drafter_comes_back_with_its_facts(tmp_path):
+    params = jax.tree.map(jnp.asarray, HEADS)
+    about = {"method": "medusa", "heads": (2, [1, 2.5, None]), "target": {"name": "é", "ok": True}}
+    save_drafter(tmp_path / "drafter", params, about)
+    loaded, told = load_drafter(tmp_path / "drafter")
+    assert told == {**about, "heads": [2, [1, 2.5, None]]}
+    assert_same(loaded, params)
+    mesh = mesh_of((2, 2))
+    spread, _ = load_drafter(tmp_path / "drafter", mesh)
+    assert_same(spread, params)
+    whole = NamedSharding(mesh, PartitionSpec())
+    assert {leaf.sharding for leaf in jax.tree.leaves(spread)} == {whole}
+
+
+def test_one_kind_is_not_taken_for_the_other(saved, tmp_path):
+    save_drafter(tmp_path / "drafter", {"a": jnp.ones(3)}, {})
+    with pytest.raises(InputError, match="holds a drafter, not a model; .*load_drafter"):
+        load_model(tmp_path / "drafter")
+    with pytest.raises(InputError, match="holds a model, not a drafter; .*load_model"):
+        load_drafter(saved)
+
+
+@pytest.mark.parametrize(
+    ("params", "about", "said"),
+    [
+        ({}, {}, "params is dict.*a nested dict of arrays of numbers"),
+        ({"a": {}}, {}, "params.a is dict"),
+        ({"a": [np.ones(2)]}, {}, "params.a is list"),
+        ({"a": 1.0}, {}, "params.a is float"),
+        ({"a": "text"}, {}, "params.a is str"),
+        ({"a": np.zeros((0, 3))}, {}, r"params.a is ndarray\[0, 3\]: .* none empty"),
+        ({"a": np.array(["x"])}, {}, "params.a is ndarray"),
+        ({"a.b": np.ones(2)}, {}, "'a.b' in params: parameters are named by text without dots"),
+        ({"a": {1: np.ones(2)}}, {}, "1 in params.a: parameters are named"),
+        ({"a": np.ones(2)}, {"f": {1, 2}}, "the facts are not JSON .*set"),
+        ({"a": np.ones(2)}, {"f": np.float32(1)}, "the facts are not JSON .*float32"),
+        ({"a": np.ones(2)}, {"f": float("inf")}, "the facts are not JSON"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(params, about, said, tmp_path):
+    with pytest.raises(InputError, match=said):
+        save_drafter(tmp_path / "drafter", params, about)
+    assert not (tmp_path / "drafter").exists()
+
+
+IN_TWO = """
+import sys
+from specjax import processes, sharding
+from specjax.checkpoints import load_drafter, save_checkpoint, save_drafter
+from specjax.errors import InputError
+from specjax.models.loading import load_model, save_model
+import jax.numpy as jnp
+
+alone, shared, address, number = sys.argv[1:]
+processes.join(coordinator_address=address, num_processes=2, process_id=int(number), timeout_s=60)
+model = load_model(alone, dtype="float32", mesh=sharding.make_mesh(1, 4))
+save_checkpoint(model, shared + "/split")
+save_checkpoint(load_model(shared + "/split", dtype="float32"), shared + "/whole")
+save_drafter(shared + "/drafter", {"a": jnp.ones(3)}, {"process": 0})
+load_drafter(shared + "/drafter", model.mesh)
+for what in (
+    lambda: save_checkpoint(model, shared + "/split"),
+    lambda: save_checkpoint(model, f"{shared}/{number}"),
+    lambda: save_model(model, f"{shared}/{number}"),
+):
+    try:
+        what()
+    except InputError as error:
+        print(error)
+"""
+
+
+def test_two_processes_write_what_one_reads_and_the_reverse(saved, model, tmp_path):
+    address, shared = f"127.0.0.1:{free_port()}", tmp_path / "shared"
+    ran = [
+        start(["-c", IN_TWO, str(saved), str(shared), address, number], program=(), devices=2)
+        for number in "01"
+    ]
+    for code, out, error in [finish(process) for process in ran]:
+        assert code == 0, error
+        lines = [line for line in out.splitlines() if "Gloo" not in line]
+        assert "split: holds a checkpoint already" in lines[0]
+        assert "the checkpoint's directory=" in lines[1]
+        assert "on process 0" in lines[1]
+        assert "spread over processes" in lines[2]
+    for name in ("split", "whole"):
+        assert_same(load_model(shared / name, dtype="float32").params, model.params)
+    mesh = mesh_of((2, 2))
+    loaded = load_model(shared / "split", dtype="float32", mesh=mesh)
+    assert_same(loaded.params, model.params)
+    assert_placed(loaded, mesh, 2)
+    assert load_drafter(shared / "drafter")[1] == {"process": 0}
+
+
+def test_orbax_is_imported_by_those_alone_who_save_or_load():
+    code = (
+        "import sys, specjax.models.loading, specjax.checkpoints\n"
+        "assert not [name for name in sys.modules if name.startswith('orbax')]\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_the_host_holds_a_tensor_at_a_time_over_a_mesh(tmp_path):
+    """What NumPy allocates while a directory is loaded; without a mesh that is the whole model."""
+    config = tiny_config(
+        vocab_size=1000,
+        hidden_size=256,
+        num_layers=6,
+        num_kv_heads=4,
+        head_dim=64,
+        intermediate_size=1024,
+    )
+    save_model(random_model(config, 0, dtype="float32"), tmp_path / "model")
+    size = (tmp_path / "model" / "model.safetensors").stat().st_size
+    largest = 256 * 1024 * 4
+    assert size > 20 * largest
+
+    def peak(shape):
+        tracemalloc.start()
+        loaded = load_model(tmp_path / "model", dtype="float32", mesh=mesh_of(shape))
+        jax.block_until_ready(loaded.params)
+        highest = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return highest
+
+    assert peak(None) > size
+    assert peak((2, 2)) < 6 * largest
