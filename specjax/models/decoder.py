@@ -11,7 +11,7 @@ import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -48,7 +48,7 @@ class Form:
     """
 
     scan_layers: bool = True
-    cache_attention: Literal["blocks", "whole", "kernel"] = "blocks"
+    cache_attention: str = "blocks"
 
     def __post_init__(self) -> None:
         if self.cache_attention not in ("blocks", "whole", "kernel"):
