@@ -1,7 +1,7 @@
 """Arrays and facts in an Orbax directory: saved whole or not at all, restored onto any mesh.
 
-The directory holds one checkpoint under a number. A save writes the next number, which Orbax
-commits by a rename, and deletes the earlier one afterwards: wherever a save dies, a whole
+The directory holds one Orbax checkpoint, `specjax-1`. A save over it writes `specjax-2`, which
+Orbax commits by a rename, and deletes the earlier one afterwards: wherever a save dies, a whole
 checkpoint is left. Every process makes these calls, on a file system that all of them see.
 """
 
@@ -31,7 +31,8 @@ Kind = Literal["model", "drafter"]
 
 _FORMAT = 1
 _ARRAYS = "params"
-_NUMBERED = re.compile(r"(\d+)(\..+)?", re.ASCII)  # what Orbax has not committed has a suffix
+_NAME = "specjax-{}"
+_OURS = re.compile(r"specjax-([1-9]\d*)(\..+)?", re.ASCII)  # what is not committed has a suffix
 _READERS = {"model": "specjax.load_model", "drafter": "specjax.checkpoints.load_drafter"}
 
 _CHUNK_BYTES = 64 << 20
@@ -41,13 +42,14 @@ _READ_BYTES = 2 << 30
 _WEIGHED_BYTES = 1 << 20
 """Smaller arrays may lie compressed in Orbax's index; others take their full size on disk."""
 _LAST_WORDS_S = 0.2
+"""After this time a failed call is taken to have no more pending reads and writes."""
 
 
 class Found(NamedTuple):
     """A checkpoint whose facts and index were read: `arrays` are shapes and dtypes so far."""
 
     directory: Path
-    number: int
+    path: Path
     facts: dict[str, Any]
     arrays: dict[str, Any]
 
@@ -56,7 +58,7 @@ def is_checkpoint(directory: Path) -> bool:
     """Whether a directory holds a checkpoint of ours, or what an interrupted save has left."""
     if not directory.is_dir() or (directory / "config.json").exists():
         return False
-    return any(_NUMBERED.fullmatch(name) for name in _names(directory))
+    return any(_OURS.fullmatch(name) for name in _names(directory))
 
 
 def save(
@@ -87,7 +89,7 @@ def save(
         context.array.saving.use_compression = False
         context.array.saving.enable_write_sharding_file = False
         context.array.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
-        path = directory / str(number)
+        path = directory / _NAME.format(number)
         with context:
             ocp.save(path, params, checkpointable_name=_ARRAYS, custom_metadata=envelope)
 
@@ -96,11 +98,10 @@ def save(
     finally:
         if processes.speaks():
             _delete_all_but_newest(directory)
-    if failure is not None:
-        raise InputError(
-            f"{directory}: the checkpoint cannot be written ({failure}); make room, or give "
-            "another directory"
-        )
+    error = (
+        f"{directory}: the checkpoint cannot be written ({failure}); make room or save elsewhere"
+    )
+    processes.agree({}, failure and error)
 
 
 def look(directory: Path, kind: Kind) -> Found:
@@ -116,10 +117,11 @@ def look(directory: Path, kind: Kind) -> Found:
                 f"{directory}: the only save into it was interrupted, nothing is whole; save again"
             )
         raise InputError(f"{directory}: holds no checkpoint; give a directory that specjax saved")
+    path = directory / _NAME.format(numbers[-1])
 
     def read(ocp: Any, context: Any) -> Any:
         with context:
-            content = ocp.metadata(directory / str(numbers[-1]), checkpointable_name=_ARRAYS)
+            content = ocp.metadata(path, checkpointable_name=_ARRAYS)
         # Orbax logs what went wrong and goes on.
         if content.metadata is None:
             raise ValueError("its index cannot be read")
@@ -134,7 +136,7 @@ def look(directory: Path, kind: Kind) -> Found:
     named = isinstance(arrays, dict) and leaves
     if not named or not all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves):
         raise damaged(directory, "its index lists more than arrays")
-    found = Found(directory, numbers[-1], facts, shapes(arrays))
+    found = Found(directory, path, facts, shapes(arrays))
     _weigh(found)
     return found
 
@@ -149,13 +151,11 @@ def restore(found: Found, wanted: dict[str, Any]) -> dict[str, Any]:
 
     def read(ocp: Any, context: Any) -> dict[str, Any]:
         context.memory.read_concurrent_bytes = max(_READ_BYTES, 2 * largest + 1)
-        path = found.directory / str(found.number)
         with context:
-            return ocp.load(path, wanted, checkpointable_name=_ARRAYS)
+            return ocp.load(found.path, wanted, checkpointable_name=_ARRAYS)
 
     params, failure = _attempt(read)
-    if failure is not None:
-        raise damaged(found.directory, failure)
+    processes.agree({}, failure and str(damaged(found.directory, failure)))
     return params
 
 
@@ -228,7 +228,7 @@ def _names(directory: Path) -> list[str]:
 
 def _numbers(directory: Path) -> list[int]:
     """The numbers of the checkpoints that were committed, in order."""
-    found = (_NUMBERED.fullmatch(name) for name in _names(directory))
+    found = (_OURS.fullmatch(name) for name in _names(directory))
     return sorted(int(match[1]) for match in found if match and not match[2])
 
 
@@ -273,7 +273,7 @@ def _next_number(directory: Path, overwrite: bool) -> int:
     except OSError as error:
         raise InputError(f"{directory}: cannot be written ({error.strerror or error})") from None
     names = _names(directory)
-    foreign = [name for name in names if not _NUMBERED.fullmatch(name) and name[0] != "."]
+    foreign = [name for name in names if not _OURS.fullmatch(name) and name[0] != "."]
     if foreign:
         raise InputError(
             f"{directory}: holds {foreign[0]!r}, which is no part of a checkpoint; "
@@ -284,7 +284,7 @@ def _next_number(directory: Path, overwrite: bool) -> int:
             f"{directory}: holds a checkpoint already; give another directory, or overwrite=True "
             "to replace it"
         )
-    matches = (_NUMBERED.fullmatch(name) for name in names)
+    matches = (_OURS.fullmatch(name) for name in names)
     return 1 + max((int(match[1]) for match in matches if match), default=0)
 
 
@@ -303,9 +303,9 @@ def _for_the_first(leaf: Any) -> Any:
 
 def _delete_all_but_newest(directory: Path) -> None:
     with suppress(InputError):
-        newest = str(max(_numbers(directory), default=0))
+        newest = _NAME.format(max(_numbers(directory), default=0))
         for name in _names(directory):
-            if _NUMBERED.fullmatch(name) and name != newest:
+            if _OURS.fullmatch(name) and name != newest:
                 shutil.rmtree(directory / name, ignore_errors=True)
 
 
@@ -337,7 +337,7 @@ def _weigh(found: Found) -> None:
     """Raise InputError where the files are too small for the arrays that the index promises."""
     sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(found.arrays)]
     needed = sum(size for size in sizes if size >= _WEIGHED_BYTES)
-    files = (found.directory / str(found.number) / _ARRAYS).rglob("*")
+    files = (found.path / _ARRAYS).rglob("*")
     there = sum(path.stat().st_size for path in files if path.is_file())
     if there < needed:
         raise damaged(found.directory, f"{there} bytes are there, its arrays take {needed}")

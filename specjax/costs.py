@@ -43,7 +43,7 @@ def extend_seconds(
         result = model.extend(params, tokens, positions, cache, window, 0, visible)
         return argmax(result.logits).astype(tokens.dtype)
 
-    return _loop_seconds(once, jnp.ones((batch, width), jnp.int32), params, cache)
+    return loop_seconds(once, jnp.ones((batch, width), jnp.int32), params, cache)
 
 
 def widths_seconds(
@@ -71,6 +71,11 @@ def propose_seconds(session: Session) -> float:
     plan = replace(session.plan, draft_length=replace(session.plan.draft_length, costs=()))
     arguments = batch_arguments(session, session.batches()[0])
     state = jax.jit(loop.start, static_argnums=0)(plan, session.params, *arguments)
+    return draft_seconds(plan, session.params, state)
+
+
+def draft_seconds(plan: loop.Plan, params: Any, state: loop.State) -> float:
+    """The time a full draft takes in a state; `params` are (target's, drafter's)."""
 
     def once(turn: Int[Array, ""], tokens: Array, params: Any, state: loop.State) -> Array:
         # Each turn's draft depends on the one before, so that none is moved out of the loop.
@@ -78,7 +83,7 @@ def propose_seconds(session: Session) -> float:
         draft = loop.propose(plan, params, state.replace(tokens=last, round=turn))[0]
         return tokens.at[:, -1].add(draft.tokens.sum(axis=1) % 2)
 
-    return _loop_seconds(once, state.tokens, session.params, state)
+    return loop_seconds(once, state.tokens, params, state)
 
 
 def read_seconds(params: Any) -> float:
@@ -87,6 +92,27 @@ def read_seconds(params: Any) -> float:
         lambda tree: [jnp.sum(leaf, dtype=jnp.float32) for leaf in jax.tree.leaves(tree)]
     )
     return _median_seconds(lambda: read(params))
+
+
+def copy_bandwidth(num_bytes: int) -> float:
+    """Bytes a second of copying an array of that size on the device, reads and writes counted."""
+    copy = jax.jit(jnp.copy)
+    source = jnp.ones(num_bytes, jnp.int8)
+
+    def copies() -> list[jax.Array]:
+        # Dispatched together, so that the device never waits for the host.
+        return [copy(source) for _ in range(_REPEATS)]
+
+    return 2 * num_bytes * _REPEATS / _median_seconds(copies)
+
+
+def matmul_flops(size: int, dtype: Any) -> float:
+    """FLOP/s of products of two [size, size] matrices of random numbers."""
+    left, right = (
+        jax.random.normal(jax.random.key(seed), (size, size), dtype) for seed in range(2)
+    )
+    right = right * jnp.asarray(size**-0.5, dtype)
+    return 2 * size**3 / loop_seconds(lambda _, product, by: product @ by, left, right)
 
 
 def round_costs(session: Session) -> tuple[float, ...]:
@@ -126,10 +152,10 @@ def _measure_round(session: Session, committed: int) -> tuple[float, ...]:
     return tuple(processes.from_first(steps))
 
 
-def _loop_seconds(
+def loop_seconds(
     once: Callable[..., Any], carry: Any, *arguments: Any, repeats: int = _REPEATS
 ) -> float:
-    """The median time of one `once(turn, carry, *arguments) -> carry`."""
+    """The median time of one `once(turn, carry, *arguments) -> carry` in a compiled loop."""
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(count: int, carry: Any, *arguments: Any) -> Any:

@@ -20,6 +20,7 @@ from rich.console import Console
 from specjax import frontdoor, processes, reporting
 from specjax.console import Screen
 from specjax.drafters import DRAFTERS, Drafter, drafter_options, option_type
+from specjax.errors import InputError
 from specjax.identity import EXCUSED_MARGIN
 from specjax.job import Job, job_drafter, read_job
 from specjax.metrics import ExpectedAcceptance
@@ -92,24 +93,32 @@ def decode(config: ml_collections.ConfigDict, console: Console) -> int:
 
     batches: list[Batch] = []
     expected: list[ExpectedAcceptance] = []
-    interrupted = False
+    interrupted, refused = False, None
     try:
         for batch in decode_batches(job, model, drafter, screen, clock, expected):
             batches.append(batch)
     except KeyboardInterrupt:
         interrupted = True
+    except InputError as error:
+        # A later turn may outgrow the model; what was decoded before is kept.
+        if not batches:
+            raise
+        refused = error
     totals = reporting.total(batches, expected)
     screen.table(job.drafter, totals, title, _identity(job, totals))
     excusable = setting.dtype == "float32"
     screen.differences(totals, excusable)
     if job.report is not None and writes:
-        content = reporting.report(batches, totals, setting, clock, interrupted=interrupted)
+        incomplete = interrupted or refused is not None
+        content = reporting.report(batches, totals, setting, clock, interrupted=incomplete)
         reporting.write_json(job.report, content)
         screen.say(f"report: {job.report}")
     if interrupted:
         rows = f"{totals.num_rows} finished row{'' if totals.num_rows == 1 else 's'}"
         screen.say(f"interrupted; {rows} {'are in the report' if job.report else 'shown above'}")
         return frontdoor.INTERRUPTED
+    if refused is not None:
+        raise refused
     exact = all(excusable and one.margin < EXCUSED_MARGIN for _, one in totals.differences)
     return 0 if exact else DIFFERENT
 

@@ -17,7 +17,7 @@ from specjax.models.loading import load_model
 from specjax.models.model import Model
 from specjax.prompts import Prompt, Question, read_questions, select
 from specjax.sampling_params import SamplingParams
-from specjax.session import RULES
+from specjax.session import RULES, check_seed
 
 SIMULATED = "simulated"
 """The drafter that needs a plain run before it can be made."""
@@ -91,9 +91,7 @@ def read_job(config: ml_collections.ConfigDict) -> Job:
     if ":" not in name:
         check_options(name, path, options, supplied=("continuations",))
     sampling = SamplingParams.of(dict(config.sampling))
-    for field, seed in (("seed", config.seed), ("sampling.seed", sampling.seed)):
-        if seed is not None and not 0 <= seed < 2**32:
-            raise InputError(f"{field}={seed}: use a whole number from 0 to 2**32 - 1")
+    check_seed(config.seed)
     return Job(
         target=config.target,
         dtype=config.dtype,

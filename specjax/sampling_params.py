@@ -74,7 +74,12 @@ class SamplingParams:
             "stop_token_ids",
             "use token ids, whole numbers of at least 0",
         )
-        _require(self.seed is None or _whole(self.seed), self, "seed", "use a whole number")
+        _require(
+            self.seed is None or (_whole(self.seed) and 0 <= self.seed < 2**32),
+            self,
+            "seed",
+            "use a whole number from 0 to 2**32 - 1",
+        )
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> SamplingParams:

@@ -91,6 +91,7 @@ def open_session(
     drafter = replace(drafter, params=spread(drafter.params, target.mesh))
     if isinstance(verify, str) and verify not in RULES:
         raise InputError(f"verify={verify!r} is unknown: use {', '.join(RULES)}")
+    check_seed(seed)
     if batch_size is not None and batch_size < 1:
         raise InputError(f"batch_size={batch_size}: use a whole number of at least 1")
     requests = one_a_prompt(requests, len(prompts))
@@ -144,6 +145,12 @@ def open_session(
         longest,
     )
     return _with_costs(session) if auto and most else session
+
+
+def check_seed(seed: int) -> None:
+    """Raise InputError unless a key can be made of it."""
+    if not 0 <= seed < 2**32:
+        raise InputError(f"seed={seed}: use a whole number from 0 to 2**32 - 1")
 
 
 def widths(most: int) -> tuple[int, ...]:

@@ -141,6 +141,7 @@ def assert_placed(model, mesh, shards):
 )
 def test_any_mesh_reads_what_another_saved(before, after, model, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_directory, "_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(checkpoint_directory, "_READ_BYTES", 1)
     save_checkpoint(place_model(model, mesh_of(before)), tmp_path / "model")
     mesh = mesh_of(after)
     loaded = load_model(tmp_path / "model", dtype="float32", mesh=mesh)
@@ -189,7 +190,7 @@ def test_a_checkpoint_is_replaced_only_when_asked_for(saved, tiny):
     with pytest.raises(InputError, match="holds a checkpoint already; give another .* overwrite"):
         save_checkpoint(tiny, saved)
     save_checkpoint(tiny, saved, overwrite=True)
-    assert [entry.name for entry in saved.iterdir()] == ["2"]
+    assert [entry.name for entry in saved.iterdir()] == ["specjax-2"]
     assert_same(load_model(saved, dtype="float32").params, tiny.params)
 
 
@@ -198,6 +199,10 @@ def test_other_files_are_not_replaced(overwrite, model, tmp_path):
     save_model(model, tmp_path / "model")
     with pytest.raises(InputError, match="holds 'config.json', which is no part of a checkpoint"):
         save_checkpoint(model, tmp_path / "model", overwrite=overwrite)
+    (tmp_path / "years" / "2024").mkdir(parents=True)
+    with pytest.raises(InputError, match="holds '2024', which is no part of a checkpoint"):
+        save_checkpoint(model, tmp_path / "years", overwrite=overwrite)
+    assert (tmp_path / "years" / "2024").exists()
     (tmp_path / "file").write_text("mine")
     with pytest.raises(InputError, match="file: cannot be written"):
         save_checkpoint(model, tmp_path / "file", overwrite=overwrite)
@@ -226,11 +231,11 @@ def test_a_save_that_dies_leaves_the_earlier_checkpoint(saved, model, tiny, tmp_
     fresh = tmp_path / "fresh"
     ran = [
         start(["-c", DIES, str(tmp_path / "other"), str(directory), number], program=())
-        for directory, number in ((saved, "2"), (fresh, "1"))
+        for directory, number in ((saved, "specjax-2"), (fresh, "specjax-1"))
     ]
     for code, _, error in [finish(process) for process in ran]:
         assert code == -signal.SIGKILL, error
-    assert sorted(entry.name for entry in saved.iterdir())[0] == "1"
+    assert sorted(entry.name for entry in saved.iterdir())[0] == "specjax-1"
     assert len(list(saved.iterdir())) == 2
     assert_same(load_model(saved, dtype="float32").params, model.params)
     with pytest.raises(InputError, match="fresh: the only save into it was interrupted"):
@@ -261,7 +266,7 @@ def test_a_save_that_fails_leaves_the_earlier_checkpoint(saved, model, capfd):
     ):
         save_checkpoint(large, saved, overwrite=True)
     assert "\n" not in str(caught.value)
-    assert [entry.name for entry in saved.iterdir()] == ["1"]
+    assert [entry.name for entry in saved.iterdir()] == ["specjax-1"]
     assert_same(load_model(saved, dtype="float32").params, model.params)
     assert capfd.readouterr() == ("", "")
 
@@ -284,7 +289,7 @@ def test_damage_is_an_error_of_one_line(saved, model, tmp_path, capfd):
                 assert_same(loaded.params, model.params)
             else:
                 assert re.fullmatch(re.escape(f"{copy}: ") + ".{20,400}", said)
-                noticed.add(re.sub("[0-9a-f]{32}", "*", str(file.relative_to(saved / "1"))))
+                noticed.add(re.sub("[0-9a-f]{32}", "*", str(file.relative_to(saved / "specjax-1"))))
             shutil.rmtree(copy)
     assert {
         "_CHECKPOINT_METADATA",
@@ -415,7 +420,7 @@ def test_a_mesh_that_does_not_fit_is_refused_before_reading(saved, monkeypatch):
     ],
 )
 def test_an_unknown_envelope_is_refused(key, value, said, saved):
-    file = saved / "1" / "_CHECKPOINT_METADATA"
+    file = saved / "specjax-1" / "_CHECKPOINT_METADATA"
     content = json.loads(file.read_text())
     content["custom_metadata"][key] = value
     file.write_text(json.dumps(content))
@@ -433,10 +438,10 @@ def test_directories_that_are_no_checkpoint_say_so(tmp_path, model, saved):
         load_drafter(tmp_path / "other")
     from orbax.checkpoint import v1 as ocp
 
-    ocp.save(tmp_path / "foreign" / "7", {"a": jnp.ones(3)}, checkpointable_name="params")
+    ocp.save(tmp_path / "foreign" / "specjax-7", {"a": jnp.ones(3)}, checkpointable_name="params")
     with pytest.raises(InputError, match="foreign: not saved by specjax, or damaged"):
         load_model(tmp_path / "foreign")
-    ocp.save(tmp_path / "unlike" / "7", {"a": jnp.ones(3)})
+    ocp.save(tmp_path / "unlike" / "specjax-7", {"a": jnp.ones(3)})
     with pytest.raises(InputError, match="unlike: the checkpoint is damaged"):
         load_model(tmp_path / "unlike")
 

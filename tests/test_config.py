@@ -29,7 +29,7 @@ def test_config_has_every_sampling_field_and_drafter_option():
         for name, parameter in drafter_options(drafter).items()
         if option_type(parameter) is not None
     }
-    assert set(config.drafter) == options | {"name", "path"}
+    assert set(config.drafter) == options | {"name", "path", "replicated"}
 
 
 def test_overrides_in_all_spellings():

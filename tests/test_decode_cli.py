@@ -192,6 +192,19 @@ def test_all_turns_see_the_answers(run, folder):
     assert rows[3]["token_ids"] == again.token_ids[0]
 
 
+def test_a_later_turn_that_outgrows_the_model_keeps_what_was_decoded(run, folder, capsys):
+    path = folder / "long.jsonl"
+    turns = [["one two one", "and then " * 40], ["abc abc ab", "and then"]]
+    path.write_text(
+        "".join(json.dumps({"question_id": i, "turns": t}) + "\n" for i, t in enumerate(turns))
+    )
+    code, report = run(f"--config.prompts={path}", "--config.turns=all", "--config.max_length=120")
+    assert code == 2
+    assert [(row["question_id"], row["turn"]) for row in report["rows"]] == [(0, 0), (1, 0)]
+    assert report["summary"]["interrupted"] is True
+    assert "which leaves no room for a new one in max_length=120" in capsys.readouterr().err
+
+
 def wrong(compare, margin):
     def compared(session, prompt, ours, plain):
         assert compare(session, prompt, ours, plain) is None
