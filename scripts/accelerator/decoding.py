@@ -1,0 +1,266 @@
+"""Rounds of the compiled loop behind a given context, and what they are predicted to take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from accelerator.rows import Cell
+from accelerator.sizes import ITEMSIZE, Size, model_shape
+from accelerator.synthetic import random_cache
+from specjax import costs, loop, metrics
+from specjax.cache import KVCache
+from specjax.draft_length import no_history
+from specjax.drafters import none, simulated
+from specjax.drafters.base import Context, Drafter
+from specjax.models.model import Model
+from specjax.sampling_params import SamplingParams
+from specjax.session import batch_arguments, open_session
+from specjax.state import Rounds, State
+
+
+class Loop:
+    """The compiled loop of one drafter, behind a context of random keys and values.
+
+    No row ever finishes, so that every round does the same work; `none` drafts nothing.
+    """
+
+    def __init__(
+        self, model: Model, drafter: Drafter, size: Size, batch: int, context: int
+    ) -> None:
+        capacity = size.capacity(context)
+        drafted = 0 if drafter.name == "none" else size.num_speculative_tokens
+        # One token stands for the prompt: nothing is prefilled here.
+        session = open_session(
+            model,
+            [[0]] * batch,
+            drafter=drafter,
+            num_speculative_tokens=drafted,
+            requests=SamplingParams(max_new_tokens=capacity - 1),
+            batch_size=batch,
+        )
+        self.context = context
+        self.drafter = drafter
+        # Two widths, so that a round chooses between them as it does in earnest.
+        self.plan = replace(
+            session.plan, widths=tuple(sorted({1, drafted + 1})), max_rounds=size.reach
+        )
+        self._session = replace(session, plan=self.plan)
+        self._run: Any = None
+
+    def state(self, cache: KVCache) -> State:
+        """The first round's state; each row's last token is another one."""
+        plan, session = self.plan, self._session
+        batch = session.batch_size
+        _, rows, _, status = batch_arguments(session, list(range(batch)))
+        roots = jnp.arange(batch, dtype=jnp.int32) * 7919 % plan.target.vocab_size
+        tokens = jnp.zeros((batch, plan.capacity), jnp.int32)
+        length = jnp.full(batch, self.context, jnp.int32)
+        state = State(
+            tokens=tokens.at[:, self.context - 1].set(roots),
+            length=length,
+            status=status,
+            cache=cache.replace(length=length - 1),
+            drafter=(),
+            rows=rows,
+            round=jnp.int32(0),
+            rounds=Rounds(*(jnp.full((batch, plan.max_rounds), -1, jnp.int32) for _ in range(4))),
+            history=no_history(batch),
+            logprobs=None,
+            overlaps=None,
+        )
+        context = Context(
+            tokens=state.tokens,
+            length=length,
+            limit=jnp.zeros(batch, jnp.int32),
+            index=rows.index,
+            sampling=rows.sampling,
+            cache=state.cache,
+            params=session.model.params,
+            target=plan.target,
+            flags=plan.flags,
+            num_tokens=plan.draft_length.max_tokens,
+            laws=False,
+        )
+        started = plan.drafter.init(self.drafter.params, context, {})
+        # The loop's state is donated, and no buffer may be given away twice.
+        return state.replace(drafter=jax.tree.map(jnp.copy, started))
+
+    def run(self, cache: KVCache, rounds: int) -> tuple[float, State]:
+        """Seconds of so many rounds, compiling excluded, and the state after them.
+
+        The cache's keys and values are given away and come back in the state.
+        """
+        state = self.state(cache)
+        params = (self._session.model.params, self.drafter.params)
+        if self._run is None:
+            run = jax.jit(loop.run, static_argnums=0, donate_argnums=2)
+            self._run = run.lower(self.plan, params, state, np.int32(0)).compile()
+        jax.block_until_ready(state)
+        begin = time.perf_counter()
+        state = jax.block_until_ready(self._run(params, state, np.int32(rounds)))
+        return time.perf_counter() - begin, state
+
+
+def plain_round(
+    size: Size, model: Model, cell: Cell, copy_bandwidth: float
+) -> dict[str, float | int]:
+    """A plain round in the loop against an isolated pass, and the bandwidth it reaches."""
+    batch, context = cell["batch"], cell["context"]
+    alone = isolated_passes(size, model, batch, context, [1])[1]
+    plain = Loop(model, none.make(), size, batch, context)
+    cache = random_cache(model.config, model.dtype, batch, size.capacity(context), context - 1)
+    cache = plain.run(cache, 1)[1].cache
+    seconds = []
+    for _ in range(size.runs):
+        spent, state = plain.run(cache, size.plain_rounds)
+        seconds.append(spent / size.plain_rounds)
+        cache = state.cache
+    round_s = median(seconds)
+    num_bytes = read_bytes(size, model, batch, context)
+    return {
+        "round_s": round_s,
+        "round_min_s": min(seconds),
+        "round_max_s": max(seconds),
+        "extend_s": alone,
+        "loop_overhead": (round_s - alone) / round_s,
+        "bytes": num_bytes,
+        "bandwidth_utilisation": num_bytes / round_s / copy_bandwidth,
+        "extend_utilisation": num_bytes / alone / copy_bandwidth,
+        "tokens_per_second": batch / round_s,
+    }
+
+
+def one_pass(
+    size: Size, model: Model, batch: int, context: int, tokens: int, copy_bandwidth: float
+) -> dict[str, float | int]:
+    """An isolated pass, and the bandwidth it reaches."""
+    seconds = isolated_passes(size, model, batch, context, [tokens])[tokens]
+    num_bytes = read_bytes(size, model, batch, context)
+    return {
+        "seconds": seconds,
+        "bytes": num_bytes,
+        "bandwidth_utilisation": num_bytes / seconds / copy_bandwidth,
+    }
+
+
+def read_bytes(size: Size, model: Model, batch: int, context: int) -> int:
+    """What a pass has to read: the weights once, and the committed keys and values."""
+    shape = model_shape(model.config)
+    cached = batch * shape.kv_elements() * size.committed(context)
+    return (shape.num_read_params() + cached) * ITEMSIZE[size.dtype]
+
+
+def isolated_passes(
+    size: Size, model: Model, batch: int, context: int, widths: list[int]
+) -> dict[int, float]:
+    """T(width), in seconds, at the mean committed length of a timed run."""
+    return costs.widths_seconds(
+        model.architecture,
+        model.params,
+        widths,
+        batch=batch,
+        committed=size.committed(context),
+        capacity=size.capacity(context),
+    )
+
+
+def speculation(
+    size: Size, model: Model, cells: list[Cell]
+) -> Iterator[tuple[Cell, dict[str, Any]]]:
+    """The simulated drafter against plain decoding, in turn, for cells that differ in acceptance.
+
+    The speed-up is tokens a round times the ratio of the two rounds' median times.
+    """
+    batch, context = cells[0]["batch"], cells[0]["context"]
+    drafted = size.num_speculative_tokens
+    passes = isolated_passes(size, model, batch, context, [1, drafted + 1])
+    cache = random_cache(model.config, model.dtype, batch, size.capacity(context), context - 1)
+    plain = Loop(model, none.make(), size, batch, context)
+    _, state = plain.run(cache, size.reach)
+    recorded = np.asarray(state.tokens)[:, context : context + size.reach]
+
+    def replay(acceptance: float, seed: int) -> Drafter:
+        return simulated.make(
+            model.config.vocab_size,
+            continuations=recorded.tolist(),
+            acceptance=acceptance,
+            mistake_seed=seed,
+        )
+
+    fast = Loop(model, replay(1.0, 0), size, batch, context)
+    _, state = fast.run(state.cache, 1)
+    first = fast.state(state.cache)
+    draft_s = costs.draft_seconds(fast.plan, (model.params, fast.drafter.params), first)
+    cache = first.cache
+    for cell in cells:
+        plain_seconds, seconds, counts = [], [], []
+        identical = 0
+        for seed in range(size.runs):
+            spent, state = plain.run(cache, size.plain_rounds)
+            plain_seconds.append(spent / size.plain_rounds)
+            # The same functions on other recordings: nothing is compiled again.
+            fast.drafter = replace(fast.drafter, params=replay(cell["acceptance"], seed).params)
+            spent, state = fast.run(state.cache, size.rounds)
+            seconds.append(spent / size.rounds)
+            cache = state.cache
+            counts.append(
+                jax.tree.map(lambda leaf: np.asarray(leaf)[:, : size.rounds], state.rounds)
+            )
+            identical += _identical_rows(state, recorded, context)
+        yield (
+            cell,
+            _contest(passes, draft_s, plain_seconds, seconds, counts)
+            | {
+                "identical_rows": identical,
+                "rows": batch * size.runs,
+            },
+        )
+
+
+def _contest(
+    passes: dict[int, float],
+    draft_s: float,
+    plain_seconds: list[float],
+    seconds: list[float],
+    counts: list[Rounds],
+) -> dict[str, float]:
+    drafted, accepted, emitted, width = (
+        np.concatenate([getattr(one, name) for one in counts])
+        for name in ("drafted", "accepted", "emitted", "width")
+    )
+    tokens = metrics.tokens_per_round(emitted)
+    plain_round_s, round_s = median(plain_seconds), median(seconds)
+    speedup = tokens * plain_round_s / round_s
+    predicted = metrics.predicted_speedup(tokens, passes[1], draft_s, width, passes)
+    ratios = [tokens * slow / quick for slow, quick in zip(plain_seconds, seconds, strict=True)]
+    return {
+        "tokens_per_round": tokens,
+        "measured_acceptance": float(accepted.sum() / np.minimum(accepted + 1, drafted).sum()),
+        "plain_round_s": plain_round_s,
+        "round_s": round_s,
+        "speedup": speedup,
+        "speedup_min": min(ratios),
+        "speedup_max": max(ratios),
+        "extend_s": passes[1],
+        "verify_s": passes[max(passes)],
+        "draft_s": draft_s,
+        "predicted": predicted,
+        "measured_over_predicted": speedup / predicted,
+    }
+
+
+def _identical_rows(state: State, recorded: np.ndarray, context: int) -> int:
+    """Rows whose new tokens are those of plain decoding."""
+    tokens, lengths = np.asarray(state.tokens), np.asarray(state.length)
+    return sum(
+        bool((row[context:length] == plain[: length - context]).all())
+        for row, length, plain in zip(tokens, lengths, recorded, strict=True)
+    )
