@@ -226,7 +226,7 @@ save_checkpoint(model, sys.argv[2], overwrite=True)
 """
 
 
-def test_a_save_that_dies_leaves_the_earlier_checkpoint(saved, model, tiny, tmp_path, capfd):
+def test_a_save_that_dies_leaves_the_earlier_checkpoint(saved, model, tiny, tmp_path):
     save_checkpoint(tiny, tmp_path / "other")
     fresh = tmp_path / "fresh"
     ran = [
@@ -258,7 +258,7 @@ def files_limited_to(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_save_that_fails_leaves_the_earlier_checkpoint(saved, model, capfd):
+def test_a_save_that_fails_leaves_the_earlier_checkpoint(saved, model, capfd, caplog):
     large = random_model(dataclasses.replace(CONFIG, vocab_size=20_000), 1, dtype="float32")
     with (
         files_limited_to(500_000),
@@ -269,9 +269,10 @@ def test_a_save_that_fails_leaves_the_earlier_checkpoint(saved, model, capfd):
     assert [entry.name for entry in saved.iterdir()] == ["specjax-1"]
     assert_same(load_model(saved, dtype="float32").params, model.params)
     assert capfd.readouterr() == ("", "")
+    assert not caplog.records
 
 
-def test_damage_is_an_error_of_one_line(saved, model, tmp_path, capfd):
+def test_damage_is_an_error_of_one_line(saved, model, tmp_path, capfd, caplog):
     """Each file is deleted, emptied and halved in turn; what still loads is what was saved."""
     noticed = set()
     for file in sorted(path for path in saved.rglob("*") if path.is_file()):
@@ -299,6 +300,7 @@ def test_damage_is_an_error_of_one_line(saved, model, tmp_path, capfd):
         "params/ocdbt.process_0/d/*",
     } <= noticed
     assert capfd.readouterr() == ("", "")
+    assert not caplog.records
 
 
 def test_files_that_are_too_small_are_found_before_reading(saved, monkeypatch):
@@ -313,6 +315,11 @@ def test_files_that_are_too_small_are_found_before_reading(saved, monkeypatch):
 def facts_of(model):
     config, dtype = facts.config_facts(model.config), np.dtype(model.dtype).name
     return {"config": config, "dtype": dtype, "scan_layers": True, "tokenizer": None}
+
+
+def many_layers_apart(content):
+    content["scan_layers"] = False
+    content["config"]["num_layers"] = 10**5
 
 
 def changed(*path, to):
@@ -351,6 +358,7 @@ def changed(*path, to):
         (changed("dtype", to="bfloat16"), r"another shape: .*float32.*, not bfloat16"),
         (changed("dtype", to="int8"), "dtype='int8': use a checkpoint in float32"),
         (changed("scan_layers", to=False), "missing: layers.0"),
+        (many_layers_apart, "asks for 100000 layers, which are not there"),
         (changed("scan_layers", to=0), "scan_layers=0 is of no use"),
         (changed("config", to=None), "facts: 'config' is missing"),
         (changed("tokenizer", to={}), "tokenizer: 'add_bos' is missing"),
