@@ -23,7 +23,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from absl import app, flags, logging
-from accelerator import bench, peers, report
+from accelerator import bench, peers, pictures, report
+from accelerator.jobs import FORMS
 from accelerator.rows import FAILED, Rows
 from accelerator.sizes import SIZES
 from rich.console import Console
@@ -44,7 +45,7 @@ _MEMORY = flags.DEFINE_float(
 )
 _LABEL = flags.DEFINE_string("label", "", "Names this measurement: rows of others do not count.")
 _FORM = flags.DEFINE_enum(
-    "form", None, list(bench.FORMS), "Layout of layers and cache attention; the backend's if unset."
+    "form", None, list(FORMS), "Layout of layers and cache attention; the backend's if unset."
 )
 _BATCHES = flags.DEFINE_list("batches", None, "Batch sizes of the size; all if unset.")
 _CONTEXTS = flags.DEFINE_list("contexts", None, "Contexts of the size; all if unset.")
@@ -83,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
     console = Console(width=None if sys.stdout.isatty() else 140)
     report.print_summary(rows, size, console)
     if _PICTURES.value is not None:
-        for path in report.draw(rows, size, Path(_PICTURES.value)):
+        for path in pictures.draw(rows, size, Path(_PICTURES.value)):
             print(f"wrote {path}")
     if left:
         print(f"{len(left)} cells are left, the next is {left[0]}: run the same command again")

@@ -41,11 +41,12 @@ def draw_curves(
     x_label: str,
     y_label: str,
     level: float | None = None,
+    log_y: bool = False,
 ) -> None:
     """Write a PNG: panels side by side, measured lines solid with dots, theory dashed.
 
-    The x axis doubles from tick to tick; `level` draws a thin horizontal line. Raises InputError
-    where matplotlib is missing.
+    The x axis doubles from tick to tick, and with `log_y` the y axis too; `level` draws a thin
+    horizontal line. Raises InputError where matplotlib is missing.
     """
     require_matplotlib()
     from matplotlib.figure import Figure
@@ -66,7 +67,11 @@ def draw_curves(
         axes.set_xticks(sorted({x for curve in curves for x in curve.x}))
         axes.xaxis.set_major_formatter(ScalarFormatter())
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_ylim(bottom=0)
+        if log_y:
+            axes.set_yscale("log", base=2)
+            axes.yaxis.set_major_formatter(ScalarFormatter())
+        else:
+            axes.set_ylim(bottom=0)
         axes.set_title(name)
         axes.set_xlabel(x_label)
         axes.grid(color="0.9")

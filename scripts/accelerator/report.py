@@ -1,21 +1,17 @@
-"""What the rows say: the aims, where speculation stops paying, the peer, the pictures."""
+"""What the rows say, in tables: rounds, speed-ups, where they end, kernels, the aims."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from accelerator.rows import Rows
-from accelerator.sizes import ITEMSIZE, Size, model_shape
+from accelerator.sizes import Size
 from specjax import theory
-from specjax.plots import Curve, draw_curves
 
 Row = dict[str, Any]
 
@@ -65,7 +61,7 @@ def _rounds(rows: Rows) -> Table:
         peers = rows.measured("transformers", **where)
         relative = _relative(rows, where).get(8)
         table.add_row(
-            _model(row),
+            model_name(row),
             str(row["batch"]),
             str(row["context"]),
             f"{1e3 * row['round_s']:.2f}",
@@ -86,7 +82,7 @@ def _speedups(rows: Rows) -> Table:
     )
     for row in rows.measured("speedup"):
         table.add_row(
-            _model(row),
+            model_name(row),
             str(row["batch"]),
             str(row["context"]),
             f"{row['acceptance']} ({row['measured_acceptance']:.2f})",
@@ -122,7 +118,7 @@ def paying(rows: Iterable[Row]) -> list[tuple[str, int, float, dict[int, float]]
     """(model, context, acceptance, speed-up by batch), of speed-up rows."""
     found: dict[tuple[str, int, float], dict[int, float]] = {}
     for row in rows:
-        key = (_model(row), row["context"], row["acceptance"])
+        key = (model_name(row), row["context"], row["acceptance"])
         found.setdefault(key, {})[row["batch"]] = row["speedup"]
     return [(*key, batches) for key, batches in sorted(found.items())]
 
@@ -136,7 +132,7 @@ def _kernels(rows: Rows) -> Table:
     for row in rows.measured("form") + rows.measured("attention"):
         difference = row.get("max_difference")
         table.add_row(
-            _model(row),
+            model_name(row),
             row["kind"],
             row.get("form") or row["variant"],
             str(row["batch"]),
@@ -197,102 +193,6 @@ def _aims(rows: Rows, size: Size) -> Table:
     return table
 
 
-def draw(rows: Rows, size: Size, folder: Path) -> list[Path]:
-    """The pictures that there are rows for: two a model."""
-    if not rows.measured("device"):
-        return []
-    chip = device(rows)
-    written = []
-    for model, config in size.models.items():
-        kinds = (("speedup", _draw_speedup), ("width", _draw_widths))
-        for kind, one in kinds:
-            found = rows.measured(kind, model=model)
-            if found:
-                # Of a model that was cut to what fits, the deepest that was measured.
-                layers = max(row["layers"] for row in found)
-                found = [row for row in found if row["layers"] == layers]
-                path = folder / f"{kind}_{model}.png"
-                shape = model_shape(replace(config, num_layers=layers))
-                one(path, found, shape, chip, size)
-                written.append(path)
-    return written
-
-
-def _draw_speedup(
-    path: Path, rows: list[Row], shape: theory.ModelShape, chip: theory.Chip, size: Size
-) -> None:
-    drafted = size.num_speculative_tokens
-    panels = {}
-    for context in sorted({row["context"] for row in rows}):
-        here = [row for row in rows if row["context"] == context]
-        curves = []
-        for acceptance in sorted({row["acceptance"] for row in here}, reverse=True):
-            batches, speedups = _line(here, "batch", "speedup", acceptance=acceptance)
-            fine = _between(batches)
-            ideal = theory.roofline(
-                shape,
-                chip,
-                fine,
-                context,
-                drafted,
-                acceptance,
-                itemsize=ITEMSIZE[size.dtype],
-            ).speedup
-            label = f"acceptance {acceptance}"
-            curves.append(Curve(label, batches, speedups, fine.tolist(), np.ravel(ideal).tolist()))
-        panels[f"{context} tokens of context"] = curves
-    draw_curves(
-        path,
-        panels,
-        title=f"{_model(rows[0])}, {chip.name}: {drafted} drafts a round",
-        x_label="batch size (rows)",
-        y_label="speed-up over plain decoding (times)",
-        level=1.0,
-    )
-
-
-def _draw_widths(
-    path: Path, rows: list[Row], shape: theory.ModelShape, chip: theory.Chip, size: Size
-) -> None:
-    panels = {}
-    for context in sorted({row["context"] for row in rows}):
-        here = [row for row in rows if row["context"] == context]
-        curves = []
-        for batch in sorted({row["batch"] for row in here}):
-            widths, seconds = _line(here, "width", "seconds", batch=batch)
-            if widths[0] != 1:
-                continue
-            fine = _between(widths)
-            where = {"batch": batch, "context": context, "itemsize": ITEMSIZE[size.dtype]}
-            least = theory.pass_seconds(shape, chip, tokens=fine, **where)
-            once = theory.pass_seconds(shape, chip, tokens=1, **where)
-            relative = [value / seconds[0] for value in seconds]
-            ideal = (np.ravel(least) / once).tolist()
-            curves.append(Curve(f"batch {batch}", widths, relative, fine.tolist(), ideal))
-        if curves:
-            panels[f"{context} tokens of context"] = curves
-    if panels:
-        draw_curves(
-            path,
-            panels,
-            title=f"{_model(rows[0])}, {chip.name}: one pass over N tokens a row",
-            x_label="N (tokens a row)",
-            y_label="T(N) / T(1)",
-        )
-
-
-def _line(rows: list[Row], x: str, y: str, **fields: Any) -> tuple[list, list]:
-    """Two fields of the rows that have these values, ordered by the first."""
-    chosen = [row for row in rows if all(row[name] == value for name, value in fields.items())]
-    pairs = sorted((row[x], row[y]) for row in chosen)
-    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-
-
-def _between(values: list[int]) -> np.ndarray:
-    """Whole numbers from the least to the greatest, at most 64 of them."""
-    return np.unique(np.geomspace(min(values), max(values), 64).round().astype(int))
-
-
 def _relative(rows: Rows, where: Row) -> dict[int, float]:
     """T(N) / T(1) by N."""
     seconds = {row["width"]: row["seconds"] for row in rows.measured("width", **where)}
@@ -303,7 +203,8 @@ def _where(row: Row) -> Row:
     return {name: row[name] for name in ("model", "layers", "batch", "context")}
 
 
-def _model(row: Row) -> str:
+def model_name(row: Row) -> str:
+    """The model of a row, with the layers it had."""
     return f"{row['model']}, {row['layers']} layers"
 
 
