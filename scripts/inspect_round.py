@@ -51,6 +51,10 @@ runtime_version { major: 13 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
 _MOVES = ("copy", "transpose", "concatenate", "pad", "dynamic-slice", "slice", "bitcast")
+_WRITERS = (
+    *("copy", "copy-start", "transpose", "concatenate"),
+    *("slice", "slice-start", "dynamic-slice", "dynamic-slice-start", "async-start"),
+)
 _COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 
 
@@ -66,8 +70,9 @@ def main(argv: list[str]) -> int:
     )
     text = program.as_text()
     sent = collections.Counter(
-        (match[2], match[1])
-        for match in re.finditer(rf"= (\w+\[[\d,]*\]).*? ({'|'.join(_COLLECTIVES)})", text)
+        (match[2], shape)
+        for match in re.finditer(rf" = (.*?) ({'|'.join(_COLLECTIVES)})(?:-start)?\(", text)
+        for shape in re.findall(r"\w+\[[\d,]*\]", match[1])
     )
     for (kind, shape), count in sorted(sent.items()):
         print(f"sent:   {count} x {kind} {shape}")
@@ -185,19 +190,22 @@ def big_moves(text: str, smallest: float) -> Iterator[tuple[str, str, str]]:
         if name in called:
             continue
         for line in lines:
-            match = re.search(r" = \(?(\w+)\[([\d,]*)\]\S* ([\w\-]+)\(", line)
+            # A result may be a tuple of arrays: of several copies at once, or of one under way.
+            match = re.search(r" = (\(.*?\)|\S+) ([\w\-]+)\(", line)
             if match is None:
                 continue
-            kind, shape, opcode = match[1], match[2], match[3]
-            size = math.prod(int(n) for n in shape.split(",") if n) * _width(kind)
+            opcode = match[2]
             fused = re.search(r"calls=%?([\w.\-]+)", line)
             if opcode == "fusion" and fused and _only_moves(computations[fused[1]]):
                 opcode = "moving fusion"
-            elif opcode not in ("copy", "copy-start", "transpose", "concatenate", "dynamic-slice"):
+            elif opcode not in _WRITERS:
                 continue
-            if size >= smallest:
-                place = "before the loop" if name == entry else "in the loop"
-                yield place, opcode, f"{kind}[{shape}]"
+            place = "before the loop" if name == entry else "in the loop"
+            arrays = re.findall(r"(\w+)\[([\d,]*)\]", match[1])
+            # The first of a copy under way is its result, the next one its source.
+            for kind, shape in arrays[:1] if opcode.endswith("-start") else arrays:
+                if math.prod(int(n) for n in shape.split(",") if n) * _width(kind) >= smallest:
+                    yield place, opcode, f"{kind}[{shape}]"
 
 
 def _only_moves(lines: list[str]) -> bool:

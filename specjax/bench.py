@@ -8,12 +8,11 @@ decoding in the same loop, the runs taking turns.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -30,7 +29,7 @@ from specjax.execution import Programs, compile_session, run_session
 from specjax.generation import Generation, collect
 from specjax.models.loading import load_model
 from specjax.models.model import Model
-from specjax.reporting import device_name
+from specjax.reporting import check_writable, device_name, write_json
 from specjax.sampling_params import SamplingParams
 from specjax.session import Session, open_session
 
@@ -151,8 +150,13 @@ def bench(
     config: ml_collections.ConfigDict, console: Console, mesh: Mesh | None = None
 ) -> dict[str, Any]:
     """Run and print every part; the result is JSON-ready."""
-    model = load_model(config.target, dtype=config.dtype, mesh=mesh)
-    everything = prompts.read_questions(config.prompts) if config.prompts else list(BUILT_IN)
+
+    def load() -> tuple[Model, list[prompts.Question]]:
+        model = load_model(config.target, dtype=config.dtype, mesh=mesh)
+        return model, prompts.read_questions(config.prompts) if config.prompts else list(BUILT_IN)
+
+    model, everything = processes.together(load)
+    processes.agree({"prompts": hashlib.sha256(repr(everything).encode()).hexdigest()[:16]})
     questions = prompts.select(everything, per_task=config.per_task)
     fewest = len(questions)
     questions += [question for question in everything if question not in questions]
@@ -280,13 +284,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     def run(config: ml_collections.ConfigDict) -> int:
         frontdoor.use_compilation_cache()
         mesh = frontdoor.open_mesh(config)
-        processes.together(lambda: None, frontdoor.shared_facts(config))
         writes = processes.speaks()
+
+        def check() -> None:
+            if config.report and writes:
+                check_writable(config.report)
+
+        processes.together(check)
         width = None if sys.stdout.isatty() else 120
         with sharding.use(mesh):
             report = bench(config, Console(width=width, quiet=not writes), mesh)
         if config.report and writes:
-            Path(config.report).write_text(json.dumps(report, indent=1))
+            write_json(config.report, report)
         return 0
 
     return frontdoor.run(run, argv, default="configs/bench_smollm2.py")

@@ -126,13 +126,13 @@ def round_costs(session: Session) -> tuple[float, ...]:
     every session a program of its own. Measured once for a plan and a batch size.
     """
     committed = max(len(prompt) for prompt in session.prompts)
-    if (key := (session.plan, session.num_rows)) not in _MEASURED:
+    if (key := (session.plan, session.num_rows, session.mesh)) not in _MEASURED:
         with use(session.mesh):
             _MEASURED[key] = _measure_round(session, min(committed, session.plan.capacity))
     return _MEASURED[key]
 
 
-_MEASURED: dict[tuple[loop.Plan, int], tuple[float, ...]] = {}
+_MEASURED: dict[tuple[loop.Plan, int, Any], tuple[float, ...]] = {}
 
 
 def _measure_round(session: Session, committed: int) -> tuple[float, ...]:

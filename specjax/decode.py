@@ -9,6 +9,7 @@ the first one prints, and writes the report.
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import time
 from collections.abc import Sequence
@@ -67,7 +68,8 @@ def decode(config: ml_collections.ConfigDict, console: Console) -> int:
             reporting.check_writable(job.report)
         return job
 
-    job = processes.together(check, frontdoor.shared_facts(config))
+    job = processes.together(check)
+    processes.agree({"prompts": hashlib.sha256(repr(job.questions).encode()).hexdigest()[:16]})
     screen, clock = Screen(console), Clock()
     begin = time.perf_counter()
 
@@ -77,6 +79,7 @@ def decode(config: ml_collections.ConfigDict, console: Console) -> int:
 
     with screen.working(f"loading {job.target}"):
         model, drafter = processes.together(load)
+        processes.agree({"target": repr(model.config)})
     setting = Setting(
         drafter=job.drafter,
         device=reporting.device_name(mesh),

@@ -86,13 +86,14 @@ def distributed_fields() -> ml_collections.ConfigDict:
 def open_mesh(config: ml_collections.ConfigDict) -> Mesh | None:
     """Join the other processes of a config, if there are any, and make its mesh.
 
-    Without either there is no mesh, and the first device does it all. Raises InputError.
+    Without either there is no mesh, and the first device does it all. Raises InputError, on all of
+    them where two configs differ.
     """
     processes.join(**config.distributed)
     data, model = config.mesh.data, config.mesh.model
     if processes.count() == 1 and data == model == 1:
         return None
-    return sharding.make_mesh(data, model)
+    return processes.together(lambda: sharding.make_mesh(data, model), shared_facts(config))
 
 
 def shared_facts(config: ml_collections.ConfigDict) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """One job over several processes: joining them, agreeing on the job, and one that speaks.
 
 Every process runs the same command. JAX's own service connects them; it aborts the whole process
-where somebody never comes, so that is found out beforehand, and is an error with a name.
+where somebody never comes, so that, unless a cluster's scheduler starts them, is found out
+beforehand, and is an error with a name.
 """
 
 from __future__ import annotations
@@ -175,10 +176,16 @@ def together(work: Callable[[], Result], facts: Mapping[str, Any] | None = None)
     result, error = None, None
     try:
         result = work()
+    except _Agreed:
+        raise
     except InputError as raised:
         error = str(raised)
     agree(facts or {}, error)
     return result
+
+
+class _Agreed(InputError):
+    """An error that every process has been told of, so that a call around it must not ask again."""
 
 
 def agree(facts: Mapping[str, Any], error: str | None = None) -> None:
@@ -191,19 +198,19 @@ def agree(facts: Mapping[str, Any], error: str | None = None) -> None:
             raise InputError(error)
         return
     everyone = _exchange({"facts": dict(facts), "error": error})
-    for number, said in enumerate(everyone):
-        if said["error"] is not None:
-            prefix = "" if said["error"] == error else f"process {number}: "
-            raise InputError(prefix + said["error"])
     first = everyone[0]["facts"]
     for number, said in enumerate(everyone):
-        for name in first | said["facts"]:
-            mine, other = first.get(name), said["facts"].get(name)
+        for name in first.keys() & said["facts"].keys():
+            mine, other = first[name], said["facts"][name]
             if mine != other:
-                raise InputError(
+                raise _Agreed(
                     f"{name}={mine!r} on process 0, {other!r} on process {number}: "
                     "start all processes with the same command and files"
                 )
+    for number, said in enumerate(everyone):
+        if said["error"] is not None:
+            prefix = "" if said["error"] == error else f"process {number}: "
+            raise _Agreed(prefix + said["error"])
 
 
 def from_first(value: Any) -> Any:

@@ -1,16 +1,19 @@
 """The forms a decoder takes for different backends: the same function, up to rounding."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import tiny_config
-from decoding import PROMPTS, decode, greedy
+from decoding import PROMPTS, decode, greedy, make_session
 
-from specjax import sharding
+from specjax import loop, sharding
 from specjax.cache import KVCache
 from specjax.drafters import make_drafter
 from specjax.errors import InputError
+from specjax.execution import compile_session
 from specjax.models.attention import (
     attend,
     attend_cache,
@@ -20,6 +23,7 @@ from specjax.models.attention import (
 from specjax.models.attention_kernel import attend_cache_kernel
 from specjax.models.decoder import Form
 from specjax.models.loading import load_model, place_model, random_model, save_model
+from specjax.session import batch_arguments
 
 FORMS = {
     "apart": Form(scan_layers=False),
@@ -114,6 +118,31 @@ def test_every_form_decodes_the_same_tokens(name, data, model, tiny):
     options = dict(sampling=greedy(max_new_tokens=12), num_speculative_tokens=3)
     ours = decode(target, PROMPTS, drafter=make_drafter("ngram", target), **options)
     assert ours.token_ids == decode(tiny, PROMPTS, **options).token_ids
+
+
+def test_a_draft_model_whole_on_each_device_sends_nothing(tiny):
+    """Whatever its form: the kernel's heads are split only where the model's are."""
+    mesh = sharding.make_mesh(1, 2, jax.devices()[:2])
+    target = place_model(random_model(tiny.config, 0, dtype="float32"), mesh)
+    small = random_model(tiny.config, 1, dtype="float32", form=FORMS["kernel"])
+    drafter = make_drafter("draft_model", target, place_model(small, mesh, replicated=True))
+    session = make_session(target, PROMPTS, drafter=drafter, sampling=greedy(max_new_tokens=4))
+    assert "all-gather" not in compile_session(session).run.as_text()
+
+
+@pytest.mark.parametrize("width", [16, 24, 80, 128])
+def test_the_form_for_gpus_compiles_for_them_as_far_as_that_goes_without(width):
+    """Triton takes powers of two only: other heads do without the kernel."""
+    config = tiny_config(head_dim=width)
+    form = Form.of("cuda")
+    model = random_model(config, 0, dtype="float32", form=form)
+    session = make_session(model, PROMPTS, sampling=greedy(max_new_tokens=4))
+    arguments = batch_arguments(session, session.batches()[0])
+    state = jax.eval_shape(functools.partial(loop.start, session.plan), session.params, *arguments)
+    program = jax.jit(loop.run, static_argnums=0)
+    traced = program.trace(session.plan, session.params, state, jnp.int32(1))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert ("triton" in text) == (width in (16, 128))
 
 
 def test_layers_apart_are_saved_and_loaded_like_stacked_ones(tmp_path, tiny):

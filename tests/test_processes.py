@@ -23,7 +23,7 @@ def free_port():
         return server.getsockname()[1]
 
 
-def start(arguments, *, program=("-m", "specjax.decode"), devices=1):
+def start(arguments, *, program=("-m", "specjax.decode"), devices=1, folder=ROOT):
     """A process of its own with so many fake devices; what it prints is kept."""
     environment = {
         **os.environ,
@@ -33,7 +33,7 @@ def start(arguments, *, program=("-m", "specjax.decode"), devices=1):
     }
     return subprocess.Popen(
         [sys.executable, *program, *arguments],
-        cwd=ROOT,
+        cwd=folder,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -116,21 +116,43 @@ def test_two_processes_decode_what_one_does(model, prompts, chatty, tmp_path):
     assert [row["token_ids"] for row in content["rows"]] == alone.token_ids
 
 
-def test_processes_with_other_configs_stop(model, prompts):
+@pytest.mark.parametrize("field", ["seed", "mesh.data"])
+def test_processes_with_other_configs_stop(field, model, prompts):
+    """A mesh that only one process can make included."""
     address = f"127.0.0.1:{free_port()}"
+    values = {"seed": (0, 1), "mesh.data": (2, 1)}[field]
     ran = [
         start(
             [
-                *job(model, prompts, "--config.mesh.data=2", f"--config.seed={number}"),
+                *job(model, prompts, "--config.mesh.data=2", f"--config.{field}={value}"),
                 *joined(address, number),
             ]
         )
-        for number in (0, 1)
+        for number, value in enumerate(values)
     ]
     for code, out, err in map(finish, ran):
         assert code == 2, err
-        assert "error: seed='0' on process 0, '1' on process 1" in err
+        said = f"error: {field}='{values[0]}' on process 0, '{values[1]}' on process 1"
+        assert said in err
         assert "Traceback" not in out + err
+
+
+def test_other_prompts_in_the_same_place_are_noticed(model, prompts, tmp_path):
+    """Each process reads its own disk."""
+    address = f"127.0.0.1:{free_port()}"
+    ran = []
+    for number in (0, 1):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        text = prompts.read_text().replace("x y", f"x {number}")
+        (folder / "prompts.jsonl").write_text(text)
+        arguments = [*job(model, "prompts.jsonl", "--config.mesh.data=2"), *joined(address, number)]
+        arguments[0] = f"--config={ROOT / arguments[0].partition('=')[2]}"
+        ran.append(start(arguments, folder=folder))
+    for code, _, err in map(finish, ran):
+        assert code == 2, err
+        assert "error: prompts=" in err
+        assert "start all processes with the same command and files" in err
 
 
 def test_an_error_of_one_process_ends_both(model, prompts, tmp_path):
@@ -146,6 +168,8 @@ def test_an_error_of_one_process_ends_both(model, prompts, tmp_path):
         "def work():\n"
         "    if number == 1:\n"
         f"        raise InputError('prompts={missing.name} is not there')\n"
+        "    # What is agreed inside of another agreement is not asked for twice.\n"
+        "    processes.together(lambda: None)\n"
         "try:\n"
         "    processes.together(work)\n"
         "except InputError as error:\n"

@@ -25,18 +25,34 @@ from specjax.sharding import partition
 
 _STEP = 64
 """Keys that a program holds at once."""
+_MOST_TOKENS = 64
 _FEWEST_QUERIES, _MOST_QUERIES = 16, 64
 """What a program may hold: the smallest matrix product of the hardware, and what fits it."""
 
 
+def takes(tokens: int, width: int) -> bool:
+    """Whether the kernel does a pass of so many tokens, with heads of that width.
+
+    Triton's blocks are powers of two. Of a prefill the partial sums would outgrow the cache.
+    """
+    return tokens <= _MOST_TOKENS and width == pl.next_power_of_2(width) >= _FEWEST_QUERIES
+
+
 def attend_cache_kernel(
-    query: Float[Array, "B G X C"], cache: KVCache, layer: int, start: Partial
+    query: Float[Array, "B G X C"],
+    cache: KVCache,
+    layer: int,
+    start: Partial,
+    split: bool = False,
 ) -> Partial:
-    """`start` merged with one layer's committed keys; what was never committed is not read."""
+    """`start` merged with one layer's committed keys; blocks without any are not read.
+
+    On a mesh the heads are `split` over `model`, or whole on each device.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     attend = functools.partial(_attend, layer=layer)
     if not mesh.empty:
-        heads = partition(("batch", "kv_heads"), query.shape[:2], mesh)
+        heads = partition(("batch", "kv_heads" if split else None), query.shape[:2], mesh)
         keys = PartitionSpec(None, *heads, None, None)
         attend = jax.shard_map(
             attend,

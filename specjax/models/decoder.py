@@ -44,7 +44,8 @@ class Form:
     `scan_layers` stacks the layers' parameters and loops over them; otherwise each layer has
     parameters and code of its own. `cache_attention` is `blocks`, a loop over as many blocks of the
     cache as are filled, `whole`, one product over its capacity, or `kernel`, a GPU kernel over what
-    is filled, for layers that are apart. Raises InputError for other words.
+    is filled, for layers that are apart (a prefill, and heads that the kernel does not take, use
+    `blocks`). Raises InputError for other words.
     """
 
     scan_layers: bool = True
@@ -71,7 +72,6 @@ class Form:
 
 
 DEFAULT_FORM = Form()
-_MOST_KERNEL_TOKENS = 64
 
 
 def parameter_table(config: DecoderConfig, scan_layers: bool = True) -> dict[str, Any]:
@@ -317,11 +317,12 @@ class DecoderModule(nn.Module):
 
     def _cache_attention(self, cache: KVCache, tokens: int) -> Callable[..., Partial]:
         kind = self.form.cache_attention
-        # The kernel's partial sums, small for a round, would be larger than the cache in a prefill.
-        if kind == "kernel" and tokens <= _MOST_KERNEL_TOKENS:
-            from specjax.models.attention_kernel import attend_cache_kernel
+        if kind == "kernel":
+            from specjax.models import attention_kernel
 
-            return attend_cache_kernel
+            if attention_kernel.takes(tokens, self.config.head_dim):
+                attend = attention_kernel.attend_cache_kernel
+                return functools.partial(attend, split=self.shards > 1)
         if kind == "whole":
             return attend_whole_cache
         return functools.partial(attend_cache, blocks=cached_blocks(cache))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from specjax import sharding
 from specjax.errors import InputError
@@ -68,13 +68,18 @@ def build(
 ) -> dict[str, Any]:
     """The parameter tree with every place filled, on the default device or split over a mesh.
 
-    Over a mesh the host holds a tensor or two at a time, never the model. `threads` fill at once;
-    with one, places are filled in order. Raises InputError where the mesh does not fit the model.
+    The host holds a tensor or two at a time, never the model, but where the CPU is the device:
+    without a mesh its memory is the device's. `threads` fill at once; with one, places are filled
+    in order. Raises InputError where the mesh does not fit the model.
     """
-    if mesh is None:
-        return _on_one_device(config, dtype, places, fill, scan_layers, threads)
-    check_shards(config, shards)
-    targets = parameter_shardings(config, mesh, shards, scan_layers)
+    if mesh is not None:
+        check_shards(config, shards)
+        targets = parameter_shardings(config, mesh, shards, scan_layers)
+    elif jax.default_backend() == "cpu":
+        return _adopted(config, dtype, places, fill, scan_layers, threads)
+    else:
+        device = SingleDeviceSharding(jax.devices()[0])
+        targets = jax.tree.map(lambda _: device, parameter_table(config, scan_layers))
     params: dict[str, Any] = jax.tree.map(
         lambda shape, target: jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=target)(
             shape, dtype
@@ -92,12 +97,19 @@ def build(
         if layer is None:
             node[last] = _put(tensor, target)
         else:
-            one_layer = NamedSharding(mesh, PartitionSpec(*target.spec[1:]))
-            node[last] = _set_layer(node[last], np.int32(layer), _put(tensor, one_layer))
+            part = _put(tensor, _one_layer(target))
+            node[last] = _set_layer(node[last], np.int32(layer), part)
     return params
 
 
-def _on_one_device(
+def _one_layer(stacked: Sharding) -> Sharding:
+    """Where a layer of a parameter lies before it is put to the others."""
+    if isinstance(stacked, NamedSharding):
+        return NamedSharding(stacked.mesh, PartitionSpec(*stacked.spec[1:]))
+    return stacked
+
+
+def _adopted(
     config: DecoderConfig,
     dtype: np.dtype,
     places: Sequence[layout.Place],
@@ -138,7 +150,7 @@ def _read_ahead(
             reading.extend(pool.submit(read, place) for place in itertools.islice(waiting, 1))
 
 
-def _put(tensor: np.ndarray, target: NamedSharding) -> jax.Array:
+def _put(tensor: np.ndarray, target: Sharding) -> jax.Array:
     return jax.make_array_from_callback(tensor.shape, target, lambda part: tensor[part])
 
 
