@@ -300,7 +300,10 @@ class DecoderModule(nn.Module):
             carry = lax.fori_loop(0, depth, step, carry)
         else:
             for index in range(depth):
-                weights = merge_heads(params["layers"][str(index)], config)
+                # Else XLA takes the heads apart again, and transposes kernels for a single token.
+                weights = lax.optimization_barrier(
+                    merge_heads(params["layers"][str(index)], config)
+                )
                 carry = layer(index, weights, carry)
         pre_norm, keys, values, tapped = carry
 
