@@ -130,6 +130,8 @@ def test_a_draft_model_whole_on_each_device_sends_nothing(tiny):
     assert "all-gather" not in compile_session(session).run.as_text()
 
 
+# JAX 0.12 still compiles it, and will drop Pallas's Triton backend for Mosaic GPU.
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 @pytest.mark.parametrize("width", [16, 24, 80, 128])
 def test_the_form_for_gpus_compiles_for_them_as_far_as_that_goes_without(width):
     """Triton takes powers of two only: other heads do without the kernel."""
