@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -16,6 +17,8 @@ from specjax.cache import KVCache
 
 CACHE_BLOCK = 256
 """Committed tokens read at a time; a cache's capacity is a multiple of it."""
+QUERY_BLOCK = 384
+"""Queries scored at a time in training, over all heads that share a key head."""
 
 
 class Partial(NamedTuple):
@@ -60,6 +63,37 @@ def attend(
         "bgxy,bgyc->bgxc", weights.astype(value.dtype), value, preferred_element_type=jnp.float32
     )
     return Partial(peak, weights.sum(axis=-1, keepdims=True), weighted)
+
+
+def attend_in_blocks(
+    query: Float[Array, "B G X C"],
+    key: Float[Array, "B G Y C"],
+    value: Float[Array, "B G Y C"],
+    visible: Bool[Array, "#B 1 X Y"],
+    block: int = QUERY_BLOCK,
+) -> Partial:
+    """`attend` a block of queries at a time, again for gradients: scores are never kept whole."""
+    batch, heads, queries, _ = query.shape
+    count = -(-queries // block)
+    if count == 1:
+        return attend(query, key, value, visible)
+    room = ((0, 0), (0, 0), (0, count * block - queries), (0, 0))
+
+    def split(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, room)
+        return jnp.moveaxis(x.reshape(*x.shape[:2], count, block, x.shape[3]), 2, 0)
+
+    @jax.checkpoint
+    def one(part: tuple[jax.Array, jax.Array]) -> Partial:
+        return attend(part[0], key, value, part[1])
+
+    parts = lax.map(one, (split(query), split(visible)))
+    return Partial(
+        *(
+            jnp.moveaxis(part, 0, 2).reshape(batch, heads, count * block, -1)[:, :, :queries]
+            for part in parts
+        )
+    )
 
 
 def merge(a: Partial, b: Partial) -> Partial:

@@ -25,15 +25,14 @@ from specjax.models.attention import (
     Partial,
     attend,
     attend_cache,
+    attend_in_blocks,
     attend_whole_cache,
     cached_blocks,
-    group_queries,
-    ungroup,
 )
+from specjax.models.block import Block, embed, merge_heads, rotate_by
 from specjax.models.config import DecoderConfig
 from specjax.models.interface import Extension
 from specjax.models.parameters import Parameter, ParameterTable
-from specjax.models.rope import frequencies
 from specjax.sharding import constrain
 
 
@@ -136,13 +135,15 @@ class Decoder:
 
     `shards` is the number of devices its weights are split over (the mesh's `model` axis), 1 where
     each device holds them whole. With more shards than key/value heads every head is cached as
-    often as it takes to give each shard its own copy.
+    often as it takes to give each shard its own copy. `multiply` is the dtype in which its products
+    read their operands, where that is not `dtype` (training: `products.product`).
     """
 
     config: DecoderConfig
     dtype: jnp.dtype
     shards: int = 1
     form: Form = DEFAULT_FORM
+    multiply: jnp.dtype | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -193,8 +194,8 @@ class Decoder:
         params: dict[str, Any],
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
-        cache: KVCache,
-        window: Window,
+        cache: KVCache | None,
+        window: Window | None,
         start: Int[Array, ""] | int,
         visible: Bool[Array, "#B T W"],
         *,
@@ -203,7 +204,8 @@ class Decoder:
         num_layers: int | None = None,
     ) -> Extension:
         """`LanguageModel.extend`; features are `final_norm`, `pre_norm` and `layer_input:i`."""
-        return DecoderModule(self.config, self.dtype, self.shards, self.form).apply(
+        module = DecoderModule(self.config, self.dtype, self.shards, self.form, self.multiply)
+        return module.apply(
             {"params": {"decoder": params}},
             tokens,
             positions,
@@ -224,14 +226,15 @@ class DecoderModule(nn.Module):
     dtype: jnp.dtype
     shards: int = 1
     form: Form = DEFAULT_FORM
+    multiply: jnp.dtype | None = None
 
     @nn.compact
     def __call__(
         self,
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
-        cache: KVCache,
-        window: Window,
+        cache: KVCache | None,
+        window: Window | None,
         start: Int[Array, ""] | int,
         visible: Bool[Array, "#B T W"],
         *,
@@ -244,52 +247,39 @@ class DecoderModule(nn.Module):
         scan_layers = self.form.scan_layers
         table = parameter_table(config, scan_layers)
         params = ParameterTable(table, self.dtype, name="decoder")()
-        kv_heads = window.k.shape[2]
+        block = Block(config, self.dtype, self.shards, self.multiply)
+        kv_heads = config.num_kv_heads if window is None else window.k.shape[2]
         copies = kv_heads // config.num_kv_heads
         rotation = rotate_by(positions, config)
         repeats = config.num_heads // kv_heads
-        attend_committed = self._cache_attention(cache, tokens.shape[1])
         # [#B, 1, X, W]: the queries that share a key head stand side by side, token by token.
         seen = jnp.repeat(visible, repeats, axis=1)[:, None]
         taps = {name: _tapped_layer(name, config) for name in features if ":" in name}
+        attend_committed = self._cache_attention(cache, tokens.shape[1]) if cache is not None else None
 
         def layer(index: Int[Array, ""] | int, weights: dict, carry: tuple) -> tuple:
-            x, keys, values, tapped = carry
+            x, kept, tapped = carry
             tapped = {
-                name: jnp.where(index == taps[name], x, kept) for name, kept in tapped.items()
+                name: jnp.where(index == taps[name], x, before) for name, before in tapped.items()
             }
-            h = rms_norm(x, weights["attention_norm"]["scale"], config.rms_norm_eps)
-            attention = weights["attention"]
-            query, key, value = (
-                self._project("btd,dn->btn", h, attention[part]).reshape(
-                    *tokens.shape, -1, config.head_dim
+            h = block.norm(x, weights["attention_norm"])
+            query, key, value = block.heads(h, weights["attention"], rotation, copies)
+            if kept is None:
+                mixed = attend_in_blocks(
+                    query, key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3), seen
                 )
-                for part in ("query", "key", "value")
-            )
-            query, key = rotate(query, *rotation), rotate(key, *rotation)
-            key, value = (self._split(_copied(part, copies), "kv_heads") for part in (key, value))
-            query = self._split(query, "heads")
-            keys = _write(keys, key, index, start)
-            values = _write(values, value, index, start)
-            query = group_queries(query, kv_heads)
-            mixed = attend(query, keys[index], values[index], seen)
-            mixed = attend_committed(query, cache, index, start=mixed)
-            out = ungroup(mixed.weighted / mixed.denominator, tokens.shape[1]).astype(x.dtype)
-            out = out.reshape(*tokens.shape, -1)
-            x = self._whole(x + self._project("btn,nd->btd", out, attention["output"]))
-            h = rms_norm(x, weights["mlp_norm"]["scale"], config.rms_norm_eps)
-            mlp = weights["mlp"]
-            gate = nn.silu(self._project("btd,df->btf", h, mlp["gate"]))
-            gate = gate * self._project("btd,df->btf", h, mlp["up"])
-            x = self._whole(x + self._project("btf,fd->btd", gate, mlp["down"]))
-            return x, keys, values, tapped
+            else:
+                keys = _write(kept.k, key, index, start)
+                values = _write(kept.v, value, index, start)
+                mixed = attend(query, keys[index], values[index], seen)
+                kept = Window(keys, values)
+            if attend_committed is not None:
+                mixed = attend_committed(query, cache, index, start=mixed)
+            x = block.add_attention(x, mixed, weights["attention"])
+            return block.add_mlp(x, weights), kept, tapped
 
-        if config.tie_word_embeddings:
-            x = jnp.moveaxis(jnp.take(params["head"]["kernel"], tokens, axis=1), 0, -1)
-        else:
-            x = jnp.take(params["embed"]["embedding"], tokens, axis=0)
-        x = self._whole(x)
-        carry = (x, window.k, window.v, {name: jnp.zeros_like(x) for name in taps})
+        x = block.whole(embed(params, tokens, self.dtype))
+        carry = (x, window, {name: jnp.zeros_like(x) for name in taps})
         depth = config.num_layers if num_layers is None else num_layers
         if scan_layers:
             layers = merge_heads(params["layers"], config)
@@ -297,6 +287,8 @@ class DecoderModule(nn.Module):
             def step(index: Int[Array, ""], carry: tuple) -> tuple:
                 return layer(index, jax.tree.map(lambda leaf: leaf[index], layers), carry)
 
+            if window is None:
+                step = jax.checkpoint(step, prevent_cse=False)
             carry = lax.fori_loop(0, depth, step, carry)
         else:
             for index in range(depth):
@@ -305,18 +297,16 @@ class DecoderModule(nn.Module):
                     merge_heads(params["layers"][str(index)], config)
                 )
                 carry = layer(index, weights, carry)
-        pre_norm, keys, values, tapped = carry
+        pre_norm, window, tapped = carry
 
         wanted = {**tapped, "pre_norm": pre_norm}
         out = None
         if logits or "final_norm" in features:
-            scale = params["final_norm"]["scale"]
-            wanted["final_norm"] = rms_norm(pre_norm, scale, config.rms_norm_eps)
+            wanted["final_norm"] = block.norm(pre_norm, params["final_norm"])
         if logits:
-            head = params["head"]["kernel"]
-            out = self._einsum("btd,dv->btv", wanted["final_norm"], head, jnp.float32)
+            out = block.project("btd,dv->btv", wanted["final_norm"], params["head"], jnp.float32)
             out = constrain(out, "batch", None, "vocab" if self.shards > 1 else None)
-        return Extension(out, {name: wanted[name] for name in features}, Window(keys, values))
+        return Extension(out, {name: wanted[name] for name in features}, window)
 
     def _cache_attention(self, cache: KVCache, tokens: int) -> Callable[..., Partial]:
         kind = self.form.cache_attention
@@ -329,70 +319,6 @@ class DecoderModule(nn.Module):
         if kind == "whole":
             return attend_whole_cache
         return functools.partial(attend_cache, blocks=cached_blocks(cache))
-
-    def _einsum(
-        self, equation: str, x: jax.Array, kernel: jax.Array, out: jnp.dtype | type | None = None
-    ) -> jax.Array:
-        # Accelerators multiply float32 in fewer bits unless told otherwise.
-        exact = lax.Precision.HIGHEST if self.dtype == jnp.float32 else None
-        return jnp.einsum(equation, x, kernel, precision=exact, preferred_element_type=out)
-
-    def _project(self, equation: str, x: jax.Array, weights: dict) -> jax.Array:
-        y = self._einsum(equation, x, weights["kernel"])
-        if "bias" in weights:
-            y = y + jnp.expand_dims(weights["bias"], (0, 1))
-        return y
-
-    def _split(self, x: Float[Array, "B T N C"], heads: str) -> Float[Array, "B T N C"]:
-        return constrain(x, "batch", None, heads if self.shards > 1 else None, None)
-
-    def _whole(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return constrain(x, "batch", None, None)
-
-
-def merge_heads(layer: dict[str, Any], config: DecoderConfig) -> dict[str, Any]:
-    """A layer, or stacked ones, with each head axis and its width as one axis of the projections.
-
-    A product over plain matrices is read where it lies; with two axes to sum over, or to give, each
-    backend first copies some kernel transposed.
-    """
-    attention = dict(layer["attention"])
-    for name in ("query", "key", "value"):
-        attention[name] = {
-            part: leaf.reshape(*leaf.shape[:-2], -1) for part, leaf in attention[name].items()
-        }
-    output = dict(attention["output"])
-    kernel = output["kernel"]
-    output["kernel"] = kernel.reshape(*kernel.shape[:-3], -1, config.hidden_size)
-    return {**layer, "attention": {**attention, "output": output}}
-
-
-def _copied(heads: Float[Array, "B T G C"], copies: int) -> Float[Array, "B T N C"]:
-    return heads if copies == 1 else jnp.repeat(heads, copies, axis=2)
-
-
-def rms_norm(x: Float[Array, "B T D"], scale: Float[Array, "D"], eps: float) -> jax.Array:
-    """X over its root mean square, taken in float32."""
-    wide = x.astype(jnp.float32)
-    wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return wide.astype(x.dtype) * scale[None, None, :]
-
-
-def rotate_by(
-    positions: Int[Array, "B T"], config: DecoderConfig
-) -> tuple[Float[Array, "B T 1 C2"], Float[Array, "B T 1 C2"]]:
-    """Cosines and sines of each position's rotation, one pair of dimensions each."""
-    angles = positions[:, :, None].astype(jnp.float32) * frequencies(config)[None, None, :]
-    return jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
-
-
-def rotate(
-    x: Float[Array, "B T N C"], cos: Float[Array, "B T 1 C2"], sin: Float[Array, "B T 1 C2"]
-) -> Float[Array, "B T N C"]:
-    """Each head's pairs (i, i + C/2) turned by their position's angles, in float32."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
 
 
 def _write(

@@ -16,7 +16,7 @@ class Extension:
 
     logits: Float[Array, "B T V"] | None
     features: dict[str, Float[Array, "B T D"]]
-    window: Window
+    window: Window | None
 
 
 @runtime_checkable
@@ -42,8 +42,8 @@ class LanguageModel(Protocol):
         params: Any,
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
-        cache: KVCache,
-        window: Window,
+        cache: KVCache | None,
+        window: Window | None,
         start: Int[Array, ""] | int,
         visible: Bool[Array, "#B T W"],
         *,
@@ -55,5 +55,6 @@ class LanguageModel(Protocol):
 
         The tokens fill the window's slots start..start+T and see each row's committed tokens and
         the window slots that `visible` allows, their own included. With `num_layers`, only that
-        many layers run before the final norm (early exit).
+        many layers run before the final norm (early exit). Without cache and window (training)
+        the T tokens see each other as `visible` [#B, T, T] says, and nothing is kept.
         """

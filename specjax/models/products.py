@@ -1,0 +1,59 @@
+"""Matrix products in one dtype, accumulated and returned in another; gradients likewise."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def product(
+    equation: str,
+    x: jax.Array,
+    kernel: jax.Array,
+    *,
+    multiply: Any = None,
+    out: Any = None,
+) -> jax.Array:
+    """`einsum` of two arrays in x's dtype, or `out`.
+
+    With `multiply` (bfloat16, in training) both are rounded to that dtype first, and so is what
+    comes back in the gradient; sums are in float32 all the same. Two to five times as fast where
+    the device multiplies it in hardware.
+    """
+    if multiply is None or jnp.dtype(multiply) == x.dtype:
+        # Accelerators multiply float32 in fewer bits unless told otherwise.
+        exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+        return jnp.einsum(equation, x, kernel, precision=exact, preferred_element_type=out)
+    result = _rounded(equation, jnp.dtype(multiply), x, kernel)
+    return result.astype(x.dtype if out is None else out)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _rounded(equation: str, dtype: Any, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return _einsum(equation, dtype, x, kernel)
+
+
+def _forward(equation: str, dtype: Any, x: jax.Array, kernel: jax.Array) -> tuple:
+    return _einsum(equation, dtype, x, kernel), (x, kernel)
+
+
+def _backward(equation: str, dtype: Any, kept: tuple, gradient: jax.Array) -> tuple:
+    x, kernel = kept
+    inputs, result = equation.split("->")
+    left, right = inputs.split(",")
+    to_x = _einsum(f"{result},{right}->{left}", dtype, gradient, kernel)
+    to_kernel = _einsum(f"{left},{result}->{right}", dtype, x, gradient)
+    return to_x.astype(x.dtype), to_kernel.astype(kernel.dtype)
+
+
+_rounded.defvjp(_forward, _backward)
+
+
+def _einsum(equation: str, dtype: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.einsum(
+        equation, x.astype(dtype), y.astype(dtype), preferred_element_type=jnp.float32
+    )
