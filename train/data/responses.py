@@ -1,0 +1,177 @@
+"""Conversations that a target wrote, on disk: `write_responses`, `open_responses`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Int32, Int64
+
+from specjax.errors import InputError, one_line
+from train.data.examples import (
+    FACTS,
+    FORMAT,
+    RECORDS,
+    SPLIT,
+    TARGET_FIELDS,
+    Example,
+    check_target,
+    feature_key,
+    import_tfds,
+)
+from train.data.examples import target_facts as target_facts
+from train.data.writing import write_responses as write_responses
+
+VALIDATION_EVERY = 50
+"""Conversations whose id divides by this are held out from training."""
+
+
+@dataclass(frozen=True, eq=False)
+class Responses:
+    """Conversations on disk, read one at a time: `len(responses)`, `responses[i]`.
+
+    `lengths` [n] and `num_labels` [n] count each conversation's tokens and those of them that the
+    target wrote, `validation` [n] is true where it is held out. It may be sent to other processes.
+    """
+
+    directory: Path
+    facts: Mapping[str, Any] = field(repr=False)
+    _records: Int64[np.ndarray, "n 3"] = field(repr=False)
+
+    @property
+    def target(self) -> dict[str, Any]:
+        """The facts of the model that wrote the conversations."""
+        return dict(self.facts["target"])
+
+    @property
+    def feature_names(self) -> tuple[str, ...]:
+        """The target features that each record brings."""
+        return tuple(self.facts["features"])
+
+    @property
+    def generation(self) -> dict[str, Any]:
+        """How the conversations were made."""
+        return dict(self.facts["generation"])
+
+    @property
+    def ids(self) -> Int64[np.ndarray, "n"]:
+        """The conversations' own numbers."""
+        return self._records[:, 0]
+
+    @cached_property
+    def lengths(self) -> Int32[np.ndarray, "n"]:
+        """Tokens of each conversation, its prompt included."""
+        return self._records[:, 1].astype(np.int32)
+
+    @cached_property
+    def num_labels(self) -> Int32[np.ndarray, "n"]:
+        """Tokens of each conversation that its loss mask lets through."""
+        return self._records[:, 2].astype(np.int32)
+
+    @cached_property
+    def validation(self) -> Bool[np.ndarray, "n"]:
+        """Which conversations are held out."""
+        return self.ids % VALIDATION_EVERY == 0
+
+    @cached_property
+    def _source(self) -> Any:
+        return _data_source(self.directory)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, index: int) -> Example:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"conversation {index} of {len(self)}")
+        try:
+            row = self._source[int(index) % len(self)]
+        except (RuntimeError, ValueError, OSError) as error:
+            raise InputError(
+                f"{self.directory}: conversation {index} cannot be read ({one_line(error)[:120]}); "
+                "write the dataset again"
+            ) from None
+        stored = row.get("features", {})
+        return Example(
+            tokens=row["tokens"],
+            loss_mask=row["loss_mask"],
+            features={name: stored[feature_key(name)] for name in self.feature_names},
+            category=row["category"].decode(),
+            temperature=float(row["temperature"]),
+            id=int(row["id"]),
+            source=row["source"].decode(),
+            licence=row["licence"].decode(),
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: self.__dict__[name] for name in ("directory", "facts", "_records")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+def open_responses(directory: str | Path, target: Mapping[str, Any] | None = None) -> Responses:
+    """The conversations of a directory that `write_responses` wrote; reads no record yet.
+
+    Raises InputError where it is no such dataset or damaged, holds no conversation or no label, or
+    was written by another target than the one whose `target_facts` are given.
+    """
+    path = Path(directory).expanduser().absolute()
+    facts = _read_facts(path)
+    try:
+        records = np.load(path / RECORDS, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise _damaged(path, f"{RECORDS}: {one_line(error)[:80]}") from None
+    if records.dtype != np.int64 or records.ndim != 2 or records.shape[1] != 3:
+        raise _damaged(path, f"{RECORDS} has shape {records.shape} of {records.dtype}")
+    if not len(records):
+        raise InputError(f"{path}: an empty dataset, without a conversation; generate some")
+    if not records[:, 2].any():
+        raise InputError(
+            f"{path}: a fully masked dataset, without a token that the target wrote; "
+            "generate responses"
+        )
+    if len(records) != facts["num_records"]:
+        raise _damaged(path, f"{len(records)} records where {FACTS} says {facts['num_records']}")
+    if target is not None:
+        check_target(str(path), facts["target"], target)
+    return Responses(path, facts, records)
+
+
+def _read_facts(path: Path) -> dict[str, Any]:
+    if not path.is_dir():
+        raise InputError(f"{path}: no such directory; give one that train.generate wrote")
+    if not (path / FACTS).is_file():
+        raise InputError(
+            f"{path}: not a dataset of responses ({FACTS} is missing); "
+            "give a directory that train.generate wrote"
+        )
+    try:
+        facts = json.loads((path / FACTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise _damaged(path, f"{FACTS}: {one_line(error)[:80]}") from None
+    if not isinstance(facts, dict) or facts.get("specjax_responses") != FORMAT:
+        raise InputError(f"{path}: not of a format that this version reads; write it again")
+    kinds = {"target": dict, "features": list, "num_records": int, "generation": dict}
+    for name, kind in kinds.items():
+        if not isinstance(facts.get(name), kind):
+            raise _damaged(path, f"{FACTS} has no {name!r} of use")
+    if missing := [name for name in TARGET_FIELDS if name not in facts["target"]]:
+        raise _damaged(path, f"{FACTS}: the target's {missing[0]!r} is missing")
+    return facts
+
+
+def _damaged(path: Path, what: str) -> InputError:
+    return InputError(f"{path}: a damaged dataset ({what}); write it again")
+
+
+def _data_source(path: Path) -> Any:
+    tfds = import_tfds()
+    try:
+        return tfds.builder_from_directory(path).as_data_source(SPLIT)
+    except Exception as error:  # whatever TFDS makes of files that are not as it wrote them
+        raise _damaged(path, one_line(error)[:120]) from None

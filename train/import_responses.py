@@ -1,0 +1,121 @@
+"""Make a dataset of conversations that another program let the target write.
+
+    python -m train.import_responses --input=FILE.jsonl.gz --output=DIR
+
+Each line is an object with the keys id, category, source, licence, temperature, prompt_token_ids
+and response_token_ids. Exit codes: 0; 2 for bad input; 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import itertools
+import json
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specjax import frontdoor
+from specjax.errors import InputError, one_line
+from specjax.models.loading import load_model
+from train.data.examples import Example, target_facts
+from train.data.writing import check_free, write_responses
+
+_KINDS = {
+    "id": int,
+    "category": str,
+    "source": str,
+    "licence": str,
+    "temperature": float | int,
+    "prompt_token_ids": list,
+    "response_token_ids": list,
+}
+_LARGEST_ID = 2**31 - 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m train.import_responses", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--input", required=True, help="a JSONL file, gzipped or not")
+    parser.add_argument("--output", required=True, help="the dataset's directory")
+    parser.add_argument("--limit", type=int, help="take the first rows only")
+    parser.add_argument("--target", default="smollm2-135m-instruct", help="what wrote the rows")
+    arguments = parser.parse_args(argv)
+    try:
+        _import(arguments.input, arguments.output, arguments.limit, arguments.target)
+    except InputError as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return frontdoor.BAD_INPUT
+    except KeyboardInterrupt:
+        print("interrupted; nothing is written", file=sys.stderr)
+        return frontdoor.INTERRUPTED
+    return 0
+
+
+def _import(source: str, output: str, limit: int | None, target: str) -> None:
+    if limit is not None and limit < 1:
+        raise InputError(f"limit={limit}: use a whole number of at least 1, or leave it out")
+    check_free(output)
+    rows = itertools.islice(read_rows(source), limit)
+    first = next(rows, None)  # a file that is none is refused before the model is loaded
+    if first is None:
+        raise InputError(f"input={source!r} holds no rows: one JSON object a line")
+    facts = target_facts(load_model(target, dtype="auto"))
+    examples = itertools.chain([first], rows)
+    write_responses(output, examples, facts, generation={"imported": Path(source).name})
+    written = json.loads((Path(output) / "specjax.json").read_text(encoding="utf-8"))
+    print(
+        f"{written['num_records']} conversations, {written['num_tokens']} tokens, "
+        f"{written['num_labels']} of them the target's: {output}"
+    )
+
+
+def read_rows(path: str | Path) -> Iterator[Example]:
+    """The conversations of a file, line by line; raises InputError with the line's number."""
+    try:
+        with open(path, "rb") as file:
+            zipped = file.read(2) == b"\x1f\x8b"
+        opened = gzip.open if zipped else open
+        with opened(path, "rt", encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield _example(line, f"{path}, line {number}")
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+        raise InputError(f"input={str(path)!r} cannot be read: {one_line(error)}") from None
+
+
+def _example(line: str, where: str) -> Example:
+    try:
+        row: Any = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise InputError(f"{where} is not JSON: {one_line(error)}") from None
+    if not isinstance(row, dict):
+        raise InputError(f"{where}: must be an object with the keys {', '.join(_KINDS)}")
+    for name, kind in _KINDS.items():
+        if not isinstance(row.get(name), kind) or isinstance(row[name], bool):
+            raise InputError(f"{where}: {name}={row.get(name)!r:.60} is missing or of another type")
+    prompt, response = row["prompt_token_ids"], row["response_token_ids"]
+    for name, ids in (("prompt_token_ids", prompt), ("response_token_ids", response)):
+        if not ids or not all(type(i) is int and 0 <= i <= _LARGEST_ID for i in ids):
+            raise InputError(f"{where}: {name} must be a list of token ids that is not empty")
+    mask = np.zeros(len(prompt) + len(response), bool)
+    mask[len(prompt) :] = True
+    return Example(
+        tokens=np.array(prompt + response, np.int32),
+        loss_mask=mask,
+        category=row["category"],
+        temperature=float(row["temperature"]),
+        id=row["id"],
+        source=row["source"],
+        licence=row["licence"],
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
