@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -131,6 +132,7 @@ def report(
         "device": setting.device,
         "dtype": setting.dtype,
         "versions": versions(),
+        "prompts": _fingerprint(batches),
         "config": setting.config,
     }
     if interrupted:
@@ -208,9 +210,11 @@ def _rows(batch: Batch, setting: Setting) -> list[dict[str, Any]]:
             "text": batch.ours.texts[place],
             "new_tokens": len(batch.ours.token_ids[place]),
             "accept_lengths": lengths[place],
+            "rounds": _rounds(batch.ours, place),
             "prefill_s": batch.ours.prefill_s[place],
             "decode_s": batch.ours.decode_s[place],
             "batch": batch.number,
+            "plain": None if batch.plain is None else _plain(batch.plain, place),
             "identical": None if batch.differences is None else difference is None,
             "first_difference": None if difference is None else difference.first,
             "margin_at_difference": None if difference is None else difference.margin,
@@ -221,6 +225,32 @@ def _rows(batch: Batch, setting: Setting) -> list[dict[str, Any]]:
             row["turn"] = batch.turn
         rows.append(row)
     return rows
+
+
+def _rounds(run: Generation, place: int) -> dict[str, list[int]]:
+    """The raw counts of the rounds that a row took part in; emitted is `accept_lengths`."""
+    took_part = run.emitted[place] >= 0
+    names = ("drafted", "accepted", "width")
+    return {name: getattr(run, name)[place][took_part].tolist() for name in names}
+
+
+def _plain(run: Generation, place: int) -> dict[str, Any]:
+    """What plain decoding took for a row; seconds are those of its batch."""
+    return {
+        "new_tokens": len(run.token_ids[place]),
+        "prefill_s": run.prefill_s[place],
+        "decode_s": run.decode_s[place],
+    }
+
+
+def _fingerprint(batches: Sequence[Batch]) -> str:
+    """Tells two sets of questions apart, whatever file they came from."""
+    asked = [
+        (batch.turn, question.question_id, question.category, question.turns)
+        for batch in batches
+        for question in batch.questions
+    ]
+    return hashlib.sha256(repr(asked).encode()).hexdigest()[:16]
 
 
 def _speed(runs: Sequence[Generation]) -> float | None:

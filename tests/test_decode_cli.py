@@ -21,9 +21,11 @@ ROW = {
     "text",
     "new_tokens",
     "accept_lengths",
+    "rounds",
     "prefill_s",
     "decode_s",
     "batch",
+    "plain",
     "identical",
     "first_difference",
     "margin_at_difference",
@@ -46,6 +48,7 @@ SUMMARY = {
     "device",
     "dtype",
     "versions",
+    "prompts",
     "config",
 }
 DRAFTERS = {
