@@ -5,22 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from specjax.errors import InputError
 
 # Okabe and Ito's colours, without the yellow that white swallows.
+_MARKERS = "os^Dv"
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+
+_INSIDE = 5
+"""So many lines or bars are named inside of the picture; more of them beside it."""
+_OUTSIDE = {"loc": "outside right upper", "fontsize": "small"}
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One line: what was measured at `x`, and what theory says at `theory_x`."""
+    """One line: what was measured at `x`, and what theory, if any, says at `theory_x`."""
 
     label: str
     x: Sequence[float]
     measured: Sequence[float]
-    theory_x: Sequence[float]
-    theory: Sequence[float]
+    theory_x: Sequence[float] = ()
+    theory: Sequence[float] = ()
 
 
 def require_matplotlib() -> None:
@@ -41,29 +47,35 @@ def draw_curves(
     x_label: str,
     y_label: str,
     level: float | None = None,
+    log_x: bool = True,
     log_y: bool = False,
+    theory_label: str = "roofline",
 ) -> None:
     """Write a PNG: panels side by side, measured lines solid with dots, theory dashed.
 
-    The x axis doubles from tick to tick, and with `log_y` the y axis too; `level` draws a thin
-    horizontal line. Raises InputError where matplotlib is missing.
+    With `log_x` the x axis doubles from tick to tick, and with `log_y` the y axis too; `level`
+    draws a thin horizontal line. Raises InputError where matplotlib is missing.
     """
     require_matplotlib()
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullLocator, ScalarFormatter
 
-    figure = Figure(figsize=(1 + 4.5 * len(panels), 4.2), facecolor="white", layout="constrained")
+    many = max(map(len, panels.values()), default=0) > _INSIDE
+    width = 1 + 4.5 * len(panels) + 2.2 * many
+    figure = Figure(figsize=(width, 4.2), facecolor="white", layout="constrained")
     figure.suptitle(title)
     all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, (name, curves) in zip(all_axes, panels.items(), strict=True):
         if level is not None:
             axes.axhline(level, color="0.6", linewidth=0.8)
         for number, curve in enumerate(curves):
-            colour = _COLOURS[number % len(_COLOURS)]
-            axes.plot(curve.x, curve.measured, "o-", color=colour, label=curve.label)
+            colour, marker = _style(number)
+            axes.plot(curve.x, curve.measured, f"{marker}-", color=colour, label=curve.label)
             axes.plot(curve.theory_x, curve.theory, "--", color=colour, linewidth=1.2)
-        axes.plot([], [], "--", color="0.3", label="roofline")
-        axes.set_xscale("log", base=2)
+        if any(curve.theory for curve in curves):
+            axes.plot([], [], "--", color="0.3", label=theory_label)
+        if log_x:
+            axes.set_xscale("log", base=2)
         axes.set_xticks(sorted({x for curve in curves for x in curve.x}))
         axes.xaxis.set_major_formatter(ScalarFormatter())
         axes.xaxis.set_minor_locator(NullLocator())
@@ -75,7 +87,66 @@ def draw_curves(
         axes.set_title(name)
         axes.set_xlabel(x_label)
         axes.grid(color="0.9")
-        axes.legend(fontsize="small")
+        if not many:
+            axes.legend(fontsize="small")
+    if many:
+        figure.legend(*all_axes[0].get_legend_handles_labels(), **_OUTSIDE)
     all_axes[0].set_ylabel(y_label)
+    _save(figure, path)
+
+
+def draw_bars(
+    path: Path,
+    groups: Sequence[str],
+    bars: Mapping[str, Sequence[float | None]],
+    *,
+    title: str,
+    y_label: str,
+    level: float | None = None,
+) -> None:
+    """Write a PNG: for each group a bar of each label, its value above it; None leaves a gap.
+
+    `level` draws a thin horizontal line. Raises InputError where matplotlib is missing.
+    """
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    many = len(bars) > _INSIDE
+    bar = 0.8 / len(bars)
+    width = max(5.5, 1 + len(groups) * (0.35 + 0.36 * len(bars))) + 2.2 * many
+    figure = Figure(figsize=(width, 4.2), facecolor="white", layout="constrained")
+    axes = figure.subplots()
+    axes.set_title(title)
+    if level is not None:
+        axes.axhline(level, color="0.6", linewidth=0.8)
+    for number, (label, values) in enumerate(bars.items()):
+        places = [place + (number + 0.5) * bar - 0.4 for place in range(len(groups))]
+        known = [pair for pair in zip(places, values, strict=True) if pair[1] is not None]
+        x, heights = [place for place, _ in known], [height for _, height in known]
+        colour, _ = _style(number)
+        hatch = "/" * (2 * (number // len(_COLOURS)))
+        drawn = axes.bar(x, heights, 0.92 * bar, color=colour, hatch=hatch, label=label)
+        axes.bar_label(drawn, fmt="%.2f", fontsize="x-small", padding=2)
+    axes.set_xticks(range(len(groups)), groups)
+    axes.set_ylabel(y_label)
+    axes.margins(y=0.12)
+    axes.grid(axis="y", color="0.9")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    if many:
+        figure.legend(**_OUTSIDE)
+    else:
+        # Above the bars, which may be high anywhere.
+        axes.set_ylim(top=axes.get_ylim()[1] * 1.15)
+        axes.legend(fontsize="small", ncols=len(bars), loc="upper center")
+    _save(figure, path)
+
+
+def _style(number: int) -> tuple[str, str]:
+    """Colour and marker of a line; markers change where the colours begin anew."""
+    return _COLOURS[number % len(_COLOURS)], _MARKERS[number // len(_COLOURS) % len(_MARKERS)]
+
+
+def _save(figure: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

@@ -14,10 +14,11 @@ from jaxtyping import Array, Float, Int
 from specjax import trees
 from specjax.drafters.base import Context, Noise
 from specjax.errors import InputError
+from specjax.models.vocabulary import expand
 from specjax.sampling import argmax
 from specjax.trees import Draft
 
-Step = Callable[[Int[Array, ""] | int, Int[Array, "B"], Any], tuple[Float[Array, "B V"], Any]]
+Step = Callable[[Int[Array, ""] | int, Int[Array, "B"], Any], tuple[Float[Array, "B Vd"], Any]]
 """(depth, the token there, carry) -> logits of the next token, carry. Depth 0 is the root."""
 
 SampleMethod = Literal["probabilistic", "greedy"]
@@ -41,12 +42,14 @@ def draft_chain(
     *,
     sampled: bool = True,
     p_min: float = 0.0,
+    draft_ids: Int[Array, "Vd"] | None = None,
 ) -> tuple[Draft, Any]:
     """A chain of up to K tokens a row, drawn from the law that `step` gives, or its likeliest.
 
     A row stops at its limit, or where the likeliest next token has a probability below `p_min`
     (before any warp, and before the token is drawn: the draft stays exact). The loop ends with its
-    longest row. Step 0 always runs, so that a cache behind it never falls behind.
+    longest row. Step 0 always runs, so that a cache behind it never falls behind. Where `step`
+    gives logits of a part of the vocabulary, `draft_ids` say which.
     """
     batch, most = context.length.shape[0], context.num_tokens
     keeps_laws = sampled and context.laws and most > 0
@@ -60,10 +63,7 @@ def draft_chain(
             confidence = jnp.exp(logits.max(axis=-1) - logsumexp(logits, axis=-1))
             wanted &= confidence >= p_min
         count = jnp.where((count == depth) & wanted, count + 1, count)
-        if sampled:
-            token, law = context.draw(logits, noise, depth)
-        else:
-            token, law = argmax(logits), None
+        token, law = choose(logits, context, noise, depth, sampled=sampled, draft_ids=draft_ids)
         if keeps_laws:
             laws = lax.dynamic_update_slice(laws, law[:, None], (0, depth, 0))
         if most:
@@ -84,6 +84,22 @@ def draft_chain(
 
     _, (_, count, tokens, laws, carry) = lax.while_loop(going, more, (jnp.int32(1), state))
     return trees.chain(tokens, count, laws), carry
+
+
+def choose(
+    logits: Float[Array, "B Vd"],
+    context: Context,
+    noise: Noise,
+    depth: Int[Array, ""] | int,
+    *,
+    sampled: bool,
+    draft_ids: Int[Array, "Vd"] | None,
+) -> tuple[Int[Array, "B"], Float[Array, "B V"] | None]:
+    """A token a row, drawn where it is `sampled`, and its law; the likeliest without one else."""
+    if sampled and context.flags.sampled:
+        return context.draw(expand(logits, draft_ids, context.target.vocab_size), noise, depth)
+    token = argmax(logits)
+    return (token if draft_ids is None else draft_ids[token]), None
 
 
 def causal(rows: Int[Array, "T"], slots: int) -> jax.Array:

@@ -40,8 +40,9 @@ def make(
     """A drafter that decodes with a model of its own, which must share the target's tokenizer.
 
     `probabilistic` draws each token from the model's law under the row's own warp, which the rules
-    then know exactly; `greedy` takes the likeliest. A row stops drafting where the likeliest token
-    has a probability below `draft_p_min`. Raises InputError for bad options.
+    then know exactly; `greedy` takes the likeliest. Where the model gives logits of a part of the
+    vocabulary, "draft_ids" among its parameters say which. A row stops drafting where the likeliest
+    token has a probability below `draft_p_min`. Raises InputError for bad options.
     """
     check_options(draft_sample_method, draft_p_min)
 
@@ -92,6 +93,7 @@ def make(
             noise,
             sampled=draft_sample_method == "probabilistic",
             p_min=draft_p_min,
+            draft_ids=params.get("draft_ids") if isinstance(params, dict) else None,
         )
         return draft, State(state.cache, window)
 

@@ -160,6 +160,11 @@ class Decoder:
         """Key/value heads in caches and windows (G): the model's own, or one a shard if more."""
         return max(self.config.num_kv_heads, self.shards)
 
+    @property
+    def block(self) -> Block:
+        """The arithmetic of a layer."""
+        return Block(self.config, self.dtype, self.shards, self.multiply)
+
     def make_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache [L, B, G, S, C]."""
         config = self.config
@@ -255,7 +260,9 @@ class DecoderModule(nn.Module):
         # [#B, 1, X, W]: the queries that share a key head stand side by side, token by token.
         seen = jnp.repeat(visible, repeats, axis=1)[:, None]
         taps = {name: _tapped_layer(name, config) for name in features if ":" in name}
-        attend_committed = self._cache_attention(cache, tokens.shape[1]) if cache is not None else None
+        attend_committed = None
+        if cache is not None:
+            attend_committed = self._cache_attention(cache, tokens.shape[1])
 
         def layer(index: Int[Array, ""] | int, weights: dict, carry: tuple) -> tuple:
             x, kept, tapped = carry
@@ -269,8 +276,8 @@ class DecoderModule(nn.Module):
                     query, key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3), seen
                 )
             else:
-                keys = _write(kept.k, key, index, start)
-                values = _write(kept.v, value, index, start)
+                keys = write_window(kept.k, key, index, start)
+                values = write_window(kept.v, value, index, start)
                 mixed = attend(query, keys[index], values[index], seen)
                 kept = Window(keys, values)
             if attend_committed is not None:
@@ -321,12 +328,13 @@ class DecoderModule(nn.Module):
         return functools.partial(attend_cache, blocks=cached_blocks(cache))
 
 
-def _write(
+def write_window(
     window: Float[Array, "L B G W C"],
     new: Float[Array, "B T G C"],
     layer: Int[Array, ""] | int,
     start: Int[Array, ""] | int,
 ) -> Float[Array, "L B G W C"]:
+    """A window's keys or values, with those of T new tokens in the slots from `start` on."""
     new = new.transpose(0, 2, 1, 3)[None].astype(window.dtype)
     return lax.dynamic_update_slice(window, new, (layer, 0, 0, start, 0))
 

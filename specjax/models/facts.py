@@ -31,9 +31,9 @@ def config_facts(config: DecoderConfig) -> dict[str, Any]:
 
 def read_config(facts: dict[str, Any]) -> DecoderConfig:
     """The config; raises InputError for unknown, missing and senseless fields."""
-    fields = _dataclass_fields("config", facts, DecoderConfig)
+    fields = dataclass_fields("config", facts, DecoderConfig)
     if fields.get("rope_scaling") is not None:
-        scaling = _dataclass_fields("rope_scaling", fields["rope_scaling"], RopeScaling)
+        scaling = dataclass_fields("rope_scaling", fields["rope_scaling"], RopeScaling)
         factors = tuple(scaling.get("factors", ()))
         fields = {**fields, "rope_scaling": RopeScaling(**{**scaling, "factors": factors})}
     return DecoderConfig(**fields)
@@ -90,7 +90,7 @@ def check_fields(
     return facts
 
 
-def _dataclass_fields(where: str, facts: dict[str, Any], kind: type) -> dict[str, Any]:
+def dataclass_fields(where: str, facts: dict[str, Any], kind: type) -> dict[str, Any]:
     """The fields of a dataclass; those with a default may be missing."""
     optional = [
         field.name for field in dataclasses.fields(kind) if field.default is not dataclasses.MISSING

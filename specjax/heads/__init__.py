@@ -1,0 +1,1 @@
+"""Trained drafters: their format, those that come with specjax, and drafters made of them."""

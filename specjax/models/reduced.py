@@ -1,0 +1,104 @@
+"""A small language model that shares its target's embedding, and columns of its head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from specjax.cache import KVCache, Window
+from specjax.errors import InputError
+from specjax.models.config import DecoderConfig
+from specjax.models.decoder import Decoder
+from specjax.models.interface import Extension
+
+
+@dataclass(frozen=True)
+class DraftModelConfig:
+    """A decoder of the target's width and vocabulary, and how many tokens it gives logits (Vd)."""
+
+    decoder: DecoderConfig
+    draft_vocab_size: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.draft_vocab_size <= self.decoder.vocab_size:
+            raise InputError(
+                f"draft_vocab_size={self.draft_vocab_size}: must lie in "
+                f"1..{self.decoder.vocab_size}, the target's vocabulary"
+            )
+
+
+@dataclass(frozen=True)
+class ReducedDecoder:
+    """The model as plain functions, a `LanguageModel` but for its Vd logits; hashable.
+
+    `params` are "layers" and "final_norm" of its own, and under "shared" the target's embedding and
+    the columns of its head (`shared.share`).
+    """
+
+    decoder: Decoder
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens it reads (V)."""
+        return self.decoder.vocab_size
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence the model is meant for, in tokens."""
+        return self.decoder.max_positions
+
+    def make_cache(self, batch: int, capacity: int) -> KVCache:
+        """An empty cache [L, B, G, S, C]."""
+        return self.decoder.make_cache(batch, capacity)
+
+    def make_window(self, batch: int, slots: int) -> Window:
+        """An empty window [L, B, G, W, C]."""
+        return self.decoder.make_window(batch, slots)
+
+    def extend(
+        self,
+        params: dict[str, Any],
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        cache: KVCache | None,
+        window: Window | None,
+        start: Int[Array, ""] | int,
+        visible: Bool[Array, "#B T W"],
+        *,
+        features: tuple[str, ...] = (),
+        logits: bool = True,
+        num_layers: int | None = None,
+    ) -> Extension:
+        """`LanguageModel.extend` with logits [B, T, Vd]."""
+        shared = dict(params["shared"])
+        draft_head = shared.pop("draft_head")
+        own = {"layers": params["layers"], "final_norm": params["final_norm"]}
+        # Where the embedding is a table of its own, the decoder's head is not read.
+        whole = {"head": draft_head, **shared, **own}
+        wanted = (*features, "final_norm") if logits and "final_norm" not in features else features
+        result = self.decoder.extend(
+            whole,
+            tokens,
+            positions,
+            cache,
+            window,
+            start,
+            visible,
+            features=wanted,
+            logits=False,
+            num_layers=num_layers,
+        )
+        out = None
+        if logits:
+            out = self.logits(params, result.features["final_norm"])
+        return Extension(out, {name: result.features[name] for name in features}, result.window)
+
+    def logits(
+        self, params: dict[str, Any], final_norm: Float[Array, "B T D"]
+    ) -> Float[Array, "B T Vd"]:
+        """Draft logits in float32 of its last features."""
+        block = self.decoder.block
+        return block.project("btd,dv->btv", final_norm, params["shared"]["draft_head"], jnp.float32)

@@ -1,0 +1,49 @@
+"""Draft logits over a part of the vocabulary (FR-Spec: Zhao et al. 2502.14856; EAGLE-3's d2t).
+
+The draft's law is zero at all other tokens, so that every rule stays exact.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from specjax.errors import InputError
+
+
+def expand(
+    logits: Float[Array, "B Vd"], draft_ids: Int[Array, "Vd"] | None, vocab_size: int
+) -> Float[Array, "B V"]:
+    """Logits over the whole vocabulary, -inf at the tokens that the draft does not know."""
+    if draft_ids is None:
+        return logits
+    whole = jnp.full((logits.shape[0], vocab_size), -jnp.inf, logits.dtype)
+    return whole.at[:, draft_ids].set(logits, unique_indices=True, indices_are_sorted=True)
+
+
+def check_draft_ids(draft_ids: np.ndarray, vocab_size: int) -> None:
+    """Raise InputError unless they are ascending token ids below `vocab_size`."""
+    ids = np.asarray(draft_ids)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
+        raise InputError(
+            f"draft vocabulary: {ids.dtype}{list(ids.shape)} is no list of ids; export it again"
+        )
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
+        raise InputError(
+            f"draft vocabulary: token id {wrong} is not in 0..{vocab_size - 1}; use a head that "
+            "was trained for this target"
+        )
+    if (np.diff(ids) <= 0).any():
+        place = int(np.argmax(np.diff(ids) <= 0))
+        raise InputError(
+            f"draft vocabulary: ids must ascend, and {ids[place + 1]} follows {ids[place]}; "
+            "export it again"
+        )
+
+
+def most_frequent(counts: np.ndarray, size: int) -> np.ndarray:
+    """The `size` token ids with the highest counts, ascending; ties go to the lower id."""
+    order = np.argsort(-counts, kind="stable")[:size]
+    return np.sort(order).astype(np.int32)

@@ -1,0 +1,179 @@
+"""Compare decode runs: tables by task in Spec-Bench's layout, CSV, Spec-Bench JSONL, pictures.
+
+    python -m specjax.report a.json b.json --out=DIR [--predict] [--nopictures]
+
+Reads what `python -m specjax.decode --config.report=FILE` wrote, runs of one target over the same
+prompts, and what `specjax.bench` wrote. Into DIR go report.md, report.csv, a JSONL file a run and
+the pictures. `--predict` loads the target and times the parts of each run's rounds, for the
+predicted speed-up; what was timed once is kept in DIR/costs.json. Exit codes: 0; 2 for bad input;
+130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from specjax import frontdoor, plots, report_data, report_pictures, report_tables, reporting
+from specjax.errors import InputError, one_line
+from specjax.report_figures import Entry, by_conditions
+from specjax.report_reading import read_report
+from specjax.report_runs import Bench, Run, check_together, labels
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if set(argv) & {"-h", "--help"}:
+        print(__doc__.strip())
+        return 0
+    try:
+        options, paths = _options(argv)
+        for path in write(paths, options.out, predict=options.predict, pictures=options.pictures):
+            print(f"wrote {path}")
+        return 0
+    except InputError as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return frontdoor.BAD_INPUT
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return frontdoor.INTERRUPTED
+
+
+def write(
+    paths: Sequence[str | Path], out: str | Path, *, predict: bool = False, pictures: bool = True
+) -> list[Path]:
+    """Report the runs of some files into a folder, and print the leaderboard.
+
+    Returns the files written. Raises InputError for bad input, before anything is written.
+    """
+    if not paths:
+        raise InputError("no reports: name the JSON files that specjax.decode wrote")
+    if pictures:
+        plots.require_matplotlib()
+    reports = [read_report(path) for path in paths]
+    runs = [one for one in reports if isinstance(one, Run)]
+    benches = [one for one in reports if isinstance(one, Bench)]
+    if runs:
+        check_together(runs)
+    folder = _writable_folder(Path(out))
+    predictions = _predictions(runs, folder) if predict and runs else {}
+    entries = [
+        Entry.of(run, label, predictions.get(place))
+        for place, (run, label) in enumerate(zip(runs, labels(runs) if runs else (), strict=True))
+    ]
+    try:
+        return _write_all(folder, entries, benches, pictures)
+    except OSError as error:
+        raise InputError(f"out={str(out)!r} cannot be written: {one_line(error)}") from None
+
+
+def _write_all(
+    folder: Path, entries: Sequence[Entry], benches: Sequence[Bench], pictures: bool
+) -> list[Path]:
+    texts: dict[str, str] = {}
+    if entries:
+        texts["report.csv"] = report_data.csv_text(entries)
+        texts |= {
+            f"{name}.jsonl": report_data.jsonl_text(entry)
+            for name, entry in zip(_file_names(entries), entries, strict=True)
+        }
+    drawn = report_pictures.draw(folder, entries) if pictures else {}
+    texts = {"report.md": report_tables.markdown(entries, benches, drawn), **texts}
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    for conditions, group in by_conditions(entries).items():
+        print(f"{conditions}\n\n{report_tables.leaderboard(group)}")
+    names = [*texts, *(file for files in drawn.values() for _, file in files)]
+    return [folder / name for name in names]
+
+
+def _predictions(runs: Sequence[Run], folder: Path) -> dict[int, float | None]:
+    """The predicted speed-up of each run that drafts, by its place; times what is not known."""
+    from specjax import report_costs
+
+    path = folder / "costs.json"
+    kept = _read_costs(path)
+    found: dict[int, report_costs.RoundCosts] = {}
+    drafting = {place: run for place, run in enumerate(runs) if run.drafter != "none"}
+    for entry in kept:
+        parts = report_costs.RoundCosts(
+            entry["draft_s"], {int(width): value for width, value in entry["width_s"].items()}
+        )
+        found |= {
+            place: parts for place, run in drafting.items() if report_costs.key(run) == entry["of"]
+        }
+    left = {place: run for place, run in drafting.items() if place not in found}
+    report_costs.check_measurable(list(left.values()))
+    if left:
+        frontdoor.use_compilation_cache()
+    timed = report_costs.measure(list(left.values()), lambda doing: print(f"{doing} ..."))
+    for place, (run, parts) in zip(left, timed, strict=True):
+        found[place] = parts
+        kept.append({"of": report_costs.key(run), **asdict(parts)})
+        reporting.write_json(path, kept)
+    return {
+        place: report_costs.predicted_speedup(runs[place], parts) for place, parts in found.items()
+    }
+
+
+def _read_costs(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if not all(entry.keys() == {"of", "draft_s", "width_s"} for entry in kept):
+            raise ValueError("other fields")
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise InputError(f"{str(path)!r} is damaged ({one_line(error)}): delete it") from None
+    return kept
+
+
+def _file_names(entries: Sequence[Entry]) -> list[str]:
+    """A file name for each entry, from its label, none twice."""
+    names = [re.sub(r"[^\w.=+-]+", "_", entry.label).strip("_.") or "run" for entry in entries]
+    taken: Mapping[str, int] = {name.lower(): names.index(name) for name in reversed(names)}
+    return [
+        name if taken[name.lower()] == place else f"{name}-{place + 1}"
+        for place, name in enumerate(names)
+    ]
+
+
+def _writable_folder(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".report."):
+            pass
+    except OSError as error:
+        raise InputError(
+            f"out={str(folder)!r} cannot be written: {one_line(error)}; name another folder"
+        ) from None
+    return folder
+
+
+def _options(argv: list[str]) -> tuple[Any, list[str]]:
+    values = flags.FlagValues()
+    flags.DEFINE_string("out", None, "Folder to write into.", flag_values=values)
+    flags.DEFINE_bool("predict", False, "Time the parts of rounds.", flag_values=values)
+    flags.DEFINE_bool("pictures", True, "Draw pictures.", flag_values=values)
+    try:
+        paths = values(["report", *argv])[1:]
+    except flags.Error as error:
+        raise InputError(f"{one_line(error)}; see --help") from None
+    if not values.out:
+        raise InputError("out is missing: pass --out=DIR, a folder to write into")
+    return values, paths
+
+
+if __name__ == "__main__":
+    # A terminal without Unicode is no reason to stop.
+    sys.stdout.reconfigure(errors="replace")
+    raise SystemExit(main())

@@ -1,0 +1,80 @@
+"""Several datasets of conversations as one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Int32
+
+from specjax.errors import InputError
+from train.data.examples import FACTS, Example
+from train.data.responses import Responses, open_responses
+
+
+@dataclass(frozen=True, eq=False)
+class Sources:
+    """Conversations of several datasets, one after the other; read as `Responses` are."""
+
+    parts: tuple[Responses, ...]
+    _starts: np.ndarray = field(repr=False)
+
+    @property
+    def feature_names(self) -> tuple[str, ...]:
+        """The target features that every part brings."""
+        return tuple(
+            name
+            for name in self.parts[0].feature_names
+            if all(name in part.feature_names for part in self.parts)
+        )
+
+    @property
+    def target(self) -> dict[str, Any]:
+        """The facts of the model that wrote the conversations."""
+        return self.parts[0].target
+
+    @cached_property
+    def lengths(self) -> Int32[np.ndarray, "n"]:
+        """Tokens of each conversation, its prompt included."""
+        return np.concatenate([part.lengths for part in self.parts])
+
+    @cached_property
+    def num_labels(self) -> Int32[np.ndarray, "n"]:
+        """Tokens of each conversation that its loss mask lets through."""
+        return np.concatenate([part.num_labels for part in self.parts])
+
+    @cached_property
+    def validation(self) -> Bool[np.ndarray, "n"]:
+        """Which conversations are held out."""
+        return np.concatenate([part.validation for part in self.parts])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: int) -> Example:
+        part = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return self.parts[part][index - int(self._starts[part])]
+
+
+def open_sources(
+    directories: Sequence[str | Path], target: Mapping[str, Any] | None = None
+) -> Sources:
+    """The conversations of datasets, and of folders of datasets (`train.features`).
+
+    Raises InputError as `open_responses` does, and where a folder holds none.
+    """
+    if not directories:
+        raise InputError("data is empty: name a dataset's directory")
+    found: list[Path] = []
+    for directory in directories:
+        path = Path(directory).expanduser()
+        inside = sorted(path.glob(f"*/{FACTS}")) if not (path / FACTS).exists() else []
+        inside = [one for one in inside if not one.parent.name.startswith(".")]
+        found += [one.parent for one in inside] or [path]
+    parts = tuple(open_responses(path, target) for path in found)
+    starts = np.cumsum([0, *map(len, parts)])
+    return Sources(parts, starts)

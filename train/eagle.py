@@ -1,0 +1,219 @@
+"""Train an EAGLE head for a frozen target.
+
+    python -m train.eagle --config=configs/train_eagle3.py --config.workdir=W
+
+EAGLE-1 (Li et al. 2401.15077): the next feature by smooth L1 and its token by cross-entropy, from
+true features with noise. EAGLE-3 (2503.01840): cross-entropy alone, over several draft steps that
+read the head's own outputs ("training-time test"). Exit codes: 0; 2 for bad input; 130 after
+Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.core import meta
+from jax import lax
+from jaxtyping import Array, Float, Int, Key
+
+from specjax.errors import InputError
+from specjax.heads.head import Head, TargetFacts
+from specjax.models.attention import Partial, attend_in_blocks, merge
+from specjax.models.eagle import Eagle, EagleConfig
+from specjax.models.model import Model
+from specjax.models.shared import share
+from train.batches import Batch
+from train.losses import smooth_l1, soft_cross_entropy
+from train.method import Measures, Method, measure
+from train.teacher import ahead, at_rows, is_known, label_ahead, teacher_logits
+
+
+@dataclass(frozen=True)
+class EagleLoss:
+    """Weights of the parts of the loss, and over how many draft steps it runs.
+
+    Step i counts `decay` ** i. `noise` is the half-width of the uniform noise on features. Raises
+    InputError for values out of range.
+    """
+
+    steps: int = 4
+    decay: float = 0.8
+    cross_entropy: float = 1.0
+    feature: float = 0.0
+    noise: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise InputError(f"loss.steps={self.steps}: use a whole number of at least 1")
+        for name in ("decay", "cross_entropy", "feature", "noise"):
+            if getattr(self, name) < 0:
+                raise InputError(f"loss.{name}={getattr(self, name)}: must be at least 0")
+        if not self.cross_entropy + self.feature > 0:
+            raise InputError("loss.cross_entropy=0, loss.feature=0: one of them must be positive")
+
+
+def eagle_method(
+    target: Model,
+    config: EagleConfig,
+    draft_ids: np.ndarray | None,
+    loss: EagleLoss,
+    *,
+    start: str = "target",
+    multiply: Any = None,
+) -> Method:
+    """How to train an EAGLE head; `start` is "target" (its weights where they fit) or "random"."""
+    if start not in ("target", "random"):
+        raise InputError(f"start={start!r}: use target or random")
+    head = Eagle(config, jnp.dtype(jnp.float32), multiply)
+    ids = None if draft_ids is None else jnp.asarray(draft_ids)
+    kind = "eagle3" if config.version == 3 else "eagle"
+
+    def init(key: Key[Array, ""]) -> dict[str, Any]:
+        params = meta.unbox(head.init(key))
+        return params if start == "random" else from_target(params, target, config, draft_ids)
+
+    def summed(
+        params: Any, target_params: Any, batch: Batch, key: Key[Array, ""]
+    ) -> tuple[Float[Array, ""], Measures]:
+        params = {**params, "shared": share(target_params, ids, head=config.version == 1)}
+        return eagle_loss(head, params, target_params, ids, batch, key, loss)
+
+    def finished(params: Any, training: dict[str, Any]) -> Head:
+        return Head(kind, config, params, draft_ids, TargetFacts.of(target), training)
+
+    features = tuple(dict.fromkeys((*config.taps, "final_norm")))
+    return Method(kind, features, init, summed, finished)
+
+
+def from_target(
+    params: dict[str, Any], target: Model, config: EagleConfig, draft_ids: np.ndarray | None
+) -> dict[str, Any]:
+    """Random parameters with those that the target has too taken from its last layer and its head.
+
+    The layer's inputs are wider than the target's: what reads the feature starts as the target's
+    projection, what reads the embedding stays random, and the fusion starts as the last tap. Raises
+    InputError where the head's layer is of another shape than the target's.
+    """
+    shape = dataclasses.replace(target.config, num_layers=1)
+    if dataclasses.replace(config.decoder, num_layers=1) != shape:
+        raise InputError("start='target': the head's layer has another shape; use start=random")
+    layers = target.params["layers"]
+    if target.form.scan_layers:
+        last = jax.tree.map(lambda leaf: np.asarray(leaf[-1], np.float32), layers)
+    else:
+        last = layers[str(target.config.num_layers - 1)]
+        last = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), last)
+    width = shape.hidden_size
+    layer = {**params["layer"], "mlp": last["mlp"], "mlp_norm": last["mlp_norm"]}
+    attention = {"output": last["attention"]["output"]}
+    for name in ("query", "key", "value"):
+        kernel = np.array(params["layer"]["attention"][name]["kernel"])
+        kernel[-width:] = last["attention"][name]["kernel"]
+        attention[name] = {**last["attention"][name], "kernel": kernel}
+    layer["attention"] = attention
+    fc = np.array(params["fc"]["kernel"])
+    fc[-width:] += np.eye(width, dtype=np.float32)
+    params = {**params, "layer": layer, "fc": {**params["fc"], "kernel": fc}}
+    if config.version == 3:
+        layer["hidden_norm"] = last["attention_norm"]
+        layer["embedding_norm"] = last["attention_norm"]
+        params["final_norm"] = {"scale": np.asarray(target.params["final_norm"]["scale"])}
+        kernel = np.asarray(target.params["head"]["kernel"], np.float32)
+        kernel = kernel if draft_ids is None else kernel[:, draft_ids]
+        params["head"] = {"kernel": kernel}
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params)
+
+
+def eagle_loss(
+    head: Eagle,
+    params: dict[str, Any],
+    target_params: dict[str, Any],
+    draft_ids: Int[Array, "Vd"] | None,
+    batch: Batch,
+    key: Key[Array, ""],
+    loss: EagleLoss,
+) -> tuple[Float[Array, ""], Measures]:
+    """The sum of the loss over the batch's labels, and measures of each draft step.
+
+    Label j is predicted from row r = j - 2, the pair of x_{j-1} and f_{j-2}. Keys and values are
+    made for all rows, everything else for the rows of labels alone. Step i > 0 attends to the same
+    keys and, at its own row, to those of the steps before: scores of [B, H, T, T + i] never exist.
+    """
+    labels, tokens = batch.labels, batch.tokens
+    rows = labels - 2
+    features = {name: value.astype(jnp.float32) for name, value in batch.features.items()}
+    taps = {name: features[name] for name in head.config.taps}
+    if loss.noise:
+        shape = next(iter(taps.values())).shape
+        noise = jax.random.uniform(key, shape, minval=-loss.noise, maxval=loss.noise)
+        taps = {name: value + noise for name, value in taps.items()}
+    fused = head.fuse(params, taps)
+    following = jnp.roll(tokens, -1, axis=1)
+    residual, attended = head.inputs(params, following, fused)
+    # Queries are made again below, for fewer rows; XLA drops those that are not read.
+    _, keys, values = head.heads(params, attended, batch.positions)
+    keys, values = keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3)
+    positions, segment = at_rows((batch.positions, batch.segments), rows)
+    same = segment[:, :, None] == batch.segments[:, None, :]
+    until = jnp.arange(tokens.shape[1])[None, None, :] <= rows[:, :, None]
+    repeats = head.config.decoder.num_heads // head.config.decoder.num_kv_heads
+    seen = jnp.repeat(same & until, repeats, axis=1)[:, None]
+
+    final_norm = features["final_norm"]
+    columns = target_params["head"]["kernel"]
+    columns = columns if draft_ids is None else jnp.take(columns, draft_ids, axis=1)
+    teacher = teacher_logits(final_norm, labels, columns, head.multiply)
+    known = is_known(at_rows(tokens, labels), draft_ids, head.config.decoder.vocab_size)
+    likeliest, law = jnp.argmax(teacher, axis=-1), jax.nn.softmax(teacher, axis=-1)
+
+    total = jnp.float32(0)
+    parts = {"cross_entropy": jnp.float32(0)}
+    if loss.feature:
+        parts["feature"] = jnp.float32(0)
+    right, judged, earlier = [], [], []
+    hidden = at_rows(residual, rows)
+    token_rows = at_rows(attended, rows)
+    for step in range(loss.steps):
+        if step:
+            token = at_rows(tokens, jnp.minimum(labels - 1 + step, tokens.shape[1] - 1))
+            hidden, token_rows = head.inputs(params, token, head.next_hidden(params, output))
+        query, key_here, value_here = head.heads(params, token_rows, positions + step)
+        mixed = attend_in_blocks(query, keys, values, seen)
+        if step:
+            earlier.append((_own(key_here, repeats), _own(value_here, repeats)))
+        for key_own, value_own in earlier:
+            mixed = merge(mixed, _attend_own(query, key_own, value_own))
+        output = head.finish(params, hidden, mixed)
+
+        there = label_ahead(labels, step)
+        counted = there & ahead(known, step)
+        logits = head.logits(params, output)
+        entropy = soft_cross_entropy(logits, ahead(law, step))
+        entropy = jnp.where(counted, entropy, 0.0).sum()
+        parts["cross_entropy"] += entropy
+        total += loss.decay**step * loss.cross_entropy * entropy
+        if loss.feature:
+            truth = lax.stop_gradient(at_rows(final_norm, labels - 1 + step))
+            apart = jnp.where(there, smooth_l1(output, truth), 0.0).sum()
+            parts["feature"] += apart
+            total += loss.decay**step * loss.feature * apart
+        right.append(counted & (jnp.argmax(logits, axis=-1) == ahead(likeliest, step)))
+        judged.append(there)
+    return total, measure(parts, jnp.stack(right), jnp.stack(judged))
+
+
+def _own(heads: Float[Array, "B A G C"], repeats: int) -> Float[Array, "B G X C"]:
+    return jnp.repeat(heads.transpose(0, 2, 1, 3), repeats, axis=2)
+
+
+def _attend_own(
+    query: Float[Array, "B G X C"], key: Float[Array, "B G X C"], value: Float[Array, "B G X C"]
+) -> Partial:
+    """Each query over the one key at its own row."""
+    score = jnp.sum(query * key, axis=-1, keepdims=True)
+    return Partial(score, jnp.ones_like(score), value)

@@ -1,0 +1,173 @@
+"""Store the target's features of conversations, so that training need not run the target again.
+
+    python -m train.features --input=DIR --output=DIR --features=layer_input:2,layer_input:15
+
+Conversations of similar length are run together; the output is a folder of datasets, which trainers
+open like one. A part that is there is kept, so that the same command continues. Exit codes: 0; 2
+for bad input; 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import frontdoor
+from specjax.errors import InputError, one_line
+from specjax.models.decoder import Decoder
+from specjax.models.eagle import default_taps
+from specjax.models.loading import load_model
+from train.data.examples import FACTS, Example, target_facts
+from train.data.responses import Responses, open_responses
+from train.data.writing import write_responses
+from train.precision import as_multiplied, multiply_dtype
+from train.progress import Progress
+
+_STEP = 64
+"""Lengths are rounded up to a multiple of this: the number of compiled shapes against padding."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m train.features", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--input", required=True, help="a dataset of conversations")
+    parser.add_argument("--output", required=True, help="the folder of datasets with features")
+    parser.add_argument("--target", default="smollm2-135m-instruct", help="who wrote them")
+    parser.add_argument("--features", help="names, with commas (default: final_norm, EAGLE-3's)")
+    parser.add_argument("--products", default="auto", help="auto, float32 or bfloat16")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens run at a time")
+    parser.add_argument("--part", type=int, default=1024, help="conversations a dataset")
+    parser.add_argument("--limit", type=int, help="take the first conversations only")
+    arguments = parser.parse_args(argv)
+    try:
+        store_features(**vars(arguments))
+    except InputError as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return frontdoor.BAD_INPUT
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues", file=sys.stderr)
+        return frontdoor.INTERRUPTED
+    return 0
+
+
+def store_features(
+    input: str,
+    output: str,
+    target: str,
+    features: str | None,
+    products: str,
+    tokens: int,
+    part: int,
+    limit: int | None,
+) -> None:
+    """Run the target over a dataset; see `main` for the arguments. Raises InputError."""
+    for name, value in (("tokens", tokens), ("part", part), ("limit", limit)):
+        if value is not None and value < 1:
+            raise InputError(f"{name}={value}: use a whole number of at least 1")
+    model = load_model(target)
+    facts = target_facts(model)
+    data = open_responses(input, facts)
+    names = ("final_norm", *default_taps(model.config.num_layers))
+    if features is not None:
+        names = tuple(name.strip() for name in features.split(","))
+    multiply = multiply_dtype(products)
+    decoder = Decoder(model.config, model.dtype, form=model.form, multiply=multiply)
+    params = as_multiplied(model.params, multiply)
+    generation = {"features_of": data.generation, "products": products}
+
+    chosen = np.arange(len(data) if limit is None else min(limit, len(data)))
+    parts = [chosen[first : first + part] for first in range(0, len(chosen), part)]
+    parts = [members[np.argsort(data.lengths[members], kind="stable")] for members in parts]
+    folder = Path(output).expanduser().absolute()
+    total = int(data.lengths[chosen].sum())
+    with Progress(f"features of {len(chosen)} conversations", total, "tokens") as progress:
+        for number, members in enumerate(parts):
+            directory = folder / f"part-{number:05d}"
+            if (directory / FACTS).exists():
+                _check_part(directory, data, members, names)
+                progress.skip(int(data.lengths[members].sum()))
+                continue
+            examples = _examples(decoder, params, data, members, names, tokens, progress)
+            write_responses(directory, examples, facts, names, generation=generation)
+
+
+def _check_part(
+    directory: Path, data: Responses, members: np.ndarray, names: tuple[str, ...]
+) -> None:
+    there = open_responses(directory)
+    same = there.feature_names == names and np.array_equal(there.ids, data.ids[members])
+    if not same:
+        raise InputError(
+            f"{directory}: holds other conversations or features; delete {directory.parent}, or "
+            "write elsewhere"
+        )
+
+
+def _examples(
+    decoder: Decoder,
+    params: Any,
+    data: Responses,
+    members: np.ndarray,
+    names: tuple[str, ...],
+    tokens: int,
+    progress: Progress,
+) -> Iterator[Example]:
+    """The conversations with their features, a batch of similar lengths at a time."""
+    lengths = data.lengths[members]
+    first = 0
+    while first < len(members):
+        # Ascending lengths: the batch is as wide as its last member.
+        count = 1
+        while first + count < len(members):
+            wide = _rounded(int(lengths[first + count]))
+            if wide != _rounded(int(lengths[first])) or wide * (count + 1) > tokens:
+                break
+            count += 1
+        wide = _rounded(int(lengths[first]))
+        rows = max(1, tokens // wide)
+        examples = [data[int(index)] for index in members[first : first + count]]
+        batch = np.zeros((rows, wide), np.int32)
+        for row, example in enumerate(examples):
+            batch[row, : len(example.tokens)] = example.tokens
+        found = jax.device_get(_forward(decoder, names, params, batch))
+        for row, example in enumerate(examples):
+            size = len(example.tokens)
+            progress.add(size)
+            values = {name: np.ascontiguousarray(found[name][row, :size]) for name in names}
+            yield Example(**{**vars(example), "features": values})
+        first += count
+
+
+def _rounded(length: int) -> int:
+    return -(-length // _STEP) * _STEP
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _forward(decoder: Decoder, names: tuple[str, ...], params: Any, tokens: jax.Array) -> Any:
+    rows, wide = tokens.shape
+    result = decoder.extend(
+        params,
+        tokens,
+        jnp.broadcast_to(jnp.arange(wide), (rows, wide)),
+        None,
+        None,
+        0,
+        jnp.tril(jnp.ones((1, wide, wide), bool)),
+        features=names,
+        logits=False,
+    )
+    return jax.tree.map(lambda value: value.astype(jnp.float16), result.features)
+
+
+if __name__ == "__main__":
+    frontdoor.use_compilation_cache()
+    raise SystemExit(main())

@@ -1,0 +1,27 @@
+"""Losses between a draft's law and the target's, a value a row; nothing is summed here."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+def soft_cross_entropy(
+    logits: Float[Array, "... Vd"], law: Float[Array, "... Vd"]
+) -> Float[Array, "..."]:
+    """-sum p log q for the logits of q and the law p; its gradient is that of KL(p || q)."""
+    return jax.nn.logsumexp(logits, axis=-1) - jnp.sum(law * logits, axis=-1)
+
+
+def total_variation(
+    logits: Float[Array, "... Vd"], law: Float[Array, "... Vd"]
+) -> Float[Array, "..."]:
+    """Half of sum |p - q|: one minus the chance that rejection accepts (Leviathan 2211.17192)."""
+    return 0.5 * jnp.sum(jnp.abs(law - jax.nn.softmax(logits, axis=-1)), axis=-1)
+
+
+def smooth_l1(x: Float[Array, "... D"], y: Float[Array, "... D"]) -> Float[Array, "..."]:
+    """Mean over D of the Huber loss with its corner at 1."""
+    apart = jnp.abs(x - y)
+    return jnp.mean(jnp.where(apart < 1, 0.5 * apart * apart, apart - 0.5), axis=-1)

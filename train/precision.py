@@ -1,0 +1,44 @@
+"""In what dtype training multiplies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.errors import InputError
+
+
+def multiply_dtype(name: str) -> np.dtype | None:
+    """The dtype of products for `auto`, `float32` (None) or `bfloat16`.
+
+    `auto` is bfloat16 where the device multiplies it in hardware: accelerators, and CPUs with AMX.
+    Raises InputError for other names.
+    """
+    if name not in ("auto", "float32", "bfloat16"):
+        raise InputError(f"products={name!r}: use auto, float32 or bfloat16")
+    if name == "auto":
+        name = "bfloat16" if jax.default_backend() != "cpu" or _has_amx() else "float32"
+    return np.dtype(jnp.bfloat16) if name == "bfloat16" else None
+
+
+def as_multiplied(params: Any, multiply: np.dtype | None) -> Any:
+    """A frozen decoder with its layers' kernels rounded once, instead of at each product."""
+    if multiply is None:
+        return params
+
+    def rounded(path: Any, leaf: jax.Array) -> jax.Array:
+        return leaf.astype(multiply) if path[-1].key == "kernel" else leaf
+
+    layers = jax.tree_util.tree_map_with_path(rounded, params["layers"])
+    return {**params, "layers": layers}
+
+
+def _has_amx() -> bool:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            return "amx_bf16" in file.read()
+    except OSError:
+        return False

@@ -1,0 +1,81 @@
+"""The frozen target, as a teacher: features where the data set has none, and its laws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from specjax.models.decoder import Decoder
+from specjax.models.products import product
+from train.batches import Batch
+
+
+def visible(segments: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
+    """What each token of packed rows sees: itself and those before it in its own segment."""
+    same = segments[:, :, None] == segments[:, None, :]
+    rows = segments.shape[1]
+    return same & jnp.tril(jnp.ones((1, rows, rows), bool))
+
+
+def fill_features(
+    target: Decoder, target_params: Any, batch: Batch, names: tuple[str, ...]
+) -> Batch:
+    """The batch with the named features, computed where it brings none; no gradient flows back."""
+    missing = tuple(name for name in names if name not in batch.features)
+    if not missing:
+        return batch
+    result = target.extend(
+        target_params,
+        batch.tokens,
+        batch.positions,
+        None,
+        None,
+        0,
+        visible(batch.segments),
+        features=missing,
+        logits=False,
+    )
+    found = jax.tree.map(jax.lax.stop_gradient, result.features)
+    return batch.replace(features={**batch.features, **found})
+
+
+def at_rows(values: Any, rows: Int[Array, "B A"]) -> Any:
+    """`values` [B, T, ...] at each row's own places; places below 0 give the first."""
+    rows = jnp.maximum(rows, 0)
+    return jax.vmap(lambda value, places: value[places])(values, rows)
+
+
+def teacher_logits(
+    final_norm: Float[Array, "B T D"],
+    labels: Int[Array, "B A"],
+    head: Float[Array, "D Vd"],
+    multiply: Any = None,
+) -> Float[Array, "B A Vd"]:
+    """The target's logits of each label, at the columns of its head given; no gradient."""
+    rows = at_rows(final_norm, labels - 1).astype(jnp.float32)
+    logits = product("bad,dv->bav", rows, head, multiply=multiply, out=jnp.float32)
+    return jax.lax.stop_gradient(logits)
+
+
+def ahead(values: Shaped[Array, "B A *rest"], depth: int) -> Shaped[Array, "B A *rest"]:
+    """What stands `depth` places further in each row's list of labels; zeros behind its end."""
+    room = ((0, 0), (0, depth)) + ((0, 0),) * (values.ndim - 2)
+    return jnp.pad(values, room)[:, depth:]
+
+
+def label_ahead(labels: Int[Array, "B A"], depth: int) -> Bool[Array, "B A"]:
+    """Whether the token `depth` further is a label too; it is then `depth` places further."""
+    return (labels >= 0) & (ahead(labels, depth) == labels + depth)
+
+
+def is_known(
+    tokens: Int[Array, "B A"], draft_ids: Int[Array, "Vd"] | None, vocab_size: int
+) -> Bool[Array, "B A"]:
+    """Whether each token is in the draft's vocabulary."""
+    if draft_ids is None:
+        return jnp.ones(tokens.shape, bool)
+    member = jnp.zeros(vocab_size, bool).at[draft_ids].set(True)
+    return member[tokens]
