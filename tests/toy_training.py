@@ -1,0 +1,133 @@
+"""A toy method on a tiny random target, for the tests of the training loop.
+
+`python tests/toy_training.py --config=tests/toy_training.py --config.field=value ...` trains it.
+The toy is a linear drafter of two depths in the shape of Medusa heads, so that it can be exported.
+"""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.heads.head import Head, TargetFacts
+from specjax.models.config import DecoderConfig
+from specjax.models.loading import random_model
+from specjax.models.medusa import MedusaConfig
+from train.config import training_fields
+from train.data.examples import Example, target_facts
+from train.data.responses import write_responses
+from train.method import Method, measure
+from train.teacher import at_rows
+
+DEPTHS = 2
+TOKENS, LABELS = 32, 20
+SHAPE = dict(
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    max_positions=200,
+)
+
+
+def toy_target(mesh=None):
+    """A random target without a tokenizer."""
+    return random_model(DecoderConfig(**SHAPE), 0, dtype="float32", mesh=mesh)
+
+
+def conversations(count=60, seed=0, features=()):
+    """Conversations of a pattern that can be learned, ids 0, 1, ..."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for number in range(count):
+        length = int(rng.integers(8, 25))
+        start, prompt = int(rng.integers(4)), int(rng.integers(2, 6))
+        tokens = ((start + 3 * np.arange(length)) % SHAPE["vocab_size"]).astype(np.int32)
+        mask, width = np.arange(length) >= prompt, SHAPE["hidden_size"]
+        values = {name: rng.normal(size=(length, width)).astype(np.float16) for name in features}
+        found.append(Example(tokens=tokens, loss_mask=mask, features=values, id=number))
+    return found
+
+
+def write_data(directory, **options):
+    """A dataset of them."""
+    names = options.get("features", ())
+    write_responses(directory, conversations(**options), target_facts(toy_target()), names)
+
+
+def toy_method(target, config=None, *, poison=None):
+    """Predicts the labels from the target's feature two places before; no noise.
+
+    With `poison` the loss is NaN wherever that token is a label.
+    """
+    width, vocab = target.config.hidden_size, target.config.vocab_size
+    head_config = MedusaConfig(width, vocab, DEPTHS, 1, vocab, original_lm_head=False)
+
+    def init(key):
+        return {
+            "blocks": {
+                "kernel": 0.1 * jax.random.normal(key, (DEPTHS, 1, width, width)),
+                "bias": jnp.zeros((DEPTHS, 1, width)),
+            },
+            "head": {"kernel": jnp.zeros((DEPTHS, width, vocab))},
+        }
+
+    def loss(params, target_params, batch, key):
+        features = at_rows(batch.features["final_norm"], batch.labels - 2)
+        x = features[None] + jnp.tanh(
+            jnp.einsum("bad,kde->kbae", features, params["blocks"]["kernel"][:, 0])
+            + params["blocks"]["bias"][:, :, None, :]
+        )
+        logits = jnp.einsum("kbad,kdv->kbav", x, params["head"]["kernel"])
+        total, right, judged = 0.0, [], []
+        for depth in range(DEPTHS):
+            place = jnp.minimum(batch.labels + depth, batch.tokens.shape[1] - 1)
+            there = (batch.labels >= 0) & (place == batch.labels + depth)
+            there &= at_rows(batch.segments, place) == at_rows(batch.segments, batch.labels)
+            wanted = at_rows(batch.tokens, place)
+            logp = jax.nn.log_softmax(logits[depth])
+            here = -jnp.take_along_axis(logp, wanted[..., None], axis=-1)[..., 0]
+            if poison is not None:
+                here = jnp.where(wanted == poison, jnp.nan, here)
+            total = total + jnp.where(there, here, 0.0).sum()
+            right.append(logits[depth].argmax(-1) == wanted)
+            judged.append(there)
+        return total, measure({"ce": total}, jnp.stack(right), jnp.stack(judged))
+
+    def head(params, training):
+        return Head("medusa", head_config, params, None, TargetFacts.of(target), training)
+
+    return Method("toy", ("final_norm",), init, loss, head)
+
+
+def get_config(poison=""):
+    """A run of a second or two."""
+    config = training_fields()
+    config.steps = 12
+    config.batch_size = 4
+    config.row_tokens, config.row_labels = TOKENS, LABELS
+    config.warmup = 2
+    config.learning_rate = 1e-2
+    config.log_every = 4
+    config.checkpoint_every = 5
+    config.eval.every = 0
+    config.eval.batches = 1
+    config.eval.prompts = 0
+    config.poison = int(poison or -1)
+    return config
+
+
+if __name__ == "__main__":
+    from train import run
+
+    run.load_model = lambda name, mesh=None: toy_target(mesh)
+
+    def make(target, config):
+        """The method of this file's config."""
+        return toy_method(target, poison=config.poison if config.poison >= 0 else None)
+
+    raise SystemExit(run.main(make, __file__, sys.argv[1:]))

@@ -1,0 +1,190 @@
+"""The fields that every training config has, and what they are checked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ml_collections import ConfigDict, config_dict
+
+from specjax import frontdoor
+from specjax.errors import InputError
+from specjax.models.loading import DEFAULT_MODEL
+from train.optimizer import SCHEDULES, Optimization
+
+FEATURES = ("auto", "stored", "online")
+
+
+def training_fields() -> ConfigDict:
+    """A config with all common fields; a method's own config adds a section of its own."""
+    config = ConfigDict()
+    config.target = DEFAULT_MODEL
+    config.dtype = "auto"  # of products: auto | float32 | bfloat16
+    config.data = config_dict.placeholder(str)  # what train.generate wrote
+    # Target features: those in the data set, or computed in the step; auto takes what is there.
+    config.features = "auto"
+    config.workdir = config_dict.placeholder(str)
+    config.seed = 0
+
+    config.steps = 1000  # updates in all
+    config.minutes = config_dict.placeholder(float)  # stop after so long, to be resumed
+    config.batch_size = 8  # rows an update
+    config.accumulate = 1  # micro-batches that an update is computed in
+    config.row_tokens = 1024  # T
+    config.row_labels = 512  # A: labels beyond these are dropped
+    config.remat = False  # compute activations again in the backward pass
+
+    config.learning_rate = 1e-3
+    config.schedule = "cosine"  # cosine | linear | constant
+    config.decay_steps = config_dict.placeholder(int)  # where the schedule ends; steps
+    config.final_fraction = 0.1  # of the rate, at the end
+    config.warmup = 50
+    config.weight_decay = 0.0
+    config.clip = 1.0  # of the gradient's global norm; 0 = none
+    config.learning_rate_scales = ConfigDict()  # factors by parameter name
+
+    config.log_every = 10
+    config.checkpoint_every = 500
+    config.eval = ConfigDict()
+    config.eval.every = 500  # steps; 0 = never
+    config.eval.batches = 16  # of held-out conversations, for the losses
+    config.eval.prompts = 4  # of held-out conversations, decoded; 0 = none
+    config.eval.new_tokens = 64
+    config.eval.num_speculative_tokens = config_dict.placeholder(int)
+    config.eval.temperatures = (0.0, 1.0)  # at the end; in between the first one only
+
+    config.fsdp = False  # split the parameters over data, as the optimizer's state always is
+    config.mesh = frontdoor.mesh_fields()
+    config.distributed = frontdoor.distributed_fields()
+    return config
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The checked fields that the loop reads, by the names of the config."""
+
+    optimization: Optimization
+    seed: int
+    steps: int
+    minutes: float | None
+    batch_size: int
+    accumulate: int
+    row_tokens: int
+    row_labels: int
+    features: str
+    remat: bool
+    fsdp: bool
+    log_every: int
+    checkpoint_every: int
+    eval_every: int
+    eval_batches: int
+    eval_prompts: int
+    eval_new_tokens: int
+    eval_num_speculative_tokens: int | None
+    eval_temperatures: tuple[float, ...]
+
+
+def read_settings(config: ConfigDict, data_devices: int = 1) -> Settings:
+    """The settings of a config; raises InputError for values that make no sense."""
+    for name, least in (
+        ("steps", 1),
+        ("batch_size", 1),
+        ("accumulate", 1),
+        ("row_tokens", 4),
+        ("row_labels", 1),
+        ("warmup", 0),
+        ("seed", 0),
+        ("log_every", 1),
+        ("checkpoint_every", 1),
+        ("eval.every", 0),
+        ("eval.batches", 0),
+        ("eval.prompts", 0),
+        ("eval.new_tokens", 1),
+        ("decay_steps", 1),
+        ("eval.num_speculative_tokens", 1),
+    ):
+        value = _get(config, name)
+        if value is not None and value < least:
+            raise InputError(f"{name}={value}: use a whole number of at least {least}")
+    for name, positive in (
+        ("learning_rate", True),
+        ("weight_decay", False),
+        ("clip", False),
+        ("final_fraction", False),
+        ("minutes", True),
+    ):
+        value = config[name]
+        if value is None:
+            continue
+        # A NaN fails this too.
+        if not (0 <= value < float("inf")) or (positive and value == 0):
+            raise InputError(f"{name}={value}: use a number {'above' if positive else 'from'} 0")
+    for name, words in (("schedule", SCHEDULES), ("features", FEATURES)):
+        if config[name] not in words:
+            raise InputError(f"{name}={config[name]!r}: use {', '.join(words)}")
+    if config.batch_size % config.accumulate:
+        raise InputError(
+            f"accumulate={config.accumulate}: batch_size={config.batch_size} rows cannot be split "
+            "into so many micro-batches; use a divisor"
+        )
+    rows = config.batch_size // config.accumulate
+    if rows % data_devices:
+        raise InputError(
+            f"mesh.data={data_devices}: {rows} rows (batch_size / accumulate) cannot be spread "
+            "over so many devices; make batch_size a multiple"
+        )
+    decay = config.decay_steps or config.steps
+    return Settings(
+        optimization=Optimization(
+            learning_rate=config.learning_rate,
+            schedule=config.schedule,
+            warmup=config.warmup,
+            decay_steps=decay,
+            final_fraction=config.final_fraction,
+            weight_decay=config.weight_decay,
+            clip=config.clip,
+            scales=flat_scales(config.learning_rate_scales),
+        ),
+        seed=config.seed,
+        steps=config.steps,
+        minutes=config.minutes,
+        batch_size=config.batch_size,
+        accumulate=config.accumulate,
+        row_tokens=config.row_tokens,
+        row_labels=config.row_labels,
+        features=config.features,
+        remat=config.remat,
+        fsdp=config.fsdp,
+        log_every=config.log_every,
+        checkpoint_every=config.checkpoint_every,
+        eval_every=config.eval.every,
+        eval_batches=config.eval.batches,
+        eval_prompts=config.eval.prompts,
+        eval_new_tokens=config.eval.new_tokens,
+        eval_num_speculative_tokens=config.eval.num_speculative_tokens,
+        eval_temperatures=tuple(config.eval.temperatures),
+    )
+
+
+def record_of(config: ConfigDict) -> dict:
+    """The config as it is compared when a run is resumed: JSON-ready, placeholders resolved."""
+    fields = config.to_dict()
+    if config.schedule != "constant":
+        fields["decay_steps"] = config.decay_steps or config.steps
+    return fields
+
+
+def flat_scales(section: ConfigDict, prefix: str = "") -> dict[str, float]:
+    """Factors by dotted parameter name."""
+    found: dict[str, float] = {}
+    for name, value in section.items():
+        if isinstance(value, ConfigDict):
+            found |= flat_scales(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = float(value)
+    return found
+
+
+def _get(config: ConfigDict, name: str) -> int | None:
+    for part in name.split("."):
+        config = config[part]
+    return config

@@ -1,0 +1,197 @@
+"""What a run says of itself: on screen, in metrics.jsonl, in TensorBoard."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+from specjax.errors import InputError
+from train import workdir as files
+from train.workdir import Workdir
+
+TIMES = ("tokens_per_second", "seconds", "data_wait")
+"""Numbers of a logged line that differ between two runs of one command."""
+
+
+def scalars(sums: Mapping[str, Any], prefix: str) -> dict[str, float]:
+    """Named numbers from sums of `Measures`, as `sums_of` gives them.
+
+    `loss` and its parts are means over labels. Of drafts at depth i: `acc_pos_i` right given the
+    true tokens before, `full_acc_i` right with all before it, `cond_acc_i` the same where all
+    before are right; `tau_sim` is the tokens a round that `full_acc` would give.
+    """
+    found = {"loss": _ratio(sums["loss"], sums["weight"])}
+    for name, value in sums["losses"].items():
+        found[f"loss_{name}"] = _ratio(value, sums["weight"])
+    tau, before = 1.0, 1.0
+    rows = zip(sums["correct"], sums["prefix_correct"], sums["counts"], strict=True)
+    for depth, (right, along, count) in enumerate(rows):
+        full = _ratio(along, count)
+        found[f"acc_pos_{depth}"] = _ratio(right, count)
+        found[f"full_acc_{depth}"] = full
+        found[f"cond_acc_{depth}"] = _ratio(full, before)
+        tau, before = tau + full, full
+    found["tau_sim"] = tau
+    return {f"{prefix}/{name}": value for name, value in found.items()}
+
+
+def _ratio(part: float, whole: float) -> float:
+    return float(part) / float(whole) if whole else 0.0
+
+
+def sums_of(loss: Any, measures: Any) -> dict[str, Any]:
+    """A step's loss and `Measures` as plain numbers, ready for JSON and for `add`."""
+    return {
+        "loss": float(loss),
+        "weight": float(measures.weight),
+        "losses": {name: float(value) for name, value in measures.losses.items()},
+        "correct": [float(value) for value in measures.correct],
+        "prefix_correct": [float(value) for value in measures.prefix_correct],
+        "counts": [float(value) for value in measures.counts],
+    }
+
+
+def add(total: dict[str, Any] | None, more: dict[str, Any]) -> dict[str, Any]:
+    """Sums of two parts of a run."""
+    if not total:
+        return more
+    return {name: _added(value, more[name]) for name, value in total.items()}
+
+
+def _added(one: Any, other: Any) -> Any:
+    if isinstance(one, dict):
+        return {name: value + other[name] for name, value in one.items()}
+    if isinstance(one, list):
+        return [value + more for value, more in zip(one, other, strict=True)]
+    return one + other
+
+
+class Journal:
+    """One run's records; `quiet` ones write nothing (processes other than the first)."""
+
+    def __init__(
+        self, workdir: Workdir, console: Console, steps: int, step: int, quiet: bool = False
+    ) -> None:
+        self._workdir, self._quiet = workdir, quiet
+        self._console = Console(quiet=True) if quiet else console
+        self._steps, self._begin, self._first = steps, time.perf_counter(), step
+        self._board = None if quiet else _board(workdir, step)
+        self._bar: Progress | None = None
+        if self._console.is_terminal and not quiet:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=None),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(elapsed_when_finished=True),
+                TextColumn("{task.fields[numbers]}"),
+                console=self._console,
+                transient=True,
+            )
+            self._task = self._bar.add_task("training", total=steps, completed=step, numbers="")
+
+    def __enter__(self) -> Journal:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        if self._board is not None:
+            self._board.close()
+
+    def say(self, line: str, style: str = "") -> None:
+        """One line."""
+        self._console.print(Text(line, style), soft_wrap=True)
+
+    @contextmanager
+    def working(self, doing: str) -> Iterator[None]:
+        """Say what is being done, and how long it took."""
+        begin = time.perf_counter()
+        self.say(f"{doing} ...", "dim")
+        yield
+        self.say(f"{doing}: {time.perf_counter() - begin:.1f} s", "dim")
+
+    def step(self, step: int) -> None:
+        """Move the bar."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step)
+
+    def log(self, step: int, numbers: Mapping[str, float], show: str | None = None) -> None:
+        """Keep numbers of a step, `show` being what of them goes on screen."""
+        if self._quiet:
+            return
+        files.append_metrics(self._workdir, {"step": step, **numbers})
+        try:
+            for name, value in numbers.items():
+                self._board.add_scalar(name, value, step)
+            self._board.flush()
+        except OSError as error:
+            raise InputError(
+                f"{self._workdir.tensorboard}: cannot be written ({error.strerror or error}); "
+                "make room, then start again"
+            ) from None
+        if show is None:
+            return
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, numbers=show)
+        else:
+            self.say(f"step {step}/{self._steps}  {show}{self._left(step)}")
+
+    def _left(self, step: int) -> str:
+        done = step - self._first
+        if done < 1 or step >= self._steps:
+            return ""
+        seconds = (time.perf_counter() - self._begin) / done * (self._steps - step)
+        return f"  {clock(seconds)} left"
+
+
+def shown(numbers: Mapping[str, float], prefix: str = "train") -> str:
+    """The numbers of a line on screen."""
+    at = lambda name: numbers.get(f"{prefix}/{name}")  # noqa: E731
+    depths = [value for name, value in numbers.items() if name.startswith(f"{prefix}/acc_pos_")]
+    parts = [f"loss {at('loss'):.4f}"]
+    if depths:
+        parts.append("acc " + " ".join(f"{value:.3f}" for value in depths))
+        parts.append(f"tau_sim {at('tau_sim'):.3f}")
+    if (rate := at("learning_rate")) is not None:
+        parts.append(f"lr {rate:.1e}  grad {at('grad_norm'):.2f}")
+    if (speed := at("tokens_per_second")) is not None:
+        parts.append(f"{speed:.0f} tokens/s")
+    return "  ".join(parts)
+
+
+def clock(seconds: float) -> str:
+    """Seconds as a person says them."""
+    seconds = round(seconds)
+    if seconds < 60:
+        return f"{seconds} s"
+    minutes = seconds // 60
+    return f"{minutes} min" if minutes < 100 else f"{minutes / 60:.1f} h"
+
+
+def _board(workdir: Workdir, step: int) -> Any:
+    # Slow to import, and of no use to who only reads.
+    from tensorboardX import SummaryWriter
+
+    try:
+        # What an interrupted run wrote behind this step is no longer so.
+        return SummaryWriter(str(workdir.tensorboard), purge_step=step + 1 if step else None)
+    except OSError as error:
+        raise InputError(
+            f"{workdir.tensorboard}: cannot be written ({error.strerror or error}); make room"
+        ) from None

@@ -1,0 +1,259 @@
+"""The training loop: steps, checkpoints, limits, and a clean end whatever happens."""
+
+from __future__ import annotations
+
+import collections
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from specjax import processes
+from specjax.errors import InputError
+from train import workdir as files
+from train.batches import Packing, Position, ReadAhead, Shape, Source, stream
+from train.config import Settings
+from train.journal import Journal, add, scalars, shown, sums_of
+from train.step import Placer, Program, Report, State, placer
+from train.workdir import Saved, Workdir
+
+DONE, TIME, INTERRUPTED = "done", "time", "interrupted"
+"""Why a run ended: all steps made, `minutes` over, Ctrl-C or SIGTERM."""
+
+_AGREE_EVERY = 10
+"""Steps between two questions whether a process of several wants to stop."""
+_IN_FLIGHT = 1
+"""Steps that the host may be ahead of the device's results."""
+
+_BEGIN = Position(0, 0)
+
+Evaluate = Callable[[Any, int, bool], dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Where a run ended, and why."""
+
+    state: State
+    step: int
+    reason: str
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Feed:
+    """What the loop reads: packed rows of a source."""
+
+    source: Source
+    packing: Packing
+    shape: Shape
+
+    def batches(self, position: Position, place: Placer) -> Iterator[tuple[Any, Position]]:
+        """Batches on the devices from a position on, each with the position after it."""
+        return stream(self.source, self.packing, self.shape, position, place.rows, place.put)
+
+
+@dataclass
+class Progress:
+    """What a checkpoint keeps beside arrays: the sums since the last line of metrics included."""
+
+    step: int = 0
+    position: Position = _BEGIN
+    tokens: int = 0
+    sums: dict[str, Any] | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "training": 1,
+            "step": self.step,
+            "position": list(self.position),
+            "tokens": self.tokens,
+            "sums": self.sums or {},
+        }
+
+    @classmethod
+    def of(cls, saved: Saved) -> Progress:
+        """What `facts` wrote."""
+        facts = saved.facts
+        return cls(
+            facts["step"], Position(*facts["position"]), facts["tokens"], facts["sums"] or None
+        )
+
+
+def train(
+    program: Program,
+    target_params: Any,
+    feed: Feed,
+    settings: Settings,
+    workdir: Workdir,
+    journal: Journal,
+    progress: Progress,
+    evaluate: Evaluate | None = None,
+) -> Outcome:
+    """Train from `progress` on until the steps are made, the minutes are over, or a signal comes.
+
+    `program.state` is taken over. Each end but an error leaves a checkpoint of the last step.
+    Raises InputError where a loss or a gradient is not finite, naming the step.
+    """
+    state = program.state
+    saved_step = progress.step if progress.step else None
+    deadline = math.inf if settings.minutes is None else time.monotonic() + 60 * settings.minutes
+    pending: collections.deque[tuple[int, Position, Report]] = collections.deque()
+    window = _Window()
+
+    def settle(most: int) -> None:
+        while len(pending) > most:
+            step, position, report = pending.popleft()
+            _take(progress, step, position, report, workdir, saved_step)
+            window.tokens += int(report.tokens)
+            journal.step(step)
+            if step % settings.log_every == 0 or step == settings.steps:
+                numbers = _numbers(progress, report, window)
+                journal.log(step, numbers, shown(numbers))
+                progress.sums = None
+
+    def save() -> None:
+        nonlocal saved_step
+        settle(0)
+        if saved_step != progress.step and progress.step:
+            files.save_checkpoint(workdir, progress.step, state, progress.facts())
+            saved_step = progress.step
+
+    step, reason = progress.step, DONE
+    batches = feed.batches(progress.position, placer(settings, program.mesh))
+    compiled = None
+    with _listening() as asked, ReadAhead(batches) as ahead:
+        while step < settings.steps:
+            over = time.monotonic() > deadline
+            if _anyone(step, asked.is_set() or over):
+                reason = TIME if over and not asked.is_set() else INTERRUPTED
+                break
+            begin = time.perf_counter()
+            batch, position = next(ahead)
+            window.waited += time.perf_counter() - begin
+            if compiled is None:
+                with window.paused(), journal.working("compiling the training step"):
+                    compiled = program.compile(target_params, batch)
+            state, report = compiled(state, target_params, batch)
+            step += 1
+            pending.append((step, position, report))
+            settle(_IN_FLIGHT)
+            due = settings.eval_every and step % settings.eval_every == 0
+            if evaluate and due and step < settings.steps:
+                settle(0)
+                with window.paused():
+                    journal.log(step, evaluate(state.params, step, False))
+            # After the evaluation, so that no checkpoint is ahead of a line of metrics.
+            if step % settings.checkpoint_every == 0:
+                with window.paused():
+                    save()
+        save()
+    if evaluate and reason == DONE and not files.is_evaluated(workdir, step):
+        journal.log(step, evaluate(state.params, step, True))
+    return Outcome(state, progress.step, reason, progress.tokens)
+
+
+class _Window:
+    """Clocks since the last line of metrics."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin again."""
+        self.begin, self.waited, self.tokens = time.perf_counter(), 0.0, 0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out what is done meanwhile."""
+        begin = time.perf_counter()
+        yield
+        self.begin += time.perf_counter() - begin
+
+
+def _take(
+    progress: Progress,
+    step: int,
+    position: Position,
+    report: Report,
+    workdir: Workdir,
+    saved_step: int | None,
+) -> None:
+    """Add a step's report to the run's progress; raises InputError where it is not finite."""
+    loss, norm = float(report.loss), float(report.grad_norm)
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        kept = (
+            f"the checkpoint of step {saved_step} in {workdir.checkpoints} is good"
+            if saved_step
+            else "there is no checkpoint yet"
+        )
+        raise InputError(
+            f"step {step}: the loss is {loss}, the gradient's norm {norm}; {kept}; begin again in "
+            "another workdir with a lower learning_rate, a longer warmup, or dtype=float32"
+        )
+    progress.step, progress.position = step, position
+    progress.tokens += int(report.tokens)
+    progress.sums = add(progress.sums, sums_of(loss, report.measures))
+
+
+def _numbers(progress: Progress, report: Report, window: _Window) -> dict[str, float]:
+    """A line of metrics; begins a new window."""
+    now = time.perf_counter()
+    spent = max(now - window.begin, 1e-9)
+    numbers = scalars(progress.sums, "train")
+    numbers |= {
+        "train/learning_rate": float(report.learning_rate),
+        "train/grad_norm": float(report.grad_norm),
+        "train/tokens": float(progress.tokens),
+        "train/tokens_per_second": window.tokens / spent,
+        "train/data_wait": window.waited / spent,
+    }
+    window.restart()
+    return numbers
+
+
+def _anyone(step: int, mine: bool) -> bool:
+    """Whether a process wants to stop; several ask each other now and then only."""
+    if processes.count() == 1:
+        return mine
+    if step % _AGREE_EVERY:
+        return False
+    from jax.experimental import multihost_utils
+
+    return bool(np.any(multihost_utils.process_allgather(np.array([mine]), tiled=True)))
+
+
+@contextmanager
+def _listening() -> Iterator[threading.Event]:
+    """An event that Ctrl-C and SIGTERM set; a second Ctrl-C is an interrupt as ever."""
+    asked = threading.Event()
+
+    def hear(number: int, frame: Any) -> None:
+        if asked.is_set() and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        asked.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def resumed(program: Program, saved: Saved) -> tuple[Program, Progress]:
+    """The program with the arrays of a checkpoint, each device reading its own part."""
+    state = files.restore(saved, program.state)
+    jax.block_until_ready(state)
+    return program._replace(state=state), Progress.of(saved)

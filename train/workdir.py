@@ -1,0 +1,322 @@
+"""A run's directory: W/{config.json, metrics.jsonl, checkpoints/, tensorboard/, export/}.
+
+A checkpoint is a directory of its own per step, whole or not at all; the last two are kept. The
+first process writes the small files, all processes call everything here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.tree_util import tree_flatten_with_path
+
+from specjax import checkpoint_directory, processes
+from specjax.errors import InputError
+from train.optimizer import leaf_name
+
+KEPT = 2
+"""Checkpoints that stay."""
+MAY_DIFFER = (
+    "workdir",
+    "steps",
+    "minutes",
+    "log_every",
+    "checkpoint_every",
+    "remat",
+    "fsdp",
+    "eval.",
+    "mesh.",
+    "distributed.",
+)
+"""Fields, and sections with a dot behind, that a resumed run may set anew."""
+
+_KIND = "drafter"
+_STEP = re.compile(r"step-(\d{9})", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Workdir:
+    """The places in a run's directory."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        """What the run is: its config, its target and its data."""
+        return self.root / "config.json"
+
+    @property
+    def metrics(self) -> Path:
+        """A line of numbers each time something is logged."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """A directory a step."""
+        return self.root / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        """The same numbers for TensorBoard."""
+        return self.root / "tensorboard"
+
+    @property
+    def export(self) -> Path:
+        """The trained head."""
+        return self.root / "export"
+
+
+class Saved(NamedTuple):
+    """A checkpoint that was found: its step, and what was written beside its arrays."""
+
+    step: int
+    facts: dict[str, Any]
+    found: checkpoint_directory.Found
+
+
+def open_workdir(directory: str | Path, record: Mapping[str, Any]) -> Workdir:
+    """A new run's directory, or that of the same run begun earlier.
+
+    `record` is JSON-ready: what must be the same, in sections, `config` being one of them. Raises
+    InputError where an earlier run there was another one, naming the fields, and where the
+    directory holds something else or cannot be written.
+    """
+    workdir = Workdir(Path(directory).expanduser().absolute())
+    text = json.dumps(record, indent=2, sort_keys=True) + "\n"
+
+    def check() -> None:
+        if workdir.config.exists():
+            _check_same(workdir, json.loads(text))
+            return
+        if workdir.root.is_dir() and any(workdir.root.iterdir()):
+            raise InputError(
+                f"workdir={str(directory)!r}: holds files and no run (config.json is missing); "
+                "give a new or empty directory"
+            )
+        if processes.speaks():
+            write_file(workdir.config, text)
+
+    # The others must not look before the first one has, nor write.
+    processes.together(lambda: check() if processes.speaks() else None)
+    processes.together(lambda: None if processes.speaks() else _check_seen(workdir))
+    return workdir
+
+
+def last_checkpoint(workdir: Workdir) -> Saved | None:
+    """The newest checkpoint that is whole; None where there is none."""
+
+    def look() -> int | None:
+        for step in reversed(_steps(workdir)):
+            with suppress(InputError):
+                _look(workdir, step)
+                return step
+        return None
+
+    step = processes.together(lambda: look() if processes.speaks() else None)
+    step = processes.from_first(step)
+    return None if step is None else processes.together(lambda: _look(workdir, step))
+
+
+def save_checkpoint(workdir: Workdir, step: int, state: Any, facts: dict[str, Any]) -> None:
+    """Write a tree of arrays and JSON-ready facts, then delete all but the newest two.
+
+    Raises InputError where that cannot be done; what was saved before is then still there.
+    """
+    directory = _directory(workdir, step)
+    try:
+        checkpoint_directory.save(directory, _KIND, _nested(state), facts, overwrite=True)
+    except InputError:
+        if processes.speaks():
+            with suppress(OSError):
+                directory.rmdir()
+        raise
+    if processes.speaks():
+        steps = [one for one in _steps(workdir) if _is_whole(workdir, one)]
+        for other in set(_steps(workdir)) - set(steps[-KEPT:]):
+            shutil.rmtree(_directory(workdir, other), ignore_errors=True)
+
+
+def restore(saved: Saved, state: Any) -> Any:
+    """The saved arrays in the tree of `state`, in its shapes, dtypes and shardings.
+
+    `state` holds arrays or ShapeDtypeStructs with shardings. Raises InputError where the checkpoint
+    is of another shape.
+    """
+    wanted = _nested(jax.tree.map(_described, state))
+    ours, theirs = _shapes(wanted), _shapes(saved.found.arrays)
+    for name in sorted(ours.keys() | theirs.keys()):
+        if ours.get(name) != theirs.get(name):
+            raise InputError(
+                f"{saved.found.directory}: {name} is {theirs.get(name, 'missing')} there and "
+                f"{ours.get(name, 'unknown')} here; use another workdir"
+            )
+    arrays = checkpoint_directory.restore(saved.found, wanted)
+    paths, tree = tree_flatten_with_path(state)
+    return jax.tree.unflatten(tree, [_lookup(arrays, path) for path, _ in paths])
+
+
+def truncate_metrics(workdir: Workdir, step: int) -> None:
+    """Drop the lines of steps behind `step`, and one that was cut short."""
+    if not processes.speaks() or not workdir.metrics.exists():
+        return
+    kept = [row for row in read_metrics(workdir) if row["step"] <= step]
+    write_file(workdir.metrics, "".join(json.dumps(row) + "\n" for row in kept))
+
+
+def is_evaluated(workdir: Workdir, step: int) -> bool:
+    """Whether a step's evaluation is among the metrics."""
+
+    def look() -> bool:
+        rows = read_metrics(workdir) if workdir.metrics.exists() else []
+        return any(
+            row["step"] == step and any(name.startswith("eval/") for name in row) for row in rows
+        )
+
+    return processes.from_first(look() if processes.speaks() else False)
+
+
+def read_metrics(workdir: Workdir) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl, up to the first that is no JSON."""
+    rows = []
+    for line in workdir.metrics.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
+def append_metrics(workdir: Workdir, row: Mapping[str, Any]) -> None:
+    """Add a line; raises InputError where the disk is full."""
+    try:
+        with workdir.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+    except OSError as error:
+        raise _unwritable(workdir.metrics, error) from None
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a text whole or not at all; raises InputError where that cannot be done."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, path)
+    except OSError as error:
+        with suppress(OSError):
+            beside.unlink()
+        raise _unwritable(path, error) from None
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested dict as dotted names and values."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = value
+    return found
+
+
+def _check_same(workdir: Workdir, record: Mapping[str, Any]) -> None:
+    try:
+        before = json.loads(workdir.config.read_text(encoding="utf-8"))
+        was, now = flat(before), flat(record)
+    except (OSError, ValueError, AttributeError):
+        raise InputError(
+            f"{workdir.config}: cannot be read; restore it, or use another workdir"
+        ) from None
+    free = tuple(f"config.{name}" for name in MAY_DIFFER)
+    different = [
+        name
+        for name in sorted(was.keys() | now.keys())
+        if was.get(name) != now.get(name)
+        and not any(name == one or (one[-1] == "." and name.startswith(one)) for one in free)
+    ]
+    if different:
+        told = "; ".join(
+            f"{name.removeprefix('config.')}={was.get(name)!r} then, {now.get(name)!r} now"
+            for name in different[:8]
+        )
+        raise InputError(
+            f"workdir={str(workdir.root)!r}: another run was begun there: {told}; "
+            "use the same command to go on with it, or another workdir"
+        )
+
+
+def _check_seen(workdir: Workdir) -> None:
+    if not workdir.config.exists():
+        raise InputError(
+            f"workdir={str(workdir.root)!r}: made by the first process and not seen by this one; "
+            "give a directory on a file system that all processes share"
+        )
+
+
+def _unwritable(path: Path, error: OSError) -> InputError:
+    return InputError(
+        f"{path}: cannot be written ({error.strerror or error}); make room, then start again"
+    )
+
+
+def _directory(workdir: Workdir, step: int) -> Path:
+    return workdir.checkpoints / f"step-{step:09d}"
+
+
+def _steps(workdir: Workdir) -> list[int]:
+    if not workdir.checkpoints.is_dir():
+        return []
+    found = (_STEP.fullmatch(entry.name) for entry in workdir.checkpoints.iterdir())
+    return sorted(int(match[1]) for match in found if match)
+
+
+def _look(workdir: Workdir, step: int) -> Saved:
+    found = checkpoint_directory.look(_directory(workdir, step), _KIND)
+    return Saved(step, found.facts, found)
+
+
+def _is_whole(workdir: Workdir, step: int) -> bool:
+    try:
+        _look(workdir, step)
+    except InputError:
+        return False
+    return True
+
+
+def _described(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+
+def _shapes(nested: Mapping[str, Any]) -> dict[str, str]:
+    return {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in flat(nested).items()}
+
+
+def _names(path: tuple) -> list[str]:
+    return [leaf_name((key,)) for key in path]
+
+
+def _nested(tree: Any) -> dict[str, Any]:
+    """Any tree as nested dicts, without what holds no array."""
+    nested: dict[str, Any] = {}
+    for path, leaf in tree_flatten_with_path(tree)[0]:
+        *above, last = _names(path)
+        node = nested
+        for name in above:
+            node = node.setdefault(name, {})
+        node[last] = leaf
+    return nested
+
+
+def _lookup(nested: Mapping[str, Any], path: tuple) -> Any:
+    for name in _names(path):
+        nested = nested[name]
+    return nested
