@@ -20,13 +20,18 @@ _OUTSIDE = {"loc": "outside right upper", "fontsize": "small"}
 
 @dataclass(frozen=True)
 class Curve:
-    """One line: what was measured at `x`, and what theory, if any, says at `theory_x`."""
+    """One line: what was measured at `x`, and what theory, if any, says at `theory_x`.
+
+    Curves of one family share a colour, the first of them in the lightest shade; a curve without
+    one has a colour of its own.
+    """
 
     label: str
     x: Sequence[float]
     measured: Sequence[float]
     theory_x: Sequence[float] = ()
     theory: Sequence[float] = ()
+    family: str = ""
 
 
 def require_matplotlib() -> None:
@@ -47,6 +52,7 @@ def draw_curves(
     x_label: str,
     y_label: str,
     level: float | None = None,
+    top: float | None = None,
     log_x: bool = True,
     log_y: bool = False,
     theory_label: str = "roofline",
@@ -54,7 +60,8 @@ def draw_curves(
     """Write a PNG: panels side by side, measured lines solid with dots, theory dashed.
 
     With `log_x` the x axis doubles from tick to tick, and with `log_y` the y axis too; `level`
-    draws a thin horizontal line. Raises InputError where matplotlib is missing.
+    draws a thin horizontal line, and `top` ends the y axis. Raises InputError where matplotlib is
+    missing.
     """
     require_matplotlib()
     from matplotlib.figure import Figure
@@ -63,13 +70,13 @@ def draw_curves(
     many = max(map(len, panels.values()), default=0) > _INSIDE
     width = 1 + 4.5 * len(panels) + 2.2 * many
     figure = Figure(figsize=(width, 4.2), facecolor="white", layout="constrained")
-    figure.suptitle(title)
+    figure.suptitle(title, fontsize="medium", wrap=True)
     all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, (name, curves) in zip(all_axes, panels.items(), strict=True):
         if level is not None:
             axes.axhline(level, color="0.6", linewidth=0.8)
-        for number, curve in enumerate(curves):
-            colour, marker = _style(number)
+        styles = _styles([curve.family for curve in curves])
+        for curve, (colour, marker, _) in zip(curves, styles, strict=True):
             axes.plot(curve.x, curve.measured, f"{marker}-", color=colour, label=curve.label)
             axes.plot(curve.theory_x, curve.theory, "--", color=colour, linewidth=1.2)
         if any(curve.theory for curve in curves):
@@ -82,8 +89,6 @@ def draw_curves(
         if log_y:
             axes.set_yscale("log", base=2)
             axes.yaxis.set_major_formatter(ScalarFormatter())
-        else:
-            axes.set_ylim(bottom=0)
         axes.set_title(name)
         axes.set_xlabel(x_label)
         axes.grid(color="0.9")
@@ -91,6 +96,9 @@ def draw_curves(
             axes.legend(fontsize="small")
     if many:
         figure.legend(*all_axes[0].get_legend_handles_labels(), **_OUTSIDE)
+    if not log_y:
+        # The panels share it: set before all are drawn, it would cut those that follow.
+        all_axes[0].set_ylim(bottom=0, top=top)
     all_axes[0].set_ylabel(y_label)
     _save(figure, path)
 
@@ -102,31 +110,36 @@ def draw_bars(
     *,
     title: str,
     y_label: str,
+    families: Sequence[str] | None = None,
     level: float | None = None,
 ) -> None:
     """Write a PNG: for each group a bar of each label, its value above it; None leaves a gap.
 
-    `level` draws a thin horizontal line. Raises InputError where matplotlib is missing.
+    `families` are those of the labels, as a curve has one; `level` draws a thin horizontal line.
+    Raises InputError where matplotlib is missing.
     """
     require_matplotlib()
     from matplotlib.figure import Figure
 
     many = len(bars) > _INSIDE
     bar = 0.8 / len(bars)
-    width = max(5.5, 1 + len(groups) * (0.35 + 0.36 * len(bars))) + 2.2 * many
+    # Inches a bar: as wide as its value where that leaves the picture readable.
+    inches = min(0.36, max(0.13, 12 / (len(groups) * len(bars))))
+    width = max(6.5, 1 + len(groups) * (0.35 + inches * len(bars))) + 2.2 * many
     figure = Figure(figsize=(width, 4.2), facecolor="white", layout="constrained")
     axes = figure.subplots()
-    axes.set_title(title)
+    figure.suptitle(title, fontsize="medium", wrap=True)
     if level is not None:
         axes.axhline(level, color="0.6", linewidth=0.8)
+    styles = _styles(families or [""] * len(bars))
     for number, (label, values) in enumerate(bars.items()):
         places = [place + (number + 0.5) * bar - 0.4 for place in range(len(groups))]
         known = [pair for pair in zip(places, values, strict=True) if pair[1] is not None]
         x, heights = [place for place, _ in known], [height for _, height in known]
-        colour, _ = _style(number)
-        hatch = "/" * (2 * (number // len(_COLOURS)))
+        colour, _, hatch = styles[number]
         drawn = axes.bar(x, heights, 0.92 * bar, color=colour, hatch=hatch, label=label)
-        axes.bar_label(drawn, fmt="%.2f", fontsize="x-small", padding=2)
+        upright = 90 * (inches < 0.3)
+        axes.bar_label(drawn, fmt="%.2f", fontsize="x-small", padding=2, rotation=upright)
     axes.set_xticks(range(len(groups)), groups)
     axes.set_ylabel(y_label)
     axes.margins(y=0.12)
@@ -142,9 +155,21 @@ def draw_bars(
     _save(figure, path)
 
 
-def _style(number: int) -> tuple[str, str]:
-    """Colour and marker of a line; markers change where the colours begin anew."""
-    return _COLOURS[number % len(_COLOURS)], _MARKERS[number // len(_COLOURS) % len(_MARKERS)]
+def _styles(families: Sequence[str]) -> list[tuple[Any, str, str]]:
+    """Colour, marker and hatch of each; the last of a family has the full colour."""
+    from matplotlib.colors import to_rgb
+
+    names = [family or f"\0{place}" for place, family in enumerate(families)]
+    order = list(dict.fromkeys(names))
+    styles = []
+    for place, name in enumerate(names):
+        number, before = order.index(name), names[:place].count(name)
+        paleness = 0.65 * (1 - (before + 1) / names.count(name))
+        colour = to_rgb(_COLOURS[number % len(_COLOURS)])
+        colour = tuple(part + (1 - part) * paleness for part in colour)
+        again = number // len(_COLOURS)
+        styles.append((colour, _MARKERS[(before + again) % len(_MARKERS)], "//" * again))
+    return styles
 
 
 def _save(figure: Any, path: Path) -> None:

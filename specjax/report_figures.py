@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from specjax import metrics
-from specjax.report_runs import Conditions, Row, Run, Took, summarize
+from specjax.report_runs import Conditions, Row, Run, Took, flat, summarize
 
 OVERALL = "overall"
 TASKS = {
@@ -62,16 +62,30 @@ class Entry:
         return cls(label, run, figures_by_task(run), predicted)
 
     @property
+    def family(self) -> str:
+        """The same for runs that differ in nothing but K."""
+        apart = ("num_speculative_tokens", "report", "compare")
+        fields = flat(self.run.config)
+        return repr([(name, value) for name, value in fields.items() if name not in apart])
+
+    @property
     def efficiency(self) -> float | None:
         """Measured over predicted speed-up."""
         measured = self.figures[OVERALL].speedup
         return measured / self.predicted if measured and self.predicted else None
 
 
-def by_conditions(entries: Iterable[Entry]) -> dict[Conditions, list[Entry]]:
-    """The entries whose speeds may be compared, together; in the order of their conditions."""
+def by_conditions(entries: Sequence[Entry]) -> dict[Conditions, list[Entry]]:
+    """The entries whose speeds may be compared, together; in the order of their conditions.
+
+    Within them families come in the order given, and K ascends.
+    """
+    families = list(dict.fromkeys(entry.family for entry in entries))
+    order = {family: place for place, family in enumerate(families)}
     groups: dict[Conditions, list[Entry]] = {}
-    for entry in entries:
+    for entry in sorted(
+        entries, key=lambda entry: (order[entry.family], entry.run.draft_length or 0)
+    ):
         groups.setdefault(entry.run.conditions, []).append(entry)
     return dict(sorted(groups.items()))
 

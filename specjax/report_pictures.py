@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from specjax.plots import Curve, draw_bars, draw_curves
 from specjax.report_figures import OVERALL, Entry, by_conditions, heading, tasks_of
-from specjax.report_runs import Conditions, flat
+from specjax.report_runs import Conditions
 
 
 def draw(folder: Path, entries: Sequence[Entry]) -> dict[Conditions, list[tuple[str, str]]]:
@@ -39,7 +38,8 @@ def _draw_acceptance(path: Path, group: Sequence[Entry], where: str) -> bool:
         ):
             known = [(place, value) for place, value in enumerate(values, 1) if value is not None]
             if known:
-                curves.append(Curve(entry.label, *map(list, zip(*known, strict=True))))
+                x, y = map(list, zip(*known, strict=True))
+                curves.append(Curve(entry.label, x, y, family=entry.family))
     if not panels["all up to here"]:
         return False
     draw_curves(
@@ -48,6 +48,7 @@ def _draw_acceptance(path: Path, group: Sequence[Entry], where: str) -> bool:
         title=f"Draft tokens accepted\n{where}",
         x_label="position in the draft",
         y_label="share accepted",
+        top=1.03,
         log_x=False,
     )
     return True
@@ -65,6 +66,7 @@ def _draw_tau(path: Path, group: Sequence[Entry], where: str) -> bool:
         bars,
         title=f"Tau: tokens a round\n{where}",
         y_label="tokens a round",
+        families=[entry.family for entry in group],
         level=1.0,
     )
     return True
@@ -75,7 +77,7 @@ def _draw_speedup(path: Path, group: Sequence[Entry], where: str) -> bool:
     families: dict[str, list[Entry]] = {}
     for entry in group:
         if entry.run.draft_length is not None and entry.figures[OVERALL].speedup is not None:
-            families.setdefault(_family(entry), []).append(entry)
+            families.setdefault(entry.family, []).append(entry)
     curves = []
     for members in families.values():
         members.sort(key=lambda entry: entry.run.draft_length)
@@ -104,12 +106,6 @@ def _curve(members: Sequence[Entry]) -> Curve:
         [entry.run.draft_length for entry in predicted],
         [entry.predicted for entry in predicted],
     )
-
-
-def _family(entry: Entry) -> str:
-    fields: dict[str, Any] = flat(entry.run.config)
-    apart = ("num_speculative_tokens", "report", "compare")
-    return repr([(name, value) for name, value in fields.items() if name not in apart])
 
 
 def _without_length(label: str) -> str:
