@@ -19,19 +19,21 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
 # As everywhere in Python, an int will do where a float is declared.
 jaxtyping.install_import_hook(
-    "specjax", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
+    ["specjax", "train"], "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
 )
+
+_OURS = ("specjax", "train")
 
 register_dataclass = jax.tree_util.register_dataclass
 
 
 def register_unchecked(nodetype, data_fields=None, meta_fields=None, **rest):
-    """`register_dataclass`, but JAX rebuilds specjax's nodes without __init__ and its checks.
+    """`register_dataclass`, but JAX rebuilds our nodes without __init__ and its checks.
 
-    JAX puts shapes, booleans and placeholders where arrays are declared; only what specjax itself
-    builds is to be checked.
+    JAX puts shapes, booleans and placeholders where arrays are declared; only what we ourselves
+    build is to be checked.
     """
-    if data_fields is None or not nodetype.__module__.startswith("specjax"):
+    if data_fields is None or nodetype.__module__.split(".")[0] not in _OURS:
         return register_dataclass(nodetype, data_fields, meta_fields, **rest)
 
     def unflatten(meta, data):
