@@ -27,6 +27,7 @@ _ROW = {
     "decode_s": _NUMBER,
     "batch": (int,),
     "identical": (bool, NoneType),
+    "margin_at_difference": (*_NUMBER, NoneType),
     "plain": (dict, NoneType),
 }
 _COUNTS = {"drafted": (list,), "accepted": (list,), "width": (list,)}
@@ -117,6 +118,7 @@ def _row(row: Any, where: str) -> Row:
         ours=Took(row["new_tokens"], row["prefill_s"], row["decode_s"]),
         plain=plain,
         identical=row["identical"],
+        margin=row["margin_at_difference"],
         **{name: tuple(counts[name]) for name in ("drafted", "accepted", "emitted", "width")},
     )
 

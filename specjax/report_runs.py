@@ -11,6 +11,7 @@ import numpy as np
 
 from specjax import metrics
 from specjax.errors import InputError
+from specjax.identity import EXCUSED_MARGIN
 from specjax.prompts import task_of
 
 
@@ -36,6 +37,7 @@ class Row:
     ours: Took
     plain: Took | None
     identical: bool | None
+    margin: float | None
     drafted: tuple[int, ...]
     accepted: tuple[int, ...]
     emitted: tuple[int, ...]
@@ -64,6 +66,16 @@ class Run:
     def drafter(self) -> str:
         """The drafter's name."""
         return self.summary["drafter"]
+
+    @property
+    def exact(self) -> bool:
+        """Whether no row differs from plain decoding but by a near-tie, which float32 excuses."""
+        excusable = self.summary["dtype"] == "float32"
+        different = [row for row in self.rows if row.identical is False]
+        return all(
+            excusable and row.margin is not None and row.margin < EXCUSED_MARGIN
+            for row in different
+        )
 
     @property
     def conditions(self) -> Conditions:

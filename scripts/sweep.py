@@ -1,0 +1,255 @@
+r"""Decode a grid of config values, a run a cell, and report them together.
+
+    python scripts/sweep.py --config=configs/decode_smollm2.py --out=DIR \
+        config.num_speculative_tokens=1,2,4,8 config.drafter.name=ngram,early_exit
+
+A field without dashes has several values, one with dashes (`--config.limit=3`) is the same in all
+cells. Each cell is a process of its own, compared with plain decoding; its report and what it said
+stay in DIR/cells. Finished cells are skipped, so the same command goes on where it was stopped.
+Then `specjax.report` writes DIR/report.md and the rest, into a folder of its own for each target
+and set of prompts where there are several. `--predict` times the parts of rounds as well,
+`--nopictures` leaves pictures out. Exit codes: 0; 1 where a cell failed or its tokens differ from
+plain decoding's; 2 for bad input; 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import ml_collections
+from absl import flags
+
+from specjax import decode, frontdoor, plots, report, reporting
+from specjax.errors import InputError, one_line
+from specjax.job import read_job
+from specjax.report_figures import OVERALL, figures_by_task
+from specjax.report_reading import read_report
+from specjax.report_runs import Run, flat
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run: the values that tell it apart, all of its arguments, and where its report goes."""
+
+    values: str
+    arguments: tuple[str, ...]
+    report: Path
+
+    @property
+    def log(self) -> Path:
+        """What the run says."""
+        return self.report.with_suffix(".log")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if set(argv) & {"-h", "--help"}:
+        print(__doc__.strip())
+        return 0
+    try:
+        options, fixed, grid = _options(argv)
+        if options.pictures:
+            plots.require_matplotlib()
+        cells = make_cells(Path(options.out), fixed, grid)
+        return sweep(cells, options)
+    except InputError as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return frontdoor.BAD_INPUT
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        return frontdoor.INTERRUPTED
+
+
+def sweep(cells: Sequence[Cell], options: Any) -> int:
+    """Run what is not finished, then report; returns the exit code."""
+    runs = {cell: finished(cell) for cell in cells}
+    left = [cell for cell in cells if runs[cell] is None]
+    _say(f"{len(cells)} cells, {len(cells) - len(left)} of them finished")
+    code, seconds = 0, []
+    for number, cell in enumerate(left, start=1):
+        to_go = len(left) - number + 1
+        eta = f", ETA {_duration(fmean(seconds) * to_go)}" if seconds else ""
+        _say(f"[{number}/{len(left)}] {cell.values} ...{eta}")
+        begin = time.perf_counter()
+        status = run_cell(cell)
+        seconds.append(time.perf_counter() - begin)
+        if status == frontdoor.INTERRUPTED:
+            raise KeyboardInterrupt
+        runs[cell] = finished(cell)
+        if status:
+            code = 1
+        _say(f"    {_outcome(cell, runs[cell], status)}, {_duration(seconds[-1])}")
+    groups: dict[tuple[str, str], list[Path]] = {}
+    for cell, run in runs.items():
+        if run is not None:
+            key = (run.config["target"], run.summary["prompts"])
+            groups.setdefault(key, []).append(cell.report)
+            if not run.exact:
+                code = 1
+    for number, paths in enumerate(groups.values(), start=1):
+        folder = Path(options.out) / (f"report-{number}" if len(groups) > 1 else "")
+        for path in report.write(paths, folder, predict=options.predict, pictures=options.pictures):
+            _say(f"wrote {path}")
+    return code
+
+
+def make_cells(out: Path, fixed: Sequence[str], grid: dict[str, list[str]]) -> list[Cell]:
+    """The cells of a grid, the last field changing fastest; every config is checked."""
+    folder = out / "cells"
+    cells = []
+    for values in itertools.product(*grid.values()):
+        chosen = dict(zip(grid, values, strict=True))
+        arguments = (*fixed, *(f"--{name}={value}" for name, value in chosen.items()))
+        said = " ".join(f"{name.removeprefix('config.')}={v}" for name, v in chosen.items())
+        try:
+            config = frontdoor.read_config(list(arguments), decode.CONFIG)
+            if not any(re.match(r"--(no)?config\.compare\b", one) for one in arguments):
+                config.compare = True
+                arguments = (*arguments, "--config.compare=true")
+            read_job(config)
+        except InputError as error:
+            raise InputError(f"cell {said or 'without values'}: {one_line(error)}") from None
+        except (AttributeError, KeyError) as error:
+            raise InputError(
+                f"config: this is no config of specjax.decode ({one_line(error)}); pass one"
+            ) from None
+        name = f"{_slug(said)}-{_digest(config)}.json" if said else f"{_digest(config)}.json"
+        cells.append(Cell(said or "the only cell", arguments, folder / name))
+    if len({cell.report for cell in cells}) < len(cells):
+        raise InputError(f"{' '.join(grid)}: a value is given twice; leave one of them out")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"out={str(out)!r} cannot be written: {one_line(error)}") from None
+    for cell in cells:
+        reporting.check_writable(cell.report)
+    return cells
+
+
+def finished(cell: Cell) -> Run | None:
+    """The report of a cell that ran to its end."""
+    if not cell.report.exists():
+        return None
+    try:
+        run = read_report(cell.report)
+    except InputError:
+        # Half of a file, or another version's: the cell is run again.
+        return None
+    return run if isinstance(run, Run) and not run.summary.get("interrupted") else None
+
+
+def run_cell(cell: Cell) -> int:
+    """Decode a cell in a process of its own; returns its exit code."""
+    command = [sys.executable, "-m", "specjax.decode", *cell.arguments]
+    with open(cell.log, "w", encoding="utf-8") as log:
+        # A session of its own, so that Ctrl-C reaches it once, by way of this process.
+        process = subprocess.Popen(
+            [*command, f"--config.report={cell.report}"],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait()
+            finally:
+                process.kill()
+            raise
+
+
+def _outcome(cell: Cell, run: Run | None, status: int) -> str:
+    if run is None:
+        lines = cell.log.read_text(encoding="utf-8").splitlines() if cell.log.exists() else []
+        return f"FAILED with exit code {status}: {lines[-1] if lines else 'no word'} ({cell.log})"
+    figures = figures_by_task(run)[OVERALL]
+    speedup = "" if figures.speedup is None else f", {figures.speedup:.2f}x"
+    warning = "" if run.exact else ", TOKENS DIFFER from plain decoding's"
+    return f"tau {figures.counts.acceptance_length:.2f}{speedup}{warning}"
+
+
+def _options(argv: list[str]) -> tuple[Any, list[str], dict[str, list[str]]]:
+    """The sweep's own options, the arguments of every cell, and the grid."""
+    own = [one for one in argv if re.match(r"--?(out|(no)?predict|(no)?pictures)\b", one)]
+    fixed = [one for one in argv if re.match(r"--?(no)?config\b", one)]
+    grid: dict[str, list[str]] = {}
+    for one in argv:
+        if one in own or one in fixed:
+            continue
+        match = re.fullmatch(r"(config\.[\w.]+)=(.+)", one, flags=re.DOTALL)
+        if match is None:
+            raise InputError(f"{one!r} is not understood: use config.field=value,value; see --help")
+        if match[1] in grid:
+            raise InputError(f"{match[1]} is given twice: name its values once")
+        grid[match[1]] = list(_split(match[2]))
+    for name in ("config.report", *(field for field in grid if f"--{field}" in _names(fixed))):
+        if name in grid or f"--{name}" in _names(fixed):
+            why = "every cell has one of its own" if name == "config.report" else "it is swept"
+            raise InputError(f"--{name}: {why}; leave it out")
+    values = flags.FlagValues()
+    flags.DEFINE_string("out", None, "Folder of the sweep.", flag_values=values)
+    flags.DEFINE_bool("predict", False, "Time the parts of rounds.", flag_values=values)
+    flags.DEFINE_bool("pictures", True, "Draw pictures.", flag_values=values)
+    try:
+        values(["sweep", *own])
+    except flags.Error as error:
+        raise InputError(f"{one_line(error)}; see --help") from None
+    if not values.out:
+        raise InputError("out is missing: pass --out=DIR, the folder of the sweep")
+    return values, fixed, grid
+
+
+def _names(arguments: Sequence[str]) -> set[str]:
+    return {"--" + one.lstrip("-").partition("=")[0] for one in arguments}
+
+
+def _split(values: str) -> Iterator[str]:
+    """The values between commas that no bracket encloses."""
+    depth, begin = 0, 0
+    for place, letter in enumerate(values):
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            yield values[begin:place]
+            begin = place + 1
+    yield values[begin:]
+
+
+def _slug(values: str) -> str:
+    return re.sub(r"[^\w.=+-]+", "_", values)[:120]
+
+
+def _digest(config: ml_collections.ConfigDict) -> str:
+    """Tells two configs apart, whatever they were called in: another one is another cell."""
+    fields = {name: value for name, value in flat(config.to_dict()).items() if name != "report"}
+    return hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()[:10]
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")
+    raise SystemExit(main())
