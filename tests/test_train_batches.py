@@ -7,24 +7,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from toy_training import conversations
+from toy_training import Listed, conversations
 
 from specjax.errors import InputError
 from train.batches import Packing, Position, ReadAhead, Shape, build, stream
 
 SHAPE = Shape(rows=4, tokens=32, labels=20)
-
-
-class Listed(list):
-    """Conversations in memory, as a dataset on disk shows them."""
-
-    @property
-    def lengths(self):
-        return np.array([len(one.tokens) for one in self], np.int32)
-
-    @property
-    def num_labels(self):
-        return np.array([one.loss_mask.sum() for one in self], np.int32)
 
 
 def one(tokens, mask, **features):

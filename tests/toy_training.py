@@ -5,6 +5,7 @@ The toy is a linear drafter of two depths in the shape of Medusa heads, so that 
 """
 
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from train.method import Method, measure
 from train.teacher import at_rows
 
 DEPTHS = 2
-TOKENS, LABELS = 32, 20
+TOKENS, LABELS = 32, 28
 SHAPE = dict(
     vocab_size=32,
     hidden_size=16,
@@ -51,6 +52,37 @@ def conversations(count=60, seed=0, features=()):
         values = {name: rng.normal(size=(length, width)).astype(np.float16) for name in features}
         found.append(Example(tokens=tokens, loss_mask=mask, features=values, id=number))
     return found
+
+
+class Listed(list):
+    """Conversations in memory, as a dataset on disk shows them."""
+
+    directory, feature_names = "toys", ()
+    pause = 0.0
+
+    def __getitem__(self, index):
+        time.sleep(self.pause)
+        return super().__getitem__(index)
+
+    @property
+    def lengths(self):
+        """Tokens of each."""
+        return np.array([len(one.tokens) for one in self], np.int32)
+
+    @property
+    def num_labels(self):
+        """Tokens of each that count."""
+        return np.array([one.loss_mask.sum() for one in self], np.int32)
+
+    @property
+    def validation(self):
+        """Those that are held out."""
+        return np.array([one.id % 50 == 0 for one in self])
+
+    @property
+    def target(self):
+        """Who is said to have written them."""
+        return target_facts(toy_target())
 
 
 def write_data(directory, **options):
@@ -117,7 +149,8 @@ def get_config(poison=""):
     config.eval.every = 0
     config.eval.batches = 1
     config.eval.prompts = 0
-    config.poison = int(poison or -1)
+    config.poison = int(poison or -1)  # a token whose loss is NaN
+    config.pause = 0.0  # seconds to read a conversation
     return config
 
 
@@ -126,8 +159,14 @@ if __name__ == "__main__":
 
     run.load_model = lambda name, mesh=None: toy_target(mesh)
 
+    # `--config.data=memory` needs no dataset on disk.
+    toys = Listed(conversations())
+    on_disk = run.open_responses
+    run.open_responses = lambda path: toys if path == "memory" else on_disk(path)
+
     def make(target, config):
         """The method of this file's config."""
+        toys.pause = config.pause
         return toy_method(target, poison=config.poison if config.poison >= 0 else None)
 
     raise SystemExit(run.main(make, __file__, sys.argv[1:]))

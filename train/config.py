@@ -19,7 +19,7 @@ def training_fields() -> ConfigDict:
     config = ConfigDict()
     config.target = DEFAULT_MODEL
     config.dtype = "auto"  # of products: auto | float32 | bfloat16
-    config.data = config_dict.placeholder(str)  # what train.generate wrote
+    config.data = config_dict.placeholder(str)  # directories, with commas
     # Target features: those in the data set, or computed in the step; auto takes what is there.
     config.features = "auto"
     config.workdir = config_dict.placeholder(str)
@@ -117,7 +117,9 @@ def read_settings(config: ConfigDict, data_devices: int = 1) -> Settings:
             continue
         # A NaN fails this too.
         if not (0 <= value < float("inf")) or (positive and value == 0):
-            raise InputError(f"{name}={value}: use a number {'above' if positive else 'from'} 0")
+            raise InputError(
+                f"{name}={value}: use a number {'above' if positive else 'of at least'} 0"
+            )
     for name, words in (("schedule", SCHEDULES), ("features", FEATURES)):
         if config[name] not in words:
             raise InputError(f"{name}={config[name]!r}: use {', '.join(words)}")

@@ -24,14 +24,15 @@ from train import loop
 from train import workdir as files
 from train.batches import Packing, Shape
 from train.config import Settings, read_settings, record_of
-from train.data.responses import Responses, open_responses, target_facts
+from train.data.examples import check_target, target_facts
+from train.data.sources import Sources, open_sources
 from train.evaluate import Evaluation, held_out_prompts
 from train.journal import Journal
 from train.method import Method
 from train.precision import as_multiplied, multiply_dtype
 from train.step import gathered, make_program
 
-MakeMethod = Callable[[Model, ConfigDict], Method]
+MakeMethod = Callable[[Model, Sources, ConfigDict], Method]
 
 
 def main(make_method: MakeMethod, default: str, argv: Sequence[str] | None = None) -> int:
@@ -42,7 +43,7 @@ def main(make_method: MakeMethod, default: str, argv: Sequence[str] | None = Non
 def run(config: ConfigDict, make_method: MakeMethod, console: Console | None = None) -> int:
     """Train what a config says and export it; returns the exit code. Raises InputError.
 
-    `make_method(target, config)` gives the method. The same call goes on with a run that was
+    `make_method(target, data, config)` gives the method. The same call goes on with a run that was
     stopped before.
     """
     begin = time.perf_counter()
@@ -55,13 +56,14 @@ def run(config: ConfigDict, make_method: MakeMethod, console: Console | None = N
     settings = read_settings(config, axis_size(mesh, DATA))
     multiply = multiply_dtype(config.dtype)
 
-    def load() -> tuple[Model, Responses]:
-        data = open_responses(config.data)
+    def load() -> tuple[Model, Sources]:
+        data = open_sources(config.data.split(","))
         model = load_model(config.target, mesh=mesh)
-        return model, open_responses(config.data, target_facts(model)) if data else data
+        check_target(f"data={config.data!r}", data.target, target_facts(model))
+        return model, data
 
     target, data = processes.together(load)
-    method = make_method(target, config)
+    method = make_method(target, data, config)
     names = _features_read(method, data, settings.features)
     shape = Shape(
         settings.batch_size,
@@ -127,20 +129,20 @@ def run(config: ConfigDict, make_method: MakeMethod, console: Console | None = N
         return _end(journal, workdir, outcome, settings, time.perf_counter() - begin)
 
 
-def _features_read(method: Method, data: Responses, wanted: str) -> tuple[str, ...]:
+def _features_read(method: Method, data: Sources, wanted: str) -> tuple[str, ...]:
     """The features that are read from the data set; all that the method needs, or none."""
     missing = [name for name in method.features if name not in data.feature_names]
     if wanted == "stored" and missing:
         there = ", ".join(data.feature_names) or "none"
         raise InputError(
-            f"features='stored': {data.directory} has no {missing[0]} (there are {there}); use "
-            "features=online, or store them with train.features"
+            f"features='stored': {data.parts[0].directory} has no {missing[0]} (there are "
+            f"{there}); use features=online, or store them with train.features"
         )
     return () if wanted == "online" or missing else method.features
 
 
 def _held_out_packing(
-    data: Responses, held_out: np.ndarray, shape: Shape, journal: Journal
+    data: Sources, held_out: np.ndarray, shape: Shape, journal: Journal
 ) -> Packing | None:
     try:
         return Packing(data, held_out, shape, 0)

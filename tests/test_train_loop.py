@@ -1,0 +1,482 @@
+"""The training step and loop on a toy: meshes, accumulation, gradients, limits, bad losses."""
+
+import dataclasses
+import itertools
+import math
+import time
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from rich.console import Console
+from toy_training import (
+    LABELS,
+    SHAPE,
+    TOKENS,
+    Listed,
+    conversations,
+    get_config,
+    toy_method,
+    toy_target,
+)
+
+from specjax import sharding
+from specjax.errors import InputError
+from train import loop
+from train import workdir as files
+from train.batches import Packing, Position, Shape, build
+from train.config import flat_scales, read_settings, training_fields
+from train.data.examples import Example
+from train.evaluate import held_out_prompts, measure_tau
+from train.journal import Journal, add, scalars, sums_of
+from train.optimizer import Optimization, learning_rate, make_optimizer
+from train.step import loss_function, make_program, placer
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+def settings_of(**changes):
+    config = get_config()
+    for name, value in changes.items():
+        config[name] = value
+    return read_settings(config)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return toy_target()
+
+
+def feed_of(settings, source=None, features=()):
+    source = Listed(conversations(features=features)) if source is None else source
+    shape = Shape(
+        settings.batch_size, TOKENS, LABELS, features, SHAPE["hidden_size"] if features else 0
+    )
+    return loop.Feed(source, Packing(source, np.arange(len(source)), shape, settings.seed), shape)
+
+
+def run_steps(target, settings, mesh=None, steps=5, method=None):
+    """The mean loss of each step, and the state after the last."""
+    method = method or toy_method(target)
+    program = make_program(method, target.architecture, settings, mesh)
+    params = sharding.spread(target.params, mesh)
+    place = placer(settings, mesh)
+    state, losses, compiled = program.state, [], None
+    for batch, _ in itertools.islice(feed_of(settings).batches(Position(0, 0), place), steps):
+        compiled = compiled or program.compile(params, batch)
+        state, report = compiled(state, params, batch)
+        losses.append(float(report.loss) / float(report.measures.weight))
+    return losses, state
+
+
+def mesh_of(data, model=1):
+    return sharding.make_mesh(data, model, jax.devices()[: data * model])
+
+
+@pytest.fixture(scope="module")
+def alone(target):
+    """What one device gives."""
+    return run_steps(target, settings_of())
+
+
+def test_the_toy_learns(alone):
+    losses, _ = alone
+    assert losses[-1] < losses[0] - 0.5
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "fsdp"), [(1, 1, False), (2, 1, False), (4, 1, True), (2, 2, True)]
+)
+def test_a_mesh_gives_the_losses_of_one_device(data, model, fsdp, target, alone):
+    losses, state = run_steps(target, settings_of(fsdp=fsdp), mesh_of(data, model))
+    np.testing.assert_allclose(losses, alone[0], rtol=1e-5)
+    for mine, other in zip(
+        jax.tree.leaves(state.params), jax.tree.leaves(alone[1].params), strict=True
+    ):
+        np.testing.assert_allclose(mine, other, atol=1e-5)
+
+
+def test_another_seed_gives_other_losses(target, alone):
+    """The comparison of meshes is not vacuous."""
+    losses, _ = run_steps(target, settings_of(seed=1))
+    assert np.abs(np.array(losses) - alone[0]).max() > 1e-2
+
+
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_the_optimizers_state_is_split(fsdp, target):
+    """Each device holds a quarter of it, of the parameters where that is asked for."""
+    _, state = run_steps(target, settings_of(fsdp=fsdp), mesh_of(4), steps=1)
+
+    def share(leaf):
+        return leaf.addressable_shards[0].data.size / leaf.size
+
+    adam = optax.tree.get(state.optimizer, "mu")
+    assert all(share(leaf) == 1 / 4 for leaf in jax.tree.leaves(adam))
+    expected = 1 / 4 if fsdp else 1
+    assert all(share(leaf) == expected for leaf in jax.tree.leaves(state.params))
+
+
+@pytest.mark.parametrize("accumulate", [2, 4])
+def test_accumulating_equals_one_big_batch(accumulate, target, alone):
+    losses, state = run_steps(target, settings_of(accumulate=accumulate))
+    np.testing.assert_allclose(losses, alone[0], rtol=1e-5)
+    for mine, other in zip(
+        jax.tree.leaves(state.params), jax.tree.leaves(alone[1].params), strict=True
+    ):
+        np.testing.assert_allclose(mine, other, atol=2e-6)
+
+
+def test_the_mean_of_means_is_another_gradient(target):
+    """What accumulation must not do shows on these batches: their label counts differ."""
+    settings = settings_of()
+    method = toy_method(target)
+    loss = loss_function(method, target.architecture, False)
+    feed = feed_of(settings)
+    batch = build(feed.source, feed.packing.rows(0)[:4], feed.shape)
+    params, key = method.init(jax.random.key(0)), jax.random.key(0)
+
+    gradients = jax.jit(jax.grad(loss, has_aux=True))
+
+    def gradient(rows):
+        part = jax.tree.map(lambda leaf: jnp.asarray(leaf[rows]), batch)
+        grads, measures = gradients(params, target.params, part, key)
+        return grads["head"]["kernel"], measures.weight
+
+    whole, weight = gradient(slice(0, 4))
+    halves = [gradient(rows) for rows in (slice(0, 2), slice(2, 4))]
+    exact = sum(grads for grads, _ in halves) / weight
+    naive = sum(grads / count for grads, count in halves) / 2
+    np.testing.assert_allclose(exact, whole / weight, atol=1e-6)
+    assert float(jnp.abs(naive - whole / weight).max()) > 1e-4
+
+
+def test_masked_tokens_have_no_gradient(target):
+    """A feature gets one where a label is predicted from it; padding and prompts get none."""
+    settings = settings_of()
+    method = toy_method(target)
+    feed = feed_of(settings, features=("final_norm",))
+    batch = build(feed.source, feed.packing.rows(0)[:4], feed.shape)
+    params, key = method.init(jax.random.key(0)), jax.random.key(0)
+    params["head"]["kernel"] += 0.1 * jax.random.normal(key, params["head"]["kernel"].shape)
+    batch = jax.tree.map(jnp.asarray, batch)
+    loss = loss_function(method, target.architecture, False)
+
+    def of_features(values):
+        filled = batch.replace(features={"final_norm": values})
+        return loss(params, target.params, filled, key)[0]
+
+    grads = jax.jit(jax.grad(of_features))(batch.features["final_norm"].astype(jnp.float32))
+    reached = np.asarray(jnp.abs(grads).sum(-1) > 0)
+    expected = np.zeros_like(reached)
+    for row, labels in enumerate(np.asarray(batch.labels)):
+        expected[row, labels[labels >= 0] - 2] = True
+    assert (reached == expected).all()
+    assert 0 < expected.sum() < expected.size
+    # The features were read from the data, not computed: another target gives the same.
+    other = jax.tree.map(jnp.zeros_like, target.params)
+    values = [jax.jit(loss)(params, one, batch, key)[0] for one in (target.params, other)]
+    assert float(values[0]) == float(values[1])
+
+
+def test_remat_gives_the_same_and_keeps_less(target, alone):
+    losses, _ = run_steps(target, settings_of(remat=True))
+    np.testing.assert_allclose(losses, alone[0], rtol=1e-6)
+    program = make_program(toy_method(target), target.architecture, settings_of(remat=True), None)
+    settings = settings_of(remat=True)
+    batch, _ = next(feed_of(settings).batches(Position(0, 0), placer(settings, None)))
+    assert "remat" in str(jax.make_jaxpr(program.step)(program.state, target.params, batch))
+
+
+def test_the_state_is_donated_and_the_target_kept(target):
+    settings = settings_of()
+    method = toy_method(target)
+
+    def init(key):
+        # As a draft model begins: with arrays of the target.
+        return {**method.init(key), "norm": {"scale": target.params["final_norm"]["scale"]}}
+
+    borrowing = method._replace(init=init)
+    program = make_program(borrowing, target.architecture, settings, None)
+    batch, _ = next(feed_of(settings).batches(Position(0, 0), placer(settings, None)))
+    compiled = program.compile(target.params, batch)
+    before = program.state
+    compiled(before, target.params, batch)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before.params))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(target.params))
+
+
+class Run:
+    """A run in a directory, with a silent journal."""
+
+    def __init__(self, directory, target, settings, source=None, method=None):
+        self.workdir = files.open_workdir(directory, {"config": {"seed": settings.seed}})
+        self.target, self.settings = target, settings
+        self.feed = feed_of(settings, source)
+        self.program = make_program(
+            method or toy_method(target), target.architecture, settings, None
+        )
+        self.progress = loop.Progress()
+        if saved := files.last_checkpoint(self.workdir):
+            self.program, self.progress = loop.resumed(self.program, saved)
+        files.truncate_metrics(self.workdir, self.progress.step)
+
+    def train(self, evaluate=None):
+        console = Console(quiet=True)
+        with Journal(self.workdir, console, self.settings.steps, self.progress.step) as journal:
+            return loop.train(
+                self.program,
+                self.target.params,
+                self.feed,
+                self.settings,
+                self.workdir,
+                journal,
+                self.progress,
+                evaluate,
+            )
+
+    def steps(self):
+        return sorted(int(path.name[5:]) for path in self.workdir.checkpoints.glob("step-*"))
+
+
+def poisoned(step, rows=4):
+    """Conversations that have token 31, as a label, in the batch of that step only."""
+    source = Listed(conversations())
+    for example in source:
+        example.tokens[:] %= 29
+    packing = feed_of(settings_of(), source).packing
+    example = source[packing.rows(0)[rows * (step - 1)][0]]
+    example.tokens[-1] = 31
+    return source
+
+
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(target, tmp_path):
+    method = toy_method(target, poison=31)
+    run = Run(tmp_path / "w", target, settings_of(), poisoned(step=8), method)
+    with pytest.raises(InputError, match=r"step 8: the loss is nan, .*step 5 in .* is good"):
+        run.train()
+    assert run.steps() == [5]
+    rows = files.read_metrics(run.workdir)
+    assert [row["step"] for row in rows] == [4]
+    assert all(math.isfinite(value) for value in rows[0].values())
+    saved = files.last_checkpoint(run.workdir)
+    state = files.restore(saved, Run(tmp_path / "other", target, settings_of()).program.state)
+    assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(state.params))
+
+
+def test_a_gradient_that_is_not_finite_stops_too(target, tmp_path):
+    method = toy_method(target)
+
+    def loss(params, target_params, batch, key):
+        total, measures = method.loss(params, target_params, batch, key)
+        # The square root's slope at zero is infinite.
+        return total + jnp.sqrt(0.0 * jnp.sum(params["blocks"]["bias"])), measures
+
+    run = Run(tmp_path / "w", target, settings_of(), method=method._replace(loss=loss))
+    with pytest.raises(InputError, match="step 1: .* norm nan; there is no checkpoint yet"):
+        run.train()
+    assert run.steps() == []
+
+
+def test_minutes_end_a_run_with_a_checkpoint_and_it_goes_on(target, tmp_path, monkeypatch):
+    whole = Run(tmp_path / "whole", target, settings_of())
+    assert whole.train().reason == loop.DONE
+    seconds = itertools.count()
+    clock = SimpleNamespace(monotonic=lambda: next(seconds), perf_counter=time.perf_counter)
+    monkeypatch.setattr(loop, "time", clock)
+    ended = []
+    for _ in range(2):
+        run = Run(tmp_path / "w", target, settings_of(minutes=7 / 60))
+        ended.append(run.train())
+    assert [(one.step, one.reason) for one in ended] == [(7, loop.TIME), (12, loop.DONE)]
+    assert timeless(run.workdir) == timeless(whole.workdir)
+
+
+def timeless(workdir):
+    times = ("train/tokens_per_second", "train/data_wait")
+    return [
+        {name: value for name, value in row.items() if name not in times}
+        for row in files.read_metrics(workdir)
+    ]
+
+
+def test_the_last_two_checkpoints_are_kept(target, tmp_path):
+    run = Run(tmp_path / "w", target, settings_of(steps=17))
+    run.train()
+    assert run.steps() == [15, 17]
+
+
+def test_evaluations_are_logged_once(target, tmp_path):
+    config = get_config()
+    config.eval.every = 4
+    settings = read_settings(config)
+    seen = []
+
+    def evaluate(params, step, last):
+        seen.append((step, last))
+        return {"eval/tau": float(step)}
+
+    run = Run(tmp_path / "w", target, settings)
+    run.train(evaluate)
+    assert seen == [(4, False), (8, False), (12, True)]
+    Run(tmp_path / "w", target, settings).train(evaluate)
+    assert len(seen) == 3
+    told = [row for row in files.read_metrics(run.workdir) if "eval/tau" in row]
+    assert [row["eval/tau"] for row in told] == [4, 8, 12]
+
+
+def test_scalars_follow_their_definitions():
+    sums = {
+        "loss": 30.0,
+        "weight": 10.0,
+        "losses": {"ce": 20.0},
+        "correct": [6.0, 5.0],
+        "prefix_correct": [6.0, 3.0],
+        "counts": [10.0, 8.0],
+    }
+    found = scalars(sums, "train")
+    assert found["train/loss"] == 3.0
+    assert found["train/loss_ce"] == 2.0
+    assert (found["train/acc_pos_0"], found["train/acc_pos_1"]) == (0.6, 0.625)
+    assert (found["train/full_acc_0"], found["train/full_acc_1"]) == (0.6, 0.375)
+    assert found["train/cond_acc_1"] == pytest.approx(0.625)
+    assert found["train/tau_sim"] == pytest.approx(1 + 0.6 + 0.375)
+    assert add(sums, sums)["prefix_correct"] == [12.0, 6.0]
+    assert add(None, sums) == sums
+    assert scalars(add(sums, sums), "train") == found
+
+
+def test_sums_are_plain_numbers(target):
+    method = toy_method(target)
+    feed = feed_of(settings_of())
+    batch = jax.tree.map(jnp.asarray, build(feed.source, feed.packing.rows(0)[:4], feed.shape))
+    loss = loss_function(method, target.architecture, False)
+    key = jax.random.key(0)
+    value, measures = jax.jit(loss)(method.init(key), target.params, batch, key)
+    sums = sums_of(value, measures)
+    assert sums["loss"] == float(value)
+    assert sums["counts"][0] == sums["weight"] == float((batch.labels >= 0).sum())
+    assert len(sums["correct"]) == 2
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_the_rate_rises_and_falls(schedule):
+    settings = Optimization(2.0, schedule, warmup=4, decay_steps=24, final_fraction=0.1)
+    rates = [float(learning_rate(settings, step)) for step in range(40)]
+    np.testing.assert_allclose(rates[:5], [0.4, 0.8, 1.2, 1.6, 2.0], rtol=1e-6)
+    middle = {"cosine": 1.1, "linear": 1.1, "constant": 2.0}[schedule]
+    assert rates[14] == pytest.approx(middle)
+    assert rates[24] == rates[39] == pytest.approx(2.0 if schedule == "constant" else 0.2)
+
+
+def updates_of(settings, params, grads):
+    optimizer = make_optimizer(settings, params)
+
+    def first(params, grads):
+        return optimizer.update(grads, optimizer.init(params), params)[0]
+
+    return jax.jit(first)(params, grads)
+
+
+def test_rates_by_name():
+    params = {"a": {"kernel": jnp.ones((2, 2)), "b": {"kernel": jnp.ones(2)}}, "c": jnp.ones(3)}
+    settings = Optimization(1.0, "constant", clip=0.0)
+    plain = updates_of(settings, params, params)
+    scales = {"a": 2.0, "a.b": 5.0}
+    scaled = updates_of(dataclasses.replace(settings, scales=scales), params, params)
+    ratio = jax.tree.map(lambda one, other: float((one / other).mean()), scaled, plain)
+    assert ratio == {"a": {"kernel": 2.0, "b": {"kernel": 5.0}}, "c": 1.0}
+    with pytest.raises(
+        InputError, match=r"learning_rate_scales\.d: no parameter .* there are a, c"
+    ):
+        make_optimizer(dataclasses.replace(settings, scales={"d": 1.0}), params)
+
+
+def test_decay_leaves_scales_and_biases_alone():
+    params = {"kernel": jnp.ones((2, 2)), "scale": jnp.ones(2), "bias": jnp.ones((2, 2))}
+    settings = Optimization(1.0, "constant", weight_decay=0.1, clip=0.0)
+    updates = updates_of(settings, params, jax.tree.map(jnp.zeros_like, params))
+    assert float(updates["kernel"].max()) == pytest.approx(-0.1)
+    assert not updates["scale"].any()
+    assert not updates["bias"].any()
+
+
+def test_gradients_are_clipped_by_their_global_norm():
+    """Adam forgets a factor of its first gradient, but not of a later one."""
+    params = {"kernel": jnp.zeros(4)}
+    one, large = {"kernel": jnp.full(4, 0.5)}, {"kernel": jnp.full(4, 500.0)}
+
+    def second(clip):
+        optimizer = make_optimizer(Optimization(1.0, "constant", clip=clip), params)
+
+        def both(params):
+            _, state = optimizer.update(one, optimizer.init(params), params)
+            return optimizer.update(large, state, params)[0]["kernel"]
+
+        return jax.jit(both)(params)
+
+    assert float(jnp.abs(second(1.0) + 1).max()) < 1e-3
+    assert float(jnp.abs(second(0.0) + 1).max()) > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (dict(steps=0), "steps=0: use a whole number of at least 1"),
+        (dict(batch_size=3, accumulate=2), "accumulate=2: batch_size=3 rows cannot be split"),
+        (dict(learning_rate=0.0), "learning_rate=0.0: use a number above 0"),
+        (dict(learning_rate=float("nan")), "learning_rate=nan"),
+        (dict(clip=-1.0), "clip=-1.0: use a number of at least 0"),
+        (dict(minutes=-1.0), "minutes=-1.0"),
+        (dict(schedule="cosin"), "schedule='cosin': use cosine, linear, constant"),
+        (dict(features="some"), "features='some': use auto, stored, online"),
+    ],
+)
+def test_senseless_fields_are_refused(changes, said):
+    with pytest.raises(InputError, match=said):
+        settings_of(**changes)
+
+
+def test_rows_must_divide_over_devices():
+    config = get_config()
+    with pytest.raises(InputError, match="mesh.data=3: 4 rows .* cannot be spread"):
+        read_settings(config, data_devices=3)
+
+
+def test_scales_may_be_nested():
+    config = training_fields()
+    with config.unlocked():
+        config.learning_rate_scales = {"a": {"b": 2.0}, "c": 3.0}
+    assert flat_scales(config.learning_rate_scales) == {"a.b": 2.0, "c": 3.0}
+
+
+def test_prompts_end_where_answers_begin():
+    source = Listed(conversations(30))
+    prompts = held_out_prompts(source, np.arange(30), 4, room=8)
+    assert len(prompts) == 4
+    for prompt in prompts:
+        assert any(prompt == one.tokens[: one.loss_mask.argmax()].tolist() for one in source)
+    long = Example(np.arange(20, dtype=np.int32), np.arange(20) >= 15, id=1)
+    assert held_out_prompts(Listed([long]), np.array([0]), 4, room=8) == []
+    assert held_out_prompts(source, np.array([], int), 4, room=8) == []
+
+
+def test_tau_is_measured_by_decoding(tiny):
+    """The target as its own drafter is always right: K + 1 tokens a round."""
+    from specjax.drafters import draft_model
+
+    def itself(head, target):
+        return draft_model.make(target.architecture, head)
+
+    found = measure_tau(
+        tiny.params,
+        tiny,
+        [[3, 4, 5], [7, 1]],
+        new_tokens=12,
+        num_speculative_tokens=3,
+        make_drafter=itself,
+    )
+    assert found["tau"] == 4.0
+    assert found["decoded_acc_pos_0"] == found["decoded_acc_pos_2"] == 1.0
