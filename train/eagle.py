@@ -11,6 +11,7 @@ Ctrl-C.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,17 +21,25 @@ import numpy as np
 from flax.core import meta
 from jax import lax
 from jaxtyping import Array, Float, Int, Key
+from ml_collections import ConfigDict
 
 from specjax.errors import InputError
+from specjax.frontdoor import use_compilation_cache
 from specjax.heads.head import Head, TargetFacts
 from specjax.models.attention import Partial, attend_in_blocks, merge
-from specjax.models.eagle import Eagle, EagleConfig
+from specjax.models.eagle import Eagle, EagleConfig, default_taps
 from specjax.models.model import Model
 from specjax.models.shared import share
+from train import run
 from train.batches import Batch
+from train.data.sources import Sources
+from train.data.vocabulary import draft_vocabulary
 from train.losses import smooth_l1, soft_cross_entropy
 from train.method import Measures, Method, measure
+from train.precision import multiply_dtype
 from train.teacher import ahead, at_rows, is_known, label_ahead, teacher_logits
+
+CONFIG = "configs/train_eagle3.py"
 
 
 @dataclass(frozen=True)
@@ -145,7 +154,8 @@ def eagle_loss(
     keys and, at its own row, to those of the steps before: scores of [B, H, T, T + i] never exist.
     """
     labels, tokens = batch.labels, batch.tokens
-    rows = labels - 2
+    # Where there is no label, row 0: what sees nothing is not a number, nor is its gradient.
+    rows = jnp.maximum(labels - 2, 0)
     features = {name: value.astype(jnp.float32) for name, value in batch.features.items()}
     taps = {name: features[name] for name in head.config.taps}
     if loss.noise:
@@ -158,7 +168,7 @@ def eagle_loss(
     # Queries are made again below, for fewer rows; XLA drops those that are not read.
     _, keys, values = head.heads(params, attended, batch.positions)
     keys, values = keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3)
-    positions, segment = at_rows((batch.positions, batch.segments), rows)
+    positions, segment = at_rows(batch.positions, rows), at_rows(batch.segments, rows)
     same = segment[:, :, None] == batch.segments[:, None, :]
     until = jnp.arange(tokens.shape[1])[None, None, :] <= rows[:, :, None]
     repeats = head.config.decoder.num_heads // head.config.decoder.num_kv_heads
@@ -217,3 +227,35 @@ def _attend_own(
     """Each query over the one key at its own row."""
     score = jnp.sum(query * key, axis=-1, keepdims=True)
     return Partial(score, jnp.ones_like(score), value)
+
+
+def make_method(target: Model, data: Sources, config: ConfigDict) -> Method:
+    """The method of a config; raises InputError for values that make no sense."""
+    options = config.eagle.to_dict()
+    loss = EagleLoss(**config.loss.to_dict())
+    start, size = options.pop("start"), options.pop("draft_vocab_size")
+    taps = options.pop("taps")
+    if not taps:
+        version_1 = options["version"] == 1
+        taps = ("final_norm",) if version_1 else default_taps(target.config.num_layers)
+    chosen = np.flatnonzero(~data.validation)
+    draft_ids = draft_vocabulary(data, chosen, size, target.config.vocab_size)
+    shape = EagleConfig(
+        decoder=dataclasses.replace(target.config, num_layers=1),
+        target_hidden_size=target.config.hidden_size,
+        draft_vocab_size=target.config.vocab_size if draft_ids is None else len(draft_ids),
+        taps=tuple(taps),
+        **options,
+    )
+    multiply = multiply_dtype(config.dtype)
+    return eagle_method(target, shape, draft_ids, loss, start=start, multiply=multiply)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    return run.main(make_method, CONFIG, argv)
+
+
+if __name__ == "__main__":
+    use_compilation_cache()
+    raise SystemExit(main())

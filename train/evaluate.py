@@ -93,7 +93,7 @@ def measure_tau(
     tokens 0..i were accepted. `make_drafter(head, target)` is `specjax.heads.head_drafter`.
     """
     if make_drafter is None:
-        from specjax.heads import head_drafter as make_drafter
+        from specjax.heads.drafters import head_drafter as make_drafter
     result = generate(
         target,
         [list(prompt) for prompt in prompts],

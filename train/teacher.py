@@ -42,7 +42,9 @@ def fill_features(
     return batch.replace(features={**batch.features, **found})
 
 
-def at_rows(values: Any, rows: Int[Array, "B A"]) -> Any:
+def at_rows(
+    values: Shaped[Array, "B T *rest"], rows: Int[Array, "B A"]
+) -> Shaped[Array, "B A *rest"]:
     """`values` [B, T, ...] at each row's own places; places below 0 give the first."""
     rows = jnp.maximum(rows, 0)
     return jax.vmap(lambda value, places: value[places])(values, rows)

@@ -255,7 +255,7 @@ class Eagle:
         start: Int[Array, ""] | int,
         visible: Bool[Array, "#B T W"],
     ) -> tuple[Float[Array, "B T D"], Window]:
-        """Outputs of T pairs, which fill the window from slot `start` on; the cache is only read."""
+        """Outputs of T pairs, put in the window from slot `start` on; the cache is only read."""
         residual, attended = self.inputs(params, tokens, hidden)
         query, key, value = self.heads(params, attended, positions)
         window = Window(

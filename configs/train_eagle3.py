@@ -1,0 +1,48 @@
+"""Train an EAGLE-3 head: `python -m train.eagle --config=configs/train_eagle3.py[:debug]`."""
+
+from ml_collections import config_dict
+
+from train.config import training_fields
+
+
+def get_config(size=""):
+    config = training_fields()
+    config.steps = 2400
+    config.learning_rate = 1e-3
+    config.row_tokens = 512
+    config.row_labels = 288
+
+    config.eagle = config_dict.ConfigDict()
+    config.eagle.version = 3
+    config.eagle.draft_vocab_size = 8192  # the commonest tokens of the data; V = all
+    config.eagle.taps = ()  # target features; () = the inputs of layers 2, L/2 and L - 3
+    config.eagle.start = "target"  # target: its last layer and its head where they fit | random
+    config.eagle.fc_bias = False
+    config.eagle.own_embedding = False
+    config.eagle.norm_before_residual = False
+    config.eagle.norm_before_fc = False
+    config.eagle.fc_norm = False
+    config.eagle.norm_output = False
+
+    config.loss = config_dict.ConfigDict()
+    config.loss.steps = 4  # draft steps that are unrolled
+    config.loss.decay = 0.8  # the weight of step i is decay ** i
+    config.loss.cross_entropy = 1.0
+    config.loss.feature = 0.0  # smooth L1 to the target's next feature
+    config.loss.noise = 0.0  # half-width of the noise on features
+
+    if size == "debug":
+        config.steps = 6
+        config.batch_size = 2
+        config.row_tokens = 64
+        config.row_labels = 32
+        config.log_every = 1
+        config.checkpoint_every = 3
+        config.eval.every = 0
+        config.eval.prompts = 1
+        config.eval.new_tokens = 8
+        config.eagle.draft_vocab_size = 512
+        config.loss.steps = 2
+    elif size:
+        raise ValueError(f"size {size!r} is unknown: use debug, or leave it out")
+    return config

@@ -1,0 +1,52 @@
+"""Small heads with random weights, for the tests."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.core import meta
+
+from specjax.heads.drafters import head_drafter
+from specjax.heads.head import Head, TargetFacts
+from specjax.models.eagle import Eagle, EagleConfig, default_taps
+
+
+def eagle_config(target, version=3, vocabulary=None, **flags):
+    taps = ("final_norm",) if version == 1 else default_taps(target.config.num_layers)
+    return EagleConfig(
+        decoder=dataclasses.replace(target.config, num_layers=1),
+        version=version,
+        target_hidden_size=target.config.hidden_size,
+        draft_vocab_size=vocabulary or target.config.vocab_size,
+        taps=taps,
+        **flags,
+    )
+
+
+def scaled(params, seed, spread):
+    """The parameters with noise: norms and biases that are not neutral, logits that are."""
+    leaves, tree = jax.tree.flatten(params)
+    rng = np.random.default_rng(seed)
+    noisy = []
+    for leaf in map(np.asarray, leaves):
+        noise = rng.standard_normal(leaf.shape, np.float32)
+        size = 0.1 if leaf.ndim == 1 else spread * leaf.shape[0] ** -0.5
+        noisy.append(jnp.asarray(leaf * (leaf.ndim == 1) + noise * size))
+    return jax.tree.unflatten(tree, noisy)
+
+
+def eagle_head(target, version=3, vocabulary=None, seed=0, spread=1.0, **flags):
+    config = eagle_config(target, version, vocabulary, **flags)
+    params = meta.unbox(Eagle(config, jnp.dtype("float32")).init(jax.random.key(seed)))
+    ids = None
+    if vocabulary is not None:
+        rng = np.random.default_rng(seed)
+        ids = np.sort(rng.choice(target.config.vocab_size, vocabulary, replace=False))
+        ids = ids.astype(np.int32)
+    kind = "eagle3" if version == 3 else "eagle"
+    return Head(kind, config, scaled(params, seed, spread), ids, TargetFacts.of(target))
+
+
+def eagle_drafter(target, **options):
+    return head_drafter(eagle_head(target, **options), target)

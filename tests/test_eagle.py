@@ -1,0 +1,180 @@
+"""EAGLE heads in the decoding loop: exact, and always at the state that a fresh prefill gives."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from decoding import PROMPTS, decode, first_state, greedy, make_session, mixed, rounds
+from heads import eagle_drafter, eagle_head
+
+from specjax import testing
+from specjax.drafters import eagle
+from specjax.errors import InputError
+from specjax.heads.drafters import head_drafter
+from specjax.prefill import prefill
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+NEW = 24
+FORMS = {
+    "eagle": dict(version=1),
+    "eagle_bias_reduced": dict(version=1, fc_bias=True, vocabulary=40),
+    "eagle3": dict(),
+    "eagle3_reduced": dict(vocabulary=40),
+    "eagle3_flags": dict(
+        vocabulary=40,
+        norm_before_residual=True,
+        norm_before_fc=True,
+        fc_norm=True,
+        norm_output=True,
+        own_embedding=True,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def plain(tiny):
+    options = dict(sampling=mixed(max_new_tokens=NEW), batch_size=1)
+    return decode(tiny, PROMPTS, verify="coupled", **options)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_coupled_rows_are_those_of_plain_decoding(form, tiny, plain):
+    got = decode(
+        tiny,
+        PROMPTS,
+        drafter=eagle_drafter(tiny, **FORMS[form]),
+        verify="coupled",
+        sampling=mixed(max_new_tokens=NEW),
+        num_speculative_tokens=4,
+    )
+    assert got.token_ids == plain.token_ids
+    took_part = got.emitted > 0
+    assert 0 < got.accepted[took_part].sum() < got.drafted[took_part].sum()
+    # A prompt of one token has no feature to draft from.
+    assert [row for row in range(8) if got.drafted[row, 0] == 0] == [0, 5]
+
+
+@pytest.mark.parametrize("length", [0, 1, 8])
+def test_draft_lengths(length, tiny, plain):
+    got = decode(
+        tiny,
+        PROMPTS,
+        drafter=eagle_drafter(tiny),
+        verify="coupled",
+        sampling=mixed(max_new_tokens=NEW),
+        num_speculative_tokens=length,
+    )
+    assert got.token_ids == plain.token_ids
+    assert got.drafted.max() == length
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_a_row_does_not_depend_on_its_neighbours(rule, tiny):
+    options = dict(
+        drafter=eagle_drafter(tiny, vocabulary=40),
+        verify=rule,
+        sampling=mixed(max_new_tokens=NEW),
+        num_speculative_tokens=3,
+    )
+    together = decode(tiny, PROMPTS, **options, batch_size=8)
+    alone = decode(tiny, PROMPTS, **options, batch_size=1)
+    assert together.token_ids == alone.token_ids
+
+
+def fresh(session, state):
+    """The drafter's state, made anew from the tokens that are committed."""
+    target, params = session.plan.target, session.params[0]
+    lengths = state.length - 1
+    cache = target.make_cache(len(state.tokens), session.plan.capacity)
+    program = jax.jit(prefill, static_argnums=(0, 5, 6))
+    features = session.drafter.features
+    _, found = program(target, params, state.tokens, lengths, cache, 64, features)
+    return wrapped(session, state, found)
+
+
+def wrapped(session, state, features):
+    from specjax import loop
+
+    context = loop._context(session.plan, session.params[0], state)
+    return jax.jit(session.drafter.init)(session.params[1], context, features)
+
+
+def assert_fresh(session, state):
+    """Cache and output are what the committed tokens and their true features give."""
+    wanted, got = fresh(session, state), state.drafter
+    np.testing.assert_array_equal(got.cache.length, jnp.maximum(state.length - 1, 0))
+    held = jnp.arange(got.cache.capacity)[None, :] < got.cache.length[:, None]
+    held = held[None, :, None, :, None]
+    for mine, theirs in ((got.cache.k, wanted.cache.k), (got.cache.v, wanted.cache.v)):
+        np.testing.assert_allclose(
+            jnp.where(held, mine, 0), jnp.where(held, theirs, 0), atol=3e-5, rtol=1e-4
+        )
+    # A finished row's last output is not read any more.
+    active = np.asarray(state.active)
+    np.testing.assert_allclose(
+        np.asarray(got.output)[active], np.asarray(wanted.output)[active], atol=3e-5, rtol=1e-4
+    )
+
+
+def session_of(tiny, drafter, rule="rejection"):
+    return make_session(
+        tiny,
+        PROMPTS,
+        drafter=drafter,
+        num_speculative_tokens=3,
+        verify=rule,
+        sampling=mixed(max_new_tokens=NEW),
+    )
+
+
+@pytest.mark.parametrize("form", ["eagle", "eagle3_flags"])
+def test_the_state_equals_a_fresh_one_after_every_round(form, tiny):
+    session = session_of(tiny, eagle_drafter(tiny, **FORMS[form], spread=0.3))
+    state = first_state(session)
+    assert_fresh(session, state)
+    for state in rounds(session, state):
+        assert_fresh(session, state)
+    took_part = np.asarray(state.rounds.emitted) > 0
+    accepted = set(np.asarray(state.rounds.accepted)[took_part].tolist())
+    assert {0, 1, 2, 3} <= accepted
+
+
+def test_a_state_that_keeps_drafted_features_is_found_out(tiny):
+    """The broken twin feeds what the round emitted, but a feature late."""
+    drafter = eagle_drafter(tiny)
+
+    def late(params, state, context, accepted):
+        moved = {
+            name: jnp.roll(value, 1, axis=1) for name, value in accepted.features.items()
+        }
+        return drafter.observe(params, state, context, accepted.replace(features=moved))
+
+    session = session_of(tiny, dataclasses.replace(drafter, observe=late))
+    with pytest.raises(AssertionError):
+        for state in rounds(session, first_state(session)):
+            assert_fresh(session, state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [1, 3])
+def test_the_law_is_the_targets(version, tiny):
+    head = eagle_head(tiny, version=version, vocabulary=50, spread=0.5)
+    testing.check_drafter(head_drafter(head, tiny), tiny)
+
+
+def test_greedy_rows_and_the_end_of_room(tiny):
+    requests = greedy(max_new_tokens=NEW)
+    plain = decode(tiny, PROMPTS, sampling=requests, max_length=48)
+    got = decode(
+        tiny, PROMPTS, drafter=eagle_drafter(tiny), sampling=requests, max_length=48
+    )
+    assert got.token_ids == plain.token_ids
+
+
+def test_options_are_checked(tiny):
+    head = eagle_head(tiny)
+    with pytest.raises(InputError, match="draft_sample_method='best': use probabilistic or greedy"):
+        head_drafter(head, tiny, draft_sample_method="best")
+    assert isinstance(head_drafter(head, tiny, draft_p_min=0.2).init, type(eagle.make))
