@@ -238,8 +238,7 @@ def make_method(target: Model, data: Sources, config: ConfigDict) -> Method:
     if not taps:
         version_1 = options["version"] == 1
         taps = ("final_norm",) if version_1 else default_taps(target.config.num_layers)
-    chosen = np.flatnonzero(~data.validation)
-    draft_ids = draft_vocabulary(data, chosen, size, target.config.vocab_size)
+    draft_ids = draft_vocabulary(data, size, target.config.vocab_size)
     shape = EagleConfig(
         decoder=dataclasses.replace(target.config, num_layers=1),
         target_hidden_size=target.config.hidden_size,

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
+from pathlib import Path
+
 import numpy as np
 from jaxtyping import Int32, Int64
 
+from specjax import processes
 from specjax.errors import InputError
 from specjax.models.vocabulary import most_frequent
-from train.batches import Source
+from train.data.responses import Responses
+from train.data.sources import Sources
 
-
-def count_labels(data: Source, chosen: np.ndarray, vocab_size: int) -> Int64[np.ndarray, "V"]:
-    """How often each token is a label in the chosen conversations; reads them all once."""
-    counts = np.zeros(vocab_size, np.int64)
-    for index in chosen:
-        example = data[int(index)]
-        counts += np.bincount(example.tokens[example.loss_mask], minlength=vocab_size)
-    return counts
+COUNTS = "token_counts.npy"
+"""Beside a dataset's records, once they have been counted: reading them with features is slow."""
 
 
 def draft_vocabulary(
-    data: Source, chosen: np.ndarray, size: int | None, vocab_size: int
+    data: Sources | Responses, size: int | None, vocab_size: int
 ) -> Int32[np.ndarray, "Vd"] | None:
     """The `size` commonest tokens among labels, ascending; None for all (size None or V).
 
-    Raises InputError for a size out of range.
+    Conversations that are held out do not count. Raises InputError for a size out of range.
     """
     if size is None or size == vocab_size:
         return None
@@ -32,4 +32,38 @@ def draft_vocabulary(
         raise InputError(
             f"draft_vocab_size={size}: must lie in 1..{vocab_size}, the target's vocabulary"
         )
-    return most_frequent(count_labels(data, chosen, vocab_size), size)
+    return most_frequent(count_labels(data, vocab_size), size)
+
+
+def count_labels(data: Sources | Responses, vocab_size: int) -> Int64[np.ndarray, "V"]:
+    """How often each token is a label in the conversations to train on.
+
+    A dataset's counts are kept in its directory, where that can be written.
+    """
+    parts = data.parts if isinstance(data, Sources) else (data,)
+    return sum(_counts_of(part, vocab_size) for part in parts)
+
+
+def _counts_of(part: Responses, vocab_size: int) -> Int64[np.ndarray, "V"]:
+    file = part.directory / COUNTS
+    with suppress(OSError, ValueError, EOFError):
+        counts = np.load(file, allow_pickle=False)
+        if counts.dtype == np.int64 and counts.shape == (vocab_size,):
+            return counts
+    counts = np.zeros(vocab_size, np.int64)
+    for index in np.flatnonzero(~part.validation):
+        example = part[int(index)]
+        counts += np.bincount(example.tokens[example.loss_mask], minlength=vocab_size)
+    if processes.speaks():
+        _keep(file, counts)
+    return counts
+
+
+def _keep(file: Path, counts: Int64[np.ndarray, "V"]) -> None:
+    beside = file.with_name(f".{file.name}.{os.getpid()}")
+    with suppress(OSError):
+        with beside.open("wb") as stream:
+            np.save(stream, counts)
+        os.replace(beside, file)
+    with suppress(OSError):
+        beside.unlink()
