@@ -1,0 +1,126 @@
+"""Write a trained head in another tool's layout, or read one of theirs.
+
+    python -m specjax.export --head=PATH --format=eagle3 --output=DIR
+
+PATH is a head that specjax saved, or a directory in one of the layouts. Formats are medusa, eagle,
+eagle3, speculators, and specjax. What was written is read again and its draft logits are compared,
+bit by bit. Exit codes: 0; 2 for bad input; 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from specjax import frontdoor, interchange
+from specjax.checkpoint_directory import is_checkpoint
+from specjax.errors import InputError, one_line
+from specjax.heads.head import Head, read_head, save_head
+from specjax.interchange.checkpoint import check_target
+from specjax.interchange.directory import check_format, whole_vocabulary
+from specjax.interchange.logits import check_same
+from specjax.interchange.taps import CONVENTIONS
+from specjax.models.loading import DEFAULT_MODEL, load_model
+from specjax.models.model import Model
+
+OWN = "specjax"
+FORMATS = (*interchange.FORMATS, OWN)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message}; --help lists the flags")
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = _Parser(
+        "python -m specjax.export",
+        description=__doc__.partition("\n")[0],
+        allow_abbrev=False,
+    )
+    parser.add_argument("--head", required=True, metavar="PATH", help="the head to write")
+    parser.add_argument("--format", required=True, choices=FORMATS, help="the layout to write")
+    parser.add_argument("--output", required=True, metavar="DIR", help="where to write it")
+    parser.add_argument(
+        "--target", default=DEFAULT_MODEL, help="the head's target model (%(default)s)"
+    )
+    parser.add_argument(
+        "--dtype", default="float32", help="in which the target is loaded (%(default)s)"
+    )
+    parser.add_argument(
+        "--read_layer_ids",
+        choices=CONVENTIONS,
+        help="what the layer ids of another tool's EAGLE-3 head count",
+    )
+    parser.add_argument(
+        "--layer_ids",
+        choices=CONVENTIONS,
+        default="input",
+        help="what the written layer ids count: inputs of layers (EAGLE, vLLM) or outputs "
+        "(SpecForge, SGLang)",
+    )
+    parser.add_argument(
+        "--whole_vocabulary",
+        action="store_true",
+        help="let a head that uses its target's own head use all of it",
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    try:
+        return export(_parse(list(sys.argv[1:] if argv is None else argv)))
+    except InputError as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return frontdoor.BAD_INPUT
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return frontdoor.INTERRUPTED
+
+
+def export(asked: argparse.Namespace) -> int:
+    """Run parsed flags; returns the exit code. Raises InputError."""
+    source, output = Path(asked.head).expanduser(), Path(asked.output).expanduser()
+    if not source.is_dir():
+        raise InputError(f"head={asked.head!r}: no such directory; give that of a saved head")
+    if asked.format != OWN:
+        check_target(output)
+    head = None
+    if is_checkpoint(source):
+        head = _prepared(read_head(source), asked)
+    target = load_model(asked.target, dtype=asked.dtype)
+    if head is None:
+        foreign = interchange.read_foreign(source, target, layer_ids=asked.read_layer_ids)
+        head = _prepared(foreign, asked)
+    if asked.format == OWN:
+        save_head(head, output)
+        check_same(head, read_head(output), target, str(output))
+    else:
+        interchange.write_foreign(head, output, asked.format, target, layer_ids=asked.layer_ids)
+    print(_told(head, target, asked))
+    return 0
+
+
+def _prepared(head: Head, asked: argparse.Namespace) -> Head:
+    if asked.format != OWN:
+        check_format(head, asked.format)
+    return whole_vocabulary(head) if asked.whole_vocabulary else head
+
+
+def _told(head: Head, target: Model, asked: argparse.Namespace) -> str:
+    size = head.config.draft_vocab_size
+    part = (
+        "all tokens" if head.draft_ids is None else f"{size} of {target.config.vocab_size} tokens"
+    )
+    return (
+        f"{asked.output}: {head.kind} for {target.name} as {asked.format}, {part}; "
+        "read again, its draft logits are the same"
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,491 @@
+"""Heads in other tools' layouts: same logits after a round trip; errors list what is off."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.core import meta
+from heads import eagle_head, scaled
+from safetensors.numpy import load_file, save_file
+
+from specjax.errors import InputError
+from specjax.heads.head import Head, TargetFacts
+from specjax.interchange import borrowed, read_foreign, write_foreign
+from specjax.interchange.directory import whole_vocabulary
+from specjax.interchange.logits import check_same, draft_logits
+from specjax.models.loading import random_model
+from specjax.models.medusa import Medusa, MedusaConfig
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+VOCABULARY = 40
+
+
+def medusa_head(target, vocabulary=None, original=False, heads=3, layers=1, seed=0):
+    size = target.config.vocab_size
+    width = target.config.hidden_size
+    config = MedusaConfig(width, size, heads, layers, vocabulary or size, original)
+    params = meta.unbox(Medusa(config, jnp.dtype("float32")).init(jax.random.key(seed)))
+    ids = None
+    if vocabulary is not None:
+        rng = np.random.default_rng(seed)
+        ids = np.sort(rng.choice(size, vocabulary, replace=False)).astype(np.int32)
+    return Head("medusa", config, scaled(params, seed, 0.3), ids, TargetFacts.of(target))
+
+
+FORMS = {
+    "medusa": ("medusa", lambda t: medusa_head(t)),
+    "medusa_reduced": ("medusa", lambda t: medusa_head(t, VOCABULARY, layers=2)),
+    "medusa_original": ("medusa", lambda t: medusa_head(t, original=True)),
+    "medusa_original_reduced": ("medusa", lambda t: medusa_head(t, VOCABULARY, original=True)),
+    "eagle": ("eagle", lambda t: eagle_head(t, version=1)),
+    "eagle_bias": ("eagle", lambda t: eagle_head(t, version=1, fc_bias=True)),
+    "eagle3": ("eagle3", lambda t: eagle_head(t)),
+    "eagle3_reduced": ("eagle3", lambda t: eagle_head(t, vocabulary=VOCABULARY)),
+    "eagle3_flags": (
+        "eagle3",
+        lambda t: eagle_head(
+            t,
+            vocabulary=VOCABULARY,
+            norm_before_residual=True,
+            fc_norm=True,
+            norm_output=True,
+            own_embedding=True,
+        ),
+    ),
+    "eagle3_norm_before_fc": ("eagle3", lambda t: eagle_head(t, norm_before_fc=True)),
+}
+
+
+def written(tmp_path, head, form, target, **options):
+    path = tmp_path / "head"
+    write_foreign(head, path, form, target, **options)
+    return path
+
+
+def edit(path, config=None, tensors=None, drop=()):
+    """Change an export as another tool, or an accident, might have."""
+    values = json.loads((path / "config.json").read_text()) | (config or {})
+    (path / "config.json").write_text(json.dumps(values))
+    (file,) = path.glob("*.safetensors")
+    # Saving drops the notes of specjax.
+    stored = {name: value for name, value in load_file(file).items() if name not in drop}
+    stored |= {name: np.ascontiguousarray(value) for name, value in (tensors or {}).items()}
+    save_file(stored, file)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_re_imported_export_gives_the_same_logits(form, tiny, tmp_path):
+    name, make = FORMS[form]
+    head = make(tiny)
+    path = written(tmp_path, head, name, tiny, verify=False)
+    again = read_foreign(path, tiny)
+    assert (again.kind, again.config, again.target) == (head.kind, head.config, head.target)
+    np.testing.assert_array_equal(draft_logits(again, tiny), draft_logits(head, tiny))
+    check_same(head, again, tiny, "export")
+    # A tool that keeps no notes loses the target's name only.
+    edit(path)
+    assert read_foreign(path, tiny).config == head.config
+
+
+@pytest.mark.parametrize("form", ["eagle3_flags", "eagle3_norm_before_fc", "eagle3_reduced"])
+def test_speculators_layout(form, tiny, tmp_path):
+    head = FORMS[form][1](tiny)
+    path = written(tmp_path, head, "speculators", tiny)
+    names = load_file(path / "model.safetensors").keys()
+    assert "layers.0.hidden_norm.weight" in names
+    assert not any(name.startswith("midlayer") for name in names)
+    again = read_foreign(path, tiny)
+    assert again.config == head.config
+    np.testing.assert_array_equal(draft_logits(again, tiny), draft_logits(head, tiny))
+
+
+def test_the_comparison_sees_one_changed_weight(tiny):
+    for _, make in FORMS.values():
+        head = make(tiny)
+        leaves, tree = jax.tree.flatten(head.params)
+        for place, leaf in enumerate(leaves):
+            other = list(leaves)
+            other[place] = np.asarray(leaf) * np.float32(1.01)
+            changed = dataclasses.replace(head, params=jax.tree.unflatten(tree, other))
+            with pytest.raises(InputError, match="logits differ"):
+                check_same(head, changed, tiny, "export")
+
+
+def torch_linear(weight, x):
+    """What torch.nn.Linear does with a weight [out, in]."""
+    return x @ weight.T
+
+
+def test_medusa_tensors_mean_what_medusa_does(tiny, tmp_path):
+    head = medusa_head(tiny, layers=2)
+    stored = load_file(written(tmp_path, head, "medusa", tiny) / "medusa_lm_head.safetensors")
+    x = np.random.default_rng(0).standard_normal((4, 24)).astype(np.float32)
+    medusa = Medusa(head.config, tiny.dtype)
+    for index in range(3):
+        wanted = x
+        for layer in range(2):
+            y = torch_linear(stored[f"{index}.{layer}.linear.weight"], wanted)
+            y = y + stored[f"{index}.{layer}.linear.bias"]
+            wanted = wanted + y / (1 + np.exp(-y))
+        states = jax.jit(medusa.states)(head.params, jnp.asarray(x)[None])
+        got = medusa.logits(head.params, states[index], index)
+        np.testing.assert_allclose(
+            got[0], torch_linear(stored[f"{index}.2.weight"], wanted), rtol=1e-4, atol=1e-4
+        )
+
+
+def test_eagle_tensors_mean_what_eagle_does(tiny, tmp_path):
+    """The first pair attends to itself alone, so that its value passes whatever RoPE does."""
+    head = eagle_head(tiny, version=1)
+    stored = load_file(written(tmp_path, head, "eagle", tiny) / "model.safetensors")
+    assert "layers.0.input_layernorm.weight" not in stored
+    rng = np.random.default_rng(0)
+    feature = rng.standard_normal(24).astype(np.float32)
+    embedding = borrowed.target_embedding(tiny)[7]
+    x = torch_linear(stored["fc.weight"], np.concatenate([embedding, feature]))
+    layer = {name.removeprefix("layers.0."): value for name, value in stored.items()}
+    value = torch_linear(layer["self_attn.v_proj.weight"], x).reshape(2, 6)
+    value = np.repeat(value, 2, axis=0).reshape(-1)
+    x = x + torch_linear(layer["self_attn.o_proj.weight"], value)
+    normed = x / np.sqrt(np.mean(x**2) + 1e-5) * layer["post_attention_layernorm.weight"]
+    gate = torch_linear(layer["mlp.gate_proj.weight"], normed)
+    up = torch_linear(layer["mlp.up_proj.weight"], normed)
+    x = x + torch_linear(layer["mlp.down_proj.weight"], gate / (1 + np.exp(-gate)) * up)
+    wanted = torch_linear(borrowed.target_head(tiny), x)
+    np.testing.assert_allclose(first_pair(head, tiny, 7, feature), wanted, rtol=1e-4, atol=1e-4)
+
+
+def first_pair(head, target, token, feature):
+    from specjax.heads.drafters import head_drafter
+    from specjax.models.eagle import Eagle
+
+    params = head_drafter(head, target).params
+    eagle = Eagle(head.config, target.dtype)
+    output, _ = eagle.extend(
+        params,
+        jnp.full((1, 1), token),
+        eagle.fuse(params, {"final_norm": jnp.asarray(feature)[None, None]}),
+        jnp.zeros((1, 1), jnp.int32),
+        eagle.make_cache(1, 4),
+        eagle.make_window(1, 1),
+        0,
+        jnp.ones((1, 1, 1), bool),
+    )
+    return eagle.logits(params, output)[0, 0]
+
+
+def test_vocabulary_maps_are_offsets_and_a_mask(tiny, tmp_path):
+    head = eagle_head(tiny, vocabulary=VOCABULARY)
+    stored = load_file(written(tmp_path, head, "eagle3", tiny) / "model.safetensors")
+    np.testing.assert_array_equal(np.arange(VOCABULARY) + stored["d2t"], head.draft_ids)
+    np.testing.assert_array_equal(np.flatnonzero(stored["t2d"]), head.draft_ids)
+    assert stored["d2t"].dtype == np.int64
+    assert stored["t2d"].dtype == np.bool_
+    assert stored["lm_head.weight"].shape == (VOCABULARY, 24)
+
+
+def test_maps_in_another_order_are_sorted_with_their_rows(tiny, tmp_path):
+    head = eagle_head(tiny, vocabulary=VOCABULARY)
+    path = written(tmp_path, head, "eagle3", tiny)
+    stored = load_file(path / "model.safetensors")
+    order = np.random.default_rng(0).permutation(VOCABULARY)
+    ids = head.draft_ids[order]
+    edit(
+        path,
+        tensors={
+            "d2t": ids - np.arange(VOCABULARY),
+            "lm_head.weight": stored["lm_head.weight"][order],
+        },
+    )
+    check_same(head, read_foreign(path, tiny), tiny, "sorted")
+
+
+def test_a_padded_vocabulary_is_cut(tiny, tmp_path):
+    head = eagle_head(tiny, vocabulary=VOCABULARY, own_embedding=True)
+    path = written(tmp_path, head, "eagle3", tiny)
+    stored = load_file(path / "model.safetensors")
+    edit(
+        path,
+        config={"vocab_size": 64},
+        tensors={
+            "t2d": np.pad(stored["t2d"], (0, 3)),
+            "embed_tokens.weight": np.pad(stored["embed_tokens.weight"], ((0, 3), (0, 0))),
+        },
+    )
+    check_same(head, read_foreign(path, tiny), tiny, "cut")
+
+
+def test_an_embedding_that_is_the_targets_is_borrowed(tiny, tmp_path):
+    path = written(tmp_path, eagle_head(tiny), "eagle3", tiny)
+    embedding = borrowed.target_embedding(tiny)
+    edit(path, tensors={"embed_tokens.weight": embedding})
+    assert not read_foreign(path, tiny).config.own_embedding
+    edit(path, tensors={"embed_tokens.weight": embedding + 1})
+    assert read_foreign(path, tiny).config.own_embedding
+
+
+def test_half_precision_stays_as_it_is_stored(tiny, tmp_path):
+    head = eagle_head(tiny, vocabulary=VOCABULARY)
+    half = jax.tree.map(lambda leaf: np.asarray(leaf, np.float16), head.params)
+    head = dataclasses.replace(head, params=half, training={"tokens": 12})
+    path = written(tmp_path, head, "speculators", tiny)
+    again = read_foreign(path, tiny)
+    assert {leaf.dtype for leaf in jax.tree.leaves(again.params)} == {np.dtype("float16")}
+    assert again.training == {"tokens": 12}
+    assert json.loads((path / "config.json").read_text())["torch_dtype"] == "float16"
+
+
+@pytest.fixture(scope="module")
+def deep():
+    """A target of ten layers, whose published taps are 2, 5 and 7."""
+    from conftest import tiny_config
+
+    return random_model(tiny_config(num_layers=10), 3, dtype="float32")
+
+
+def test_layer_ids_count_inputs_or_outputs(deep, tmp_path):
+    head = eagle_head(deep)
+    assert head.config.taps == ("layer_input:2", "layer_input:5", "layer_input:7")
+    for convention, ids in (("input", [2, 5, 7]), ("output", [1, 4, 6])):
+        path = written(tmp_path / convention, head, "eagle3", deep, layer_ids=convention)
+        config = json.loads((path / "config.json").read_text())
+        assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == ids
+        assert read_foreign(path, deep).config.taps == head.config.taps
+        other = {"input": "output", "output": "input"}[convention]
+        with pytest.raises(InputError, match="the export says"):
+            read_foreign(path, deep, layer_ids=other)
+        # Without our notes the file does not say.
+        edit(path)
+        assert read_foreign(path, deep, layer_ids=convention).config.taps == head.config.taps
+    with pytest.raises(InputError, match=r"may count outputs .* layer_ids=output or"):
+        read_foreign(path, deep)
+    edit(path, config={"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 5, 10]}})
+    assert read_foreign(path, deep).config.taps[-1] == "pre_norm"
+    edit(path, config={"eagle_config": {}})
+    assert read_foreign(path, deep).config.taps == head.config.taps
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(drop=["fc.weight"]), "missing: fc.weight"),
+        (dict(tensors={"fc.bias": np.zeros(24, np.float32)}), "unexpected: fc.bias"),
+        (dict(tensors={"norm.weight": np.ones(23, np.float32)}), r"norm.weight \[23\], not \[24\]"),
+        (dict(tensors={"norm.weight": np.ones(24, np.int32)}), "floating point: norm.weight"),
+        (dict(tensors={"norm.weight": np.full(24, np.nan, np.float32)}), "norm.weight.*finite"),
+        (dict(tensors={"d2t": np.full(VOCABULARY, 30)}), r"d2t\[31\] is token 61, out of range"),
+        (dict(tensors={"d2t": np.full(VOCABULARY, -1)}), r"d2t\[0\] is token -1, out of range"),
+        (dict(tensors={"d2t": -np.arange(VOCABULARY)}), "names token 0 twice"),
+        (dict(tensors={"d2t": np.zeros(7, np.int64)}), "draft_vocab_size=40"),
+        (dict(tensors={"t2d": np.ones(61, np.bool_)}), "t2d and d2t disagree about 21 tokens"),
+        (dict(drop=["d2t", "t2d"]), "d2t that maps them .* is missing"),
+        (dict(drop=["d2t"]), "t2d but no d2t"),
+        (dict(config={"draft_vocab_size": 39}), "d2t is int64"),
+        (dict(config={"norm_before_fc": True}), "missing: input_norm.weight"),
+        (dict(config={"norm_before_fc": True, "fc_norm": True}), "both true"),
+        (dict(config={"hidden_act": "gelu"}), "hidden_act='gelu'"),
+        (dict(config={"num_hidden_layers": 40}), "num_hidden_layers=40.*only 1 is"),
+        (dict(config={"norm_twice": True}), "norm_twice=True: is unknown"),
+        (dict(config={"norm_output": "yes"}), "norm_output='yes': must be true or false"),
+        (dict(config={"vocab_size": 60}), "vocab_size=60: random-0 has 61 tokens"),
+        (dict(config={"target_hidden_size": 32}), "target_hidden_size=32"),
+        (dict(config={"eagle_config": {"use_aux_hidden_state": False}}), "use_aux_hidden_state"),
+        (
+            dict(config={"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 1]}}),
+            "must ascend",
+        ),
+        (
+            dict(config={"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}}),
+            "out of range: random-0 has 3 layers",
+        ),
+    ],
+)
+def test_an_eagle3_head_that_does_not_fit(change, message, tiny, tmp_path):
+    path = written(tmp_path, eagle_head(tiny, vocabulary=VOCABULARY), "eagle3", tiny)
+    edit(path, **change)
+    with pytest.raises(InputError, match=message) as caught:
+        read_foreign(path, tiny)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(config={"medusa_num_heads": 2}), "medusa_num_heads=2 disagrees"),
+        (dict(config={"num_heads": 2, "medusa_num_heads": 2}), "unexpected: 2.0.linear"),
+        (dict(config={"num_heads": 4, "medusa_num_heads": 4}), "missing: 3.0.linear.weight"),
+        (dict(config={"medusa_fc_bias": False}), "medusa_fc_bias=False: the file has biases"),
+        (dict(drop=["token_map"]), "token_map is missing"),
+        (dict(tensors={"token_map": np.arange(22, 62)}), r"token_map\[39\] is token 61"),
+        (dict(tensors={"token_map": np.zeros(40, np.int64)}), "names token 0 twice"),
+        (
+            dict(tensors={"lm_head.weight": np.ones((40, 24), np.float32)}),
+            "differs from the head of random-0",
+        ),
+        (dict(config={"original_lm_head": False}), "missing: 0.1.weight.*unexpected: lm_head"),
+        (dict(config={"hidden_size": 32}), "random-0 has 24"),
+        (dict(config={"logit_scale": 0.5}), "logit_scale"),
+    ],
+)
+def test_medusa_heads_that_do_not_fit(change, message, tiny, tmp_path):
+    path = written(tmp_path, medusa_head(tiny, VOCABULARY, original=True), "medusa", tiny)
+    edit(path, **change)
+    with pytest.raises(InputError, match=message):
+        read_foreign(path, tiny)
+
+
+def test_medusa_under_vllms_names_and_as_published(tiny, tmp_path):
+    head = medusa_head(tiny, layers=2)
+    path = written(tmp_path, head, "medusa", tiny)
+    file = path / "medusa_lm_head.safetensors"
+    stored = load_file(file)
+    renamed = {
+        (
+            f"blocks.{name[0]}.layers.{name[2]}.{name.split('.')[-1]}"
+            if "linear" in name
+            else f"lm_heads.{name[0]}.weight"
+        ): value
+        for name, value in stored.items()
+    }
+    save_file(renamed, file)
+    check_same(head, read_foreign(path, tiny), tiny, "vLLM's names")
+    save_file({f"medusa_heads.{name}": value for name, value in stored.items()}, file)
+    # The published config says no more than this.
+    published = {"medusa_num_heads": 3, "medusa_num_layers": 2, "base_model_name_or_path": "x"}
+    (path / "config.json").write_text(json.dumps(published))
+    check_same(head, read_foreign(path, tiny), tiny, "published")
+
+
+def test_eagle1_with_the_targets_embedding_and_head(tiny, tmp_path):
+    head = eagle_head(tiny, version=1)
+    path = written(tmp_path, head, "eagle", tiny)
+    both = {
+        "embed_tokens.weight": borrowed.target_embedding(tiny).astype(np.float16),
+        "lm_head.weight": borrowed.target_head(tiny),
+    }
+    edit(path, tensors=both)
+    check_same(head, read_foreign(path, tiny), tiny, "with both")
+    edit(path, tensors={"lm_head.weight": 2 * both["lm_head.weight"]})
+    with pytest.raises(InputError, match="lm_head.weight differs from the head of random-0"):
+        read_foreign(path, tiny)
+    edit(path, tensors=both, config={"bias": True})
+    with pytest.raises(InputError, match="bias=True: the file has no fc.bias"):
+        read_foreign(path, tiny)
+
+
+def test_a_part_of_the_vocabulary_in_eagle1(tiny, tmp_path):
+    head = eagle_head(tiny, version=1, vocabulary=VOCABULARY)
+    with pytest.raises(InputError, match="no draft vocabulary.*whole_vocabulary"):
+        write_foreign(head, tmp_path / "head", "eagle", tiny)
+    whole = whole_vocabulary(head)
+    write_foreign(whole, tmp_path / "head", "eagle", tiny)
+    np.testing.assert_allclose(
+        draft_logits(whole, tiny)[:, head.draft_ids], draft_logits(head, tiny), rtol=1e-5, atol=1e-5
+    )
+    with pytest.raises(InputError, match="a head of its own"):
+        whole_vocabulary(eagle_head(tiny, vocabulary=VOCABULARY))
+
+
+def test_speculators_configs_that_do_not_fit(tiny, tmp_path):
+    path = written(tmp_path, eagle_head(tiny), "speculators", tiny)
+    for change, message in (
+        ({"norm_before_residual": None}, "vLLM for true"),
+        ({"speculators_model_type": "mtp"}, "only 'eagle3' is"),
+        ({"new_flag": 1}, "new_flag=1: is unknown"),
+        ({"transformer_layer_config": {"model_type": "qwen3"}}, "model_type='qwen3'"),
+    ):
+        kept = (path / "config.json").read_text()
+        edit(path, config=change)
+        with pytest.raises(InputError, match=message):
+            read_foreign(path, tiny)
+        (path / "config.json").write_text(kept)
+
+
+def test_a_head_of_another_target(tiny, chatty, tmp_path):
+    path = written(tmp_path, eagle_head(tiny), "eagle3", tiny)
+    with pytest.raises(InputError, match="vocab_size"):
+        read_foreign(path, chatty)
+    other = random_model(dataclasses.replace(tiny.config, hidden_size=32), 0, dtype="float32")
+    with pytest.raises(InputError, match="hidden_size=24"):
+        read_foreign(path, other)
+    # Without notes the tensors themselves tell.
+    edit(path)
+    with pytest.raises(InputError, match="target_hidden_size=24.*random-0 has 32"):
+        read_foreign(path, other)
+    head = eagle_head(chatty)
+    stranger = dataclasses.replace(head.target, tokenizer="0" * 64)
+    with pytest.raises(InputError, match="tokenizer=000"):
+        write_foreign(dataclasses.replace(head, target=stranger), path, "eagle3", chatty)
+
+
+def test_attention_biases_come_with_a_zero_on_the_output(tmp_path):
+    from conftest import tiny_config
+
+    target = random_model(tiny_config(attention_bias=True, mlp_bias=True), 5, dtype="float32")
+    head = eagle_head(target)
+    path = written(tmp_path, head, "eagle3", target)
+    stored = load_file(path / "model.safetensors")
+    assert not stored["midlayer.self_attn.o_proj.bias"].any()
+    assert stored["midlayer.self_attn.q_proj.bias"].any()
+    edit(path, tensors={"midlayer.self_attn.o_proj.bias": np.ones(24, np.float32)})
+    with pytest.raises(InputError, match="o_proj.bias is not zero"):
+        read_foreign(path, target)
+
+
+def test_directories_that_are_no_heads(tiny, tmp_path):
+    with pytest.raises(InputError, match="no such directory"):
+        read_foreign(tmp_path / "none", tiny)
+    with pytest.raises(InputError, match="no weights"):
+        read_foreign(tmp_path, tiny)
+    for name in ("medusa_lm_head.pt", "pytorch_model.bin"):
+        folder = tmp_path / name.partition(".")[0]
+        folder.mkdir()
+        (folder / name).write_bytes(b"")
+        with pytest.raises(InputError, match=r"a pickle can run.*weights_only=True.*save_file"):
+            read_foreign(folder, tiny)
+    save_file({"weight": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match="no config.json"):
+        read_foreign(tmp_path, tiny)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(InputError, match=r"its tensors \(weight, ...\) are in no known layout"):
+        read_foreign(tmp_path, tiny)
+    (tmp_path / "model.safetensors").write_bytes(b"garbage")
+    with pytest.raises(InputError, match="not safetensors that can be read"):
+        read_foreign(tmp_path, tiny)
+
+
+def test_an_export_is_whole_or_not_at_all(tiny, tmp_path, monkeypatch):
+    head = eagle_head(tiny)
+    path = written(tmp_path, head, "eagle3", tiny)
+    before = (path / "model.safetensors").read_bytes()
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("specjax.interchange.checkpoint.save_file", full)
+        with pytest.raises(InputError, match="cannot be written.*No space left"):
+            write_foreign(head, path, "speculators", tiny)
+    assert (path / "model.safetensors").read_bytes() == before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["head"]
+    # An earlier export is replaced; anything else stays.
+    write_foreign(head, path, "speculators", tiny)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").touch()
+    with pytest.raises(InputError, match="exists and is no export"):
+        write_foreign(head, tmp_path / "mine", "eagle3", tiny)
+
+
+def test_formats_and_kinds(tiny, tmp_path):
+    with pytest.raises(InputError, match="format='eagle': this head is eagle3; use eagle3 or spec"):
+        write_foreign(eagle_head(tiny), tmp_path / "head", "eagle", tiny)
+    with pytest.raises(InputError, match="no fc.bias"):
+        write_foreign(eagle_head(tiny, fc_bias=True), tmp_path / "head", "eagle3", tiny)
+    both = eagle_head(tiny, norm_before_fc=True, fc_norm=True)
+    with pytest.raises(InputError, match="both true"):
+        write_foreign(both, tmp_path / "head", "eagle3", tiny)
+    assert not (tmp_path / "head").exists()
