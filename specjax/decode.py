@@ -20,8 +20,9 @@ from rich.console import Console
 
 from specjax import frontdoor, processes, reporting
 from specjax.console import Screen
-from specjax.drafters import DRAFTERS, Drafter, drafter_options, option_type
+from specjax.drafters import DRAFTERS, TRAINED, Drafter, drafter_options, option_type
 from specjax.errors import InputError
+from specjax.heads.files import shipped_heads
 from specjax.identity import EXCUSED_MARGIN
 from specjax.job import Job, job_drafter, read_job
 from specjax.metrics import ExpectedAcceptance
@@ -135,13 +136,20 @@ def _identity(job: Job, totals: Totals) -> str | None:
     return f"{totals.identical_rows or 0} of {totals.compared_rows} rows"
 
 
+def _path_told(name: str) -> str:
+    """What the listing says of a trained drafter's path."""
+    targets = [target for target, kinds in shipped_heads().items() if name in kinds]
+    own = f"the one for {', '.join(targets)}" if targets else "needed"
+    return f"{own} (a head's folder{', or any model' if name == 'draft_model' else ''})"
+
+
 def listing() -> str:
     """Drafters with their options, rules and sampling fields, each with its default."""
     lines = ["drafters (--config.drafter.name=NAME, then --config.drafter.OPTION=VALUE):"]
     for name, constructor in DRAFTERS.items():
         lines.append(f"  {name}: {(constructor.__doc__ or '').splitlines()[0]}")
-        if name == "draft_model":
-            lines.append("      path (needed): the draft model's name, file or folder")
+        if name in TRAINED:
+            lines.append(f"      path = {_path_told(name)}")
         for option, parameter in drafter_options(name).items():
             if option_type(parameter) is not None:
                 lines.append(f"      {option} = {parameter.default}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import ml_collections
@@ -13,6 +14,7 @@ import numpy as np
 from specjax.built_in import BUILT_IN
 from specjax.drafters import Drafter, check_length, check_options, make_drafter
 from specjax.errors import InputError
+from specjax.heads.files import holds_head
 from specjax.models.loading import load_model
 from specjax.models.model import Model
 from specjax.prompts import Prompt, Question, read_questions, select
@@ -123,7 +125,7 @@ def job_drafter(
     options, path = dict(job.drafter_options), job.drafter_path
     if job.drafter == SIMULATED:
         options["continuations"] = [[0]] if continuations is None else continuations
-    if job.drafter == "draft_model" and path is not None:
+    if job.drafter == "draft_model" and path is not None and not holds_head(Path(path)):
         if path == job.target and not job.drafter_replicated:
             path = target
         else:

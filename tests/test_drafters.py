@@ -14,7 +14,7 @@ from test_decoder import one_pass
 
 import specjax
 from specjax import loop, sampling, trees
-from specjax.drafters import DRAFTERS, Drafter, drafter_options, ngram
+from specjax.drafters import DRAFTERS, TRAINED, Drafter, drafter_options, ngram
 from specjax.drafters.base import Context, Sampling
 from specjax.drafters.ngram import find_match
 from specjax.errors import InputError
@@ -274,7 +274,11 @@ def make_own(target, path=None, *, step=1):
 
 def test_drafters_by_name(tiny):
     for name in DRAFTERS:
-        assert name in ("draft_model", "simulated") or specjax.make_drafter(name, tiny).name == name
+        if name in TRAINED:
+            with pytest.raises(InputError, match=f"drafter.path is missing: no {name} comes with"):
+                specjax.make_drafter(name, tiny)
+        elif name != "simulated":
+            assert specjax.make_drafter(name, tiny).name == name
     own = specjax.make_drafter("test_drafters:make_own", tiny, "here", step=2)
     assert own.name == "own-here"
     assert own.num_speculative_tokens == 8

@@ -8,9 +8,10 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from specjax.drafters import draft_model, early_exit, ngram, none, simulated
+from specjax.drafters import draft_model, eagle, early_exit, medusa, ngram, none, simulated
 from specjax.drafters.base import Accepted, Context, Drafter, Noise, stateless, unmoved
 from specjax.errors import InputError
 from specjax.models.model import Model
@@ -33,8 +34,13 @@ DRAFTERS: dict[str, Callable[..., Drafter]] = {
     "ngram": ngram.make,
     "draft_model": draft_model.make,
     "early_exit": early_exit.make,
+    "medusa": medusa.make,
+    "eagle": eagle.make,
+    "eagle3": eagle.make,
     "simulated": simulated.make,
 }
+TRAINED = ("draft_model", "medusa", "eagle", "eagle3")
+"""Drafters that have weights of their own, and so a path; some come with specjax."""
 
 
 def drafter_options(name: str) -> dict[str, inspect.Parameter]:
@@ -65,9 +71,11 @@ def make_drafter(
 ) -> Drafter:
     """The drafter of that name for a target, or what "package.module:function" makes of the target.
 
-    `path` names the draft model (anything `load_model` takes, or a loaded model). A function of
-    one's own is called as function(target, **options), with path=path if one is given. Raises
-    InputError for an unknown drafter or option, or a draft model whose tokenizer differs.
+    `path` names what was trained: a head that training exported or a published layout
+    (`specjax.interchange`), by default the one that comes with specjax for the target; for
+    `draft_model` also anything `load_model` takes, or a loaded model. A function of one's own is
+    called as function(target, **options), with path=path if one is given. Raises InputError for an
+    unknown drafter or option, and for a head or a draft model of another target.
     """
     own = ":" in name
     if not own:
@@ -77,6 +85,11 @@ def make_drafter(
         drafter = _constructor(name)(target, **extra, **options)
         if not isinstance(drafter, Drafter):
             raise InputError(f"drafter={name!r} returned {type(drafter).__name__}, not a Drafter")
+    elif name in TRAINED and not _is_model(name, path):
+        from specjax.heads.drafters import head_drafter
+        from specjax.heads.files import open_head
+
+        drafter = head_drafter(open_head(name, path, target), target, **options)
     elif name == "draft_model":
         model = path if isinstance(path, Model) else _load(path, target)
         check_tokenizers(target, model)
@@ -149,12 +162,17 @@ def check_options(
     for option, parameter in known.items():
         if parameter.default is inspect.Parameter.empty and option not in (*options, *supplied):
             raise InputError(f"drafter.{option} is missing: {name} needs it")
-    if name == "draft_model" and path is None:
-        raise InputError(
-            "drafter.path is missing: draft_model needs a model's name, file or folder"
-        )
-    if name != "draft_model" and path is not None:
+    if name not in TRAINED and path is not None:
         raise InputError(f"drafter.path={str(path)!r}: {name} does not take it; leave it out")
+
+
+def _is_model(name: str, path: Any) -> bool:
+    """Whether the path of a draft model names a whole model, rather than a trained head."""
+    if name != "draft_model" or path is None:
+        return False
+    from specjax.heads.files import holds_head
+
+    return isinstance(path, Model) or not holds_head(Path(path).expanduser())
 
 
 def _load(path: Any, target: Model) -> Model:

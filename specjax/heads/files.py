@@ -1,0 +1,75 @@
+"""Finding heads: those that come with specjax, our checkpoints, and published layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from specjax.checkpoint_directory import is_checkpoint, look
+from specjax.errors import InputError
+from specjax.heads.head import KINDS, Head, TargetFacts, read_head
+from specjax.models.model import Model
+
+SHIPPED = Path(__file__).parent
+"""Beside this file: a folder a target, and in it a checkpoint a kind of drafter."""
+
+
+def shipped_heads() -> dict[str, list[str]]:
+    """The kinds of drafters that come with specjax, by the name of their target."""
+    found: dict[str, list[str]] = {}
+    for folder in sorted(path for path in SHIPPED.iterdir() if path.is_dir()):
+        kinds = [kind for kind in KINDS if is_checkpoint(folder / kind)]
+        if kinds:
+            found[folder.name] = kinds
+    return found
+
+
+def holds_head(path: Path) -> bool:
+    """Whether a directory holds a drafter's checkpoint, rather than a model or nothing of ours."""
+    if not is_checkpoint(path):
+        return False
+    try:
+        look(path, "drafter")
+    except InputError:  # a model, or damaged, of which its own reader speaks
+        return False
+    return True
+
+
+def open_head(kind: str, path: str | Path | None, target: Model) -> Head:
+    """The head of a kind for a target: one that is shipped, of a checkpoint, or of a known layout.
+
+    Raises InputError where there is none, for another kind, and as the readers do.
+    """
+    if path is None:
+        return _shipped(kind, target)
+    path = Path(path).expanduser()
+    if not path.is_dir():
+        raise InputError(
+            f"drafter.path={str(path)!r}: no such directory; give what training exported, or a "
+            "downloaded head"
+        )
+    if is_checkpoint(path):
+        head = read_head(path, target.mesh)
+    else:
+        from specjax.interchange import read_foreign
+
+        head = read_foreign(path, target)
+    if head.kind != kind:
+        raise InputError(
+            f"drafter.path={str(path)!r}: a head of the kind {head.kind}; use "
+            f"drafter.name={head.kind}"
+        )
+    return head
+
+
+def _shipped(kind: str, target: Model) -> Head:
+    facts = TargetFacts.of(target)
+    for name, kinds in shipped_heads().items():
+        if kind not in kinds:
+            continue
+        head = read_head(SHIPPED / name / kind, target.mesh)
+        if head.target.matches(facts):
+            return head
+    raise InputError(
+        f"drafter.path is missing: no {kind} comes with specjax for {target.name}; give what "
+        "training exported, or a downloaded head"
+    )

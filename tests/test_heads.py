@@ -1,0 +1,177 @@
+"""Trained heads on disk: what comes back, and what is refused."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import tiny_config
+from heads import eagle_config, eagle_head
+
+import specjax
+from specjax.checkpoints import save_checkpoint, save_drafter
+from specjax.errors import InputError
+from specjax.heads.drafters import head_drafter
+from specjax.heads.files import open_head, shipped_heads
+from specjax.heads.head import Head, TargetFacts, read_head, save_head
+from specjax.models.eagle import EagleConfig
+from specjax.models.loading import random_model
+from specjax.models.vocabulary import check_draft_ids, expand, most_frequent
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_head_comes_back_whole(dtype, tiny, tmp_path):
+    head = eagle_head(tiny, vocabulary=20, norm_output=True)
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), head.params)
+    head = dataclasses.replace(head, params=params, training={"tokens": 3})
+    save_head(head, tmp_path / "head")
+    again = read_head(tmp_path / "head")
+    assert (again.kind, again.config, again.target) == (head.kind, head.config, head.target)
+    assert again.training == {"tokens": 3}
+    np.testing.assert_array_equal(again.draft_ids, head.draft_ids)
+    jax.tree.map(np.testing.assert_array_equal, again.params, head.params)
+    drafter = specjax.make_drafter("eagle3", tiny, tmp_path / "head", draft_p_min=0.5)
+    assert drafter.params["fc"]["kernel"].dtype == jnp.float32
+
+
+def other(tiny, **changes):
+    return random_model(dataclasses.replace(tiny.config, **changes), 1, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"vocab_size": 62}, "vocab_size=61, and random-1 has 62"),
+        ({"hidden_size": 16}, "hidden_size=24, and random-1 has 16"),
+        ({"num_layers": 4}, "num_layers=3, and random-1 has 4"),
+    ],
+)
+def test_a_head_of_another_target_is_refused(changes, says, tiny):
+    with pytest.raises(InputError, match=says):
+        head_drafter(eagle_head(tiny), other(tiny, **changes))
+
+
+def test_another_tokenizer_is_refused(tiny, chatty):
+    head = eagle_head(chatty)
+    strange = dataclasses.replace(head.target, tokenizer="0" * 64)
+    with pytest.raises(InputError, match="tokenizer=0000000000000000, and random-2 has"):
+        head_drafter(dataclasses.replace(head, target=strange), chatty)
+    # A model of bare token ids has no tokenizer to compare.
+    assert strange.matches(dataclasses.replace(strange, tokenizer=None))
+
+
+def broken(head, **changes):
+    return dataclasses.replace(head, **changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda head: {"kind": "eagle4"}, "kind='eagle4' is unknown"),
+        (lambda head: {"kind": "eagle"}, "eagle needs version=1"),
+        (lambda head: {"params": {**head.params, "extra": np.zeros(1)}}, "extra is unexpected"),
+        (lambda head: {"params": {"fc": head.params["fc"]}}, "final_norm is missing"),
+        (
+            lambda head: {"params": {**head.params, "fc": {"kernel": np.zeros((3, 24))}}},
+            r"fc.kernel is \[3, 24\], not \[72, 24\]",
+        ),
+        (lambda head: {"draft_ids": None}, "its map to the target's 61 tokens is missing"),
+        (lambda head: {"draft_ids": head.draft_ids[1:]}, "19 token ids for draft_vocab_size=20"),
+        (
+            lambda head: {"draft_ids": head.draft_ids + 40},
+            r"token id \d+ is not in 0..60",
+        ),
+        (lambda head: {"draft_ids": head.draft_ids[::-1]}, "ids must ascend"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(change, says, tiny):
+    head = eagle_head(tiny, vocabulary=20)
+    with pytest.raises(InputError, match=says):
+        broken(head, **change(head))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"version": 2}, "version=2: use 1"),
+        ({"draft_vocab_size": 62}, "draft_vocab_size=62: must lie in 1..61"),
+        ({"taps": ()}, "taps is empty"),
+        ({"version": 1}, "version 1 reads one feature"),
+        ({"version": 1, "norm_output": True}, "norm_output=True: version 1 has no such part"),
+        ({"version": 1, "taps": ("final_norm",), "target_hidden_size": 8}, "as wide as its target"),
+    ],
+)
+def test_senseless_configs_are_refused(changes, says, tiny):
+    fields = {
+        field.name: getattr(eagle_config(tiny), field.name)
+        for field in dataclasses.fields(EagleConfig)
+    }
+    with pytest.raises(InputError, match=says):
+        EagleConfig(**fields | changes)
+
+
+def test_only_heads_of_the_kind_asked_for(tiny, tmp_path):
+    save_head(eagle_head(tiny), tmp_path / "head")
+    with pytest.raises(InputError, match=r"kind eagle3; use drafter.name=eagle3"):
+        open_head("medusa", tmp_path / "head", tiny)
+    with pytest.raises(InputError, match="no such directory"):
+        open_head("medusa", tmp_path / "none", tiny)
+    save_checkpoint(tiny, tmp_path / "model")
+    with pytest.raises(InputError, match="holds a model, not a drafter"):
+        open_head("eagle3", tmp_path / "model", tiny)
+    with pytest.raises(InputError, match="no eagle comes with specjax for random-0"):
+        specjax.make_drafter("eagle", tiny)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda facts: facts.pop("target"), "'target' is missing"),
+        (lambda facts: facts.update(more=1), "'more' is unknown"),
+        (lambda facts: facts["config"].pop("taps"), "'taps' is missing"),
+        (lambda facts: facts["config"].update(version="x"), "version='x' is of no use"),
+        (lambda facts: facts["config"]["decoder"].update(num_heads=0), "num_heads=0"),
+        (lambda facts: facts.update(kind="other"), "kind='other' is unknown"),
+    ],
+)
+def test_damaged_facts_are_refused(change, says, tiny, tmp_path):
+    save_head(eagle_head(tiny), tmp_path / "head")
+    params, facts = specjax.checkpoints.load_drafter(tmp_path / "head")
+    facts = json.loads(json.dumps(facts))
+    change(facts)
+    save_drafter(tmp_path / "other", params, facts)
+    with pytest.raises(InputError, match=says):
+        read_head(tmp_path / "other")
+
+
+def test_logits_over_a_part_of_the_vocabulary():
+    ids = np.array([1, 4, 5], np.int32)
+    logits = jnp.array([[0.5, -1.0, 2.0]])
+    whole = expand(logits, jnp.asarray(ids), 7)
+    wanted = np.full((1, 7), -np.inf)
+    wanted[0, ids] = logits[0]
+    np.testing.assert_array_equal(whole, wanted)
+    assert expand(logits, None, 3) is logits
+
+
+def test_the_most_frequent_tokens():
+    counts = np.array([3, 0, 5, 5, 1])
+    np.testing.assert_array_equal(most_frequent(counts, 3), [0, 2, 3])
+    np.testing.assert_array_equal(most_frequent(counts, 1), [2])
+    check_draft_ids(most_frequent(counts, 5), 5)
+
+
+def test_what_is_shipped_is_listed():
+    for target, kinds in shipped_heads().items():
+        assert target == "smollm2-135m-instruct"
+        assert set(kinds) <= {"draft_model", "medusa", "eagle", "eagle3"}
+
+
+def test_a_targets_facts(chatty):
+    facts = TargetFacts.of(chatty)
+    assert len(facts.tokenizer) == 64
+    assert facts == TargetFacts.of(dataclasses.replace(chatty, params={}))
+    assert isinstance(eagle_head(chatty), Head)
+    assert tiny_config().vocab_size == 61
