@@ -211,12 +211,12 @@ def test_the_state_is_donated_and_the_target_kept(target):
 class Run:
     """A run in a directory, with a silent journal."""
 
-    def __init__(self, directory, target, settings, source=None, method=None):
+    def __init__(self, directory, target, settings, source=None, method=None, mesh=None):
         self.workdir = files.open_workdir(directory, {"config": {"seed": settings.seed}})
-        self.target, self.settings = target, settings
+        self.params, self.settings = sharding.spread(target.params, mesh), settings
         self.feed = feed_of(settings, source)
         self.program = make_program(
-            method or toy_method(target), target.architecture, settings, None
+            method or toy_method(target), target.architecture, settings, mesh
         )
         self.progress = loop.Progress()
         if saved := files.last_checkpoint(self.workdir):
@@ -228,7 +228,7 @@ class Run:
         with Journal(self.workdir, console, self.settings.steps, self.progress.step) as journal:
             return loop.train(
                 self.program,
-                self.target.params,
+                self.params,
                 self.feed,
                 self.settings,
                 self.workdir,
@@ -286,12 +286,17 @@ def test_minutes_end_a_run_with_a_checkpoint_and_it_goes_on(target, tmp_path, mo
     seconds = itertools.count()
     clock = SimpleNamespace(monotonic=lambda: next(seconds), perf_counter=time.perf_counter)
     monkeypatch.setattr(loop, "time", clock)
-    ended = []
-    for _ in range(2):
-        run = Run(tmp_path / "w", target, settings_of(minutes=7 / 60))
-        ended.append(run.train())
-    assert [(one.step, one.reason) for one in ended] == [(7, loop.TIME), (12, loop.DONE)]
-    assert timeless(run.workdir) == timeless(whole.workdir)
+    settings = settings_of(minutes=7 / 60)
+    for name in ("w", "forgetful"):
+        first = Run(tmp_path / name, target, settings).train()
+        assert (first.step, first.reason) == (7, loop.TIME)
+        run = Run(tmp_path / name, target, settings)
+        if name == "forgetful":
+            # Without the sums since the last line, the next one is another.
+            run.progress.sums = None
+        second = run.train()
+        assert (second.step, second.reason) == (12, loop.DONE)
+        assert (timeless(run.workdir) == timeless(whole.workdir)) == (name == "w")
 
 
 def timeless(workdir):

@@ -248,6 +248,8 @@ def _check_same(workdir: Workdir, record: Mapping[str, Any]) -> None:
             f"{name.removeprefix('config.')}={was.get(name)!r} then, {now.get(name)!r} now"
             for name in different[:8]
         )
+        if "config.decay_steps" in different:
+            told += " (decay_steps is steps unless set)"
         raise InputError(
             f"workdir={str(workdir.root)!r}: another run was begun there: {told}; "
             "use the same command to go on with it, or another workdir"

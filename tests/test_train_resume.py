@@ -1,0 +1,386 @@
+"""Runs that are killed, interrupted or moved go on to the same curve; other runs are refused."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+from tensorboardX.proto import event_pb2
+from test_checkpoints import files_limited_to
+from test_processes import ROOT, free_port, joined
+from test_train_loop import Run, mesh_of, settings_of, timeless
+from toy_training import (
+    LABELS,
+    TOKENS,
+    Listed,
+    conversations,
+    get_config,
+    toy_method,
+    toy_target,
+    write_data,
+)
+
+from specjax.errors import InputError
+from specjax.heads.head import read_head
+from train import run
+from train import workdir as files
+from train.batches import Packing, Shape
+from train.config import record_of
+from train.step import make_program
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+SCRIPT = ROOT / "tests" / "toy_training.py"
+
+
+@pytest.fixture(scope="module")
+def target():
+    return toy_target()
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """Starts the toy's command line; programs that one has compiled are there for the next."""
+    cache = tmp_path_factory.mktemp("xla")
+    begun = []
+
+    def start(workdir, *more, devices=1, quick=10**9):
+        environment = {
+            **os.environ,
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            "JAX_COMPILATION_CACHE_DIR": str(cache),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+            "PYTHONPATH": str(ROOT),
+            "TOY_QUICK": str(quick),
+        }
+        fields = {"data": "memory", "workdir": workdir, "dtype": "float32", "eval.every": 6}
+        given = [f"--config.{name}={value}" for name, value in fields.items()]
+        process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), f"--config={SCRIPT}", *given, *more],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        begun.append(process)
+        return process
+
+    yield start
+    for process in begun:
+        process.kill()
+        process.communicate()
+
+
+def finish(process):
+    out, err = process.communicate(timeout=240)
+    return process.returncode, out, err
+
+
+@pytest.fixture(scope="module")
+def whole(start, tmp_path_factory):
+    """The metrics of a run that nothing has disturbed."""
+    workdir = tmp_path_factory.mktemp("whole") / "w"
+    code, out, err = finish(start(workdir))
+    assert code == 0, err
+    assert "trained: step 12 of 12" in out
+    return timeless(files.Workdir(workdir))
+
+
+def wait_for_step(process, workdir, step, since=0.0):
+    """Until the metrics, written anew since some time, reach that step."""
+    path = workdir / "metrics.jsonl"
+    for _ in range(2400):
+        assert process.poll() is None, process.communicate()
+        fresh = path.exists() and path.stat().st_mtime > since
+        if fresh and f'{{"step": {step},' in path.read_text():
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"step {step} was not reached")
+
+
+def steps_to_reads(steps):
+    """Conversations that are read for so many steps, and a few."""
+    source = Listed(conversations())
+    chosen = np.flatnonzero(~source.validation)
+    rows = Packing(source, chosen, Shape(4, TOKENS, LABELS), 0).rows(0)
+    return sum(map(len, rows[: 4 * steps])) + 3
+
+
+def test_a_killed_and_an_interrupted_run_go_on_to_the_same_curve(start, whole, tmp_path):
+    workdir = tmp_path / "w"
+    process = start(workdir, quick=steps_to_reads(8))
+    wait_for_step(process, workdir, 8)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert [row["step"] for row in files.read_metrics(files.Workdir(workdir))][-1] == 8
+    killed_at = files.last_checkpoint(files.Workdir(workdir)).step
+    assert killed_at == 5
+
+    since = time.time()
+    process = start(workdir, quick=steps_to_reads(8) - steps_to_reads(5))
+    wait_for_step(process, workdir, 8, since)
+    process.send_signal(signal.SIGINT)
+    code, out, err = finish(process)
+    assert code == 130, err
+    assert "going on behind step 5" in out
+    assert "interrupted at step" in out
+    assert "The same command goes on" in out
+    interrupted_at = files.last_checkpoint(files.Workdir(workdir)).step
+    assert 8 <= interrupted_at < 12
+
+    code, out, err = finish(start(workdir))
+    assert code == 0, err
+    assert f"going on behind step {interrupted_at}" in out
+    rows = timeless(files.Workdir(workdir))
+    assert rows == whole
+    assert [row["step"] for row in rows] == [4, 6, 8, 12, 12]
+
+
+def test_two_processes_give_the_losses_of_one(start, whole, tmp_path):
+    address, workdir = f"127.0.0.1:{free_port()}", tmp_path / "w"
+    ran = [
+        start(workdir, "--config.mesh.data=4", *joined(address, number), devices=2)
+        for number in (0, 1)
+    ]
+    (first, out, err), (second, silent, other) = map(finish, ran)
+    assert (first, second) == (0, 0), err + other
+    assert "(data=4, model=1) in 2 processes" in out
+    assert "step" not in silent
+    rows = timeless(files.Workdir(workdir))
+    assert [row.keys() for row in rows] == [row.keys() for row in whole]
+    for mine, theirs in zip(rows, whole, strict=True):
+        for name, value in mine.items():
+            assert value == pytest.approx(theirs[name], rel=1e-5), name
+    # What two processes saved, one goes on with.
+    saved = files.last_checkpoint(files.Workdir(workdir))
+    state = make_program(toy_method(toy_target()), toy_target().architecture, settings_of(), None)
+    restored = files.restore(saved, state.state)
+    assert int(restored.step) == 12
+
+
+def test_a_bad_loss_is_one_line_on_the_command_line(start, tmp_path):
+    code, out, err = finish(start(tmp_path / "w", f"--config={SCRIPT}:6"))
+    assert code == 2
+    assert "error: step 1: the loss is nan" in err
+    assert "Traceback" not in out + err
+
+
+@pytest.mark.parametrize(("before", "after"), [((4, True), (2, True)), ((4, True), None)])
+def test_a_run_goes_on_on_another_mesh(before, after, target, tmp_path):
+    """Saved on one mesh, restored onto another; the curve stays the same up to rounding."""
+
+    def part(place, steps):
+        mesh = None if place is None else mesh_of(place[0])
+        settings = settings_of(steps=steps, fsdp=place is not None, decay_steps=12)
+        one = Run(tmp_path / "w", target, settings, mesh=mesh)
+        outcome = one.train()
+        return outcome.state
+
+    part(before, 6)
+    state = part(after, 12)
+    other = Run(tmp_path / "whole", target, settings_of()).train().state
+    for mine, theirs in zip(
+        jax.tree.leaves(state.params), jax.tree.leaves(other.params), strict=True
+    ):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+    if after is not None:
+        parts = {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(state.params)}
+        assert parts == {after[0]}
+
+
+def record(**changes):
+    config = get_config()
+    for name, value in changes.items():
+        section, _, field = name.rpartition("__")
+        (config[section] if section else config)[field] = value
+    return {"config": record_of(config), "data": {"tokens": 5}}
+
+
+def test_another_config_is_refused_by_name(tmp_path):
+    files.open_workdir(tmp_path / "w", record())
+    with pytest.raises(InputError) as caught:
+        files.open_workdir(tmp_path / "w", record(seed=3, learning_rate=0.5))
+    for said in ("seed=0 then, 3 now", "learning_rate=0.01 then, 0.5 now", "another workdir"):
+        assert said in str(caught.value)
+    with pytest.raises(InputError, match="data.tokens=5 then, 6 now"):
+        files.open_workdir(tmp_path / "w", {**record(), "data": {"tokens": 6}})
+    with pytest.raises(InputError, match="decay_steps=12 then, 20 now .*steps"):
+        files.open_workdir(tmp_path / "w", record(steps=20))
+
+
+def test_fields_that_change_no_curve_may_differ(tmp_path):
+    files.open_workdir(tmp_path / "w", record(schedule="constant"))
+    files.open_workdir(
+        tmp_path / "w",
+        record(
+            schedule="constant",
+            steps=99,
+            minutes=3.0,
+            log_every=1,
+            checkpoint_every=7,
+            workdir="elsewhere",
+            fsdp=True,
+            mesh__data=4,
+            eval__every=3,
+        ),
+    )
+
+
+def test_a_directory_of_something_else_is_refused(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match="holds files and no run"):
+        files.open_workdir(tmp_path, record())
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    blocked = tmp_path / "notes.txt" / "w"
+    with pytest.raises(InputError, match="cannot be written"):
+        files.open_workdir(blocked, record())
+
+
+def test_metrics_behind_the_checkpoint_are_dropped(tmp_path):
+    workdir = files.open_workdir(tmp_path / "w", record())
+    for step in (1, 2, 3, 4):
+        files.append_metrics(workdir, {"step": step, "train/loss": 0.1 * step})
+    with workdir.metrics.open("a") as file:
+        file.write('{"step": 5, "train/lo')
+    files.truncate_metrics(workdir, 3)
+    assert [row["step"] for row in files.read_metrics(workdir)] == [1, 2, 3]
+    assert [path.name for path in workdir.root.iterdir() if path.name[0] == "."] == []
+
+
+def test_a_full_disk_leaves_the_earlier_checkpoint(target, tmp_path):
+    first = Run(tmp_path / "w", target, settings_of(steps=3, decay_steps=12))
+    first.train()
+    second = Run(tmp_path / "w", target, settings_of())
+    with files_limited_to(1000), pytest.raises(InputError, match="cannot be written"):
+        second.train()
+    assert second.steps() == [3]
+    third = Run(tmp_path / "w", target, settings_of())
+    assert third.progress.step == 3
+    assert third.train().step == 12
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(target, tmp_path):
+    Run(tmp_path / "w", target, settings_of()).train()
+    workdir = files.Workdir(tmp_path / "w")
+    newest = workdir.checkpoints / "step-000000012" / "specjax-1"
+    (newest / "params" / "_METADATA").unlink()
+    assert files.last_checkpoint(workdir).step == 10
+
+
+def test_a_checkpoint_of_other_parameters_is_refused(target, tmp_path):
+    Run(tmp_path / "w", target, settings_of(steps=2)).train()
+    method = toy_method(target)
+    wider = method._replace(
+        init=lambda key: {**method.init(key), "more": {"kernel": np.ones((2, 2), np.float32)}}
+    )
+    with pytest.raises(InputError, match=r"more\.kernel is missing there and float32\[2, 2\] here"):
+        Run(tmp_path / "w", target, settings_of(), method=wider)
+
+
+def events(workdir):
+    """What TensorBoard would show: (step, name, value)."""
+    found = []
+    for path in sorted(workdir.tensorboard.iterdir()):
+        content, place = path.read_bytes(), 0
+        while place < len(content):
+            size = int.from_bytes(content[place : place + 8], "little")
+            event = event_pb2.Event.FromString(content[place + 12 : place + 12 + size])
+            found += [(event.step, one.tag, one.simple_value) for one in event.summary.value]
+            place += 12 + size + 4
+    return found
+
+
+@pytest.fixture
+def console(tmp_path):
+    with (tmp_path / "screen.txt").open("w+") as file:
+        yield Console(file=file, width=160)
+
+
+def said(console):
+    console.file.flush()
+    console.file.seek(0)
+    return console.file.read()
+
+
+def test_a_whole_run_from_data_on_disk(tmp_path, console, monkeypatch):
+    """Data, training, held-out losses, decoding, export, screen, JSONL and TensorBoard."""
+    write_data(tmp_path / "data")
+    monkeypatch.setattr(run, "load_model", lambda name, mesh=None: toy_target(mesh))
+    config = get_config()
+    config.data, config.workdir = str(tmp_path / "data"), str(tmp_path / "w")
+    config.eval.every, config.eval.prompts, config.eval.new_tokens = 8, 2, 8
+
+    def make(target, data, config):
+        return toy_method(target)
+
+    assert run.run(config, make, console) == 0
+    text = said(console)
+    for words in (
+        "toy for random-0",
+        "parameters, on cpu",
+        "58 conversations",
+        "features computed in the step",
+        "compiling the training step",
+        "step 4/12  loss ",
+        "tau_sim",
+        "tokens/s",
+        "step 8, held out: loss",
+        "tau_t1",
+        "trained: step 12 of 12",
+    ):
+        assert words in text, words
+    workdir = files.Workdir(tmp_path / "w")
+    rows = files.read_metrics(workdir)
+    assert [row["step"] for row in rows] == [4, 8, 8, 12, 12]
+    for name in ("train/loss", "train/acc_pos_0", "train/full_acc_1", "train/cond_acc_1"):
+        assert name in rows[0]
+    assert {"eval/loss", "eval/tau", "eval/decoded_acc_pos_0"} <= rows[2].keys()
+    assert "eval/tau_t1" in rows[4]
+    shown = {(step, name): value for step, name, value in events(workdir)}
+    for row in rows:
+        for name, value in row.items():
+            if name != "step":
+                assert shown[row["step"], name] == pytest.approx(value, rel=1e-6)
+    head = read_head(workdir.export)
+    assert (head.kind, head.training["step"], head.training["method"]) == ("medusa", 12, "toy")
+    assert json.loads(workdir.config.read_text())["config"]["steps"] == 12
+
+    # The same call has nothing left to do, and spoils nothing.
+    assert run.run(config, make, console) == 0
+    assert files.read_metrics(workdir) == rows
+
+
+def test_bad_settings_are_named_before_any_work(tmp_path, monkeypatch):
+    write_data(tmp_path / "data")
+    monkeypatch.setattr(run, "load_model", lambda name, mesh=None: toy_target(mesh))
+
+    def refused(said, **changes):
+        config = get_config()
+        config.data, config.workdir = str(tmp_path / "data"), str(tmp_path / "w")
+        for name, value in changes.items():
+            config[name] = value
+        with pytest.raises(InputError, match=said):
+            run.run(config, lambda target, data, config: toy_method(target), Console(quiet=True))
+        assert not (tmp_path / "w").exists()
+
+    refused("data is missing", data=None)
+    refused("workdir is missing", workdir=None)
+    refused("features='stored': .* has no final_norm .*there are none", features="stored")
+    refused("no such directory", data=str(tmp_path / "nowhere"))
+    refused("row_tokens=3: use a whole number of at least 4", row_tokens=3)
+    monkeypatch.setattr(
+        run, "load_model", lambda name, mesh=None: _with_hidden_size(toy_target(mesh), 20)
+    )
+    refused("written by another target, .* hidden_size=16")
+
+
+def _with_hidden_size(model, size):
+    config = dataclasses.replace(model.config, hidden_size=size)
+    return dataclasses.replace(model, config=config)
