@@ -11,7 +11,7 @@ Ctrl-C.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,72 +149,90 @@ def eagle_loss(
 ) -> tuple[Float[Array, ""], Measures]:
     """The sum of the loss over the batch's labels, and measures of each draft step.
 
-    Label j is predicted from row r = j - 2, the pair of x_{j-1} and f_{j-2}. Keys and values are
-    made for all rows, everything else for the rows of labels alone. Step i > 0 attends to the same
-    keys and, at its own row, to those of the steps before: scores of [B, H, T, T + i] never exist.
+    Step i counts where the token i places behind a label is a label too, and its cross-entropy
+    where that token is in the draft's vocabulary, over which the target's law is renormalised.
     """
-    labels, tokens = batch.labels, batch.tokens
-    # Where there is no label, row 0: what sees nothing is not a number, nor is its gradient.
-    rows = jnp.maximum(labels - 2, 0)
+    labels = batch.labels
     features = {name: value.astype(jnp.float32) for name, value in batch.features.items()}
     taps = {name: features[name] for name in head.config.taps}
     if loss.noise:
-        shape = next(iter(taps.values())).shape
-        noise = jax.random.uniform(key, shape, minval=-loss.noise, maxval=loss.noise)
-        taps = {name: value + noise for name, value in taps.items()}
-    fused = head.fuse(params, taps)
-    following = jnp.roll(tokens, -1, axis=1)
-    residual, attended = head.inputs(params, following, fused)
-    # Queries are made again below, for fewer rows; XLA drops those that are not read.
-    _, keys, values = head.heads(params, attended, batch.positions)
-    keys, values = keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3)
-    positions, segment = at_rows(batch.positions, rows), at_rows(batch.segments, rows)
-    same = segment[:, :, None] == batch.segments[:, None, :]
-    until = jnp.arange(tokens.shape[1])[None, None, :] <= rows[:, :, None]
-    repeats = head.config.decoder.num_heads // head.config.decoder.num_kv_heads
-    seen = jnp.repeat(same & until, repeats, axis=1)[:, None]
-
-    final_norm = features["final_norm"]
+        keys = jax.random.split(key, len(taps))
+        taps = {
+            name: value
+            + jax.random.uniform(one, value.shape, minval=-loss.noise, maxval=loss.noise)
+            for one, (name, value) in zip(keys, taps.items(), strict=True)
+        }
     columns = target_params["head"]["kernel"]
     columns = columns if draft_ids is None else jnp.take(columns, draft_ids, axis=1)
-    teacher = teacher_logits(final_norm, labels, columns, head.multiply)
-    known = is_known(at_rows(tokens, labels), draft_ids, head.config.decoder.vocab_size)
+    teacher = teacher_logits(features["final_norm"], labels, columns, head.multiply)
+    known = is_known(at_rows(batch.tokens, labels), draft_ids, head.config.decoder.vocab_size)
     likeliest, law = jnp.argmax(teacher, axis=-1), jax.nn.softmax(teacher, axis=-1)
+    truth = lax.stop_gradient(at_rows(features["final_norm"], labels - 1))
 
-    total = jnp.float32(0)
-    parts = {"cross_entropy": jnp.float32(0)}
-    if loss.feature:
-        parts["feature"] = jnp.float32(0)
-    right, judged, earlier = [], [], []
-    hidden = at_rows(residual, rows)
-    token_rows = at_rows(attended, rows)
-    for step in range(loss.steps):
-        if step:
-            token = at_rows(tokens, jnp.minimum(labels - 1 + step, tokens.shape[1] - 1))
-            hidden, token_rows = head.inputs(params, token, head.next_hidden(params, output))
-        query, key_here, value_here = head.heads(params, token_rows, positions + step)
-        mixed = attend_in_blocks(query, keys, values, seen)
-        if step:
-            earlier.append((_own(key_here, repeats), _own(value_here, repeats)))
-        for key_own, value_own in earlier:
-            mixed = merge(mixed, _attend_own(query, key_own, value_own))
-        output = head.finish(params, hidden, mixed)
-
+    total, entropies, distances = jnp.float32(0), jnp.float32(0), jnp.float32(0)
+    right, judged = [], []
+    for step, output in enumerate(unroll(head, params, batch, taps, loss.steps)):
         there = label_ahead(labels, step)
         counted = there & ahead(known, step)
         logits = head.logits(params, output)
         entropy = soft_cross_entropy(logits, ahead(law, step))
         entropy = jnp.where(counted, entropy, 0.0).sum()
-        parts["cross_entropy"] += entropy
+        entropies += entropy
         total += loss.decay**step * loss.cross_entropy * entropy
         if loss.feature:
-            truth = lax.stop_gradient(at_rows(final_norm, labels - 1 + step))
-            apart = jnp.where(there, smooth_l1(output, truth), 0.0).sum()
-            parts["feature"] += apart
-            total += loss.decay**step * loss.feature * apart
+            distance = jnp.where(there, smooth_l1(output, ahead(truth, step)), 0.0).sum()
+            distances += distance
+            total += loss.decay**step * loss.feature * distance
         right.append(counted & (jnp.argmax(logits, axis=-1) == ahead(likeliest, step)))
         judged.append(there)
+    parts = {"cross_entropy": entropies}
+    if loss.feature:
+        parts["feature"] = distances
     return total, measure(parts, jnp.stack(right), jnp.stack(judged))
+
+
+def unroll(
+    head: Eagle,
+    params: dict[str, Any],
+    batch: Batch,
+    taps: dict[str, Float[Array, "B T Dt"]],
+    steps: int,
+) -> Iterator[Float[Array, "B A D"]]:
+    """The head's output at each label, draft step by draft step, as decoding would give it.
+
+    Label j is predicted from row r = j - 2, the pair of x_{j-1} and f_{j-2}; step i reads x_{j-1+i}
+    and the head's own output. Keys and values are made for all rows, the rest for those of labels
+    alone. Step i > 0 attends to the same keys and, at its own row, to those of the steps before:
+    scores of [B, H, T, T + i] never exist (EAGLE-3's training-time test).
+    """
+    labels, tokens = batch.labels, batch.tokens
+    # Where there is no label, row 0: what sees nothing is not a number, nor is its gradient.
+    rows = jnp.maximum(labels - 2, 0)
+    fused = head.fuse(params, taps)
+    residual, attended = head.inputs(params, jnp.roll(tokens, -1, axis=1), fused)
+    # Its queries are made again below, for fewer rows; XLA drops those that are not read.
+    _, keys, values = head.heads(params, attended, batch.positions)
+    keys, values = keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3)
+    positions, segments = at_rows(batch.positions, rows), at_rows(batch.segments, rows)
+    same = segments[:, :, None] == batch.segments[:, None, :]
+    until = jnp.arange(tokens.shape[1])[None, None, :] <= rows[:, :, None]
+    repeats = head.config.decoder.num_heads // head.config.decoder.num_kv_heads
+    seen = jnp.repeat(same & until, repeats, axis=1)[:, None]
+
+    earlier: list[tuple[jax.Array, jax.Array]] = []
+    residual, attended = at_rows(residual, rows), at_rows(attended, rows)
+    for step in range(steps):
+        if step:
+            token = at_rows(tokens, jnp.minimum(labels - 1 + step, tokens.shape[1] - 1))
+            residual, attended = head.inputs(params, token, head.next_hidden(params, output))
+        query, key, value = head.heads(params, attended, positions + step)
+        mixed = attend_in_blocks(query, keys, values, seen)
+        if step:
+            earlier.append((_own(key, repeats), _own(value, repeats)))
+        for key_own, value_own in earlier:
+            mixed = merge(mixed, _attend_own(query, key_own, value_own))
+        output = head.finish(params, residual, mixed)
+        yield output
 
 
 def _own(heads: Float[Array, "B A G C"], repeats: int) -> Float[Array, "B G X C"]:

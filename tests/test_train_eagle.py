@@ -1,0 +1,274 @@
+"""The EAGLE losses: what they compute is what decoding will, and only labels count."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import tiny_config
+from flax.core import meta
+from heads import eagle_config, eagle_head
+
+from specjax.cache import commit
+from specjax.drafters.autoregressive import causal
+from specjax.errors import InputError
+from specjax.models.eagle import Eagle
+from specjax.models.loading import random_model
+from specjax.models.shared import share
+from train.batches import Batch
+from train.eagle import EagleLoss, eagle_loss, eagle_method, from_target, unroll
+from train.teacher import fill_features
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+FLAGS = dict(
+    norm_before_residual=True, norm_before_fc=True, fc_norm=True, norm_output=True, vocabulary=50
+)
+
+
+def batch_of(target, seed=0):
+    """Two rows: two conversations and padding, and one that fills its row."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, target.config.vocab_size, (2, 24)).astype(np.int32)
+    segments = np.array([[1] * 10 + [2] * 11 + [0] * 3, [1] * 24], np.int32)
+    positions = np.array([[*range(10), *range(11), 0, 0, 0], [*range(24)]], np.int32)
+    labels = np.full((2, 20), -1, np.int32)
+    labels[0, :12] = [*range(4, 10), *range(14, 20)]
+    labels[1, :18] = [*range(2, 12), *range(16, 24)]
+    return Batch(*map(jnp.asarray, (tokens, positions, segments, labels)), {})
+
+
+def made(tiny, version=3, seed=0, **flags):
+    head = eagle_head(tiny, version, seed=seed, **flags)
+    ids = None if head.draft_ids is None else jnp.asarray(head.draft_ids)
+    params = {**head.params, "shared": share(tiny.params, ids, head=version == 1)}
+    names = tuple(dict.fromkeys((*head.config.taps, "final_norm")))
+    batch = fill_features(tiny.architecture, tiny.params, batch_of(tiny), names)
+    return Eagle(head.config, jnp.dtype("float32")), params, ids, batch
+
+
+def taps_of(head, batch):
+    return {name: batch.features[name] for name in head.config.taps}
+
+
+def drafted(head, params, batch, row, label, steps):
+    """The outputs of decoding that begins at a label, the true tokens fed in place of drafts."""
+    segment = batch.segments[row]
+    first = int(np.argmax(np.asarray(segment) == int(segment[label])))
+    count = label - 1 - first
+    tokens = batch.tokens[row][None]
+    taps = {name: value[row][None] for name, value in taps_of(head, batch).items()}
+    here = slice(first, first + count)
+    fused = head.fuse(params, {name: value[:, here] for name, value in taps.items()})
+    output, window = head.extend(
+        params,
+        tokens[:, first + 1 : first + 1 + count],
+        fused,
+        jnp.arange(count)[None],
+        head.make_cache(1, 32),
+        head.make_window(1, count),
+        0,
+        causal(jnp.arange(count), count),
+    )
+    slots, most = jnp.arange(count)[None], jnp.array([count])
+    cache = commit(head.make_cache(1, 32), window, slots, most)
+    outputs, window = [output[:, -1:]], head.make_window(1, steps)
+    for step in range(1, steps):
+        output, window = head.extend(
+            params,
+            tokens[:, label - 1 + step : label + step],
+            head.next_hidden(params, outputs[-1]),
+            jnp.array([[count - 1 + step]]),
+            cache,
+            window,
+            step - 1,
+            causal(jnp.array([step - 1]), steps),
+        )
+        outputs.append(output)
+    return [np.asarray(output[0, 0]) for output in outputs]
+
+
+@pytest.mark.parametrize(("version", "flags"), [(1, {}), (3, {}), (3, FLAGS)])
+def test_training_runs_what_decoding_runs(version, flags, tiny):
+    head, params, _, batch = made(tiny, version, **flags)
+    outputs = [
+        np.asarray(output) for output in unroll(head, params, batch, taps_of(head, batch), 3)
+    ]
+    for row, place in ((0, 0), (0, 7), (1, 0), (1, 12)):
+        label = int(batch.labels[row, place])
+        for got, want in zip(outputs, drafted(head, params, batch, row, label, 3), strict=True):
+            np.testing.assert_allclose(got[row, place], want, atol=2e-5, rtol=2e-4)
+
+
+def slow_loss(head, params, tiny, ids, batch, loss):
+    """The definition, label by label."""
+    labels, tokens = np.asarray(batch.labels), np.asarray(batch.tokens)
+    columns = np.asarray(tiny.params["head"]["kernel"], np.float64)
+    every = np.arange(columns.shape[1]) if ids is None else np.asarray(ids)
+    outputs = list(unroll(head, params, batch, taps_of(head, batch), loss.steps))
+    total, entropy, weight = 0.0, 0.0, 0
+    prefix, counts = np.zeros(loss.steps), np.zeros(loss.steps)
+    for row in range(2):
+        there = set(labels[row].tolist()) - {-1}
+        for place, label in enumerate(labels[row].tolist()):
+            if label < 0:
+                continue
+            weight += 1
+            all_right = True
+            for step, output in enumerate(outputs):
+                if label + step not in there:
+                    break
+                if not set(range(label, label + step + 1)) <= there:
+                    break
+                feature = np.asarray(
+                    batch.features["final_norm"][row, label + step - 1], np.float64
+                )
+                teacher = feature @ columns[:, every]
+                law = np.exp(teacher - teacher.max())
+                law /= law.sum()
+                logits = np.asarray(head.logits(params, output)[row, place], np.float64)
+                logq = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+                known = tokens[row, label + step] in every
+                if known:
+                    entropy -= (law * logq).sum()
+                    total -= loss.decay**step * loss.cross_entropy * (law * logq).sum()
+                if loss.feature:
+                    apart = np.abs(np.asarray(output[row, place], np.float64) - feature)
+                    huber = np.where(apart < 1, apart**2 / 2, apart - 0.5).mean()
+                    total += loss.decay**step * loss.feature * huber
+                all_right &= bool(known and logits.argmax() == teacher.argmax())
+                prefix[step] += all_right
+                counts[step] += 1
+    return total, entropy, weight, prefix, counts
+
+
+@pytest.mark.parametrize(
+    ("version", "flags", "loss"),
+    [
+        (3, dict(vocabulary=50), EagleLoss(steps=3, decay=0.8)),
+        (1, {}, EagleLoss(steps=1, cross_entropy=0.1, feature=1.0)),
+    ],
+)
+def test_the_loss_is_its_definition(version, flags, loss, tiny):
+    head, params, ids, batch = made(tiny, version, **flags)
+    total, measures = eagle_loss(head, params, tiny.params, ids, batch, jax.random.key(0), loss)
+    wanted, entropy, weight, prefix, counts = slow_loss(head, params, tiny, ids, batch, loss)
+    np.testing.assert_allclose(total, wanted, rtol=1e-4)
+    np.testing.assert_allclose(measures.losses["cross_entropy"], entropy, rtol=1e-4)
+    assert measures.weight == weight == 30
+    np.testing.assert_array_equal(measures.prefix_correct, prefix)
+    np.testing.assert_array_equal(measures.counts, counts)
+
+
+def gradients(head, params, tiny, ids, batch, loss):
+    def summed(params, features):
+        return eagle_loss(
+            head,
+            params,
+            tiny.params,
+            ids,
+            batch.replace(features=features),
+            jax.random.key(0),
+            loss,
+        )[0]
+
+    own = {name: value for name, value in params.items() if name != "shared"}
+    with_shared = lambda own, features: summed({**own, "shared": params["shared"]}, features)  # noqa: E731
+    return jax.grad(with_shared, argnums=(0, 1))(own, batch.features)
+
+
+def test_every_parameter_learns_and_masked_tokens_teach_nothing(tiny):
+    head, params, ids, batch = made(tiny, 3, vocabulary=50, norm_before_fc=True, fc_norm=True)
+    loss = EagleLoss(steps=2)
+    learned, felt = gradients(head, params, tiny, ids, batch, loss)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(learned):
+        assert np.isfinite(leaf).all(), path
+        assert np.abs(leaf).max() > 0, path
+    # Padding, and what lies behind the last row that a label is predicted from.
+    for name in head.config.taps:
+        moved = np.abs(np.asarray(felt[name])).max(axis=2) > 0
+        assert not moved[0, 18:].any()
+        assert moved[0, :8].all()
+        assert moved[1, :10].all()
+
+
+def test_changing_tokens_that_are_not_seen_changes_nothing(tiny):
+    """Row 0's second conversation, seen from the first one's labels."""
+    head, params, ids, batch = made(tiny, 3)
+    first = batch.replace(labels=batch.labels.at[:, 6:].set(-1).at[1].set(-1))
+    other = first.replace(
+        tokens=first.tokens.at[0, 10:].set(0),
+        features={name: value.at[0, 10:].add(3.0) for name, value in first.features.items()},
+    )
+    values = [
+        eagle_loss(head, params, tiny.params, ids, one, jax.random.key(0), EagleLoss(steps=2))[0]
+        for one in (first, other)
+    ]
+    np.testing.assert_array_equal(*values)
+    nothing = batch.replace(labels=jnp.full_like(batch.labels, -1))
+    total, measures = eagle_loss(
+        head, params, tiny.params, ids, nothing, jax.random.key(0), EagleLoss()
+    )
+    assert total == measures.weight == 0
+
+
+def test_noise_moves_the_loss_and_depends_on_the_key(tiny):
+    head, params, ids, batch = made(tiny, 1)
+    loss = EagleLoss(steps=1, cross_entropy=0.1, feature=1.0, noise=0.1)
+    values = [
+        float(eagle_loss(head, params, tiny.params, ids, batch, jax.random.key(seed), loss)[0])
+        for seed in (0, 0, 1)
+    ]
+    assert values[0] == values[1] != values[2]
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_it_starts_as_the_targets_last_layer(version, tiny):
+    """With nothing read of the embedding, the head repeats the target's layer on its last tap."""
+    config = eagle_config(tiny, version)
+    head = Eagle(config, jnp.dtype("float32"))
+    params = from_target(meta.unbox(head.init(jax.random.key(0))), tiny, config, None)
+    last = jax.tree.map(lambda leaf: leaf[-1], tiny.params["layers"])
+    np.testing.assert_array_equal(
+        params["layer"]["mlp"]["up"]["kernel"], last["mlp"]["up"]["kernel"]
+    )
+    width = tiny.config.hidden_size
+    np.testing.assert_array_equal(
+        params["layer"]["attention"]["query"]["kernel"][-width:],
+        last["attention"]["query"]["kernel"],
+    )
+    method = eagle_method(tiny, config, None, EagleLoss())
+    assert method.features[-1] == "final_norm"
+    assert method.head(params, {"tokens": 1}).training == {"tokens": 1}
+    wider = dataclasses.replace(
+        config, decoder=dataclasses.replace(config.decoder, intermediate_size=44)
+    )
+    with pytest.raises(InputError, match="use start=random"):
+        from_target(params, tiny, wider, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"steps": 0}, "loss.steps=0"),
+        ({"decay": -1.0}, "loss.decay=-1.0"),
+        ({"cross_entropy": 0.0}, "one of them must be positive"),
+    ],
+)
+def test_senseless_losses_are_refused(fields, says):
+    with pytest.raises(InputError, match=says):
+        EagleLoss(**fields)
+
+
+def test_a_target_with_layers_apart_and_a_table_of_its_own(tiny):
+    from specjax.models.decoder import Form
+
+    apart = random_model(tiny_config(), 0, dtype="float32", form=Form(scan_layers=False))
+    config = eagle_config(apart)
+    method = eagle_method(apart, config, None, EagleLoss(steps=1))
+    params = method.init(jax.random.key(0))
+    batch = fill_features(apart.architecture, apart.params, batch_of(apart), method.features)
+    total, _ = method.loss(params, apart.params, batch, jax.random.key(0))
+    stacked = eagle_method(tiny, config, None, EagleLoss(steps=1))
+    again = stacked.loss(stacked.init(jax.random.key(0)), tiny.params, batch, jax.random.key(0))
+    np.testing.assert_allclose(total, again[0], rtol=1e-5)
