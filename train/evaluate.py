@@ -59,14 +59,16 @@ class Evaluation:
         return scalars(total, "eval") if total else {}
 
     def _decode(self, params: Any, last: bool) -> dict[str, float]:
-        head = self.method.head(gathered(params, self.program.mesh), {})
+        params = gathered(params, self.program.mesh)
+        head = self.method.head(params, {})
+        target = self.target if self.method.tuned is None else self.method.tuned(params)
         temperatures = self.settings.eval_temperatures
         numbers: dict[str, float] = {}
         for temperature in temperatures if last else temperatures[:1]:
             suffix = "" if temperature == 0 else f"_t{temperature:g}"
             found = measure_tau(
                 head,
-                self.target,
+                target,
                 self.prompts,
                 new_tokens=self.settings.eval_new_tokens,
                 num_speculative_tokens=self.settings.eval_num_speculative_tokens,

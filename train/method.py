@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Key
-from specjax.heads.head import Head
 
-from train.batches import Batch
+from specjax.heads.head import Head
+from specjax.models.model import Model
 
 
 @struct.dataclass
@@ -36,14 +36,18 @@ class Method(NamedTuple):
 
     `init(key) -> params` gives what is trained. `loss(params, target_params, batch, key)` gives the
     sum of the loss over labels, and measures; `features` are the target's features it reads from
-    the batch. `head(params, training)` is what is exported, and measured by decoding.
+    the batch. `head(params, training)` is what is exported, and measured by decoding. A method that
+    trains the target too gives the model as it then is as `tuned(params)`, and is exported with it.
+    With `takes_step` the loss has the step, an int32 scalar, as its last argument.
     """
 
     name: str
     features: tuple[str, ...]
     init: Callable[[Key[Array, ""]], Any]
-    loss: Callable[[Any, Any, Batch, Key[Array, ""]], tuple[Float[Array, ""], Measures]]
+    loss: Callable[..., tuple[Float[Array, ""], Measures]]
     head: Callable[[Any, dict[str, Any]], Head]
+    tuned: Callable[[Any], Model] | None = None
+    takes_step: bool = False
 
 
 def measure(

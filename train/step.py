@@ -22,6 +22,8 @@ from train.method import Measures, Method
 from train.optimizer import learning_rate, make_optimizer, summed_gradients
 from train.teacher import fill_features
 
+_LATE = np.int32(np.iinfo(np.int32).max)
+
 
 @struct.dataclass
 class State:
@@ -88,7 +90,7 @@ def make_program(
         at = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
 
         def one(params: Any, batch: Batch, key: Any) -> tuple[Any, Any]:
-            return loss(params, target_params, batch, key)
+            return loss(params, target_params, batch, key, state.step)
 
         grads, value, measures = summed_gradients(
             one, state.params, batches, jax.random.split(at, micro)
@@ -138,16 +140,20 @@ def make_program(
 def loss_function(method: Method, decoder: Decoder, remat: bool) -> Callable:
     """The method's loss of (params, target_params, batch, key), the target's features filled in.
 
-    `decoder` is the frozen target, which computes those that the batch does not bring.
-    With `remat` only products of activations and weights are kept for the backward pass.
+    `decoder` is the frozen target, which computes those that the batch does not bring. The step may
+    follow the key; else it is late in the run. With `remat` only products of activations and
+    weights are kept for the backward pass.
     """
 
-    def loss(params: Any, target_params: Any, batch: Batch, key: Any) -> tuple[Any, Measures]:
+    def loss(
+        params: Any, target_params: Any, batch: Batch, key: Any, step: Any = _LATE
+    ) -> tuple[Any, Measures]:
         # They travel as float16.
         stored = {name: value.astype(jnp.float32) for name, value in batch.features.items()}
         batch = batch.replace(features=stored)
         batch = fill_features(decoder, target_params, batch, method.features)
-        return method.loss(params, target_params, batch, key)
+        more = (jnp.asarray(step),) if method.takes_step else ()
+        return method.loss(params, target_params, batch, key, *more)
 
     if not remat:
         return loss

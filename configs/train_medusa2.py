@@ -1,0 +1,26 @@
+"""Train Medusa-2: `python -m train.medusa --config=configs/train_medusa2.py[:debug]`.
+
+The target learns too: W/export/target and W/export/head belong together.
+"""
+
+import runpy
+from pathlib import Path
+
+from ml_collections import config_dict
+
+_MEDUSA = Path(__file__).with_name("train_medusa.py")
+
+
+def get_config(size=""):
+    config = runpy.run_path(str(_MEDUSA))["get_config"](size)
+    config.learning_rate_scales.target = 0.02  # of the heads' learning rate
+
+    config.joint = config_dict.ConfigDict()
+    config.joint.target = "self"  # its own loss: self = what it said before | tokens of the data
+    config.joint.heads = 0.01  # weight of the heads beside it; as published, 0.2 with tokens
+    config.joint.ramp = True  # up to that weight as a quarter of a sine
+    config.joint.warm_steps = 600  # the heads alone
+
+    if size == "debug":
+        config.joint.warm_steps = 2
+    return config
