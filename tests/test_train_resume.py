@@ -29,7 +29,7 @@ from toy_training import (
 
 from specjax.errors import InputError
 from specjax.heads.head import read_head
-from train import run
+from train import run, setup
 from train import workdir as files
 from train.batches import Packing, Shape
 from train.config import record_of
@@ -204,7 +204,10 @@ def record(**changes):
 
 
 def test_another_config_is_refused_by_name(tmp_path):
+    begun = files.open_workdir(tmp_path / "w", record(seed=5))
+    # Nothing was saved, so that nothing would be mixed up.
     files.open_workdir(tmp_path / "w", record())
+    (begun.checkpoints / "step-000000001").mkdir(parents=True)
     with pytest.raises(InputError) as caught:
         files.open_workdir(tmp_path / "w", record(seed=3, learning_rate=0.5))
     for said in ("seed=0 then, 3 now", "learning_rate=0.01 then, 0.5 now", "another workdir"):
@@ -216,7 +219,8 @@ def test_another_config_is_refused_by_name(tmp_path):
 
 
 def test_fields_that_change_no_curve_may_differ(tmp_path):
-    files.open_workdir(tmp_path / "w", record(schedule="constant"))
+    begun = files.open_workdir(tmp_path / "w", record(schedule="constant"))
+    (begun.checkpoints / "step-000000001").mkdir(parents=True)
     files.open_workdir(
         tmp_path / "w",
         record(
@@ -271,7 +275,21 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(target, tmp_path):
     workdir = files.Workdir(tmp_path / "w")
     newest = workdir.checkpoints / "step-000000012" / "specjax-1"
     (newest / "params" / "_METADATA").unlink()
-    assert files.last_checkpoint(workdir).step == 10
+    found = files.last_checkpoint(workdir)
+    assert (found.step, found.damaged) == (10, (12,))
+    (workdir.checkpoints / "step-000000010" / "specjax-1" / "params" / "_METADATA").unlink()
+    with pytest.raises(InputError, match="step-000000012: the checkpoint is damaged"):
+        files.last_checkpoint(workdir)
+
+
+def test_an_interrupted_first_save_counts_for_nothing(target, tmp_path):
+    run = Run(tmp_path / "w", target, settings_of())
+    (run.workdir.checkpoints / "step-000000005" / "specjax-1.orbax-checkpoint-tmp").mkdir(
+        parents=True
+    )
+    assert files.last_checkpoint(run.workdir) is None
+    run.train()
+    assert run.steps() == [10, 12]
 
 
 def test_a_checkpoint_of_other_parameters_is_refused(target, tmp_path):
@@ -312,7 +330,7 @@ def said(console):
 def test_a_whole_run_from_data_on_disk(tmp_path, console, monkeypatch):
     """Data, training, held-out losses, decoding, export, screen, JSONL and TensorBoard."""
     write_data(tmp_path / "data")
-    monkeypatch.setattr(run, "load_model", lambda name, mesh=None: toy_target(mesh))
+    monkeypatch.setattr(setup, "load_model", lambda name, mesh=None: toy_target(mesh))
     config = get_config()
     config.data, config.workdir = str(tmp_path / "data"), str(tmp_path / "w")
     config.eval.every, config.eval.prompts, config.eval.new_tokens = 8, 2, 8
@@ -359,7 +377,7 @@ def test_a_whole_run_from_data_on_disk(tmp_path, console, monkeypatch):
 
 def test_bad_settings_are_named_before_any_work(tmp_path, monkeypatch):
     write_data(tmp_path / "data")
-    monkeypatch.setattr(run, "load_model", lambda name, mesh=None: toy_target(mesh))
+    monkeypatch.setattr(setup, "load_model", lambda name, mesh=None: toy_target(mesh))
 
     def refused(said, **changes):
         config = get_config()
@@ -376,7 +394,7 @@ def test_bad_settings_are_named_before_any_work(tmp_path, monkeypatch):
     refused("no such directory", data=str(tmp_path / "nowhere"))
     refused("row_tokens=3: use a whole number of at least 4", row_tokens=3)
     monkeypatch.setattr(
-        run, "load_model", lambda name, mesh=None: _with_hidden_size(toy_target(mesh), 20)
+        setup, "load_model", lambda name, mesh=None: _with_hidden_size(toy_target(mesh), 20)
     )
     refused("written by another target, .* hidden_size=16")
 

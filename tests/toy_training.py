@@ -157,15 +157,15 @@ def get_config(poison=""):
 
 
 if __name__ == "__main__":
-    from train import run
+    from train import run, setup
 
-    run.load_model = lambda name, mesh=None: toy_target(mesh)
+    setup.load_model = lambda name, mesh=None: toy_target(mesh)
 
     # `--config.data=memory` needs no dataset on disk.
     toys = Listed(conversations())
     toys.quick = int(os.environ.get("TOY_QUICK", Listed.quick))
-    on_disk = run.open_sources
-    run.open_sources = lambda paths: toys if paths == ["memory"] else on_disk(paths)
+    on_disk = setup.open_sources
+    setup.open_sources = lambda paths: toys if paths == ["memory"] else on_disk(paths)
 
     def make(target, data, config):
         """The method of this file's config."""

@@ -76,28 +76,32 @@ class Workdir:
 
 
 class Saved(NamedTuple):
-    """A checkpoint that was found: its step, and what was written beside its arrays."""
+    """A checkpoint that was found: its step, and what was written beside its arrays.
+
+    `damaged` are later steps whose checkpoints cannot be read.
+    """
 
     step: int
     facts: dict[str, Any]
     found: checkpoint_directory.Found
+    damaged: tuple[int, ...] = ()
 
 
 def open_workdir(directory: str | Path, record: Mapping[str, Any]) -> Workdir:
     """A new run's directory, or that of the same run begun earlier.
 
-    `record` is JSON-ready: what must be the same, in sections, `config` being one of them. Raises
-    InputError where an earlier run there was another one, naming the fields, and where the
-    directory holds something else or cannot be written.
+    `record` is JSON-ready: what must be the same, in sections, `config` being one of them. A run
+    that has no checkpoint yet begins again. Raises InputError where the earlier run was another
+    one, naming the fields, and where the directory holds something else or cannot be written.
     """
     workdir = Workdir(Path(directory).expanduser().absolute())
     text = json.dumps(record, indent=2, sort_keys=True) + "\n"
 
     def check() -> None:
-        if workdir.config.exists():
+        if _steps(workdir):
             _check_same(workdir, json.loads(text))
-            return
-        if workdir.root.is_dir() and any(workdir.root.iterdir()):
+        begun = workdir.config.exists()
+        if not begun and workdir.root.is_dir() and any(workdir.root.iterdir()):
             raise InputError(
                 f"workdir={str(directory)!r}: holds files and no run (config.json is missing); "
                 "give a new or empty directory"
@@ -112,18 +116,31 @@ def open_workdir(directory: str | Path, record: Mapping[str, Any]) -> Workdir:
 
 
 def last_checkpoint(workdir: Workdir) -> Saved | None:
-    """The newest checkpoint that is whole; None where there is none."""
+    """The newest checkpoint that is whole; None where nothing was saved yet.
 
-    def look() -> int | None:
+    What an interrupted save left does not count. Raises InputError where all that were saved are
+    damaged.
+    """
+
+    def look() -> tuple[int | None, list[int]]:
+        passed, first = [], None
         for step in reversed(_steps(workdir)):
-            with suppress(InputError):
+            try:
                 _look(workdir, step)
-                return step
-        return None
+                return step, passed
+            except InputError as error:
+                if any(_directory(workdir, step).glob("specjax-*[0-9]")):
+                    passed.append(step)
+                    first = first or error
+        if first is not None:
+            raise first
+        return None, []
 
-    step = processes.together(lambda: look() if processes.speaks() else None)
-    step = processes.from_first(step)
-    return None if step is None else processes.together(lambda: _look(workdir, step))
+    found = processes.together(lambda: look() if processes.speaks() else None)
+    step, passed = processes.from_first(found)
+    if step is None:
+        return None
+    return processes.together(lambda: _look(workdir, step)._replace(damaged=tuple(passed)))
 
 
 def save_checkpoint(workdir: Workdir, step: int, state: Any, facts: dict[str, Any]) -> None:
