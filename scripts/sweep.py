@@ -252,4 +252,5 @@ def _say(line: str) -> None:
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")
+    frontdoor.use_compilation_cache()
     raise SystemExit(main())

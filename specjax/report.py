@@ -5,8 +5,8 @@
 Reads what `python -m specjax.decode --config.report=FILE` wrote, runs of one target over the same
 prompts, and what `specjax.bench` wrote. Into DIR go report.md, report.csv, a JSONL file a run and
 the pictures. `--predict` loads the target and times the parts of each run's rounds, for the
-predicted speed-up; what was timed once is kept in DIR/costs.json. Exit codes: 0; 2 for bad input;
-130 after Ctrl-C.
+predicted speed-up; what was timed once is kept in DIR/costs.json (delete it to time again).
+Exit codes: 0; 2 for bad input; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from absl import flags
 
 from specjax import frontdoor, plots, report_data, report_pictures, report_tables, reporting
 from specjax.errors import InputError, one_line
-from specjax.report_figures import Entry, by_conditions
+from specjax.report_figures import Entry, by_conditions, in_order
 from specjax.report_reading import read_report
 from specjax.report_runs import Bench, Run, check_together, labels
 
@@ -71,7 +71,7 @@ def write(
         for place, (run, label) in enumerate(zip(runs, labels(runs) if runs else (), strict=True))
     ]
     try:
-        return _write_all(folder, entries, benches, pictures)
+        return _write_all(folder, in_order(entries), benches, pictures)
     except OSError as error:
         raise InputError(f"out={str(out)!r} cannot be written: {one_line(error)}") from None
 
@@ -113,8 +113,6 @@ def _predictions(runs: Sequence[Run], folder: Path) -> dict[int, float | None]:
         }
     left = {place: run for place, run in drafting.items() if place not in found}
     report_costs.check_measurable(list(left.values()))
-    if left:
-        frontdoor.use_compilation_cache()
     timed = report_costs.measure(list(left.values()), lambda doing: print(f"{doing} ..."))
     for place, (run, parts) in zip(left, timed, strict=True):
         found[place] = parts
@@ -176,4 +174,5 @@ def _options(argv: list[str]) -> tuple[Any, list[str]]:
 if __name__ == "__main__":
     # A terminal without Unicode is no reason to stop.
     sys.stdout.reconfigure(errors="replace")
+    frontdoor.use_compilation_cache()
     raise SystemExit(main())

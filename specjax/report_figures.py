@@ -75,17 +75,17 @@ class Entry:
         return measured / self.predicted if measured and self.predicted else None
 
 
-def by_conditions(entries: Sequence[Entry]) -> dict[Conditions, list[Entry]]:
-    """The entries whose speeds may be compared, together; in the order of their conditions.
-
-    Within them families come in the order given, and K ascends.
-    """
+def in_order(entries: Sequence[Entry]) -> list[Entry]:
+    """The entries by family, in the order given, and by K within one."""
     families = list(dict.fromkeys(entry.family for entry in entries))
     order = {family: place for place, family in enumerate(families)}
+    return sorted(entries, key=lambda one: (order[one.family], one.run.draft_length or 0))
+
+
+def by_conditions(entries: Iterable[Entry]) -> dict[Conditions, list[Entry]]:
+    """The entries whose speeds may be compared, together; in the order of their conditions."""
     groups: dict[Conditions, list[Entry]] = {}
-    for entry in sorted(
-        entries, key=lambda entry: (order[entry.family], entry.run.draft_length or 0)
-    ):
+    for entry in entries:
         groups.setdefault(entry.run.conditions, []).append(entry)
     return dict(sorted(groups.items()))
 

@@ -95,11 +95,13 @@ class Run:
 
         None for "auto" and for a run that drafted nothing.
         """
+        if self.drafter == "none":
+            return None
         asked = str(self.config.get("num_speculative_tokens"))
         if asked == "None":
             longest = max((max(row.drafted, default=0) for row in self.rows), default=0)
             return longest or None
-        return int(asked) if asked.isdecimal() and self.drafter != "none" else None
+        return int(asked) if asked.isdecimal() else None
 
 
 @dataclass(frozen=True, order=True)
@@ -198,10 +200,8 @@ def _told_apart(run: Run) -> dict[str, Any]:
     # Prompts are compared as such: two paths may name the same ones.
     elsewhere += ("target", "prompt", "prompts", "limit", "per_task", "num_speculative_tokens")
     fields = {name: value for name, value in flat(run.config).items() if name not in elsewhere}
-    length = run.draft_length
     asked = run.config.get("num_speculative_tokens")
-    fields["K"] = "auto" if asked == "auto" else length
-    return fields
+    return {"K": "auto" if asked == "auto" else run.draft_length, **fields}
 
 
 def _padded(rows: Iterable[Sequence[int]]) -> np.ndarray:

@@ -1,0 +1,423 @@
+"""`python -m specjax.report`: figures checked by hand, files, pictures, and what it refuses."""
+
+import copy
+import csv
+import json
+import sys
+
+import pytest
+from reports import ROWS, content, row
+
+from specjax import decode, plots, report, report_costs
+from specjax.models.loading import save_model
+from specjax.plots import Curve
+from specjax.report_figures import OVERALL, Entry, figures_by_task
+from specjax.report_reading import read_report
+from specjax.report_runs import batch_widths, labels
+
+pytest.importorskip("matplotlib")
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes reports; returns their paths."""
+
+    def files(**contents):
+        paths = [tmp_path / f"{name}.json" for name in contents]
+        for path, one in zip(paths, contents.values(), strict=True):
+            path.write_text(one if isinstance(one, str) else json.dumps(one))
+        return list(map(str, paths))
+
+    return files
+
+
+def table(text, heading):
+    """The cells of the first Markdown table below a heading."""
+    lines = text.split(heading, 1)[1].splitlines()
+    rows = [line.strip("| ") for line in lines if line.startswith("|")]
+    rows = [[cell.strip() for cell in one.split("|")] for one in rows]
+    end = next((i for i, one in enumerate(rows[1:], 1) if one[0] == rows[0][0]), len(rows))
+    return rows[:1] + rows[2:end]
+
+
+def read_csv(path):
+    return list(csv.DictReader(path.read_text().splitlines()))
+
+
+def test_figures_by_hand(write):
+    (path,) = write(a=content())
+    figures = figures_by_task(read_report(path))
+    assert list(figures) == [OVERALL, "mt_bench", "qa"]
+    talk, qa, everything = figures["mt_bench"], figures["qa"], figures[OVERALL]
+    # Writing and math are both MT-bench's: rounds 3, 1, 1 and 2.
+    assert talk.counts.num_requests == 2
+    assert talk.counts.acceptance_length == 7 / 4
+    assert talk.counts.acceptance_length_per_request == pytest.approx((5 / 3 + 2) / 2)
+    assert talk.counts.tau_drafted == 2
+    assert talk.counts.acceptance_rate == 3 / 6
+    assert talk.counts.acceptance_at_pos == pytest.approx((2 / 3, 1 / 3))
+    assert talk.counts.cond_acceptance_at_pos == pytest.approx((2 / 3, 1 / 2))
+    assert talk.tokens_per_second == pytest.approx(7 / 1.5)
+    assert talk.plain_tokens_per_second == pytest.approx(7 / 2.5)
+    assert talk.speedup == pytest.approx(2.5 / 1.5)
+    assert talk.speedup_with_prefill == pytest.approx(3.25 / 2.25)
+    assert talk.speedup_per_request == pytest.approx((2 + 1) / 2)
+    assert qa.counts.acceptance_length == 5 / 2
+    assert qa.counts.tokens_per_round == 2
+    assert qa.speedup == pytest.approx(0.8)
+    # Pooled, which is neither the mean of the tasks nor that of the requests.
+    assert everything.counts.acceptance_length == 12 / 6
+    assert everything.speedup == pytest.approx(3.3 / 2.5)
+    assert everything.speedup_per_request == pytest.approx((2 + 1 + 0.8) / 3)
+    assert (everything.identical_rows, everything.compared_rows) == (3, 3)
+
+
+def test_a_batch_counts_its_seconds_once_and_tells_tasks_apart_only_where_it_holds_one(write):
+    first, second, third = copy.deepcopy(ROWS)
+    fourth = row(3, "writing", [(2, 2, 3), (2, 2, 3)], 3.0, 4.0, batch=1)
+    for one in (first, second):
+        one |= {"batch": 0, "decode_s": 2.0}
+        one["plain"]["decode_s"] = 5.0
+    third |= {"batch": 1, "decode_s": 3.0}
+    third["plain"]["decode_s"] = 4.0
+    (path,) = write(a=content(rows=[first, second, third, fourth], batch_size=2))
+    run = read_report(path)
+    figures = figures_by_task(run)
+    assert figures[OVERALL].tokens_per_second == pytest.approx((5 + 2 + 4 + 6) / 5)
+    assert figures[OVERALL].speedup == pytest.approx(9 / 5)
+    assert figures[OVERALL].speedup_per_request is None
+    # The second batch holds both tasks: its seconds are nobody's.
+    assert figures["mt_bench"].speedup == pytest.approx(5 / 2)
+    assert (figures["mt_bench"].timed_requests, figures["mt_bench"].counts.num_requests) == (2, 3)
+    assert figures["qa"].speedup is None
+    assert figures["qa"].counts.acceptance_length == 5 / 2
+    # A round is as wide as the widest of its batch, and lasts while a row of it does.
+    assert batch_widths(run.rows).tolist() == [3, 3, 1, 3, 3]
+    assert report.main([path, f"--out={path}.d", "--nopictures"]) == 0
+    text = (read_report(path).path.parent / "a.json.d" / "report.md").read_text()
+    (line,) = table(text, "### Speed-up")[1:]
+    assert line == ["ngram", "2.50x\\*", "n/a", "2.25", "1.80x"]
+    assert "alone" in text
+
+
+def test_files_in_spec_benchs_layout(write, tmp_path, capsys):
+    slow = content("early_exit", "4")
+    slow["summary"]["config"]["drafter"]["exit_layer"] = 2
+    for one in slow["rows"]:
+        one["decode_s"] *= 2
+    paths = write(fast=content(), slow=slow, none=content("none", None))
+    out = tmp_path / "out"
+    assert report.main([*paths, f"--out={out}"]) == 0
+    shown = capsys.readouterr().out
+    text = (out / "report.md").read_text()
+    assert "## cpu, float32, batch size 1, temperature 0, up to 5 new tokens" in text
+    head, *lines = table(text, "### Speed-up")
+    assert head == ["Drafter", "MT", "QA", "tau", "Speed-up"]
+    # The best of a column is bold, all of them where several show the same.
+    assert lines == [
+        ["ngram K=2", "**1.67x**", "**0.80x**", "**2.00**", "**1.32x**"],
+        ["early_exit K=4 exit_layer=2", "0.83x", "0.40x", "**2.00**", "0.66x"],
+        ["none", "**1.67x**", "**0.80x**", "**2.00**", "**1.32x**"],
+    ]
+    assert "| ngram K=2 " in shown
+    assert table(text, "Mean over requests")[1] == ["ngram K=2", "**1.83**", "**2.50**", "**2.06**"]
+    assert table(text, "### Acceptance by position")[1:3] == [
+        ["ngram K=2", "all up to here", "0.80", "0.40"],
+        ["ngram K=2", "given those before", "0.80", "0.50"],
+    ]
+    rows = read_csv(out / "report.csv")
+    assert [(one["label"], one["subset"]) for one in rows[:3]] == [
+        ("ngram K=2", "mt_bench"),
+        ("ngram K=2", "qa"),
+        ("ngram K=2", "overall"),
+    ]
+    assert float(rows[0]["acceptance_length"]) == 7 / 4
+    assert float(rows[0]["acceptance_at_pos_1"]) == pytest.approx(1 / 3)
+    assert rows[0]["predicted_speedup"] == ""
+    lines = (out / "ngram_K=2.jsonl").read_text().splitlines()
+    first = json.loads(lines[0])
+    assert [first[name] for name in ("question_id", "category", "model_id", "drafter")] == [
+        *(0, "writing", "model", "ngram K=2")
+    ]
+    assert first["choices"] == [
+        {
+            "index": 0,
+            "turns": ["answer 0"],
+            "decoding_steps": [3],
+            "new_tokens": [5],
+            "wall_time": [1.5],
+            "accept_lengths": [3, 1, 1],
+        }
+    ]
+    for name in ("tau_by_task.png", "acceptance_by_position.png"):
+        assert (out / name).read_bytes().startswith(b"\x89PNG")
+        assert f"]({name})" in text
+    # No two of the runs differ in K alone.
+    assert not (out / "speedup_by_k.png").exists()
+
+
+def test_turns_of_a_question_are_one_line(write):
+    later = row(0, "writing", [(2, 1, 2)], 0.5, 0.5, turn=1, batch=3, text="second")
+    (path,) = write(a=content(rows=[dict(ROWS[0], turn=0), ROWS[1], later]))
+    entry = Entry.of(read_report(path), "label")
+    lines = [json.loads(line) for line in report.report_data.jsonl_text(entry).splitlines()]
+    assert [line["question_id"] for line in lines] == [0, 1]
+    choice = lines[0]["choices"][0]
+    assert choice["turns"] == ["answer 0", "second"]
+    assert choice["new_tokens"] == [5, 2]
+    assert choice["accept_lengths"] == [3, 1, 1, 2]
+
+
+def test_runs_under_other_conditions_are_not_compared(write, tmp_path):
+    hot = content(sampling={"temperature": 0.8, "max_new_tokens": 5})
+    slow = content()
+    slow["rows"][0]["decode_s"] = 9.0
+    paths = write(a=content(), hot=hot, slow=slow)
+    out = tmp_path / "out"
+    assert report.main([*paths, f"--out={out}"]) == 0
+    text = (out / "report.md").read_text()
+    cold, warm = text.split("\n## ")[1:]
+    assert "temperature 0," in cold
+    assert [line[0] for line in table(cold, "### Speed-up")[1:]] == ["ngram (a)", "ngram (slow)"]
+    (line,) = table(warm, "### Speed-up")[1:]
+    assert line == ["ngram (hot)", "1.67x", "0.80x", "2.00", "1.32x"]
+    assert (out / "tau_by_task-1.png").exists()
+    assert "tau_by_task-2.png" in warm
+
+
+def test_labels_name_what_differs(write):
+    runs = [
+        read_report(path)
+        for path in write(
+            a=content(length=None),
+            b=content(length="8", verify="coupled"),
+            c=content("early_exit", "auto", drafter={"name": "early_exit", "exit_layer": 3}),
+            d=content("none"),
+        )
+    ]
+    # The drafter's own K is that of its longest draft.
+    assert labels(runs) == [
+        "ngram K=2",
+        "ngram K=8 verify=coupled",
+        "early_exit K=auto exit_layer=3",
+        "none",
+    ]
+    assert labels(runs[:1]) == ["ngram"]
+
+
+def test_the_prediction_adds_up_the_parts(write, tmp_path, monkeypatch):
+    longer = content(length="4")
+    longer["rows"][0]["decode_s"] = 0.5
+    # Sixteen comes after four, whatever the files are called.
+    paths = write(a=content(length="16"), b=longer, c=content())
+    out = tmp_path / "out"
+    out.mkdir()
+    parts = {"draft_s": 0.05, "width_s": {"1": 0.1, "3": 0.2}}
+    kept = [{"of": report_costs.key(read_report(path)), **parts} for path in paths]
+    (out / "costs.json").write_text(json.dumps(kept))
+    drawn = {}
+    monkeypatch.setattr(
+        report.report_pictures,
+        "draw_curves",
+        lambda path, panels, **rest: drawn.update({path.name: panels}),
+    )
+    assert report.main([*paths, f"--out={out}", "--predict"]) == 0
+    # Five rounds of six were three wide, and six gave eleven tokens.
+    expected = 11 / 6 * 0.1 / (0.05 + (5 * 0.2 + 0.1) / 6)
+    rows = read_csv(out / "report.csv")
+    total = [one for one in rows if one["subset"] == "overall"]
+    assert [one["num_speculative_tokens"] for one in total] == ["2", "4", "16"]
+    for one in total:
+        assert float(one["predicted_speedup"]) == pytest.approx(expected)
+        measured = float(one["speedup"])
+        assert float(one["efficiency"]) == pytest.approx(measured / expected)
+    (curve,) = drawn["speedup_by_k.png"][""]
+    assert curve.label == "ngram"
+    assert (curve.x, curve.theory_x) == ([2, 4, 16], [2, 4, 16])
+    assert curve.measured == pytest.approx([1.32, 3.3 / 2.0, 1.32])
+    assert curve.theory == pytest.approx([expected] * 3)
+
+
+@pytest.mark.usefixtures("quick_compile")
+def test_runs_of_a_real_model(tmp_path, chatty, capsys):
+    save_model(chatty, tmp_path / "model")
+    questions = [
+        {"question_id": 1, "category": "qa", "turns": ["abc abc ab"]},
+        {"question_id": 2, "category": "writing", "turns": ["one two one two"]},
+    ]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(question) + "\n" for question in questions))
+    paths = [str(tmp_path / f"r{length}.json") for length in (1, 3)]
+    for length, path in zip((1, 3), paths, strict=True):
+        code = decode.main(
+            [
+                f"--config.target={tmp_path / 'model'}",
+                f"--config.prompts={prompts}",
+                f"--config.report={path}",
+                f"--config.num_speculative_tokens={length}",
+                "--config.drafter.prompt_lookup_min=1",
+                "--config.sampling.max_new_tokens=12",
+                "--config.compare=true",
+            ]
+        )
+        assert code == 0
+        # What decode adds up itself is what its rows add up to.
+        run = read_report(path)
+        everything = figures_by_task(run)[OVERALL]
+        for name in ("acceptance_length", "tau_drafted", "acceptance_rate"):
+            assert getattr(everything.counts, name) == run.summary[name]
+        assert list(everything.counts.acceptance_at_pos) == run.summary["acceptance_at_pos"]
+        assert everything.speedup == pytest.approx(run.summary["speedup"])
+        assert everything.tokens_per_second == pytest.approx(run.summary["tokens_per_second"])
+        assert run.exact
+        assert run.draft_length == length
+    out = tmp_path / "out"
+    capsys.readouterr()
+    assert report.main([*paths, f"--out={out}", "--predict"]) == 0, capsys.readouterr()
+    assert "timing" in capsys.readouterr().out
+    rows = read_csv(out / "report.csv")
+    assert all(float(one["efficiency"]) > 0 for one in rows if one["subset"] == "overall")
+    widths = [
+        sorted(map(int, one["width_s"])) for one in json.loads((out / "costs.json").read_text())
+    ]
+    assert widths == [[1, 2], [1, 4]]
+    assert (out / "speedup_by_k.png").exists()
+    # What was timed is not timed again.
+    assert report.main([*paths, f"--out={out}", "--predict"]) == 0
+    assert "timing" not in capsys.readouterr().out
+
+
+def test_a_bench_report_is_a_table(write, tmp_path):
+    contest = {
+        "drafter": "ngram",
+        "batch": 4,
+        "acceptance_length": 1.5,
+        "tokens_per_second": 30.0,
+        "plain_tokens_per_second": 24.0,
+        "speedup": 1.25,
+        "speedup_min": 1.2,
+        "speedup_max": 1.3,
+        "predicted": 1.25,
+        "efficiency": 1.0,
+        "draft_s": 0.001,
+        "identical": True,
+    }
+    paths = write(bench={"floor_ms": 1.0, "rounds": [], "contests": [contest]})
+    assert report.main([*paths, f"--out={tmp_path / 'out'}"]) == 0
+    (line,) = table((tmp_path / "out" / "report.md").read_text(), "## Benchmark bench.json")[1:]
+    assert line[:6] == ["ngram", "4", "1.50", "30.0", "24.0", "1.25x"]
+    assert line[6:] == ["1.20..1.30", "1.25x", "1.00", "yes"]
+
+
+def changed(*path, to):
+    report_content = content()
+    inner = report_content
+    for name in path[:-1]:
+        inner = inner[name]
+    if to is None:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = to
+    return report_content
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ("{", "is not JSON"),
+        ('{"rows": NaN}', "NaN is not a JSON number"),
+        ("[" * 100_000, "is not JSON"),
+        ([], 'no "rows" and "summary"'),
+        ({"loss": 1}, 'no "rows" and "summary"'),
+        ({"contests": [{"drafter": "ngram"}]}, "contests[0] has no 'batch'"),
+        (content(rows=[]), "holds no rows"),
+        (changed("rows", to={}), "rows is not a list"),
+        (changed("rows", 1, to=3), "rows[1] is not an object"),
+        (changed("rows", 1, "rounds", to=None), "rows[1] has no 'rounds'"),
+        (changed("rows", 1, "new_tokens", to="2"), "rows[1].new_tokens is '2'"),
+        (changed("rows", 1, "new_tokens", to=True), "rows[1].new_tokens is True"),
+        (changed("rows", 1, "new_tokens", to=3), "do not add up"),
+        (changed("rows", 1, "rounds", "width", to=[3, 3]), "width must have an entry a round"),
+        (changed("rows", 1, "rounds", "drafted", to=[-1]), "drafted must hold whole numbers"),
+        (changed("rows", 1, "rounds", "accepted", to=[3]), "accepted exceeds drafted"),
+        (changed("rows", 1, "plain", "decode_s", to=None), "rows[1].plain has no 'decode_s'"),
+        (changed("summary", "prompts", to=None), "summary has no 'prompts'"),
+        (changed("summary", "config", "sampling", to={}), "sampling has no 'temperature'"),
+        (content(target="other"), "is of model"),
+        (content(prompts="others"), "answer other prompts; report each set apart"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(wrong, says, write, tmp_path, capsys):
+    good, bad = write(good=content(), bad=wrong)
+    assert report.main([bad, good, f"--out={tmp_path / 'out'}"]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith("error: ")
+    assert shown.err.count("\n") == 1
+    assert says in shown.err
+    assert "bad.json" in shown.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_interrupted_run_is_named(write, tmp_path, capsys):
+    part = content(rows=ROWS[:1], prompts="fewer")
+    part["summary"]["interrupted"] = True
+    paths = write(whole=content(), part=part)
+    assert report.main([*paths, f"--out={tmp_path / 'out'}"]) == 2
+    assert "part.json' was interrupted: run it again" in capsys.readouterr().err
+    assert report.main([paths[1], f"--out={tmp_path / 'out'}"]) == 0
+    assert "Interrupted: ngram" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_bad_arguments(write, tmp_path, capsys, monkeypatch):
+    (path,) = write(a=content())
+    (tmp_path / "file").write_text("")
+    other = content()
+    other["summary"]["device"] = "TPU v7"
+    (elsewhere,) = write(elsewhere=other)
+    out = f"--out={tmp_path / 'out'}"
+    for argv, says in (
+        ([path], "out is missing"),
+        ([out], "no reports"),
+        ([path, out, "--nosuch"], "nosuch"),
+        ([str(tmp_path / "missing.json"), out], "cannot be read"),
+        ([path, f"--out={tmp_path / 'file'}"], "cannot be written"),
+        ([path, f"--out={tmp_path / 'file' / 'x'}"], "cannot be written"),
+        ([elsewhere, out, "--predict"], "ran on TPU v7, this machine has cpu"),
+        ([path, out, "--predict"], "does not do here"),
+    ):
+        assert report.main(argv) == 2, argv
+        assert says in capsys.readouterr().err
+    (tmp_path / "out" / "costs.json").write_text("[3]")
+    assert report.main([path, out, "--predict"]) == 2
+    assert "delete it" in capsys.readouterr().err
+    assert report.main(["--help"]) == 0
+    assert "--out=DIR" in capsys.readouterr().out
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert report.main([path, f"--out={tmp_path / 'new'}"]) == 2
+    assert "pip install 'specjax[plots]'" in capsys.readouterr().err
+    assert report.main([path, f"--out={tmp_path / 'new'}", "--nopictures"]) == 0
+    assert not list((tmp_path / "new").glob("*.png"))
+
+
+def test_pictures_show_all_that_they_are_given(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(plots, "_save", lambda figure, path: figures.append(figure))
+    low, high = Curve("a", [1, 2], [0.1, 0.2]), Curve("b", [1, 2], [3.0, 4.0])
+    labels = {"title": "t", "x_label": "x", "y_label": "y"}
+    plots.draw_curves(tmp_path / "a.png", {"left": [low], "right": [high]}, **labels)
+    (figure,) = figures
+    # The panels share an axis: limits set too early would cut the second.
+    for axes in figure.axes:
+        bottom, top = axes.get_ylim()
+        assert bottom == 0
+        assert top >= 4.0
+    bars = {str(place): [1.0, None, 2.0] for place in range(9)}
+    families = ["one"] * 3 + ["two"] * 6
+    plots.draw_bars(
+        tmp_path / "b.png", ["p", "q", "r"], bars, title="t", y_label="y", families=families
+    )
+    (axes,) = figures[1].axes
+    assert len(axes.patches) == 18
+    colours = [axes.containers[place][0].get_facecolor() for place in range(9)]
+    assert len(set(colours)) == 9
+    assert [text.get_text() for text in axes.texts] == ["1.00", "2.00"] * 9
