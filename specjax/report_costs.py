@@ -6,6 +6,7 @@ program is planned once more; then a draft and a pass of each width are timed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,10 +51,10 @@ def check_measurable(runs: Sequence[Run]) -> None:
     here = reporting.device_name()
     for run in runs:
         where = f"predict: {str(run.path)!r}"
-        # A mesh's name ends with its shape, and begins with how many devices it has.
         if run.config.get("distributed", {}).get("num_processes"):
             raise InputError(f"{where} ran in several processes; leave --predict out")
-        if here not in run.summary["device"]:
+        # A mesh's name begins with how many devices it has, and ends with its shape.
+        if re.sub(r"^\d+ x | \([^()]*\)( in \d+ processes)?$", "", run.summary["device"]) != here:
             raise InputError(
                 f"{where} ran on {run.summary['device']}, this machine has {here}; run the "
                 "report there, or leave --predict out"
