@@ -6,13 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import tiny_config
 from decoding import PROMPTS, decode, first_state, greedy, make_session, mixed, rounds
 from heads import eagle_drafter, eagle_head
 
-from specjax import testing
 from specjax.errors import InputError
 from specjax.heads.drafters import head_drafter
+from specjax.models.loading import random_model
 from specjax.prefill import prefill
+from specjax.testing import check_drafter
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 NEW = 24
@@ -154,11 +156,32 @@ def test_a_state_that_keeps_drafted_features_is_found_out(tiny):
         assert_fresh(session, state)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("version", [1, 3])
-def test_the_law_is_the_targets(version, tiny):
-    head = eagle_head(tiny, version=version, vocabulary=50, spread=0.5)
-    testing.check_drafter(head_drafter(head, tiny), tiny)
+@pytest.fixture(scope="module")
+def eight():
+    """A target of eight tokens, which is enumerated."""
+    shape = dict(hidden_size=8, intermediate_size=8, num_heads=1, num_kv_heads=1, head_dim=4)
+    return random_model(tiny_config(vocab_size=8, num_layers=2, **shape), 0, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("version", "rule"), [(1, "block"), (3, "rejection"), (3, "block"), (3, "coupled")]
+)
+def test_sampled_rows_have_the_targets_law(version, rule, eight):
+    drafter = eagle_drafter(eight, version=version, vocabulary=7, seed=1)
+    check = check_drafter(drafter, eight, 100_000, verify=rule)
+    assert check.passed, check
+    assert check.acceptance_length > 1.2
+
+
+def test_a_law_that_was_not_drawn_from_is_found_out(eight):
+    """The broken twin hands over its laws one step late."""
+    drafter = eagle_drafter(eight, vocabulary=7, seed=1)
+
+    def late(params, state, context, noise):
+        draft, state = drafter.propose(params, state, context, noise)
+        return draft.replace(logq=jnp.roll(draft.logq, 1, axis=1)), state
+
+    assert not check_drafter(dataclasses.replace(drafter, propose=late), eight, 100_000).passed
 
 
 def test_greedy_rows_and_the_end_of_room(tiny):
