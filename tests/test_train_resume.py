@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 from tensorboardX.proto import event_pb2
+from tensorboardX.record_writer import masked_crc32c
 from test_checkpoints import files_limited_to
 from test_processes import ROOT, free_port, joined
 from test_train_loop import Run, mesh_of, settings_of, timeless
@@ -32,6 +34,7 @@ from specjax.heads.head import read_head
 from train import run, setup
 from train import workdir as files
 from train.batches import Packing, Shape
+from train.board import Board
 from train.config import record_of
 from train.step import make_program
 
@@ -270,6 +273,17 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(target, tmp_path):
     assert third.train().step == 12
 
 
+def test_a_board_on_a_full_disk_is_an_error(tmp_path):
+    board = Board(tmp_path, 0)
+    board.write(1, {"train/loss": 1.0})
+    size = next(tmp_path.iterdir()).stat().st_size
+    with files_limited_to(size + 10), pytest.raises(InputError, match="cannot be written"):
+        board.write(2, {"train/loss": 2.0})
+    board.close()
+    with pytest.raises(InputError, match="cannot be written"):
+        Board(next(tmp_path.iterdir()), 0)
+
+
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(target, tmp_path):
     Run(tmp_path / "w", target, settings_of()).train()
     workdir = files.Workdir(tmp_path / "w")
@@ -309,7 +323,12 @@ def events(workdir):
         content, place = path.read_bytes(), 0
         while place < len(content):
             size = int.from_bytes(content[place : place + 8], "little")
-            event = event_pb2.Event.FromString(content[place + 12 : place + 12 + size])
+            data = content[place + 12 : place + 12 + size]
+            # tensorboardX's own checksums.
+            sums = content[place + 8 : place + 12], content[place + 12 + size : place + 16 + size]
+            for told, what in zip(sums, (content[place : place + 8], data), strict=True):
+                assert told == struct.pack("<I", masked_crc32c(what))
+            event = event_pb2.Event.FromString(data)
             found += [(event.step, one.tag, one.simple_value) for one in event.summary.value]
             place += 12 + size + 4
     return found

@@ -140,6 +140,11 @@ class Packing:
         """The share of the rows' tokens that belong to conversations."""
         return self.tokens / (len(self.rows(epoch)) * self._shape.tokens)
 
+    def label_fill_rate(self, epoch: int = 0) -> float:
+        """The share of the rows' places for labels that are taken."""
+        used = int(self._labels[self._chosen].sum())
+        return used / (len(self.rows(epoch)) * self._shape.labels)
+
     def _pack(self, order: np.ndarray) -> list[list[int]]:
         """Best fit, longest first: each goes where it leaves the least room, tokens and labels."""
         count = len(order)

@@ -18,8 +18,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from specjax.errors import InputError
 from train import workdir as files
+from train.board import Board
 from train.workdir import Workdir
 
 TIMES = ("tokens_per_second", "seconds", "data_wait")
@@ -87,8 +87,8 @@ class Journal:
     ) -> None:
         self._workdir, self._quiet = workdir, quiet
         self._console = Console(quiet=True) if quiet else console
-        self._steps, self._begin, self._first = steps, time.perf_counter(), step
-        self._board = None if quiet else _board(workdir, step)
+        self._steps, self._since = steps, None
+        self._board = None if quiet else Board(workdir.tensorboard, step)
         self._bar: Progress | None = None
         if self._console.is_terminal and not quiet:
             self._bar = Progress(
@@ -128,6 +128,9 @@ class Journal:
 
     def step(self, step: int) -> None:
         """Move the bar."""
+        if self._since is None:
+            # From the first finished step on: compiling says nothing about the speed.
+            self._since = (step, time.perf_counter())
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
 
@@ -136,15 +139,7 @@ class Journal:
         if self._quiet:
             return
         files.append_metrics(self._workdir, {"step": step, **numbers})
-        try:
-            for name, value in numbers.items():
-                self._board.add_scalar(name, value, step)
-            self._board.flush()
-        except OSError as error:
-            raise InputError(
-                f"{self._workdir.tensorboard}: cannot be written ({error.strerror or error}); "
-                "make room, then start again"
-            ) from None
+        self._board.write(step, numbers)
         if show is None:
             return
         if self._bar is not None:
@@ -153,10 +148,10 @@ class Journal:
             self.say(f"step {step}/{self._steps}  {show}{self._left(step)}")
 
     def _left(self, step: int) -> str:
-        done = step - self._first
-        if done < 1 or step >= self._steps:
+        first, begin = self._since or (step, 0.0)
+        if step == first or step >= self._steps:
             return ""
-        seconds = (time.perf_counter() - self._begin) / done * (self._steps - step)
+        seconds = (time.perf_counter() - begin) / (step - first) * (self._steps - step)
         return f"  {clock(seconds)} left"
 
 
@@ -182,16 +177,3 @@ def clock(seconds: float) -> str:
         return f"{seconds} s"
     minutes = seconds // 60
     return f"{minutes} min" if minutes < 100 else f"{minutes / 60:.1f} h"
-
-
-def _board(workdir: Workdir, step: int) -> Any:
-    # Slow to import, and of no use to who only reads.
-    from tensorboardX import SummaryWriter
-
-    try:
-        # What an interrupted run wrote behind this step is no longer so.
-        return SummaryWriter(str(workdir.tensorboard), purge_step=step + 1 if step else None)
-    except OSError as error:
-        raise InputError(
-            f"{workdir.tensorboard}: cannot be written ({error.strerror or error}); make room"
-        ) from None

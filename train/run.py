@@ -91,6 +91,7 @@ def _introduce(journal: Journal, setup: Setup, params: Any) -> None:
     settings, packing, shape = setup.settings, setup.feed.packing, setup.feed.shape
     rows, tokens = len(packing.rows(0)), packing.tokens
     source = "stored" if shape.features else "computed in the step"
+    full, labelled = packing.fill_rate(), packing.label_fill_rate()
     journal.say(
         f"{setup.method.name} for {setup.target.name} ({setup.target.num_params / 1e6:.1f}M "
         f"parameters, frozen): {count / 1e6:.2f}M parameters, on "
@@ -98,8 +99,8 @@ def _introduce(journal: Journal, setup: Setup, params: Any) -> None:
     )
     journal.say(
         f"{packing.conversations} conversations, {tokens} tokens, in {rows} rows of "
-        f"{shape.tokens}, {packing.fill_rate():.1%} full; {packing.left_out} without a label left "
-        f"out; features {source}"
+        f"{shape.tokens}, {full:.1%} full (labels {labelled:.1%} of {shape.labels}); "
+        f"{packing.left_out} without a label left out; features {source}"
     )
     epochs = settings.steps * settings.batch_size / rows
     journal.say(
