@@ -85,7 +85,8 @@ def profile(setup: Setup, steps: int) -> None:
         f"{setup.method.name} for {setup.target.name}, products in {setup.products}, on "
         f"{reporting.device_name(mesh)}: {tokens} tokens, {labels} labels in "
         f"{settings.batch_size} rows of {settings.row_tokens}, {settings.accumulate} "
-        f"micro-batch{'es' if settings.accumulate > 1 else ''}"
+        f"micro-batch{'es' if settings.accumulate > 1 else ''}",
+        soft_wrap=True,
     )
     table = Table("part", "ms", "share", "Gflop", "Gflop/s")
     for label, seconds, flops in parts:

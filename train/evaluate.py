@@ -35,10 +35,11 @@ class Evaluation:
     def __call__(self, params: Any, step: int, last: bool) -> dict[str, float]:
         """Numbers of held-out losses (`eval/...`) and of decoding (`eval/tau` ...)."""
         numbers: dict[str, float] = {}
-        if self.packing is not None and self.settings.eval_batches:
-            numbers |= self._losses(params)
-        if self.prompts:
-            numbers |= self._decode(params, last)
+        with self.journal.working(f"step {step}: evaluating, which compiles at first"):
+            if self.packing is not None and self.settings.eval_batches:
+                numbers |= self._losses(params)
+            if self.prompts:
+                numbers |= self._decode(params, last)
         if numbers:
             self.journal.say(f"step {step}, held out: {_told(numbers)}")
         return numbers
