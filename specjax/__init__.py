@@ -14,6 +14,7 @@ _HOMES = {
     "InputError": "specjax.errors",
     "Model": "specjax.models.model",
     "SamplingParams": "specjax.sampling_params",
+    "from_vllm_speculative_config": "specjax.vllm_config",
     "generate": "specjax.generation",
     "load_model": "specjax.models.loading",
     "make_drafter": "specjax.drafters",

@@ -112,10 +112,7 @@ def _prepared(head: Head, asked: argparse.Namespace) -> Head:
 
 
 def _told(head: Head, target: Model, asked: argparse.Namespace) -> str:
-    size = head.config.draft_vocab_size
-    part = (
-        "all tokens" if head.draft_ids is None else f"{size} of {target.config.vocab_size} tokens"
-    )
+    part = f"{head.config.draft_vocab_size} of {target.config.vocab_size} tokens"
     return (
         f"{asked.output}: {head.kind} for {target.name} as {asked.format}, {part}; "
         "read again, its draft logits are the same"

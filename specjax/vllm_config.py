@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specjax.checkpoint_directory import is_checkpoint, look
+from specjax.checkpoint_directory import is_checkpoint
 from specjax.drafters import Drafter, make_drafter
 from specjax.errors import InputError, one_line
 from specjax.heads.drafters import head_drafter
+from specjax.heads.files import holds_head
 from specjax.heads.head import read_head
 from specjax.interchange import read_foreign
 from specjax.models.model import Model
@@ -174,7 +175,7 @@ def _schedule(given: dict[str, Any]) -> tuple[tuple[int, int, int], ...]:
 
 
 def _ngram(given: dict[str, Any], target: Model) -> Drafter:
-    """As in vLLM the earliest of the longest matches counts, and bounds that are not given are 5."""
+    """As in vLLM, the earliest of the longest matches counts, and bounds not given are 5."""
     if given.get("model", "ngram") not in _NGRAM_MODELS:
         raise _fail(given, "model", "ngram takes no model; leave it out")
     if given.get("draft_sample_method", "greedy") != "greedy":
@@ -197,7 +198,7 @@ def _with_model(given: dict[str, Any], method: str, sample: str, target: Model) 
     if not isinstance(model, str) or not model:
         raise _fail(given, "model", f"{method} needs a directory or a name")
     path = Path(model).expanduser()
-    if method == "draft_model" and not _holds_drafter(path):
+    if method == "draft_model" and not holds_head(path):
         return make_drafter(method, target, path=model, draft_sample_method=sample)
     if not path.is_dir():
         raise _fail(given, "model", "no such directory; download the head and give its folder")
@@ -208,13 +209,3 @@ def _with_model(given: dict[str, Any], method: str, sample: str, target: Model) 
     if head.kind != method:
         raise _fail(given, "method", f"{model} is a head of the kind {head.kind}")
     return head_drafter(head, target, draft_sample_method=sample)
-
-
-def _holds_drafter(path: Path) -> bool:
-    if not is_checkpoint(path):
-        return False
-    try:
-        look(path, "drafter")
-    except InputError:  # a model, or damaged, of which its own reader speaks
-        return False
-    return True
