@@ -73,11 +73,13 @@ class ReducedDecoder:
         num_layers: int | None = None,
     ) -> Extension:
         """`LanguageModel.extend` with logits [B, T, Vd]."""
-        shared = dict(params["shared"])
-        draft_head = shared.pop("draft_head")
+        shared = {name: part for name, part in params["shared"].items() if name != "draft_head"}
         own = {"layers": params["layers"], "final_norm": params["final_norm"]}
-        # Where the embedding is a table of its own, the decoder's head is not read.
-        whole = {"head": draft_head, **shared, **own}
+        if "head" not in shared:
+            # The embedding is a table of its own; the decoder asks for a head that is never read.
+            shape = (self.decoder.config.hidden_size, self.vocab_size)
+            shared["head"] = {"kernel": jnp.broadcast_to(jnp.zeros((), self.decoder.dtype), shape)}
+        whole = {**shared, **own}
         wanted = (*features, "final_norm") if logits and "final_norm" not in features else features
         result = self.decoder.extend(
             whole,

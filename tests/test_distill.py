@@ -1,0 +1,297 @@
+"""Draft models made of a target's layers: their loss, and decoding with them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import tiny_config
+from decoding import PROMPTS, decode, greedy, mixed
+
+from specjax.cache import commit, make_cache
+from specjax.errors import InputError
+from specjax.heads.drafters import head_drafter
+from specjax.models.loading import random_model
+from specjax.sampling_params import SamplingParams
+from specjax.testing import check_drafter
+from train.batches import Batch
+from train.distill import DistillLoss, distill_method, some_layers
+from train.teacher import fill_features
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+NEW = 24
+V = 61
+SOME = np.sort(np.random.default_rng(0).choice(V, 40, replace=False)).astype(np.int32)
+
+
+def batch_of(seed=0):
+    """Two rows: two conversations and padding, and one that fills its row."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, V, (2, 24)).astype(np.int32)
+    segments = np.array([[1] * 10 + [2] * 11 + [0] * 3, [1] * 24], np.int32)
+    positions = np.array([[*range(10), *range(11), 0, 0, 0], [*range(24)]], np.int32)
+    labels = np.full((2, 20), -1, np.int32)
+    labels[0, :12] = [*range(4, 10), *range(14, 20)]
+    labels[1, :18] = [*range(2, 12), *range(16, 24)]
+    return Batch(*map(jnp.asarray, (tokens, positions, segments, labels)), {})
+
+
+@pytest.fixture(scope="module")
+def batch(tiny):
+    return fill_features(tiny.architecture, tiny.params, batch_of(), ("final_norm",))
+
+
+def shaken(params, seed=0, size=0.3):
+    """The parameters with noise, so that nothing is the target's own."""
+    leaves, tree = jax.tree.flatten(params)
+    rng = np.random.default_rng(seed)
+    noisy = [leaf * (1 + size * rng.standard_normal(leaf.shape, np.float32)) for leaf in leaves]
+    return jax.tree.unflatten(tree, list(map(jnp.asarray, noisy)))
+
+
+def draft_head(target, layers=(0, 2), ids=None, size=0.3, seed=0):
+    method = distill_method(target, layers, ids, DistillLoss())
+    return method.head(shaken(method.init(jax.random.key(0)), seed, size), {})
+
+
+def laws_of(model, params, tokens):
+    """Logits behind each token of one conversation, a token at a time through the cache."""
+    config = model.config
+    cache = make_cache(
+        config.num_layers, 1, config.num_kv_heads, 32, config.head_dim, jnp.dtype("float32")
+    )
+    seen, one = jnp.ones((1, 1, 1), bool), jnp.ones(1, jnp.int32)
+
+    @jax.jit
+    def step(cache, token, position):
+        window = model.make_window(1, 1)
+        result = model.extend(params, token, position, cache, window, 0, seen)
+        return commit(cache, result.window, jnp.zeros((1, 1), jnp.int32), one), result.logits
+
+    logits = []
+    for position, token in enumerate(np.asarray(tokens)):
+        cache, here = step(cache, jnp.array([[token]]), jnp.array([[position]]))
+        logits.append(np.asarray(here[0, 0], np.float64))
+    return np.stack(logits)
+
+
+def slow_loss(target, draft, batch, ids, loss):
+    """The definition: conversation by conversation, label by label."""
+    kl = tv = weight = 0.0
+    correct, along, counts = (np.zeros(loss.depths) for _ in range(3))
+    tokens, segments, labels = (np.asarray(x) for x in (batch.tokens, batch.segments, batch.labels))
+    for row in range(2):
+        right = {}
+        for segment in set(segments[row]) - {0}:
+            where = np.flatnonzero(segments[row] == segment)
+            theirs, ours = (
+                laws_of(model.architecture, model.params, tokens[row, where])[:, ids]
+                for model in (target, draft)
+            )
+            for label in set(labels[row]) & set(where):
+                before = label - 1 - where[0]
+                p, q = (np.exp(x[before]) / np.exp(x[before]).sum() for x in (theirs, ours))
+                weight += 1
+                if tokens[row, label] in ids:
+                    kl += np.sum(p * np.log(p / q))
+                    tv += 0.5 * np.abs(p - q).sum()
+                right[label] = tokens[row, label] in ids and p.argmax() == q.argmax()
+        for label in right:
+            for depth in range(loss.depths):
+                if label + depth in right:
+                    counts[depth] += 1
+                    correct[depth] += right[label + depth]
+                    along[depth] += all(right[label + i] for i in range(depth + 1))
+    return loss.kl * kl + loss.tv * tv, {"kl": kl, "tv": tv}, weight, correct, along, counts
+
+
+def test_the_loss_by_definition(tiny, batch):
+    loss = DistillLoss(kl=0.7, tv=0.3, depths=3)
+    method = distill_method(tiny, (0, 2), SOME, loss)
+    params = shaken(method.init(jax.random.key(0)), size=0.1)
+    total, measures = jax.jit(method.loss)(params, tiny.params, batch, jax.random.key(0))
+    config = dataclasses.replace(tiny.config, num_layers=2)
+    draft = dataclasses.replace(tiny, config=config, params={**tiny.params, **params})
+    wanted, parts, weight, correct, along, counts = slow_loss(tiny, draft, batch, SOME, loss)
+    np.testing.assert_allclose(total, wanted, rtol=1e-4)
+    for name, value in parts.items():
+        np.testing.assert_allclose(measures.losses[name], value, rtol=1e-4)
+    assert measures.weight == weight
+    np.testing.assert_array_equal(measures.correct, correct)
+    np.testing.assert_array_equal(measures.prefix_correct, along)
+    np.testing.assert_array_equal(measures.counts, counts)
+    assert 0 < along[1] < correct[1] < counts[1] < counts[0]
+
+
+def test_all_layers_are_the_target_itself(tiny, batch):
+    """No training is needed to see that each row predicts its own label, and no other."""
+    method = distill_method(tiny, (0, 1, 2), None, DistillLoss())
+    params = method.init(jax.random.key(0))
+    loss = jax.jit(method.loss)
+    total, measures = loss(params, tiny.params, batch, jax.random.key(0))
+    np.testing.assert_allclose(total / measures.weight, 0, atol=1e-5)
+    np.testing.assert_array_equal(measures.prefix_correct, measures.counts)
+    # The broken twin learns each label from the wrong row.
+    late = {"final_norm": jnp.roll(batch.features["final_norm"], 1, axis=1)}
+    total, measures = loss(params, tiny.params, batch.replace(features=late), jax.random.key(0))
+    assert total / measures.weight > 0.1
+    assert measures.correct[0] < 0.5 * measures.counts[0]
+
+
+@pytest.mark.parametrize("part", ["kl", "tv"])
+def test_gradients(part, tiny, batch):
+    loss = DistillLoss(**{"kl": 0.0, "tv": 0.0, part: 1.0})
+    method = distill_method(tiny, (0, 2), SOME, loss)
+    params = shaken(method.init(jax.random.key(0)))
+    gradient = jax.jit(jax.value_and_grad(method.loss, has_aux=True))
+    (total, measures), grads = gradient(params, tiny.params, batch, jax.random.key(0))
+    assert list(measures.losses) == [part]
+    assert total > 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+        assert np.abs(leaf).max() > 0, jax.tree_util.keystr(path)
+
+    def same(other):
+        (value, _), theirs = gradient(params, tiny.params, other, jax.random.key(0))
+        pairs = zip(*map(jax.tree.leaves, (grads, theirs)), strict=True)
+        close = [np.allclose(mine, other, atol=1e-6) for mine, other in pairs]
+        return bool(np.isclose(value, total, rtol=1e-6)) and all(close)
+
+    # What stands behind the last label of its conversation, and padding, has no influence.
+    tokens = batch.tokens.at[0, 20].set(3).at[0, 21:].set(9)
+    assert same(batch.replace(tokens=tokens))
+    # Nor have features of rows that no label is predicted from.
+    rows = np.zeros((2, 24), bool)
+    for row in range(2):
+        rows[row, np.asarray(batch.labels[row])[np.asarray(batch.labels[row]) >= 0] - 1] = True
+    features = jnp.where(rows[:, :, None], batch.features["final_norm"], 7.0)
+    assert same(batch.replace(features={"final_norm": features}))
+    # A conversation is not seen from another one of its row; but from its own labels.
+    assert not same(batch.replace(tokens=batch.tokens.at[0, 11].set(3)))
+    other = batch.tokens.at[0, :4].set(3)
+    alone = batch.replace(labels=batch.labels.at[0, :6].set(-1), tokens=other)
+    (_, before), _ = gradient(
+        params, tiny.params, alone.replace(tokens=batch.tokens), jax.random.key(0)
+    )
+    (_, after), _ = gradient(params, tiny.params, alone, jax.random.key(0))
+    np.testing.assert_allclose(before.losses[part], after.losses[part], rtol=1e-6)
+
+
+def test_training_brings_the_draft_to_the_target(tiny, batch):
+    method = distill_method(tiny, (0, 2), None, DistillLoss())
+    optimizer = optax.adam(1e-2)
+
+    @jax.jit
+    def step(params, state):
+        (total, measures), grads = jax.value_and_grad(method.loss, has_aux=True)(
+            params, tiny.params, batch, jax.random.key(0)
+        )
+        updates, state = optimizer.update(grads, state)
+        return optax.apply_updates(params, updates), state, total / measures.weight
+
+    params = method.init(jax.random.key(0))
+    state, losses = optimizer.init(params), []
+    for _ in range(30):
+        params, state, loss = step(params, state)
+        losses.append(float(loss))
+    assert losses[-1] < 0.1 * losses[0]
+
+
+def test_layers_that_lie_apart_give_the_same_draft(tiny):
+    apart = dataclasses.replace(
+        tiny,
+        form=dataclasses.replace(tiny.form, scan_layers=False),
+        params={
+            **tiny.params,
+            "layers": {
+                str(layer): jax.tree.map(lambda leaf: leaf[layer], tiny.params["layers"])  # noqa: B023
+                for layer in range(3)
+            },
+        },
+    )
+    one, other = some_layers(tiny, (2, 0)), some_layers(apart, (2, 0))
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for mine, theirs in zip(*map(jax.tree.leaves, (one, other)), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_bad_input_names_the_remedy(tiny):
+    with pytest.raises(InputError, match=r"layers=\(0, 3\): .* has layers 0\.\.2"):
+        distill_method(tiny, (0, 3), None, DistillLoss())
+    with pytest.raises(InputError, match="layers is empty"):
+        distill_method(tiny, (), None, DistillLoss())
+    for options, message in (
+        ({"kl": -1.0}, r"loss\.kl=-1\.0"),
+        ({"tv": float("nan")}, r"loss\.tv=nan"),
+        ({"kl": 0.0}, r"one of them must be positive"),
+        ({"depths": 0}, r"loss\.depths=0"),
+    ):
+        with pytest.raises(InputError, match=message):
+            DistillLoss(**options)
+
+
+@pytest.fixture(scope="module")
+def plain(tiny):
+    options = dict(sampling=mixed(max_new_tokens=NEW), batch_size=1)
+    return decode(tiny, PROMPTS, verify="coupled", **options)
+
+
+def test_coupled_and_greedy_rows_are_those_of_plain_decoding(tiny, plain):
+    drafter = head_drafter(draft_head(tiny, ids=SOME), tiny)
+    got = decode(
+        tiny,
+        PROMPTS,
+        drafter=drafter,
+        verify="coupled",
+        sampling=mixed(max_new_tokens=NEW),
+        num_speculative_tokens=4,
+    )
+    assert got.token_ids == plain.token_ids
+    took_part = got.emitted > 0
+    assert 0 < got.accepted[took_part].sum() < got.drafted[took_part].sum()
+
+
+def test_a_row_does_not_depend_on_its_neighbours(tiny):
+    drafter = head_drafter(draft_head(tiny, ids=SOME), tiny)
+    options = dict(drafter=drafter, sampling=mixed(max_new_tokens=NEW), num_speculative_tokens=3)
+    together = decode(tiny, PROMPTS, **options, batch_size=8)
+    alone = decode(tiny, PROMPTS, **options, batch_size=1)
+    assert together.token_ids == alone.token_ids
+
+
+def test_the_end_of_room_and_of_sequence(tiny, plain):
+    drafter = head_drafter(draft_head(tiny, ids=SOME, size=0.05), tiny)
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(V, size=length).tolist() for length in (570, 590, 598, 599)]
+    options = dict(drafter=drafter, num_speculative_tokens=4)
+    requests = greedy(max_new_tokens=50)
+    got = decode(tiny, prompts, sampling=requests, **options)
+    assert got.token_ids == decode(tiny, prompts, sampling=requests).token_ids
+    assert [len(tokens) for tokens in got.token_ids] == [30, 10, 2, 1]
+    # A stop token at each place of a path.
+    (row,) = (row for row in (1,) if len(set(plain.token_ids[row])) > 4)
+    stops = sorted(set(plain.token_ids[row]))[:8]
+    requests = [
+        SamplingParams(temperature=0.8, seed=3, max_new_tokens=NEW, stop_token_ids=(stop,))
+        for stop in stops
+    ]
+    both = [
+        decode(tiny, [PROMPTS[row]] * len(stops), sampling=requests, verify="coupled", **more)
+        for more in ({}, options)
+    ]
+    assert both[0].token_ids == both[1].token_ids
+    assert both[0].finish_reasons == both[1].finish_reasons
+    assert "stop" in both[0].finish_reasons
+
+
+def test_the_law_is_the_targets():
+    """The chi-square test, behind a prompt of one token, which the first round drafts from."""
+    shape = dict(hidden_size=8, intermediate_size=8, num_heads=1, num_kv_heads=1, head_dim=4)
+    config = tiny_config(vocab_size=8, num_layers=2, max_positions=64, **shape)
+    target = random_model(config, 0, dtype="float32")
+    ids = np.array([0, 1, 3, 4, 5, 7], np.int32)
+    drafter = head_drafter(draft_head(target, (0,), ids, 0.5), target)
+    check = check_drafter(drafter, target, 100_000, prompt=(4,))
+    assert check.passed, check
+    assert 1.3 < check.acceptance_length < 2.5
