@@ -22,6 +22,9 @@ from train.journal import Journal
 from train.setup import MakeMethod, Setup, set_up
 from train.step import gathered, make_program
 
+_PROMPT_TOKENS = 512
+"""Longer prompts are not decoded: an evaluation is to be short."""
+
 
 def main(make_method: MakeMethod, default: str, argv: Sequence[str] | None = None) -> int:
     """What an entry point's main does: read the config, run it, return the exit code."""
@@ -54,18 +57,18 @@ def run(config: ConfigDict, make_method: MakeMethod, console: Console | None = N
             journal.say(f"the checkpoint of step {saved.damaged[0]} is damaged", "yellow")
         if progress.step:
             journal.say(f"going on behind step {progress.step}, {progress.tokens} tokens")
-        data = setup.feed.source
+        prompts = _prompts(setup)
+        if settings.eval_prompts and not prompts:
+            journal.say("no prompt is held out: nothing is decoded for a measured tau")
         evaluation = Evaluation(
             method=method,
             program=program,
             target=setup.target,
             target_params=setup.target_params,
-            source=data,
+            source=setup.feed.source,
             packing=setup.held_out,
             shape=setup.feed.shape,
-            prompts=held_out_prompts(
-                data, np.flatnonzero(data.validation), settings.eval_prompts, settings.row_tokens
-            ),
+            prompts=prompts,
             settings=settings,
             journal=journal,
         )
@@ -84,6 +87,13 @@ def run(config: ConfigDict, make_method: MakeMethod, console: Console | None = N
             head = method.head(gathered(outcome.state.params, mesh), facts)
             save_head(head, workdir.export, overwrite=True)
         return _end(journal, workdir, outcome, settings.steps, time.perf_counter() - begin)
+
+
+def _prompts(setup: Setup) -> list[list[int]]:
+    data, settings = setup.feed.source, setup.settings
+    room = min(_PROMPT_TOKENS, setup.target.config.max_positions - settings.eval_new_tokens)
+    chosen = np.flatnonzero(data.validation)
+    return held_out_prompts(data, chosen, settings.eval_prompts, room)
 
 
 def _introduce(journal: Journal, setup: Setup, params: Any) -> None:
