@@ -7,10 +7,10 @@ from train.config import training_fields
 
 def get_config(size=""):
     config = training_fields()
-    config.steps = 2400
+    config.steps = 1400
     config.learning_rate = 1e-3
     config.row_tokens = 512
-    config.row_labels = 288
+    config.row_labels = 320
 
     config.eagle = config_dict.ConfigDict()
     config.eagle.version = 3
@@ -25,7 +25,7 @@ def get_config(size=""):
     config.eagle.norm_output = False
 
     config.loss = config_dict.ConfigDict()
-    config.loss.steps = 4  # draft steps that are unrolled
+    config.loss.steps = 3  # draft steps that are unrolled
     config.loss.decay = 0.8  # the weight of step i is decay ** i
     config.loss.cross_entropy = 1.0
     config.loss.feature = 0.0  # smooth L1 to the target's next feature

@@ -34,10 +34,11 @@ from train import run
 from train.batches import Batch
 from train.data.sources import Sources
 from train.data.vocabulary import draft_vocabulary
+from train.judging import Judge, Teacher, Truth, judge
 from train.losses import smooth_l1, soft_cross_entropy
 from train.method import Measures, Method, measure
 from train.precision import multiply_dtype
-from train.teacher import ahead, at_rows, is_known, label_ahead, teacher_logits
+from train.teacher import ahead, at_rows, label_ahead
 
 CONFIG = "configs/train_eagle3.py"
 
@@ -164,31 +165,35 @@ def eagle_loss(
         }
     columns = target_params["head"]["kernel"]
     columns = columns if draft_ids is None else jnp.take(columns, draft_ids, axis=1)
-    teacher = teacher_logits(features["final_norm"], labels, columns, head.multiply)
-    known = is_known(at_rows(batch.tokens, labels), draft_ids, head.config.decoder.vocab_size)
-    likeliest, law = jnp.argmax(teacher, axis=-1), jax.nn.softmax(teacher, axis=-1)
-    truth = lax.stop_gradient(at_rows(features["final_norm"], labels - 1))
-
-    total, entropies, distances = jnp.float32(0), jnp.float32(0), jnp.float32(0)
-    right, judged = [], []
-    for step, output in enumerate(unroll(head, params, batch, taps, loss.steps)):
-        there = label_ahead(labels, step)
-        counted = there & ahead(known, step)
-        logits = head.logits(params, output)
-        entropy = soft_cross_entropy(logits, ahead(law, step))
-        entropy = jnp.where(counted, entropy, 0.0).sum()
-        entropies += entropy
-        total += loss.decay**step * loss.cross_entropy * entropy
-        if loss.feature:
-            distance = jnp.where(there, smooth_l1(output, ahead(truth, step)), 0.0).sum()
-            distances += distance
-            total += loss.decay**step * loss.feature * distance
-        right.append(counted & (jnp.argmax(logits, axis=-1) == ahead(likeliest, step)))
-        judged.append(there)
-    parts = {"cross_entropy": entropies}
+    teacher = Teacher.of(batch, columns, draft_ids)
+    outputs = jnp.stack(list(unroll(head, params, batch, taps, loss.steps)))
+    weights = jnp.asarray([loss.decay**step for step in range(loss.steps)])
+    plan = Judge(
+        parts=((_against_law, loss.cross_entropy),),
+        trains_kernel=head.config.version == 3,
+        multiply=head.multiply,
+    )
+    total, verdict = judge(
+        plan,
+        jax.vmap(head.readout, in_axes=(None, 0))(params, outputs),
+        head.logit_kernel(params),
+        teacher,
+        teacher.counts(labels, loss.steps),
+        weights,
+    )
+    judged = jnp.stack([label_ahead(labels, step) for step in range(loss.steps)])
+    parts = {"cross_entropy": verdict.losses[:, 0].sum()}
     if loss.feature:
-        parts["feature"] = distances
-    return total, measure(parts, jnp.stack(right), jnp.stack(judged))
+        truth = at_rows(features["final_norm"], labels - 1)
+        truth = lax.stop_gradient(jnp.stack([ahead(truth, step) for step in range(loss.steps)]))
+        distances = jnp.where(judged, smooth_l1(outputs, truth), 0.0).sum(axis=(1, 2))
+        parts["feature"] = distances.sum()
+        total += loss.feature * jnp.dot(weights, distances)
+    return total, measure(parts, verdict.right, judged)
+
+
+def _against_law(logits: Float[Array, "B A Vd"], truth: Truth) -> Float[Array, "B A"]:
+    return soft_cross_entropy(logits, jnp.exp(truth.log_law))
 
 
 def unroll(

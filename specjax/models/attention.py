@@ -14,11 +14,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.cache import KVCache
+from specjax.sharding import DATA
 
 CACHE_BLOCK = 256
 """Committed tokens read at a time; a cache's capacity is a multiple of it."""
-QUERY_BLOCK = 384
-"""Queries scored at a time in training, over all heads that share a key head."""
+_MOST_SCORES = {"cpu": 1 << 21, "accelerator": 1 << 27}
+"""Scores held at a time in training, on each device."""
 
 
 class Partial(NamedTuple):
@@ -70,9 +71,54 @@ def attend_in_blocks(
     key: Float[Array, "B G Y C"],
     value: Float[Array, "B G Y C"],
     visible: Bool[Array, "#B 1 X Y"],
-    block: int = QUERY_BLOCK,
+    most_scores: int | None = None,
 ) -> Partial:
-    """`attend` a block of queries at a time, again for gradients: scores are never kept whole."""
+    """`attend` with at most about `most_scores` scores at a time, made again for gradients.
+
+    A few rows are taken together, of large ones a few queries (by default what a CPU's cache holds,
+    or much more on accelerators).
+    """
+    if most_scores is None:
+        most_scores = _MOST_SCORES["cpu" if jax.default_backend() == "cpu" else "accelerator"]
+    batch, heads, queries, _ = query.shape
+    a_row = heads * queries * key.shape[2]
+    mesh = jax.sharding.get_abstract_mesh()
+    spread = 1 if mesh.empty else mesh.shape[DATA]
+    together = max(spread, spread * (most_scores // a_row))
+    while batch % together or together % spread:
+        together -= 1
+        if together < spread:
+            return attend(query, key, value, visible)
+    turns = batch // together
+    block = min(queries, max(1, most_scores * spread // (together * heads * key.shape[2])))
+
+    @jax.checkpoint
+    def some(part: tuple[jax.Array, ...]) -> Partial:
+        return _attend_queries(*part, block)
+
+    if turns == 1 and block == queries:
+        return attend(query, key, value, visible)
+    visible = jnp.broadcast_to(visible, (batch, *visible.shape[1:]))
+
+    def apart(x: jax.Array) -> jax.Array:
+        # Neighbours stay apart, so that on a mesh each device takes part in every turn.
+        return jnp.moveaxis(x.reshape(together, turns, *x.shape[1:]), 1, 0)
+
+    def joined(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x, 0, 1).reshape(batch, *x.shape[2:])
+
+    parts = lax.map(some, tuple(map(apart, (query, key, value, visible))))
+    return Partial(*map(joined, parts))
+
+
+def _attend_queries(
+    query: Float[Array, "B G X C"],
+    key: Float[Array, "B G Y C"],
+    value: Float[Array, "B G Y C"],
+    visible: Bool[Array, "B 1 X Y"],
+    block: int,
+) -> Partial:
+    """`attend`, `block` queries at a time."""
     batch, heads, queries, _ = query.shape
     count = -(-queries // block)
     if count == 1:

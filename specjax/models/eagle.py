@@ -238,11 +238,19 @@ class Eagle:
         self, params: dict[str, Any], output: Float[Array, "B T D"]
     ) -> Float[Array, "B T Vd"]:
         """Draft logits in float32 of the layer's outputs."""
-        if self.config.version == 3:
-            output, head = self._normed(params, output), params["head"]
-        else:
-            head = params["shared"]["draft_head"]
-        return self.block.project("btd,dv->btv", output, head, jnp.float32)
+        states, kernel = self.readout(params, output), self.logit_kernel(params)
+        return self.block.project("btd,dv->btv", states, {"kernel": kernel}, jnp.float32)
+
+    def readout(
+        self, params: dict[str, Any], output: Float[Array, "B T D"]
+    ) -> Float[Array, "B T D"]:
+        """What logits are made of."""
+        return self._normed(params, output) if self.config.version == 3 else output
+
+    def logit_kernel(self, params: dict[str, Any]) -> Float[Array, "D Vd"]:
+        """What makes logits: the head's own, or the target's columns."""
+        source = params["head"] if self.config.version == 3 else params["shared"]["draft_head"]
+        return source["kernel"]
 
     def extend(
         self,
