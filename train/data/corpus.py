@@ -11,9 +11,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
+import platform
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,7 @@ import tensorflow_datasets as tfds
 
 from specjax.errors import InputError
 from train.data.corpus_tasks import CATEGORIES, Draft
+from train.data.prompts import prepare
 
 DEFAULT_MIX = {
     "coding": 0.19,
@@ -101,6 +105,23 @@ def _take(category: str, size: int, seed: int, wikipedia: bool) -> Iterator[Draf
             return
 
 
+def _recipe() -> bytes:
+    """What else decides the prompts: the code that makes them, and the version of Python."""
+    files = sorted(Path(__file__).parent.glob("corpus*.py"))
+    return b"".join([platform.python_version().encode(), *[file.read_bytes() for file in files]])
+
+
+def prepare_corpus(config: CorpusConfig, data_dir: str | Path | None = None) -> Path:
+    """The directory of the prepared dataset, by default under specjax's own cache."""
+    if data_dir is None:
+        home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        data_dir = Path(home).expanduser() / "specjax" / "corpus"
+    builder = prepare(
+        lambda: SpecjaxCorpus(data_dir=data_dir, config=config, file_format="array_record")
+    )
+    return Path(builder.data_dir)
+
+
 @dataclasses.dataclass(eq=False)
 class CorpusConfig(tfds.core.BuilderConfig):
     """What makes one version of the corpus; use `CorpusConfig.of`, which names it."""
@@ -121,7 +142,8 @@ class CorpusConfig(tfds.core.BuilderConfig):
             "mix": dict(mix),
             "wikipedia": wikipedia,
         }
-        digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
+        told = json.dumps(values, sort_keys=True).encode() + _recipe()
+        digest = hashlib.sha256(told).hexdigest()[:8]
         return cls(name=f"prompts{num_prompts}_seed{seed}_{digest}", **values)
 
 

@@ -1,0 +1,68 @@
+"""Let the default model answer prompts: `python -m train.generate --config=FILE[:debug]`."""
+
+from ml_collections import config_dict
+
+from specjax import frontdoor
+
+
+def get_config(size=""):
+    config = config_dict.ConfigDict()
+    config.target = "smollm2-135m-instruct"
+    config.dtype = "auto"  # auto | float32 | bfloat16 | float16
+    config.workdir = "build/generate_smollm2"  # finished batches; the same command goes on
+    config.output = config_dict.placeholder(str)  # the dataset; none = WORKDIR/responses
+
+    # A JSONL file ({"prompt"}, {"messages"} or {"turns"} a line), a directory with a TFDS dataset,
+    # or the name of one; none = specjax_corpus.
+    config.prompts = config_dict.placeholder(str)
+    config.tfds = config_dict.ConfigDict()
+    config.tfds.data_dir = config_dict.placeholder(str)
+    config.tfds.split = "train"
+    config.tfds.prompt_field = "prompt"
+    config.limit = config_dict.placeholder(int)  # the first prompts only
+    config.chat = "auto"  # auto | true | false: put plain texts through the chat template
+    config.max_prompt_tokens = 448  # longer prompts are left out
+
+    config.corpus = config_dict.ConfigDict()
+    config.corpus.num_prompts = 16_000
+    config.corpus.seed = 0
+    config.corpus.wikipedia = "auto"  # auto | true | false: texts beside Python's own
+    config.corpus.mix = config_dict.ConfigDict()  # shares
+    config.corpus.mix.coding = 0.19
+    config.corpus.mix.technical = 0.05
+    config.corpus.mix.qa = 0.13
+    config.corpus.mix.rag = 0.11
+    config.corpus.mix.summarization = 0.11
+    config.corpus.mix.extraction = 0.05
+    config.corpus.mix.math_reasoning = 0.12
+    config.corpus.mix.translation = 0.12
+    config.corpus.mix.dialogue = 0.06
+    config.corpus.mix.writing = 0.06
+
+    config.temperatures = (0.0, 0.7, 1.0)  # each for as many prompts
+    config.top_k = 0
+    config.top_p = 1.0
+    config.min_p = 0.0
+    config.max_new_tokens = 160
+    config.seed = 0
+
+    config.batch_size = 32
+    config.drafter = config_dict.ConfigDict()
+    config.drafter.name = "none"  # in large batches drafts do not pay
+    config.drafter.path = config_dict.placeholder(str)
+    config.num_speculative_tokens = config_dict.placeholder(int)
+    config.verify = "rejection"  # rejection | block | coupled
+    config.minutes = config_dict.placeholder(float)  # stop after so long, to be resumed
+
+    config.mesh = frontdoor.mesh_fields()
+    config.distributed = frontdoor.distributed_fields()
+
+    if size == "debug":
+        config.workdir = "build/generate_smollm2_debug"
+        config.corpus.num_prompts = 10
+        config.max_prompt_tokens = 200
+        config.max_new_tokens = 8
+        config.batch_size = 4
+    elif size:
+        raise ValueError(f"size {size!r} is unknown: use debug, or leave it out")
+    return config

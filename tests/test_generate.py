@@ -1,0 +1,330 @@
+"""`train.generate`: the target's own answers, whatever the batches, and whenever it was stopped."""
+
+import collections
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specjax import generation
+from specjax.models.loading import load_model, save_model
+from specjax.sampling_params import SamplingParams
+from train import generate
+from train.data import pieces
+from train.data.examples import Example, target_facts
+from train.data.prompts import read_requests
+from train.data.responses import open_responses
+from train.data.writing import write_responses
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+ROOT = Path(__file__).parent.parent
+NEW = 6
+
+
+@pytest.fixture(scope="module")
+def model_path(chatty, tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "model"
+    save_model(chatty, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def target(model_path):
+    return load_model(str(model_path), dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    notes = {"category": "qa", "source": "own", "licence": "CC0-1.0"}
+    rows = [{"prompt": "abc " * (i % 4 + 1), **notes} for i in range(8)]
+    rows.append({"turns": ["one", "two"], "question_id": 5})
+    said = (("user", "x"), ("assistant", "y"), ("user", "z"))
+    rows.append({"messages": [{"role": role, "content": text} for role, text in said]})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def arguments(model_path, prompts, directory, *more):
+    return [
+        "--config=configs/generate_smollm2.py",
+        f"--config.target={model_path}",
+        f"--config.prompts={prompts}",
+        f"--config.workdir={directory}",
+        "--config.dtype=float32",
+        "--config.batch_size=3",
+        f"--config.max_new_tokens={NEW}",
+        *more,
+    ]
+
+
+@pytest.fixture(scope="module")
+def done(model_path, prompts, tmp_path_factory):
+    """A run that nothing stopped: its directory."""
+    directory = tmp_path_factory.mktemp("done") / "run"
+    assert generate.main(arguments(model_path, prompts, directory)) == 0
+    return directory
+
+
+def contents(directory):
+    responses = open_responses(directory / "responses")
+    return [
+        (one.id, one.tokens.tolist(), one.loss_mask.tolist(), one.temperature, one.category)
+        for one in (responses[index] for index in range(len(responses)))
+    ]
+
+
+def test_answers_are_those_of_generate(done, prompts, target):
+    responses = open_responses(done / "responses", target_facts(target))
+    assert responses.ids.tolist() == list(range(10))
+    requests, rows = read_requests(prompts), [responses[index] for index in range(10)]
+    starts, samplings = [], []
+    for index, (request, one) in enumerate(zip(requests, rows, strict=True)):
+        first = int(one.loss_mask.argmax())
+        assert one.loss_mask.tolist() == [False] * first + [True] * (len(one.tokens) - first)
+        messages = request.prompt
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        assert one.tokens[:first].tolist() == target.tokenizer.encode_chat(messages)
+        starts.append(first)
+        samplings.append(
+            SamplingParams(
+                temperature=round(one.temperature, 3),
+                max_new_tokens=NEW,
+                seed=int(np.random.SeedSequence((0, index)).generate_state(1)[0]),
+            )
+        )
+        notes = (request.category, request.source, request.licence)
+        assert (one.category, one.source, one.licence) == notes
+    inputs = [one.tokens[:first].tolist() for one, first in zip(rows, starts, strict=True)]
+    alone = generation.generate(target, inputs, sampling=samplings)
+    assert [
+        one.tokens[first:].tolist() for one, first in zip(rows, starts, strict=True)
+    ] == alone.token_ids
+    temperatures = collections.Counter(sampling.temperature for sampling in samplings)
+    assert sorted(temperatures.values()) == [3, 3, 4]
+    assert responses[0].licence == "CC0-1.0"
+    assert responses[9].source == "prompts.jsonl"
+    assert responses.generation["config"]["max_new_tokens"] == NEW
+
+
+def test_batches_do_not_matter(model_path, prompts, tmp_path, done, capsys):
+    more = ("--config.batch_size=5", "--config.mesh.data=4", "--config.mesh.model=2")
+    assert generate.main(arguments(model_path, prompts, tmp_path / "run", *more)) == 0
+    assert contents(tmp_path / "run") == contents(done)
+    out = capsys.readouterr().out
+    assert "compiling" in out
+    assert "tokens/s" in out
+    assert "1 prompts have later turns" in out
+
+
+def test_another_seed_gives_other_answers_where_they_are_drawn(model_path, prompts, tmp_path, done):
+    assert generate.main(arguments(model_path, prompts, tmp_path / "run", "--config.seed=1")) == 0
+    pairs = list(zip(contents(tmp_path / "run"), contents(done), strict=True))
+    drawn = [a[1] != b[1] for a, b in pairs if a[3] == b[3] == 1.0]
+    greedy = [a[1] == b[1] for a, b in pairs if a[3] == b[3] == 0.0]
+    assert all(greedy)
+    assert not drawn or any(drawn)
+    assert [a[1] for a, _ in pairs] != [b[1] for _, b in pairs]
+
+
+KILLED = """
+import os, signal, sys
+from train import generate
+from train.data import pieces
+replace, calls = os.replace, []
+def dies(one, other):
+    calls.append(other)
+    if len(calls) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(one, other)
+class Module:
+    getpid, replace = os.getpid, staticmethod(dies)
+pieces.os = Module
+sys.exit(generate.main(sys.argv[1:]))
+"""
+
+
+def test_a_killed_run_goes_on(model_path, prompts, tmp_path, done, capsys):
+    directory = tmp_path / "run"
+    command = arguments(model_path, prompts, directory)
+    ran = subprocess.run([sys.executable, "-c", KILLED, *command], cwd=ROOT, capture_output=True)
+    assert ran.returncode == -signal.SIGKILL, ran.stderr.decode()
+    kept = pieces.Pieces(directory / "batches")
+    before = {number: kept.path(number).stat().st_mtime_ns for number in kept.done()}
+    assert len(before) == 2
+    assert not (directory / "responses").exists()
+    assert generate.main(command) == 0
+    assert "going on: " in capsys.readouterr().out
+    assert contents(directory) == contents(done)
+    for number, written in before.items():
+        assert kept.path(number).stat().st_mtime_ns == written
+
+
+def test_minutes_stop_and_a_damaged_batch_is_decoded_again(
+    model_path, prompts, tmp_path, done, capsys
+):
+    directory = tmp_path / "run"
+    command = arguments(model_path, prompts, directory)
+    assert generate.main([*command, "--config.minutes=1e-9"]) == 0
+    assert "minutes are over: 0 of 10 prompts are answered, 4 batches are left" in (
+        capsys.readouterr().out
+    )
+    assert not (directory / "responses").exists()
+    assert generate.main(command) == 0
+    assert contents(directory) == contents(done)
+    piece = directory / "batches" / "000001.npz"
+    piece.write_bytes(piece.read_bytes()[:-30])
+    (directory / "responses").rename(directory / "earlier")
+    capsys.readouterr()
+    assert generate.main(command) == 0
+    assert "going on: 7 of 10 prompts" in capsys.readouterr().out
+    assert contents(directory) == contents(done)
+    assert generate.main(command) == 0
+    assert "is written already" in capsys.readouterr().out
+
+
+def test_another_run_in_the_same_place(model_path, prompts, done, capsys, tmp_path):
+    assert generate.main(arguments(model_path, prompts, done, "--config.top_k=5")) == 2
+    assert "top_k=0 then, 5 now" in capsys.readouterr().err
+    other = tmp_path / "other.jsonl"
+    other.write_text(prompts.read_text().replace("abc", "xyz"))
+    command = [one.replace(str(prompts), str(other)) for one in arguments("m", prompts, done)]
+    command[1] = f"--config.target={model_path}"
+    assert generate.main(command) == 2
+    error = capsys.readouterr().err
+    assert "prompts" in error
+    assert "another run" in error
+    assert contents(done)
+
+
+def test_prompts_that_are_too_long_are_left_out_and_said(model_path, prompts, tmp_path, capsys):
+    more = ("--config.max_prompt_tokens=8", "--config.limit=9")
+    assert generate.main(arguments(model_path, prompts, tmp_path / "run", *more)) == 0
+    responses = open_responses(tmp_path / "run" / "responses")
+    assert 0 < len(responses) < 9
+    told = f"{9 - len(responses)} of 9 prompts are left out: longer than 8 tokens"
+    assert told in capsys.readouterr().out
+    prompt_lengths = responses.lengths - responses.num_labels
+    assert prompt_lengths.max() <= 8
+
+
+def test_the_corpus_at_debug_size(model_path, tmp_path, capsys):
+    command = [
+        "--config=configs/generate_smollm2.py:debug",
+        f"--config.target={model_path}",
+        f"--config.workdir={tmp_path / 'run'}",
+        f"--config.tfds.data_dir={tmp_path / 'tfds'}",
+        "--config.max_prompt_tokens=500",
+        "--config.corpus.wikipedia=false",
+        "--config.drafter.name=ngram",
+        "--config.verify=coupled",
+    ]
+    assert generate.main(command) == 0
+    responses = open_responses(tmp_path / "run" / "responses")
+    assert 2 < len(responses) <= 10
+    for index in range(len(responses)):
+        assert responses[index].licence in ("PSF-2.0", "Apache-2.0")
+        assert responses[index].category
+        assert 1 <= responses.num_labels[index] <= 8
+    assert "conversations" in capsys.readouterr().out
+
+
+def test_a_tfds_directory_as_prompts(model_path, tmp_path, tiny, capsys):
+    # A dataset of responses has texts too: its categories serve as prompts here.
+    one = Example(np.arange(5, dtype=np.int32), np.ones(5, bool), category="why?", licence="MIT")
+    examples = [dataclasses.replace(one, id=number) for number in range(4)]
+    write_responses(tmp_path / "data", examples, target_facts(tiny))
+    more = ("--config.tfds.split=conversations", "--config.tfds.prompt_field=category")
+    command = arguments(model_path, tmp_path / "data", tmp_path / "run", *more)
+    assert generate.main(command) == 0
+    responses = open_responses(tmp_path / "run" / "responses")
+    assert (len(responses), responses[0].licence) == (4, "MIT")
+    capsys.readouterr()
+    for wrong, said in (
+        ("--config.tfds.split=train", "no file, and TFDS says"),
+        ("--config.tfds.prompt_field=text", "no such field; use one of category"),
+        ("--config.tfds.prompt_field=tokens", "holds no text"),
+    ):
+        assert generate.main([*command, wrong]) == 2
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--config.workdir="], "workdir is missing"),
+        (["--config.batch_size=0"], "batch_size=0"),
+        (["--config.minutes=-1"], "minutes=-1"),
+        (["--config.temperatures=()"], "temperatures is empty"),
+        (["--config.temperatures=(-0.5,)"], "temperature=-0.5"),
+        (["--config.max_new_tokens=0"], "max_new_tokens=0"),
+        (["--config.chat=maybe"], "chat='maybe'"),
+        (["--config.verify=typical"], "verify='typical'"),
+        (["--config.corpus.wikipedia=maybe"], "corpus.wikipedia='maybe'"),
+        (["--config.corpus.mix.cooking=1"], "no such field"),
+        (["--config.seed=-1"], "seed=-1"),
+        (["--config.max_prompt_tokens=599"], "has room for 594"),
+        (["--config.max_prompt_tokens=3"], "all 10 prompts are longer"),
+        (["--config.prompts=no_such_dataset_at_all"], "no_such_dataset_at_all"),
+        (["--config.chat=false"], "a conversation, and chat=false"),
+        (["--config.drafter.name=telepathy"], "telepathy"),
+    ],
+)
+def test_bad_input_before_anything_is_decoded(model_path, prompts, tmp_path, capsys, more, said):
+    assert generate.main(arguments(model_path, prompts, tmp_path / "run", *more)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert said in error
+    assert not (tmp_path / "run" / "batches").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "is not JSON"),
+        ("[1]", "one of prompt, messages, turns"),
+        ('{"text": "x"}', "one of prompt, messages, turns"),
+        ('{"prompt": "x", "turns": ["x"]}', "one of"),
+        ('{"prompt": ""}', "of no use"),
+        ('{"prompt": 5}', "of no use"),
+        ('{"turns": []}', "of no use"),
+        ('{"turns": ["x", 1]}', "of no use"),
+        ('{"messages": [{"role": "user"}]}', "of no use"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', "of no use"),
+        ('{"prompt": "x", "licence": 3}', "licence=3"),
+    ],
+)
+def test_lines_of_no_use(model_path, tmp_path, capsys, line, said):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "x"}\n' + line + "\n")
+    assert generate.main(arguments(model_path, path, tmp_path / "run")) == 2
+    error = capsys.readouterr().err
+    assert "line 2" in error
+    assert said in error
+
+
+def test_a_full_disk_keeps_what_was_done(model_path, prompts, tmp_path, done, monkeypatch, capsys):
+    directory = tmp_path / "run"
+    command = arguments(model_path, prompts, directory)
+    write, calls = np.savez, []
+
+    def full(file, **arrays):
+        calls.append(file)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        write(file, **arrays)
+
+    monkeypatch.setattr(pieces.np, "savez", full)
+    assert generate.main(command) == 2
+    assert "cannot be written (No space left on device); make room" in capsys.readouterr().err
+    assert len(pieces.Pieces(directory / "batches").done()) == 1
+    assert len(list((directory / "batches").iterdir())) == 1
+    assert generate.main(command) == 0
+    assert contents(directory) == contents(done)

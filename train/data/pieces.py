@@ -1,0 +1,120 @@
+"""Finished batches in a work folder, each written whole or not at all, so that work can go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zipfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specjax import processes
+from specjax.errors import InputError
+from train.workdir import flat, write_file
+
+_RECORD = "config.json"
+_MAY_DIFFER = ("workdir", "minutes", "mesh.", "distributed.")
+"""Fields, and sections with a dot behind, that a run that goes on may set anew."""
+_PIECE = re.compile(r"(\d{6})\.npz", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The batches that are done, by number, as files of a directory."""
+
+    directory: Path
+
+    def done(self) -> list[int]:
+        """The numbers of the batches that are there."""
+        if not self.directory.is_dir():
+            return []
+        found = (_PIECE.fullmatch(entry.name) for entry in self.directory.iterdir())
+        return sorted(int(match[1]) for match in found if match)
+
+    def write(self, number: int, ids: Sequence[int], responses: Sequence[Sequence[int]]) -> None:
+        """Keep a batch: each prompt's number and its response. Raises InputError on a full disk."""
+        path = self.path(number)
+        beside = path.with_suffix(f".{os.getpid()}")
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with beside.open("wb") as file:
+                np.savez(
+                    file,
+                    ids=np.array(ids, np.int64),
+                    lengths=np.array([len(one) for one in responses], np.int64),
+                    tokens=np.concatenate([np.array(one, np.int32) for one in responses]),
+                )
+            os.replace(beside, path)
+        except OSError as error:
+            with suppress(OSError):
+                beside.unlink()
+            raise InputError(
+                f"{path}: cannot be written ({error.strerror or error}); make room, then start "
+                "again: finished batches are kept"
+            ) from None
+
+    def read(self, number: int) -> Mapping[int, np.ndarray] | None:
+        """The responses of a batch by the prompts' numbers; None for a file that is damaged."""
+        try:
+            # A damaged archive would be left open by np.load.
+            with self.path(number).open("rb") as file, np.load(file) as stored:
+                ids, lengths, tokens = stored["ids"], stored["lengths"], stored["tokens"]
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+            return None
+        if len(ids) != len(lengths) or lengths.sum() != len(tokens):
+            return None
+        parts = np.split(tokens, np.cumsum(lengths)[:-1])
+        return dict(zip(ids.tolist(), parts, strict=True))
+
+    def path(self, number: int) -> Path:
+        """The file of a batch."""
+        return self.directory / f"{number:06d}.npz"
+
+
+def open_pieces(root: Path, record: Mapping[str, Any]) -> Pieces:
+    """The batches of a run in its work folder; `record` (JSON-ready) says what the run is.
+
+    Every process makes the call, the first one looks and writes. Raises InputError where finished
+    batches there are of another run, naming the fields, and where the folder holds something else
+    or cannot be written.
+    """
+    pieces, file = Pieces(root / "batches"), root / _RECORD
+
+    def check() -> None:
+        if pieces.done():
+            _check_same(file, record)
+        elif not file.exists() and root.is_dir() and any(root.iterdir()):
+            raise InputError(
+                f"workdir={str(root)!r}: holds files and no run ({_RECORD} is missing); "
+                "give a new or empty directory"
+            )
+        write_file(file, json.dumps(record, indent=1) + "\n")
+
+    processes.together(lambda: check() if processes.speaks() else None)
+    return pieces
+
+
+def _check_same(file: Path, record: Mapping[str, Any]) -> None:
+    try:
+        was = flat(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, AttributeError):
+        raise InputError(f"{file}: cannot be read; restore it, or use another workdir") from None
+    now = flat(json.loads(json.dumps(record)))
+    free = tuple(f"config.{name}" for name in _MAY_DIFFER)
+    told = [
+        f"{name.removeprefix('config.')}={was.get(name)!r:.60} then, {now.get(name)!r:.60} now"
+        for name in sorted(was.keys() | now.keys())
+        if was.get(name) != now.get(name)
+        and not any(name == one or (one[-1] == "." and name.startswith(one)) for one in free)
+    ]
+    if told:
+        raise InputError(
+            f"workdir={str(file.parent)!r}: another run was begun there: {'; '.join(told[:6])}; "
+            "use the same command to go on with it, or another workdir"
+        )

@@ -1,0 +1,183 @@
+"""Prompts to be answered by a target: from JSONL files, and from TFDS datasets."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specjax.errors import InputError, one_line
+from specjax.models.model import Model
+from specjax.prompts import encode_prompt
+from train.data.examples import import_tfds
+
+_FORMS = ("prompt", "messages", "turns")
+"""A line of a file holds one of these: a text, a conversation, or Spec-Bench's list of turns."""
+_NOTES = ("category", "source", "licence")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt with a number of its own and what is noted of it.
+
+    `prompt` is a text, or a conversation of {"role", "content"} messages whose next turn is the
+    target's. `left_out` counts later turns, which have no answer to follow.
+    """
+
+    id: int
+    prompt: str | Sequence[Mapping[str, Any]]
+    category: str = ""
+    source: str = ""
+    licence: str = "unknown"
+    left_out: int = 0
+
+
+def read_requests(path: str | Path) -> list[Request]:
+    """The prompts of a JSONL file: {"prompt"}, {"messages"} or {"turns"} a line, and notes if any.
+
+    They are numbered in order. Raises InputError with the line's number for anything else.
+    """
+    requests: list[Request] = []
+    try:
+        with open(path, encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    where = f"{path}, line {number}"
+                    requests.append(_request(line, len(requests), Path(path).name, where))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"prompts={str(path)!r} cannot be read: {one_line(error)}") from None
+    if not requests:
+        raise InputError(f"prompts={str(path)!r} holds no prompts: one JSON object a line")
+    return requests
+
+
+def _request(line: str, number: int, name: str, where: str) -> Request:
+    try:
+        row = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise InputError(f"{where} is not JSON: {one_line(error)}") from None
+    forms = [form for form in _FORMS if form in row] if isinstance(row, dict) else []
+    if len(forms) != 1:
+        raise InputError(f"{where}: must be an object with one of {', '.join(_FORMS)}")
+    value, left_out = row[forms[0]], 0
+    if forms[0] == "turns":
+        good = isinstance(value, list) and value and all(isinstance(one, str) for one in value)
+        value, left_out = (value[0], len(value) - 1) if good else (None, 0)
+    elif forms[0] == "messages":
+        value = _messages(value)
+    if not value or not (isinstance(value, str | list)):
+        raise InputError(
+            f"{where}: {forms[0]}={row[forms[0]]!r:.60} is of no use; give a text, messages with "
+            "role and content that end with the user's, or a list of texts"
+        )
+    notes = {name: row[name] for name in _NOTES if name in row}
+    for note, text in notes.items():
+        if not isinstance(text, str):
+            raise InputError(f"{where}: {note}={text!r:.60} must be a text")
+    return Request(number, value, **{"source": name} | notes, left_out=left_out)
+
+
+def _messages(value: Any) -> list[dict[str, str]] | None:
+    """The conversation, where it is one that the target can go on with."""
+    good = (
+        isinstance(value, list)
+        and value
+        and all(
+            isinstance(one, dict)
+            and one.keys() == {"role", "content"}
+            and all(isinstance(text, str) for text in one.values())
+            for one in value
+        )
+        and value[-1]["role"] != "assistant"
+    )
+    return value if good else None
+
+
+def read_dataset(
+    name: str, data_dir: str | None = None, split: str = "train", prompt_field: str = "prompt"
+) -> list[Request]:
+    """The prompts of a TFDS dataset: a directory that holds one, or a name that TFDS knows.
+
+    One that is not prepared is prepared first, as array_record files. Raises InputError where that
+    fails, or a split or field is missing.
+    """
+    tfds = import_tfds()
+    try:
+        if Path(name).is_dir():
+            builder = tfds.builder_from_directory(name)
+        else:
+            builder = prepare(
+                lambda: tfds.builder(name, data_dir=data_dir, file_format="array_record")
+            )
+        source = builder.as_data_source(split)
+    except InputError:
+        raise
+    except Exception as error:  # TFDS and its datasets raise whatever they like
+        raise InputError(
+            f"prompts={name!r}: no file, and TFDS says: {one_line(error)[:160]}; give a JSONL file "
+            "or a dataset with its split"
+        ) from None
+    fields = builder.info.features.keys()
+    if prompt_field not in fields:
+        raise InputError(
+            f"tfds.prompt_field={prompt_field!r}: {name} has no such field; "
+            f"use one of {', '.join(sorted(fields))}"
+        )
+    label = Path(name).name if Path(name).is_dir() else name
+    requests = [_from_record(row, index, prompt_field, label) for index, row in enumerate(source)]
+    if not requests:
+        raise InputError(f"prompts={name!r}: split {split!r} holds no prompts; use another one")
+    return requests
+
+
+def _from_record(row: Mapping[str, Any], index: int, prompt_field: str, label: str) -> Request:
+    text = row[prompt_field]
+    if not isinstance(text, bytes) or not text:
+        raise InputError(
+            f"tfds.prompt_field={prompt_field!r}: record {index} of {label} holds no text there; "
+            "use a field of texts"
+        )
+    notes = {name: row[name].decode() for name in _NOTES if isinstance(row.get(name), bytes)}
+    return Request(index, text.decode(errors="replace"), **{"source": label} | notes)
+
+
+def prepare(make_builder: Callable[[], Any]) -> Any:
+    """The builder, its dataset written where it is not yet, without TFDS's own reports of it."""
+    tfds = import_tfds()
+    tfds.disable_progress_bar()
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            builder = make_builder()
+            builder.download_and_prepare()
+    finally:
+        logger.setLevel(level)
+    return builder
+
+
+def encode_requests(
+    model: Model, requests: Sequence[Request], chat: str
+) -> Iterator[tuple[Request, list[int]]]:
+    """Each request with its token ids; `chat` is auto, true or false, as everywhere.
+
+    Raises InputError where a template is needed and the model has none, or none is wanted.
+    """
+    has_template = model.tokenizer is not None and model.tokenizer.chat_template is not None
+    if chat == "true" and not has_template:
+        raise InputError(f"chat=true: {model.name} has no chat template; use chat=false")
+    templated = has_template if chat == "auto" else chat == "true"
+    for request in requests:
+        prompt, name = request.prompt, f"prompt {request.id}"
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}] if templated else prompt
+        elif not templated:
+            reason = "chat=false" if has_template else f"{model.name} has no chat template"
+            raise InputError(f"{name}: a conversation, and {reason}; give plain texts")
+        yield request, encode_prompt(model, prompt, name)

@@ -1,0 +1,152 @@
+"""Let the target answer prompts, and keep its answers as a dataset to train drafters on.
+
+    python -m train.generate --config=configs/generate_smollm2.py --config.workdir=DIRECTORY
+
+Finished batches are kept in the work folder as they come, so that the same command goes on where it
+was stopped; the dataset is written at the end. Exit codes: 0, also where config.minutes were over
+before the end; 2 for bad input; 130 after Ctrl-C. Of several processes the first one prints and
+writes.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import ml_collections
+from rich.console import Console
+
+from specjax import frontdoor, processes, reporting
+from specjax.console import Screen
+from specjax.execution import compile_session
+from specjax.models.loading import load_model
+from specjax.models.model import Model
+from train import answers
+from train.answers import Job
+from train.data.examples import FACTS, target_facts
+from train.data.pieces import Pieces, open_pieces
+from train.data.responses import open_responses
+from train.data.writing import check_free, write_responses
+
+CONFIG = "configs/generate_smollm2.py"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    return frontdoor.run(lambda config: generate(config), argv, default=CONFIG)
+
+
+def generate(config: ml_collections.ConfigDict, console: Console | None = None) -> int:
+    """Run a config; returns the exit code. Raises InputError."""
+    begin = time.monotonic()
+    mesh = frontdoor.open_mesh(config)
+    writes = processes.speaks()
+    console = console or Console(width=None if sys.stdout.isatty() else 120)
+    screen = Screen(console if writes else Console(quiet=True))
+    processes.together(lambda: answers.check(config))
+    root = Path(config.workdir).expanduser().absolute()
+    output = Path(config.output or root / "responses").expanduser().absolute()
+
+    with screen.working(f"loading {config.target}"):
+        model = processes.together(lambda: load_model(config.target, dtype=config.dtype, mesh=mesh))
+    requests = processes.together(lambda: answers.find_requests(config, screen))
+    job = processes.together(lambda: answers.plan(config, model, requests))
+    processes.agree({"prompts": job.digest})
+    for line in job.remarks:
+        screen.say(line)
+    record = {
+        "config": config.to_dict(),
+        "target": target_facts(model),
+        "prompts": {"count": len(job.rows), "sha256": job.digest},
+    }
+    pieces = open_pieces(root, record)
+    if processes.from_first((output / FACTS).exists() if writes else False):
+        return _already(output, record, screen)
+    processes.together(lambda: check_free(output) if writes else None)
+
+    finished = _run(config, model, job, pieces, screen, begin)
+    if not finished:
+        return 0
+    with screen.working(f"writing {output}"):
+        processes.together(lambda: _write(job, pieces, output, record) if writes else None)
+    return _summary(output, screen)
+
+
+def _run(
+    config: ml_collections.ConfigDict,
+    model: Model,
+    job: Job,
+    pieces: Pieces,
+    screen: Screen,
+    begin: float,
+) -> bool:
+    """Decode what is not done; False where the minutes were over before the end."""
+    there = processes.from_first(answers.whole_pieces(job, pieces) if processes.speaks() else [])
+    todo = [number for number in job.order if number not in set(there)]
+    total, rows = len(job.rows), sum(len(job.batches[number]) for number in there)
+    if there:
+        screen.say(f"going on: {rows} of {total} prompts are answered")
+    if not todo:
+        return True
+    session = processes.together(lambda: answers.open_job(config, model, job))
+    screen.say(
+        f"{total} prompts in {len(job.batches)} batches of {config.batch_size}, up to "
+        f"{config.max_new_tokens} new tokens, {model.dtype}, on "
+        f"{reporting.device_name(model.mesh)}"
+    )
+    with screen.working("compiling"):
+        programs = compile_session(session)
+    speed = answers.Speed()
+    for count, number in enumerate(todo):
+        index = job.batches[number]
+        over = config.minutes and time.monotonic() - begin > 60 * config.minutes
+        if processes.from_first(bool(over)):
+            screen.say(
+                f"{config.minutes:g} minutes are over: {rows} of {total} prompts are answered, "
+                f"{len(todo) - count} batches are left; the same command goes on"
+            )
+            return False
+        responses = answers.answer(session, programs, index, speed, screen, rows, total)
+        if processes.speaks():
+            pieces.write(number, [job.rows[row].request.id for row in index], responses)
+        rows += len(index)
+    screen.rest()
+    screen.say(f"{speed.tokens} tokens at {speed.tokens_per_second():.1f} tokens/s")
+    return True
+
+
+def _write(job: Job, pieces: Pieces, output: Path, record: dict) -> None:
+    write_responses(output, answers.examples(job, pieces), record["target"], generation=record)
+
+
+def _already(output: Path, record: dict, screen: Screen) -> int:
+    """The end of a run whose dataset is written: nothing is left to do, or it is another's."""
+
+    def check() -> None:
+        written = open_responses(output, record["target"]) if processes.speaks() else None
+        if written is not None and written.generation.get("prompts") != record["prompts"]:
+            check_free(output)
+
+    processes.together(check)
+    screen.say(f"{output} is written already")
+    return _summary(output, screen)
+
+
+def _summary(output: Path, screen: Screen) -> int:
+    if processes.speaks():
+        responses = open_responses(output)
+        labels = int(responses.num_labels.sum())
+        screen.say(
+            f"{len(responses)} conversations, {labels} tokens of the target "
+            f"({labels / len(responses):.0f} a conversation), "
+            f"{int(responses.validation.sum())} held out: {output}"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")
+    frontdoor.use_compilation_cache()
+    raise SystemExit(main())
