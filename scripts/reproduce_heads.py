@@ -84,9 +84,8 @@ def _stages(root: Path) -> list[Stage]:
     if _GENERATE.value:
         output = root / "responses"
         config = f"--config=configs/generate_smollm2.py{size}"
-        stages.append(
-            Stage("generate", [*python, "train.generate", config, f"--config.output={output}"])
-        )
+        places = [f"--config.workdir={root / 'generate'}", f"--config.output={output}"]
+        stages.append(Stage("generate", [*python, "train.generate", config, *places]))
         answers.append(str(output))
     data = answers
     if _STORE.value:
