@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_processes import finish, free_port, joined, start
 
 from specjax import generation
 from specjax.models.loading import load_model, save_model
@@ -122,6 +123,22 @@ def test_batches_do_not_matter(model_path, prompts, tmp_path, done, capsys):
     assert "compiling" in out
     assert "tokens/s" in out
     assert "1 prompts have later turns" in out
+
+
+@pytest.mark.slow
+def test_two_processes_answer_what_one_does(model_path, prompts, tmp_path, done):
+    address = f"127.0.0.1:{free_port()}"
+    command = arguments(model_path, prompts, tmp_path / "run")
+    command += ["--config.mesh.data=2", "--config.mesh.model=2"]
+    program = ("-m", "train.generate")
+    ran = [
+        start([*command, *joined(address, number)], program=program, devices=2) for number in (0, 1)
+    ]
+    (first, out, err), (second, silent, other) = map(finish, ran)
+    assert (first, second) == (0, 0), err + other
+    assert "10 conversations" in out
+    assert "conversations" not in silent
+    assert contents(tmp_path / "run") == contents(done)
 
 
 def test_another_seed_gives_other_answers_where_they_are_drawn(model_path, prompts, tmp_path, done):

@@ -10,6 +10,7 @@ writes.
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections.abc import Sequence
@@ -35,7 +36,11 @@ CONFIG = "configs/generate_smollm2.py"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    return frontdoor.run(lambda config: generate(config), argv, default=CONFIG)
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if set(argv) & {"-h", "--help"}:
+        print(__doc__.strip())
+        return 0
+    return frontdoor.run(generate, argv, default=CONFIG)
 
 
 def generate(config: ml_collections.ConfigDict, console: Console | None = None) -> int:
@@ -109,8 +114,9 @@ def _run(
             )
             return False
         responses = answers.answer(session, programs, index, speed, screen, rows, total)
-        if processes.speaks():
-            pieces.write(number, [job.rows[row].request.id for row in index], responses)
+        ids = [job.rows[row].request.id for row in index]
+        keep = functools.partial(pieces.write, number, ids, responses)
+        processes.together(lambda keep=keep: keep() if processes.speaks() else None)
         rows += len(index)
     screen.rest()
     screen.say(f"{speed.tokens} tokens at {speed.tokens_per_second():.1f} tokens/s")
