@@ -139,7 +139,7 @@ def toy_method(target, config=None, *, poison=None):
     return Method("toy", ("final_norm",), init, loss, head)
 
 
-def get_config(poison=""):
+def get_config():
     """A run of a second or two."""
     config = training_fields()
     config.steps = 12
@@ -152,7 +152,6 @@ def get_config(poison=""):
     config.eval.every = 0
     config.eval.batches = 1
     config.eval.prompts = 0
-    config.poison = int(poison or -1)  # a token whose loss is NaN
     return config
 
 
@@ -169,6 +168,6 @@ if __name__ == "__main__":
 
     def make(target, data, config):
         """The method of this file's config."""
-        return toy_method(target, poison=config.poison if config.poison >= 0 else None)
+        return toy_method(target)
 
     raise SystemExit(run.main(make, __file__, sys.argv[1:]))
