@@ -11,9 +11,9 @@ random blocks. vLLM needs torch and a virtual environment of its own
 differ, and both acceptances by position. Exit codes: 0; 1 where a plain row, or a row of vLLM with
 and without a head, differs.
 
-vLLM's first token comes with its prefill, so that specjax is given that token as a part of the
-prompt: the rounds of both then begin at the same tokens. At the end they differ: vLLM counts drafts
-behind the last token that it may generate.
+vLLM's first token comes with its prefill, and its last draft may reach behind the last token that
+it may generate. So specjax is given that first token as a part of the prompt, and room for one more
+draft: the rounds of both are then the same rounds.
 """
 
 from __future__ import annotations
@@ -21,16 +21,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from absl import app, flags, logging
 
+_FORMATS = ("eagle3", "speculators", "medusa")
 _TARGET = flags.DEFINE_string("target", "smollm2-135m-instruct", "The target model.")
-_EAGLE3 = flags.DEFINE_string("eagle3", None, "EAGLE-3 head: a directory or untrained.")
-_MEDUSA = flags.DEFINE_string("medusa", None, "Medusa heads: a directory or untrained.")
-_ONLY = flags.DEFINE_list("only", ["eagle3", "speculators", "medusa"], "Formats to compare.")
+_HEADS = {
+    kind: flags.DEFINE_string(kind, None, f"The {kind} head: a directory or untrained.")
+    for kind in ("eagle", "eagle3", "medusa")
+}
+_ONLY = flags.DEFINE_list("only", list(_FORMATS), "Formats to compare; eagle is a further one.")
 _PROMPTS = flags.DEFINE_string("prompts", None, "JSONL in Spec-Bench's schema; built-in if unset.")
 _PER_TASK = flags.DEFINE_integer("per_task", 1, "Prompts of each task.")
 _NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 64, "New tokens at most.")
@@ -69,49 +73,75 @@ def ask_vllm(model: Path, prompts: list[list[int]], config: dict[str, Any] | Non
     return json.loads(answer.read_text())
 
 
-def made_eagle3(model: Any, ids: np.ndarray) -> Any:
-    """An EAGLE-3 head from the target's last layer and head, untrained."""
+def draft_vocabulary(texts: list[list[int]]) -> np.ndarray:
+    """The tokens of some texts, and the lowest ids beside them."""
+    used = np.unique(np.concatenate(texts))
+    others = np.setdiff1d(np.arange(_DRAFT_VOCABULARY), used)
+    return np.sort(np.concatenate([used, others])[:_DRAFT_VOCABULARY]).astype(np.int32)
+
+
+def made(kind: str, model: Any, ids: np.ndarray) -> Any:
+    """An untrained head: EAGLE from the target's last layer, Medusa from small random blocks."""
     import jax
     import jax.numpy as jnp
     from flax.core import meta
 
     from specjax.heads.head import Head, TargetFacts
     from specjax.models.eagle import Eagle, EagleConfig, default_taps
+    from specjax.models.medusa import MedusaConfig
     from train.eagle import from_target
 
+    width, facts, training = model.config.hidden_size, TargetFacts.of(model), {"made": "untrained"}
+    if kind == "medusa":
+        heads = _LENGTH.value
+        rng = np.random.default_rng(0)
+        blocks = {
+            "kernel": 0.02 * rng.standard_normal((heads, 1, width, width), np.float32),
+            "bias": 0.1 * rng.standard_normal((heads, 1, width), np.float32),
+        }
+        shape = MedusaConfig(width, model.config.vocab_size, heads, 1, len(ids), True)
+        return Head(kind, shape, {"blocks": blocks}, ids, facts, training)
+    version = 3 if kind == "eagle3" else 1
     config = EagleConfig(
         decoder=dataclasses.replace(model.config, num_layers=1),
-        version=3,
-        target_hidden_size=model.config.hidden_size,
+        version=version,
+        target_hidden_size=width,
         draft_vocab_size=len(ids),
-        taps=default_taps(model.config.num_layers),
+        taps=default_taps(model.config.num_layers) if version == 3 else ("final_norm",),
     )
     params = meta.unbox(Eagle(config, jnp.dtype("float32")).init(jax.random.key(0)))
     params = jax.tree.map(np.asarray, from_target(params, model, config, ids))
-    return Head("eagle3", config, params, ids, TargetFacts.of(model), {"made": "untrained"})
+    return Head(kind, config, params, ids, facts, training)
 
 
-def made_medusa(model: Any, ids: np.ndarray) -> Any:
-    """Medusa heads with small random blocks on the target's own head."""
-    from specjax.heads.head import Head, TargetFacts
-    from specjax.models.medusa import MedusaConfig
-
-    width, heads = model.config.hidden_size, _LENGTH.value
-    config = MedusaConfig(width, model.config.vocab_size, heads, 1, len(ids), True)
-    rng = np.random.default_rng(0)
-    blocks = {
-        "kernel": 0.02 * rng.standard_normal((heads, 1, width, width), np.float32),
-        "bias": 0.1 * rng.standard_normal((heads, 1, width), np.float32),
-    }
-    facts = TargetFacts.of(model)
-    return Head("medusa", config, {"blocks": blocks}, ids, facts, {"made": "untrained"})
-
-
-def acceptance(accepted: list[float], drafts: float) -> str:
+def acceptance(accepted: Sequence[float], drafts: float) -> str:
     """Acceptance by position, unconditional, and the mean acceptance length."""
     rates = [count / max(drafts, 1) for count in accepted]
     positions = " ".join(f"{rate:.3f}" for rate in rates)
     return f"{positions}   tau {1 + sum(rates):.3f}   {drafts:.0f} rounds"
+
+
+def decode_as_vllm(head: Any, model: Any, ids: list[list[int]], plain: list[list[int]]) -> tuple:
+    """The rows that specjax decodes with a head, and the line of its acceptance."""
+    import specjax
+    from specjax import metrics
+    from specjax.heads.drafters import head_drafter
+
+    left, length = _NEW_TOKENS.value - 1, _LENGTH.value
+    mine = specjax.generate(
+        model,
+        [prompt + row[:1] for prompt, row in zip(ids, plain, strict=True)],
+        drafter=head_drafter(head, model, draft_sample_method="greedy"),
+        num_speculative_tokens=length,
+        sampling={"max_new_tokens": left + length},
+        batch_size=1,
+    )
+    rows = [row[:1] + more[:left] for row, more in zip(plain, mine.token_ids, strict=True)]
+    sizes = np.maximum(mine.emitted, 0)
+    counted = (mine.drafted > 0) & (sizes.cumsum(axis=1) - sizes < left)
+    drafted, accepted = (np.where(counted, x, -1) for x in (mine.drafted, mine.accepted))
+    positions = metrics.num_accepted_tokens_per_pos(drafted, accepted)
+    return rows, acceptance(positions, metrics.num_drafts(drafted))
 
 
 def differences(name: str, mine: list[list[int]], theirs: list[list[int]], decode: Any) -> int:
@@ -138,19 +168,20 @@ def main(argv: list[str]) -> None:
     del argv
     logging.set_verbosity(logging.WARNING)
     import specjax
-    from specjax import metrics, prompts
+    from specjax import prompts
     from specjax.built_in import BUILT_IN
     from specjax.errors import InputError
-    from specjax.heads.drafters import head_drafter
     from specjax.heads.files import open_head
     from specjax.interchange import write_foreign
+    from specjax.interchange.directory import whole_vocabulary
 
-    if unknown := set(_ONLY.value) - {"eagle3", "speculators", "medusa"}:
-        raise InputError(f"only={unknown.pop()!r}: use eagle3, speculators or medusa")
+    known = (*_FORMATS, "eagle")
+    if unknown := set(_ONLY.value) - set(known):
+        raise InputError(f"only={unknown.pop()!r}: use {', '.join(known)}")
     folder = Path(_FOLDER.value)
     folder.mkdir(parents=True, exist_ok=True)
-    given = {"eagle3": _EAGLE3.value, "medusa": _MEDUSA.value}
-    kinds = {form: "medusa" if form == "medusa" else "eagle3" for form in _ONLY.value}
+    given = {kind: flag.value for kind, flag in _HEADS.items()}
+    kinds = {form: "eagle3" if form == "speculators" else form for form in _ONLY.value}
     model = specjax.load_model(_TARGET.value, dtype="float32")
     heads = {
         kind: open_head(kind, given[kind], model)
@@ -175,12 +206,13 @@ def main(argv: list[str]) -> None:
         "plain, specjax against vLLM", plain, peer["token_ids"], model.tokenizer.decode
     )
 
-    used = np.unique(np.concatenate([*plain, np.arange(_DRAFT_VOCABULARY)]))
     for kind in set(kinds.values()) - heads.keys():
-        make = made_medusa if kind == "medusa" else made_eagle3
-        heads[kind] = make(model, used[:_DRAFT_VOCABULARY].astype(np.int32))
+        heads[kind] = made(kind, model, draft_vocabulary(plain))
     for form, kind in kinds.items():
         head = heads[kind]
+        if form in ("medusa", "eagle"):
+            # vLLM 0.32 stops at Medusa's token_map, and has none for EAGLE-1.
+            head = whole_vocabulary(head)
         write_foreign(head, folder / form, form, model)
         config = {
             "method": kind,
@@ -188,16 +220,7 @@ def main(argv: list[str]) -> None:
             "num_speculative_tokens": _LENGTH.value,
         }
         peer_answer = ask_vllm(folder / "target", ids, config)
-        started = [prompt + row[:1] for prompt, row in zip(ids, plain, strict=True)]
-        mine = specjax.generate(
-            model,
-            started,
-            drafter=head_drafter(head, model, draft_sample_method="greedy"),
-            num_speculative_tokens=_LENGTH.value,
-            sampling={"max_new_tokens": new - 1},
-            batch_size=1,
-        )
-        rows = [row[:1] + more for row, more in zip(plain, mine.token_ids, strict=True)]
+        rows, told = decode_as_vllm(head, model, ids, plain)
         differences(
             f"{form}, specjax against vLLM", rows, peer_answer["token_ids"], model.tokenizer.decode
         )
@@ -208,9 +231,7 @@ def main(argv: list[str]) -> None:
             model.tokenizer.decode,
         )
         print("  acceptance by position")
-        accepted = metrics.num_accepted_tokens_per_pos(mine.drafted, mine.accepted)
-        rounds = metrics.num_drafts(mine.drafted)
-        print("    specjax", acceptance(list(accepted), rounds))
+        print("    specjax", told)
         print("    vLLM   ", acceptance(peer_answer["accepted_per_pos"], peer_answer["drafts"]))
         print(
             f"  vLLM {peer_answer['seconds']:.1f} s, without a head {peer['seconds']:.1f} s",

@@ -113,10 +113,13 @@ def _prepared(head: Head, asked: argparse.Namespace) -> Head:
 
 def _told(head: Head, target: Model, asked: argparse.Namespace) -> str:
     part = f"{head.config.draft_vocab_size} of {target.config.vocab_size} tokens"
-    return (
+    lines = [
         f"{asked.output}: {head.kind} for {target.name} as {asked.format}, {part}; "
         "read again, its draft logits are the same"
-    )
+    ]
+    if asked.format == "medusa" and head.draft_ids is not None:
+        lines.append("note: vLLM 0.32 stops at a token_map; --whole_vocabulary writes none")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

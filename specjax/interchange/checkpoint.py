@@ -19,6 +19,7 @@ from specjax.models.tokenizer_files import read_json, write_json
 
 _CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
 WEIGHTS, MEDUSA_WEIGHTS = "model.safetensors", "medusa_lm_head.safetensors"
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
 _PRODUCER = {"format": "pt", "producer": "specjax"}
 
 
@@ -166,10 +167,10 @@ def match(
             for name, shape in wanted.items()
             if name in found and found[name].shape != shape
         ],
-        "not of floating point": [
+        "of another type than floats": [
             f"{name} ({found[name].dtype})"
             for name in wanted
-            if name in found and found[name].dtype.kind in "iub"
+            if name in found and found[name].dtype.name not in _FLOATS
         ],
     }
     listed = [f"{label}: {_some(names)}" for label, names in problems.items() if names]

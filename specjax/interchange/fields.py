@@ -144,7 +144,7 @@ def read_decoder(fields: Fields, target: Model, extra: Collection[str] = ()) -> 
     InputError for another kind of layer and for unknown fields.
     """
     fields.check_known({*_DECODER, *_NEUTRAL, *extra})
-    if fields.values.get("model_type") not in (None, "llama", "eagle"):
+    if fields.values.get("model_type") not in (None, "llama"):
         raise fields.fail("model_type", "use a head whose layer is Llama's")
     for name, value in _NEUTRAL.items():
         if fields.values.get(name) not in (value, None):
