@@ -1,6 +1,7 @@
 """Draft models made of a target's layers: their loss, and decoding with them."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +41,8 @@ def batch_of(seed=0):
 
 @pytest.fixture(scope="module")
 def batch(tiny):
-    return fill_features(tiny.architecture, tiny.params, batch_of(), ("final_norm",))
+    fill = functools.partial(fill_features, tiny.architecture, names=("final_norm",))
+    return quickly(fill, tiny.params, batch_of())(tiny.params, batch_of())
 
 
 def shaken(params, seed=0, size=0.3):
@@ -64,17 +66,21 @@ def laws_of(model, params, tokens):
     )
     seen, one = jnp.ones((1, 1, 1), bool), jnp.ones(1, jnp.int32)
 
-    @jax.jit
     def step(cache, token, position):
         window = model.make_window(1, 1)
         result = model.extend(params, token, position, cache, window, 0, seen)
         return commit(cache, result.window, jnp.zeros((1, 1), jnp.int32), one), result.logits
 
-    logits = []
+    logits, step = [], quickly(step, cache, jnp.zeros((1, 1), int), jnp.zeros((1, 1), int))
     for position, token in enumerate(np.asarray(tokens)):
         cache, here = step(cache, jnp.array([[token]]), jnp.array([[position]]))
         logits.append(np.asarray(here[0, 0], np.float64))
     return np.stack(logits)
+
+
+def quickly(function, *example):
+    """The function compiled for such arguments, in the short time that the fixture asks for."""
+    return jax.jit(function).lower(*example).compile()
 
 
 def slow_loss(target, draft, batch, ids, loss):
@@ -111,7 +117,8 @@ def test_the_loss_by_definition(tiny, batch):
     loss = DistillLoss(kl=0.7, tv=0.3, depths=3)
     method = distill_method(tiny, (0, 2), SOME, loss)
     params = shaken(method.init(jax.random.key(0)), size=0.1)
-    total, measures = jax.jit(method.loss)(params, tiny.params, batch, jax.random.key(0))
+    arguments = (params, tiny.params, batch, jax.random.key(0))
+    total, measures = quickly(method.loss, *arguments)(*arguments)
     config = dataclasses.replace(tiny.config, num_layers=2)
     draft = dataclasses.replace(tiny, config=config, params={**tiny.params, **params})
     wanted, parts, weight, correct, along, counts = slow_loss(tiny, draft, batch, SOME, loss)
@@ -129,7 +136,7 @@ def test_all_layers_are_the_target_itself(tiny, batch):
     """No training is needed to see that each row predicts its own label, and no other."""
     method = distill_method(tiny, (0, 1, 2), None, DistillLoss())
     params = method.init(jax.random.key(0))
-    loss = jax.jit(method.loss)
+    loss = quickly(method.loss, params, tiny.params, batch, jax.random.key(0))
     total, measures = loss(params, tiny.params, batch, jax.random.key(0))
     np.testing.assert_allclose(total / measures.weight, 0, atol=1e-5)
     np.testing.assert_array_equal(measures.prefix_correct, measures.counts)
@@ -145,7 +152,8 @@ def test_gradients(part, tiny, batch):
     loss = DistillLoss(**{"kl": 0.0, "tv": 0.0, part: 1.0})
     method = distill_method(tiny, (0, 2), SOME, loss)
     params = shaken(method.init(jax.random.key(0)))
-    gradient = jax.jit(jax.value_and_grad(method.loss, has_aux=True))
+    both = jax.value_and_grad(method.loss, has_aux=True)
+    gradient = quickly(both, params, tiny.params, batch, jax.random.key(0))
     (total, measures), grads = gradient(params, tiny.params, batch, jax.random.key(0))
     assert list(measures.losses) == [part]
     assert total > 0
@@ -182,7 +190,6 @@ def test_training_brings_the_draft_to_the_target(tiny, batch):
     method = distill_method(tiny, (0, 2), None, DistillLoss())
     optimizer = optax.adam(1e-2)
 
-    @jax.jit
     def step(params, state):
         (total, measures), grads = jax.value_and_grad(method.loss, has_aux=True)(
             params, tiny.params, batch, jax.random.key(0)
@@ -192,6 +199,7 @@ def test_training_brings_the_draft_to_the_target(tiny, batch):
 
     params = method.init(jax.random.key(0))
     state, losses = optimizer.init(params), []
+    step = quickly(step, params, state)
     for _ in range(30):
         params, state, loss = step(params, state)
         losses.append(float(loss))
