@@ -25,7 +25,7 @@ from toy_training import (
 
 from specjax import sharding
 from specjax.errors import InputError
-from train import loop
+from train import loop, saving
 from train import workdir as files
 from train.batches import Packing, Position, Shape, build
 from train.config import flat_scales, read_settings, training_fields
@@ -219,7 +219,7 @@ class Run:
             method or toy_method(target), target.architecture, settings, mesh
         )
         self.progress = loop.Progress()
-        if saved := files.last_checkpoint(self.workdir):
+        if saved := saving.last_checkpoint(self.workdir):
             self.program, self.progress = loop.resumed(self.program, saved)
         files.truncate_metrics(self.workdir, self.progress.step)
 
@@ -261,8 +261,8 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(target, tmp_pa
     rows = files.read_metrics(run.workdir)
     assert [row["step"] for row in rows] == [4]
     assert all(math.isfinite(value) for value in rows[0].values())
-    saved = files.last_checkpoint(run.workdir)
-    state = files.restore(saved, Run(tmp_path / "other", target, settings_of()).program.state)
+    saved = saving.last_checkpoint(run.workdir)
+    state = saving.restore(saved, Run(tmp_path / "other", target, settings_of()).program.state)
     assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(state.params))
 
 

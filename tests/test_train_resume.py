@@ -31,7 +31,7 @@ from toy_training import (
 
 from specjax.errors import InputError
 from specjax.heads.head import read_head
-from train import run, setup
+from train import run, saving, setup
 from train import workdir as files
 from train.batches import Packing, Shape
 from train.board import Board
@@ -82,7 +82,7 @@ def start(tmp_path_factory):
 
 
 def finish(process):
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate(timeout=900)
     return process.returncode, out, err
 
 
@@ -99,7 +99,7 @@ def whole(start, tmp_path_factory):
 def wait_for_step(process, workdir, step, since=0.0):
     """Until the metrics, written anew since some time, reach that step."""
     path = workdir / "metrics.jsonl"
-    for _ in range(2400):
+    for _ in range(18_000):
         assert process.poll() is None, process.communicate()
         fresh = path.exists() and path.stat().st_mtime > since
         if fresh and f'{{"step": {step},' in path.read_text():
@@ -123,7 +123,7 @@ def test_a_killed_and_an_interrupted_run_go_on_to_the_same_curve(start, whole, t
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert [row["step"] for row in files.read_metrics(files.Workdir(workdir))][-1] == 8
-    killed_at = files.last_checkpoint(files.Workdir(workdir)).step
+    killed_at = saving.last_checkpoint(files.Workdir(workdir)).step
     assert killed_at == 5
 
     since = time.time()
@@ -135,7 +135,7 @@ def test_a_killed_and_an_interrupted_run_go_on_to_the_same_curve(start, whole, t
     assert "going on behind step 5" in out
     assert "interrupted at step" in out
     assert "The same command goes on" in out
-    interrupted_at = files.last_checkpoint(files.Workdir(workdir)).step
+    interrupted_at = saving.last_checkpoint(files.Workdir(workdir)).step
     assert 8 <= interrupted_at < 12
 
     code, out, err = finish(start(workdir))
@@ -162,9 +162,9 @@ def test_two_processes_give_the_losses_of_one(start, whole, tmp_path):
         for name, value in mine.items():
             assert value == pytest.approx(theirs[name], rel=1e-5), name
     # What two processes saved, one goes on with.
-    saved = files.last_checkpoint(files.Workdir(workdir))
+    saved = saving.last_checkpoint(files.Workdir(workdir))
     state = make_program(toy_method(toy_target()), toy_target().architecture, settings_of(), None)
-    restored = files.restore(saved, state.state)
+    restored = saving.restore(saved, state.state)
     assert int(restored.step) == 12
 
 
@@ -297,11 +297,11 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(target, tmp_path):
     workdir = files.Workdir(tmp_path / "w")
     newest = workdir.checkpoints / "step-000000012" / "specjax-1"
     (newest / "params" / "_METADATA").unlink()
-    found = files.last_checkpoint(workdir)
+    found = saving.last_checkpoint(workdir)
     assert (found.step, found.damaged) == (10, (12,))
     (workdir.checkpoints / "step-000000010" / "specjax-1" / "params" / "_METADATA").unlink()
     with pytest.raises(InputError, match="step-000000012: the checkpoint is damaged"):
-        files.last_checkpoint(workdir)
+        saving.last_checkpoint(workdir)
 
 
 def test_an_interrupted_first_save_counts_for_nothing(target, tmp_path):
@@ -309,7 +309,7 @@ def test_an_interrupted_first_save_counts_for_nothing(target, tmp_path):
     (run.workdir.checkpoints / "step-000000005" / "specjax-1.orbax-checkpoint-tmp").mkdir(
         parents=True
     )
-    assert files.last_checkpoint(run.workdir) is None
+    assert saving.last_checkpoint(run.workdir) is None
     run.train()
     assert run.steps() == [10, 12]
 

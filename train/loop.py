@@ -17,12 +17,14 @@ import numpy as np
 
 from specjax import processes
 from specjax.errors import InputError
+from train import saving
 from train import workdir as files
 from train.batches import Packing, Position, ReadAhead, Shape, Source, stream
 from train.config import Settings
 from train.journal import Journal, add, scalars, shown, sums_of
+from train.saving import Saved
 from train.step import Placer, Program, Report, State, placer
-from train.workdir import Saved, Workdir
+from train.workdir import Workdir
 
 DONE, TIME, INTERRUPTED = "done", "time", "interrupted"
 """Why a run ended: all steps made, `minutes` over, Ctrl-C or SIGTERM."""
@@ -124,7 +126,7 @@ def train(
         nonlocal saved_step
         settle(0)
         if saved_step != progress.step and progress.step:
-            files.save_checkpoint(workdir, progress.step, state, progress.facts())
+            saving.save_checkpoint(workdir, progress.step, state, progress.facts())
             saved_step = progress.step
 
     step, reason = progress.step, DONE
@@ -254,6 +256,6 @@ def _listening() -> Iterator[threading.Event]:
 
 def resumed(program: Program, saved: Saved) -> tuple[Program, Progress]:
     """The program with the arrays of a checkpoint, each device reading its own part."""
-    state = files.restore(saved, program.state)
+    state = saving.restore(saved, program.state)
     jax.block_until_ready(state)
     return program._replace(state=state), Progress.of(saved)

@@ -15,7 +15,7 @@ from rich.console import Console
 from specjax import frontdoor, processes, reporting
 from specjax.errors import InputError
 from specjax.heads.head import save_head
-from train import loop
+from train import loop, saving
 from train import workdir as files
 from train.evaluate import Evaluation, held_out_prompts
 from train.journal import Journal
@@ -45,7 +45,7 @@ def run(config: ConfigDict, make_method: MakeMethod, console: Console | None = N
     program = make_program(method, setup.decoder, settings, mesh)
     workdir = files.open_workdir(config.workdir, setup.record)
     progress = loop.Progress()
-    if saved := files.last_checkpoint(workdir):
+    if saved := saving.last_checkpoint(workdir):
         program, progress = loop.resumed(program, saved)
     files.truncate_metrics(workdir, progress.step)
 
