@@ -164,7 +164,13 @@ def eight():
 
 
 @pytest.mark.parametrize(
-    ("version", "rule"), [(1, "block"), (3, "rejection"), (3, "block"), (3, "coupled")]
+    ("version", "rule"),
+    [
+        (3, "rejection"),
+        pytest.param(1, "block", marks=pytest.mark.slow),
+        pytest.param(3, "block", marks=pytest.mark.slow),
+        pytest.param(3, "coupled", marks=pytest.mark.slow),
+    ],
 )
 def test_sampled_rows_have_the_targets_law(version, rule, eight):
     drafter = eagle_drafter(eight, version=version, vocabulary=7, seed=1)
