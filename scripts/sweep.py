@@ -74,10 +74,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def sweep(cells: Sequence[Cell], options: Any) -> int:
     """Run what is not finished, then report; returns the exit code."""
+    code = run_cells(cells)
+    runs = {cell: finished(cell) for cell in cells}
+    groups: dict[tuple[str, str], list[Path]] = {}
+    for cell, run in runs.items():
+        if run is not None:
+            key = (run.config["target"], run.summary["prompts"])
+            groups.setdefault(key, []).append(cell.report)
+    for number, paths in enumerate(groups.values(), start=1):
+        folder = Path(options.out) / (f"report-{number}" if len(groups) > 1 else "")
+        for path in report.write(paths, folder, predict=options.predict, pictures=options.pictures):
+            _say(f"wrote {path}")
+    return code
+
+
+def run_cells(cells: Sequence[Cell]) -> int:
+    """Run what is not finished; returns 1 where a cell failed or is not exact, else 0."""
     runs = {cell: finished(cell) for cell in cells}
     left = [cell for cell in cells if runs[cell] is None]
     _say(f"{len(cells)} cells, {len(cells) - len(left)} of them finished")
-    code, seconds = 0, []
+    failed, seconds = False, []
     for number, cell in enumerate(left, start=1):
         to_go = len(left) - number + 1
         eta = f", ETA {_duration(fmean(seconds) * to_go)}" if seconds else ""
@@ -88,21 +104,9 @@ def sweep(cells: Sequence[Cell], options: Any) -> int:
         if status == frontdoor.INTERRUPTED:
             raise KeyboardInterrupt
         runs[cell] = finished(cell)
-        if status:
-            code = 1
+        failed |= status != 0
         _say(f"    {_outcome(cell, runs[cell], status)}, {_duration(seconds[-1])}")
-    groups: dict[tuple[str, str], list[Path]] = {}
-    for cell, run in runs.items():
-        if run is not None:
-            key = (run.config["target"], run.summary["prompts"])
-            groups.setdefault(key, []).append(cell.report)
-            if not run.exact:
-                code = 1
-    for number, paths in enumerate(groups.values(), start=1):
-        folder = Path(options.out) / (f"report-{number}" if len(groups) > 1 else "")
-        for path in report.write(paths, folder, predict=options.predict, pictures=options.pictures):
-            _say(f"wrote {path}")
-    return code
+    return int(failed or not all(run.exact for run in runs.values() if run is not None))
 
 
 def make_cells(out: Path, fixed: Sequence[str], grid: dict[str, list[str]]) -> list[Cell]:

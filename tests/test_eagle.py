@@ -167,6 +167,7 @@ def eight():
     ("version", "rule"),
     [
         (3, "rejection"),
+        pytest.param(1, "rejection", marks=pytest.mark.slow),
         pytest.param(1, "block", marks=pytest.mark.slow),
         pytest.param(3, "block", marks=pytest.mark.slow),
         pytest.param(3, "coupled", marks=pytest.mark.slow),

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -171,7 +172,13 @@ sys.exit(generate.main(sys.argv[1:]))
 def test_a_killed_run_goes_on(model_path, prompts, tmp_path, done, capsys):
     directory = tmp_path / "run"
     command = arguments(model_path, prompts, directory)
-    ran = subprocess.run([sys.executable, "-c", KILLED, *command], cwd=ROOT, capture_output=True)
+    flags = os.environ["XLA_FLAGS"] + " --xla_backend_optimization_level=0"
+    ran = subprocess.run(
+        [sys.executable, "-c", KILLED, *command],
+        cwd=ROOT,
+        env={**os.environ, "XLA_FLAGS": flags},
+        capture_output=True,
+    )
     assert ran.returncode == -signal.SIGKILL, ran.stderr.decode()
     kept = pieces.Pieces(directory / "batches")
     before = {number: kept.path(number).stat().st_mtime_ns for number in kept.done()}

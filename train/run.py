@@ -84,6 +84,7 @@ def run(config: ConfigDict, make_method: MakeMethod, console: Console | None = N
         )
         if outcome.step:
             facts = setup.facts(outcome.step, outcome.tokens)
+            facts["curve"] = files.learning_curve(workdir)
             head = method.head(gathered(outcome.state.params, mesh), facts)
             save_head(head, workdir.export, overwrite=True)
         return _end(journal, workdir, outcome, settings.steps, time.perf_counter() - begin)

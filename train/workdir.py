@@ -134,6 +134,21 @@ def read_metrics(workdir: Workdir) -> list[dict[str, Any]]:
     return rows
 
 
+def learning_curve(workdir: Workdir) -> list[dict[str, float]]:
+    """The evaluations in order: tokens trained on, and the held-out numbers of each."""
+    curve, tokens = [], 0.0
+    for row in read_metrics(workdir) if workdir.metrics.exists() else []:
+        tokens = row.get("train/tokens", tokens)
+        found = {
+            name.removeprefix("eval/"): round(value, 4)
+            for name, value in row.items()
+            if name.startswith("eval/")
+        }
+        if found:
+            curve.append({"step": row["step"], "tokens": tokens, **found})
+    return curve
+
+
 def append_metrics(workdir: Workdir, row: Mapping[str, Any]) -> None:
     """Add a line; raises InputError where the disk is full."""
     try:

