@@ -7,11 +7,11 @@ from train.config import training_fields
 
 def get_config(size=""):
     config = training_fields()
-    config.steps = 1500
+    config.steps = 700
     config.batch_size = 4
     config.learning_rate = 2e-3
     config.final_fraction = 0.03
-    config.eval.every = 500
+    config.eval.every = 350
     config.eval.batches = 24
     config.eval.prompts = 8
     config.row_tokens = 512

@@ -19,7 +19,7 @@ def get_config(size=""):
     config.joint.target = "self"  # its own loss: self = what it said before | tokens of the data
     config.joint.heads = 0.01  # weight of the heads beside it; as published, 0.2 with tokens
     config.joint.ramp = True  # up to that weight as a quarter of a sine
-    config.joint.warm_steps = 600  # the heads alone
+    config.joint.warm_steps = 200  # the heads alone
 
     if size == "debug":
         config.joint.warm_steps = 2
