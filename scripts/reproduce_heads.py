@@ -48,6 +48,11 @@ class Stage(NamedTuple):
     name: str
     command: list[str]
 
+    @property
+    def told(self) -> str:
+        """The command without the Python that runs it."""
+        return " ".join(self.command[2:])
+
 
 def main(argv: list[str]) -> None:
     """Run what is left of the recipe."""
@@ -60,20 +65,28 @@ def main(argv: list[str]) -> None:
     root = Path(_WORKDIR.value).expanduser().absolute()
     root.mkdir(parents=True, exist_ok=True)
     record = root / "finished.json"
-    finished: dict[str, float] = json.loads(record.read_text()) if record.exists() else {}
+    finished: dict[str, Any] = json.loads(record.read_text()) if record.exists() else {}
     deadline = None if _MINUTES.value is None else time.monotonic() + 60 * _MINUTES.value
     stages = _stages(root)
+    for stage in stages:
+        earlier = finished.get(stage.name, {}).get("command", stage.told)
+        if earlier != stage.told:
+            raise SystemExit(
+                f"error: workdir={str(root)!r}: {stage.name} was done there with another command, "
+                f"{earlier!r} for {stage.told!r}; use that one, or another workdir"
+            )
     for place, stage in enumerate(stages):
         if stage.name in finished:
-            print(f"[{stage.name}] done earlier, {finished[stage.name]:.0f} s", flush=True)
+            seconds = finished[stage.name]["seconds"]
+            print(f"[{stage.name}] done earlier, {seconds:.0f} s", flush=True)
             continue
-        print(f"[{stage.name}] {' '.join(stage.command[2:])}", flush=True)
+        print(f"[{stage.name}] {stage.told}", flush=True)
         begin = time.monotonic()
         if not _run(stage, deadline):
             left = ", ".join(one.name for one in stages[place:])
             print(f"the minutes are over; left: {left}, export. The same command goes on")
             return
-        finished[stage.name] = time.monotonic() - begin
+        finished[stage.name] = {"command": stage.told, "seconds": time.monotonic() - begin}
         _write(record, finished)
     _export(root)
 

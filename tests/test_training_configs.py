@@ -5,7 +5,7 @@ import pytest
 
 from specjax import decode
 from specjax.models.loading import load_model, save_model
-from train import distill, eagle, medusa, medusa2
+from train import distill, eagle, medusa
 from train.data.examples import Example, target_facts
 from train.data.responses import write_responses
 
@@ -20,7 +20,7 @@ RUNS = {
         ["--config.distill.draft_vocab_size=40", "--config.distill.layers=(0,1)"],
     ),
     "train_medusa": (medusa, "medusa", ["--config.medusa.draft_vocab_size=40"]),
-    "train_medusa2": (medusa2, "medusa", ["--config.medusa.draft_vocab_size=40"]),
+    "train_medusa2": (medusa, "medusa", ["--config.medusa.draft_vocab_size=40"]),
 }
 
 

@@ -83,6 +83,13 @@ class Listed(list):
         return np.array([one.id % 50 == 0 for one in self])
 
     @property
+    def parts(self):
+        """The datasets it is made of."""
+        return (self,)
+
+    directory = "memory"
+
+    @property
     def target(self):
         """Who is said to have written them."""
         return target_facts(toy_target())

@@ -25,8 +25,12 @@ class Board:
 
     def __init__(self, directory: Path, step: int) -> None:
         # Slow to import, and of no use to who only reads.
-        from tensorboardX.proto import event_pb2
-
+        try:
+            from tensorboardX.proto import event_pb2
+        except ImportError:
+            raise InputError(
+                "tensorboardX is missing, which writes a run's events: pip install tensorboardX"
+            ) from None
         self._event = event_pb2
         # The name is what TensorBoard looks for, and sorts by.
         name = f"events.out.tfevents.{time.time_ns() // 1000:019d}.{os.getpid()}"
@@ -38,10 +42,9 @@ class Board:
         except OSError as error:
             raise self._unwritable(error) from None
         self._add(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
-        if step:
-            # What an interrupted run wrote behind this step is no longer so.
-            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._add(event_pb2.Event(wall_time=time.time(), step=step + 1, session_log=start))
+        # What an interrupted run wrote behind this step is no longer so.
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._add(event_pb2.Event(wall_time=time.time(), step=step + 1, session_log=start))
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         """Add a step's numbers."""

@@ -123,6 +123,9 @@ def read_settings(config: ConfigDict, data_devices: int = 1) -> Settings:
     for name, words in (("schedule", SCHEDULES), ("features", FEATURES)):
         if config[name] not in words:
             raise InputError(f"{name}={config[name]!r}: use {', '.join(words)}")
+    for value in config.eval.temperatures:
+        if not 0 <= value < float("inf"):
+            raise InputError(f"eval.temperatures={config.eval.temperatures}: use numbers from 0")
     if config.batch_size % config.accumulate:
         raise InputError(
             f"accumulate={config.accumulate}: batch_size={config.batch_size} rows cannot be split "

@@ -98,7 +98,7 @@ def distill_method(
         return some_layers(target, layers)
 
     def summed(
-        params: Any, target_params: Any, batch: Batch, key: Key[Array, ""]
+        params: Any, target_params: Any, batch: Batch, key: Key[Array, ""] | None
     ) -> tuple[Float[Array, ""], Measures]:
         del key
         params = {**params, "shared": share(target_params, ids, head=True)}

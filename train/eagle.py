@@ -26,7 +26,9 @@ from ml_collections import ConfigDict
 from specjax.errors import InputError
 from specjax.frontdoor import use_compilation_cache
 from specjax.heads.head import Head, TargetFacts
+from specjax.interchange.borrowed import target_embedding
 from specjax.models.attention import Partial, attend_in_blocks, merge
+from specjax.models.decoder import check_features
 from specjax.models.eagle import Eagle, EagleConfig, default_taps
 from specjax.models.model import Model
 from specjax.models.shared import share
@@ -61,8 +63,9 @@ class EagleLoss:
         if self.steps < 1:
             raise InputError(f"loss.steps={self.steps}: use a whole number of at least 1")
         for name in ("decay", "cross_entropy", "feature", "noise"):
-            if getattr(self, name) < 0:
-                raise InputError(f"loss.{name}={getattr(self, name)}: must be at least 0")
+            # A NaN fails this too.
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise InputError(f"loss.{name}={getattr(self, name)}: use a number from 0")
         if not self.cross_entropy + self.feature > 0:
             raise InputError("loss.cross_entropy=0, loss.feature=0: one of them must be positive")
 
@@ -88,7 +91,7 @@ def eagle_method(
         return params if start == "random" else from_target(params, target, config, draft_ids)
 
     def summed(
-        params: Any, target_params: Any, batch: Batch, key: Key[Array, ""]
+        params: Any, target_params: Any, batch: Batch, key: Key[Array, ""] | None
     ) -> tuple[Float[Array, ""], Measures]:
         params = {**params, "shared": share(target_params, ids, head=config.version == 1)}
         return eagle_loss(head, params, target_params, ids, batch, key, loss)
@@ -136,6 +139,8 @@ def from_target(
         kernel = np.asarray(target.params["head"]["kernel"], np.float32)
         kernel = kernel if draft_ids is None else kernel[:, draft_ids]
         params["head"] = {"kernel": kernel}
+    if config.own_embedding:
+        params["embed"] = {"embedding": target_embedding(target)}
     return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params)
 
 
@@ -145,18 +150,19 @@ def eagle_loss(
     target_params: dict[str, Any],
     draft_ids: Int[Array, "Vd"] | None,
     batch: Batch,
-    key: Key[Array, ""],
+    key: Key[Array, ""] | None,
     loss: EagleLoss,
 ) -> tuple[Float[Array, ""], Measures]:
     """The sum of the loss over the batch's labels, and measures of each draft step.
 
     Step i counts where the token i places behind a label is a label too, and its cross-entropy
     where that token is in the draft's vocabulary, over which the target's law is renormalised.
+    Without a key there is no noise.
     """
     labels = batch.labels
     features = {name: value.astype(jnp.float32) for name, value in batch.features.items()}
     taps = {name: features[name] for name in head.config.taps}
-    if loss.noise:
+    if loss.noise and key is not None:
         keys = jax.random.split(key, len(taps))
         taps = {
             name: value
@@ -261,6 +267,7 @@ def make_method(target: Model, data: Sources, config: ConfigDict) -> Method:
     if not taps:
         version_1 = options["version"] == 1
         taps = ("final_norm",) if version_1 else default_taps(target.config.num_layers)
+    check_features(taps, target.config.num_layers)
     draft_ids = draft_vocabulary(data, size, target.config.vocab_size)
     shape = EagleConfig(
         decoder=dataclasses.replace(target.config, num_layers=1),

@@ -22,7 +22,7 @@ import numpy as np
 
 from specjax import frontdoor
 from specjax.errors import InputError, one_line
-from specjax.models.decoder import Decoder
+from specjax.models.decoder import Decoder, check_features
 from specjax.models.eagle import default_taps
 from specjax.models.loading import load_model
 from train.data.examples import FACTS, Example, target_facts
@@ -79,7 +79,8 @@ def store_features(
     names = ("final_norm", *default_taps(model.config.num_layers))
     if features is not None:
         names = tuple(name.strip() for name in features.split(","))
-    multiply = multiply_dtype(products)
+    check_features(names, model.config.num_layers)
+    multiply = multiply_dtype(products, "products")
     decoder = Decoder(model.config, model.dtype, form=model.form, multiply=multiply)
     params = as_multiplied(model.params, multiply)
     generation = {"features_of": data.generation, "products": products}

@@ -23,7 +23,7 @@ import numpy as np
 from specjax import frontdoor
 from specjax.errors import InputError, one_line
 from specjax.models.loading import load_model
-from train.data.examples import Example, target_facts
+from train.data.examples import FACTS, Example, target_facts
 from train.data.writing import check_free, write_responses
 
 _KINDS = {
@@ -61,15 +61,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _import(source: str, output: str, limit: int | None, target: str) -> None:
     if limit is not None and limit < 1:
         raise InputError(f"limit={limit}: use a whole number of at least 1, or leave it out")
-    check_free(output)
+    directory = Path(output).expanduser()
+    check_free(directory)
     rows = itertools.islice(read_rows(source), limit)
     first = next(rows, None)  # a file that is none is refused before the model is loaded
     if first is None:
         raise InputError(f"input={source!r} holds no rows: one JSON object a line")
     facts = target_facts(load_model(target, dtype="auto"))
     examples = itertools.chain([first], rows)
-    write_responses(output, examples, facts, generation={"imported": Path(source).name})
-    written = json.loads((Path(output) / "specjax.json").read_text(encoding="utf-8"))
+    write_responses(directory, examples, facts, generation={"imported": Path(source).name})
+    written = json.loads((directory / FACTS).read_text(encoding="utf-8"))
     print(
         f"{written['num_records']} conversations, {written['num_tokens']} tokens, "
         f"{written['num_labels']} of them the target's: {output}"

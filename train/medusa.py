@@ -3,7 +3,8 @@
     python -m train.medusa --config=configs/train_medusa.py --config.workdir=W
 
 Cai et al. 2401.10774. Head i predicts the token i + 1 places behind the one that the target itself
-predicts from the same feature; the loss is the sum of their cross-entropies, weighed decay ** i.
+predicts from the same feature; the loss is the sum over heads of KL(p || q) there, or of the
+cross-entropy with the data's token as published, weighed decay ** i.
 With configs/train_medusa2.py the target is trained too (`train.medusa2`), and is exported beside
 the heads. Exit codes: 0; 2 for bad input; 130 after Ctrl-C.
 """
@@ -72,7 +73,7 @@ def medusa_method(
         return first_params(head, target, draft_ids, key)
 
     def summed(
-        params: Any, target_params: Any, batch: Batch, key: Key[Array, ""]
+        params: Any, target_params: Any, batch: Batch, key: Key[Array, ""] | None
     ) -> tuple[Float[Array, ""], Measures]:
         del key
         columns = share(target_params, ids, head=True)["draft_head"]["kernel"]

@@ -82,7 +82,11 @@ def medusa2_method(
         return {"target": whole, "heads": first_params(head, target, draft_ids, key)}
 
     def summed(
-        params: Any, target_params: Any, batch: Batch, key: Key[Array, ""], step: Int[Array, ""]
+        params: Any,
+        target_params: Any,
+        batch: Batch,
+        key: Key[Array, ""] | None,
+        step: Int[Array, ""],
     ) -> tuple[Float[Array, ""], Measures]:
         del key
         return joint_loss(head, decoder, params, target_params, ids, batch, step, loss, joint)

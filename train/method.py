@@ -35,10 +35,11 @@ class Method(NamedTuple):
     """A way to train a drafter.
 
     `init(key) -> params` gives what is trained. `loss(params, target_params, batch, key)` gives the
-    sum of the loss over labels, and measures; `features` are the target's features it reads from
-    the batch. `head(params, training)` is what is exported, and measured by decoding. A method that
-    trains the target too gives the model as it then is as `tuned(params)`, and is exported with it.
-    With `takes_step` the loss has the step, an int32 scalar, as its last argument.
+    sum of the loss over labels, and measures; without a key there is no noise in it. `features` are
+    the target's features it reads from the batch. `head(params, training)` is what is exported, and
+    measured by decoding. A method that trains the target too gives the model as it then is as
+    `tuned(params)`, and is exported with it. With `takes_step` the loss has the step, an int32
+    scalar, as its last argument.
     """
 
     name: str

@@ -11,14 +11,14 @@ import numpy as np
 from specjax.errors import InputError
 
 
-def multiply_dtype(name: str) -> np.dtype | None:
+def multiply_dtype(name: str, field: str = "dtype") -> np.dtype | None:
     """The dtype of products for `auto`, `float32` (None) or `bfloat16`.
 
     `auto` is bfloat16 where the device multiplies it in hardware: accelerators, and CPUs with AMX.
     Raises InputError for other names.
     """
     if name not in ("auto", "float32", "bfloat16"):
-        raise InputError(f"products={name!r}: use auto, float32 or bfloat16")
+        raise InputError(f"{field}={name!r}: use auto, float32 or bfloat16")
     if name == "auto":
         name = "bfloat16" if jax.default_backend() != "cpu" or _has_amx() else "float32"
     return np.dtype(jnp.bfloat16) if name == "bfloat16" else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import time
 from collections.abc import Sequence
@@ -13,12 +14,14 @@ from ml_collections import ConfigDict
 from rich.console import Console
 
 from specjax import frontdoor, processes, reporting
+from specjax.checkpoints import save_checkpoint
 from specjax.errors import InputError
 from specjax.heads.head import save_head
 from train import loop, saving
 from train import workdir as files
 from train.evaluate import Evaluation, held_out_prompts
 from train.journal import Journal
+from train.method import Method
 from train.setup import MakeMethod, Setup, set_up
 from train.step import gathered, make_program
 
@@ -27,7 +30,14 @@ _PROMPT_TOKENS = 512
 
 
 def main(make_method: MakeMethod, default: str, argv: Sequence[str] | None = None) -> int:
-    """What an entry point's main does: read the config, run it, return the exit code."""
+    """What an entry point's main does: read the config, run it, return the exit code.
+
+    `--help` prints the documentation of the method's module.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if set(argv) & {"-h", "--help"}:
+        print(inspect.getdoc(inspect.getmodule(make_method)))
+        return 0
     return frontdoor.run(lambda config: run(config, make_method), argv, default=default)
 
 
@@ -85,9 +95,17 @@ def run(config: ConfigDict, make_method: MakeMethod, console: Console | None = N
         if outcome.step:
             facts = setup.facts(outcome.step, outcome.tokens)
             facts["curve"] = files.learning_curve(workdir)
-            head = method.head(gathered(outcome.state.params, mesh), facts)
-            save_head(head, workdir.export, overwrite=True)
+            _export(method, gathered(outcome.state.params, mesh), facts, workdir)
         return _end(journal, workdir, outcome, settings.steps, time.perf_counter() - begin)
+
+
+def _export(method: Method, params: Any, facts: dict[str, Any], workdir: files.Workdir) -> None:
+    head = method.head(params, facts)
+    if method.tuned is None:
+        save_head(head, workdir.export, overwrite=True)
+        return
+    save_head(head, workdir.export / "head", overwrite=True)
+    save_checkpoint(method.tuned(params), workdir.export / "target", overwrite=True)
 
 
 def _prompts(setup: Setup) -> list[list[int]]:
@@ -103,9 +121,10 @@ def _introduce(journal: Journal, setup: Setup, params: Any) -> None:
     rows, tokens = len(packing.rows(0)), packing.tokens
     source = "stored" if shape.features else "computed in the step"
     full, labelled = packing.fill_rate(), packing.label_fill_rate()
+    trained = "frozen" if setup.method.tuned is None else "trained along"
     journal.say(
         f"{setup.method.name} for {setup.target.name} ({setup.target.num_params / 1e6:.1f}M "
-        f"parameters, frozen): {count / 1e6:.2f}M parameters, on "
+        f"parameters, {trained}): {count / 1e6:.2f}M parameters, on "
         f"{reporting.device_name(setup.mesh)}, products in {setup.products}"
     )
     journal.say(

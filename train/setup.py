@@ -57,7 +57,7 @@ class Setup:
         config = {
             name: value
             for name, value in self.record["config"].items()
-            if name not in ("data", "workdir", "distributed", "mesh")
+            if name not in ("data", "target", "workdir", "distributed", "mesh")
         }
         return {
             "method": self.method.name,
@@ -80,7 +80,8 @@ def set_up(config: ConfigDict, make_method: MakeMethod) -> Setup:
     def load() -> tuple[Model, Sources, Method]:
         data = open_sources(directories)
         model = load_model(config.target, mesh=mesh)
-        check_target(f"data={config.data!r}", data.target, target_facts(model))
+        for part in data.parts:
+            check_target(f"data={str(part.directory)!r}", part.target, target_facts(model))
         return model, data, make_method(model, data, config)
 
     target, data, method = processes.together(load)

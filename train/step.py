@@ -117,11 +117,10 @@ def make_program(
         )
 
     def evaluate(params: Any, target_params: Any, batches: Batch) -> tuple[Any, Measures]:
-        def one(item: tuple[Any, Any]) -> tuple[Any, Measures]:
-            return loss(params, target_params, *item)
+        def one(batch: Batch) -> tuple[Any, Measures]:
+            return loss(params, target_params, batch, None)
 
-        keys = jax.random.split(jax.random.key(0), batches.tokens.shape[0])
-        sums = jax.lax.map(one, (batches, keys))
+        sums = jax.lax.map(one, batches)
         return jax.tree.map(lambda leaf: leaf.sum(axis=0), sums)
 
     places = None if mesh is None else jax.tree.map(lambda leaf: leaf.sharding, state)

@@ -6,10 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Int, Shaped
 
 from specjax.models.decoder import Decoder
-from specjax.models.products import product
 from train.batches import Batch
 
 
@@ -50,18 +49,6 @@ def at_rows(
     return jax.vmap(lambda value, places: value[places])(values, rows)
 
 
-def teacher_logits(
-    final_norm: Float[Array, "B T D"],
-    labels: Int[Array, "B A"],
-    head: Float[Array, "D Vd"],
-    multiply: Any = None,
-) -> Float[Array, "B A Vd"]:
-    """The target's logits of each label, at the columns of its head given; no gradient."""
-    rows = at_rows(final_norm, labels - 1).astype(jnp.float32)
-    logits = product("bad,dv->bav", rows, head, multiply=multiply, out=jnp.float32)
-    return jax.lax.stop_gradient(logits)
-
-
 def ahead(values: Shaped[Array, "B A *rest"], depth: int) -> Shaped[Array, "B A *rest"]:
     """What stands `depth` places further in each row's list of labels; zeros behind its end."""
     room = ((0, 0), (0, depth)) + ((0, 0),) * (values.ndim - 2)
@@ -71,13 +58,3 @@ def ahead(values: Shaped[Array, "B A *rest"], depth: int) -> Shaped[Array, "B A 
 def label_ahead(labels: Int[Array, "B A"], depth: int) -> Bool[Array, "B A"]:
     """Whether the token `depth` further is a label too; it is then `depth` places further."""
     return (labels >= 0) & (ahead(labels, depth) == labels + depth)
-
-
-def is_known(
-    tokens: Int[Array, "B A"], draft_ids: Int[Array, "Vd"] | None, vocab_size: int
-) -> Bool[Array, "B A"]:
-    """Whether each token is in the draft's vocabulary."""
-    if draft_ids is None:
-        return jnp.ones(tokens.shape, bool)
-    member = jnp.zeros(vocab_size, bool).at[draft_ids].set(True)
-    return member[tokens]

@@ -63,7 +63,7 @@ class Workdir:
 
     @property
     def export(self) -> Path:
-        """The trained head."""
+        """The trained head; `head` and `target` in it where the target was trained along."""
         return self.root / "export"
 
 

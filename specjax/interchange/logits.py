@@ -13,15 +13,17 @@ from specjax.drafters.autoregressive import causal
 from specjax.errors import InputError
 from specjax.heads.drafters import head_drafter
 from specjax.heads.head import Head
-from specjax.models.eagle import Eagle, EagleConfig
+from specjax.models.decoder import Decoder
+from specjax.models.eagle import Eagle
 from specjax.models.medusa import Medusa, MedusaConfig
 from specjax.models.model import Model
+from specjax.models.reduced import DraftModelConfig, ReducedDecoder
 
 _TOKENS = 6
 
 
 def draft_logits(head: Head, target: Model, seed: int = 0) -> np.ndarray:
-    """Float32 logits [n, Vd] of Medusa or EAGLE heads on random tokens and features.
+    """Float32 logits [n, Vd] of a head on random tokens and features.
 
     An EAGLE head runs over a few pairs and then one step further on its own output.
     """
@@ -34,8 +36,11 @@ def draft_logits(head: Head, target: Model, seed: int = 0) -> np.ndarray:
     if isinstance(head.config, MedusaConfig):
         medusa = Medusa(head.config, target.dtype)
         every = _medusa_logits(medusa, params, feature(head.config.hidden_size))
+    elif isinstance(head.config, DraftModelConfig):
+        model = ReducedDecoder(Decoder(head.config.decoder, target.dtype))
+        tokens = rng.integers(0, head.config.decoder.vocab_size, (1, _TOKENS))
+        every = _model_logits(model, params, jnp.asarray(tokens, jnp.int32))
     else:
-        assert isinstance(head.config, EagleConfig)
         eagle = Eagle(head.config, target.dtype)
         features = {tap: feature(head.config.target_hidden_size) for tap in head.config.taps}
         tokens = rng.integers(0, head.config.decoder.vocab_size, (1, _TOKENS + 1))
@@ -48,6 +53,13 @@ def _medusa_logits(medusa: Medusa, params: Any, feature: jax.Array) -> jax.Array
     states = medusa.states(params, feature)
     every = [medusa.logits(params, states[index], index) for index in range(len(states))]
     return jnp.concatenate(every, axis=1)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _model_logits(model: ReducedDecoder, params: Any, tokens: jax.Array) -> jax.Array:
+    places = jnp.arange(_TOKENS)
+    seen = causal(places, _TOKENS)
+    return model.extend(params, tokens, places[None], None, None, 0, seen).logits
 
 
 @functools.partial(jax.jit, static_argnums=0)

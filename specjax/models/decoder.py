@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -259,7 +259,8 @@ class DecoderModule(nn.Module):
         repeats = config.num_heads // kv_heads
         # [#B, 1, X, W]: the queries that share a key head stand side by side, token by token.
         seen = jnp.repeat(visible, repeats, axis=1)[:, None]
-        taps = {name: _tapped_layer(name, config) for name in features if ":" in name}
+        check_features(features, config.num_layers)
+        taps = {name: _tapped_layer(name) for name in features if ":" in name}
         attend_committed = None
         if cache is not None:
             attend_committed = self._cache_attention(cache, tokens.shape[1])
@@ -339,11 +340,16 @@ def write_window(
     return lax.dynamic_update_slice(window, new, (layer, 0, 0, start, 0))
 
 
-def _tapped_layer(name: str, config: DecoderConfig) -> int:
-    match = re.fullmatch(r"layer_input:(\d+)", name)
-    if match is None or int(match[1]) >= config.num_layers:
-        raise ValueError(
-            f"feature {name!r} is unknown: use final_norm, pre_norm or layer_input:i with "
-            f"i < {config.num_layers}"
-        )
-    return int(match[1])
+def check_features(names: Iterable[str], num_layers: int) -> None:
+    """Raise InputError for a name that is no feature of a model with so many layers."""
+    for name in names:
+        match = re.fullmatch(r"layer_input:(\d+)", name)
+        if name not in ("final_norm", "pre_norm") and not (match and int(match[1]) < num_layers):
+            raise InputError(
+                f"feature {name!r} is unknown: use final_norm, pre_norm or layer_input:i with "
+                f"i < {num_layers}"
+            )
+
+
+def _tapped_layer(name: str) -> int:
+    return int(name.partition(":")[2])

@@ -64,7 +64,7 @@ class EagleConfig:
             given = [flag for flag in (*flags, "own_embedding") if getattr(self, flag)]
             if given:
                 raise InputError(f"{given[0]}=True: version 1 has no such part; leave it out")
-            if len(self.taps) != 1:
+            if self.taps != ("final_norm",):
                 raise InputError(f"taps={self.taps}: version 1 reads one feature, final_norm")
             if self.target_hidden_size != self.decoder.hidden_size:
                 raise InputError(

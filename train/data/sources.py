@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int32
@@ -32,11 +31,6 @@ class Sources:
             if all(name in part.feature_names for part in self.parts)
         )
 
-    @property
-    def target(self) -> dict[str, Any]:
-        """The facts of the model that wrote the conversations."""
-        return self.parts[0].target
-
     @cached_property
     def lengths(self) -> Int32[np.ndarray, "n"]:
         """Tokens of each conversation, its prompt included."""
@@ -61,7 +55,7 @@ class Sources:
 
 
 def open_sources(
-    directories: Sequence[str | Path], target: Mapping[str, Any] | None = None
+    directories: Sequence[str | Path], target: Mapping[str, object] | None = None
 ) -> Sources:
     """The conversations of datasets, and of folders of datasets (`train.features`).
 
