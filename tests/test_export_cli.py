@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import jax
+import numpy as np
 import pytest
 from heads import eagle_head
 
@@ -12,6 +14,7 @@ from specjax.heads.head import read_head, save_head
 from specjax.interchange import read_foreign
 from specjax.interchange.logits import check_same
 from specjax.models.loading import load_model, save_model
+from train.distill import DistillLoss, distill_method
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -53,6 +56,17 @@ def test_formats_there_and_back(target, saved, tmp_path, capsys):
     check_same(saved[1], read_head(tmp_path / "own"), model, "own")
     assert run(*flags, "--format=speculators", f"--output={tmp_path / 'other'}") == 0
     check_same(saved[1], read_foreign(tmp_path / "other", model), model, "other")
+
+
+def test_a_draft_models_vocabulary_is_widened(target, tmp_path, capsys):
+    """The only format that holds a draft model is our own."""
+    path, model = target
+    method = distill_method(model, (0, 2), np.arange(0, 40, dtype=np.int32), DistillLoss())
+    save_head(method.head(method.init(jax.random.key(0)), {}), tmp_path / "head")
+    flags = [f"--head={tmp_path / 'head'}", "--format=specjax", f"--target={path}"]
+    assert run(*flags, f"--output={tmp_path / 'out'}", "--whole_vocabulary") == 0
+    assert "61 of 61 tokens; read again" in capsys.readouterr().out
+    assert read_head(tmp_path / "out").draft_ids is None
 
 
 def test_layer_ids(target, saved, tmp_path):

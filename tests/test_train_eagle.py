@@ -13,6 +13,8 @@ from heads import eagle_config, eagle_head
 from specjax.cache import commit
 from specjax.drafters.autoregressive import causal
 from specjax.errors import InputError
+from specjax.models.block import embed
+from specjax.models.decoder import check_features
 from specjax.models.eagle import Eagle
 from specjax.models.loading import random_model
 from specjax.models.shared import share
@@ -220,6 +222,10 @@ def test_noise_moves_the_loss_and_depends_on_the_key(tiny):
         for seed in (0, 0, 1)
     ]
     assert values[0] == values[1] != values[2]
+    quiet = dataclasses.replace(loss, noise=0.0)
+    judged = eagle_loss(head, params, tiny.params, ids, batch, None, loss)[0]
+    wanted = eagle_loss(head, params, tiny.params, ids, batch, jax.random.key(0), quiet)[0]
+    np.testing.assert_allclose(judged, wanted, rtol=1e-6)
 
 
 @pytest.mark.parametrize("version", [1, 3])
@@ -258,6 +264,22 @@ def test_it_starts_as_the_targets_last_layer(version, tiny):
 def test_senseless_losses_are_refused(fields, says):
     with pytest.raises(InputError, match=says):
         EagleLoss(**fields)
+
+
+def test_an_embedding_of_its_own_starts_as_the_targets(tiny):
+    config = eagle_config(tiny, own_embedding=True)
+    head = Eagle(config, jnp.dtype("float32"))
+    params = from_target(meta.unbox(head.init(jax.random.key(0))), tiny, config, None)
+    shared = share(tiny.params, None, head=False)
+    tokens = jnp.arange(61)[None]
+    own = embed(params, tokens, head.dtype)
+    np.testing.assert_array_equal(own, embed(shared, tokens, head.dtype))
+
+
+@pytest.mark.parametrize("tap", ["layer_input:3", "layer:1", "embedding"])
+def test_taps_that_the_target_does_not_have(tap):
+    with pytest.raises(InputError, match=f"feature '{tap}' is unknown: use final_norm"):
+        check_features(("final_norm", tap), 3)
 
 
 def test_a_target_with_layers_apart_and_a_table_of_its_own(tiny):
