@@ -37,7 +37,7 @@ DECODE := $(RUN) -m specjax.decode --config=configs/decode_smollm2.py --config.c
 decode: setup
 	@mkdir -p build/decode
 	$(DECODE) --config.report=build/decode/ngram.json
-	$(DECODE) --config.drafter.name=eagle3 --config.report=build/decode/eagle3.json
+	$(DECODE) --config.drafter.name=eagle3 --config.drafter.draft_p_min=0.3 --config.report=build/decode/eagle3.json
 	$(RUN) -m specjax.report build/decode/ngram.json build/decode/eagle3.json --out=build/decode --nopictures
 
 test: setup

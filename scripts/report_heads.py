@@ -3,12 +3,13 @@
     python scripts/report_heads.py --out=DIR --prompts=FILE [--heads=W/heads] [--per_task=N]
 
 Decodes the prompts with each drafter: greedy with batch size 1 against plain decoding (tau, speed,
-identity), at temperature 0.8 under `coupled` (identity), at temperature 1 (tau). Each run is a
-process of its own whose report stays in DIR/cells; finished ones are skipped, so that the same
-command goes on where it was stopped. Then DIR/heads.md has tau by task and temperature, speed-up,
-acceptance by position, and tau against the tokens trained on, and DIR/cards a model card a head.
-Without `--heads` the drafters are those that come with specjax. Exit codes: 0; 1 where a run failed
-or its tokens differ from plain decoding's; 2 for bad input; 130 after Ctrl-C.
+identity), at temperature 0.8 under `coupled` (identity), at temperature 1 (tau); with `--nocompare`
+only tau, greedy and at temperature 1. Each run is a process of its own whose report stays in
+DIR/cells; finished ones are skipped, so that the same command goes on where it was stopped. Then
+DIR/heads.md has tau by task and temperature, speed-up, acceptance by position, and tau against the
+tokens trained on, and DIR/cards a model card a head. Without `--heads` the drafters are those that
+come with specjax. Exit codes: 0; 1 where a run failed or its tokens differ from plain decoding's; 2
+for bad input; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ def _options(argv: Sequence[str]) -> Any:
     flags.DEFINE_integer("new_tokens", 96, "Tokens an answer.", **own)
     flags.DEFINE_integer("batch_size", 8, "Of the runs whose speed is not asked for.", **own)
     flags.DEFINE_string("data", "", "For the cards: where prompts come from.", **own)
+    flags.DEFINE_bool("compare", True, "Else tau alone, without plain decoding.", **own)
     flags.DEFINE_bool("pictures", True, "Draw pictures.", **own)
     try:
         rest = values(["report_heads", *argv])[1:]
@@ -133,12 +135,16 @@ def _runs(
     grid = {"config.drafter.name": [drafter]}
     if drafter != "ngram":
         grid["config.num_speculative_tokens"] = [str(options.num_speculative_tokens)]
-    greedy = {"config.sampling.temperature": ["0.0"], "config.batch_size": ["1"]}
-    yield [*fixed, "--config.compare=true"], grid | greedy
+    alone = {"config.batch_size": ["1"]}
     batch = {"config.batch_size": [str(options.batch_size)]}
+    greedy = {"config.sampling.temperature": ["0.0"]}
     coupled = {"config.sampling.temperature": ["0.8"], "config.verify": ["coupled"]}
-    yield [*fixed, "--config.compare=true"], grid | coupled | batch
     sampled = {"config.sampling.temperature": ["1.0"]}
+    if options.compare:
+        yield [*fixed, "--config.compare=true"], grid | greedy | alone
+        yield [*fixed, "--config.compare=true"], grid | coupled | batch
+    else:
+        yield [*fixed, "--config.compare=false"], grid | greedy | batch
     yield [*fixed, "--config.compare=false"], grid | sampled | batch
 
 
@@ -162,9 +168,14 @@ def _card(options: Any, head: Head, runs: Sequence[Run]) -> str:
         "--install` (with `--responses=DIR` for answers that are there already).",
         "- Licence: Apache-2.0, as the target's.",
         "",
-        f"## Tau by task, K = {options.num_speculative_tokens}, {options.new_tokens} new tokens",
-        "",
     ]
+    if runs:
+        lines += [*_by_task(options, runs), ""]
+    return "\n".join([*lines, _curve(head.kind, head)])
+
+
+def _by_task(options: Any, runs: Sequence[Run]) -> list[str]:
+    """Tau of each run, by task."""
     entries = [figures_by_task(run) for run in runs]
     tasks = tasks_of(runs)
     rows = [["temperature", "rule", *(heading(task) for task in tasks), "all"]]
@@ -173,7 +184,8 @@ def _card(options: Any, head: Head, runs: Sequence[Run]) -> str:
         rule = "greedy" if run.conditions.temperature == 0 else run.config["verify"]
         shown = ["n/a" if one is None else f"{one:.2f}" for one in cells]
         rows.append([f"{run.conditions.temperature:g}", rule, *shown])
-    return "\n".join([*lines, *_table(rows), "", _curve(head.kind, head)])
+    title = f"## Tau by task, K = {options.num_speculative_tokens}, {options.new_tokens} new tokens"
+    return [title, "", *_table(rows)]
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

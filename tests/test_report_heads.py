@@ -88,6 +88,12 @@ def test_runs_tables_and_cards(report_heads, cells_run, heads, tmp_path, capsys)
     assert "| 1.00M | 1.500 | 1.250 |  |" in card
 
     cells_run.clear()
+    assert report_heads.main([*argv, "--drafters=eagle3", "--nocompare"]) == 0
+    # The run at temperature 1 is that of before.
+    (one,) = cells_run
+    assert (one.sampling.temperature, one.batch_size, one.compare) == (0.0, 8, False)
+
+    cells_run.clear()
     assert report_heads.main([*argv, "--drafters=eagle3"]) == 0
     assert cells_run == []
     assert "6 cells, 0 of them finished" in capsys.readouterr().out
