@@ -11,7 +11,9 @@ from specjax.sampling import Decision, excess, log_ratio, pick, rejection
 from specjax.testing import Laws, check_rule
 
 
-@pytest.mark.parametrize(("vocab", "length"), [(2, 1), (3, 3), (4, 3), (5, 2)])
+@pytest.mark.parametrize(
+    ("vocab", "length"), [(2, 1), (3, 3), pytest.param(4, 3, marks=pytest.mark.slow), (5, 2)]
+)
 @pytest.mark.parametrize("rule", ["rejection", "block", "coupled"])
 def test_rules_emit_the_target_law(rule, vocab, length):
     check = check_rule(rule, vocab=vocab, length=length)

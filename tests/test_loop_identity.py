@@ -112,11 +112,11 @@ def test_draft_lengths(name, length, tiny, every, plain_mixed):
     ("name", "rule"),
     [
         ("similar", "rejection"),
-        ("similar", "block"),
+        pytest.param("similar", "block", marks=pytest.mark.slow),
         ("similar_greedy", "rejection"),
-        ("early_exit", "rejection"),
+        pytest.param("early_exit", "rejection", marks=pytest.mark.slow),
         ("ngram", "block"),
-        ("random_law", "block"),
+        pytest.param("random_law", "block", marks=pytest.mark.slow),
     ],
 )
 def test_greedy_rows_beside_sampled_ones(name, rule, tiny, every, plain_mixed):
@@ -151,7 +151,9 @@ def test_a_rule_of_ones_own(tiny, every, plain_mixed):
     assert got.accepted.max() == 1
 
 
-@pytest.mark.parametrize("acceptance", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize(
+    "acceptance", [0.6, *(pytest.param(end, marks=pytest.mark.slow) for end in (0.0, 1.0))]
+)
 def test_simulated(acceptance, tiny, plain_mixed):
     got = decode(
         tiny,
@@ -175,7 +177,12 @@ def test_simulated(acceptance, tiny, plain_mixed):
 
 
 @pytest.mark.parametrize(
-    ("rule", "sizes"), [("rejection", (1, 3, 8)), ("block", (3, 8)), ("coupled", (3, 8))]
+    ("rule", "sizes"),
+    [
+        ("rejection", (1, 3, 8)),
+        pytest.param("block", (3, 8), marks=pytest.mark.slow),
+        pytest.param("coupled", (3, 8), marks=pytest.mark.slow),
+    ],
 )
 def test_a_row_does_not_change_with_the_batch(rule, sizes, tiny, every):
     """Alone, in threes with a spare row at the end, and all together: the same rows."""
