@@ -3,6 +3,7 @@
 from ml_collections import config_dict
 
 from specjax import frontdoor
+from train.data.corpus_tasks import DEFAULT_MIX
 
 
 def get_config(size=""):
@@ -21,23 +22,14 @@ def get_config(size=""):
     config.tfds.prompt_field = "prompt"
     config.limit = config_dict.placeholder(int)  # the first prompts only
     config.chat = "auto"  # auto | true | false: put plain texts through the chat template
-    config.max_prompt_tokens = 448  # longer prompts are left out
+    config.max_prompt_tokens = 1152  # longer prompts are left out
 
     config.corpus = config_dict.ConfigDict()
     config.corpus.num_prompts = 16_000
     config.corpus.seed = 0
     config.corpus.wikipedia = "auto"  # auto | true | false: texts beside Python's own
-    config.corpus.mix = config_dict.ConfigDict()  # shares
-    config.corpus.mix.coding = 0.19
-    config.corpus.mix.technical = 0.05
-    config.corpus.mix.qa = 0.13
-    config.corpus.mix.rag = 0.11
-    config.corpus.mix.summarization = 0.11
-    config.corpus.mix.extraction = 0.05
-    config.corpus.mix.math_reasoning = 0.12
-    config.corpus.mix.translation = 0.12
-    config.corpus.mix.dialogue = 0.06
-    config.corpus.mix.writing = 0.06
+    config.corpus.long = 0.35  # share of long texts, where texts are given
+    config.corpus.mix = config_dict.ConfigDict(DEFAULT_MIX)  # a share for each category
 
     config.temperatures = (0.0, 0.7, 1.0)  # each for as many prompts
     config.top_k = 0

@@ -7,12 +7,12 @@ from train.config import training_fields
 
 def get_config(size=""):
     config = training_fields()
-    config.steps = 1200
+    config.steps = 6600
     config.batch_size = 2
     config.learning_rate = 1.5e-3
     config.final_fraction = 0.03
     config.checkpoint_every = 600
-    config.eval.every = 400
+    config.eval.every = 1100
     config.eval.batches = 48
     config.eval.prompts = 8
     config.row_tokens = 512

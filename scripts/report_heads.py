@@ -38,18 +38,8 @@ _CONFIG = "configs/decode_smollm2.py"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    if set(argv) & {"-h", "--help"}:
-        print(__doc__.strip())
-        return 0
-    try:
-        return run(_options(argv))
-    except InputError as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
-        return frontdoor.BAD_INPUT
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
-        return frontdoor.INTERRUPTED
+    act = lambda arguments: run(_options(arguments))  # noqa: E731
+    return frontdoor.command(act, argv, __doc__, interrupted=sweep.INTERRUPTED)
 
 
 def _options(argv: Sequence[str]) -> Any:

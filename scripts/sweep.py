@@ -37,6 +37,9 @@ from specjax.report_figures import OVERALL, figures_by_task
 from specjax.report_reading import read_report
 from specjax.report_runs import Run, flat
 
+INTERRUPTED = "interrupted; the same command goes on from here"
+"""What Ctrl-C says where finished cells are kept."""
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -54,22 +57,15 @@ class Cell:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    if set(argv) & {"-h", "--help"}:
-        print(__doc__.strip())
-        return 0
-    try:
-        options, fixed, grid = _options(argv)
-        if options.pictures:
-            plots.require_matplotlib()
-        cells = make_cells(Path(options.out), fixed, grid)
-        return sweep(cells, options)
-    except InputError as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
-        return frontdoor.BAD_INPUT
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
-        return frontdoor.INTERRUPTED
+    return frontdoor.command(_sweep, argv, __doc__, interrupted=INTERRUPTED)
+
+
+def _sweep(argv: list[str]) -> int:
+    options, fixed, grid = _options(argv)
+    if options.pictures:
+        plots.require_matplotlib()
+    cells = make_cells(Path(options.out), fixed, grid)
+    return sweep(cells, options)
 
 
 def sweep(cells: Sequence[Cell], options: Any) -> int:

@@ -298,7 +298,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             write_json(config.report, report)
         return 0
 
-    return frontdoor.run(run, argv, default="configs/bench_smollm2.py")
+    return frontdoor.run(run, argv, default="configs/bench_smollm2.py", documentation=__doc__)
 
 
 if __name__ == "__main__":

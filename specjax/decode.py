@@ -46,10 +46,11 @@ DIFFERENT = 1
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    if set(argv) & {"--list", "-h", "--help"}:
-        print(__doc__.strip() if "--list" not in argv else listing())
+    if "--list" in argv:
+        print(listing())
         return 0
-    return frontdoor.run(lambda config: decode(config, _console()), argv, default=CONFIG)
+    act = lambda config: decode(config, _console())  # noqa: E731
+    return frontdoor.run(act, argv, default=CONFIG, documentation=__doc__)
 
 
 def _console() -> Console:

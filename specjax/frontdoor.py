@@ -36,18 +36,37 @@ def run(
     argv: Sequence[str] | None = None,
     *,
     default: str,
+    documentation: str | None = None,
 ) -> int:
     """Parse `--config=FILE[:size] --config.field=value ...`, call `main`, return the exit code.
 
-    `default` is the config file where none is given. An InputError is printed on one line.
+    `default` is the config file where none is given; the rest as `command` does.
     """
+    return command(lambda argv: main(read_config(argv, default)), argv, documentation)
+
+
+def command(
+    main: Callable[[list[str]], int],
+    argv: Sequence[str] | None,
+    documentation: str | None = None,
+    *,
+    interrupted: str = "interrupted",
+) -> int:
+    """Call `main` with a command line's arguments (the process's, for None); return the exit code.
+
+    `--help` prints the documentation, Ctrl-C what `interrupted` says, an InputError one line.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if documentation and set(argv) & {"-h", "--help"}:
+        print(documentation.strip())
+        return 0
     try:
-        return main(read_config(list(sys.argv[1:] if argv is None else argv), default))
+        return main(argv)
     except InputError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print(interrupted, file=sys.stderr)
         return INTERRUPTED
 
 

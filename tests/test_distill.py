@@ -1,7 +1,6 @@
 """Draft models made of a target's layers: their loss, and decoding with them."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,8 @@ import optax
 import pytest
 from conftest import tiny_config
 from decoding import PROMPTS, decode, greedy, mixed
+from heads import SOME
+from rows import quickly, two_rows, with_features
 
 from specjax.cache import commit, make_cache
 from specjax.errors import InputError
@@ -17,32 +18,16 @@ from specjax.heads.drafters import head_drafter
 from specjax.models.loading import random_model
 from specjax.sampling_params import SamplingParams
 from specjax.testing import check_drafter
-from train.batches import Batch
 from train.distill import DistillLoss, distill_method, some_layers
-from train.teacher import fill_features
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 NEW = 24
 V = 61
-SOME = np.sort(np.random.default_rng(0).choice(V, 40, replace=False)).astype(np.int32)
-
-
-def batch_of(seed=0):
-    """Two rows: two conversations and padding, and one that fills its row."""
-    rng = np.random.default_rng(seed)
-    tokens = rng.integers(0, V, (2, 24)).astype(np.int32)
-    segments = np.array([[1] * 10 + [2] * 11 + [0] * 3, [1] * 24], np.int32)
-    positions = np.array([[*range(10), *range(11), 0, 0, 0], [*range(24)]], np.int32)
-    labels = np.full((2, 20), -1, np.int32)
-    labels[0, :12] = [*range(4, 10), *range(14, 20)]
-    labels[1, :18] = [*range(2, 12), *range(16, 24)]
-    return Batch(*map(jnp.asarray, (tokens, positions, segments, labels)), {})
 
 
 @pytest.fixture(scope="module")
 def batch(tiny):
-    fill = functools.partial(fill_features, tiny.architecture, names=("final_norm",))
-    return quickly(fill, tiny.params, batch_of())(tiny.params, batch_of())
+    return with_features(tiny, two_rows(V))
 
 
 def shaken(params, seed=0, size=0.3):
@@ -76,11 +61,6 @@ def laws_of(model, params, tokens):
         cache, here = step(cache, jnp.array([[token]]), jnp.array([[position]]))
         logits.append(np.asarray(here[0, 0], np.float64))
     return np.stack(logits)
-
-
-def quickly(function, *example):
-    """The function compiled for such arguments, in the short time that the fixture asks for."""
-    return jax.jit(function).lower(*example).compile()
 
 
 def slow_loss(target, draft, batch, ids, loss):

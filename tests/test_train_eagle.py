@@ -9,6 +9,7 @@ import pytest
 from conftest import tiny_config
 from flax.core import meta
 from heads import eagle_config, eagle_head
+from rows import two_rows
 
 from specjax.cache import commit
 from specjax.drafters.autoregressive import causal
@@ -18,7 +19,6 @@ from specjax.models.decoder import check_features
 from specjax.models.eagle import Eagle
 from specjax.models.loading import random_model
 from specjax.models.shared import share
-from train.batches import Batch
 from train.eagle import EagleLoss, eagle_loss, eagle_method, from_target, unroll
 from train.teacher import fill_features
 
@@ -28,24 +28,12 @@ FLAGS = dict(
 )
 
 
-def batch_of(target, seed=0):
-    """Two rows: two conversations and padding, and one that fills its row."""
-    rng = np.random.default_rng(seed)
-    tokens = rng.integers(0, target.config.vocab_size, (2, 24)).astype(np.int32)
-    segments = np.array([[1] * 10 + [2] * 11 + [0] * 3, [1] * 24], np.int32)
-    positions = np.array([[*range(10), *range(11), 0, 0, 0], [*range(24)]], np.int32)
-    labels = np.full((2, 20), -1, np.int32)
-    labels[0, :12] = [*range(4, 10), *range(14, 20)]
-    labels[1, :18] = [*range(2, 12), *range(16, 24)]
-    return Batch(*map(jnp.asarray, (tokens, positions, segments, labels)), {})
-
-
 def made(tiny, version=3, seed=0, **flags):
     head = eagle_head(tiny, version, seed=seed, **flags)
     ids = None if head.draft_ids is None else jnp.asarray(head.draft_ids)
     params = {**head.params, "shared": share(tiny.params, ids, head=version == 1)}
     names = tuple(dict.fromkeys((*head.config.taps, "final_norm")))
-    batch = fill_features(tiny.architecture, tiny.params, batch_of(tiny), names)
+    batch = fill_features(tiny.architecture, tiny.params, two_rows(tiny.config.vocab_size), names)
     return Eagle(head.config, jnp.dtype("float32")), params, ids, batch
 
 
@@ -289,7 +277,9 @@ def test_a_target_with_layers_apart_and_a_table_of_its_own(tiny):
     config = eagle_config(apart)
     method = eagle_method(apart, config, None, EagleLoss(steps=1))
     params = method.init(jax.random.key(0))
-    batch = fill_features(apart.architecture, apart.params, batch_of(apart), method.features)
+    batch = fill_features(
+        apart.architecture, apart.params, two_rows(apart.config.vocab_size), method.features
+    )
     total, _ = method.loss(params, apart.params, batch, jax.random.key(0))
     stacked = eagle_method(tiny, config, None, EagleLoss(steps=1))
     again = stacked.loss(stacked.init(jax.random.key(0)), tiny.params, batch, jax.random.key(0))

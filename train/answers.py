@@ -110,6 +110,7 @@ def find_requests(config: ml_collections.ConfigDict, screen: Screen) -> list[Req
         with screen.working(f"reading the dataset {config.prompts}"):
             return read_dataset(config.prompts, **config.tfds)
     from train.data import corpus, corpus_sources
+    from train.data.corpus_tasks import Texts
 
     wikipedia = config.corpus.wikipedia == "true"
     if config.corpus.wikipedia == "auto":
@@ -122,8 +123,9 @@ def find_requests(config: ml_collections.ConfigDict, screen: Screen) -> list[Req
             )
     settings = config.corpus
     made = corpus.CorpusConfig.of(
-        settings.num_prompts, settings.seed, dict(settings.mix), wikipedia
+        settings.num_prompts, settings.seed, dict(settings.mix), Texts(wikipedia, settings.long)
     )
+    corpus.check_long(settings.long)
     corpus.sizes_of(made.num_prompts, made.mix)
     with screen.working("making the prompts of specjax_corpus"):
         # The others find what the first has made, or make it on a disk of their own.

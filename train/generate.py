@@ -36,11 +36,7 @@ CONFIG = "configs/generate_smollm2.py"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    if set(argv) & {"-h", "--help"}:
-        print(__doc__.strip())
-        return 0
-    return frontdoor.run(generate, argv, default=CONFIG)
+    return frontdoor.run(generate, argv, default=CONFIG, documentation=__doc__)
 
 
 def generate(config: ml_collections.ConfigDict, console: Console | None = None) -> int:

@@ -34,11 +34,9 @@ def main(make_method: MakeMethod, default: str, argv: Sequence[str] | None = Non
 
     `--help` prints the documentation of the method's module.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
-    if set(argv) & {"-h", "--help"}:
-        print(inspect.getdoc(inspect.getmodule(make_method)))
-        return 0
-    return frontdoor.run(lambda config: run(config, make_method), argv, default=default)
+    documentation = inspect.getdoc(inspect.getmodule(make_method))
+    act = lambda config: run(config, make_method)  # noqa: E731
+    return frontdoor.run(act, argv, default=default, documentation=documentation)
 
 
 def run(config: ConfigDict, make_method: MakeMethod, console: Console | None = None) -> int:

@@ -23,22 +23,9 @@ import numpy as np
 import tensorflow_datasets as tfds
 
 from specjax.errors import InputError
-from train.data.corpus_tasks import CATEGORIES, Draft
+from train.data.corpus_tasks import CATEGORIES, DEFAULT_MIX, Draft, Texts
 from train.data.prompts import prepare
 
-DEFAULT_MIX = {
-    "coding": 0.19,
-    "technical": 0.05,
-    "qa": 0.13,
-    "rag": 0.11,
-    "summarization": 0.11,
-    "extraction": 0.05,
-    "math_reasoning": 0.12,
-    "translation": 0.12,
-    "dialogue": 0.06,
-    "writing": 0.06,
-}
-"""The share of each category."""
 _PATIENCE = 2000
 """A stream that has given so many known prompts in a row is taken to have no other."""
 
@@ -52,20 +39,25 @@ class Entry:
     draft: Draft
 
 
-def make_corpus(
-    num_prompts: int, seed: int, mix: Mapping[str, float], wikipedia: bool
-) -> list[Entry]:
+def make_corpus(num_prompts: int, seed: int, mix: Mapping[str, float], texts: Texts) -> list[Entry]:
     """So many different prompts, mixed, in the shares of `mix`.
 
     Raises InputError for an unknown category, shares that are none, and more prompts of a category
     than there are.
     """
+    check_long(texts.long)
     sizes = sizes_of(num_prompts, mix)
     found: list[tuple[str, Draft]] = []
     for category, size in sizes.items():
-        found += [(category, draft) for draft in _take(category, size, seed, wikipedia)]
+        found += [(category, draft) for draft in _take(category, size, seed, texts)]
     random.Random(f"{seed}:order").shuffle(found)
     return [Entry(number, category, draft) for number, (category, draft) in enumerate(found)]
+
+
+def check_long(share: float) -> None:
+    """Raise InputError for a share of long texts that is none."""
+    if not 0 <= share <= 1:
+        raise InputError(f"corpus.long={share}: use a share from 0 to 1")
 
 
 def sizes_of(num_prompts: int, mix: Mapping[str, float]) -> dict[str, int]:
@@ -84,9 +76,9 @@ def sizes_of(num_prompts: int, mix: Mapping[str, float]) -> dict[str, int]:
     return dict(zip(mix, np.diff(ends, prepend=0).astype(int).tolist(), strict=True))
 
 
-def _take(category: str, size: int, seed: int, wikipedia: bool) -> Iterator[Draft]:
+def _take(category: str, size: int, seed: int, texts: Texts) -> Iterator[Draft]:
     """The first different prompts of a category: more of them begin with the same ones."""
-    stream = CATEGORIES[category](random.Random(f"{seed}:{category}"), wikipedia)
+    stream = CATEGORIES[category](random.Random(f"{seed}:{category}"), texts)
     seen: set[str] = set()
     known = 0
     for draft in stream if size else ():
@@ -129,22 +121,17 @@ class CorpusConfig(tfds.core.BuilderConfig):
     num_prompts: int = 16_000
     seed: int = 0
     mix: Mapping[str, float] = dataclasses.field(default_factory=lambda: dict(DEFAULT_MIX))
-    wikipedia: bool = True
+    texts: Texts = dataclasses.field(default_factory=Texts)
 
     @classmethod
     def of(
-        cls, num_prompts: int, seed: int, mix: Mapping[str, float], wikipedia: bool
+        cls, num_prompts: int, seed: int, mix: Mapping[str, float], texts: Texts
     ) -> CorpusConfig:
         """The config with a name of its own, so that another one gets another directory."""
-        values: dict[str, Any] = {
-            "num_prompts": num_prompts,
-            "seed": seed,
-            "mix": dict(mix),
-            "wikipedia": wikipedia,
-        }
-        told = json.dumps(values, sort_keys=True).encode() + _recipe()
-        digest = hashlib.sha256(told).hexdigest()[:8]
-        return cls(name=f"prompts{num_prompts}_seed{seed}_{digest}", **values)
+        values: dict[str, Any] = {"num_prompts": num_prompts, "seed": seed, "mix": dict(mix)}
+        told = json.dumps({**values, **dataclasses.asdict(texts)}, sort_keys=True).encode()
+        digest = hashlib.sha256(told + _recipe()).hexdigest()[:8]
+        return cls(name=f"prompts{num_prompts}_seed{seed}_{digest}", texts=texts, **values)
 
 
 class SpecjaxCorpus(tfds.core.GeneratorBasedBuilder):
@@ -175,7 +162,7 @@ class SpecjaxCorpus(tfds.core.GeneratorBasedBuilder):
 
     def _generate_examples(self) -> Iterator[tuple[int, dict[str, Any]]]:
         config = self.builder_config
-        entries = make_corpus(config.num_prompts, config.seed, config.mix, config.wikipedia)
+        entries = make_corpus(config.num_prompts, config.seed, config.mix, config.texts)
         for entry in entries:
             yield (
                 entry.id,

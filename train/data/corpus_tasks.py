@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from train.data import corpus_templates as templates
 from train.data.corpus_sources import Passage, code_files, functions, leads, reference
 
+Item = TypeVar("Item")
 _OWN = ("specjax templates", "Apache-2.0")
 
 _CODE = (
@@ -75,6 +78,21 @@ _ABOUT = (
     "Is there a connection between {title} and {second}?",
 )
 _INTO = ("French", "Spanish", "German", "Italian", "Portuguese")
+_LONG_TEXT = (1500, 4200)
+"""Characters of a long text, about 350 to 1,000 tokens."""
+DEFAULT_MIX = {
+    "coding": 0.19,
+    "technical": 0.05,
+    "qa": 0.13,
+    "rag": 0.11,
+    "summarization": 0.11,
+    "extraction": 0.05,
+    "math_reasoning": 0.12,
+    "translation": 0.12,
+    "dialogue": 0.06,
+    "writing": 0.06,
+}
+"""The share of each category."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +104,26 @@ class Draft:
     licence: str
 
 
-Stream = Callable[[random.Random, bool], Iterator[Draft]]
-"""Takes the noise, and whether Wikipedia's leads may be used."""
+@dataclass(frozen=True)
+class Texts:
+    """What prompts give to read: with Wikipedia's leads or Python's own texts only.
+
+    `long` is the share of long texts, among the tasks that are given texts.
+    """
+
+    wikipedia: bool = True
+    long: float = 0.35
+
+    def passages(self) -> tuple[Passage, ...]:
+        """All that there are."""
+        return leads() if self.wikipedia else reference()
 
 
-def _coding(rng: random.Random, wikipedia: bool) -> Iterator[Draft]:
+Stream = Callable[[random.Random, Texts], Iterator[Draft]]
+"""Takes the noise, and the texts to be read."""
+
+
+def _coding(rng: random.Random, texts: Texts) -> Iterator[Draft]:
     files = list(code_files())
     while True:
         rng.shuffle(files)
@@ -112,34 +145,47 @@ def _code_prompt(function: Passage, rng: random.Random) -> Draft:
 
 
 def _given_text(tasks: Sequence[str], most: int) -> Stream:
-    """Prompts that say what to do with a text of up to `most` characters."""
+    """Prompts that say what to do with a text of up to `most` characters, or with a long one."""
 
-    def stream(rng: random.Random, wikipedia: bool) -> Iterator[Draft]:
-        for passage in _passages(rng, leads() if wikipedia else reference()):
+    def stream(rng: random.Random, texts: Texts) -> Iterator[Draft]:
+        passages = texts.passages()
+        places = range(len(passages))
+        for place in _shuffled(rng, places):
+            passage = passages[place]
             text = passage.sentences(rng.randint(most // 4, most))
+            if rng.random() < texts.long:
+                text = _long_text(passages[place:], rng.randint(*_LONG_TEXT))
             prompt = rng.choice(tasks).format(text=text, title=passage.title)
             yield Draft(prompt, passage.source, passage.licence)
 
     return stream
 
 
-def _technical(rng: random.Random, wikipedia: bool) -> Iterator[Draft]:
-    return _given_text(_TECHNICAL, 800)(rng, False)
+def _long_text(passages: Sequence[Passage], most: int) -> str:
+    """The first passages, which are mostly of one subject, up to so many characters."""
+    lengths = itertools.accumulate(len(passage.text) for passage in passages)
+    fitting = sum(1 for _ in itertools.takewhile(lambda length: length <= most, lengths))
+    return "\n\n".join(passage.text for passage in passages[: max(fitting, 1)])
 
 
-def _grounded(rng: random.Random, wikipedia: bool) -> Iterator[Draft]:
-    passages = leads() if wikipedia else reference()
-    for one in _passages(rng, passages):
-        shown = [one, *rng.sample(passages, rng.randint(0, 2))]
+def _technical(rng: random.Random, texts: Texts) -> Iterator[Draft]:
+    return _given_text(_TECHNICAL, 800)(rng, replace(texts, wikipedia=False))
+
+
+def _grounded(rng: random.Random, texts: Texts) -> Iterator[Draft]:
+    passages = texts.passages()
+    for one in _shuffled(rng, passages):
+        long = rng.random() < texts.long
+        shown = [one, *rng.sample(passages, rng.randint(3, 6) if long else rng.randint(0, 2))]
         rng.shuffle(shown)
-        texts = [f"[{number}] {p.sentences(600)}" for number, p in enumerate(shown, start=1)]
-        prompt = rng.choice(_GROUNDED).format(passages="\n\n".join(texts), title=one.title)
+        lines = [f"[{number}] {p.sentences(600)}" for number, p in enumerate(shown, start=1)]
+        prompt = rng.choice(_GROUNDED).format(passages="\n\n".join(lines), title=one.title)
         yield Draft(prompt, one.source, one.licence)
 
 
-def _questions(rng: random.Random, wikipedia: bool) -> Iterator[Draft]:
-    passages = leads() if wikipedia else reference()
-    for one in _passages(rng, passages):
+def _questions(rng: random.Random, texts: Texts) -> Iterator[Draft]:
+    passages = texts.passages()
+    for one in _shuffled(rng, passages):
         if rng.random() < 0.3:
             yield Draft(templates.fill(rng.choice(templates.QUESTIONS), rng), *_OWN)
             continue
@@ -147,9 +193,11 @@ def _questions(rng: random.Random, wikipedia: bool) -> Iterator[Draft]:
         yield Draft(prompt, one.source, one.licence)
 
 
-def _translation(rng: random.Random, wikipedia: bool) -> Iterator[Draft]:
-    english = _passages(rng, leads() if wikipedia else reference())
-    foreign = {name: _passages(rng, leads(name)) for name in ("French", "Spanish") if wikipedia}
+def _translation(rng: random.Random, texts: Texts) -> Iterator[Draft]:
+    english = _shuffled(rng, texts.passages())
+    foreign = {}
+    if texts.wikipedia:
+        foreign = {name: _shuffled(rng, leads(name)) for name in ("French", "Spanish")}
     while True:
         if foreign and rng.random() < 0.6:
             name = rng.choice(sorted(foreign))
@@ -166,16 +214,16 @@ def _translation(rng: random.Random, wikipedia: bool) -> Iterator[Draft]:
 
 
 def _filled(lines: Sequence[str]) -> Stream:
-    def stream(rng: random.Random, wikipedia: bool) -> Iterator[Draft]:
+    def stream(rng: random.Random, texts: Texts) -> Iterator[Draft]:
         while True:
             yield Draft(templates.fill(rng.choice(lines), rng), *_OWN)
 
     return stream
 
 
-def _passages(rng: random.Random, passages: Sequence[Passage]) -> Iterator[Passage]:
+def _shuffled(rng: random.Random, items: Sequence[Item]) -> Iterator[Item]:
     """All of them in a random order, and again in another one."""
-    order = list(passages)
+    order = list(items)
     while True:
         rng.shuffle(order)
         yield from order
