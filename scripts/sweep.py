@@ -35,7 +35,7 @@ from specjax.errors import InputError, one_line
 from specjax.job import read_job
 from specjax.report_figures import OVERALL, figures_by_task
 from specjax.report_reading import read_report
-from specjax.report_runs import Run, flat
+from specjax.report_runs import Run
 
 INTERRUPTED = "interrupted; the same command goes on from here"
 """What Ctrl-C says where finished cells are kept."""
@@ -234,7 +234,7 @@ def _slug(values: str) -> str:
 
 def _digest(config: ml_collections.ConfigDict) -> str:
     """Tells two configs apart, whatever they were called in: another one is another cell."""
-    fields = {name: value for name, value in flat(config.to_dict()).items() if name != "report"}
+    fields = {name: value for name, value in dotted(config.to_dict()).items() if name != "report"}
     return hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()[:10]
 
 

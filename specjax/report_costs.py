@@ -16,10 +16,11 @@ import numpy as np
 
 from specjax import costs, frontdoor, metrics, reporting, sharding
 from specjax.errors import InputError, one_line
+from specjax.fields import dotted
 from specjax.job import SIMULATED, Job, job_drafter, job_prompts, read_job
 from specjax.models.loading import load_model
 from specjax.models.model import Model
-from specjax.report_runs import Run, batch_widths, flat, summarize
+from specjax.report_runs import Run, batch_widths, summarize
 from specjax.session import Session, open_session
 
 
@@ -42,7 +43,7 @@ def predicted_speedup(run: Run, parts: RoundCosts) -> float | None:
 
 def key(run: Run) -> dict[str, Any]:
     """What a run's costs depend on, JSON-ready: its config, and where it ran."""
-    fields = {name: value for name, value in flat(run.config).items() if name != "report"}
+    fields = {name: value for name, value in dotted(run.config).items() if name != "report"}
     return {"device": run.summary["device"], "versions": run.summary.get("versions"), **fields}
 
 

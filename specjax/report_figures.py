@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from specjax import metrics
-from specjax.report_runs import Conditions, Row, Run, Took, flat, summarize
+from specjax.fields import dotted
+from specjax.report_runs import Conditions, Row, Run, Took, summarize
 
 OVERALL = "overall"
 TASKS = {
@@ -65,7 +66,7 @@ class Entry:
     def family(self) -> str:
         """The same for runs that differ in nothing but K."""
         apart = ("num_speculative_tokens", "report", "compare")
-        fields = flat(self.run.config)
+        fields = dotted(self.run.config)
         return repr([(name, value) for name, value in fields.items() if name not in apart])
 
     @property

@@ -11,6 +11,7 @@ import numpy as np
 
 from specjax import metrics
 from specjax.errors import InputError
+from specjax.fields import dotted
 from specjax.identity import EXCUSED_MARGIN
 from specjax.prompts import task_of
 
@@ -168,15 +169,6 @@ def labels(runs: Sequence[Run]) -> list[str]:
     ]
 
 
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A config's fields by their dotted names."""
-    fields: dict[str, Any] = {}
-    for name, value in config.items():
-        inside = isinstance(value, Mapping)
-        fields |= flat(value, f"{prefix}{name}.") if inside else {prefix + name: value}
-    return fields
-
-
 def summarize(rows: Sequence[Row]) -> metrics.Summary:
     """The numbers of some rows, by `specjax.metrics`. Raises ValueError where counts misfit."""
     return metrics.summarize(
@@ -199,7 +191,7 @@ def _told_apart(run: Run) -> dict[str, Any]:
     elsewhere += ("sampling.temperature", "sampling.max_new_tokens")
     # Prompts are compared as such: two paths may name the same ones.
     elsewhere += ("target", "prompt", "prompts", "limit", "per_task", "num_speculative_tokens")
-    fields = {name: value for name, value in flat(run.config).items() if name not in elsewhere}
+    fields = {name: value for name, value in dotted(run.config).items() if name not in elsewhere}
     asked = run.config.get("num_speculative_tokens")
     return {"K": "auto" if asked == "auto" else run.draft_length, **fields}
 

@@ -218,7 +218,7 @@ class Run:
         self.program = make_program(
             method or toy_method(target), target.architecture, settings, mesh
         )
-        self.progress = loop.Progress()
+        self.progress = loop.Standing()
         if saved := saving.last_checkpoint(self.workdir):
             self.program, self.progress = loop.resumed(self.program, saved)
         files.truncate_metrics(self.workdir, self.progress.step)

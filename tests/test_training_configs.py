@@ -1,9 +1,11 @@
 """Every training config at its debug size, from the data to decoding with what was exported."""
 
+import jax
 import numpy as np
 import pytest
 
 from specjax import decode
+from specjax.heads.head import read_head
 from specjax.models.loading import load_model, save_model
 from train import distill, eagle, medusa
 from train.data.examples import Example, target_facts
@@ -69,3 +71,72 @@ def test_debug_size(name, places, tmp_path, capsys):
         "--config.compare=true",
     ]
     assert decode.main(decoding) == 0
+
+
+def started_from(places, workdir, name, *options):
+    module, _, usual = RUNS[name]
+    return module.main(
+        [
+            f"--config=configs/{name}.py:debug",
+            f"--config.target={places / 'model'}",
+            f"--config.data={places / 'data'}",
+            f"--config.workdir={workdir}",
+            "--config.eval.prompts=0",
+            "--config.steps=3",
+            *usual,
+            *options,
+        ]
+    )
+
+
+@pytest.fixture(scope="module")
+def medusa_export(places):
+    """Medusa heads that were trained for three steps."""
+    workdir = places / "medusa"
+    assert started_from(places, workdir, "train_medusa") == 0
+    return workdir / "export"
+
+
+def test_a_run_starts_from_a_trained_head(places, medusa_export, tmp_path):
+    rng = np.random.default_rng(5)
+    # Other tokens are common in this data: the draft vocabulary is the head's all the same.
+    others = [
+        Example(rng.integers(0, 30, 32).astype(np.int32), np.arange(32) >= 8, id=number)
+        for number in range(60)
+    ]
+    target = load_model(str(places / "model"), dtype="float32")
+    write_responses(tmp_path / "data", others, target_facts(target))
+    options = [f"--config.start_from={medusa_export}", f"--config.data={tmp_path / 'data'}"]
+    still = [*options, "--config.learning_rate=1e-12"]
+    assert started_from(places, tmp_path / "still", "train_medusa", *still) == 0
+    assert started_from(places, tmp_path / "moved", "train_medusa", *options) == 0
+    first, same, moved = (
+        read_head(path)
+        for path in (medusa_export, tmp_path / "still" / "export", tmp_path / "moved" / "export")
+    )
+    np.testing.assert_array_equal(same.draft_ids, first.draft_ids)
+    for mine, theirs in zip(*map(jax.tree.leaves, (same.params, first.params)), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-9)
+    assert any(
+        np.abs(np.asarray(mine) - np.asarray(theirs)).max() > 1e-5
+        for mine, theirs in zip(*map(jax.tree.leaves, (moved.params, first.params)), strict=True)
+    )
+    assert same.training["earlier"] == first.training
+    assert str(places) not in str(same.training)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("train_distill", [], "a head of the kind medusa"),
+        ("train_medusa2", [], "leave start_from out"),
+        ("train_medusa", ["--config.medusa.draft_vocab_size=39"], "set draft_vocab_size=40"),
+        ("train_medusa", ["--config.medusa.num_heads=1"], "has num_heads=2, the config 1"),
+        ("train_medusa", ["--config.start_from=nowhere"], "no such directory"),
+        ("train_eagle3", ["--config.start_from=eagle3"], "no eagle3 comes with specjax for"),
+    ],
+)
+def test_an_earlier_head_of_another_kind(name, options, said, places, medusa_export, capsys):
+    options = [f"--config.start_from={medusa_export}", *options]
+    assert started_from(places, places / "refused", name, *options) == 2
+    assert said in capsys.readouterr().err

@@ -23,6 +23,8 @@ def training_fields() -> ConfigDict:
     # Target features: those in the data set, or computed in the step; auto takes what is there.
     config.features = "auto"
     config.workdir = config_dict.placeholder(str)
+    # A trained head to start from: a directory, or shipped = the one that comes with specjax.
+    config.start_from = config_dict.placeholder(str)
     config.seed = 0
 
     config.steps = 1000  # updates in all

@@ -30,8 +30,7 @@ from specjax.models.reduced import DraftModelConfig, ReducedDecoder
 from specjax.models.shared import share
 from train import run
 from train.batches import Batch
-from train.data.sources import Sources
-from train.data.vocabulary import draft_vocabulary
+from train.data.vocabulary import Vocabulary
 from train.judging import Judge, Teacher, judge, kl_divergence, variation
 from train.method import Measures, Method, measure
 from train.precision import multiply_dtype
@@ -163,12 +162,12 @@ def distill_loss(
     return total, measure(losses, right, judged)
 
 
-def make_method(target: Model, data: Sources, config: ConfigDict) -> Method:
+def make_method(target: Model, vocabulary: Vocabulary, config: ConfigDict) -> Method:
     """The method of a config; raises InputError for values that make no sense."""
     return distill_method(
         target,
         tuple(config.distill.layers),
-        draft_vocabulary(data, config.distill.draft_vocab_size, target.config.vocab_size),
+        vocabulary(config.distill.draft_vocab_size),
         DistillLoss(**config.loss.to_dict()),
         multiply=multiply_dtype(config.dtype),
     )

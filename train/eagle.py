@@ -34,8 +34,7 @@ from specjax.models.model import Model
 from specjax.models.shared import share
 from train import run
 from train.batches import Batch
-from train.data.sources import Sources
-from train.data.vocabulary import draft_vocabulary
+from train.data.vocabulary import Vocabulary
 from train.judging import Judge, Teacher, Truth, judge
 from train.losses import smooth_l1, soft_cross_entropy
 from train.method import Measures, Method, measure
@@ -258,7 +257,7 @@ def _attend_own(
     return Partial(score, jnp.ones_like(score), value)
 
 
-def make_method(target: Model, data: Sources, config: ConfigDict) -> Method:
+def make_method(target: Model, vocabulary: Vocabulary, config: ConfigDict) -> Method:
     """The method of a config; raises InputError for values that make no sense."""
     options = config.eagle.to_dict()
     loss = EagleLoss(**config.loss.to_dict())
@@ -268,7 +267,7 @@ def make_method(target: Model, data: Sources, config: ConfigDict) -> Method:
         version_1 = options["version"] == 1
         taps = ("final_norm",) if version_1 else default_taps(target.config.num_layers)
     check_features(taps, target.config.num_layers)
-    draft_ids = draft_vocabulary(data, size, target.config.vocab_size)
+    draft_ids = vocabulary(size)
     shape = EagleConfig(
         decoder=dataclasses.replace(target.config, num_layers=1),
         target_hidden_size=target.config.hidden_size,

@@ -63,7 +63,7 @@ class Feed:
 
 
 @dataclass
-class Progress:
+class Standing:
     """What a checkpoint keeps beside arrays: the sums since the last line of metrics included."""
 
     step: int = 0
@@ -82,7 +82,7 @@ class Progress:
         }
 
     @classmethod
-    def of(cls, saved: Saved) -> Progress:
+    def of(cls, saved: Saved) -> Standing:
         """What `facts` wrote."""
         facts = saved.facts
         return cls(
@@ -97,7 +97,7 @@ def train(
     settings: Settings,
     workdir: Workdir,
     journal: Journal,
-    progress: Progress,
+    progress: Standing,
     evaluate: Evaluate | None = None,
 ) -> Outcome:
     """Train from `progress` on until the steps are made, the minutes are over, or a signal comes.
@@ -182,7 +182,7 @@ class _Window:
 
 
 def _take(
-    progress: Progress,
+    progress: Standing,
     step: int,
     position: Position,
     report: Report,
@@ -206,7 +206,7 @@ def _take(
     progress.sums = add(progress.sums, sums_of(loss, report.measures))
 
 
-def _numbers(progress: Progress, report: Report, window: _Window) -> dict[str, float]:
+def _numbers(progress: Standing, report: Report, window: _Window) -> dict[str, float]:
     """A line of metrics; begins a new window."""
     now = time.perf_counter()
     spent = max(now - window.begin, 1e-9)
@@ -254,8 +254,8 @@ def _listening() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def resumed(program: Program, saved: Saved) -> tuple[Program, Progress]:
+def resumed(program: Program, saved: Saved) -> tuple[Program, Standing]:
     """The program with the arrays of a checkpoint, each device reading its own part."""
     state = saving.restore(saved, program.state)
     jax.block_until_ready(state)
-    return program._replace(state=state), Progress.of(saved)
+    return program._replace(state=state), Standing.of(saved)

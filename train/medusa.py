@@ -29,8 +29,7 @@ from specjax.models.model import Model
 from specjax.models.shared import share
 from train import run
 from train.batches import Batch
-from train.data.sources import Sources
-from train.data.vocabulary import draft_vocabulary
+from train.data.vocabulary import Vocabulary
 from train.judging import Judge, Teacher, Verdict, cross_entropy, judge, kl_divergence
 from train.method import Measures, Method, measure
 from train.precision import multiply_dtype
@@ -140,11 +139,11 @@ def heads_measures(
     return measure({**others, **each}, verdict.right, judged)
 
 
-def make_method(target: Model, data: Sources, config: ConfigDict) -> Method:
+def make_method(target: Model, vocabulary: Vocabulary, config: ConfigDict) -> Method:
     """The method of a config; raises InputError for values that make no sense."""
     options = config.medusa.to_dict()
     vocab_size = target.config.vocab_size
-    draft_ids = draft_vocabulary(data, options.pop("draft_vocab_size"), vocab_size)
+    draft_ids = vocabulary(options.pop("draft_vocab_size"))
     shape = MedusaConfig(
         hidden_size=target.config.hidden_size,
         vocab_size=vocab_size,

@@ -52,7 +52,7 @@ def run(config: ConfigDict, make_method: MakeMethod, console: Console | None = N
     settings, method, mesh = setup.settings, setup.method, setup.mesh
     program = make_program(method, setup.decoder, settings, mesh)
     workdir = files.open_workdir(config.workdir, setup.record)
-    progress = loop.Progress()
+    progress = loop.Standing()
     if saved := saving.last_checkpoint(workdir):
         program, progress = loop.resumed(program, saved)
     files.truncate_metrics(workdir, progress.step)

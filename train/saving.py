@@ -13,8 +13,9 @@ from jax.tree_util import tree_flatten_with_path
 
 from specjax import checkpoint_directory, processes
 from specjax.errors import InputError
+from specjax.fields import dotted
 from train.optimizer import leaf_name
-from train.workdir import Workdir, flat, steps
+from train.workdir import Workdir, steps
 
 KEPT = 2
 """Checkpoints that stay."""
@@ -124,7 +125,7 @@ def _described(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _shapes(nested: Mapping[str, Any]) -> dict[str, str]:
-    return {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in flat(nested).items()}
+    return {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in dotted(nested).items()}
 
 
 def _names(path: tuple) -> list[str]:

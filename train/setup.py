@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +23,13 @@ from train.batches import Packing, Shape
 from train.config import Settings, read_settings, record_of
 from train.data.examples import check_target, target_facts
 from train.data.sources import Sources, open_sources
+from train.data.vocabulary import Vocabulary, draft_vocabulary
+from train.earlier import Earlier, open_earlier
 from train.loop import Feed
 from train.method import Method
 from train.precision import as_multiplied, multiply_dtype
 
-MakeMethod = Callable[[Model, Sources, ConfigDict], Method]
+MakeMethod = Callable[[Model, Vocabulary, ConfigDict], Method]
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class Setup:
     feed: Feed
     held_out: Packing | None
     record: dict[str, Any]
+    earlier: Earlier | None
 
     @property
     def products(self) -> str:
@@ -54,12 +58,11 @@ class Setup:
 
     def facts(self, step: int, tokens: int) -> dict[str, Any]:
         """What an export says of its training; no path of this machine is in it."""
-        config = {
-            name: value
-            for name, value in self.record["config"].items()
-            if name not in ("data", "target", "workdir", "distributed", "mesh")
-        }
+        here = ("data", "target", "workdir", "start_from", "distributed", "mesh")
+        config = {name: value for name, value in self.record["config"].items() if name not in here}
+        earlier = {} if self.earlier is None else {"earlier": self.earlier.head.training}
         return {
+            **earlier,
             "method": self.method.name,
             "data": self.record["data"],
             "config": config,
@@ -77,14 +80,21 @@ def set_up(config: ConfigDict, make_method: MakeMethod) -> Setup:
     multiply = multiply_dtype(config.dtype)
     directories = [path.strip() for path in config.data.split(",")]
 
-    def load() -> tuple[Model, Sources, Method]:
+    def load() -> tuple[Model, Sources, Method, Earlier | None]:
         data = open_sources(directories)
         model = load_model(config.target, mesh=mesh)
         for part in data.parts:
             check_target(f"data={str(part.directory)!r}", part.target, target_facts(model))
-        return model, data, make_method(model, data, config)
+        if config.start_from is None:
+            vocabulary = functools.partial(
+                draft_vocabulary, data, vocab_size=model.config.vocab_size
+            )
+            return model, data, make_method(model, vocabulary, config), None
+        earlier = open_earlier(config.start_from, model)
+        method = earlier.continued(make_method(model, earlier.vocabulary, config))
+        return model, data, method, earlier
 
-    target, data, method = processes.together(load)
+    target, data, method, earlier = processes.together(load)
     names = _features_read(method, data, settings.features)
     shape = Shape(
         rows=settings.batch_size,
@@ -118,6 +128,7 @@ def set_up(config: ConfigDict, make_method: MakeMethod) -> Setup:
         feed=Feed(data, training, shape),
         held_out=_held_out(data, shape),
         record=record,
+        earlier=earlier,
     )
 
 

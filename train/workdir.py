@@ -17,6 +17,7 @@ from typing import Any
 
 from specjax import processes
 from specjax.errors import InputError
+from train.same_run import check_same_run
 
 MAY_DIFFER = (
     "workdir",
@@ -79,7 +80,12 @@ def open_workdir(directory: str | Path, record: Mapping[str, Any]) -> Workdir:
 
     def check() -> None:
         if steps(workdir):
-            _check_same(workdir, json.loads(text))
+            check_same_run(
+                workdir.config,
+                json.loads(text),
+                MAY_DIFFER,
+                "decay_steps is steps unless set",
+            )
         begun = workdir.config.exists()
         if not begun and workdir.root.is_dir() and any(workdir.root.iterdir()):
             raise InputError(
@@ -169,45 +175,6 @@ def write_file(path: Path, text: str) -> None:
         with suppress(OSError):
             beside.unlink()
         raise _unwritable(path, error) from None
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested dict as dotted names and values."""
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{name}.")
-        else:
-            found[prefix + name] = value
-    return found
-
-
-def _check_same(workdir: Workdir, record: Mapping[str, Any]) -> None:
-    try:
-        before = json.loads(workdir.config.read_text(encoding="utf-8"))
-        was, now = flat(before), flat(record)
-    except (OSError, ValueError, AttributeError):
-        raise InputError(
-            f"{workdir.config}: cannot be read; restore it, or use another workdir"
-        ) from None
-    free = tuple(f"config.{name}" for name in MAY_DIFFER)
-    different = [
-        name
-        for name in sorted(was.keys() | now.keys())
-        if was.get(name) != now.get(name)
-        and not any(name == one or (one[-1] == "." and name.startswith(one)) for one in free)
-    ]
-    if different:
-        told = "; ".join(
-            f"{name.removeprefix('config.')}={was.get(name)!r} then, {now.get(name)!r} now"
-            for name in different[:8]
-        )
-        if "config.decay_steps" in different:
-            told += " (decay_steps is steps unless set)"
-        raise InputError(
-            f"workdir={str(workdir.root)!r}: another run was begun there: {told}; "
-            "use the same command to go on with it, or another workdir"
-        )
 
 
 def _check_seen(workdir: Workdir) -> None:

@@ -41,24 +41,27 @@ def open_head(kind: str, path: str | Path | None, target: Model) -> Head:
     """
     if path is None:
         return _shipped(kind, target)
-    path = Path(path).expanduser()
-    if not path.is_dir():
-        raise InputError(
-            f"drafter.path={str(path)!r}: no such directory; give what training exported, or a "
-            "downloaded head"
-        )
-    if is_checkpoint(path):
-        head = read_head(path, target.mesh)
-    else:
-        from specjax.interchange import read_foreign
-
-        head = read_foreign(path, target)
+    head = read_any_head(path, target)
     if head.kind != kind:
         raise InputError(
             f"drafter.path={str(path)!r}: a head of the kind {head.kind}; use "
             f"drafter.name={head.kind}"
         )
     return head
+
+
+def read_any_head(path: str | Path, target: Model) -> Head:
+    """The head in a directory, of whatever kind and layout. Raises InputError as the readers do."""
+    path = Path(path).expanduser()
+    if not path.is_dir():
+        raise InputError(
+            f"{str(path)!r}: no such directory; give what training exported, or a downloaded head"
+        )
+    if is_checkpoint(path):
+        return read_head(path, target.mesh)
+    from specjax.interchange import read_foreign
+
+    return read_foreign(path, target)
 
 
 def _shipped(kind: str, target: Model) -> Head:

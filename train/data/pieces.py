@@ -16,7 +16,8 @@ import numpy as np
 
 from specjax import processes
 from specjax.errors import InputError
-from train.workdir import flat, write_file
+from train.same_run import check_same_run
+from train.workdir import write_file
 
 _RECORD = "config.json"
 _MAY_DIFFER = ("workdir", "minutes", "mesh.", "distributed.")
@@ -88,7 +89,7 @@ def open_pieces(root: Path, record: Mapping[str, Any]) -> Pieces:
 
     def check() -> None:
         if pieces.done():
-            _check_same(file, record)
+            check_same_run(file, record, _MAY_DIFFER)
         elif not file.exists() and root.is_dir() and any(root.iterdir()):
             raise InputError(
                 f"workdir={str(root)!r}: holds files and no run ({_RECORD} is missing); "
@@ -98,23 +99,3 @@ def open_pieces(root: Path, record: Mapping[str, Any]) -> Pieces:
 
     processes.together(lambda: check() if processes.speaks() else None)
     return pieces
-
-
-def _check_same(file: Path, record: Mapping[str, Any]) -> None:
-    try:
-        was = flat(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, AttributeError):
-        raise InputError(f"{file}: cannot be read; restore it, or use another workdir") from None
-    now = flat(json.loads(json.dumps(record)))
-    free = tuple(f"config.{name}" for name in _MAY_DIFFER)
-    told = [
-        f"{name.removeprefix('config.')}={was.get(name)!r:.60} then, {now.get(name)!r:.60} now"
-        for name in sorted(was.keys() | now.keys())
-        if was.get(name) != now.get(name)
-        and not any(name == one or (one[-1] == "." and name.startswith(one)) for one in free)
-    ]
-    if told:
-        raise InputError(
-            f"workdir={str(file.parent)!r}: another run was begun there: {'; '.join(told[:6])}; "
-            "use the same command to go on with it, or another workdir"
-        )

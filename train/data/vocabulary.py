@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,6 +18,9 @@ from train.data.sources import Sources
 
 COUNTS = "token_counts.npy"
 """Beside a dataset's records, once they have been counted: reading them with features is slow."""
+
+Vocabulary = Callable[[int | None], Int32[np.ndarray, "Vd"] | None]
+"""Gives the draft vocabulary of a size, and None for all tokens (size None or V)."""
 
 
 def draft_vocabulary(

@@ -1,0 +1,47 @@
+"""Whether a work folder belongs to the run that is to go on in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from specjax.errors import InputError
+from specjax.fields import dotted
+
+_SHOWN = 8
+
+
+def check_same_run(
+    file: Path, record: Mapping[str, Any], may_differ: Sequence[str], remark: str = ""
+) -> None:
+    """Raise InputError, naming the fields, unless `file` records the same run.
+
+    `may_differ` are fields of the config, or sections where they end with a dot. The remark is
+    added where it concerns a field that differs: it begins with that field's name.
+    """
+    try:
+        was = dotted(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, AttributeError):
+        raise InputError(f"{file}: cannot be read; restore it, or use another workdir") from None
+    now = dotted(json.loads(json.dumps(record)))
+    free = tuple(f"config.{name}" for name in may_differ)
+    different = [
+        name
+        for name in sorted(was.keys() | now.keys())
+        if was.get(name) != now.get(name)
+        and not any(name == one or (one[-1] == "." and name.startswith(one)) for one in free)
+    ]
+    if not different:
+        return
+    told = "; ".join(
+        f"{name.removeprefix('config.')}={was.get(name)!r:.60} then, {now.get(name)!r:.60} now"
+        for name in different[:_SHOWN]
+    )
+    if remark and f"config.{remark.split()[0]}" in different:
+        told += f" ({remark})"
+    raise InputError(
+        f"workdir={str(file.parent)!r}: another run was begun there: {told}; "
+        "use the same command to go on with it, or another workdir"
+    )
