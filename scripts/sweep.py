@@ -32,6 +32,7 @@ from absl import flags
 
 from specjax import decode, frontdoor, plots, report, reporting
 from specjax.errors import InputError, one_line
+from specjax.fields import dotted
 from specjax.job import read_job
 from specjax.report_figures import OVERALL, figures_by_task
 from specjax.report_reading import read_report
