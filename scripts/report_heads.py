@@ -14,6 +14,8 @@ for bad input; 130 after Ctrl-C.
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,9 +24,11 @@ from typing import Any
 import jax
 import sweep
 from absl import flags
+from reproduce_heads import TRAINERS
 
 from specjax import frontdoor, report
 from specjax.errors import InputError, one_line
+from specjax.fields import dotted
 from specjax.heads.files import SHIPPED, shipped_heads
 from specjax.heads.head import Head, read_head
 from specjax.models.loading import DEFAULT_MODEL
@@ -34,6 +38,7 @@ from specjax.report_runs import Run
 
 _UNTRAINED = ("ngram",)
 _CONFIG = "configs/decode_smollm2.py"
+_ROOT = Path(__file__).parent.parent
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -140,7 +145,6 @@ def _runs(
 
 def _card(options: Any, head: Head, runs: Sequence[Run]) -> str:
     """A head's model card."""
-    about, data = head.training, head.training["data"]
     size = sum(leaf.size for leaf in jax.tree.leaves(head.params))
     lines = [
         f"# {head.kind} for {head.target.name}",
@@ -149,19 +153,64 @@ def _card(options: Any, head: Head, runs: Sequence[Run]) -> str:
         f"{head.config.draft_vocab_size} of {head.target.vocab_size} tokens. The target's "
         "embedding, and its head where the drafter has none, are read from the target.",
         "",
-        f"- Data: {data['conversations']} conversations, {data['tokens']} tokens, of which "
-        f"{data['labels']}, written by the target itself, are learned from.",
-        *([f"  {options.data}"] if options.data else []),
-        f"- Trained on {about['tokens'] / 1e6:.2f} million tokens in {about['step']} steps, from "
-        "the target's own weights where they fit.",
-        f"- Regenerate: `python scripts/reproduce_heads.py --workdir=W --kinds={head.kind} "
-        "--install` (with `--responses=DIR` for answers that are there already).",
+        *_training(options, head),
         "- Licence: Apache-2.0, as the target's.",
         "",
     ]
     if runs:
         lines += [*_by_task(options, runs), ""]
     return "\n".join([*lines, _curve(head.kind, head)])
+
+
+def _training(options: Any, head: Head) -> list[str]:
+    """What a head was trained on, and by which commands."""
+    stages = _stages(head)
+    if not stages:
+        return ["- How it was trained is not recorded."]
+    data = stages[-1]["data"]
+    tokens, steps = (sum(stage[name] for stage in stages) for name in ("tokens", "step"))
+    return [
+        f"- Data: {data['conversations']} conversations, {data['tokens']} tokens, of which "
+        f"{data['labels']}, written by the target itself, are learned from.",
+        *([f"  {options.data}"] if options.data else []),
+        f"- Trained on {tokens / 1e6:.2f} million tokens in {steps} steps, from the target's own "
+        "weights where they fit, by these commands (from the target alone, data included: "
+        f"`python scripts/reproduce_heads.py --workdir=W --kinds={head.kind} --install`):",
+        "",
+        "```",
+        *(_command(stages, number) for number in range(len(stages))),
+        "```",
+        "",
+    ]
+
+
+def _stages(head: Head) -> list[dict[str, Any]]:
+    """The training facts of the runs that led to a head, the first one first."""
+    stages, about = [], head.training
+    while about:
+        stages.insert(0, about)
+        about = about.get("earlier")
+    return stages
+
+
+def _command(stages: Sequence[dict[str, Any]], number: int) -> str:
+    """What a stage was called with: the fields that it records and its config file has not."""
+    about = stages[number]
+    module, file = TRAINERS[about["method"]]
+    spec = importlib.util.spec_from_file_location("config", _ROOT / file)
+    config = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(config)
+    usual = dotted(json.loads(config.get_config().to_json()))
+    sources = ",".join(about["data"]["sources"])
+    words = [f"python -m {module} --config={file}", f"--config.data={sources}"]
+    if number:
+        words.append(f"--config.start_from=EXPORT_{number}")
+    words.append(f"--config.workdir=W_{number + 1}")
+    for name, value in dotted(about["config"]).items():
+        unset = value is None or (name == "decay_steps" and value == about["config"]["steps"])
+        if not unset and usual.get(name) != value:
+            words.append(f"--config.{name}={value}")
+    return " \\\n    ".join(words)
 
 
 def _by_task(options: Any, runs: Sequence[Run]) -> list[str]:
@@ -186,9 +235,11 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _curve(kind: str, head: Head) -> str:
     """A head's evaluations while it was trained, on held-out conversations."""
-    about: dict[str, Any] = head.training
     lines = [f"## {kind}: tau against tokens", ""]
-    curve = about.get("curve", [])
+    curve, before = [], 0
+    for stage in _stages(head):
+        curve += [{**row, "tokens": before + row["tokens"]} for row in stage.get("curve", [])]
+        before += stage["tokens"]
     if not curve:
         return "\n".join([*lines, "Nothing was evaluated while it was trained.", ""])
     names = [name for name in curve[-1] if name.startswith(("tau", "acc_pos"))]

@@ -33,7 +33,7 @@ _KINDS = flags.DEFINE_list("kinds", ["eagle3", "draft_model", "medusa"], "Drafte
 _SIZE = flags.DEFINE_string("size", "", "debug, or nothing for the real thing.")
 _INSTALL = flags.DEFINE_bool("install", False, "Put the heads where specjax looks for them.")
 
-_TRAINERS = {
+TRAINERS = {
     "eagle3": ("train.eagle", "configs/train_eagle3.py"),
     "draft_model": ("train.distill", "configs/train_distill.py"),
     "medusa": ("train.medusa", "configs/train_medusa.py"),
@@ -58,8 +58,8 @@ def main(argv: list[str]) -> None:
     """Run what is left of the recipe."""
     if len(argv) > 1:
         raise app.UsageError(f"{argv[1]!r} is not understood")
-    if unknown := sorted(set(_KINDS.value) - set(_TRAINERS)):
-        raise app.UsageError(f"--kinds={unknown[0]}: use {', '.join(_TRAINERS)}")
+    if unknown := sorted(set(_KINDS.value) - set(TRAINERS)):
+        raise app.UsageError(f"--kinds={unknown[0]}: use {', '.join(TRAINERS)}")
     if not _GENERATE.value and not _RESPONSES.value:
         raise app.UsageError("--nogenerate needs --responses=DIRECTORY")
     root = Path(_WORKDIR.value).expanduser().absolute()
@@ -109,7 +109,7 @@ def _stages(root: Path) -> list[Stage]:
             stages.append(Stage(f"features {number}", command))
             data.append(str(output))
     for kind in _KINDS.value:
-        module, config = _TRAINERS[kind]
+        module, config = TRAINERS[kind]
         command = [
             *python,
             module,

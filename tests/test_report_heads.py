@@ -52,7 +52,13 @@ def cells_run(report_heads, monkeypatch):
 def heads(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("heads")
     data = {"conversations": 3, "tokens": 500, "labels": 200}
-    training = {"data": data, "step": 9, "tokens": 2_000_000, "curve": CURVE}
+
+    def stage(rate, **more):
+        config = {"steps": 9, "decay_steps": 9, "learning_rate": rate, "eval": {"every": 1100}}
+        about = {"method": "eagle3", "data": data | {"sources": ["a", "b"]}, "config": config}
+        return about | {"step": 9, "tokens": 2_000_000, "curve": CURVE} | more
+
+    training = stage(1e-4, earlier=stage(2e-3))
     head = dataclasses.replace(eagle_head(tiny, vocabulary=40), training=training)
     save_head(head, folder / "eagle3")
     return folder
@@ -79,10 +85,22 @@ def test_runs_tables_and_cards(report_heads, cells_run, heads, tmp_path, capsys)
     told = (tmp_path / "heads.md").read_text()
     assert "temperature 0.8" in told
     assert "| 2.00M | 1.750 | 1.500 | 1.375 |" in told
+    # The second run goes on behind the first one's tokens.
+    assert "| 4.00M | 1.750 | 1.500 | 1.375 |" in told
     card = (tmp_path / "cards" / "eagle3.md").read_text()
     assert "over 40 of" in card
     assert "3 conversations, 500 tokens, of which 200," in card
     assert "From nowhere." in card
+    assert "on 4.00 million tokens in 18 steps" in card
+    first, second = card.split("```")[1].strip().split("python -m ")[1:]
+    both = "train.eagle --config=configs/train_eagle3.py --config.data=a,b"
+    assert " ".join(first.replace("\\", "").split()) == (
+        f"{both} --config.workdir=W_1 --config.steps=9"
+    )
+    assert " ".join(second.replace("\\", "").split()) == (
+        f"{both} --config.start_from=EXPORT_1 --config.workdir=W_2 --config.steps=9 "
+        "--config.learning_rate=0.0001"
+    )
     assert "| 0 | greedy |" in card
     assert "| 0.8 | coupled |" in card
     assert "| 1.00M | 1.500 | 1.250 |  |" in card
