@@ -34,6 +34,7 @@ _AGREE_EVERY = 10
 _IN_FLIGHT = 1
 """Steps that the host may be ahead of the device's results."""
 
+_SPEED_OVER_S = 5.0
 _BEGIN = Position(0, 0)
 
 Evaluate = Callable[[Any, int, bool], dict[str, float]]
@@ -164,14 +165,29 @@ def train(
 
 
 class _Window:
-    """Clocks since the last line of metrics."""
+    """Clocks since the last line of metrics, and of the lines before it.
+
+    Steps are settled together where a checkpoint waits for them, so that a line alone may have
+    taken no time: speeds are those of the last seconds.
+    """
 
     def __init__(self) -> None:
+        self._lines: collections.deque[tuple[float, float, int]] = collections.deque()
         self.restart()
 
     def restart(self) -> None:
         """Begin again."""
         self.begin, self.waited, self.tokens = time.perf_counter(), 0.0, 0
+
+    def speeds(self) -> tuple[float, float]:
+        """Tokens a second and the share of time that data was waited for; ends the line."""
+        self._lines.append((time.perf_counter() - self.begin, self.waited, self.tokens))
+        while sum(line[0] for line in self._lines) - self._lines[0][0] >= _SPEED_OVER_S:
+            self._lines.popleft()
+        spent, waited, tokens = map(sum, zip(*self._lines, strict=True))
+        self.restart()
+        spent = max(spent, 1e-9)
+        return tokens / spent, waited / spent
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -208,17 +224,15 @@ def _take(
 
 def _numbers(progress: Standing, report: Report, window: _Window) -> dict[str, float]:
     """A line of metrics; begins a new window."""
-    now = time.perf_counter()
-    spent = max(now - window.begin, 1e-9)
+    speed, waited = window.speeds()
     numbers = scalars(progress.sums, "train")
     numbers |= {
         "train/learning_rate": float(report.learning_rate),
         "train/grad_norm": float(report.grad_norm),
         "train/tokens": float(progress.tokens),
-        "train/tokens_per_second": window.tokens / spent,
-        "train/data_wait": window.waited / spent,
+        "train/tokens_per_second": speed,
+        "train/data_wait": waited,
     }
-    window.restart()
     return numbers
 
 
