@@ -48,8 +48,7 @@ class Earlier:
                 f"{where}: a head of the kind {self.head.kind}; train it with that method, or "
                 f"start from one of the kind {method.name}"
             )
-        params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), self.head.params)
-        wanted = method.head(params, {}).config
+        wanted = method.head(method.init(jax.random.key(0)), {}).config
         if wanted != self.head.config:
             name = next(
                 field
@@ -60,6 +59,8 @@ class Earlier:
                 f"{where}: has {name}={getattr(self.head.config, name)!s:.60}, the config "
                 f"{getattr(wanted, name)!s:.60}; give the head's own"
             )
+
+        params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), self.head.params)
 
         def init(key: Key[Array, ""]) -> Any:
             return params
