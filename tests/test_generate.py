@@ -61,6 +61,7 @@ def arguments(model_path, prompts, directory, *more):
         f"--config.workdir={directory}",
         "--config.dtype=float32",
         "--config.batch_size=3",
+        "--config.max_prompt_tokens=448",
         f"--config.max_new_tokens={NEW}",
         *more,
     ]
