@@ -245,7 +245,7 @@ def _curve(kind: str, head: Head) -> str:
     names = [name for name in curve[-1] if name.startswith(("tau", "acc_pos"))]
     lines += [
         "On held-out conversations, by their own context (`tau_sim`, accuracies) and decoded "
-        "(`tau`).",
+        "(`tau`)." + (" Those of a later run's data are others." if len(_stages(head)) > 1 else ""),
         "",
     ]
     rows = [["tokens", *names]]
