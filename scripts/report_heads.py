@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -39,6 +40,7 @@ from specjax.report_runs import Run
 _UNTRAINED = ("ngram",)
 _CONFIG = "configs/decode_smollm2.py"
 _ROOT = Path(__file__).parent.parent
+_TRAINERS = {**TRAINERS, "medusa2": ("train.medusa", "configs/train_medusa2.py")}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -187,16 +189,19 @@ def _training(options: Any, head: Head) -> list[str]:
 def _stages(head: Head) -> list[dict[str, Any]]:
     """The training facts of the runs that led to a head, the first one first."""
     stages, about = [], head.training
-    while about:
+    # A head that was not trained here brings no facts, or others.
+    while about.keys() >= {"method", "data", "config", "step", "tokens"}:
         stages.insert(0, about)
-        about = about.get("earlier")
+        about = about.get("earlier", {})
     return stages
 
 
 def _command(stages: Sequence[dict[str, Any]], number: int) -> str:
     """What a stage was called with: the fields that it records and its config file has not."""
     about = stages[number]
-    module, file = TRAINERS[about["method"]]
+    if about["method"] not in _TRAINERS:
+        return f"# with a method of one's own, {about['method']}"
+    module, file = _TRAINERS[about["method"]]
     spec = importlib.util.spec_from_file_location("config", _ROOT / file)
     config = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(config)
@@ -209,7 +214,8 @@ def _command(stages: Sequence[dict[str, Any]], number: int) -> str:
     for name, value in dotted(about["config"]).items():
         unset = value is None or (name == "decay_steps" and value == about["config"]["steps"])
         if not unset and usual.get(name) != value:
-            words.append(f"--config.{name}={value}")
+            value = tuple(value) if isinstance(value, list) else value
+            words.append(shlex.quote(f"--config.{name}={value}"))
     return " \\\n    ".join(words)
 
 

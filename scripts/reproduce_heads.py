@@ -37,6 +37,7 @@ TRAINERS = {
     "eagle3": ("train.eagle", "configs/train_eagle3.py"),
     "draft_model": ("train.distill", "configs/train_distill.py"),
     "medusa": ("train.medusa", "configs/train_medusa.py"),
+    "eagle": ("train.eagle", "configs/train_eagle1.py"),
 }
 _GRACE_S = 120.0
 """How long a stage has to save what it has."""

@@ -132,7 +132,11 @@ def test_a_run_starts_from_a_trained_head(places, medusa_export, tmp_path):
         ("train_medusa2", [], "leave start_from out"),
         ("train_medusa", ["--config.medusa.draft_vocab_size=39"], "set draft_vocab_size=40"),
         ("train_medusa", ["--config.medusa.num_heads=1"], "has num_heads=2, the config 1"),
-        ("train_medusa", ["--config.start_from=nowhere"], "no such directory"),
+        (
+            "train_medusa",
+            ["--config.start_from=nowhere"],
+            "start_from='nowhere': no such",
+        ),
         ("train_eagle3", ["--config.start_from=eagle3"], "no eagle3 comes with specjax for"),
     ],
 )

@@ -73,6 +73,7 @@ def open_earlier(name: str, target: Model) -> Earlier:
 
     Raises InputError as the readers do, and for a head of another target.
     """
-    head = open_head(name, None, target) if name in KINDS else read_any_head(name, target)
+    shipped = name in KINDS
+    head = open_head(name, None, target) if shipped else read_any_head(name, target, "start_from")
     check_head(head, target, f"start_from={name!r}")
     return Earlier(name, head)

@@ -41,7 +41,7 @@ def open_head(kind: str, path: str | Path | None, target: Model) -> Head:
     """
     if path is None:
         return _shipped(kind, target)
-    head = read_any_head(path, target)
+    head = read_any_head(path, target, "drafter.path")
     if head.kind != kind:
         raise InputError(
             f"drafter.path={str(path)!r}: a head of the kind {head.kind}; use "
@@ -50,12 +50,16 @@ def open_head(kind: str, path: str | Path | None, target: Model) -> Head:
     return head
 
 
-def read_any_head(path: str | Path, target: Model) -> Head:
-    """The head in a directory, of whatever kind and layout. Raises InputError as the readers do."""
+def read_any_head(path: str | Path, target: Model, field: str) -> Head:
+    """The head in a directory, of whatever kind and layout; `field` is what named the directory.
+
+    Raises InputError where there is no such directory, and as the readers do.
+    """
     path = Path(path).expanduser()
     if not path.is_dir():
         raise InputError(
-            f"{str(path)!r}: no such directory; give what training exported, or a downloaded head"
+            f"{field}={str(path)!r}: no such directory; give what training exported, or a "
+            "downloaded head"
         )
     if is_checkpoint(path):
         return read_head(path, target.mesh)
