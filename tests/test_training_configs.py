@@ -1,5 +1,7 @@
 """Every training config at its debug size, from the data to decoding with what was exported."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -144,3 +146,30 @@ def test_an_earlier_head_of_another_kind(name, options, said, places, medusa_exp
     options = [f"--config.start_from={medusa_export}", *options]
     assert started_from(places, places / "refused", name, *options) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "train_eagle3",
+        "train_distill",
+        "train_medusa",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("train_eagle1", "train_medusa2")),
+    ],
+)
+def test_the_curve_is_the_same_on_other_meshes(name, places, tmp_path):
+    """On one device, and begun on 8 x 1 and gone on with on 4 x 2 (data x model), all split."""
+
+    def losses(workdir, *runs):
+        always = ["--config.dtype=float32", "--config.batch_size=8", "--config.decay_steps=3"]
+        for steps, data, model, fsdp in runs:
+            options = [f"--config.steps={steps}", f"--config.mesh.data={data}"]
+            options += [f"--config.mesh.model={model}", f"--config.fsdp={fsdp}", *always]
+            assert started_from(places, workdir, name, *options) == 0
+        lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+        return [line["train/loss"] for line in lines if "train/loss" in line]
+
+    alone = losses(tmp_path / "alone", (3, 1, 1, "false"))
+    assert len(set(alone)) == 3
+    moved = losses(tmp_path / "moved", (2, 8, 1, "true"), (3, 4, 2, "true"))
+    np.testing.assert_allclose(moved, alone, rtol=1e-5)
