@@ -14,7 +14,7 @@ def get_config(size=""):
     config.output = config_dict.placeholder(str)  # the dataset; none = WORKDIR/responses
 
     # A JSONL file ({"prompt"}, {"messages"} or {"turns"} a line), a directory with a TFDS dataset,
-    # or the name of one; none = specjax_corpus.
+    # or the name of one; none = specjax_corpus, by the section `corpus`.
     config.prompts = config_dict.placeholder(str)
     config.tfds = config_dict.ConfigDict()
     config.tfds.data_dir = config_dict.placeholder(str)

@@ -7,11 +7,13 @@ from train.config import training_fields
 
 def get_config(size=""):
     config = training_fields()
-    config.steps = 700
+    config.steps = 3200
     config.batch_size = 4
-    config.learning_rate = 2e-3
+    config.optimizer = "muon"
+    config.learning_rate = 1.5e-3
     config.final_fraction = 0.03
-    config.eval.every = 350
+    config.checkpoint_every = 800
+    config.eval.every = 800
     config.eval.batches = 24
     config.eval.prompts = 8
     config.row_tokens = 512
@@ -21,6 +23,7 @@ def get_config(size=""):
     config.medusa.num_heads = 4
     config.medusa.num_layers = 1  # residual blocks a head
     config.medusa.original_lm_head = True  # the target's own head; else one for each, trained
+    config.medusa.projection = True  # a matrix of each head's own before the target's head
     config.medusa.draft_vocab_size = 8192  # the commonest tokens of the data; V = all
 
     config.loss = config_dict.ConfigDict()

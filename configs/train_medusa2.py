@@ -13,7 +13,7 @@ _MEDUSA = Path(__file__).with_name("train_medusa.py")
 
 def get_config(size=""):
     config = runpy.run_path(str(_MEDUSA))["get_config"](size)
-    config.learning_rate_scales.target = 0.02  # of the heads' learning rate
+    config.learning_rate_scales = "target:0.02"  # of the heads' learning rate
 
     config.joint = config_dict.ConfigDict()
     config.joint.target = "self"  # its own loss: self = what it said before | tokens of the data

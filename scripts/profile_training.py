@@ -18,7 +18,8 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -27,27 +28,42 @@ from rich.console import Console
 from rich.table import Table
 
 from specjax import frontdoor, reporting
+from specjax.errors import InputError, one_line
 from specjax.sharding import use
 from train.batches import Batch, Position, ReadAhead
 from train.setup import Setup, set_up
-from train.step import State, loss_function, make_program, placer
+from train.step import LATE, State, loss_function, make_program, placer
 from train.teacher import fill_features
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--method", required=True, help="a module with make_method and CONFIG")
     parser.add_argument("--steps", type=int, default=5, help="how often each part is timed")
-    arguments, rest = parser.parse_known_args()
-    method = importlib.import_module(arguments.method)
+    arguments, rest = parser.parse_known_args(argv)
 
-    def run(config: Any) -> int:
+    def run(rest: list[str]) -> int:
+        method = _method(arguments.method)
+        config = frontdoor.read_config(rest, method.CONFIG)
         profile(set_up(config, method.make_method), max(arguments.steps, 1))
         return 0
 
-    return frontdoor.run(run, rest, default=method.CONFIG)
+    return frontdoor.command(run, rest)
+
+
+def _method(name: str) -> ModuleType:
+    """The module of a method; raises InputError for what is none."""
+    try:
+        module = importlib.import_module(name)
+        _ = module.make_method, module.CONFIG
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise InputError(
+            f"--method={name!r}: {one_line(error)}; use a module with make_method and CONFIG, such "
+            "as train.eagle"
+        ) from None
+    return module
 
 
 def profile(setup: Setup, steps: int) -> None:
@@ -61,7 +77,9 @@ def profile(setup: Setup, steps: int) -> None:
     tokens, labels = (int(_count(leaf)) for leaf in (batch.segments > 0, batch.labels >= 0))
 
     parts: list[tuple[str, float, float | None]] = []
-    state, target_params = program.state, setup.target_params
+    # What a step computes may depend on its number: all parts are of one late in the run.
+    state = program.state.replace(step=program.state.step + LATE)
+    target_params = setup.target_params
     names = setup.method.features
     with use(mesh):
         filling = jax.jit(lambda params, batch: _filled(setup, params, batch, names))

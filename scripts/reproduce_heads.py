@@ -1,46 +1,38 @@
-"""The shipped drafters, from the target to the exports: `python scripts/reproduce_heads.py`.
+"""A target's drafters, from the target to the exports: `python scripts/reproduce_heads.py`.
 
     python scripts/reproduce_heads.py --workdir=W [--minutes=M] [--responses=DIR,...] [--install]
 
 Stages: the target answers prompts, its features are stored, the EAGLE-3 head, the draft model and
 the Medusa heads are trained, and their parameters written in half precision to W/heads. Each stage
-goes on where it was stopped, so that the same command continues; when the minutes are over, the one
-under way is stopped cleanly and what is left is listed. `--responses` adds datasets of answers that
-exist already, `--nogenerate` uses those alone. `--install` puts the heads where specjax looks for
-those it ships. `--size=debug` runs everything in minutes. Works alike on CPU and GPU.
+goes on where it was stopped, so that the same command continues; after the minutes, Ctrl-C or
+SIGTERM the one under way saves what it has, and what is left is listed. `--responses` adds datasets
+of answers that exist already, `--nogenerate` uses those alone. `--install` puts the heads where
+specjax looks for those it ships, with a model card each. `--size=debug` runs everything in minutes.
+Works alike on CPU and GPU. Exit codes: 0, also where the minutes were over; 1 where a stage failed;
+2 for bad input; 130 after Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
-import shutil
-import signal
-import subprocess
+import math
+import os
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from absl import app, flags
+from absl import flags
+from cards import TRAINERS, card
+from children import INTERRUPTED, run_child
 
-_WORKDIR = flags.DEFINE_string("workdir", "runs/heads", "Where all stages keep their files.")
-_MINUTES = flags.DEFINE_float("minutes", None, "Stop cleanly after so long.", lower_bound=0.1)
-_RESPONSES = flags.DEFINE_list("responses", [], "Datasets of answers that exist already.")
-_GENERATE = flags.DEFINE_bool("generate", True, "Let the target answer prompts.")
-_STORE = flags.DEFINE_bool("store_features", True, "Store features; else each step computes them.")
-_KINDS = flags.DEFINE_list("kinds", ["eagle3", "draft_model", "medusa"], "Drafters to train.")
-_SIZE = flags.DEFINE_string("size", "", "debug, or nothing for the real thing.")
-_INSTALL = flags.DEFINE_bool("install", False, "Put the heads where specjax looks for them.")
-
-TRAINERS = {
-    "eagle3": ("train.eagle", "configs/train_eagle3.py"),
-    "draft_model": ("train.distill", "configs/train_distill.py"),
-    "medusa": ("train.medusa", "configs/train_medusa.py"),
-    "eagle": ("train.eagle", "configs/train_eagle1.py"),
-}
-_GRACE_S = 120.0
-"""How long a stage has to save what it has."""
+from specjax import frontdoor
+from specjax.errors import InputError, one_line
+from train.workdir import write_file
 
 
 class Stage(NamedTuple):
@@ -55,61 +47,67 @@ class Stage(NamedTuple):
         return " ".join(self.command[2:])
 
 
-def main(argv: list[str]) -> None:
-    """Run what is left of the recipe."""
-    if len(argv) > 1:
-        raise app.UsageError(f"{argv[1]!r} is not understood")
-    if unknown := sorted(set(_KINDS.value) - set(TRAINERS)):
-        raise app.UsageError(f"--kinds={unknown[0]}: use {', '.join(TRAINERS)}")
-    if not _GENERATE.value and not _RESPONSES.value:
-        raise app.UsageError("--nogenerate needs --responses=DIRECTORY")
-    root = Path(_WORKDIR.value).expanduser().absolute()
-    root.mkdir(parents=True, exist_ok=True)
-    record = root / "finished.json"
-    finished: dict[str, Any] = json.loads(record.read_text()) if record.exists() else {}
-    deadline = None if _MINUTES.value is None else time.monotonic() + 60 * _MINUTES.value
-    stages = _stages(root)
-    for stage in stages:
-        earlier = finished.get(stage.name, {}).get("command", stage.told)
-        if earlier != stage.told:
-            raise SystemExit(
-                f"error: workdir={str(root)!r}: {stage.name} was done there with another command, "
-                f"{earlier!r} for {stage.told!r}; use that one, or another workdir"
-            )
-    for place, stage in enumerate(stages):
-        if stage.name in finished:
-            seconds = finished[stage.name]["seconds"]
-            print(f"[{stage.name}] done earlier, {seconds:.0f} s", flush=True)
-            continue
-        print(f"[{stage.name}] {stage.told}", flush=True)
-        begin = time.monotonic()
-        if not _run(stage, deadline):
-            left = ", ".join(one.name for one in stages[place:])
-            print(f"the minutes are over; left: {left}, export. The same command goes on")
-            return
-        finished[stage.name] = {"command": stage.told, "seconds": time.monotonic() - begin}
-        _write(record, finished)
-    _export(root)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    act = lambda arguments: reproduce(_options(arguments))  # noqa: E731
+    return frontdoor.command(act, argv, __doc__, interrupted=INTERRUPTED)
 
 
-def _stages(root: Path) -> list[Stage]:
-    python, size = [sys.executable, "-m"], f":{_SIZE.value}" if _SIZE.value else ""
-    stages, answers = [], list(_RESPONSES.value)
-    if _GENERATE.value:
+def _options(argv: Sequence[str]) -> Any:
+    values = flags.FlagValues()
+    own = {"flag_values": values}
+    usual = [kind for kind in TRAINERS if kind != "eagle"]
+    flags.DEFINE_string("workdir", "runs/heads", "Where all stages keep their files.", **own)
+    flags.DEFINE_float("minutes", None, "Stop cleanly after so long.", lower_bound=0.1, **own)
+    flags.DEFINE_list("responses", [], "Datasets of answers that exist already.", **own)
+    flags.DEFINE_bool("generate", True, "Let the target answer prompts.", **own)
+    flags.DEFINE_bool("store_features", True, "Else each step computes them.", **own)
+    flags.DEFINE_list("kinds", usual, "Drafters to train.", **own)
+    flags.DEFINE_enum("size", "", ["", "debug"], "debug, or nothing for the real thing.", **own)
+    flags.DEFINE_bool("install", False, "Put the heads where specjax looks for them.", **own)
+    try:
+        rest = values(["reproduce_heads", *argv])[1:]
+    except flags.Error as error:
+        raise InputError(f"{one_line(error)}; see --help") from None
+    if rest:
+        raise InputError(f"{rest[0]!r} is not understood; see --help")
+    if unknown := sorted(set(values.kinds) - set(TRAINERS)):
+        raise InputError(f"kinds={unknown[0]!r}: use {', '.join(TRAINERS)}")
+    if not values.generate and not values.responses:
+        raise InputError("responses is missing: --nogenerate needs --responses=DIRECTORY")
+    return values
+
+
+def reproduce(options: Any) -> int:
+    """Run what is left of the recipe; returns the exit code."""
+    until = math.inf if options.minutes is None else time.monotonic() + 60 * options.minutes
+    root = Path(options.workdir).expanduser().absolute()
+    with _alone(root) as lock:
+        code = run_stages(recipe(options, root), root, until, [lock])
+        if code is None:
+            export(options, root)
+    return code or 0
+
+
+def recipe(options: Any, root: Path) -> list[Stage]:
+    """The stages that make what is exported, in order."""
+    python, size = [sys.executable, "-m"], f":{options.size}" if options.size else ""
+    stages, answers = [], list(options.responses)
+    if options.generate:
         output = root / "responses"
         config = f"--config=configs/generate_smollm2.py{size}"
         places = [f"--config.workdir={root / 'generate'}", f"--config.output={output}"]
         stages.append(Stage("generate", [*python, "train.generate", config, *places]))
         answers.append(str(output))
     data = answers
-    if _STORE.value:
+    if options.store_features:
         data = []
         for number, source in enumerate(answers):
             output = root / "features" / str(number)
             command = [*python, "train.features", f"--input={source}", f"--output={output}"]
             stages.append(Stage(f"features {number}", command))
             data.append(str(output))
-    for kind in _KINDS.value:
+    for kind in options.kinds:
         module, config = TRAINERS[kind]
         command = [
             *python,
@@ -122,28 +120,100 @@ def _stages(root: Path) -> list[Stage]:
     return stages
 
 
-def _run(stage: Stage, deadline: float | None) -> bool:
-    """Whether the stage came to its end; at the deadline it is asked to stop."""
-    left = None if deadline is None else deadline - time.monotonic()
-    if left is not None and left <= 0:
-        return False
-    process = subprocess.Popen(stage.command)
-    try:
-        code = process.wait(left)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)
+def run_stages(
+    stages: Sequence[Stage], root: Path, until: float = math.inf, keep: Sequence[int] = ()
+) -> int | None:
+    """Run what is left, as `run_child` does; an exit code where that ends early, else None."""
+    record = root / "finished.json"
+    finished = _read(record)
+    for stage in stages:
+        earlier = finished.get(stage.name, {}).get("command", stage.told)
+        if earlier != stage.told:
+            raise InputError(
+                f"workdir={str(root)!r}: {stage.name} was done there with another command, "
+                f"{earlier!r} for {stage.told!r}; use that one, or another workdir"
+            )
+    for place, stage in enumerate(stages):
+        if stage.name in finished:
+            print(f"[{stage.name}] done earlier, {finished[stage.name]['seconds']:.0f} s")
+            continue
+        print(f"[{stage.name}] {stage.told}", flush=True)
+        begin = time.monotonic()
         try:
-            process.wait(_GRACE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        return False
-    if code:
-        raise SystemExit(f"[{stage.name}] ended with code {code}; the same command goes on")
-    return True
+            code = run_child(stage.command, until=until, keep=keep) if begin < until else None
+        except KeyboardInterrupt:
+            code = frontdoor.INTERRUPTED
+        if code != 0:
+            return _ended(code, [one.name for one in stages[place:]])
+        finished[stage.name] = {"command": stage.told, "seconds": time.monotonic() - begin}
+        write_file(record, json.dumps(finished, indent=1) + "\n")
+    return None
 
 
-def _export(root: Path) -> None:
+def _ended(code: int | None, names: Sequence[str]) -> int:
+    """Say what is left, the first of it being what was under way; returns the exit code."""
+    left = f"left: {', '.join(names)}, export. The same command goes on"
+    if code is None:
+        print(f"the minutes are over; {left}")
+        return 0
+    if code == frontdoor.INTERRUPTED:
+        print(f"interrupted; {left}", file=sys.stderr)
+        return code
+    print(f"[{names[0]}] ended with code {code}; {left}", file=sys.stderr)
+    return 1
+
+
+@contextmanager
+def _alone(root: Path) -> Iterator[int]:
+    """A lock on a folder, as a file descriptor; raises InputError where another process has it.
+
+    The kernel lets go of it when the last process that inherited it is gone: a stage that outlives
+    a killed parent keeps a second one from its files.
+    """
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        file = (root / "lock").open("a+b", buffering=0)
+    except OSError as error:
+        raise _unwritable(root, error) from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.truncate(0)
+            file.write(b"%d" % os.getpid())
+        except BlockingIOError:
+            file.seek(0)
+            raise InputError(
+                f"workdir={str(root)!r}: another run is at work there (process "
+                f"{file.read().decode(errors='replace')}, or the stage that it began); wait for "
+                "it, stop it, or use another workdir"
+            ) from None
+        except OSError as error:
+            raise _unwritable(root, error) from None
+        yield file.fileno()
+
+
+def _unwritable(root: Path, error: OSError) -> InputError:
+    return InputError(
+        f"workdir={str(root)!r}: cannot be written ({error.strerror}); make room there, or use "
+        "another workdir"
+    )
+
+
+def _read(record: Path) -> dict[str, Any]:
+    """The stages that are done, their commands and seconds."""
+    try:
+        text = record.read_text(encoding="utf-8") if record.exists() else "{}"
+        return {
+            name: {"command": str(about["command"]), "seconds": float(about["seconds"])}
+            for name, about in json.loads(text).items()
+        }
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        raise InputError(
+            f"{record}: cannot be read; delete it, and each stage finds what it has done"
+        ) from None
+
+
+def export(options: Any, root: Path) -> None:
     """Each head in half precision, and what they weigh together."""
     import jax
     import numpy as np
@@ -152,30 +222,28 @@ def _export(root: Path) -> None:
     from specjax.heads.head import read_head, save_head
 
     total = 0
-    for kind in _KINDS.value:
+    for kind in options.kinds:
         head = read_head(root / kind / "export")
         half = jax.tree.map(lambda leaf: np.asarray(leaf, np.float16), head.params)
         if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(half)):
-            raise SystemExit(f"{kind}: a parameter does not fit in half precision")
+            raise InputError(
+                f"{root / kind}: a parameter does not fit in half precision; train it anew in "
+                "another workdir, at a lower learning_rate"
+            )
         head = dataclasses.replace(head, params=half)
         place = root / "heads" / kind
         save_head(head, place, overwrite=True)
         size = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
         total += size
         print(f"{place}: {size / 1e6:.1f} MB")
-        if _INSTALL.value:
+        if options.install:
             shipped = SHIPPED / head.target.name / kind
-            shutil.rmtree(shipped, ignore_errors=True)
-            shutil.copytree(place, shipped)
+            save_head(head, shipped, overwrite=True)
+            write_file(shipped.with_name(f"{kind}.md"), card(head))
             print(f"installed: {shipped}")
     print(f"together {total / 1e6:.1f} MB")
 
 
-def _write(path: Path, content: Any) -> None:
-    beside = path.with_suffix(".writing")
-    beside.write_text(json.dumps(content, indent=1) + "\n")
-    beside.replace(path)
-
-
 if __name__ == "__main__":
-    app.run(main)
+    sys.stdout.reconfigure(errors="replace")
+    raise SystemExit(main())

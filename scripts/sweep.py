@@ -9,7 +9,7 @@ stay in DIR/cells. Finished cells are skipped, so the same command goes on where
 Then `specjax.report` writes DIR/report.md and the rest, into a folder of its own for each target
 and set of prompts where there are several. `--predict` times the parts of rounds as well,
 `--nopictures` leaves pictures out. Exit codes: 0; 1 where a cell failed or its tokens differ from
-plain decoding's; 2 for bad input; 130 after Ctrl-C.
+plain decoding's; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -29,6 +27,7 @@ from typing import Any
 
 import ml_collections
 from absl import flags
+from children import INTERRUPTED, run_child
 
 from specjax import decode, frontdoor, plots, report, reporting
 from specjax.errors import InputError, one_line
@@ -37,9 +36,6 @@ from specjax.job import read_job
 from specjax.report_figures import OVERALL, figures_by_task
 from specjax.report_reading import read_report
 from specjax.report_runs import Run
-
-INTERRUPTED = "interrupted; the same command goes on from here"
-"""What Ctrl-C says where finished cells are kept."""
 
 
 @dataclass(frozen=True)
@@ -151,29 +147,14 @@ def finished(cell: Cell) -> Run | None:
     return run if isinstance(run, Run) and not run.summary.get("interrupted") else None
 
 
-def run_cell(cell: Cell) -> int:
+def run_cell(cell: Cell) -> int | None:
     """Decode a cell in a process of its own; returns its exit code."""
     command = [sys.executable, "-m", "specjax.decode", *cell.arguments]
     with open(cell.log, "w", encoding="utf-8") as log:
-        # A session of its own, so that Ctrl-C reaches it once, by way of this process.
-        process = subprocess.Popen(
-            [*command, f"--config.report={cell.report}"],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait()
-            finally:
-                process.kill()
-            raise
+        return run_child([*command, f"--config.report={cell.report}"], log=log)
 
 
-def _outcome(cell: Cell, run: Run | None, status: int) -> str:
+def _outcome(cell: Cell, run: Run | None, status: int | None) -> str:
     if run is None:
         lines = cell.log.read_text(encoding="utf-8").splitlines() if cell.log.exists() else []
         return f"FAILED with exit code {status}: {lines[-1] if lines else 'no word'} ({cell.log})"

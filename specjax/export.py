@@ -2,9 +2,10 @@
 
     python -m specjax.export --head=PATH --format=eagle3 --output=DIR
 
-PATH is a head that specjax saved, or a directory in one of the layouts. Formats are medusa, eagle,
-eagle3, speculators, and specjax. What was written is read again and its draft logits are compared,
-bit by bit. Exit codes: 0; 2 for bad input; 130 after Ctrl-C.
+PATH is a head that specjax saved, a directory in one of the layouts, or the kind of a head that
+comes with specjax, such as eagle3. Formats are medusa, eagle, eagle3, speculators, and specjax.
+What was written is read again and its draft logits are compared, bit by bit. Exit codes: 0; 2 for
+bad input; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import NoReturn
 from specjax import frontdoor, interchange
 from specjax.checkpoint_directory import is_checkpoint
 from specjax.errors import InputError, one_line
-from specjax.heads.head import Head, read_head, save_head
+from specjax.heads.files import open_head
+from specjax.heads.head import KINDS, Head, read_head, save_head
 from specjax.interchange.checkpoint import check_target
 from specjax.interchange.directory import check_format, whole_vocabulary
 from specjax.interchange.logits import check_same
@@ -85,15 +87,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 def export(asked: argparse.Namespace) -> int:
     """Run parsed flags; returns the exit code. Raises InputError."""
     source, output = Path(asked.head).expanduser(), Path(asked.output).expanduser()
-    if not source.is_dir():
-        raise InputError(f"head={asked.head!r}: no such directory; give that of a saved head")
+    shipped = asked.head in KINDS
+    if not shipped and not source.is_dir():
+        raise InputError(
+            f"head={asked.head!r}: no such directory; give that of a saved head, or the kind of "
+            f"one that comes with specjax ({', '.join(KINDS)})"
+        )
     if asked.format != OWN:
         check_target(output)
     head = None
-    if is_checkpoint(source):
+    if not shipped and is_checkpoint(source):
         head = _prepared(read_head(source), asked)
     target = load_model(asked.target, dtype=asked.dtype)
-    if head is None:
+    if shipped:
+        head = _prepared(open_head(asked.head, None, target), asked)
+    elif head is None:
         foreign = interchange.read_foreign(source, target, layer_ids=asked.read_layer_ids)
         head = _prepared(foreign, asked)
     if asked.format == OWN:

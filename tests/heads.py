@@ -58,10 +58,11 @@ def eagle_drafter(target, **options):
     return head_drafter(eagle_head(target, **options), target)
 
 
-def medusa_config(target, heads=3, num_layers=1, original_lm_head=True, ids=None):
+def medusa_config(target, heads=3, num_layers=1, original_lm_head=True, projection=False, ids=None):
     vocab = target.config.vocab_size
     size = vocab if ids is None else len(ids)
-    return MedusaConfig(target.config.hidden_size, vocab, heads, num_layers, size, original_lm_head)
+    width = target.config.hidden_size
+    return MedusaConfig(width, vocab, heads, num_layers, size, original_lm_head, projection)
 
 
 def medusa_head(target, ids=None, spread=1.0, seed=0, **options):
@@ -73,9 +74,12 @@ def medusa_head(target, ids=None, spread=1.0, seed=0, **options):
         size = spread * (0.1 if len(entry.shape) == 3 else entry.shape[-2] ** -0.5)
         return jnp.asarray(size * rng.standard_normal(entry.shape, np.float32))
 
-    table = {"blocks": parameter_table(config)["blocks"]}
+    table = parameter_table(config)
+    start = first_params(Medusa(config, jnp.dtype("float32")), target, ids, jax.random.key(0))
+    table.pop("head", None)
     params = jax.tree.map(noise, table, is_leaf=lambda node: isinstance(node, Parameter))
+    if config.projection:
+        params["projection"] = jax.tree.map(jnp.add, params["projection"], start["projection"])
     if not config.original_lm_head:
-        start = first_params(Medusa(config, jnp.dtype("float32")), target, ids, jax.random.key(0))
         params["head"] = start["head"]
     return Head("medusa", config, params, ids, TargetFacts.of(target))

@@ -240,9 +240,11 @@ def test_prompts_that_are_too_long_are_left_out_and_said(model_path, prompts, tm
     assert prompt_lengths.max() <= 8
 
 
-def test_the_corpus_at_debug_size(model_path, tmp_path, capsys):
+@pytest.mark.parametrize("named", [False, True])
+def test_the_corpus_at_debug_size(named, model_path, tmp_path, capsys):
     command = [
         "--config=configs/generate_smollm2.py:debug",
+        *["--config.prompts=specjax_corpus"] * named,
         f"--config.target={model_path}",
         f"--config.workdir={tmp_path / 'run'}",
         f"--config.tfds.data_dir={tmp_path / 'tfds'}",

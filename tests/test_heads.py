@@ -14,7 +14,7 @@ import specjax
 from specjax.checkpoints import save_checkpoint, save_drafter
 from specjax.errors import InputError
 from specjax.heads.drafters import head_drafter
-from specjax.heads.files import open_head, shipped_heads
+from specjax.heads.files import SHIPPED, open_head, shipped_heads
 from specjax.heads.head import Head, TargetFacts, read_head, save_head
 from specjax.models.eagle import EagleConfig
 from specjax.models.loading import random_model
@@ -51,6 +51,17 @@ def other(tiny, **changes):
 def test_a_head_of_another_target_is_refused(changes, says, tiny):
     with pytest.raises(InputError, match=says):
         head_drafter(eagle_head(tiny), other(tiny, **changes))
+
+
+@pytest.mark.parametrize(
+    "tap", ["layer_input:x", "layer_input:-1", "layer_input:3", "embedding", "x:1"]
+)
+def test_taps_that_the_target_does_not_have(tap, tiny):
+    head = eagle_head(tiny)
+    config = dataclasses.replace(head.config, taps=(tap, *head.config.taps[1:]))
+    said = rf"^drafter\.path: taps: feature '{tap}' is unknown: use .* with i < 3$"
+    with pytest.raises(InputError, match=said):
+        head_drafter(dataclasses.replace(head, config=config), tiny)
 
 
 def test_another_tokenizer_is_refused(tiny, chatty):
@@ -163,10 +174,21 @@ def test_the_most_frequent_tokens():
     check_draft_ids(most_frequent(counts, 5), 5)
 
 
-def test_what_is_shipped_is_listed():
-    for target, kinds in shipped_heads().items():
-        assert target == "smollm2-135m-instruct"
-        assert set(kinds) <= {"draft_model", "medusa", "eagle", "eagle3"}
+def test_what_is_shipped():
+    assert shipped_heads() == {"smollm2-135m-instruct": ["draft_model", "medusa", "eagle3"]}
+    folder = SHIPPED / "smollm2-135m-instruct"
+    for kind in ("draft_model", "medusa", "eagle3"):
+        head = read_head(folder / kind)
+        assert (head.kind, head.target.name) == (kind, "smollm2-135m-instruct")
+        assert {leaf.dtype for leaf in jax.tree.leaves(head.params)} == {jnp.dtype("float16")}
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(head.params))
+        card = (folder / f"{kind}.md").read_text()
+        count = sum(leaf.size for leaf in jax.tree.leaves(head.params))
+        assert f"{count / 1e6:.2f} million parameters" in card
+        assert "- Trained on" in card
+        assert "## Tau by task" in card
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    assert size <= 48e6
 
 
 def test_a_targets_facts(chatty):

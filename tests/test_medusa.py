@@ -23,6 +23,7 @@ V = 61
 FORMS = {
     "shared": dict(original_lm_head=True, ids=SOME),
     "own": dict(original_lm_head=False, num_layers=2),
+    "projected": dict(projection=True, ids=SOME),
 }
 
 
@@ -33,7 +34,8 @@ def plain(tiny):
 
 
 @pytest.mark.parametrize(
-    ("form", "length"), [("shared", 5), pytest.param("own", 2, marks=pytest.mark.slow)]
+    ("form", "length"),
+    [("shared", 5), ("projected", 3), pytest.param("own", 2, marks=pytest.mark.slow)],
 )
 def test_coupled_and_greedy_rows_are_those_of_plain_decoding(form, length, tiny, plain):
     got = decode(

@@ -3,11 +3,12 @@
 import dataclasses
 import importlib.util
 import json
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
-from heads import eagle_head
+from heads import eagle_head, medusa_head
 from reports import content
 
 from specjax import decode, frontdoor
@@ -48,13 +49,22 @@ def cells_run(report_heads, monkeypatch):
     return done
 
 
+def recorded(method, **changes):
+    """A config as heads record it, JSON-ready."""
+    file = SCRIPTS.parent / "configs" / f"train_{method}.py"
+    config = json.loads(runpy.run_path(str(file))["get_config"]().to_json())
+    for name in ("data", "target", "workdir", "start_from", "distributed", "mesh"):
+        del config[name]
+    return config | {"learning_rate_scales": {}} | changes
+
+
 @pytest.fixture(scope="module")
 def heads(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("heads")
     data = {"conversations": 3, "tokens": 500, "labels": 200}
 
     def stage(rate, **more):
-        config = {"steps": 9, "decay_steps": 9, "learning_rate": rate, "eval": {"every": 1100}}
+        config = recorded("eagle3", steps=9, decay_steps=9, learning_rate=rate)
         about = {"method": "eagle3", "data": data | {"sources": ["a", "b"]}, "config": config}
         return about | {"step": 9, "tokens": 2_000_000, "curve": CURVE} | more
 
@@ -92,6 +102,11 @@ def test_runs_tables_and_cards(report_heads, cells_run, heads, tmp_path, capsys)
     assert "3 conversations, 500 tokens, of which 200," in card
     assert "From nowhere." in card
     assert "on 4.00 million tokens in 18 steps" in card
+    assert (
+        "(`--config.data` names folders that `train.generate` wrote, EXPORT_N is W_N/export):"
+        in (card)
+    )
+    assert "reproduce_heads.py --workdir=W --kinds=eagle3` does not repeat these runs" in card
     first, second = card.split("```")[1].strip().split("python -m ")[1:]
     both = "train.eagle --config=configs/train_eagle3.py --config.data=a,b"
     assert " ".join(first.replace("\\", "").split()) == (
@@ -112,9 +127,49 @@ def test_runs_tables_and_cards(report_heads, cells_run, heads, tmp_path, capsys)
     assert (one.sampling.temperature, one.batch_size, one.compare) == (0.0, 8, False)
 
     cells_run.clear()
+    assert report_heads.main([*argv, "--drafters=eagle3", "--nospeed"]) == 0
+    (one,) = cells_run
+    assert (one.sampling.temperature, one.batch_size, one.compare) == (0.0, 8, True)
+
+    cells_run.clear()
     assert report_heads.main([*argv, "--drafters=eagle3"]) == 0
     assert cells_run == []
     assert "6 cells, 0 of them finished" in capsys.readouterr().out
+
+
+def test_a_card_says_what_later_fields_were_when_a_head_was_trained(report_heads, tiny):
+    def command(config, method="medusa"):
+        data = {"conversations": 3, "tokens": 500, "labels": 200, "sources": ["a"]}
+        about = {"method": method, "data": data, "config": config, "step": 9, "tokens": 100}
+        head = dataclasses.replace(medusa_head(tiny), training=about)
+        text = report_heads.card(head)
+        assert "EXPORT" not in text
+        return " ".join(text.split("```")[1].replace("\\", "").split()), text
+
+    now = "python -m train.medusa --config=configs/train_medusa.py --config.data=a"
+    now += " --config.workdir=W_1"
+    config = recorded("medusa")
+    assert command(config)[0] == now
+
+    # As the first head was: before there were other optimizers, and projections.
+    del config["optimizer"], config["medusa"]["projection"]
+    then = "--config.optimizer=adamw --config.medusa.projection=False"
+    assert command(config)[0] == f"{now} {then}"
+
+    # What nobody has said anything about.
+    del config["clip"], config["eval"]["prompts"]
+    assert command(config)[0] == (
+        "# not there when this was trained, what it was then is not known: clip=1.0, "
+        f"eval.prompts=8 {now} {then}"
+    )
+
+    config = recorded("medusa2", learning_rate_scales={"target": 0.02})
+    told, text = command(config, "medusa2")
+    assert told == now.replace("train_medusa.py", "train_medusa2.py")
+    assert "reproduce_heads.py" not in text
+    config["learning_rate_scales"] = {"target": 0.02, "layers": {"0": 0.5}}
+    told, _ = command(config, "medusa2")
+    assert "--config.learning_rate_scales=target:0.02,layers.0:0.5" in told
 
 
 @pytest.mark.parametrize(

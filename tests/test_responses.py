@@ -16,6 +16,7 @@ from specjax.models.loading import random_model
 from train import import_responses
 from train.data.examples import Example, target_facts
 from train.data.responses import open_responses
+from train.data.sources import open_sources
 from train.data.writing import write_responses
 
 WIDTH, V = 24, 61
@@ -77,6 +78,20 @@ def test_round_trip_in_order_over_several_files(tmp_path, facts):
     same(examples[5], pickle.loads(pickle.dumps(responses))[5])
     with pytest.raises(IndexError):
         responses[40]
+
+
+def test_a_dataset_named_twice_counts_twice(tmp_path, facts):
+    parts = {"a": [example(50), example(1)], "b": [example(2), example(3, 30), example(4)]}
+    for name, part in parts.items():
+        write_responses(tmp_path / name, part, facts, NAMES[:0])
+    data = open_sources([tmp_path / name for name in ("a", "b", "a")], facts)
+    order = [*parts["a"], *parts["b"], *parts["a"]]
+    assert len(data) == 7
+    assert data.lengths.tolist() == [20, 20, 20, 30, 20, 20, 20]
+    assert data.num_labels.sum() == sum(one.loss_mask.sum() for one in order)
+    assert np.flatnonzero(data.validation).tolist() == [0, 5]
+    for index, one in enumerate(order):
+        same(one, data[index])
 
 
 def test_any_reader_of_tfds_opens_it(tmp_path, facts):

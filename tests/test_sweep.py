@@ -19,11 +19,13 @@ FIXED = ["--config.target=model", "--config.prompt=one two"]
 
 @pytest.fixture(scope="module")
 def sweep():
+    sys.path.insert(0, str(SCRIPT.parent))
     spec = importlib.util.spec_from_file_location("sweep", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     sys.modules["sweep"] = module
     spec.loader.exec_module(module)
     yield module
+    sys.path.remove(str(SCRIPT.parent))
     del sys.modules["sweep"]
 
 

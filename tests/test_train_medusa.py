@@ -27,6 +27,7 @@ KEY = jax.random.key(0)
 FORMS = {
     "shared": dict(original_lm_head=True, ids=SOME),
     "own": dict(original_lm_head=False, num_layers=2),
+    "projected": dict(projection=True, ids=SOME),
 }
 
 
@@ -66,6 +67,8 @@ def slow_loss(params, target, batch, ids, own, labels):
                 x = features[row, label - 2]
                 for kernel, bias in zip(kernels[number], biases[number], strict=True):
                     x = x + silu(x @ kernel + bias)
+                if "projection" in params:
+                    x = x @ np.asarray(params["projection"]["kernel"][number], np.float64)
                 kernel = params["head"]["kernel"][number] if own else head[:, ids]
                 q = np.exp(x @ np.asarray(kernel, np.float64))
                 q /= q.sum()
@@ -84,14 +87,16 @@ def slow_loss(params, target, batch, ids, own, labels):
     return np.dot(0.5 ** np.arange(heads), losses), losses, weight, correct, along, counts
 
 
-@pytest.mark.parametrize(("form", "labels"), [("shared", "laws"), ("own", "tokens")])
+@pytest.mark.parametrize(
+    ("form", "labels"), [("shared", "laws"), ("own", "tokens"), ("projected", "laws")]
+)
 def test_the_loss_by_definition(form, labels, tiny, batch):
     options = FORMS[form]
     method = method_of(tiny, labels, **options)
     params = medusa_head(tiny, spread=0.2, **options).params
     arguments = (params, tiny.params, batch, KEY)
     total, measures = quickly(method.loss, *arguments)(*arguments)
-    own = not options["original_lm_head"]
+    own = not options.get("original_lm_head", True)
     wanted = slow_loss(params, tiny, batch, options.get("ids"), own, labels)
     np.testing.assert_allclose(total, wanted[0], rtol=1e-4)
     for number, loss in enumerate(wanted[1]):
@@ -263,6 +268,15 @@ def test_the_target_learns_too(tiny, batch):
     np.testing.assert_array_equal(
         method.tuned(moved).params["final_norm"]["scale"], moved["target"]["final_norm"]["scale"]
     )
+
+
+@pytest.mark.parametrize("warm", [0, 3])
+def test_the_weight_of_the_heads_grows_to_the_end_and_stays(warm):
+    joint = JointLoss(heads=0.1, warm_steps=warm, steps=warm + 10)
+    # The last one is the largest step there is.
+    steps = jnp.asarray([warm, warm + 4, warm + 9, warm + 10, 2**31 - 1], jnp.int32)
+    wanted = 0.1 * np.sin(np.pi / 20 * np.array([1, 5, 10, 10, 10]))
+    np.testing.assert_allclose([*map(joint.weight, steps)], wanted, rtol=1e-6)
 
 
 def test_medusa_2_on_a_cycle():

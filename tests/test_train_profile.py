@@ -9,6 +9,7 @@ import pytest
 from toy_training import get_config, toy_method, toy_target, write_data
 
 from train import setup
+from train.step import LATE
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 import profile_training
@@ -38,6 +39,37 @@ def test_operations_of_products_are_counted():
 
     assert counted(jax.grad(loss, (0, 1)), a, b) == 3 * one
     assert counted(jax.grad(jax.checkpoint(loss), (0, 1)), a, b) == 4 * one
+
+
+def test_every_part_is_of_a_step_late_in_the_run(tmp_path, monkeypatch):
+    write_data(tmp_path / "data")
+    monkeypatch.setattr(setup, "load_model", lambda name, mesh=None: toy_target(mesh))
+    config = get_config()
+    config.data = str(tmp_path / "data")
+    seen = []
+
+    def noted(target, data, config):
+        toy = toy_method(target)
+
+        def loss(params, target_params, batch, key, step):
+            jax.debug.callback(lambda step: seen.append(int(step)), step)
+            return toy.loss(params, target_params, batch, key)
+
+        return toy._replace(loss=loss, takes_step=True)
+
+    profile_training.profile(setup.set_up(config, noted), steps=2)
+    jax.effects_barrier()
+    assert seen
+    assert min(seen) >= LATE > config.steps
+
+
+@pytest.mark.parametrize("name", ["train.typo", "train.losses", ""])
+def test_a_method_that_is_none(name, capsys):
+    assert profile_training.main([f"--method={name}"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: --method={name!r}: ")
+    assert error.count("\n") == 1
+    assert "use a module with make_method and CONFIG" in error
 
 
 def test_every_part_is_in_the_table(tmp_path, monkeypatch, capsys):

@@ -17,13 +17,14 @@ from tensorboardX.proto import event_pb2
 from tensorboardX.record_writer import masked_crc32c
 from test_checkpoints import files_limited_to
 from test_processes import ROOT, free_port, joined
-from test_train_loop import Run, mesh_of, settings_of, timeless
+from test_train_loop import Run, mesh_of, timeless
 from toy_training import (
     LABELS,
     TOKENS,
     Listed,
     conversations,
     get_config,
+    settings_of,
     toy_method,
     toy_target,
     write_data,
@@ -225,6 +226,8 @@ def test_another_config_is_refused_by_name(tmp_path):
         assert said in str(caught.value)
     with pytest.raises(InputError, match="data.tokens=5 then, 6 now"):
         files.open_workdir(tmp_path / "w", {**record(), "data": {"tokens": 6}})
+    with pytest.raises(InputError, match="draft_vocabulary=None then, 'f3' now"):
+        files.open_workdir(tmp_path / "w", {**record(seed=5), "draft_vocabulary": "f3"})
     with pytest.raises(InputError, match="decay_steps=12 then, 20 now .*steps"):
         files.open_workdir(tmp_path / "w", record(steps=20))
 
@@ -374,6 +377,7 @@ def test_a_whole_run_from_data_on_disk(tmp_path, console, monkeypatch):
         "features computed in the step",
         "compiling the training step",
         "step 4/12  loss ",
+        "  cond 0.",
         "tau_sim",
         "tokens/s",
         "step 8, held out: loss",
@@ -386,6 +390,7 @@ def test_a_whole_run_from_data_on_disk(tmp_path, console, monkeypatch):
     assert [row["step"] for row in rows] == [4, 8, 8, 12, 12]
     for name in ("train/loss", "train/acc_pos_0", "train/full_acc_1", "train/cond_acc_1"):
         assert name in rows[0]
+    assert rows[0]["train/seconds_left"] > rows[3]["train/seconds_left"] == 0
     assert {"eval/loss", "eval/tau", "eval/decoded_acc_pos_0"} <= rows[2].keys()
     assert "eval/tau_t1" in rows[4]
     shown = {(step, name): value for step, name, value in events(workdir)}
@@ -409,8 +414,7 @@ def test_bad_settings_are_named_before_any_work(tmp_path, monkeypatch):
     def refused(said, **changes):
         config = get_config()
         config.data, config.workdir = str(tmp_path / "data"), str(tmp_path / "w")
-        for name, value in changes.items():
-            config[name] = value
+        config.update_from_flattened_dict(changes)
         with pytest.raises(InputError, match=said):
             run.run(config, lambda target, data, config: toy_method(target), Console(quiet=True))
         assert not (tmp_path / "w").exists()
@@ -420,6 +424,8 @@ def test_bad_settings_are_named_before_any_work(tmp_path, monkeypatch):
     refused("features='stored': .* has no final_norm .*there are none", features="stored")
     refused("no such directory", data=str(tmp_path / "nowhere"))
     refused("row_tokens=3: use a whole number of at least 4", row_tokens=3)
+    too_many = {"eval.prompts": 1, "eval.new_tokens": 200}
+    refused("eval.new_tokens=200: random-0 has 200 positions.* at most 199", **too_many)
     monkeypatch.setattr(
         setup, "load_model", lambda name, mesh=None: _with_hidden_size(toy_target(mesh), 20)
     )

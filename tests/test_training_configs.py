@@ -5,6 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from test_processes import finish, free_port, joined, start
 
 from specjax import decode
 from specjax.heads.head import read_head
@@ -63,6 +64,7 @@ def test_debug_size(name, places, tmp_path, capsys):
         export, target = export / "head", export / "target"
     assert module.main(command) == 0
     assert "going on behind step" in capsys.readouterr().out
+    assert len(json.loads((tmp_path / "run" / "config.json").read_text())["draft_vocabulary"]) == 16
     decoding = [
         "--config=configs/decode_smollm2.py",
         f"--config.target={target}",
@@ -148,13 +150,16 @@ def test_an_earlier_head_of_another_kind(name, options, said, places, medusa_exp
     assert said in capsys.readouterr().err
 
 
+def losses_of(workdir):
+    lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    return [line["train/loss"] for line in lines if "train/loss" in line]
+
+
 @pytest.mark.parametrize(
     "name",
     [
         "train_eagle3",
-        "train_distill",
-        "train_medusa",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("train_eagle1", "train_medusa2")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in RUNS if name != "train_eagle3"),
     ],
 )
 def test_the_curve_is_the_same_on_other_meshes(name, places, tmp_path):
@@ -166,10 +171,41 @@ def test_the_curve_is_the_same_on_other_meshes(name, places, tmp_path):
             options = [f"--config.steps={steps}", f"--config.mesh.data={data}"]
             options += [f"--config.mesh.model={model}", f"--config.fsdp={fsdp}", *always]
             assert started_from(places, workdir, name, *options) == 0
-        lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
-        return [line["train/loss"] for line in lines if "train/loss" in line]
+        return losses_of(workdir)
 
     alone = losses(tmp_path / "alone", (3, 1, 1, "false"))
     assert len(set(alone)) == 3
     moved = losses(tmp_path / "moved", (2, 8, 1, "true"), (3, 4, 2, "true"))
     np.testing.assert_allclose(moved, alone, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_two_processes_give_the_curve_of_one(name, places, tmp_path):
+    """A target that is split over two devices in each of them, which hold it twice."""
+    module, kind, usual = RUNS[name]
+    options = [
+        f"--config=configs/{name}.py:debug",
+        f"--config.target={places / 'model'}",
+        f"--config.data={places / 'data'}",
+        "--config.dtype=float32",
+        "--config.eval.prompts=0",
+        *usual,
+    ]
+    assert module.main([*options, f"--config.workdir={tmp_path / 'one'}"]) == 0
+    address, mesh = f"127.0.0.1:{free_port()}", ["--config.mesh.data=2", "--config.mesh.model=2"]
+    ran = [
+        start(
+            [*options, *mesh, f"--config.workdir={tmp_path / 'two'}", *joined(address, number)],
+            program=("-m", module.__name__),
+            devices=2,
+        )
+        for number in (0, 1)
+    ]
+    for code, _, error in map(finish, ran):
+        assert code == 0, error
+    one, two = (losses_of(tmp_path / part) for part in ("one", "two"))
+    assert len(one) == 6
+    np.testing.assert_allclose(two, one, rtol=1e-5)
+    if name != "train_medusa2":
+        assert read_head(tmp_path / "two" / "export").kind == kind

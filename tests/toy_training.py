@@ -16,7 +16,7 @@ from specjax.heads.head import Head, TargetFacts
 from specjax.models.config import DecoderConfig
 from specjax.models.loading import random_model
 from specjax.models.medusa import MedusaConfig
-from train.config import training_fields
+from train.config import read_settings, training_fields
 from train.data.examples import Example, target_facts
 from train.data.responses import write_responses
 from train.method import Method, measure
@@ -160,6 +160,14 @@ def get_config():
     config.eval.batches = 1
     config.eval.prompts = 0
     return config
+
+
+def settings_of(**changes):
+    """The settings of the toy's config, with some fields changed."""
+    config = get_config()
+    for name, value in changes.items():
+        config[name] = value
+    return read_settings(config)
 
 
 if __name__ == "__main__":

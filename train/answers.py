@@ -104,7 +104,7 @@ def _samplings(config: ml_collections.ConfigDict) -> list[SamplingParams]:
 
 def find_requests(config: ml_collections.ConfigDict, screen: Screen) -> list[Request]:
     """The prompts that a config names; by default those of `specjax_corpus`."""
-    if config.prompts is not None:
+    if config.prompts is not None and not _is_corpus(config.prompts):
         if Path(config.prompts).is_file():
             return read_requests(config.prompts)
         with screen.working(f"reading the dataset {config.prompts}"):
@@ -133,6 +133,11 @@ def find_requests(config: ml_collections.ConfigDict, screen: Screen) -> list[Req
             corpus.prepare_corpus(made, config.tfds.data_dir)
         processes.agree({})
         return read_dataset(str(corpus.prepare_corpus(made, config.tfds.data_dir)))
+
+
+def _is_corpus(prompts: str) -> bool:
+    """Whether that is the name of our own dataset, which has a section of settings."""
+    return prompts == "specjax_corpus" and not Path(prompts).exists()
 
 
 def plan(config: ml_collections.ConfigDict, model: Model, requests: Sequence[Request]) -> Job:

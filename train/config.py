@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ml_collections import ConfigDict, config_dict
@@ -9,7 +10,7 @@ from ml_collections import ConfigDict, config_dict
 from specjax import frontdoor
 from specjax.errors import InputError
 from specjax.models.loading import DEFAULT_MODEL
-from train.optimizer import SCHEDULES, Optimization
+from train.optimizer import OPTIMIZERS, SCHEDULES, Optimization
 
 FEATURES = ("auto", "stored", "online")
 
@@ -35,6 +36,7 @@ def training_fields() -> ConfigDict:
     config.row_labels = 512  # A: labels beyond these are dropped
     config.remat = False  # compute activations again in the backward pass
 
+    config.optimizer = "adamw"  # adamw | muon
     config.learning_rate = 1e-3
     config.schedule = "cosine"  # cosine | linear | constant
     config.decay_steps = config_dict.placeholder(int)  # where the schedule ends; steps
@@ -42,7 +44,8 @@ def training_fields() -> ConfigDict:
     config.warmup = 50
     config.weight_decay = 0.0
     config.clip = 1.0  # of the gradient's global norm; 0 = none
-    config.learning_rate_scales = ConfigDict()  # factors by parameter name
+    # Factors by parameter name, such as head:0.5,layers.0:0.1; the longest name counts.
+    config.learning_rate_scales = ""
 
     config.log_every = 10
     config.checkpoint_every = 500
@@ -122,7 +125,7 @@ def read_settings(config: ConfigDict, data_devices: int = 1) -> Settings:
             raise InputError(
                 f"{name}={value}: use a number {'above' if positive else 'of at least'} 0"
             )
-    for name, words in (("schedule", SCHEDULES), ("features", FEATURES)):
+    for name, words in (("schedule", SCHEDULES), ("optimizer", OPTIMIZERS), ("features", FEATURES)):
         if config[name] not in words:
             raise InputError(f"{name}={config[name]!r}: use {', '.join(words)}")
     for value in config.eval.temperatures:
@@ -149,7 +152,8 @@ def read_settings(config: ConfigDict, data_devices: int = 1) -> Settings:
             final_fraction=config.final_fraction,
             weight_decay=config.weight_decay,
             clip=config.clip,
-            scales=flat_scales(config.learning_rate_scales),
+            scales=read_scales(config.learning_rate_scales),
+            optimizer=config.optimizer,
         ),
         seed=config.seed,
         steps=config.steps,
@@ -175,19 +179,29 @@ def read_settings(config: ConfigDict, data_devices: int = 1) -> Settings:
 def record_of(config: ConfigDict) -> dict:
     """The config as it is compared when a run is resumed: JSON-ready, placeholders resolved."""
     fields = config.to_dict()
-    if config.schedule != "constant":
+    fields["learning_rate_scales"] = read_scales(config.learning_rate_scales)
+    # Medusa-2's ramp ends there too.
+    if config.schedule != "constant" or "joint" in config:
         fields["decay_steps"] = config.decay_steps or config.steps
     return fields
 
 
-def flat_scales(section: ConfigDict, prefix: str = "") -> dict[str, float]:
-    """Factors by dotted parameter name."""
+def read_scales(text: str) -> dict[str, float]:
+    """Factors by dotted parameter name, from NAME:FACTOR with commas; raises InputError."""
     found: dict[str, float] = {}
-    for name, value in section.items():
-        if isinstance(value, ConfigDict):
-            found |= flat_scales(value, f"{prefix}{name}.")
-        else:
-            found[prefix + name] = float(value)
+    for part in text.split(",") if text.strip() else ():
+        name, mark, factor = map(str.strip, part.partition(":"))
+        if not (name and mark) or name in found:
+            raise InputError(
+                f"learning_rate_scales={text!r}: use NAME:FACTOR for each name, with commas, such "
+                "as head:0.5,layers.0:0.1"
+            )
+        try:
+            found[name] = float(factor)
+        except ValueError:
+            found[name] = math.nan
+        if not 0 <= found[name] < math.inf:
+            raise InputError(f"learning_rate_scales.{name}={factor}: use a number of at least 0")
     return found
 
 

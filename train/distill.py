@@ -81,10 +81,15 @@ def distill_method(
     """
     count, vocab_size = target.config.num_layers, target.config.vocab_size
     if not len(layers):
-        raise InputError("layers is empty: name the target's layers that the draft model starts as")
+        raise InputError(
+            "distill.layers=(): name the target's layers that the draft model starts as"
+        )
     for layer in layers:
         if not 0 <= layer < count:
-            raise InputError(f"layers={tuple(layers)}: {target.name} has layers 0..{count - 1}")
+            raise InputError(
+                f"distill.layers={tuple(layers)}: {target.name} has no layer {layer}; use some of "
+                f"0..{count - 1}"
+            )
     config = DraftModelConfig(
         decoder=dataclasses.replace(target.config, num_layers=len(layers)),
         draft_vocab_size=vocab_size if draft_ids is None else len(draft_ids),

@@ -12,15 +12,19 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rich.console import Console
 
 from specjax import frontdoor
+from specjax.console import Screen
 from specjax.errors import InputError, one_line
 from specjax.models.decoder import Decoder, check_features
 from specjax.models.eagle import default_taps
@@ -29,7 +33,6 @@ from train.data.examples import FACTS, Example, target_facts
 from train.data.responses import Responses, open_responses
 from train.data.writing import write_responses
 from train.precision import as_multiplied, multiply_dtype
-from train.progress import Progress
 
 _STEP = 64
 """Lengths are rounded up to a multiple of this: the number of compiled shapes against padding."""
@@ -83,33 +86,82 @@ def store_features(
     multiply = multiply_dtype(products, "products")
     decoder = Decoder(model.config, model.dtype, form=model.form, multiply=multiply)
     params = as_multiplied(model.params, multiply)
-    generation = {"features_of": data.generation, "products": products}
+    generation = {"features_of": data.generation, "products": str(multiply or "float32")}
 
     chosen = np.arange(len(data) if limit is None else min(limit, len(data)))
     parts = [chosen[first : first + part] for first in range(0, len(chosen), part)]
     parts = [members[np.argsort(data.lengths[members], kind="stable")] for members in parts]
     folder = Path(output).expanduser().absolute()
-    total = int(data.lengths[chosen].sum())
-    with Progress(f"features of {len(chosen)} conversations", total, "tokens") as progress:
-        for number, members in enumerate(parts):
-            directory = folder / f"part-{number:05d}"
-            if (directory / FACTS).exists():
-                _check_part(directory, data, members, names)
-                progress.skip(int(data.lengths[members].sum()))
-                continue
-            examples = _examples(decoder, params, data, members, names, tokens, progress)
-            write_responses(directory, examples, facts, names, generation=generation)
+    surplus = sorted(folder.glob("part-*"))[len(parts) :]
+    if surplus:
+        raise InputError(
+            f"{surplus[0]}: is there already, and {len(chosen)} conversations fill {len(parts)} "
+            f"parts of {part}; delete {folder}, or write elsewhere"
+        )
+    screen = Screen(Console())
+    progress = _Progress(screen, len(chosen), int(data.lengths[chosen].sum()))
+    screen.say(
+        f"features of {len(chosen)} conversations, {progress.tokens} tokens; compiling first"
+    )
+    for number, members in enumerate(parts):
+        directory = folder / f"part-{number:05d}"
+        if (directory / FACTS).exists():
+            _check_part(directory, data, members, names, generation)
+            progress.skip(data.lengths[members])
+            continue
+        examples = _examples(decoder, params, data, members, names, tokens, progress)
+        write_responses(directory, examples, facts, names, generation=generation)
+    screen.rest()
+    screen.say(f"{folder}: features of {len(chosen)} conversations")
+
+
+@dataclass
+class _Progress:
+    """Conversations and tokens that are done, of all; earlier runs' say nothing about the speed."""
+
+    screen: Screen
+    rows: int
+    tokens: int
+    rows_done: int = 0
+    tokens_done: int = 0
+    tokens_now: int = 0
+    begin: float = field(default_factory=time.monotonic)
+
+    def skip(self, lengths: np.ndarray) -> None:
+        """Count what an earlier run has done."""
+        self.rows_done += len(lengths)
+        self.tokens_done += int(lengths.sum())
+
+    def add(self, length: int) -> None:
+        """Count a conversation."""
+        self.rows_done += 1
+        self.tokens_done += length
+        self.tokens_now += length
+        speed = self.tokens_now / max(time.monotonic() - self.begin, 1e-9)
+        share = self.tokens_done / self.tokens
+        self.screen.progress("features", self.rows_done, self.rows, speed, share)
 
 
 def _check_part(
-    directory: Path, data: Responses, members: np.ndarray, names: tuple[str, ...]
+    directory: Path,
+    data: Responses,
+    members: np.ndarray,
+    names: tuple[str, ...],
+    generation: dict[str, Any],
 ) -> None:
     there = open_responses(directory)
-    same = there.feature_names == names and np.array_equal(there.ids, data.ids[members])
-    if not same:
+    remedy = f"delete {directory.parent}, or write elsewhere"
+    same = there.feature_names == names and all(
+        np.array_equal(getattr(there, field), getattr(data, field)[members])
+        for field in ("ids", "lengths", "num_labels")
+    )
+    if not same or there.generation.get("features_of") != generation["features_of"]:
+        raise InputError(f"{directory}: holds other conversations or features; {remedy}")
+    products = there.generation.get("products")
+    if products != generation["products"]:
         raise InputError(
-            f"{directory}: holds other conversations or features; delete {directory.parent}, or "
-            "write elsewhere"
+            f"{directory}: products={products}, not {generation['products']}; pass "
+            f"--products={products}, {remedy}"
         )
 
 
@@ -120,7 +172,7 @@ def _examples(
     members: np.ndarray,
     names: tuple[str, ...],
     tokens: int,
-    progress: Progress,
+    progress: _Progress,
 ) -> Iterator[Example]:
     """The conversations with their features, a batch of similar lengths at a time."""
     lengths = data.lengths[members]

@@ -22,9 +22,6 @@ from train import workdir as files
 from train.board import Board
 from train.workdir import Workdir
 
-TIMES = ("tokens_per_second", "seconds", "data_wait")
-"""Numbers of a logged line that differ between two runs of one command."""
-
 
 def scalars(sums: Mapping[str, Any], prefix: str) -> dict[str, float]:
     """Named numbers from sums of `Measures`, as `sums_of` gives them.
@@ -145,24 +142,31 @@ class Journal:
         if self._bar is not None:
             self._bar.update(self._task, completed=step, numbers=show)
         else:
-            self.say(f"step {step}/{self._steps}  {show}{self._left(step)}")
+            left = self.seconds_left(step)
+            told = f"  {clock(left)} left" if left else ""
+            self.say(f"step {step}/{self._steps}  {show}{told}")
 
-    def _left(self, step: int) -> str:
+    def seconds_left(self, step: int) -> float | None:
+        """How long the steps behind this one will take; None while there is nothing to go by."""
         first, begin = self._since or (step, 0.0)
-        if step == first or step >= self._steps:
-            return ""
-        seconds = (time.perf_counter() - begin) / (step - first) * (self._steps - step)
-        return f"  {clock(seconds)} left"
+        if step >= self._steps:
+            return 0.0
+        if step == first:
+            return None
+        return (time.perf_counter() - begin) / (step - first) * (self._steps - step)
 
 
 def shown(numbers: Mapping[str, float], prefix: str = "train") -> str:
     """The numbers of a line on screen."""
     at = lambda name: numbers.get(f"{prefix}/{name}")  # noqa: E731
-    depths = [value for name, value in numbers.items() if name.startswith(f"{prefix}/acc_pos_")]
     parts = [f"loss {at('loss'):.4f}"]
-    if depths:
-        parts.append("acc " + " ".join(f"{value:.3f}" for value in depths))
-        parts.append(f"tau_sim {at('tau_sim'):.3f}")
+    for label, measure in (("acc", "acc_pos_"), ("cond", "cond_acc_")):
+        begin = f"{prefix}/{measure}"
+        depths = [value for name, value in numbers.items() if name.startswith(begin)]
+        if depths:
+            parts.append(f"{label} " + " ".join(f"{value:.3f}" for value in depths))
+    if (tau := at("tau_sim")) is not None:
+        parts.append(f"tau_sim {tau:.3f}")
     if (rate := at("learning_rate")) is not None:
         parts.append(f"lr {rate:.1e}  grad {at('grad_norm'):.2f}")
     if (speed := at("tokens_per_second")) is not None:

@@ -40,7 +40,7 @@ def kl_divergence(logits: Float[Array, "B A Vd"], truth: Truth) -> Float[Array, 
 
 
 def variation(logits: Float[Array, "B A Vd"], truth: Truth) -> Float[Array, "B A"]:
-    """The total variation of p and q: one minus the chance that rejection accepts."""
+    """The total variation of p and q, both over the draft vocabulary."""
     return total_variation(logits, jnp.exp(truth.log_law))
 
 
@@ -65,7 +65,9 @@ class Judge:
 class Teacher(NamedTuple):
     """The target at each label: its last feature before, and its head's columns.
 
-    `token` is the data's token as a place among the columns, wherever `known`.
+    `token` is the data's token as a place among the columns, wherever `known`. Labels whose token
+    the columns do not have teach nothing: as those tokens were drawn from the target, a label
+    counts by how likely the draft vocabulary is there, without a pass over the whole one.
     """
 
     features: Float[Array, "B A D"]
@@ -93,7 +95,10 @@ class Teacher(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Sums of each part over the counted labels by draft, and which drafts are the likeliest."""
+    """Sums of each part over the counted labels by draft, and which drafts are right.
+
+    Right is the token that the target finds likeliest of those that can be drafted.
+    """
 
     losses: Float[Array, "K P"]
     right: Bool[Array, "K B A"]

@@ -120,6 +120,8 @@ def train(
             journal.step(step)
             if step % settings.log_every == 0 or step == settings.steps:
                 numbers = _numbers(progress, report, window)
+                if (left := journal.seconds_left(step)) is not None:
+                    numbers["train/seconds_left"] = left
                 journal.log(step, numbers, shown(numbers))
                 progress.sums = None
 

@@ -17,7 +17,10 @@ def soft_cross_entropy(
 def total_variation(
     logits: Float[Array, "... Vd"], law: Float[Array, "... Vd"]
 ) -> Float[Array, "..."]:
-    """Half of sum |p - q|: one minus the chance that rejection accepts (Leviathan 2211.17192)."""
+    """Half of sum |p - q|: one minus the chance that rejection accepts (Leviathan 2211.17192).
+
+    Over a part of the vocabulary, of the tokens in it: p is their law, given one of them.
+    """
     return 0.5 * jnp.sum(jnp.abs(law - jax.nn.softmax(logits, axis=-1)), axis=-1)
 
 

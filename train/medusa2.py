@@ -58,6 +58,8 @@ class JointLoss:
         if not self.ramp:
             return jnp.float32(self.heads)
         span = max(self.steps - self.warm_steps, 1)
+        # As a float: behind the last int32 there is none.
+        step = jnp.asarray(step, jnp.float32)
         done = jnp.clip((step - self.warm_steps + 1) / span, 0.0, 1.0)
         return self.heads * jnp.sin(0.5 * jnp.pi * done)
 

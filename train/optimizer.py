@@ -1,4 +1,8 @@
-"""AdamW with a warm-up and a schedule, by config (Loshchilov and Hutter 1711.05101)."""
+"""AdamW or Muon with a warm-up and a schedule, by config.
+
+Loshchilov and Hutter 1711.05101; Jordan et al. 2024, "Muon", with the step size of Liu et al.
+2502.16982, so that both take the same rates.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 from jaxtyping import Array, Float, Int
 
 from specjax.errors import InputError
 
 SCHEDULES = ("cosine", "linear", "constant")
+OPTIMIZERS = ("adamw", "muon")
+_VOCABULARY = frozenset(("embed", "head"))
+"""Parameters whose rows or columns are tokens: Muon leaves them to Adam."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +30,7 @@ class Optimization:
     """What an update does with gradients; see `train.config` for the fields.
 
     `decay_steps` counts from step 0; the rate ends at `final_fraction` of its peak and stays there.
+    `optimizer` "muon" makes the updates of kernels orthogonal, all but those over the vocabulary.
     `scales` multiplies the rate of the parameters below a dotted name; the longest name counts.
     """
 
@@ -33,8 +42,11 @@ class Optimization:
     weight_decay: float = 0.0
     clip: float = 1.0
     scales: Mapping[str, float] = field(default_factory=dict)
+    optimizer: str = "adamw"
 
     def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZERS:
+            raise InputError(f"optimizer={self.optimizer!r}: use {', '.join(OPTIMIZERS)}")
         if self.schedule not in SCHEDULES:
             raise InputError(f"schedule={self.schedule!r}: use {', '.join(SCHEDULES)}")
 
@@ -55,7 +67,7 @@ def learning_rate(settings: Optimization, step: Int[Array, ""] | int) -> Float[A
 
 
 def make_optimizer(settings: Optimization, params: Any) -> optax.GradientTransformation:
-    """Clipping by global norm, AdamW (0.9, 0.95), the rate of each step.
+    """Clipping by global norm, AdamW (0.9, 0.95) or Muon (0.95), the rate of each step.
 
     Weight decay leaves what is named `scale` or `bias` alone. Raises InputError for a name in
     `scales` that no parameter is below.
@@ -63,13 +75,49 @@ def make_optimizer(settings: Optimization, params: Any) -> optax.GradientTransfo
     named = _rates(settings.scales, params)
     parts = [
         optax.clip_by_global_norm(settings.clip) if settings.clip > 0 else optax.identity(),
-        optax.scale_by_adam(b1=0.9, b2=0.95, eps=1e-8),
+        _muon() if settings.optimizer == "muon" else _adam(),
         optax.add_decayed_weights(settings.weight_decay, mask=_decays),
         optax.scale_by_learning_rate(lambda step: learning_rate(settings, step)),
     ]
     if settings.scales:
         parts.append(_scale_each(named))
     return optax.chain(*parts)
+
+
+def _adam() -> optax.GradientTransformation:
+    return optax.scale_by_adam(b1=0.9, b2=0.95, eps=1e-8)
+
+
+def _muon() -> optax.GradientTransformation:
+    """Muon for kernels, Adam for all else, both with Nesterov's momentum."""
+
+    def matrices(params: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: _matrix(leaf_name(path), leaf.ndim), params
+        )
+
+    # The rate comes last, with its sign, for both optimizers.
+    return optax.contrib.muon(
+        -1.0, consistent_rms=0.2, adam_b2=0.95, muon_weight_dimension_numbers=matrices
+    )
+
+
+def _matrix(name: str, rank: int) -> optax.contrib.MuonDimensionNumbers | None:
+    """Which axes of a parameter are a matrix's inputs and outputs; None for other parameters.
+
+    Kernels are [..., in, out], those of attention [..., in, heads, head_dim] before it and
+    [..., heads, head_dim, out] behind it; what stands before is layers or heads of a drafter.
+    """
+    *above, last = name.split(".")
+    if last != "kernel" or not _VOCABULARY.isdisjoint(above):
+        return None
+    if "attention" not in above:
+        inputs, outputs = (rank - 2,), (rank - 1,)
+    elif above[-1] == "output":
+        inputs, outputs = (rank - 3, rank - 2), (rank - 1,)
+    else:
+        inputs, outputs = (rank - 3,), (rank - 2, rank - 1)
+    return optax.contrib.MuonDimensionNumbers(inputs, outputs)
 
 
 def _decays(params: Any) -> Any:

@@ -14,13 +14,13 @@ from specjax.errors import InputError
 def multiply_dtype(name: str, field: str = "dtype") -> np.dtype | None:
     """The dtype of products for `auto`, `float32` (None) or `bfloat16`.
 
-    `auto` is bfloat16 where the device multiplies it in hardware: accelerators, and CPUs with AMX.
-    Raises InputError for other names.
+    `auto` is bfloat16 where the device multiplies it in hardware: accelerators, and CPUs with AMX
+    or AVX-512's bfloat16 instructions. Raises InputError for other names.
     """
     if name not in ("auto", "float32", "bfloat16"):
         raise InputError(f"{field}={name!r}: use auto, float32 or bfloat16")
     if name == "auto":
-        name = "bfloat16" if jax.default_backend() != "cpu" or _has_amx() else "float32"
+        name = "bfloat16" if jax.default_backend() != "cpu" or _cpu_has_bfloat16() else "float32"
     return np.dtype(jnp.bfloat16) if name == "bfloat16" else None
 
 
@@ -36,9 +36,9 @@ def as_multiplied(params: Any, multiply: np.dtype | None) -> Any:
     return {**params, "layers": layers}
 
 
-def _has_amx() -> bool:
+def _cpu_has_bfloat16() -> bool:
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return "amx_bf16" in file.read()
+            return not {"amx_bf16", "avx512_bf16"}.isdisjoint(file.read().split())
     except OSError:
         return False

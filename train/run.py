@@ -50,6 +50,7 @@ def run(config: ConfigDict, make_method: MakeMethod, console: Console | None = N
         raise InputError("workdir is missing: pass --config.workdir=DIRECTORY")
     setup = set_up(config, make_method)
     settings, method, mesh = setup.settings, setup.method, setup.mesh
+    prompts = _prompts(setup)
     program = make_program(method, setup.decoder, settings, mesh)
     workdir = files.open_workdir(config.workdir, setup.record)
     progress = loop.Standing()
@@ -65,9 +66,10 @@ def run(config: ConfigDict, make_method: MakeMethod, console: Console | None = N
             journal.say(f"the checkpoint of step {saved.damaged[0]} is damaged", "yellow")
         if progress.step:
             journal.say(f"going on behind step {progress.step}, {progress.tokens} tokens")
-        prompts = _prompts(setup)
         if settings.eval_prompts and not prompts:
-            journal.say("no prompt is held out: nothing is decoded for a measured tau")
+            journal.say(
+                "no prompt is held out, or none fits: nothing is decoded for a measured tau"
+            )
         evaluation = Evaluation(
             method=method,
             program=program,
@@ -107,8 +109,13 @@ def _export(method: Method, params: Any, facts: dict[str, Any], workdir: files.W
 
 
 def _prompts(setup: Setup) -> list[list[int]]:
-    data, settings = setup.feed.source, setup.settings
-    room = min(_PROMPT_TOKENS, setup.target.config.max_positions - settings.eval_new_tokens)
+    data, settings, positions = setup.feed.source, setup.settings, setup.target.config.max_positions
+    room = min(_PROMPT_TOKENS, positions - settings.eval_new_tokens)
+    if settings.eval_prompts and room < 1:
+        raise InputError(
+            f"eval.new_tokens={settings.eval_new_tokens}: {setup.target.name} has {positions} "
+            f"positions, and a prompt needs some; use at most {positions - 1}"
+        )
     chosen = np.flatnonzero(data.validation)
     return held_out_prompts(data, chosen, settings.eval_prompts, room)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Int32
 from ml_collections import ConfigDict
 
 from specjax import frontdoor, processes
@@ -80,21 +82,21 @@ def set_up(config: ConfigDict, make_method: MakeMethod) -> Setup:
     multiply = multiply_dtype(config.dtype)
     directories = [path.strip() for path in config.data.split(",")]
 
-    def load() -> tuple[Model, Sources, Method, Earlier | None]:
+    def load() -> tuple[Model, Sources, Method, Earlier | None, str | None]:
         data = open_sources(directories)
         model = load_model(config.target, mesh=mesh)
         for part in data.parts:
             check_target(f"data={str(part.directory)!r}", part.target, target_facts(model))
         if config.start_from is None:
-            vocabulary = functools.partial(
-                draft_vocabulary, data, vocab_size=model.config.vocab_size
-            )
-            return model, data, make_method(model, vocabulary, config), None
+            choose = functools.partial(draft_vocabulary, data, vocab_size=model.config.vocab_size)
+            vocabulary = _Noted(choose)
+            return model, data, make_method(model, vocabulary, config), None, vocabulary.digest
         earlier = open_earlier(config.start_from, model)
-        method = earlier.continued(make_method(model, earlier.vocabulary, config))
-        return model, data, method, earlier
+        vocabulary = _Noted(earlier.vocabulary)
+        method = earlier.continued(make_method(model, vocabulary, config))
+        return model, data, method, earlier, vocabulary.digest
 
-    target, data, method, earlier = processes.together(load)
+    target, data, method, earlier, vocabulary = processes.together(load)
     names = _features_read(method, data, settings.features)
     shape = Shape(
         rows=settings.batch_size,
@@ -116,6 +118,7 @@ def set_up(config: ConfigDict, make_method: MakeMethod) -> Setup:
         "method": method.name,
         "data": about,
         "target": target_facts(target),
+        "draft_vocabulary": vocabulary,
     }
     processes.agree({"data": about})
     return Setup(
@@ -130,6 +133,21 @@ def set_up(config: ConfigDict, make_method: MakeMethod) -> Setup:
         record=record,
         earlier=earlier,
     )
+
+
+@dataclass
+class _Noted:
+    """A choice of draft vocabulary, with a hash of the ids that were chosen."""
+
+    choose: Vocabulary
+    digest: str | None = None
+
+    def __call__(self, size: int | None) -> Int32[np.ndarray, "Vd"] | None:
+        """The ids."""
+        ids = self.choose(size)
+        if ids is not None:
+            self.digest = hashlib.sha256(np.asarray(ids, "<i4").tobytes()).hexdigest()[:16]
+        return ids
 
 
 def _features_read(method: Method, data: Sources, wanted: str) -> tuple[str, ...]:

@@ -22,7 +22,8 @@ from train.method import Measures, Method
 from train.optimizer import learning_rate, make_optimizer, summed_gradients
 from train.teacher import fill_features
 
-_LATE = np.int32(np.iinfo(np.int32).max)
+LATE = np.int32(2**30)
+"""A step that is late in any run, with room to count on from it."""
 
 
 @struct.dataclass
@@ -145,7 +146,7 @@ def loss_function(method: Method, decoder: Decoder, remat: bool) -> Callable:
     """
 
     def loss(
-        params: Any, target_params: Any, batch: Batch, key: Any, step: Any = _LATE
+        params: Any, target_params: Any, batch: Batch, key: Any, step: Any = LATE
     ) -> tuple[Any, Measures]:
         # They travel as float16.
         stored = {name: value.astype(jnp.float32) for name, value in batch.features.items()}

@@ -18,6 +18,7 @@ from specjax import checkpoints
 from specjax.errors import InputError
 from specjax.models import eagle, medusa
 from specjax.models.config import DecoderConfig
+from specjax.models.decoder import check_features
 from specjax.models.decoder import parameter_table as decoder_table
 from specjax.models.eagle import EagleConfig
 from specjax.models.facts import check_fields, config_facts, dataclass_fields, read_config
@@ -185,13 +186,10 @@ def check_head(head: Head, target: Model, where: str = "drafter.path") -> None:
     """Raise InputError unless a head was made for such a target: its shape and its tokenizer."""
     head.target.check(where, target)
     if isinstance(head.config, EagleConfig):
-        for tap in head.config.taps:
-            layer = int(tap.partition(":")[2] or 0)
-            if layer >= target.config.num_layers:
-                raise InputError(
-                    f"{where}: it reads {tap}, and {target.name} has {target.config.num_layers} "
-                    "layers; use one that was made for this target"
-                )
+        try:
+            check_features(head.config.taps, target.config.num_layers)
+        except InputError as error:
+            raise InputError(f"{where}: taps: {error}") from None
 
 
 def _config_facts(config: Config) -> dict[str, Any]:

@@ -122,10 +122,12 @@ def write_checkpoint(
     tensors: Mapping[str, np.ndarray],
     notes: Mapping[str, str],
     weights: str = WEIGHTS,
+    check: Callable[[Path], None] | None = None,
 ) -> None:
     """Write a directory that `read_checkpoint` reads, whole or not at all.
 
-    Raises InputError as `check_target` does, and where the disk refuses.
+    `check` sees what was written before it takes the place of an earlier export, and raises where
+    it is not right. Raises InputError as `check_target` does, and where the disk refuses.
     """
     directory = directory.absolute()
     check_target(directory)
@@ -136,6 +138,8 @@ def write_checkpoint(
         write_json(part / _CONFIG, config)
         whole = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
         save_file(whole, part / weights, metadata={**notes, **_PRODUCER})
+        if check is not None:
+            check(part)
         if directory.exists():
             directory.rename(old)
         part.rename(directory)

@@ -81,10 +81,11 @@ def write_foreign(
 ) -> None:
     """Write a head in another tool's layout, whole or not at all; an earlier export is replaced.
 
-    Tensors keep the head's dtype. `layer_ids` is what the config's ids count: inputs of layers for
-    EAGLE and vLLM, outputs for SpecForge and SGLang. With `verify` the directory is read again and
-    its draft logits compared bit by bit. Raises InputError for a head that the layout cannot hold,
-    a head of another target, and a directory that holds anything else.
+    Tensors keep the head's dtype; Medusa's projections are multiplied out in float32. `layer_ids`
+    is what the config's ids count: inputs of layers for EAGLE and vLLM, outputs for SpecForge and
+    SGLang. With `verify` the directory is read again and its draft logits compared bit by bit.
+    Raises InputError for a head that the layout cannot hold, a head of another target, and a
+    directory that holds anything else.
     """
     path = Path(directory).expanduser().absolute()
     check_format(head, format)
@@ -92,6 +93,7 @@ def write_foreign(
     check_head(head, target, "head")
     check_target(path)
     if format == "medusa":
+        head = medusa.with_own_heads(head, target)
         config, tensors = medusa.write(head, target)
     elif format == "eagle":
         config, tensors = eagle.write_eagle1(head)
@@ -106,10 +108,12 @@ def write_foreign(
     }
     notes = {_NOTES: json.dumps(noted)}
     weights = MEDUSA_WEIGHTS if format == "medusa" else WEIGHTS
-    write_checkpoint(path, config, tensors, notes, weights)
-    if verify:
-        again = read_foreign(path, target, layer_ids=layer_ids)
+
+    def check(written: Path) -> None:
+        again = read_foreign(written, target, layer_ids=layer_ids)
         check_same(head, again, target, str(path))
+
+    write_checkpoint(path, config, tensors, notes, weights, check if verify else None)
 
 
 def check_format(head: Head, format: str) -> None:

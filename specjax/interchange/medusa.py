@@ -3,15 +3,18 @@
 Tensors are `{head}.{layer}.linear.weight` and `.bias` for the blocks and `{head}.{num_layers}
 .weight` for the head, or the same under vLLM's names. What vLLM adds: `truncated_vocab_size` with
 the tensor `token_map` of token ids, `original_lm_head` with one `lm_head.weight` for all heads (a
-copy of the target's), and `medusa_fc_bias`, without which it drops the biases.
+copy of the target's), and `medusa_fc_bias`, without which it drops the biases. The layout knows no
+projection before the target's head: each is written as the product of both, a head of its own.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterable
 from typing import Any
 
+import jax
 import numpy as np
 
 from specjax.errors import InputError
@@ -160,6 +163,25 @@ def _check_original(
             f"{checkpoint.directory}: original_lm_head is true, but lm_head.weight differs from "
             f"the head of {target.name}; use a head that was made for this target"
         )
+
+
+def with_own_heads(head: Head, target: Model) -> Head:
+    """Projections before the target's head as heads of their own, in float32; same logits.
+
+    A head without projections comes back as it is.
+    """
+    config = head.config
+    assert isinstance(config, MedusaConfig)
+    if not config.projection:
+        return head
+    rows = borrowed.target_head(target).astype(np.float32)
+    rows = rows if head.draft_ids is None else rows[head.draft_ids]
+    params = {name: value for name, value in head.params.items() if name != "projection"}
+    kernels = np.asarray(head.params["projection"]["kernel"], np.float32)
+    params["head"] = {"kernel": kernels @ rows.T}
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), params)
+    config = dataclasses.replace(config, original_lm_head=False, projection=False)
+    return dataclasses.replace(head, config=config, params=params)
 
 
 def write(head: Head, target: Model) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

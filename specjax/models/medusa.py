@@ -1,7 +1,9 @@
 """Medusa heads: residual blocks that each predict one token further from the same feature.
 
 Cai et al. 2401.10774. Head i (0-based) reads f_t, the target's `final_norm`, and predicts
-x_{t+2+i}; x_{t+1} is the target's own. Blocks are x + SiLU(W x + b) with W zero at first.
+x_{t+2+i}; x_{t+1} is the target's own. Blocks are x + SiLU(W x + b) with W zero at first. SiLU is
+bounded below, so a block cannot take away what a feature says of x_{t+1}: the head behind it does,
+or a projection before a head that is the target's and frozen.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ class MedusaConfig:
     """K = `num_heads` heads of `num_layers` residual blocks over features of width `hidden_size`.
 
     `draft_vocab_size` (Vd) counts their logits, out of `vocab_size` (V). With `original_lm_head`
-    they use the target's own head. Raises InputError for sizes that do not go together.
+    they use the target's own head, and with `projection` a matrix of their own before it. Raises
+    InputError for sizes that do not go together, and for a projection before trained heads.
     """
 
     hidden_size: int
@@ -33,6 +36,7 @@ class MedusaConfig:
     num_layers: int
     draft_vocab_size: int
     original_lm_head: bool
+    projection: bool = False
 
     def __post_init__(self) -> None:
         for field in ("hidden_size", "vocab_size", "num_heads", "num_layers", "draft_vocab_size"):
@@ -42,6 +46,11 @@ class MedusaConfig:
             raise InputError(
                 f"draft_vocab_size={self.draft_vocab_size}: must be at most "
                 f"vocab_size={self.vocab_size}"
+            )
+        if self.projection and not self.original_lm_head:
+            raise InputError(
+                "projection=True: heads of their own hold it already; use it with "
+                "original_lm_head=True"
             )
 
 
@@ -56,6 +65,9 @@ def parameter_table(config: MedusaConfig) -> dict[str, Any]:
             "bias": Parameter((heads, layers, width), (None, None, None), "zeros"),
         }
     }
+    if config.projection:
+        axes = (None, "embed", None)
+        table["projection"] = {"kernel": Parameter((heads, width, width), axes, "identity")}
     if not config.original_lm_head:
         shape = (heads, width, config.draft_vocab_size)
         table["head"] = {"kernel": Parameter(shape, (None, "embed", "vocab"))}
@@ -83,20 +95,19 @@ class Medusa:
     ) -> Float[Array, "K B A D"]:
         """What each head makes of the target's features."""
 
-        def one(kernels: Float[Array, "n D D"], biases: Float[Array, "n D"]) -> jax.Array:
+        def one(own: dict[str, Any]) -> jax.Array:
             x = features.astype(self.dtype)
             for layer in range(self.config.num_layers):
-                y = product("bad,de->bae", x, kernels[layer], multiply=self.multiply)
-                x = x + nn.silu(y + biases[layer][None, None, :].astype(y.dtype))
+                kernel, bias = own["blocks"]["kernel"][layer], own["blocks"]["bias"][layer]
+                y = product("bad,de->bae", x, kernel, multiply=self.multiply)
+                x = x + nn.silu(y + bias[None, None, :].astype(y.dtype))
+            if self.config.projection:
+                x = product("bad,de->bae", x, own["projection"]["kernel"], multiply=self.multiply)
             return x
 
-        blocks = params["blocks"]
-        return jnp.stack(
-            [
-                one(blocks["kernel"][head], blocks["bias"][head])
-                for head in range(self.config.num_heads)
-            ]
-        )
+        each = {name: params[name] for name in ("blocks", "projection") if name in params}
+        heads = range(self.config.num_heads)
+        return jnp.stack([one(jax.tree.map(lambda leaf, at=at: leaf[at], each)) for at in heads])
 
     def logits(
         self, params: dict[str, Any], states: Float[Array, "B A D"], head: int

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Key
 
 
 @dataclass(frozen=True)
@@ -26,13 +27,20 @@ class Parameter:
         return replace(self, shape=self.shape[1:], axes=self.axes[1:])
 
     def initializer(self) -> nn.initializers.Initializer:
-        """`normal` (standard deviation 0.02), `ones` or `zeros`, with the axes' names attached."""
+        """`normal` (standard deviation 0.02), `ones`, `zeros` or `identity`, axes named."""
         start = {
             "normal": nn.initializers.normal(0.02),
             "ones": nn.initializers.ones_init(),
             "zeros": nn.initializers.zeros_init(),
+            "identity": _identity,
         }[self.kind]
         return nn.with_logical_partitioning(start, self.axes)
+
+
+def _identity(key: Key[Array, ""], shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    """The identity in the last two axes."""
+    del key
+    return jnp.broadcast_to(jnp.eye(*shape[-2:], dtype=dtype), shape)
 
 
 class ParameterTable(nn.Module):

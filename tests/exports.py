@@ -1,0 +1,49 @@
+"""Heads to export, and exports changed as another tool might have."""
+
+import functools
+import json
+
+import heads
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.core import meta
+from heads import scaled
+from safetensors.numpy import load_file, save_file
+
+from specjax.heads.head import Head, TargetFacts
+from specjax.interchange import write_foreign
+from specjax.models.medusa import Medusa, MedusaConfig
+
+VOCABULARY = 40
+eagle_head = functools.cache(heads.eagle_head)
+
+
+@functools.cache
+def medusa_head(target, vocabulary=None, original=False, layers=1, seed=0):
+    size = target.config.vocab_size
+    width = target.config.hidden_size
+    config = MedusaConfig(width, size, 3, layers, vocabulary or size, original)
+    params = meta.unbox(Medusa(config, jnp.dtype("float32")).init(jax.random.key(seed)))
+    ids = None
+    if vocabulary is not None:
+        rng = np.random.default_rng(seed)
+        ids = np.sort(rng.choice(size, vocabulary, replace=False)).astype(np.int32)
+    return Head("medusa", config, scaled(params, seed, 0.3), ids, TargetFacts.of(target))
+
+
+def written(tmp_path, head, form, target, **options):
+    path = tmp_path / "head"
+    write_foreign(head, path, form, target, **options)
+    return path
+
+
+def edit(path, config=None, tensors=None, drop=()):
+    """Change an export as another tool, or an accident, might have."""
+    values = json.loads((path / "config.json").read_text()) | (config or {})
+    (path / "config.json").write_text(json.dumps(values))
+    (file,) = path.glob("*.safetensors")
+    # Saving drops the notes of specjax.
+    stored = {name: value for name, value in load_file(file).items() if name not in drop}
+    stored |= {name: np.ascontiguousarray(value) for name, value in (tensors or {}).items()}
+    save_file(stored, file)

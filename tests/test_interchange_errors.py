@@ -1,0 +1,183 @@
+"""Heads in other tools' layouts that do not fit: errors list what is off."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from exports import VOCABULARY, eagle_head, edit, medusa_head, written
+from safetensors.numpy import save_file
+
+from specjax.errors import InputError
+from specjax.interchange import eagle, read_foreign, write_foreign
+from specjax.models.loading import random_model
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(drop=["fc.weight"]), "missing: fc.weight"),
+        (dict(tensors={"fc.bias": np.zeros(24, np.float32)}), "unexpected: fc.bias"),
+        (dict(tensors={"norm.weight": np.ones(23, np.float32)}), r"norm.weight \[23\], not \[24\]"),
+        (dict(tensors={"norm.weight": np.ones(24, np.int32)}), "than floats: norm.weight .int32"),
+        (dict(tensors={"norm.weight": np.full(24, np.nan, np.float32)}), "norm.weight.*finite"),
+        (dict(tensors={"d2t": np.full(VOCABULARY, 30)}), r"d2t\[31\] is token 61, out of range"),
+        (dict(tensors={"d2t": np.full(VOCABULARY, -1)}), r"d2t\[0\] is token -1, out of range"),
+        (dict(tensors={"d2t": -np.arange(VOCABULARY)}), "names token 0 twice"),
+        (dict(tensors={"d2t": np.zeros(7, np.int64)}), "draft_vocab_size=40"),
+        (dict(tensors={"t2d": np.ones(61, np.bool_)}), "t2d and d2t disagree about 21 tokens"),
+        (dict(drop=["d2t", "t2d"]), "d2t that maps them .* is missing"),
+        (dict(drop=["d2t"]), "t2d but no d2t"),
+        (dict(config={"draft_vocab_size": 39}), "d2t is int64"),
+        (dict(config={"norm_before_fc": True}), "missing: input_norm.weight"),
+        (dict(config={"norm_before_fc": True, "fc_norm": True}), "both true"),
+        (dict(config={"hidden_act": "gelu"}), "hidden_act='gelu'"),
+        (dict(config={"num_hidden_layers": 40}), "num_hidden_layers=40.*only 1 is"),
+        (dict(config={"norm_twice": True}), "norm_twice=True: is unknown"),
+        (dict(config={"norm_output": "yes"}), "norm_output='yes': must be true or false"),
+        (dict(config={"vocab_size": 60}), "vocab_size=60: random-0 has 61 tokens"),
+        (dict(config={"target_hidden_size": 32}), "target_hidden_size=32"),
+        (dict(config={"eagle_config": {"use_aux_hidden_state": False}}), "use_aux_hidden_state"),
+        (
+            dict(config={"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 1]}}),
+            "must ascend",
+        ),
+        (
+            dict(config={"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}}),
+            "out of range: random-0 has 3 layers",
+        ),
+    ],
+)
+def test_an_eagle3_head_that_does_not_fit(change, message, tiny, tmp_path):
+    path = written(tmp_path, eagle_head(tiny, vocabulary=VOCABULARY), "eagle3", tiny, verify=False)
+    edit(path, **change)
+    with pytest.raises(InputError, match=message) as caught:
+        read_foreign(path, tiny)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(config={"medusa_num_heads": 2}), "medusa_num_heads=2 disagrees"),
+        (dict(config={"num_heads": 2, "medusa_num_heads": 2}), "unexpected: 2.0.linear"),
+        (dict(config={"num_heads": 4, "medusa_num_heads": 4}), "missing: 3.0.linear.weight"),
+        (dict(config={"medusa_fc_bias": False}), "medusa_fc_bias=False: the file has biases"),
+        (dict(drop=["token_map"]), "token_map is missing"),
+        (dict(tensors={"token_map": np.arange(22, 62)}), r"token_map\[39\] is token 61"),
+        (dict(tensors={"token_map": np.zeros(40, np.int64)}), "names token 0 twice"),
+        (
+            dict(tensors={"lm_head.weight": np.ones((40, 24), np.float32)}),
+            "differs from the head of random-0",
+        ),
+        (dict(config={"original_lm_head": False}), "missing: 0.1.weight.*unexpected: lm_head"),
+        (dict(config={"hidden_size": 32}), "random-0 has 24"),
+        (dict(config={"logit_scale": 0.5}), "logit_scale"),
+    ],
+)
+def test_medusa_heads_that_do_not_fit(change, message, tiny, tmp_path):
+    path = written(
+        tmp_path, medusa_head(tiny, VOCABULARY, original=True), "medusa", tiny, verify=False
+    )
+    edit(path, **change)
+    with pytest.raises(InputError, match=message):
+        read_foreign(path, tiny)
+
+
+def test_speculators_configs_that_do_not_fit(tiny, tmp_path):
+    path = written(tmp_path, eagle_head(tiny), "speculators", tiny)
+    for change, message in (
+        ({"norm_before_residual": None}, "vLLM for true"),
+        ({"speculators_model_type": "mtp"}, "only 'eagle3' is"),
+        ({"new_flag": 1}, "new_flag=1: is unknown"),
+        ({"transformer_layer_config": {"model_type": "qwen3"}}, "model_type='qwen3'"),
+    ):
+        kept = (path / "config.json").read_text()
+        edit(path, config=change)
+        with pytest.raises(InputError, match=message):
+            read_foreign(path, tiny)
+        (path / "config.json").write_text(kept)
+
+
+def test_a_head_of_another_target(tiny, chatty, tmp_path):
+    path = written(tmp_path, eagle_head(tiny), "eagle3", tiny)
+    with pytest.raises(InputError, match="vocab_size"):
+        read_foreign(path, chatty)
+    other = random_model(dataclasses.replace(tiny.config, hidden_size=32), 0, dtype="float32")
+    with pytest.raises(InputError, match="hidden_size=24"):
+        read_foreign(path, other)
+    # Without notes the tensors themselves tell.
+    edit(path)
+    with pytest.raises(InputError, match="target_hidden_size=24.*random-0 has 32"):
+        read_foreign(path, other)
+    head = eagle_head(chatty)
+    stranger = dataclasses.replace(head.target, tokenizer="0" * 64)
+    with pytest.raises(InputError, match="tokenizer=000"):
+        write_foreign(dataclasses.replace(head, target=stranger), path, "eagle3", chatty)
+
+
+def test_directories_that_are_no_heads(tiny, tmp_path):
+    with pytest.raises(InputError, match="no such directory"):
+        read_foreign(tmp_path / "none", tiny)
+    with pytest.raises(InputError, match="no weights"):
+        read_foreign(tmp_path, tiny)
+    for name in ("medusa_lm_head.pt", "pytorch_model.bin"):
+        folder = tmp_path / name.partition(".")[0]
+        folder.mkdir()
+        (folder / name).write_bytes(b"")
+        with pytest.raises(InputError, match=r"a pickle can run.*weights_only=True.*save_file"):
+            read_foreign(folder, tiny)
+    save_file({"weight": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match="no config.json"):
+        read_foreign(tmp_path, tiny)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(InputError, match=r"its tensors \(weight, ...\) are in no known layout"):
+        read_foreign(tmp_path, tiny)
+    (tmp_path / "model.safetensors").write_bytes(b"garbage")
+    with pytest.raises(InputError, match="not safetensors that can be read"):
+        read_foreign(tmp_path, tiny)
+
+
+def other_weights(head, layer_ids, write=eagle.write_eagle3):
+    config, tensors = write(head, layer_ids)
+    return config, {**tensors, "fc.weight": 2 * tensors["fc.weight"]}
+
+
+def test_an_export_is_whole_or_not_at_all(tiny, tmp_path, monkeypatch):
+    head = eagle_head(tiny)
+    path = written(tmp_path, head, "eagle3", tiny)
+    before = (path / "model.safetensors").read_bytes()
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("specjax.interchange.checkpoint.save_file", full)
+        with pytest.raises(InputError, match="cannot be written.*No space left"):
+            write_foreign(head, path, "speculators", tiny)
+    with monkeypatch.context() as patch:
+        # What was written is not what should have been: the earlier export stays.
+        patch.setattr("specjax.interchange.eagle.write_eagle3", other_weights)
+        with pytest.raises(InputError, match="head: read again, its logits differ by up to"):
+            write_foreign(head, path, "eagle3", tiny)
+    assert (path / "model.safetensors").read_bytes() == before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["head"]
+    # An earlier export is replaced; anything else stays.
+    write_foreign(head, path, "speculators", tiny)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").touch()
+    with pytest.raises(InputError, match="exists and is no export"):
+        write_foreign(head, tmp_path / "mine", "eagle3", tiny)
+
+
+def test_formats_and_kinds(tiny, tmp_path):
+    with pytest.raises(InputError, match="format='eagle': this head is eagle3; use eagle3 or spec"):
+        write_foreign(eagle_head(tiny), tmp_path / "head", "eagle", tiny)
+    with pytest.raises(InputError, match="no fc.bias"):
+        write_foreign(eagle_head(tiny, fc_bias=True), tmp_path / "head", "eagle3", tiny)
+    both = eagle_head(tiny, norm_before_fc=True, fc_norm=True)
+    with pytest.raises(InputError, match="both true"):
+        write_foreign(both, tmp_path / "head", "eagle3", tiny)
+    assert not (tmp_path / "head").exists()

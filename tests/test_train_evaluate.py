@@ -1,0 +1,40 @@
+"""Held-out prompts, and the acceptance length measured on them."""
+
+import numpy as np
+import pytest
+from toy_training import Listed, conversations
+
+from train.data.examples import Example
+from train.evaluate import held_out_prompts, measure_tau
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+def test_prompts_end_where_answers_begin():
+    source = Listed(conversations(30))
+    prompts = held_out_prompts(source, np.arange(30), 4, room=8)
+    assert len(prompts) == 4
+    for prompt in prompts:
+        assert any(prompt == one.tokens[: one.loss_mask.argmax()].tolist() for one in source)
+    long = Example(np.arange(20, dtype=np.int32), np.arange(20) >= 15, id=1)
+    assert held_out_prompts(Listed([long]), np.array([0]), 4, room=8) == []
+    assert held_out_prompts(source, np.array([], int), 4, room=8) == []
+
+
+def test_tau_is_measured_by_decoding(tiny):
+    """The target as its own drafter is always right: K + 1 tokens a round."""
+    from specjax.drafters import draft_model
+
+    def itself(head, target):
+        return draft_model.make(target.architecture, head)
+
+    found = measure_tau(
+        tiny.params,
+        tiny,
+        [[3, 4, 5], [7, 1]],
+        new_tokens=12,
+        num_speculative_tokens=3,
+        make_drafter=itself,
+    )
+    assert found["tau"] == 4.0
+    assert found["decoded_acc_pos_0"] == found["decoded_acc_pos_2"] == 1.0

@@ -1,0 +1,102 @@
+"""Stored features: those of each conversation alone, in parts that are kept when it goes on."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import tiny_config
+from test_responses import example
+
+from specjax.models.loading import random_model
+from train import features
+from train.data.examples import target_facts
+from train.data.sources import open_sources
+from train.data.writing import write_responses
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+NAMES = ("layer_input:1", "final_norm")
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_model(tiny_config(max_positions=200), 0, dtype="float32")
+
+
+@pytest.fixture
+def store(target, tmp_path, monkeypatch):
+    """Writes seven conversations, and runs the command with further arguments."""
+    monkeypatch.setattr(features, "load_model", lambda name: target)
+    lengths = (20, 70, 33, 64, 100, 8, 21)
+    said = [example(number, length, 5) for number, length in enumerate(lengths)]
+    write_responses(tmp_path / "said", said, target_facts(target), ())
+
+    def run(*more, source="said"):
+        places = [f"--input={tmp_path / source}", f"--output={tmp_path / 'out'}"]
+        names = [f"--features={','.join(NAMES)}", "--part=3", "--tokens=256"]
+        return features.main([*places, *names, *more])
+
+    return said, run, tmp_path / "out"
+
+
+def test_features_are_those_of_each_conversation_alone(store, target):
+    said, run, out = store
+    assert run("--products=float32") == 0
+    assert sorted(path.name for path in out.iterdir()) == [f"part-0000{n}" for n in range(3)]
+    stored = open_sources([out], target_facts(target))
+    assert stored.feature_names == NAMES
+    assert len(stored) == len(said)
+    for index in range(len(stored)):
+        got = stored[index]
+        wanted = said[got.id]
+        np.testing.assert_array_equal(got.tokens, wanted.tokens)
+        np.testing.assert_array_equal(got.loss_mask, wanted.loss_mask)
+        size = len(got.tokens)
+        alone = target.architecture.extend(
+            target.params,
+            jnp.asarray(got.tokens)[None],
+            jnp.arange(size)[None],
+            None,
+            None,
+            0,
+            jnp.tril(jnp.ones((1, size, size), bool)),
+            features=NAMES,
+        )
+        for name in NAMES:
+            np.testing.assert_allclose(
+                got.features[name], alone.features[name][0], rtol=2e-3, atol=2e-3
+            )
+
+
+def test_parts_that_are_there_are_kept(store, monkeypatch):
+    _, run, out = store
+    assert run("--products=float32", "--limit=6") == 0
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
+    calls = []
+    forward = features._forward
+    monkeypatch.setattr(features, "_forward", lambda *args: calls.append(1) or forward(*args))
+    assert run("--products=float32") == 0
+    assert len(calls) == 1
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--products=bfloat16"], "products=float32, not bfloat16; pass --products=float32"),
+        (["--products=float32", "--part=2"], "holds other conversations or features"),
+        (["--products=float32", "--features=final_norm"], "holds other conversations or feat"),
+        (["--products=float32", "--limit=3"], "is there already, and 3 conversations fill 1"),
+        (["--part=0"], "part=0: use a whole number of at least 1"),
+        (["--features=final"], "final"),
+        (["--products=float16"], "products='float16': use auto, float32 or bfloat16"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(more, said, store, capsys):
+    _, run, out = store
+    assert run("--products=float32") == 0
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
+    capsys.readouterr()
+    assert run(*more) == 2
+    told = capsys.readouterr().err
+    assert said in told
+    assert told.count("\n") == 1
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()} == before
