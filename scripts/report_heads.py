@@ -15,7 +15,7 @@ tokens differ from plain decoding's; 2 for bad input; 130 after Ctrl-C or SIGTER
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ from specjax.report_reading import read_report
 from specjax.report_runs import Run
 
 _UNTRAINED = ("ngram",)
+_TOGETHER = ("ngram", "eagle3")
+"""Shown as a drafter, the first where it has a draft and else the second."""
 _CONFIG = "configs/decode_smollm2.py"
 
 
@@ -50,8 +52,9 @@ def _options(argv: Sequence[str]) -> Any:
     flags.DEFINE_string("prompts", None, "JSONL in Spec-Bench's schema; else built in.", **own)
     flags.DEFINE_integer("per_task", None, "Prompts of a task; else all.", **own)
     flags.DEFINE_string("heads", None, "Folder with a checkpoint a kind; else the shipped.", **own)
-    flags.DEFINE_list("drafters", None, "Which; else ngram and all heads.", **own)
-    flags.DEFINE_integer("num_speculative_tokens", 4, "K of the heads.", **own)
+    flags.DEFINE_list("drafters", None, "Which; else ngram, all heads, ngram+eagle3.", **own)
+    flags.DEFINE_integer("num_speculative_tokens", 4, "K of a head by itself.", **own)
+    flags.DEFINE_float("draft_p_min", None, "Where a head stops drafting.", **own)
     flags.DEFINE_integer("new_tokens", 96, "Tokens an answer.", **own)
     flags.DEFINE_integer("batch_size", 8, "Of the runs whose speed is not asked for.", **own)
     flags.DEFINE_string("data", "", "For the cards: where prompts come from.", **own)
@@ -72,15 +75,19 @@ def _options(argv: Sequence[str]) -> Any:
 def run(options: Any) -> int:
     """Decode what is not decoded yet and write the tables; returns the exit code."""
     out, places = Path(options.out), _places(options.heads)
-    drafters = options.drafters or [*_UNTRAINED, *places]
-    if unknown := [one for one in drafters if one not in (*_UNTRAINED, *places)]:
-        there = ", ".join((*_UNTRAINED, *places))
-        raise InputError(f"drafters={unknown[0]!r}: there are {there}")
+    known = [*_UNTRAINED, *places]
+    both = ["+".join(_TOGETHER)] if set(_TOGETHER) <= set(known) else []
+    drafters = options.drafters or [*known, *both]
+    parts = {part for drafter in drafters for part in drafter.split("+")}
+    if unknown := sorted(parts - set(known)):
+        raise InputError(
+            f"drafters={unknown[0]!r}: there are {', '.join(known)}, and those joined by +"
+        )
     heads = {kind: read_head(place) for kind, place in places.items() if kind in drafters}
     cells = [
         cell
         for drafter in drafters
-        for fixed, grid in _runs(options, drafter, places.get(drafter))
+        for fixed, grid in _runs(options, drafter, places)
         for cell in sweep.make_cells(out, fixed, grid)
     ]
     code = sweep.run_cells(cells)
@@ -114,7 +121,7 @@ def _places(given: str | None) -> dict[str, Path]:
 
 
 def _runs(
-    options: Any, drafter: str, place: Path | None
+    options: Any, drafter: str, places: Mapping[str, Path]
 ) -> Iterator[tuple[list[str], dict[str, list[str]]]]:
     """The arguments of a drafter's runs, and what tells them apart."""
     fixed = [f"--config={_CONFIG}", f"--config.sampling.max_new_tokens={options.new_tokens}"]
@@ -122,10 +129,13 @@ def _runs(
         fixed.append(f"--config.prompts={Path(options.prompts).expanduser()}")
     if options.per_task:
         fixed.append(f"--config.per_task={options.per_task}")
-    if place is not None and options.heads:
-        fixed.append(f"--config.drafter.path={place}")
+    trained = [part for part in drafter.split("+") if part in places]
+    if options.heads:
+        fixed += [f"--config.drafter.path={places[part]}" for part in trained]
     grid = {"config.drafter.name": [drafter]}
-    if drafter != "ngram":
+    if trained and options.draft_p_min is not None:
+        grid["config.drafter.draft_p_min"] = [str(options.draft_p_min)]
+    if drafter in places:
         grid["config.num_speculative_tokens"] = [str(options.num_speculative_tokens)]
     batch = {"config.batch_size": [str(options.batch_size)]}
     alone = {"config.batch_size": ["1"]} if options.speed else batch

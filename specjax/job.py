@@ -90,8 +90,7 @@ def read_job(config: ml_collections.ConfigDict) -> Job:
     if replicated and name != "draft_model":
         raise InputError(f"drafter.replicated=True: {name} has no weights of its own; leave it out")
     options = {option: value for option, value in options.items() if value is not None}
-    if ":" not in name:
-        check_options(name, path, options, supplied=("continuations",))
+    check_options(name, path, options, supplied=("continuations",))
     sampling = SamplingParams.of(dict(config.sampling))
     check_seed(config.seed)
     return Job(

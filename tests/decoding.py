@@ -7,7 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import trees
-from specjax.drafters import Drafter, draft_model, early_exit, ngram, simulated, stateless, unmoved
+from specjax.drafters import (
+    Drafter,
+    draft_model,
+    early_exit,
+    fallback,
+    ngram,
+    simulated,
+    stateless,
+    unmoved,
+)
 from specjax.execution import compile_session, run_session
 from specjax.generation import collect
 from specjax.sampling_params import SamplingParams
@@ -134,6 +143,7 @@ def drafters(tiny, unrelated, similar):
         "itself": draft_model.make(tiny.architecture, tiny.params),
         "early_exit": early_exit.make(layers, exit_layer=2),
         "early_exit_p_min": early_exit.make(layers, exit_layer=2, draft_p_min=0.15),
+        "fallback": fallback.make(ngram.make(), early_exit.make(layers, exit_layer=2)),
         "shifting": shifting(tiny),
         "random_law": random_law(tiny),
     }

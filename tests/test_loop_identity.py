@@ -51,12 +51,15 @@ DRAFTERS = [
     "itself",
     "early_exit",
     "early_exit_p_min",
+    "fallback",
     "shifting",
     "random_law",
 ]
 
 
-@pytest.mark.parametrize("name", ["ngram", "similar", "itself", "early_exit", "shifting"])
+@pytest.mark.parametrize(
+    "name", ["ngram", "similar", "itself", "early_exit", "fallback", "shifting"]
+)
 def test_greedy_rows(name, tiny, every, plain_greedy):
     requests = greedy(max_new_tokens=NEW)
     got = decode(tiny, PROMPTS, drafter=every[name], sampling=requests, num_speculative_tokens=4)

@@ -83,7 +83,7 @@ def test_runs_tables_and_cards(report_heads, cells_run, heads, tmp_path, capsys)
         for one in cells_run
     ] == [
         (drafter, *rest)
-        for drafter in ("ngram", "eagle3")
+        for drafter in ("ngram", "eagle3", "ngram+eagle3")
         for rest in (
             (0.0, "rejection", 1, True),
             (0.8, "coupled", 8, True),
@@ -91,7 +91,10 @@ def test_runs_tables_and_cards(report_heads, cells_run, heads, tmp_path, capsys)
         )
     ]
     assert {one.per_task for one in cells_run} == {2}
-    assert [one.drafter.path for one in cells_run[2:4]] == [None, str(heads / "eagle3")]
+    paths = [one.drafter.path for one in cells_run[::3]]
+    assert paths == [None, str(heads / "eagle3"), str(heads / "eagle3")]
+    # By itself a head drafts K tokens; beside another each has its own length.
+    assert [one.num_speculative_tokens for one in cells_run[::3]] == [None, "4", None]
     told = (tmp_path / "heads.md").read_text()
     assert "temperature 0.8" in told
     assert "| 2.00M | 1.750 | 1.500 | 1.375 |" in told
@@ -134,7 +137,10 @@ def test_runs_tables_and_cards(report_heads, cells_run, heads, tmp_path, capsys)
     cells_run.clear()
     assert report_heads.main([*argv, "--drafters=eagle3"]) == 0
     assert cells_run == []
-    assert "6 cells, 0 of them finished" in capsys.readouterr().out
+
+    assert report_heads.main([*argv, "--drafters=ngram+eagle3", "--draft_p_min=0.2"]) == 0
+    assert {one.drafter.draft_p_min for one in cells_run} == {0.2}
+    assert "9 cells, 0 of them finished" in capsys.readouterr().out
 
 
 def test_a_card_says_what_later_fields_were_when_a_head_was_trained(report_heads, tiny):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import importlib
 import inspect
 import os
@@ -11,7 +12,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from specjax.drafters import draft_model, eagle, early_exit, medusa, ngram, none, simulated
+from specjax.drafters import (
+    draft_model,
+    eagle,
+    early_exit,
+    fallback,
+    medusa,
+    ngram,
+    none,
+    simulated,
+)
 from specjax.drafters.base import Accepted, Context, Drafter, Noise, stateless, unmoved
 from specjax.errors import InputError
 from specjax.models.model import Model
@@ -74,13 +84,18 @@ def make_drafter(
     `path` names what was trained: a head that training exported or a published layout
     (`specjax.interchange`), by default the one that comes with specjax for the target; for
     `draft_model` also anything `load_model` takes, or a loaded model. A function of one's own is
-    called as function(target, **options), with path=path if one is given. Raises InputError for an
-    unknown drafter or option, and for a head or a draft model of another target.
+    called as function(target, **options), with path=path if one is given. Names joined by +
+    ("ngram+eagle3") give the first one's draft where it has any and else the next one's
+    (`fallback`); an option goes to those that take it. Raises InputError for an unknown
+    drafter or option, and for a head or a draft model of another target.
     """
-    own = ":" in name
-    if not own:
-        check_options(name, path, options)
-    if own:
+    check_options(name, path, options)
+    if "+" in name:
+        parts = (
+            make_drafter(part, target, at, **own) for part, at, own in _divide(name, path, options)
+        )
+        drafter = functools.reduce(fallback.make, parts)
+    elif ":" in name:
         extra = {} if path is None else {"path": path}
         drafter = _constructor(name)(target, **extra, **options)
         if not isinstance(drafter, Drafter):
@@ -153,7 +168,16 @@ def _constructor(name: str) -> Callable[..., Drafter]:
 def check_options(
     name: str, path: Any, options: dict[str, Any], supplied: tuple[str, ...] = ()
 ) -> None:
-    """Raise InputError unless the drafter takes these options; `supplied` come later."""
+    """Raise InputError unless the drafter takes these options; `supplied` come later.
+
+    One of the caller's own ("package.module:function") is left to judge them itself.
+    """
+    if "+" in name:
+        for part, at, own in _divide(name, path, options):
+            check_options(part, at, own)
+        return
+    if ":" in name:
+        return
     known = drafter_options(name)
     for option, value in options.items():
         if option not in known:
@@ -164,6 +188,36 @@ def check_options(
             raise InputError(f"drafter.{option} is missing: {name} needs it")
     if name not in TRAINED and path is not None:
         raise InputError(f"drafter.path={str(path)!r}: {name} does not take it; leave it out")
+
+
+def _divide(name: str, path: Any, options: dict[str, Any]) -> list[tuple[str, Any, dict[str, Any]]]:
+    """Each part of a name joined by +, with its path and the options that it takes.
+
+    Raises InputError for an option that no part takes, and for a path that two might mean.
+    """
+    parts = name.split("+")
+    if "none" in parts or "" in parts or len(set(parts)) < len(parts):
+        raise InputError(f"drafter={name!r}: join different drafters that draft, as ngram+eagle3")
+    taken = {part: drafter_options(part) for part in parts}
+    for option, value in options.items():
+        if not any(option in takes for takes in taken.values()):
+            raise InputError(
+                f"drafter.{option}={value!r}: no part of {name} takes it; leave it out"
+            )
+    trained = [part for part in parts if part in TRAINED]
+    if path is not None and len(trained) != 1:
+        raise InputError(
+            f"drafter.path={str(path)!r}: of {name} {', '.join(trained) or 'no part'} could take "
+            "it; leave it out, or join drafters in Python (specjax.drafters.fallback)"
+        )
+    return [
+        (
+            part,
+            path if part in trained else None,
+            {option: value for option, value in options.items() if option in taken[part]},
+        )
+        for part in parts
+    ]
 
 
 def _is_model(name: str, path: Any) -> bool:

@@ -124,6 +124,8 @@ class Drafter:
     features: tuple[str, ...] = ()
     sampled: bool = False
     """Whether nodes are drawn from laws (sampled rows) rather than chosen."""
+    follows_own_drafts: bool = False
+    """Whether `observe` only knows what to do with drafts that this drafter's `propose` made."""
 
 
 def stateless(params: Any, context: Context, features: dict) -> tuple[()]:

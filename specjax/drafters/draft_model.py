@@ -113,6 +113,7 @@ def make(
         num_speculative_tokens=4,
         params=params,
         sampled=draft_sample_method == "probabilistic",
+        follows_own_drafts=True,
     )
 
 
