@@ -7,9 +7,10 @@ identity; with `--nospeed` in batches), at temperature 0.8 under `coupled` (iden
 temperature 1 (tau); with `--nocompare` only tau, greedy and at temperature 1. Each run is a process
 of its own whose report stays in DIR/cells; finished ones are skipped, so that the same command goes
 on where it was stopped. Then DIR/heads.md has tau by task and temperature, speed-up, acceptance by
-position, and tau against the tokens trained on, and DIR/cards a model card a head. Without
-`--heads` the drafters are those that come with specjax. Exit codes: 0; 1 where a run failed or its
-tokens differ from plain decoding's; 2 for bad input; 130 after Ctrl-C or SIGTERM.
+position, and tau against the tokens trained on, and DIR/cards a model card a head. Drafters are
+ngram, the heads (those that come with specjax, without `--heads`) and ngram+eagle3. Exit codes: 0;
+1 where a run failed or its tokens differ from plain decoding's; 2 for bad input; 130 after Ctrl-C
+or SIGTERM.
 """
 
 from __future__ import annotations
@@ -78,11 +79,14 @@ def run(options: Any) -> int:
     known = [*_UNTRAINED, *places]
     both = ["+".join(_TOGETHER)] if set(_TOGETHER) <= set(known) else []
     drafters = options.drafters or [*known, *both]
-    parts = {part for drafter in drafters for part in drafter.split("+")}
-    if unknown := sorted(parts - set(known)):
-        raise InputError(
-            f"drafters={unknown[0]!r}: there are {', '.join(known)}, and those joined by +"
-        )
+    for drafter in drafters:
+        parts = drafter.split("+")
+        if unknown := [part for part in parts if part not in known]:
+            raise InputError(
+                f"drafters={unknown[0]!r}: there are {', '.join(known)}, and those joined by +"
+            )
+        if options.heads and len(set(places).intersection(parts)) > 1:
+            raise InputError(f"drafters={drafter!r}: with heads, join one head only")
     heads = {kind: read_head(place) for kind, place in places.items() if kind in drafters}
     cells = [
         cell
@@ -163,6 +167,8 @@ def _by_task(options: Any, runs: Sequence[Run]) -> list[str]:
         shown = ["n/a" if one is None else f"{one:.2f}" for one in cells]
         rows.append([f"{run.conditions.temperature:g}", rule, *shown])
     title = f"## Tau by task, K = {options.num_speculative_tokens}, {options.new_tokens} new tokens"
+    if options.draft_p_min is not None:
+        title += f", draft_p_min = {options.draft_p_min}"
     return [title, "", *table(rows), ""]
 
 

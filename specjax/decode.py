@@ -157,7 +157,7 @@ def listing() -> str:
     lines.append(
         "  package.module:function: one of your own, called as function(target, **options)"
     )
-    lines.append("  NAME+NAME: the first that has a draft in a row, say ngram+eagle3")
+    lines.append("  NAME+NAME, as ngram+eagle3: the first that has a draft, in each row")
     lines.append("rules (--config.verify=RULE), all exact:")
     lines += [f"  {rule}: {_RULES[rule]}" for rule in RULES]
     lines.append("sampling (--config.sampling.FIELD=VALUE):")

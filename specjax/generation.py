@@ -120,7 +120,7 @@ def generate(
     session = open_session(
         target,
         prompts,
-        drafter=make_drafter(drafter, target) if isinstance(drafter, str) else drafter,
+        drafter=_drafter_of(drafter, target, num_speculative_tokens),
         num_speculative_tokens=num_speculative_tokens,
         num_speculative_tokens_per_batch_size=num_speculative_tokens_per_batch_size,
         verify=verify,
@@ -197,11 +197,20 @@ def stream(
     session = open_session(
         target,
         prompts,
-        drafter=make_drafter(drafter, target) if isinstance(drafter, str) else drafter,
+        drafter=_drafter_of(drafter, target, options.get("num_speculative_tokens")),
         requests=sampling,
         **options,
     )
     return stream_session(session, rounds_per_step)
+
+
+def _drafter_of(
+    drafter: Drafter | str | None, target: Model, num_speculative_tokens: Any
+) -> Drafter | None:
+    if not isinstance(drafter, str):
+        return drafter
+    length = num_speculative_tokens if isinstance(num_speculative_tokens, int) else None
+    return make_drafter(drafter, target, num_speculative_tokens=length)
 
 
 def stream_session(session: Session, rounds_per_step: int = 1) -> Iterator[Delta]:

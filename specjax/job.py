@@ -88,7 +88,7 @@ def read_job(config: ml_collections.ConfigDict) -> Job:
     name, path = options.pop("name"), options.pop("path", None)
     replicated = options.pop("replicated", False)
     if replicated and name != "draft_model":
-        raise InputError(f"drafter.replicated=True: {name} has no weights of its own; leave it out")
+        raise InputError(f"drafter.replicated=True: {name} is no draft_model; leave it out")
     options = {option: value for option, value in options.items() if value is not None}
     check_options(name, path, options, supplied=("continuations",))
     sampling = SamplingParams.of(dict(config.sampling))
@@ -130,6 +130,8 @@ def job_drafter(
         else:
             places = {"mesh": target.mesh, "replicated": job.drafter_replicated}
             path = load_model(path, dtype=job.dtype, **places)
+    length = job.session["num_speculative_tokens"]
+    options["num_speculative_tokens"] = length if isinstance(length, int) else None
     return make_drafter(job.drafter, target, path, **options)
 
 

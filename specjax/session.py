@@ -126,7 +126,7 @@ def open_session(
         drafter=drafter,
         rule=verify,
         draft_length=DraftLength(most, ladder),
-        widths=widths(most),
+        widths=widths(most, drafter.lengths),
         flags=_flags(requests),
         capacity=_round_up(max(totals), CACHE_BLOCK),
         max_rounds=_round_up(max(request.max_new_tokens for request in requests), 64),
@@ -153,9 +153,12 @@ def check_seed(seed: int) -> None:
         raise InputError(f"seed={seed}: use a whole number from 0 to 2**32 - 1")
 
 
-def widths(most: int) -> tuple[int, ...]:
-    """The window sizes that are compiled for drafts of up to `most` tokens."""
-    return tuple(sorted({1, min(4, most + 1), most + 1}))
+def widths(most: int, lengths: Sequence[int] = ()) -> tuple[int, ...]:
+    """The window sizes that are compiled for drafts of up to `most` tokens, `lengths` among them.
+
+    A drafter that names no lengths gets one of three tokens.
+    """
+    return tuple(sorted({1, *(1 + min(length, most) for length in (*(lengths or (3,)), most))}))
 
 
 def batch_arguments(session: Session, index: list[int]) -> tuple:

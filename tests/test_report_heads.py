@@ -184,6 +184,7 @@ def test_a_card_says_what_later_fields_were_when_a_head_was_trained(report_heads
         ([], "out is missing: pass --out=DIR"),
         (["--out=x", "--heads=nowhere"], "heads='nowhere': no head is there"),
         (["--out=x", "--heads={heads}", "--drafters=eagle"], "drafters='eagle': there are ngram,"),
+        (["--out=x", "--heads={heads}", "--drafters=ngram+eagle"], "joined by +"),
         (["--out=x", "what"], "'what' is not understood"),
         (["--out=x", "--batch_size=many"], "--batch_size"),
     ],

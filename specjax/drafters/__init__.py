@@ -49,6 +49,12 @@ DRAFTERS: dict[str, Callable[..., Drafter]] = {
     "eagle3": eagle.make,
     "simulated": simulated.make,
 }
+_ALONE = {
+    "none": "it drafts nothing",
+    "draft_model": "it only follows drafts that it made itself",
+    "simulated": "it is recorded for one run",
+}
+"""Drafters that cannot be joined by name, and why."""
 TRAINED = ("draft_model", "medusa", "eagle", "eagle3")
 """Drafters that have weights of their own, and so a path; some come with specjax."""
 
@@ -86,13 +92,14 @@ def make_drafter(
     `draft_model` also anything `load_model` takes, or a loaded model. A function of one's own is
     called as function(target, **options), with path=path if one is given. Names joined by +
     ("ngram+eagle3") give the first one's draft where it has any and else the next one's
-    (`fallback`); an option goes to those that take it. Raises InputError for an unknown
-    drafter or option, and for a head or a draft model of another target.
+    (`fallback`); an option goes to those that take it, `num_speculative_tokens` to all. Raises
+    InputError for an unknown drafter or option, and for a head or a draft model of another target.
     """
     check_options(name, path, options)
     if "+" in name:
         parts = (
-            make_drafter(part, target, at, **own) for part, at, own in _divide(name, path, options)
+            make_drafter(part, target, at, num_speculative_tokens=num_speculative_tokens, **own)
+            for part, at, own in _divide(name, path, options)
         )
         drafter = functools.reduce(fallback.make, parts)
     elif ":" in name:
@@ -193,11 +200,16 @@ def check_options(
 def _divide(name: str, path: Any, options: dict[str, Any]) -> list[tuple[str, Any, dict[str, Any]]]:
     """Each part of a name joined by +, with its path and the options that it takes.
 
-    Raises InputError for an option that no part takes, and for a path that two might mean.
+    Raises InputError for an option that no part takes, for a path that two might mean, and for
+    drafters that cannot be joined by name.
     """
     parts = name.split("+")
-    if "none" in parts or "" in parts or len(set(parts)) < len(parts):
-        raise InputError(f"drafter={name!r}: join different drafters that draft, as ngram+eagle3")
+    if "" in parts or len(set(parts)) < len(parts):
+        raise InputError(f"drafter={name!r}: join different drafters, as ngram+eagle3")
+    for part in parts:
+        if part in _ALONE or ":" in part:
+            why = _ALONE.get(part, "its options are its own; specjax.drafters.fallback can join it")
+            raise InputError(f"drafter={name!r}: {part} cannot be joined by name: {why}")
     taken = {part: drafter_options(part) for part in parts}
     for option, value in options.items():
         if not any(option in takes for takes in taken.values()):

@@ -124,6 +124,8 @@ class Drafter:
     features: tuple[str, ...] = ()
     sampled: bool = False
     """Whether nodes are drawn from laws (sampled rows) rather than chosen."""
+    lengths: tuple[int, ...] = ()
+    """Drafts shorter than the longest that are worth a compiled width of their own."""
     follows_own_drafts: bool = False
     """Whether `observe` only knows what to do with drafts that this drafter's `propose` made."""
 

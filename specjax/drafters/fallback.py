@@ -19,43 +19,44 @@ from specjax.trees import Draft, is_chain
 def make(first: Drafter, second: Drafter) -> Drafter:
     """`first`'s chain in the rows where it proposes one, `second`'s in the others.
 
-    Neither drafts more than its own `num_speculative_tokens`. Exact as they are: whether a node is
-    proposed never depends on its own token, so that choosing by the first one's tells nothing of
-    what would be drawn. Raises InputError for a drafter that has to feed every draft itself.
+    Neither drafts more than its own `num_speculative_tokens`, whatever is asked for. Exact if both
+    are: what the first one's choice to draft depends on (tokens that it does not draw, laws, noise
+    of its own) is independent of what the second one draws. Raises InputError for a drafter that
+    cannot follow what another one drafted.
     """
-    for drafter in (first, second):
+    both = (first, second)
+    for drafter in both:
         if drafter.follows_own_drafts:
             raise InputError(
                 f"drafter {drafter.name!r} only follows drafts that it made itself, so it cannot "
-                "stand beside another: use ngram, medusa, eagle, eagle3 or early_exit"
+                "take turns: leave it alone, or use a head (medusa, eagle, eagle3)"
             )
 
     def init(params: Any, context: Context, features: dict[str, Float[Array, "B S D"]]) -> Any:
         return tuple(
-            drafter.init(own, context, features)
-            for drafter, own in zip((first, second), params, strict=True)
+            drafter.init(own, _narrowed(context, drafter), features)
+            for drafter, own in zip(both, params, strict=True)
         )
 
     def propose(params: Any, state: Any, context: Context, noise: Noise) -> tuple[Draft, Any]:
-        batch, most = context.length.shape[0], context.num_tokens
-        taken, drafts, states = jnp.zeros(batch, bool), [], []
-        for drafter, own, before in zip((first, second), params, state, strict=True):
-            length = min(most, drafter.num_speculative_tokens)
-            limit = jnp.where(taken, 0, jnp.minimum(context.limit, length))
+        taken, drafts, states = jnp.zeros(context.length.shape, bool), [], []
+        for place, drafter in enumerate(both):
+            narrowed = _narrowed(context, drafter)
+            narrowed = narrowed.replace(limit=jnp.where(taken, 0, narrowed.limit))
             draft, after = drafter.propose(
-                own, before, context.replace(limit=limit, num_tokens=length), noise
+                params[place], state[place], narrowed, _noise_of(place, noise, context)
             )
             if not is_chain(draft):
                 raise ValueError(f"drafter {drafter.name!r} proposes a tree: use one of chains")
             taken |= draft.valid.any(axis=1)
             drafts.append(draft)
             states.append(after)
-        return joined(*drafts, most), tuple(states)
+        return joined(*drafts, context.num_tokens), tuple(states)
 
     def observe(params: Any, state: Any, context: Context, accepted: Accepted) -> Any:
         return tuple(
-            drafter.observe(own, before, context, accepted)
-            for drafter, own, before in zip((first, second), params, state, strict=True)
+            drafter.observe(own, before, _narrowed(context, drafter), accepted)
+            for drafter, own, before in zip(both, params, state, strict=True)
         )
 
     return Drafter(
@@ -67,7 +68,22 @@ def make(first: Drafter, second: Drafter) -> Drafter:
         params=(first.params, second.params),
         features=tuple(dict.fromkeys((*first.features, *second.features))),
         sampled=first.sampled or second.sampled,
+        lengths=(
+            *(first.lengths or (first.num_speculative_tokens,)),
+            *(second.lengths or (second.num_speculative_tokens,)),
+        ),
     )
+
+
+def _narrowed(context: Context, drafter: Drafter) -> Context:
+    """The context of a drafter that drafts no more than its own number of tokens."""
+    length = min(context.num_tokens, drafter.num_speculative_tokens)
+    return context.replace(limit=jnp.minimum(context.limit, length), num_tokens=length)
+
+
+def _noise_of(place: int, noise: Noise, context: Context) -> Noise:
+    """Noise that the other drafter does not see; under `coupled` both see the target's own."""
+    return (lambda depth: noise(2 * depth + place)) if context.laws else noise
 
 
 def joined(first: Draft, second: Draft, length: int) -> Draft:

@@ -136,7 +136,7 @@ def make_plan(
         drafter=drafter,
         rule=verify,
         draft_length=draft_length,
-        widths=widths(draft_length.max_tokens),
+        widths=widths(draft_length.max_tokens, drafter.lengths),
         flags=sampling.WarpFlags.of(
             request.temperature, request.top_k, request.top_p, request.min_p
         ),
