@@ -152,7 +152,9 @@ def _command(stages: Sequence[dict[str, Any]], number: int) -> str:
         words.append(f"--config.start_from=EXPORT_{number}")
     words.append(f"--config.workdir=W_{number + 1}")
     for name, value in fields.items():
-        unset = value is None or (name == "decay_steps" and value == about["config"]["steps"])
+        # A run in pieces ends as one in one piece does.
+        unset = value is None or name == "minutes"
+        unset |= name == "decay_steps" and value == about["config"]["steps"]
         if not unset and usual.get(name) != value:
             value = tuple(value) if isinstance(value, list) else value
             words.append(shlex.quote(f"--config.{name}={value}"))

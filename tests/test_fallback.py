@@ -20,7 +20,7 @@ from specjax.errors import InputError
 from specjax.models.loading import random_model
 from specjax.testing import check_drafter
 
-VOCAB, ROWS = 8, 60_000
+VOCAB, ROWS = 8, 40_000
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_three_take_turns():
     assert draft.tokens[:, 0].tolist() == [3, 9]
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("rule", ["rejection", pytest.param("block", marks=pytest.mark.slow)])
 def test_the_law_is_the_targets(rule, target):
     check = check_drafter(fallback.make(lookup(), model()), target, ROWS, verify=rule)
     assert check.passed, check
