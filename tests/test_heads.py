@@ -132,6 +132,8 @@ def test_only_heads_of_the_kind_asked_for(tiny, tmp_path):
     save_checkpoint(tiny, tmp_path / "model")
     with pytest.raises(InputError, match="holds a model, not a drafter"):
         open_head("eagle3", tmp_path / "model", tiny)
+    with pytest.raises(InputError, match=r"trained together; use drafter.path='\S+/head' with"):
+        open_head("eagle3", tmp_path, tiny)
     with pytest.raises(InputError, match="no eagle comes with specjax for random-0"):
         specjax.make_drafter("eagle", tiny)
 

@@ -1,20 +1,17 @@
 """`scripts/report_heads.py`: its runs, tables and cards; the decoding itself is left out."""
 
 import dataclasses
-import importlib.util
 import json
 import runpy
-import sys
-from pathlib import Path
 
 import pytest
 from heads import eagle_head, medusa_head
 from reports import content
+from script_modules import SCRIPTS, script_module
 
 from specjax import decode, frontdoor
 from specjax.heads.head import save_head
 
-SCRIPTS = Path(__file__).parent.parent / "scripts"
 CURVE = [
     {"step": 5, "tokens": 1_000_000.0, "loss": 3.0, "tau_sim": 1.5, "tau": 1.25},
     {"step": 9, "tokens": 2_000_000.0, "loss": 2.0, "tau_sim": 1.75, "tau": 1.5, "tau_t1": 1.375},
@@ -23,13 +20,8 @@ CURVE = [
 
 @pytest.fixture(scope="module")
 def report_heads():
-    sys.path.insert(0, str(SCRIPTS))
-    spec = importlib.util.spec_from_file_location("report_heads", SCRIPTS / "report_heads.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    sys.path.remove(str(SCRIPTS))
-    del sys.modules["sweep"]
+    with script_module("report_heads") as module:
+        yield module
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import dataclasses
 import errno
-import importlib.util
 import json
 import os
 import signal
@@ -15,11 +14,10 @@ import jax
 import numpy as np
 import pytest
 from heads import eagle_head
+from script_modules import SCRIPTS, script_module
 
 from specjax.heads import files
 from specjax.heads.head import read_head, save_head
-
-SCRIPTS = Path(__file__).parent.parent / "scripts"
 
 SLOW = """
 import os, pathlib, sys, time
@@ -53,12 +51,8 @@ sys.exit(script.main())
 
 @pytest.fixture(scope="module")
 def script():
-    sys.path.insert(0, str(SCRIPTS))
-    spec = importlib.util.spec_from_file_location("reproduce_heads", SCRIPTS / "reproduce_heads.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    sys.path.remove(str(SCRIPTS))
+    with script_module("reproduce_heads") as module:
+        yield module
 
 
 @pytest.fixture

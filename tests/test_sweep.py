@@ -1,32 +1,25 @@
 """`scripts/sweep.py`: the grid, resuming, failures, and the report at its end."""
 
-import importlib.util
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from reports import content
+from script_modules import SCRIPTS, script_module
 
 from specjax import decode, frontdoor
 
 pytest.importorskip("matplotlib")
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "sweep.py"
+SCRIPT = SCRIPTS / "sweep.py"
 FIXED = ["--config.target=model", "--config.prompt=one two"]
 
 
 @pytest.fixture(scope="module")
 def sweep():
-    sys.path.insert(0, str(SCRIPT.parent))
-    spec = importlib.util.spec_from_file_location("sweep", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["sweep"] = module
-    spec.loader.exec_module(module)
-    yield module
-    sys.path.remove(str(SCRIPT.parent))
-    del sys.modules["sweep"]
+    with script_module("sweep") as module:
+        yield module
 
 
 @pytest.fixture

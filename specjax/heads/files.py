@@ -63,6 +63,11 @@ def read_any_head(path: str | Path, target: Model, field: str) -> Head:
         )
     if is_checkpoint(path):
         return read_head(path, target.mesh)
+    if is_checkpoint(path / "head"):
+        raise InputError(
+            f"{field}={str(path)!r}: a target and a head that were trained together; use "
+            f"{field}={str(path / 'head')!r} with the target {str(path / 'target')!r}"
+        )
     from specjax.interchange import read_foreign
 
     return read_foreign(path, target)

@@ -1,0 +1,22 @@
+"""The commands in `scripts/` as modules."""
+
+import contextlib
+import importlib
+import sys
+from pathlib import Path
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+
+
+@contextlib.contextmanager
+def script_module(name):
+    """A script beside which others can be imported, all of them forgotten afterwards."""
+    sys.path.insert(0, str(SCRIPTS))
+    try:
+        yield importlib.import_module(name)
+    finally:
+        sys.path.remove(str(SCRIPTS))
+        for other, module in list(sys.modules.items()):
+            file = getattr(module, "__file__", None)
+            if file and Path(file).parent == SCRIPTS:
+                del sys.modules[other]
