@@ -1,4 +1,8 @@
-"""The error every bad input raises."""
+"""The error every bad input raises, and how values are shown in it."""
+
+from __future__ import annotations
+
+from typing import Any
 
 
 class InputError(ValueError):
@@ -11,3 +15,12 @@ class InputError(ValueError):
 def one_line(error: Exception) -> str:
     """Another library's message as a part of one of ours; its class's name where it has none."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def shown(value: Any, limit: int = 60) -> str:
+    """A value as an error shows it: its repr on one line, shortened, whatever the value is."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # a repr is the value's own code; Python prints no number of 5,000 digits
+        text = f"<{type(value).__name__} that cannot be printed>"
+    return text if len(text) <= limit else f"{text[: limit - 4]} ..."
