@@ -1,16 +1,16 @@
 """The benchmark of the default model; `:debug` is a size that runs in seconds."""
 
-import ml_collections
+from ml_collections import config_dict
 
 from specjax import frontdoor
 
 
 def get_config(size="full"):
-    config = ml_collections.ConfigDict()
+    config = config_dict.ConfigDict()
     config.target = "smollm2-135m-instruct"
     config.dtype = "auto"
-    # JSONL in Spec-Bench's schema; empty = the built-in prompts.
-    config.prompts = ""
+    # JSONL in Spec-Bench's schema; without one the built-in prompts.
+    config.prompts = config_dict.placeholder(str)
     config.per_task = 1
     config.max_new_tokens = 48
     # T(width) at these window sizes, batch sizes and capacities.
@@ -26,7 +26,7 @@ def get_config(size="full"):
     config.exit_layers = (15, 24)
     config.self_draft = True
     config.runs = 3
-    config.report = ""
+    config.report = config_dict.placeholder(str)  # a JSON path
     # As in decode_smollm2.py.
     config.mesh = frontdoor.mesh_fields()
     config.distributed = frontdoor.distributed_fields()

@@ -24,14 +24,48 @@ from rich.table import Table
 
 from specjax import costs, frontdoor, metrics, processes, prompts, sharding
 from specjax.built_in import BUILT_IN
-from specjax.drafters import Drafter, make_drafter
+from specjax.drafters import DRAFT_TOKENS, Drafter, make_drafter
 from specjax.execution import Programs, compile_session, run_session
+from specjax.fields import (
+    Fields,
+    Flag,
+    InputFile,
+    Items,
+    Number,
+    OutputFile,
+    PathOrName,
+    Whole,
+    optional,
+)
 from specjax.generation import Generation, collect
-from specjax.models.loading import load_model
+from specjax.models.loading import DTYPE, load_model
 from specjax.models.model import Model
 from specjax.reporting import check_writable, device_name, write_json
 from specjax.sampling_params import SamplingParams
 from specjax.session import Session, open_session
+
+_SIZES = Items(Whole(1), least=1, remedy="use whole numbers of at least 1, such as (1, 4)")
+FIELDS: Fields = {
+    "target": PathOrName(),
+    "dtype": DTYPE,
+    "prompts": optional(InputFile()),
+    "per_task": Whole(1),
+    "max_new_tokens": Whole(1),
+    "widths": _SIZES,
+    "batch_sizes": _SIZES,
+    "capacities": _SIZES,
+    "committed": Whole(),
+    "num_speculative_tokens": DRAFT_TOKENS,
+    "ngram_tokens": DRAFT_TOKENS,
+    "acceptances": Items(Number(0.0, 1.0), remedy="use numbers from 0 to 1, such as (0.6, 0.8)"),
+    "exit_layers": Items(Whole(1), remedy="use numbers of layers, such as (15, 24)"),
+    "self_draft": Flag(),
+    "runs": Whole(1),
+    "report": optional(OutputFile()),
+    "mesh": frontdoor.MESH_FIELDS,
+    "distributed": frontdoor.DISTRIBUTED_FIELDS,
+}
+"""What the fields of a config may hold."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +186,7 @@ def bench(
     """Run and print every part; the result is JSON-ready."""
 
     def load() -> tuple[Model, list[prompts.Question]]:
-        model = load_model(config.target, dtype=config.dtype, mesh=mesh)
+        model = load_model(config.target, dtype=config.dtype, mesh=mesh, field="target")
         return model, prompts.read_questions(config.prompts) if config.prompts else list(BUILT_IN)
 
     model, everything = processes.together(load)
@@ -298,7 +332,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             write_json(config.report, report)
         return 0
 
-    return frontdoor.run(run, argv, default="configs/bench_smollm2.py", documentation=__doc__)
+    return frontdoor.run(
+        run, argv, default="configs/bench_smollm2.py", fields=FIELDS, documentation=__doc__
+    )
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from specjax.drafters import DRAFTERS, TRAINED, Drafter, drafter_options, option
 from specjax.errors import InputError
 from specjax.heads.files import shipped_heads
 from specjax.identity import EXCUSED_MARGIN
-from specjax.job import Job, job_drafter, read_job
+from specjax.job import Job, decode_fields, job_drafter, read_job
 from specjax.metrics import ExpectedAcceptance
 from specjax.models.loading import load_model
 from specjax.models.model import Model
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(listing())
         return 0
     act = lambda config: decode(config, _console())  # noqa: E731
-    return frontdoor.run(act, argv, default=CONFIG, documentation=__doc__)
+    return frontdoor.run(act, argv, default=CONFIG, fields=decode_fields(), documentation=__doc__)
 
 
 def _console() -> Console:
@@ -76,7 +76,7 @@ def decode(config: ml_collections.ConfigDict, console: Console) -> int:
     begin = time.perf_counter()
 
     def load() -> tuple[Model, Drafter]:
-        model = load_model(job.target, dtype=job.dtype, mesh=mesh)
+        model = load_model(job.target, dtype=job.dtype, mesh=mesh, field="target")
         return model, job_drafter(job, model)
 
     with screen.working(f"loading {job.target}"):

@@ -1,13 +1,363 @@
-"""Names of nested fields, as a config's overrides write them."""
+"""Kinds of values that users give: one check each, for command lines and the Python API alike.
+
+A field of a config, an option of a drafter or an argument of a function declares its kind: in a
+table of fields by name, or in the annotation, as `top_k: Annotated[int, Whole()]`. Every kind's
+`check(name, value)` returns the value in its plain Python type, or raises InputError naming the
+field, the value and the remedy.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import dataclasses
+import difflib
+import inspect
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    Protocol,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    runtime_checkable,
+)
+
+import numpy as np
+
+from specjax import paths
+from specjax.errors import InputError, shown
+
+INT32_MAX = 2**31 - 1
+"""The largest number that arrays of token ids, positions and counts hold."""
+
+
+@runtime_checkable
+class Kind(Protocol):
+    """What a field may hold."""
+
+    def check(self, name: str, value: Any) -> Any:
+        """The value; raises InputError unless it is of this kind."""
+
+
+Fields = Mapping[str, "Kind | Fields | OptionalSection"]
+"""Kinds by name; a mapping inside is a section."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A whole number from `least` to `most`; NumPy's integers are whole numbers too."""
+
+    least: int = 0
+    most: int = INT32_MAX
+    remedy: str = ""
+
+    def check(self, name: str, value: Any) -> int:
+        """The number as an int."""
+        whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+        if not whole or not self.least <= value <= self.most:
+            range_ = f"from {self.least} to {self.most}"
+            if self.most >= INT32_MAX and whole and value < self.least:
+                range_ = f"of at least {self.least}"
+            remedy = self.remedy or f"use a whole number {range_}"
+            raise InputError(f"{name}={shown(value)}: {remedy}")
+        return int(value)
+
+
+@dataclass(frozen=True)
+class Number:
+    """A finite number from `least` to `most`; `above` leaves `least` itself out.
+
+    Where `zero` is set, 0 is allowed beside that range.
+    """
+
+    least: float = 0.0
+    most: float = 1e30
+    above: bool = False
+    zero: bool = False
+    remedy: str = ""
+
+    def check(self, name: str, value: Any) -> float:
+        """The number as a float."""
+        real = isinstance(value, int | float | np.integer | np.floating)
+        if not real or isinstance(value, bool) or not self._holds(value):
+            raise InputError(f"{name}={shown(value)}: {self.remedy or self._remedy()}")
+        return float(value)
+
+    def _holds(self, value: Any) -> bool:
+        # A NaN fails every comparison.
+        inside = self.least < value if self.above else self.least <= value
+        return bool((inside and value <= self.most) or (self.zero and value == 0))
+
+    def _remedy(self) -> str:
+        first = "0, or a number" if self.zero else "a number"
+        if self.most >= 1e30:
+            return f"use {first} {'above' if self.above else 'of at least'} {self.least:g}"
+        return f"use {first} {'above' if self.above else 'from'} {self.least:g} to {self.most:g}"
+
+
+@dataclass(frozen=True)
+class Flag:
+    """True or false."""
+
+    def check(self, name: str, value: Any) -> bool:
+        """The value as a bool."""
+        if not isinstance(value, bool | np.bool_):
+            raise InputError(f"{name}={shown(value)}: use true or false")
+        return bool(value)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of a few names."""
+
+    names: tuple[str, ...]
+
+    def check(self, name: str, value: Any) -> str:
+        """The name."""
+        if not isinstance(value, str) or value not in self.names:
+            raise InputError(f"{name}={shown(value)} is unknown: use {', '.join(self.names)}")
+        return value
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text that UTF-8 can encode; empty only where `empty` is set."""
+
+    empty: bool = False
+
+    def check(self, name: str, value: Any) -> str:
+        """The text."""
+        if not isinstance(value, str):
+            raise InputError(f"{name}={shown(value)}: use a text")
+        if not self.empty and not value.strip():
+            raise InputError(f"{name}={value!r} is empty: give a text")
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(
+                f"{name}={shown(value)}: holds {value[error.start]!r}, which is no character; "
+                "give text in UTF-8"
+            ) from None
+        return value
+
+
+@dataclass(frozen=True)
+class Instance:
+    """An object of a class, or a callable where the class is None."""
+
+    type: type | None
+    remedy: str
+
+    def check(self, name: str, value: Any) -> Any:
+        """The object."""
+        fits = callable(value) if self.type is None else isinstance(value, self.type)
+        if not fits:
+            raise InputError(f"{name}={shown(value)}: {self.remedy}")
+        return value
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """The path of a file to read."""
+
+    def check(self, name: str, value: Any) -> Path:
+        """The absolute path."""
+        return paths.input_file(name, value)
+
+
+@dataclass(frozen=True)
+class InputFolder:
+    """The path of a folder to read."""
+
+    def check(self, name: str, value: Any) -> Path:
+        """The absolute path."""
+        return paths.input_folder(name, value)
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """The path of a file to write."""
+
+    def check(self, name: str, value: Any) -> Path:
+        """The absolute path."""
+        return paths.output_file(name, value)
+
+
+@dataclass(frozen=True)
+class OutputFolder:
+    """The path of a folder to write into."""
+
+    def check(self, name: str, value: Any) -> Path:
+        """The absolute path."""
+        return paths.output_folder(name, value)
+
+
+@dataclass(frozen=True)
+class PathOrName:
+    """A path, or a name that is looked up; what is there is for the reader to say."""
+
+    def check(self, name: str, value: Any) -> str:
+        """The text, which could be a path."""
+        paths.user_path(name, value)
+        return str(value)
+
+
+@dataclass(frozen=True)
+class Items:
+    """A list or tuple of values of one kind; `length` is how many, if that is fixed."""
+
+    kind: Kind
+    length: int | None = None
+    least: int = 0
+    remedy: str = ""
+
+    def check(self, name: str, value: Any) -> tuple:
+        """The values as a tuple."""
+        listed = isinstance(value, Sequence | np.ndarray) and not isinstance(value, str | bytes)
+        if not listed or len(value) < self.least or self.length not in (None, len(value)):
+            count = self.length or (f"at least {self.least}" if self.least else None)
+            default = f"use a list{f' of {count} values' if count else ''}, such as (1, 2)"
+            raise InputError(f"{name}={shown(value)}: {self.remedy or default}")
+        try:
+            return tuple(self.kind.check(f"{name}[{at}]", one) for at, one in enumerate(value))
+        except InputError as error:
+            if not self.remedy:
+                raise
+            raise InputError(f"{name}={shown(value)}: {self.remedy}") from error
+
+
+@dataclass(frozen=True)
+class Either:
+    """A value of one of several kinds, or None where `none` is set."""
+
+    kinds: tuple[Kind, ...]
+    none: bool = False
+
+    def check(self, name: str, value: Any) -> Any:
+        """The value as the first kind that takes it gives it."""
+        if value is None and self.none:
+            return None
+        problems = []
+        for kind in self.kinds:
+            try:
+                return kind.check(name, value)
+            except InputError as error:
+                problems.append(error)
+        if len(problems) == 1:
+            raise problems[0]
+        remedies = [str(error).rpartition(": ")[2] for error in problems]
+        raise InputError(f"{name}={shown(value)}: {', or '.join(dict.fromkeys(remedies))}")
+
+
+@dataclass(frozen=True)
+class OptionalSection:
+    """A section that a config may leave out."""
+
+    fields: Fields
+
+
+def optional(*kinds: Kind) -> Either:
+    """One of these kinds, or None."""
+    return Either(kinds, none=True)
+
+
+def kind_of(annotation: Any) -> Kind | None:
+    """The kind that an annotation declares; None where it declares none."""
+    origin, inside = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return next((one for one in inside[1:] if isinstance(one, Kind)), None)
+    if origin is Literal:
+        return Choice(tuple(map(str, inside)))
+    if annotation is bool:
+        return Flag()
+    if origin in (Union, types.UnionType):
+        kinds = [kind_of(one) for one in inside if one is not types.NoneType]
+        if all(kind is not None for kind in kinds):
+            return Either(tuple(kinds), none=types.NoneType in inside)
+    return None
+
+
+def fields_of(source: type | Callable[..., Any]) -> dict[str, Kind]:
+    """The kinds of a dataclass's fields, or of a function's arguments, as they are annotated."""
+    if dataclasses.is_dataclass(source):
+        names = [field.name for field in dataclasses.fields(source)]
+        hints = get_type_hints(source, include_extras=True)
+    else:
+        function = inspect.unwrap(source)
+        names = list(inspect.signature(function).parameters)
+        hints = get_type_hints(function, include_extras=True)
+    kinds = {name: kind_of(hints[name]) for name in names if name in hints}
+    return {name: kind for name, kind in kinds.items() if kind is not None}
+
+
+def check_instance(value: Any, prefix: str) -> None:
+    """Check the annotated fields of a frozen dataclass in its __post_init__, and keep the results.
+
+    `prefix` stands before a field's name in errors, as "sampling." does.
+    """
+    for name, kind in fields_of(type(value)).items():
+        object.__setattr__(value, name, kind.check(prefix + name, getattr(value, name)))
+
+
+def check_arguments(function: Callable[..., Any], prefix: str = "", **given: Any) -> None:
+    """Check arguments against the kinds that a function's annotations declare."""
+    kinds = fields_of(function)
+    for name, value in given.items():
+        kinds[name].check(prefix + name, value)
+
+
+def check_values(fields: Fields, values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of all fields and sections, checked.
+
+    Raises one InputError that lists all that is wrong: values, names that are unknown, and names
+    that are missing.
+    """
+    checked, problems = _checked(fields, values, prefix)
+    if problems:
+        raise InputError("; ".join(problems))
+    return checked
+
+
+def _checked(
+    fields: Fields, values: Mapping[str, Any], prefix: str
+) -> tuple[dict[str, Any], list[str]]:
+    problems = [unknown_name(prefix, name, fields) for name in values if name not in fields]
+    checked: dict[str, Any] = {}
+    for name, kind in fields.items():
+        if isinstance(kind, OptionalSection):
+            if name not in values:
+                continue
+            kind = kind.fields
+        if name not in values:
+            problems.append(f"{prefix}{name} is missing: add it to the config file")
+        elif isinstance(kind, Mapping):
+            if not isinstance(values[name], Mapping):
+                problems.append(f"{prefix}{name}={shown(values[name])}: must be a section")
+                continue
+            checked[name], inside = _checked(kind, values[name], f"{prefix}{name}.")
+            problems += inside
+        else:
+            try:
+                checked[name] = kind.check(prefix + name, values[name])
+            except InputError as error:
+                problems.append(str(error))
+    return checked, problems
+
+
+def unknown_name(prefix: str, name: Any, known: Mapping[str, Any]) -> str:
+    """What an error says of a name that is none of those that are known."""
+    near = difflib.get_close_matches(str(name), map(str, known), n=1)
+    hint = f"did you mean {prefix}{near[0]}?" if near else f"use {', '.join(known)}"
+    return f"{prefix}{shown(name).strip(chr(39))} is unknown: {hint}"
 
 
 def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested dict's values by their dotted names."""
+    """A nested dict's values by their dotted names, as a config's overrides write them."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         inside = isinstance(value, Mapping)

@@ -17,7 +17,8 @@ from jax.sharding import Mesh
 from ml_collections import config_dict, config_flags
 
 from specjax import processes, sharding
-from specjax.errors import InputError, one_line
+from specjax.errors import InputError, one_line, shown
+from specjax.fields import Fields, Flag, Number, Text, Whole, check_values, optional
 
 BAD_INPUT, INTERRUPTED = 2, 130
 """Exit codes of a bad input and of Ctrl-C."""
@@ -36,13 +37,21 @@ def run(
     argv: Sequence[str] | None = None,
     *,
     default: str,
+    fields: Fields,
     documentation: str | None = None,
 ) -> int:
     """Parse `--config=FILE[:size] --config.field=value ...`, call `main`, return the exit code.
 
-    `default` is the config file where none is given; the rest as `command` does.
+    `default` is the config file where none is given, `fields` says what each field may hold; the
+    rest as `command` does.
     """
-    return command(lambda argv: main(read_config(argv, default)), argv, documentation)
+
+    def act(argv: list[str]) -> int:
+        config = read_config(argv, default)
+        check_values(fields, config.to_dict())
+        return main(config)
+
+    return command(act, argv, documentation)
 
 
 def command(
@@ -76,12 +85,23 @@ def read_config(argv: list[str], default: str) -> ml_collections.ConfigDict:
     files = [argument for argument in argv if re.match(r"--?config=", argument)]
     overrides = [argument for argument in argv if argument not in files]
     path = files[-1].partition("=")[2] if files else default
-    if not files and not Path(default).exists():
+    if not files and not Path(default).is_file():
         raise InputError(f"--config is missing: pass --config={default}, or a file of your own")
     config = _load(path)
     for override in overrides:
         _check_override(config, override)
     return _overridden(config, overrides)
+
+
+MESH_FIELDS: Fields = {"data": sharding.DEVICES, "model": sharding.DEVICES}
+DISTRIBUTED_FIELDS: Fields = {
+    "cluster": Flag(),
+    "coordinator_address": optional(Text()),
+    "num_processes": optional(sharding.DEVICES),
+    "process_id": optional(Whole()),
+    "timeout_s": Number(0.0, 1e9, above=True, remedy="use seconds above 0"),
+}
+"""What the sections that `mesh_fields` and `distributed_fields` make may hold."""
 
 
 def mesh_fields() -> ml_collections.ConfigDict:
@@ -178,7 +198,7 @@ def _overridden(config: ml_collections.ConfigDict, overrides: list[str]) -> Any:
         if wrong is None:
             raise InputError(f"config: {one_line(error)}") from None
         kind = _TYPES.get(_field_type(config, wrong[2]), "a value of the field's type")
-        raise InputError(f"{wrong[1]}={wrong[3]!r}: use {kind}") from None
+        raise InputError(f"{wrong[1]}={shown(wrong[3])}: use {kind}") from None
     return values.config
 
 

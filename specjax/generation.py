@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from specjax import metrics, sampling
 from specjax.drafters import Drafter, make_drafter
 from specjax.execution import Snapshot, compile_session, cut, first_stop, run_session
+from specjax.fields import Instance, Whole, optional
 from specjax.models.loading import place_model
 from specjax.models.model import Model
 from specjax.models.tokenizer import StreamDecoder
@@ -116,6 +117,7 @@ def generate(
     default where the target was loaded) rows are spread over `data`, weights, caches and logits
     over `model`. Raises InputError for bad input.
     """
+    optional(Instance(None, "use a function of a Snapshot")).check("progress", progress)
     target = target if mesh is None else place_model(target, mesh)
     session = open_session(
         target,
@@ -193,6 +195,7 @@ def stream(
 
     Takes what `generate` takes. Each delta also says which of its tokens were drafted.
     """
+    rounds_per_step = Whole(1).check("rounds_per_step", rounds_per_step)
     target = target if mesh is None else place_model(target, mesh)
     session = open_session(
         target,
@@ -209,7 +212,7 @@ def _drafter_of(
 ) -> Drafter | None:
     if not isinstance(drafter, str):
         return drafter
-    length = num_speculative_tokens if isinstance(num_speculative_tokens, int) else None
+    length = None if num_speculative_tokens == "auto" else num_speculative_tokens
     return make_drafter(drafter, target, num_speculative_tokens=length)
 
 

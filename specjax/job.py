@@ -5,21 +5,44 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import ml_collections
 import numpy as np
 
+from specjax import frontdoor
 from specjax.built_in import BUILT_IN
-from specjax.drafters import Drafter, check_length, check_options, make_drafter
+from specjax.drafters import (
+    DRAFTERS,
+    Drafter,
+    check_options,
+    drafter_options,
+    make_drafter,
+    option_type,
+)
 from specjax.errors import InputError
+from specjax.fields import (
+    Choice,
+    Fields,
+    Flag,
+    InputFile,
+    Kind,
+    OutputFile,
+    PathOrName,
+    Text,
+    Whole,
+    check_values,
+    fields_of,
+    kind_of,
+    optional,
+)
 from specjax.heads.files import holds_head
-from specjax.models.loading import load_model
+from specjax.models.loading import DTYPE, load_model
 from specjax.models.model import Model
-from specjax.prompts import Prompt, Question, read_questions, select
-from specjax.sampling_params import SamplingParams
-from specjax.session import RULES, check_seed
+from specjax.paths import user_path
+from specjax.prompts import CHAT, Prompt, Question, read_questions, select
+from specjax.sampling_params import SEED, SamplingParams
+from specjax.session import BATCH_SIZE, DRAFT_LENGTH, LADDER, MAX_LENGTH, RULE
 
 SIMULATED = "simulated"
 """The drafter that needs a plain run before it can be made."""
@@ -75,44 +98,85 @@ class Job:
         return _mix(self.seed, number), sampling
 
 
+def decode_fields() -> Fields:
+    """The kinds of a decode config's fields; the section `drafter` has the options of all."""
+    options: dict[str, Kind] = {}
+    for name in DRAFTERS:
+        for option, parameter in drafter_options(name).items():
+            if option_type(parameter) is not None:
+                options[option] = optional(kind_of(parameter.annotation))
+    return {
+        "target": PathOrName(),
+        "dtype": DTYPE,
+        "prompt": optional(Text()),
+        "prompts": optional(InputFile()),
+        "turns": Choice(("first", "all")),
+        "limit": optional(Whole(1)),
+        "per_task": optional(Whole(1)),
+        "chat": CHAT,
+        "drafter": {
+            "name": Text(),
+            "path": optional(PathOrName()),
+            "replicated": Flag(),
+            **options,
+        },
+        "num_speculative_tokens": optional(DraftLengthText()),
+        "num_speculative_tokens_per_batch_size": LADDER,
+        "verify": RULE,
+        "sampling": fields_of(SamplingParams),
+        "batch_size": BATCH_SIZE,
+        "max_length": optional(MAX_LENGTH),
+        "seed": SEED,
+        "compare": Flag(),
+        "report": optional(OutputFile()),
+        "mesh": frontdoor.MESH_FIELDS,
+        "distributed": frontdoor.DISTRIBUTED_FIELDS,
+    }
+
+
+@dataclass(frozen=True)
+class DraftLengthText:
+    """`num_speculative_tokens` of a command line: "auto", or a whole number as a text."""
+
+    def check(self, name: str, value: Any) -> int | str:
+        """The number, or "auto"."""
+        number = re.fullmatch(r"[+-]?\d{1,9}", value) if isinstance(value, str) else None
+        return DRAFT_LENGTH.check(name, int(value) if number else value)
+
+
 def read_job(config: ml_collections.ConfigDict) -> Job:
     """Check a config as far as that goes without the model. Raises InputError."""
-    _require(config, "turns", ("first", "all"))
-    _require(config, "chat", ("auto", "true", "false"))
-    _require(config, "verify", RULES)
-    for name in ("limit", "per_task"):
-        value = config.get(name)
-        if value is not None and value < 1:
-            raise InputError(f"{name}={value}: use a whole number of at least 1, or leave it out")
-    options = dict(config.drafter)
-    name, path = options.pop("name"), options.pop("path", None)
-    replicated = options.pop("replicated", False)
+    values = check_values(decode_fields(), config.to_dict())
+    options = dict(values["drafter"])
+    name, path = options.pop("name"), options.pop("path")
+    replicated = options.pop("replicated")
     if replicated and name != "draft_model":
         raise InputError(f"drafter.replicated=True: {name} is no draft_model; leave it out")
     options = {option: value for option, value in options.items() if value is not None}
-    check_options(name, path, options, supplied=("continuations",))
-    sampling = SamplingParams.of(dict(config.sampling))
-    check_seed(config.seed)
+    options = check_options(name, path, options, supplied=("continuations",))
     return Job(
-        target=config.target,
-        dtype=config.dtype,
-        questions=tuple(_questions(config)),
-        all_turns=config.turns == "all",
-        chat=config.chat,
+        target=values["target"],
+        dtype=values["dtype"],
+        questions=tuple(_questions(values)),
+        all_turns=values["turns"] == "all",
+        chat=values["chat"],
         drafter=name,
         drafter_path=path,
         drafter_replicated=replicated,
         drafter_options=options,
-        sampling=sampling,
-        seed=config.seed,
-        compare=config.compare,
-        report=config.get("report"),
+        sampling=SamplingParams.of(values["sampling"]),
+        seed=values["seed"],
+        compare=values["compare"],
+        report=config["report"],
         session={
-            "num_speculative_tokens": _draft_length(config.num_speculative_tokens),
-            "num_speculative_tokens_per_batch_size": _ladder(config),
-            "verify": config.verify,
-            "batch_size": config.batch_size,
-            "max_length": config.get("max_length"),
+            name: values[name]
+            for name in (
+                "num_speculative_tokens",
+                "num_speculative_tokens_per_batch_size",
+                "verify",
+                "batch_size",
+                "max_length",
+            )
         },
     )
 
@@ -124,12 +188,16 @@ def job_drafter(
     options, path = dict(job.drafter_options), job.drafter_path
     if job.drafter == SIMULATED:
         options["continuations"] = [[0]] if continuations is None else continuations
-    if job.drafter == "draft_model" and path is not None and not holds_head(Path(path)):
+    if (
+        job.drafter == "draft_model"
+        and path is not None
+        and not holds_head(user_path("drafter.path", path))
+    ):
         if path == job.target and not job.drafter_replicated:
             path = target
         else:
             places = {"mesh": target.mesh, "replicated": job.drafter_replicated}
-            path = load_model(path, dtype=job.dtype, **places)
+            path = load_model(path, dtype=job.dtype, field="drafter.path", **places)
     length = job.session["num_speculative_tokens"]
     options["num_speculative_tokens"] = length if isinstance(length, int) else None
     return make_drafter(job.drafter, target, path, **options)
@@ -164,42 +232,14 @@ def job_prompts(
     return prompts
 
 
-def _questions(config: ml_collections.ConfigDict) -> Sequence[Question]:
-    prompt, path = config.get("prompt"), config.get("prompts")
+def _questions(values: Mapping[str, Any]) -> Sequence[Question]:
+    prompt, path = values["prompt"], values["prompts"]
     if prompt is not None and path is not None:
-        raise InputError(f"prompts={path!r}: prompt is given too; leave one of the two out")
+        raise InputError(f"prompts={str(path)!r}: prompt is given too; leave one of the two out")
     if prompt is not None:
-        if not prompt.strip():
-            raise InputError(f"prompt={prompt!r} is empty: give a text")
         return [Question(0, "", (prompt,))]
     questions = list(BUILT_IN) if path is None else read_questions(path)
-    return select(questions, config.get("limit"), config.get("per_task"))
-
-
-def _draft_length(value: Any) -> int | str | None:
-    if value is None or value == "auto":
-        return value
-    length = int(value) if re.fullmatch(r"[+-]?\d{1,9}", str(value)) else value
-    check_length(length)
-    return length
-
-
-def _ladder(config: ml_collections.ConfigDict) -> tuple[tuple[int, int, int], ...]:
-    ladder = config.num_speculative_tokens_per_batch_size
-    if not all(
-        isinstance(step, tuple | list) and len(step) == 3 and all(isinstance(n, int) for n in step)
-        for step in ladder
-    ):
-        raise InputError(
-            f"num_speculative_tokens_per_batch_size={ladder!r}: use steps of (low, high, k), "
-            "such as ((1, 4, 8), (5, 16, 2))"
-        )
-    return tuple(tuple(step) for step in ladder)
-
-
-def _require(config: ml_collections.ConfigDict, name: str, known: Sequence[str]) -> None:
-    if config[name] not in known:
-        raise InputError(f"{name}={config[name]!r} is unknown: use {', '.join(known)}")
+    return select(questions, values["limit"], values["per_task"])
 
 
 def _mix(seed: int, turn: int) -> int:

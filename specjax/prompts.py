@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specjax.errors import InputError
+import numpy as np
+
+from specjax.errors import InputError, shown
+from specjax.fields import Choice, Items, Whole
 from specjax.models.model import Model
 
+CHAT = Choice(("auto", "true", "false"))
+"""Whether prompts go through the chat template; auto: where there is one."""
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Raw text, token ids, or a conversation for the chat template."""
 
@@ -20,25 +26,32 @@ def encode_prompt(model: Model, prompt: Prompt, name: str = "prompt") -> list[in
 
     Raises InputError for an empty prompt, ids outside the vocabulary, or a missing tokenizer.
     """
+    listed = isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes)
+    if not listed and not isinstance(prompt, Mapping):
+        raise InputError(
+            f"{name}={shown(prompt)}: use text, token ids, or messages with role and content"
+        )
     if isinstance(prompt, str | Mapping) or (len(prompt) and isinstance(prompt[0], Mapping)):
         if model.tokenizer is None:
             raise InputError(f"{name}: {model.name} has no tokenizer; give token ids")
-        if isinstance(prompt, str):
-            ids = model.tokenizer.encode(prompt)
-        else:
-            ids = model.tokenizer.encode_chat(prompt)
+        encode = model.tokenizer.encode if isinstance(prompt, str) else model.tokenizer.encode_chat
+        try:
+            ids = encode(prompt)
+        except InputError as error:
+            raise InputError(f"{name}: {error}") from None
     else:
-        if not all(isinstance(i, int) or hasattr(i, "__index__") for i in prompt):
-            raise InputError(f"{name}: use text, token ids, or messages with role and content")
-        ids = [int(i) for i in prompt]
+        # Any type of integers will do: Python's, NumPy's, JAX's.
+        whole = [operator.index(one) if hasattr(one, "__index__") else one for one in prompt]
+        size = model.config.vocab_size
+        remedy = f"use text, messages with role and content, or ids of the {size} tokens"
+        ids = list(Items(Whole(0, size - 1), remedy=remedy).check(name, whole))
     if not ids:
         raise InputError(f"{name} is empty: give at least one token")
-    for token in ids:
-        if not 0 <= token < model.config.vocab_size:
-            raise InputError(
-                f"{name}: token id {token} is outside the vocabulary of "
-                f"{model.config.vocab_size} tokens"
-            )
+    if max(ids) >= model.config.vocab_size:
+        raise InputError(
+            f"{name}: token id {max(ids)} is outside the vocabulary of {model.config.vocab_size} "
+            "tokens"
+        )
     return ids
 
 

@@ -118,7 +118,7 @@ def _session(run: Run, job: Job, model: Model) -> Session:
 def _job(run: Run) -> Job:
     try:
         return read_job(_config(run))
-    except (InputError, AttributeError, KeyError, TypeError) as error:
+    except InputError as error:
         raise InputError(
             f"predict: the config in {str(run.path)!r} does not do here ({one_line(error)}); "
             "leave --predict out"
@@ -126,4 +126,5 @@ def _job(run: Run) -> Job:
 
 
 def _config(run: Run) -> ml_collections.ConfigDict:
-    return ml_collections.ConfigDict(dict(run.config))
+    # Nothing is written here: the folder of the run's own report may be gone.
+    return ml_collections.ConfigDict({**run.config, "report": None})

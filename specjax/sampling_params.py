@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-import difflib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any
 
-from specjax.errors import InputError
+from specjax.errors import InputError, shown
+from specjax.fields import Items, Number, Text, Whole, check_instance, unknown_name
+
+SEED = Whole(0, 2**32 - 1)
+"""A seed: what a key can be made of."""
+# Beyond these float32 has no number, or none that it can divide by.
+TEMPERATURE = Number(
+    1e-30, 1e30, zero=True, remedy="use 0 for greedy decoding, or a number from 1e-30 to 1e30"
+)
+TOP_K = Whole(remedy="use 0 for off, or k >= 1 that fits 32 bits")
+TOP_P = Number(1e-30, 1.0, remedy="use 1 for off, or a number in (0, 1]")
+MIN_P = Number(0.0, 1.0, remedy="use 0 for off, or a number in [0, 1]")
+_STOP = Items(Text(), remedy="use strings that are not empty")
+_STOP_TOKEN_IDS = Items(Whole(), remedy="use token ids, whole numbers of at least 0")
 
 
 @dataclass(frozen=True)
@@ -22,64 +33,23 @@ class SamplingParams:
     the target's unwarped law. Raises InputError for values out of range.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    max_new_tokens: int = 128
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    seed: int | None = None
+    temperature: Annotated[float, TEMPERATURE] = 0.0
+    top_k: Annotated[int, TOP_K] = 0
+    top_p: Annotated[float, TOP_P] = 1.0
+    min_p: Annotated[float, MIN_P] = 0.0
+    max_new_tokens: Annotated[int, Whole(1)] = 128
+    stop: Annotated[str | Sequence[str] | None, _STOP] = ()
+    stop_token_ids: Annotated[Sequence[int] | None, _STOP_TOKEN_IDS] = ()
+    seed: Annotated[int, SEED] | None = None
     logprobs: bool = False
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        _require(
-            _real(self.temperature) and 0 <= self.temperature < math.inf,
-            self,
-            "temperature",
-            "use 0 for greedy decoding, or a positive number",
-        )
-        _require(_whole(self.top_k) and self.top_k >= 0, self, "top_k", "use 0 for off, or k >= 1")
-        _require(
-            _real(self.top_p) and 0 < self.top_p <= 1,
-            self,
-            "top_p",
-            "use 1 for off, or a number in (0, 1]",
-        )
-        _require(
-            _real(self.min_p) and 0 <= self.min_p <= 1,
-            self,
-            "min_p",
-            "use 0 for off, or a number in [0, 1]",
-        )
-        _require(
-            _whole(self.max_new_tokens) and self.max_new_tokens >= 1,
-            self,
-            "max_new_tokens",
-            "use a whole number of at least 1",
-        )
-        _require(
-            all(isinstance(s, str) and s for s in self.stop),
-            self,
-            "stop",
-            "use strings that are not empty",
-        )
-        _require(
-            all(_whole(t) and t >= 0 for t in self.stop_token_ids),
-            self,
-            "stop_token_ids",
-            "use token ids, whole numbers of at least 0",
-        )
-        _require(
-            self.seed is None or (_whole(self.seed) and 0 <= self.seed < 2**32),
-            self,
-            "seed",
-            "use a whole number from 0 to 2**32 - 1",
-        )
+        if isinstance(self.stop, str | None):
+            object.__setattr__(self, "stop", (self.stop,) if self.stop is not None else ())
+        if self.stop_token_ids is None:
+            object.__setattr__(self, "stop_token_ids", ())
+        check_instance(self, "sampling.")
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> SamplingParams:
@@ -87,12 +57,7 @@ class SamplingParams:
         known = [field.name for field in fields(cls)]
         for name in values:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {near[0]}? " if near else ""
-                raise InputError(
-                    f"sampling.{name}={values[name]!r} is not supported: {hint}"
-                    f"use {', '.join(known)}"
-                )
+                raise InputError(unknown_name("sampling.", name, dict.fromkeys(known)))
         return cls(**values)
 
 
@@ -103,21 +68,20 @@ def one_a_prompt(
     """The parameters of each of `count` prompts. Raises InputError if their number differs."""
     if isinstance(sampling, SamplingParams | Mapping):
         sampling = [sampling] * count
+    if not isinstance(sampling, Sequence) or isinstance(sampling, str | bytes):
+        raise InputError(
+            f"sampling={shown(sampling)}: use SamplingParams, a dict of its fields, or one of "
+            "these for each prompt"
+        )
     if len(sampling) != count:
         raise InputError(
-            f"sampling has {len(sampling)} entries for {count} prompts: pass one, or one a prompt"
+            f"sampling has {len(sampling)} entries for {count} prompts: pass one, or one per prompt"
         )
-    return [s if isinstance(s, SamplingParams) else SamplingParams.of(s) for s in sampling]
-
-
-def _real(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _require(holds: bool, params: SamplingParams, field: str, remedy: str) -> None:
-    if not holds:
-        raise InputError(f"sampling.{field}={getattr(params, field)!r}: {remedy}")
+    found = []
+    for at, one in enumerate(sampling):
+        if isinstance(one, Mapping):
+            one = SamplingParams.of(one)
+        if not isinstance(one, SamplingParams):
+            raise InputError(f"sampling[{at}]={shown(one)}: use SamplingParams, or a dict of them")
+        found.append(one)
+    return found

@@ -14,18 +14,28 @@ from jaxtyping import Array, Key
 
 from specjax import sampling
 from specjax.draft_length import DraftLength
-from specjax.drafters import Drafter, check_length
+from specjax.drafters import DRAFT_TOKENS, DRAFTER_KIND, Drafter
 from specjax.drafters import none as no_drafter
 from specjax.drafters.base import Sampling
-from specjax.errors import InputError
+from specjax.errors import InputError, shown
+from specjax.fields import Choice, Either, Items, Whole, optional
 from specjax.models.attention import CACHE_BLOCK
-from specjax.models.model import Model
+from specjax.models.model import MODEL_KIND, Model
 from specjax.prompts import Prompt, encode_prompt
-from specjax.sampling_params import SamplingParams, one_a_prompt
+from specjax.sampling_params import SEED, SamplingParams, one_a_prompt
 from specjax.sharding import DATA, axis_size, place_keys, place_rows, spread
 from specjax.state import RUNNING, STOPPED, Plan, Rows
 
 RULES = ("rejection", "block", "coupled")
+RULE = Choice(RULES)
+BATCH_SIZE = Whole(1)
+MAX_LENGTH = Whole(2, remedy="use at least 2, a prompt and a new token")
+DRAFT_LENGTH = Either((Choice(("auto",)), DRAFT_TOKENS))
+LADDER = Items(
+    Items(Whole(), length=3),
+    remedy="use steps of (low, high, k), such as ((1, 4, 8), (5, 16, 2))",
+)
+"""`num_speculative_tokens_per_batch_size`: (low, high, k), k draft tokens for low..high rows."""
 MOST_ROWS = 16
 """Rows of a batch where the caller does not say."""
 _PREFILL_CHUNKS = (32, 128, 256, 512)
@@ -83,43 +93,47 @@ def open_session(
     max_length: int | None = None,
 ) -> Session:
     """Check and encode; see `generation.generate` for the arguments. Raises InputError."""
+    MODEL_KIND.check("target", target)
     if isinstance(prompts, str):
         prompts = [prompts]
-    if not len(prompts):
-        raise InputError("prompts is empty: give at least one")
+    if not isinstance(prompts, Sequence | np.ndarray) or not len(prompts):
+        raise InputError(f"prompts={shown(prompts)}: give a list of at least one prompt")
     drafter = no_drafter.make() if drafter is None else drafter
+    DRAFTER_KIND.check("drafter", drafter)
     drafter = replace(drafter, params=spread(drafter.params, target.mesh))
-    if isinstance(verify, str) and verify not in RULES:
-        raise InputError(f"verify={verify!r} is unknown: use {', '.join(RULES)}")
-    check_seed(seed)
-    if batch_size is not None and batch_size < 1:
-        raise InputError(f"batch_size={batch_size}: use a whole number of at least 1")
+    if not callable(verify):
+        RULE.check("verify", verify)
+    seed = SEED.check("seed", seed)
+    batch_size = optional(BATCH_SIZE).check("batch_size", batch_size)
+    max_length = optional(MAX_LENGTH).check("max_length", max_length)
     requests = one_a_prompt(requests, len(prompts))
     if target.tokenizer is None and any(request.stop for request in requests):
         raise InputError(f"sampling.stop: {target.name} has no tokenizer; use stop_token_ids")
     encoded = [encode_prompt(target, p, f"prompts[{i}]") for i, p in enumerate(prompts)]
     longest = _longest(target, encoded, max_length)
-    auto = num_speculative_tokens == "auto"
-    if auto or num_speculative_tokens is None:
-        most = drafter.num_speculative_tokens
-    else:
-        most = num_speculative_tokens
-        check_length(most)
-    ladder = tuple((int(a), int(b), int(k)) for a, b, k in num_speculative_tokens_per_batch_size)
-    for low, high, count in ladder:
-        if not (1 <= low <= high and count >= 0):
-            raise InputError(
-                f"num_speculative_tokens_per_batch_size: ({low}, {high}, {count}) must be "
-                "(low, high, k) with 1 <= low <= high and k >= 0"
-            )
-    if ladder and num_speculative_tokens is None:
-        most = max(most, *(count for _, _, count in ladder))
-    stop_ids = max(1, *(len(_stop_ids(target, request)) for request in requests))
-    batch_size = min(batch_size or MOST_ROWS, len(prompts))
     totals = [
         min(len(ids) + request.max_new_tokens, longest)
         for ids, request in zip(encoded, requests, strict=True)
     ]
+    room = max(total - len(ids) for total, ids in zip(totals, encoded, strict=True))
+    asked = optional(DRAFT_LENGTH).check("num_speculative_tokens", num_speculative_tokens)
+    auto = asked == "auto"
+    most = drafter.num_speculative_tokens if auto or asked is None else asked
+    ladder = LADDER.check(
+        "num_speculative_tokens_per_batch_size", num_speculative_tokens_per_batch_size
+    )
+    for low, high, count in ladder:
+        if not 1 <= low <= high:
+            raise InputError(
+                f"num_speculative_tokens_per_batch_size: ({low}, {high}, {count}) must be "
+                "(low, high, k) with 1 <= low <= high and k >= 0"
+            )
+    if ladder and asked is None:
+        most = max(most, *(count for _, _, count in ladder))
+    # Of a longer draft no row could emit all, with the target's own token after it.
+    most = min(most, max(room - 1, 1))
+    stop_ids = max(1, *(len(_stop_ids(target, request)) for request in requests))
+    batch_size = min(batch_size or MOST_ROWS, len(prompts))
     chunk = _chunk(max(map(len, encoded)))
     plan = Plan(
         target=target.architecture,
@@ -129,7 +143,7 @@ def open_session(
         widths=widths(most, drafter.lengths),
         flags=_flags(requests),
         capacity=_round_up(max(totals), CACHE_BLOCK),
-        max_rounds=_round_up(max(request.max_new_tokens for request in requests), 64),
+        max_rounds=_round_up(room, 64),
         chunk=chunk,
         logprobs=any(request.logprobs for request in requests),
     )
@@ -145,12 +159,6 @@ def open_session(
         longest,
     )
     return _with_costs(session) if auto and most else session
-
-
-def check_seed(seed: int) -> None:
-    """Raise InputError unless a key can be made of it."""
-    if not 0 <= seed < 2**32:
-        raise InputError(f"seed={seed}: use a whole number from 0 to 2**32 - 1")
 
 
 def widths(most: int, lengths: Sequence[int] = ()) -> tuple[int, ...]:
@@ -175,7 +183,7 @@ def batch_arguments(session: Session, index: list[int]) -> tuple:
         stop_ids[row, : len(stops)] = stops
     length = np.array([len(ids) for ids in prompts], np.int32)
     numbers = np.array([*index, *[0] * spare], np.int32)
-    room = np.array([request.max_new_tokens for request in requests], np.int32)
+    room = np.array([request.max_new_tokens for request in requests], np.int64)
     keys = [row_key(session, i) for i in index] + [jax.random.key(session.seed)] * spare
     running = np.arange(batch) < len(index)
     status = np.where(running, RUNNING, STOPPED).astype(np.int32)
@@ -189,7 +197,7 @@ def batch_arguments(session: Session, index: list[int]) -> tuple:
             top_p=placed(np.array([r.top_p for r in requests], np.float32)),
             min_p=placed(np.array([r.min_p for r in requests], np.float32)),
         ),
-        max_length=placed(np.minimum(length + room, session.max_length)),
+        max_length=placed(np.minimum(length + room, session.max_length).astype(np.int32)),
         stop_ids=placed(stop_ids),
     )
     return placed(tokens), rows, placed(length), placed(status)
@@ -212,8 +220,6 @@ def _longest(target: Model, encoded: list[list[int]], max_length: int | None) ->
     longest = target.config.max_positions
     name = f"the {longest} positions of {target.name}"
     if max_length is not None:
-        if max_length < 2:
-            raise InputError(f"max_length={max_length}: use at least 2, a prompt and a new token")
         if max_length > longest:
             raise InputError(f"max_length={max_length} exceeds {name}: lower it")
         longest, name = max_length, f"max_length={max_length}"

@@ -18,10 +18,15 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from specjax.errors import InputError
+from specjax.fields import Instance, Whole, optional
 
 DATA, MODEL = "data", "model"
 RULES = {"batch": DATA, "heads": MODEL, "kv_heads": MODEL, "mlp": MODEL, "vocab": MODEL}
 """The mesh axis of each logical axis; names that are not here are not split."""
+
+MESH_KIND = optional(Instance(Mesh, "use a mesh, as specjax.sharding.make_mesh gives it"))
+DEVICES = Whole(1, 1 << 20)
+"""How many devices an axis may have."""
 
 Axes = Sequence[str | None]
 
@@ -33,8 +38,7 @@ def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | Non
     """
     devices = jax.devices() if devices is None else list(devices)
     for name, size in (("data", data), ("model", model)):
-        if size < 1:
-            raise InputError(f"mesh.{name}={size}: use a whole number of at least 1")
+        DEVICES.check(f"mesh.{name}", size)
     if data * model != len(devices):
         raise InputError(
             f"mesh.data={data}, mesh.model={model}: {data * model} devices are asked for and "

@@ -8,7 +8,7 @@ import pytest
 from specjax import frontdoor
 from specjax.drafters import DRAFTERS, drafter_options, option_type
 from specjax.errors import InputError
-from specjax.job import job_prompts, read_job
+from specjax.job import decode_fields, job_prompts, read_job
 from specjax.prompts import Question
 from specjax.sampling_params import SamplingParams
 
@@ -96,13 +96,13 @@ def test_one_line_and_exit_code(capsys):
     def fails(config: ml_collections.ConfigDict) -> int:
         raise InputError("a\nb")
 
-    assert frontdoor.run(fails, [], default=DEFAULT) == 2
+    assert frontdoor.run(fails, [], default=DEFAULT, fields=decode_fields()) == 2
     assert capsys.readouterr().err == "error: a b\n"
 
     def interrupted(config: ml_collections.ConfigDict) -> int:
         raise KeyboardInterrupt
 
-    assert frontdoor.run(interrupted, [], default=DEFAULT) == 130
+    assert frontdoor.run(interrupted, [], default=DEFAULT, fields=decode_fields()) == 130
 
 
 def job(**changes):

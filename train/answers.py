@@ -12,16 +12,30 @@ from typing import Any
 import ml_collections
 import numpy as np
 
-from specjax import processes
+from specjax import frontdoor, processes
 from specjax.console import Screen
-from specjax.drafters import make_drafter
+from specjax.drafters import DRAFT_TOKENS, check_options, make_drafter
 from specjax.errors import InputError
 from specjax.execution import Programs, run_batch
+from specjax.fields import (
+    Fields,
+    Items,
+    Number,
+    OutputFolder,
+    PathOrName,
+    Text,
+    Whole,
+    check_values,
+    optional,
+)
 from specjax.generation import collect
+from specjax.models.loading import DTYPE
 from specjax.models.model import Model
-from specjax.sampling_params import SamplingParams
-from specjax.session import RULES, Session, check_seed, open_session
+from specjax.prompts import CHAT
+from specjax.sampling_params import MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P, SamplingParams
+from specjax.session import BATCH_SIZE, RULE, Session, open_session
 from specjax.state import RUNNING
+from train.data.corpus_tasks import DEFAULT_MIX
 from train.data.examples import Example
 from train.data.pieces import Pieces
 from train.data.prompts import (
@@ -68,28 +82,55 @@ class Speed:
         return (self.tokens + tokens) / max(self.seconds + seconds, 1e-9)
 
 
+FIELDS: Fields = {
+    "target": PathOrName(),
+    "dtype": DTYPE,
+    "workdir": OutputFolder(),
+    "output": optional(OutputFolder()),
+    "prompts": optional(PathOrName()),
+    "tfds": {
+        "data_dir": optional(OutputFolder()),
+        "split": Text(),
+        "prompt_field": Text(),
+    },
+    "limit": optional(Whole(1)),
+    "chat": CHAT,
+    "max_prompt_tokens": Whole(1),
+    "corpus": {
+        "num_prompts": Whole(1, 10_000_000),
+        "seed": SEED,
+        "wikipedia": CHAT,
+        "long": Number(0.0, 1.0, remedy="use a share from 0 to 1"),
+        "mix": dict.fromkeys(DEFAULT_MIX, Number(remedy="use a share of at least 0")),
+    },
+    "temperatures": Items(
+        TEMPERATURE, least=1, remedy="give at least one, such as (0.0, 0.7, 1.0)"
+    ),
+    "top_k": TOP_K,
+    "top_p": TOP_P,
+    "min_p": MIN_P,
+    "max_new_tokens": Whole(1),
+    "seed": SEED,
+    "batch_size": BATCH_SIZE,
+    "drafter": {"name": Text(), "path": optional(PathOrName())},
+    "num_speculative_tokens": optional(DRAFT_TOKENS),
+    "verify": RULE,
+    "minutes": optional(Number(0.0, 1e9, above=True)),
+    "mesh": frontdoor.MESH_FIELDS,
+    "distributed": frontdoor.DISTRIBUTED_FIELDS,
+}
+"""What the fields of a config may hold."""
+
+
 def check(config: ml_collections.ConfigDict) -> None:
     """Raise InputError for values that make no sense, before the model is loaded."""
-    if not config.workdir:
-        raise InputError("workdir is missing: pass --config.workdir=DIRECTORY")
-    for name in ("batch_size", "max_prompt_tokens", "limit", "minutes"):
-        if config[name] is not None and not config[name] > 0:
-            raise InputError(f"{name}={config[name]}: use a number above 0")
-    for name, known in (("chat", ("auto", "true", "false")), ("verify", RULES)):
-        if config[name] not in known:
-            raise InputError(f"{name}={config[name]!r} is unknown: use {', '.join(known)}")
-    if config.corpus.wikipedia not in ("auto", "true", "false"):
-        raise InputError(
-            f"corpus.wikipedia={config.corpus.wikipedia!r} is unknown: use auto, true, false"
-        )
-    check_seed(config.seed)
+    values = check_values(FIELDS, config.to_dict())
+    check_options(values["drafter"]["name"], values["drafter"]["path"], {})
     _samplings(config)
 
 
 def _samplings(config: ml_collections.ConfigDict) -> list[SamplingParams]:
     """The ways to sample, one a temperature."""
-    if not config.temperatures:
-        raise InputError("temperatures is empty: give at least one, such as (0.0, 0.7, 1.0)")
     return [
         SamplingParams(
             temperature=temperature,

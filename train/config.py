@@ -4,13 +4,31 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from ml_collections import ConfigDict, config_dict
 
 from specjax import frontdoor
+from specjax.drafters import DRAFT_TOKENS
 from specjax.errors import InputError
+from specjax.fields import (
+    Choice,
+    Fields,
+    Flag,
+    Items,
+    Number,
+    OutputFolder,
+    PathOrName,
+    Text,
+    Whole,
+    check_values,
+    optional,
+)
 from specjax.models.loading import DEFAULT_MODEL
+from specjax.paths import input_folder
+from specjax.sampling_params import SEED, TEMPERATURE
 from train.optimizer import OPTIMIZERS, SCHEDULES, Optimization
+from train.precision import MULTIPLY
 
 FEATURES = ("auto", "stored", "online")
 
@@ -88,49 +106,74 @@ class Settings:
     eval_temperatures: tuple[float, ...]
 
 
+@dataclass(frozen=True)
+class DataFolders:
+    """Folders of conversations to read, with commas between them."""
+
+    def check(self, name: str, value: Any) -> str:
+        """The text; each of its folders is there."""
+        for folder in Text().check(name, value).split(","):
+            input_folder(name, folder.strip())
+        return value
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Factors of the learning rate by parameter name: NAME:FACTOR, with commas."""
+
+    def check(self, name: str, value: Any) -> str:
+        """The text, which `read_scales` reads."""
+        read_scales(Text(empty=True).check(name, value))
+        return value
+
+
+DRAFT_VOCAB_SIZE = optional(Whole(1))
+"""How many of the target's tokens a head drafts from; None = all."""
+TRAINING_FIELDS: Fields = {
+    "target": PathOrName(),
+    "dtype": MULTIPLY,
+    "data": optional(DataFolders()),
+    "features": Choice(FEATURES),
+    "workdir": optional(OutputFolder()),
+    "start_from": optional(PathOrName()),
+    "seed": SEED,
+    "steps": Whole(1),
+    "minutes": optional(Number(0.0, 1e9, above=True)),
+    "batch_size": Whole(1, 1 << 20),
+    "accumulate": Whole(1, 1 << 20),
+    "row_tokens": Whole(4, 1 << 24),
+    "row_labels": Whole(1, 1 << 24),
+    "remat": Flag(),
+    "optimizer": Choice(OPTIMIZERS),
+    "learning_rate": Number(above=True),
+    "schedule": Choice(SCHEDULES),
+    "decay_steps": optional(Whole(1)),
+    "final_fraction": Number(),
+    "warmup": Whole(),
+    "weight_decay": Number(),
+    "clip": Number(),
+    "learning_rate_scales": Scales(),
+    "log_every": Whole(1),
+    "checkpoint_every": Whole(1),
+    "eval": {
+        "every": Whole(),
+        "batches": Whole(),
+        "prompts": Whole(),
+        "new_tokens": Whole(1),
+        "num_speculative_tokens": optional(Whole(1, DRAFT_TOKENS.most)),
+        "temperatures": Items(TEMPERATURE, remedy="use numbers from 0, such as (0.0, 1.0)"),
+    },
+    "fsdp": Flag(),
+    "mesh": frontdoor.MESH_FIELDS,
+    "distributed": frontdoor.DISTRIBUTED_FIELDS,
+}
+"""What the fields of `training_fields` may hold; a method adds its own sections."""
+
+
 def read_settings(config: ConfigDict, data_devices: int = 1) -> Settings:
     """The settings of a config; raises InputError for values that make no sense."""
-    for name, least in (
-        ("steps", 1),
-        ("batch_size", 1),
-        ("accumulate", 1),
-        ("row_tokens", 4),
-        ("row_labels", 1),
-        ("warmup", 0),
-        ("seed", 0),
-        ("log_every", 1),
-        ("checkpoint_every", 1),
-        ("eval.every", 0),
-        ("eval.batches", 0),
-        ("eval.prompts", 0),
-        ("eval.new_tokens", 1),
-        ("decay_steps", 1),
-        ("eval.num_speculative_tokens", 1),
-    ):
-        value = _get(config, name)
-        if value is not None and value < least:
-            raise InputError(f"{name}={value}: use a whole number of at least {least}")
-    for name, positive in (
-        ("learning_rate", True),
-        ("weight_decay", False),
-        ("clip", False),
-        ("final_fraction", False),
-        ("minutes", True),
-    ):
-        value = config[name]
-        if value is None:
-            continue
-        # A NaN fails this too.
-        if not (0 <= value < float("inf")) or (positive and value == 0):
-            raise InputError(
-                f"{name}={value}: use a number {'above' if positive else 'of at least'} 0"
-            )
-    for name, words in (("schedule", SCHEDULES), ("optimizer", OPTIMIZERS), ("features", FEATURES)):
-        if config[name] not in words:
-            raise InputError(f"{name}={config[name]!r}: use {', '.join(words)}")
-    for value in config.eval.temperatures:
-        if not 0 <= value < float("inf"):
-            raise InputError(f"eval.temperatures={config.eval.temperatures}: use numbers from 0")
+    own = config.to_dict()
+    check_values(TRAINING_FIELDS, {name: own[name] for name in TRAINING_FIELDS if name in own})
     if config.batch_size % config.accumulate:
         raise InputError(
             f"accumulate={config.accumulate}: batch_size={config.batch_size} rows cannot be split "
@@ -203,9 +246,3 @@ def read_scales(text: str) -> dict[str, float]:
         if not 0 <= found[name] < math.inf:
             raise InputError(f"learning_rate_scales.{name}={factor}: use a number of at least 0")
     return found
-
-
-def _get(config: ConfigDict, name: str) -> int | None:
-    for part in name.split("."):
-        config = config[part]
-    return config

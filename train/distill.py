@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int, Key
 from ml_collections import ConfigDict
 
 from specjax.errors import InputError
+from specjax.fields import Fields, Items, Number, Whole, check_instance, fields_of
 from specjax.frontdoor import use_compilation_cache
 from specjax.heads.head import Head, TargetFacts
 from specjax.models.decoder import Decoder
@@ -30,6 +31,7 @@ from specjax.models.reduced import DraftModelConfig, ReducedDecoder
 from specjax.models.shared import share
 from train import run
 from train.batches import Batch
+from train.config import DRAFT_VOCAB_SIZE, TRAINING_FIELDS
 from train.data.vocabulary import Vocabulary
 from train.judging import Judge, Teacher, judge, kl_divergence, variation
 from train.method import Measures, Method, measure
@@ -46,19 +48,14 @@ class DistillLoss:
     Raises InputError for values out of range.
     """
 
-    kl: float = 1.0
-    tv: float = 0.0
-    depths: int = 4
+    kl: Annotated[float, Number()] = 1.0
+    tv: Annotated[float, Number()] = 0.0
+    depths: Annotated[int, Whole(1, 64)] = 4
 
     def __post_init__(self) -> None:
-        for name in ("kl", "tv"):
-            # A NaN fails this too.
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise InputError(f"loss.{name}={getattr(self, name)}: use a number from 0")
+        check_instance(self, "loss.")
         if not self.kl + self.tv > 0:
             raise InputError("loss.kl=0, loss.tv=0: one of them must be positive")
-        if self.depths < 1:
-            raise InputError(f"loss.depths={self.depths}: use a whole number of at least 1")
 
     @property
     def parts(self) -> dict[str, tuple]:
@@ -167,6 +164,16 @@ def distill_loss(
     return total, measure(losses, right, judged)
 
 
+FIELDS: Fields = {
+    **TRAINING_FIELDS,
+    "distill": {
+        "layers": Items(Whole(), least=1, remedy="use numbers of the target's layers, from 0"),
+        "draft_vocab_size": DRAFT_VOCAB_SIZE,
+    },
+    "loss": fields_of(DistillLoss),
+}
+
+
 def make_method(target: Model, vocabulary: Vocabulary, config: ConfigDict) -> Method:
     """The method of a config; raises InputError for values that make no sense."""
     return distill_method(
@@ -180,7 +187,7 @@ def make_method(target: Model, vocabulary: Vocabulary, config: ConfigDict) -> Me
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    return run.main(make_method, CONFIG, argv)
+    return run.main(make_method, FIELDS, CONFIG, argv)
 
 
 if __name__ == "__main__":

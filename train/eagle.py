@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,17 @@ from jaxtyping import Array, Float, Int, Key
 from ml_collections import ConfigDict
 
 from specjax.errors import InputError
+from specjax.fields import (
+    Choice,
+    Fields,
+    Flag,
+    Items,
+    Number,
+    Text,
+    Whole,
+    check_instance,
+    fields_of,
+)
 from specjax.frontdoor import use_compilation_cache
 from specjax.heads.head import Head, TargetFacts
 from specjax.interchange.borrowed import target_embedding
@@ -34,6 +45,7 @@ from specjax.models.model import Model
 from specjax.models.shared import share
 from train import run
 from train.batches import Batch
+from train.config import DRAFT_VOCAB_SIZE, TRAINING_FIELDS
 from train.data.vocabulary import Vocabulary
 from train.judging import Judge, Teacher, Truth, judge
 from train.losses import smooth_l1, soft_cross_entropy
@@ -42,6 +54,8 @@ from train.precision import multiply_dtype
 from train.teacher import ahead, at_rows, label_ahead
 
 CONFIG = "configs/train_eagle3.py"
+START = Choice(("target", "random"))
+"""What a new head starts from."""
 
 
 @dataclass(frozen=True)
@@ -52,19 +66,14 @@ class EagleLoss:
     InputError for values out of range.
     """
 
-    steps: int = 4
-    decay: float = 0.8
-    cross_entropy: float = 1.0
-    feature: float = 0.0
-    noise: float = 0.0
+    steps: Annotated[int, Whole(1, 64)] = 4
+    decay: Annotated[float, Number()] = 0.8
+    cross_entropy: Annotated[float, Number()] = 1.0
+    feature: Annotated[float, Number()] = 0.0
+    noise: Annotated[float, Number()] = 0.0
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise InputError(f"loss.steps={self.steps}: use a whole number of at least 1")
-        for name in ("decay", "cross_entropy", "feature", "noise"):
-            # A NaN fails this too.
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise InputError(f"loss.{name}={getattr(self, name)}: use a number from 0")
+        check_instance(self, "loss.")
         if not self.cross_entropy + self.feature > 0:
             raise InputError("loss.cross_entropy=0, loss.feature=0: one of them must be positive")
 
@@ -79,8 +88,7 @@ def eagle_method(
     multiply: Any = None,
 ) -> Method:
     """How to train an EAGLE head; `start` is "target" (its weights where they fit) or "random"."""
-    if start not in ("target", "random"):
-        raise InputError(f"start={start!r}: use target or random")
+    START.check("eagle.start", start)
     head = Eagle(config, jnp.dtype(jnp.float32), multiply)
     ids = None if draft_ids is None else jnp.asarray(draft_ids)
     kind = "eagle3" if config.version == 3 else "eagle"
@@ -257,6 +265,29 @@ def _attend_own(
     return Partial(score, jnp.ones_like(score), value)
 
 
+FIELDS: Fields = {
+    **TRAINING_FIELDS,
+    "eagle": {
+        "version": Whole(1, 3, remedy="use 1 or 3"),
+        "draft_vocab_size": DRAFT_VOCAB_SIZE,
+        "taps": Items(Text(), remedy="use names of features, such as ('layer_input:2',)"),
+        "start": START,
+        **dict.fromkeys(
+            (
+                "fc_bias",
+                "own_embedding",
+                "norm_before_residual",
+                "norm_before_fc",
+                "fc_norm",
+                "norm_output",
+            ),
+            Flag(),
+        ),
+    },
+    "loss": fields_of(EagleLoss),
+}
+
+
 def make_method(target: Model, vocabulary: Vocabulary, config: ConfigDict) -> Method:
     """The method of a config; raises InputError for values that make no sense."""
     options = config.eagle.to_dict()
@@ -281,7 +312,7 @@ def make_method(target: Model, vocabulary: Vocabulary, config: ConfigDict) -> Me
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    return run.main(make_method, CONFIG, argv)
+    return run.main(make_method, FIELDS, CONFIG, argv)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,9 @@ CONFIG = "configs/generate_smollm2.py"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    return frontdoor.run(generate, argv, default=CONFIG, documentation=__doc__)
+    return frontdoor.run(
+        generate, argv, default=CONFIG, fields=answers.FIELDS, documentation=__doc__
+    )
 
 
 def generate(config: ml_collections.ConfigDict, console: Console | None = None) -> int:
@@ -51,7 +53,9 @@ def generate(config: ml_collections.ConfigDict, console: Console | None = None) 
     output = Path(config.output or root / "responses").expanduser().absolute()
 
     with screen.working(f"loading {config.target}"):
-        model = processes.together(lambda: load_model(config.target, dtype=config.dtype, mesh=mesh))
+        model = processes.together(
+            lambda: load_model(config.target, dtype=config.dtype, mesh=mesh, field="target")
+        )
     requests = processes.together(lambda: answers.find_requests(config, screen))
     job = processes.together(lambda: answers.plan(config, model, requests))
     processes.agree({"prompts": job.digest})

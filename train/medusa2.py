@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,14 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
-from specjax.errors import InputError
+from specjax.fields import Number, Whole, check_instance
 from specjax.heads.head import Head, TargetFacts
 from specjax.models.decoder import Decoder
 from specjax.models.medusa import Medusa, MedusaConfig
 from specjax.models.model import Model
 from train.batches import Batch
 from train.judging import Judge, Teacher, cross_entropy, judge, kl_divergence
-from train.medusa import MedusaLoss, first_params, heads_loss, heads_measures
+from train.medusa_loss import MedusaLoss, first_params, heads_loss, heads_measures
 from train.method import Measures, Method
 from train.teacher import at_rows, visible
 
@@ -38,20 +38,14 @@ class JointLoss:
     sense.
     """
 
-    target: str = "self"
-    heads: float = 0.01
+    target: Literal["self", "tokens"] = "self"
+    heads: Annotated[float, Number(above=True)] = 0.01
     ramp: bool = True
-    warm_steps: int = 0
-    steps: int = 1
+    warm_steps: Annotated[int, Whole()] = 0
+    steps: Annotated[int, Whole(1)] = 1
 
     def __post_init__(self) -> None:
-        if self.target not in ("self", "tokens"):
-            raise InputError(f"joint.target={self.target!r}: use self or tokens")
-        # A NaN fails this too.
-        if not 0 < self.heads < float("inf"):
-            raise InputError(f"joint.heads={self.heads}: use a number above 0")
-        if self.warm_steps < 0:
-            raise InputError(f"joint.warm_steps={self.warm_steps}: use a whole number from 0")
+        check_instance(self, "joint.")
 
     def weight(self, step: Int[Array, ""]) -> Float[Array, ""]:
         """The weight of the heads in a joint step."""

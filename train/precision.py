@@ -8,7 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.errors import InputError
+from specjax.fields import Choice
+
+MULTIPLY = Choice(("auto", "float32", "bfloat16"))
+"""In what training may multiply."""
 
 
 def multiply_dtype(name: str, field: str = "dtype") -> np.dtype | None:
@@ -17,9 +20,7 @@ def multiply_dtype(name: str, field: str = "dtype") -> np.dtype | None:
     `auto` is bfloat16 where the device multiplies it in hardware: accelerators, and CPUs with AMX
     or AVX-512's bfloat16 instructions. Raises InputError for other names.
     """
-    if name not in ("auto", "float32", "bfloat16"):
-        raise InputError(f"{field}={name!r}: use auto, float32 or bfloat16")
-    if name == "auto":
+    if MULTIPLY.check(field, name) == "auto":
         name = "bfloat16" if jax.default_backend() != "cpu" or _cpu_has_bfloat16() else "float32"
     return np.dtype(jnp.bfloat16) if name == "bfloat16" else None
 

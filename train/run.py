@@ -16,6 +16,7 @@ from rich.console import Console
 from specjax import frontdoor, processes, reporting
 from specjax.checkpoints import save_checkpoint
 from specjax.errors import InputError
+from specjax.fields import Fields
 from specjax.heads.head import save_head
 from train import loop, saving
 from train import workdir as files
@@ -29,14 +30,17 @@ _PROMPT_TOKENS = 512
 """Longer prompts are not decoded: an evaluation is to be short."""
 
 
-def main(make_method: MakeMethod, default: str, argv: Sequence[str] | None = None) -> int:
+def main(
+    make_method: MakeMethod, fields: Fields, default: str, argv: Sequence[str] | None = None
+) -> int:
     """What an entry point's main does: read the config, run it, return the exit code.
 
-    `--help` prints the documentation of the method's module.
+    `fields` says what the config's fields may hold, `default` is its file. `--help` prints the
+    documentation of the method's module.
     """
     documentation = inspect.getdoc(inspect.getmodule(make_method))
     act = lambda config: run(config, make_method)  # noqa: E731
-    return frontdoor.run(act, argv, default=default, documentation=documentation)
+    return frontdoor.run(act, argv, default=default, fields=fields, documentation=documentation)
 
 
 def run(config: ConfigDict, make_method: MakeMethod, console: Console | None = None) -> int:

@@ -84,7 +84,7 @@ def set_up(config: ConfigDict, make_method: MakeMethod) -> Setup:
 
     def load() -> tuple[Model, Sources, Method, Earlier | None, str | None]:
         data = open_sources(directories)
-        model = load_model(config.target, mesh=mesh)
+        model = load_model(config.target, mesh=mesh, field="target")
         for part in data.parts:
             check_target(f"data={str(part.directory)!r}", part.target, target_facts(model))
         if config.start_from is None:

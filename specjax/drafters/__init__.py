@@ -8,9 +8,8 @@ import functools
 import importlib
 import inspect
 import os
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from specjax.drafters import (
     draft_model,
@@ -23,11 +22,15 @@ from specjax.drafters import (
     simulated,
 )
 from specjax.drafters.base import Accepted, Context, Drafter, Noise, stateless, unmoved
-from specjax.errors import InputError
-from specjax.models.model import Model
+from specjax.errors import InputError, one_line, shown
+from specjax.fields import Instance, Whole, kind_of, optional
+from specjax.models.model import MODEL_KIND, Model
+from specjax.paths import user_path
 
 __all__ = [
     "DRAFTERS",
+    "DRAFTER_KIND",
+    "DRAFT_TOKENS",
     "Accepted",
     "Context",
     "Drafter",
@@ -57,24 +60,30 @@ _ALONE = {
 """Drafters that cannot be joined by name, and why."""
 TRAINED = ("draft_model", "medusa", "eagle", "eagle3")
 """Drafters that have weights of their own, and so a path; some come with specjax."""
+DRAFT_TOKENS = Whole(0, 1024, remedy='use a whole number from 0 to 1024, or "auto"')
+"""The longest draft that may be asked for."""
+DRAFTER_KIND = Instance(Drafter, "use a drafter, as specjax.make_drafter gives it, or a name")
 
 
 def drafter_options(name: str) -> dict[str, inspect.Parameter]:
-    """The options of a drafter: the keyword-only arguments of its constructor."""
-    parameters = inspect.signature(_constructor(name)).parameters
+    """The options of a drafter: the keyword-only arguments of its constructor, with their types."""
+    constructor = _constructor(name)
+    hints = get_type_hints(constructor, include_extras=True)
     return {
-        option: parameter
-        for option, parameter in parameters.items()
+        option: parameter.replace(annotation=hints[option])
+        for option, parameter in inspect.signature(constructor).parameters.items()
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY
     }
 
 
 def option_type(parameter: inspect.Parameter) -> type | None:
     """The type a command line gives an option in; None for those that only code can give."""
-    named = {"int": int, "int | None": int, "float": float, "str": str}
-    if isinstance(parameter.default, bool | int | float | str):
-        return type(parameter.default)
-    return named.get(str(parameter.annotation))
+    for one in (parameter.annotation, *get_args(parameter.annotation)):
+        one = get_args(one)[0] if get_origin(one) is Annotated else one
+        one = type(get_args(one)[0]) if get_origin(one) is Literal else one
+        if one in (bool, int, float, str):
+            return one
+    return None
 
 
 def make_drafter(
@@ -95,18 +104,17 @@ def make_drafter(
     (`fallback`); an option goes to those that take it, `num_speculative_tokens` to all. Raises
     InputError for an unknown drafter or option, and for a head or a draft model of another target.
     """
-    check_options(name, path, options)
+    MODEL_KIND.check("target", target)
+    length = optional(DRAFT_TOKENS).check("num_speculative_tokens", num_speculative_tokens)
+    options = check_options(name, path, options)
     if "+" in name:
         parts = (
-            make_drafter(part, target, at, num_speculative_tokens=num_speculative_tokens, **own)
+            make_drafter(part, target, at, num_speculative_tokens=length, **own)
             for part, at, own in _divide(name, path, options)
         )
         drafter = functools.reduce(fallback.make, parts)
     elif ":" in name:
-        extra = {} if path is None else {"path": path}
-        drafter = _constructor(name)(target, **extra, **options)
-        if not isinstance(drafter, Drafter):
-            raise InputError(f"drafter={name!r} returned {type(drafter).__name__}, not a Drafter")
+        drafter = _call_own(name, target, {} if path is None else {"path": path}, options)
     elif name in TRAINED and not _is_model(name, path):
         from specjax.heads.drafters import head_drafter
         from specjax.heads.files import open_head
@@ -122,19 +130,35 @@ def make_drafter(
         drafter = simulated.make(target.config.vocab_size, **options)
     else:
         drafter = DRAFTERS[name](**options)
-    if num_speculative_tokens is not None:
-        check_length(num_speculative_tokens)
-        drafter = dataclasses.replace(drafter, num_speculative_tokens=num_speculative_tokens)
+    if length is not None:
+        drafter = dataclasses.replace(drafter, num_speculative_tokens=length)
     return drafter
 
 
-def check_length(num_speculative_tokens: Any) -> None:
-    """Raise InputError unless it is a whole number of at least 0."""
-    if not isinstance(num_speculative_tokens, int) or num_speculative_tokens < 0:
+def _call_own(
+    name: str, target: Model, path: Mapping[str, Any], options: Mapping[str, Any]
+) -> Drafter:
+    """What a function of the caller's own makes; raises InputError unless it is a drafter."""
+    function = _constructor(name)
+    try:
+        inspect.signature(function).bind(target, **path, **options)
+    except (TypeError, ValueError) as error:  # ValueError: a function of C without a signature
         raise InputError(
-            f"num_speculative_tokens={num_speculative_tokens!r}: use a whole number of at least 0, "
-            'or "auto"'
-        )
+            f"drafter={name!r} is no drafter ({one_line(error)}): use a function that takes the "
+            "target and the drafter's options, and returns a Drafter"
+        ) from None
+    try:
+        drafter = function(target, **path, **options)
+    except InputError:
+        raise
+    except (Exception, SystemExit) as error:  # whatever a function of somebody's own raises
+        raise InputError(
+            f"drafter={name!r} fails ({type(error).__name__}: {one_line(error):.120}); call it in "
+            "Python to see where"
+        ) from error
+    if not isinstance(drafter, Drafter):
+        raise InputError(f"drafter={name!r} returned {shown(drafter)}, not a Drafter; return one")
+    return drafter
 
 
 def check_tokenizers(target: Model, draft: Model) -> None:
@@ -153,51 +177,69 @@ def check_tokenizers(target: Model, draft: Model) -> None:
         )
 
 
-def _constructor(name: str) -> Callable[..., Drafter]:
+def _constructor(name: str) -> Callable[..., Any]:
     if ":" in name:
         module, _, function = name.partition(":")
         try:
-            return getattr(importlib.import_module(module), function)
-        except (ImportError, AttributeError) as error:
+            found = getattr(importlib.import_module(module), function)
+        except (Exception, SystemExit) as error:  # a module of somebody's own runs when imported
             raise InputError(
-                f"drafter={name!r}: {error}; use package.module:function of something importable"
-            ) from None
+                f"drafter={name!r}: {type(error).__name__}: {one_line(error):.160}; use "
+                "package.module:function of something importable"
+            ) from error
+        if not callable(found):
+            raise InputError(f"drafter={name!r} is {shown(found)}, no function; name a function")
+        return found
     if name not in DRAFTERS:
         near = difflib.get_close_matches(name, DRAFTERS, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise InputError(
-            f"drafter={name!r} is unknown: {hint}use {', '.join(DRAFTERS)} or "
+            f"drafter={shown(name)} is unknown: {hint}use {', '.join(DRAFTERS)} or "
             "package.module:function"
         )
     return DRAFTERS[name]
 
 
 def check_options(
-    name: str, path: Any, options: dict[str, Any], supplied: tuple[str, ...] = ()
-) -> None:
-    """Raise InputError unless the drafter takes these options; `supplied` come later.
+    name: str, path: Any, options: Mapping[str, Any], supplied: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """The options of a drafter, checked; `supplied` come later.
 
-    One of the caller's own ("package.module:function") is left to judge them itself.
+    Raises InputError for an unknown drafter, for options that it does not take and values of
+    another kind, and for a path that it does not take or that is none. One of the caller's own
+    ("package.module:function") checks its options itself.
     """
+    if not isinstance(name, str):
+        raise InputError(f"drafter={shown(name)}: use a name: {', '.join(DRAFTERS)}")
+    if path is not None and not isinstance(path, Model):
+        user_path("drafter.path", path)
     if "+" in name:
+        checked: dict[str, Any] = {}
         for part, at, own in _divide(name, path, options):
-            check_options(part, at, own)
-        return
+            checked |= check_options(part, at, own)
+        return checked
     if ":" in name:
-        return
+        _constructor(name)
+        return dict(options)
     known = drafter_options(name)
+    checked = dict(options)
     for option, value in options.items():
         if option not in known:
             takes = f"it takes {', '.join(known)}" if known else "it takes no options"
-            raise InputError(f"drafter.{option}={value!r}: {name} does not take it; {takes}")
+            raise InputError(f"drafter.{option}={shown(value)}: {name} does not take it; {takes}")
+        if (kind := kind_of(known[option].annotation)) is not None:
+            checked[option] = kind.check(f"drafter.{option}", value)
     for option, parameter in known.items():
         if parameter.default is inspect.Parameter.empty and option not in (*options, *supplied):
             raise InputError(f"drafter.{option} is missing: {name} needs it")
     if name not in TRAINED and path is not None:
-        raise InputError(f"drafter.path={str(path)!r}: {name} does not take it; leave it out")
+        raise InputError(f"drafter.path={shown(str(path))}: {name} does not take it; leave it out")
+    return checked
 
 
-def _divide(name: str, path: Any, options: dict[str, Any]) -> list[tuple[str, Any, dict[str, Any]]]:
+def _divide(
+    name: str, path: Any, options: Mapping[str, Any]
+) -> list[tuple[str, Any, dict[str, Any]]]:
     """Each part of a name joined by +, with its path and the options that it takes.
 
     Raises InputError for an option that no part takes, for a path that two might mean, and for
@@ -238,10 +280,10 @@ def _is_model(name: str, path: Any) -> bool:
         return False
     from specjax.heads.files import holds_head
 
-    return isinstance(path, Model) or not holds_head(Path(path).expanduser())
+    return isinstance(path, Model) or not holds_head(user_path("drafter.path", path))
 
 
 def _load(path: Any, target: Model) -> Model:
     from specjax.models.loading import load_model
 
-    return load_model(path, mesh=target.mesh)
+    return load_model(path, mesh=target.mesh, field="drafter.path")

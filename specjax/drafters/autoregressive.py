@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from specjax import trees
 from specjax.drafters.base import Context, Noise
-from specjax.errors import InputError
+from specjax.fields import Number
 from specjax.models.vocabulary import expand
 from specjax.sampling import argmax
 from specjax.trees import Draft
@@ -22,16 +22,8 @@ Step = Callable[[Int[Array, ""] | int, Int[Array, "B"], Any], tuple[Float[Array,
 """(depth, the token there, carry) -> logits of the next token, carry. Depth 0 is the root."""
 
 SampleMethod = Literal["probabilistic", "greedy"]
-
-
-def check_options(draft_sample_method: str, draft_p_min: float) -> None:
-    """Raise InputError unless both options make sense."""
-    if draft_sample_method not in ("probabilistic", "greedy"):
-        raise InputError(
-            f"draft_sample_method={draft_sample_method!r}: use probabilistic or greedy"
-        )
-    if not 0 <= draft_p_min < 1:
-        raise InputError(f"draft_p_min={draft_p_min}: must lie in [0, 1)")
+LeastProbability = Annotated[float, Number(0.0, 0.999999, remedy="use a number in [0, 1)")]
+"""Of the likeliest token, for drafting to continue."""
 
 
 def draft_chain(

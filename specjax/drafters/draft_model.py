@@ -13,8 +13,9 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from specjax.cache import KVCache, Window, commit
-from specjax.drafters.autoregressive import SampleMethod, causal, check_options, draft_chain
+from specjax.drafters.autoregressive import LeastProbability, SampleMethod, causal, draft_chain
 from specjax.drafters.base import Accepted, Context, Drafter, Noise
+from specjax.fields import check_arguments
 from specjax.models.interface import LanguageModel
 from specjax.prefill import prefill
 from specjax.trees import Draft
@@ -35,7 +36,7 @@ def make(
     params: Any,
     *,
     draft_sample_method: SampleMethod = "probabilistic",
-    draft_p_min: float = 0.0,
+    draft_p_min: LeastProbability = 0.0,
 ) -> Drafter:
     """A drafter that decodes with a model of its own, which must share the target's tokenizer.
 
@@ -44,7 +45,9 @@ def make(
     vocabulary, "draft_ids" among its parameters say which. A row stops drafting where the likeliest
     token has a probability below `draft_p_min`. Raises InputError for bad options.
     """
-    check_options(draft_sample_method, draft_p_min)
+    check_arguments(
+        make, "drafter.", draft_sample_method=draft_sample_method, draft_p_min=draft_p_min
+    )
 
     def init(params: Any, context: Context, features: dict) -> State:
         del features

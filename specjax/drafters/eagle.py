@@ -15,8 +15,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from specjax.cache import KVCache, commit
-from specjax.drafters.autoregressive import SampleMethod, causal, check_options, draft_chain
+from specjax.drafters.autoregressive import LeastProbability, SampleMethod, causal, draft_chain
 from specjax.drafters.base import Accepted, Context, Drafter, Noise
+from specjax.fields import check_arguments
 from specjax.models.eagle import Eagle
 from specjax.trees import Draft
 
@@ -36,14 +37,16 @@ def make(
     params: Any,
     *,
     draft_sample_method: SampleMethod = "probabilistic",
-    draft_p_min: float = 0.0,
+    draft_p_min: LeastProbability = 0.0,
 ) -> Drafter:
     """A drafter of an EAGLE head; `params` also hold "shared" and, for a part of V, "draft_ids".
 
     Options are those of a draft model. A row of one token has no pair, and drafts nothing in its
     first round. Raises InputError for bad options.
     """
-    check_options(draft_sample_method, draft_p_min)
+    check_arguments(
+        make, "drafter.", draft_sample_method=draft_sample_method, draft_p_min=draft_p_min
+    )
 
     def advance(
         params: Any,

@@ -6,33 +6,43 @@ window is their own. (LayerSkip: Elhoushi et al. 2404.16710.)
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from specjax.cache import Window
-from specjax.drafters.autoregressive import SampleMethod, causal, check_options, draft_chain
+from specjax.drafters.autoregressive import LeastProbability, SampleMethod, causal, draft_chain
 from specjax.drafters.base import Context, Drafter, Noise, stateless, unmoved
 from specjax.errors import InputError
+from specjax.fields import Whole, check_arguments
 from specjax.trees import Draft
 
 
 def make(
     num_layers: int,
     *,
-    exit_layer: int | None = None,
+    exit_layer: Annotated[int, Whole(1)] | None = None,
     draft_sample_method: SampleMethod = "probabilistic",
-    draft_p_min: float = 0.0,
+    draft_p_min: LeastProbability = 0.0,
 ) -> Drafter:
     """A drafter that runs the first `exit_layer` of the target's `num_layers` (half by default).
 
     Raises InputError for a layer out of range or bad options.
     """
-    check_options(draft_sample_method, draft_p_min)
+    check_arguments(
+        make,
+        "drafter.",
+        exit_layer=exit_layer,
+        draft_sample_method=draft_sample_method,
+        draft_p_min=draft_p_min,
+    )
     exit_layer = max(1, num_layers // 2) if exit_layer is None else exit_layer
-    if not 1 <= exit_layer <= num_layers:
-        raise InputError(f"exit_layer={exit_layer}: must lie in 1..{num_layers}")
+    if exit_layer > num_layers:
+        raise InputError(
+            f"drafter.exit_layer={exit_layer}: the target has {num_layers} layers; use 1 to "
+            f"{num_layers}"
+        )
 
     def propose(params: Any, state: Any, context: Context, noise: Noise) -> tuple[Draft, Any]:
         del params

@@ -13,8 +13,9 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from specjax.drafters.autoregressive import SampleMethod, check_options, draft_chain
+from specjax.drafters.autoregressive import LeastProbability, SampleMethod, draft_chain
 from specjax.drafters.base import Accepted, Context, Drafter, Noise
+from specjax.fields import check_arguments
 from specjax.models.medusa import Medusa
 from specjax.trees import Draft
 
@@ -31,7 +32,7 @@ def make(
     params: Any,
     *,
     draft_sample_method: SampleMethod = "probabilistic",
-    draft_p_min: float = 0.0,
+    draft_p_min: LeastProbability = 0.0,
 ) -> Drafter:
     """A drafter of Medusa heads; `params` also hold "shared" and, for a part of V, "draft_ids".
 
@@ -39,7 +40,9 @@ def make(
     asked for, and none in the first round of a row of one token, which has no feature. Raises
     InputError for bad options.
     """
-    check_options(draft_sample_method, draft_p_min)
+    check_arguments(
+        make, "drafter.", draft_sample_method=draft_sample_method, draft_p_min=draft_p_min
+    )
     heads = head.config.num_heads
 
     def init(params: Any, context: Context, features: dict) -> State:

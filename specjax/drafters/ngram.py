@@ -6,7 +6,7 @@ device. A row without a match drafts nothing, and a round without a draft is a p
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -14,13 +14,17 @@ from jaxtyping import Array, Int
 from specjax import trees
 from specjax.drafters.base import Context, Drafter, Noise, stateless, unmoved
 from specjax.errors import InputError
+from specjax.fields import Whole, check_arguments
 from specjax.trees import Draft
+
+_LENGTH = Whole(1, 64)
+"""Of a match: each token more is some code more in the compiled loop."""
 
 
 def make(
     *,
-    prompt_lookup_max: int = 3,
-    prompt_lookup_min: int = 2,
+    prompt_lookup_max: Annotated[int, _LENGTH] = 3,
+    prompt_lookup_min: Annotated[int, _LENGTH] = 2,
     match: Literal["latest", "earliest"] = "latest",
 ) -> Drafter:
     """A drafter that copies from the row's own tokens, prompt included.
@@ -28,15 +32,18 @@ def make(
     The longest match of `prompt_lookup_min`..`prompt_lookup_max` last tokens counts; among matches
     of one length `match` takes the latest or the earliest. Raises InputError for bad bounds.
     """
-    if prompt_lookup_min < 1:
-        raise InputError(f"prompt_lookup_min={prompt_lookup_min}: must be at least 1")
+    check_arguments(
+        make,
+        "drafter.",
+        prompt_lookup_max=prompt_lookup_max,
+        prompt_lookup_min=prompt_lookup_min,
+        match=match,
+    )
     if prompt_lookup_max < prompt_lookup_min:
         raise InputError(
-            f"prompt_lookup_max={prompt_lookup_max}: must be at least "
+            f"drafter.prompt_lookup_max={prompt_lookup_max}: must be at least "
             f"prompt_lookup_min={prompt_lookup_min}"
         )
-    if match not in ("latest", "earliest"):
-        raise InputError(f"match={match!r}: use latest or earliest")
 
     def propose(params: Any, state: Any, context: Context, noise: Noise) -> tuple[Draft, Any]:
         del params, noise

@@ -7,7 +7,7 @@ on any weights, and compared with what theory says.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,16 +15,20 @@ from jaxtyping import Array, Int
 
 from specjax import trees
 from specjax.drafters.base import Context, Drafter, Noise, unmoved
-from specjax.errors import InputError
+from specjax.fields import Items, Number, Whole, check_arguments
 from specjax.trees import Draft
+
+_CONTINUATIONS = Items(
+    Items(Whole()), least=1, remedy="pass the token ids of a plain run, one list per prompt"
+)
 
 
 def make(
     vocab_size: int,
     *,
-    continuations: Sequence[Sequence[int]],
-    acceptance: float = 0.8,
-    mistake_seed: int = 0,
+    continuations: Annotated[Sequence[Sequence[int]], _CONTINUATIONS],
+    acceptance: Annotated[float, Number(0.0, 1.0)] = 0.8,
+    mistake_seed: Annotated[int, Whole()] = 0,
 ) -> Drafter:
     """A drafter that proposes `continuations[i]` for prompt i, each token right at `acceptance`.
 
@@ -32,10 +36,13 @@ def make(
     seed, in the order of the prompts. Which tokens are wrong depends on `mistake_seed`, the prompt
     and the place alone. Raises InputError for a rate outside [0, 1] or no continuations.
     """
-    if not 0 <= acceptance <= 1:
-        raise InputError(f"acceptance={acceptance}: must lie in [0, 1]")
-    if not len(continuations):
-        raise InputError("continuations is empty: pass the token ids of a plain run, one a prompt")
+    check_arguments(
+        make,
+        "drafter.",
+        continuations=continuations,
+        acceptance=acceptance,
+        mistake_seed=mistake_seed,
+    )
     longest = max(1, *(len(tokens) for tokens in continuations))
     replay = np.full((len(continuations), longest), -1, np.int32)
     for row, tokens in enumerate(continuations):

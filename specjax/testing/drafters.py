@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from specjax import sampling
 from specjax.draft_length import DraftLength
-from specjax.drafters import Drafter, check_length
+from specjax.drafters import DRAFT_TOKENS, Drafter
 from specjax.drafters.base import Sampling, warp_rows
 from specjax.errors import InputError
 from specjax.execution import compile_plan
@@ -86,7 +86,7 @@ def check_drafter(
     once in a million seeds. Raises InputError for a target that is too large, or bad sizes.
     """
     model, params = (target.architecture, target.params) if isinstance(target, Model) else target
-    check_length(num_speculative_tokens)
+    DRAFT_TOKENS.check("num_speculative_tokens", num_speculative_tokens)
     length = num_speculative_tokens + 2
     _check_sizes(model, rows, prompt, length)
     plan = make_plan(

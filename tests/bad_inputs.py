@@ -1,0 +1,54 @@
+"""What no field takes, by its kind, as a command line writes it."""
+
+from specjax import fields, job
+from train import config as train_config
+
+MANY_DIGITS = "9" * 5000
+_PATHS = ["", " ", "a" * 300, "~nosuchuser/x", "file/x", "a\0b"]
+_NUMBERS = ["", "x", "-1", "nan", "inf", "1e400", MANY_DIGITS]
+
+# In a folder that holds a file "file" and a folder "folder".
+TEXTS = {
+    fields.Whole: ["", "x", "1.5", "-1", str(2**63), str(2**64), MANY_DIGITS, "nan", "()"],
+    fields.Number: _NUMBERS,
+    fields.Flag: ["maybe", "2", "-"],
+    fields.Choice: ["", "nosuch", "AUTO", "\udcff"],
+    fields.Text: ["\udcff"],
+    fields.PathOrName: _PATHS,
+    fields.InputFile: [*_PATHS, "nosuch", "folder", "/dev/null"],
+    fields.InputFolder: [*_PATHS, "nosuch", "file", "/dev/null"],
+    fields.OutputFile: [*_PATHS, "folder", "nosuch/x", "/dev/full", "/dev/stdout", "/proc/x"],
+    fields.OutputFolder: [*_PATHS, "file", "file/x/y", "/dev/full"],
+    job.DraftLengthText: ["", "x", "-1", "1.5", "1025", str(10**6), MANY_DIGITS],
+    train_config.DataFolders: [*_PATHS, "nosuch", "file", "folder,", "folder,nosuch"],
+    train_config.Scales: ["x", "a:", ":1", "a:-1", "a:nan", "a:1,a:2"],
+}
+
+
+def texts(kind):
+    """Bad values of a kind, as texts for a command line."""
+    if isinstance(kind, fields.Either):
+        # What one of the kinds refuses another might take.
+        return texts(kind.kinds[0]) if len(kind.kinds) == 1 else ["x\udcff"]
+    if isinstance(kind, fields.Items):
+        inside = kind.kind
+        if isinstance(inside, fields.Items):
+            return ["5", "x", "(1,", "(1, 2)", "((1, 2),)", "((None,),)"]
+        wrong = ["(None,)", "((),)"]
+        if isinstance(inside, fields.Text):
+            return [*wrong, "5", "(5,)", "('',)"]
+        return [*wrong, "(1,", "('a',)", "(-1,)", "(1e400,)", *(["()"] if kind.least else [])]
+    if isinstance(kind, fields.Text):
+        return TEXTS[fields.Text] + ([] if kind.empty else ["", " "])
+    return TEXTS[type(kind)]
+
+
+def flat(kinds, prefix=""):
+    """The kinds of all fields by their dotted names."""
+    for name, kind in kinds.items():
+        if isinstance(kind, fields.OptionalSection):
+            continue
+        if isinstance(kind, dict):
+            yield from flat(kind, f"{prefix}{name}.")
+        else:
+            yield prefix + name, kind
