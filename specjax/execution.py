@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from specjax import loop, metrics
+from specjax import loop, memory, metrics
 from specjax.session import Session, batch_arguments
 from specjax.sharding import fetch, place_rows, use
 from specjax.state import RUNNING, STOPPED, Plan, Rounds
@@ -95,6 +95,11 @@ def _compile(plan: Plan, mesh: Mesh | None, tree: Any, leaves: tuple[_Leaf, ...]
             )
         run = jax.jit(loop.run, static_argnums=0, donate_argnums=2, out_shardings=placed)
         run = run.lower(plan, params, state, jax.ShapeDtypeStruct((), jnp.int32)).compile()
+    memory.check_fits(
+        (start, run),
+        "lower batch_size, max_length, max_new_tokens or num_speculative_tokens",
+        mesh,
+    )
     return Programs(start, run, time.perf_counter() - begin)
 
 

@@ -237,21 +237,20 @@ class Either:
 
     kinds: tuple[Kind, ...]
     none: bool = False
+    remedy: str = ""
 
     def check(self, name: str, value: Any) -> Any:
         """The value as the first kind that takes it gives it."""
         if value is None and self.none:
             return None
-        problems = []
         for kind in self.kinds:
             try:
                 return kind.check(name, value)
             except InputError as error:
-                problems.append(error)
-        if len(problems) == 1:
-            raise problems[0]
-        remedies = [str(error).rpartition(": ")[2] for error in problems]
-        raise InputError(f"{name}={shown(value)}: {', or '.join(dict.fromkeys(remedies))}")
+                problem = error
+        if self.remedy:
+            raise InputError(f"{name}={shown(value)}: {self.remedy}")
+        raise problem
 
 
 @dataclass(frozen=True)
@@ -326,7 +325,11 @@ def check_values(fields: Fields, values: Mapping[str, Any], prefix: str = "") ->
 def _checked(
     fields: Fields, values: Mapping[str, Any], prefix: str
 ) -> tuple[dict[str, Any], list[str]]:
-    problems = [unknown_name(prefix, name, fields) for name in values if name not in fields]
+    problems = [
+        unknown_name(prefix, name, value, fields)
+        for name, value in values.items()
+        if name not in fields
+    ]
     checked: dict[str, Any] = {}
     for name, kind in fields.items():
         if isinstance(kind, OptionalSection):
@@ -349,11 +352,11 @@ def _checked(
     return checked, problems
 
 
-def unknown_name(prefix: str, name: Any, known: Mapping[str, Any]) -> str:
-    """What an error says of a name that is none of those that are known."""
+def unknown_name(prefix: str, name: Any, value: Any, known: Mapping[str, Any]) -> str:
+    """What an error says of a field that is none of those that are known."""
     near = difflib.get_close_matches(str(name), map(str, known), n=1)
-    hint = f"did you mean {prefix}{near[0]}?" if near else f"use {', '.join(known)}"
-    return f"{prefix}{shown(name).strip(chr(39))} is unknown: {hint}"
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"{prefix}{name!s:.60}={shown(value)} is not supported: {hint}use {', '.join(known)}"
 
 
 def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

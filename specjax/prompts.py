@@ -12,11 +12,14 @@ from typing import Any
 import numpy as np
 
 from specjax.errors import InputError, shown
-from specjax.fields import Choice, Items, Whole
+from specjax.fields import INT32_MAX, Choice, Items, Whole
 from specjax.models.model import Model
 
 CHAT = Choice(("auto", "true", "false"))
 """Whether prompts go through the chat template; auto: where there is one."""
+_TOKEN_IDS = Items(
+    Whole(-INT32_MAX), remedy="use text, token ids, or messages with role and content"
+)
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Raw text, token ids, or a conversation for the chat template."""
 
@@ -42,16 +45,15 @@ def encode_prompt(model: Model, prompt: Prompt, name: str = "prompt") -> list[in
     else:
         # Any type of integers will do: Python's, NumPy's, JAX's.
         whole = [operator.index(one) if hasattr(one, "__index__") else one for one in prompt]
-        size = model.config.vocab_size
-        remedy = f"use text, messages with role and content, or ids of the {size} tokens"
-        ids = list(Items(Whole(0, size - 1), remedy=remedy).check(name, whole))
+        ids = list(_TOKEN_IDS.check(name, whole))
     if not ids:
         raise InputError(f"{name} is empty: give at least one token")
-    if max(ids) >= model.config.vocab_size:
-        raise InputError(
-            f"{name}: token id {max(ids)} is outside the vocabulary of {model.config.vocab_size} "
-            "tokens"
-        )
+    for token in (min(ids), max(ids)):
+        if not 0 <= token < model.config.vocab_size:
+            raise InputError(
+                f"{name}: token id {token} is outside the vocabulary of "
+                f"{model.config.vocab_size} tokens"
+            )
     return ids
 
 

@@ -57,7 +57,9 @@ class SamplingParams:
         known = [field.name for field in fields(cls)]
         for name in values:
             if name not in known:
-                raise InputError(unknown_name("sampling.", name, dict.fromkeys(known)))
+                raise InputError(
+                    unknown_name("sampling.", name, values[name], dict.fromkeys(known))
+                )
         return cls(**values)
 
 

@@ -30,7 +30,7 @@ RULES = ("rejection", "block", "coupled")
 RULE = Choice(RULES)
 BATCH_SIZE = Whole(1)
 MAX_LENGTH = Whole(2, remedy="use at least 2, a prompt and a new token")
-DRAFT_LENGTH = Either((Choice(("auto",)), DRAFT_TOKENS))
+DRAFT_LENGTH = Either((Choice(("auto",)), DRAFT_TOKENS), remedy=DRAFT_TOKENS.remedy)
 LADDER = Items(
     Items(Whole(), length=3),
     remedy="use steps of (low, high, k), such as ((1, 4, 8), (5, 16, 2))",
@@ -96,8 +96,10 @@ def open_session(
     MODEL_KIND.check("target", target)
     if isinstance(prompts, str):
         prompts = [prompts]
-    if not isinstance(prompts, Sequence | np.ndarray) or not len(prompts):
-        raise InputError(f"prompts={shown(prompts)}: give a list of at least one prompt")
+    if not isinstance(prompts, Sequence | np.ndarray) or isinstance(prompts, bytes):
+        raise InputError(f"prompts={shown(prompts)}: give a list of prompts")
+    if not len(prompts):
+        raise InputError("prompts is empty: give at least one")
     drafter = no_drafter.make() if drafter is None else drafter
     DRAFTER_KIND.check("drafter", drafter)
     drafter = replace(drafter, params=spread(drafter.params, target.mesh))

@@ -79,9 +79,9 @@ def test_fields_are_those_of_the_config(command, capsys, tmp_path):
     file = tmp_path / "config.py"
     for change, said in (
         ("del config.seed" if "seed" in kinds else "del config.runs", "is missing"),
-        ("config.sede = 1", "sede is unknown: did you mean seed?"),
+        ("config.sede = 1", "sede=1 is not supported: did you mean seed?"),
         ("del config.mesh; config.mesh = 5", "mesh=5: must be a section"),
-        ("config.mesh.depth = 5", "mesh.depth is unknown: use data, model"),
+        ("config.mesh.depth = 5", "mesh.depth=5 is not supported: use data, model"),
     ):
         file.write_text(source.format(change))
         assert main([f"--config={file}"]) == 2

@@ -327,7 +327,7 @@ REFUSED = {
     "no_prompts": (dict(prompts=[]), "prompts is empty: give at least one"),
     "empty_prompt": (dict(prompts=[[1], []]), r"prompts\[1\] is empty"),
     "text_without_a_tokenizer": (dict(prompts=["hi"]), r"prompts\[0\].*no tokenizer; give token"),
-    "not_a_prompt": (dict(prompts=[[1.5]]), r"prompts\[0\]: use text, token ids, or messages"),
+    "not_a_prompt": (dict(prompts=[[1.5]]), r"prompts\[0\]=\[1.5\]: use text, token ids, or mess"),
     "unknown_token": (dict(prompts=[[61]]), r"prompts\[0\]: token id 61 is outside"),
     "negative_token": (dict(prompts=[[-1]]), r"prompts\[0\]: token id -1 is outside"),
     "too_long": (dict(prompts=[[1] * 600]), r"prompts\[0\] has 600 tokens.*shorten it"),
@@ -394,19 +394,27 @@ def test_bad_input_names_field_value_and_remedy(way, name, tiny):
 def test_drafters_refuse_bad_options(tiny, speaking, letters):
     make = specjax.make_drafter
     for drafter, options, message in (
-        ("ngram", {"prompt_lookup_min": 0}, "prompt_lookup_min=0: must be at least 1"),
+        ("ngram", {"prompt_lookup_min": 0}, "prompt_lookup_min=0: use a whole number from 1 to 64"),
         ("ngram", {"prompt_lookup_max": 1}, "prompt_lookup_max=1: must be at least"),
-        ("ngram", {"match": "best"}, "match='best': use latest or earliest"),
+        ("ngram", {"match": "best"}, "match='best' is unknown: use latest, earliest"),
         ("ngram", {"size": 3}, "drafter.size=3: ngram does not take it; it takes prompt_lookup"),
         ("none", {"size": 3}, "drafter.size=3: none does not take it; it takes no options"),
         ("ngram", {"path": "x"}, "drafter.path='x': ngram does not take it"),
         ("ngram", {"num_speculative_tokens": -2}, "num_speculative_tokens=-2: use a whole"),
-        ("early_exit", {"exit_layer": 4}, "exit_layer=4: must lie in 1..3"),
-        ("early_exit", {"exit_layer": 0}, "exit_layer=0: must lie in 1..3"),
-        ("early_exit", {"draft_p_min": 1.0}, r"draft_p_min=1.0: must lie in \[0, 1\)"),
-        ("early_exit", {"draft_sample_method": "beam"}, "draft_sample_method='beam': use probab"),
-        ("simulated", {"continuations": []}, "continuations is empty: pass the token ids"),
-        ("simulated", {"continuations": [[1]], "acceptance": 2}, "acceptance=2: must lie in"),
+        ("early_exit", {"exit_layer": 4}, "exit_layer=4: .* 3 layers; use 1 to 3"),
+        ("early_exit", {"exit_layer": 0}, "exit_layer=0: use a whole number of at least 1"),
+        ("early_exit", {"draft_p_min": 1.0}, r"draft_p_min=1.0: use a number in \[0, 1\)"),
+        (
+            "early_exit",
+            {"draft_sample_method": "beam"},
+            "method='beam' is unknown: use prob",
+        ),
+        ("simulated", {"continuations": []}, r"continuations=\[\]: pass the token ids"),
+        (
+            "simulated",
+            {"continuations": [[1]], "acceptance": 2},
+            "acceptance=2: use a number from 0 to 1",
+        ),
     ):
         with pytest.raises(InputError, match=message):
             make(drafter, tiny, **options)

@@ -14,6 +14,7 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, UInt32
 
+from specjax.memory import check_fits
 from specjax.models.decoder import Decoder
 from specjax.sharding import DATA, axis_size, use
 from train.batches import Batch
@@ -64,7 +65,9 @@ class Program(NamedTuple):
     def compile(self, target_params: Any, batches: Batch) -> Callable:
         """The step, compiled for batches of this shape."""
         with use(self.mesh):
-            return self.step.lower(self.state, target_params, batches).compile()
+            compiled = self.step.lower(self.state, target_params, batches).compile()
+        check_fits((compiled,), "lower row_tokens, or raise accumulate", self.mesh)
+        return compiled
 
 
 def make_program(

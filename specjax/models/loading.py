@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from specjax import checkpoint_directory, checkpoints, sharding
 from specjax.errors import InputError, one_line, shown
-from specjax.fields import Choice, Flag
+from specjax.fields import Choice, Flag, Instance, Text, optional
 from specjax.models import gguf, huggingface, huggingface_config, layout, store
 from specjax.models import tokenizer_files as files
 from specjax.models.config import DecoderConfig
@@ -56,6 +56,8 @@ def load_model(
     """
     Flag().check("replicated", replicated)
     sharding.MESH_KIND.check("mesh", mesh)
+    optional(Instance(Form, "use a Form")).check("form", form)
+    Text().check("field", field)
     form = form or Form.of(jax.default_backend())
     target = _Target(resolve_dtype(dtype), mesh, _shards(mesh, replicated), form)
     if name_or_path == DEFAULT_MODEL:

@@ -14,14 +14,15 @@ from jaxtyping import Array, Float, Int
 
 from specjax import sampling
 from specjax.draft_length import DraftLength
-from specjax.drafters import DRAFT_TOKENS, Drafter
+from specjax.drafters import DRAFT_TOKENS, DRAFTER_KIND, Drafter
 from specjax.drafters.base import Sampling, warp_rows
 from specjax.errors import InputError
 from specjax.execution import compile_plan
+from specjax.fields import Either, Instance, Items, Whole, optional
 from specjax.models.interface import LanguageModel
 from specjax.models.model import Model
-from specjax.sampling_params import SamplingParams
-from specjax.session import widths
+from specjax.sampling_params import SEED, SamplingParams
+from specjax.session import RULE, widths
 from specjax.state import RUNNING, Plan, Rows, State
 
 QUANTILE = 1e-6
@@ -63,6 +64,11 @@ class ChiSquare(NamedTuple):
     degrees: int
 
 
+_PAIR = Items(
+    Instance(object, ""), length=2, remedy="use a model, or a pair of functions and parameters"
+)
+
+
 def check_drafter(
     drafter: Drafter,
     target: Model | tuple[LanguageModel, Any],
@@ -85,8 +91,17 @@ def check_drafter(
     total variation of 0.2 to 0.6, so that accepting and refusing both count. An exact drafter fails
     once in a million seeds. Raises InputError for a target that is too large, or bad sizes.
     """
-    model, params = (target.architecture, target.params) if isinstance(target, Model) else target
+    DRAFTER_KIND.check("drafter", drafter)
+    if isinstance(target, Model):
+        target = target.architecture, target.params
+    model, params = _PAIR.check("target", target)
+    rows = Whole(1).check("rows", rows)
+    prompt = Items(Whole(), least=1).check("prompt", prompt)
     DRAFT_TOKENS.check("num_speculative_tokens", num_speculative_tokens)
+    optional(Instance(DraftLength, "use a DraftLength")).check("draft_length", draft_length)
+    Either((Instance(None, ""), RULE)).check("verify", verify)
+    Instance(SamplingParams, "use SamplingParams").check("request", request)
+    seed = SEED.check("seed", seed)
     length = num_speculative_tokens + 2
     _check_sizes(model, rows, prompt, length)
     plan = make_plan(

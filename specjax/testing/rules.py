@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from specjax import sampling
-from specjax.errors import InputError
+from specjax.fields import Choice, Instance, Items, Whole, optional
 from specjax.testing.enumeration import (
     Drafts,
     NotAStepFunction,
@@ -101,7 +101,7 @@ def check_rule(
     it keeps of each draft. Raises InputError for an unknown rule or topology and for sizes that are
     out of range.
     """
-    _check_input(rule, topology, vocab, length)
+    _check_input(rule, topology, vocab, length, laws, valid)
     laws = example_laws(vocab, length) if laws is None else laws
     sampled, fixed = _sampled(laws, valid), _deterministic(laws, valid)
     if rule == "coupled":
@@ -261,13 +261,19 @@ def _story(group: _Group, prefix: list[int], got: float, want: float) -> str:
     return "\n".join(lines)
 
 
-def _check_input(rule: str | sampling.Rule, topology: str, vocab: int, length: int) -> None:
+def _check_input(
+    rule: str | sampling.Rule,
+    topology: str,
+    vocab: int,
+    length: int,
+    laws: list[Laws] | None,
+    valid: Valid | None,
+) -> None:
     known = (*sampling.CHAIN_RULES, "coupled")
-    if isinstance(rule, str) and rule not in known:
-        raise InputError(f"rule={rule!r} is unknown: use one of {', '.join(known)}, or a function")
-    if topology != "chain":
-        raise InputError(f"topology={topology!r} is unknown: the only one is 'chain'")
-    if not 2 <= vocab <= 5:
-        raise InputError(f"vocab={vocab}: every output is enumerated, so use 2 to 5")
-    if not 1 <= length <= 3:
-        raise InputError(f"length={length}: every draft is enumerated, so use 1 to 3")
+    if not callable(rule):
+        Choice(known).check("rule", rule)
+    Choice(("chain",)).check("topology", topology)
+    Whole(2, 5, remedy="every output is enumerated, so use 2 to 5").check("vocab", vocab)
+    Whole(1, 3, remedy="every draft is enumerated, so use 1 to 3").check("length", length)
+    optional(Items(Instance(Laws, "use Laws"), least=1)).check("laws", laws)
+    optional(Instance(None, "use a function")).check("valid", valid)

@@ -1,0 +1,91 @@
+"""Numbers of any size: refused by name, or without effect on time and memory."""
+
+import api_arguments
+import jaxtyping
+import numpy as np
+import pytest
+
+from specjax import memory
+from specjax.drafters import ngram
+from specjax.errors import InputError, shown
+from specjax.execution import compile_session
+from specjax.fields import Items, Number, Whole, check_values
+from specjax.generation import generate
+from specjax.session import batch_arguments, open_session
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+def test_buffers_follow_the_positions_and_not_the_wish(tiny):
+    """`tiny` has 600 positions."""
+    drafter = ngram.make(prompt_lookup_max=64)
+    wish = {"max_new_tokens": 10**9, "stop_token_ids": list(range(61))}
+    session = open_session(
+        tiny, [[1, 2, 3]], drafter=drafter, requests=wish, num_speculative_tokens=1024
+    )
+    assert session.plan.max_rounds < 600 + 64
+    assert session.plan.capacity < 600 + 256
+    assert session.plan.draft_length.max_tokens == 600 - 3 - 1
+    assert batch_arguments(session, [0])[1].max_length.tolist() == [600]
+    result = generate(tiny, [[1, 2, 3]], sampling=wish)
+    assert result.token_ids[0][0] < 61
+    assert result.finish_reasons == ["stop"]
+
+
+def test_drafts_are_no_longer_than_what_a_row_may_emit(tiny):
+    session = open_session(
+        tiny, [[1, 2, 3]], drafter=ngram.make(), requests={"max_new_tokens": 4}, max_length=100
+    )
+    assert session.plan.draft_length.max_tokens == 3
+    assert session.plan.widths[-1] == 4
+
+
+def test_too_little_memory_is_said_before_the_first_token(tiny, monkeypatch):
+    session = open_session(tiny, [[1, 2, 3]], requests={"max_new_tokens": 77})
+    monkeypatch.setattr(memory, "free_bytes", lambda: 1000)
+    with pytest.raises(InputError, match=r"memory: .* GiB are free; lower batch_size, max_length"):
+        compile_session(session)
+
+
+def test_free_memory_of_a_container(tmp_path):
+    (tmp_path / "memory.max").write_text("5000\n")
+    (tmp_path / "memory.current").write_text("4000\n")
+    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 300\n")
+    assert memory._left_in_group(tmp_path) == 1300
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory._left_in_group(tmp_path) is None
+    assert memory.free_bytes() > 0
+
+
+def test_values_are_shown_whatever_they_are():
+    class Odd:
+        def __repr__(self):
+            raise RuntimeError
+
+    assert shown(10**5000) == "<int that cannot be printed>"
+    assert shown(Odd()) == "<Odd that cannot be printed>"
+    assert shown("a\nb") == "'a\\nb'"
+    assert len(shown("x" * 10_000)) == 60
+    assert Number().check("n", np.float32(0.5)) == 0.5
+    assert Items(Whole()).check("n", np.array([1, 2])) == (1, 2)
+    assert type(Whole().check("n", np.int64(3))) is int
+
+
+def test_all_that_is_wrong_is_listed_at_once():
+    kinds = {"a": Whole(), "b": {"c": Number(), "d": Whole()}, "e": Whole()}
+    with pytest.raises(InputError) as raised:
+        check_values(kinds, {"a": -1, "b": {"c": float("nan"), "d": 1}, "f": 2})
+    said = str(raised.value).split("; ")
+    assert [one.partition("=")[0] for one in said[1:3]] == ["a", "b.c"]
+    assert said[0].startswith("f=2 is not supported")
+    assert said[3].startswith("e is missing")
+
+
+def test_every_argument_of_the_public_api(monkeypatch, tmp_path):
+    """As users have it: no type checker stands before specjax's own messages."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    monkeypatch.chdir(tmp_path)
+    assert api_arguments.accepted_or_raised() == []
+    assert api_arguments.numbers_refused() is None
+    assert api_arguments.uncovered() == []
+    assert list(tmp_path.iterdir()) == []
