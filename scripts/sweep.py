@@ -29,11 +29,12 @@ import ml_collections
 from absl import flags
 from children import INTERRUPTED, run_child
 
-from specjax import decode, frontdoor, plots, report, reporting
+from specjax import decode, frontdoor, plots, report
 from specjax.errors import InputError, one_line
 from specjax.fields import dotted
 from specjax.job import read_job
 from specjax.report_figures import OVERALL, figures_by_task
+from specjax.report_file import check_writable
 from specjax.report_reading import read_report
 from specjax.report_runs import Run
 
@@ -131,7 +132,7 @@ def make_cells(out: Path, fixed: Sequence[str], grid: dict[str, list[str]]) -> l
     except OSError as error:
         raise InputError(f"out={str(out)!r} cannot be written: {one_line(error)}") from None
     for cell in cells:
-        reporting.check_writable(cell.report)
+        check_writable(cell.report)
     return cells
 
 
@@ -233,6 +234,5 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")
     frontdoor.use_compilation_cache()
     raise SystemExit(main())

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -22,9 +21,10 @@ from typing import Any
 
 from absl import flags
 
-from specjax import frontdoor, plots, report_data, report_pictures, report_tables, reporting
+from specjax import frontdoor, plots, report_data, report_pictures, report_tables
 from specjax.errors import InputError, one_line
 from specjax.report_figures import Entry, by_conditions, in_order
+from specjax.report_file import write_json
 from specjax.report_reading import read_report
 from specjax.report_runs import Bench, Run, check_together, labels
 
@@ -110,7 +110,7 @@ def _predictions(runs: Sequence[Run], folder: Path) -> dict[int, float | None]:
     for place, (run, parts) in zip(left, timed, strict=True):
         found[place] = parts
         kept.append({"of": report_costs.key(run), **asdict(parts)})
-        reporting.write_json(path, kept)
+        write_json(path, kept)
     return {
         place: report_costs.predicted_speedup(runs[place], parts) for place, parts in found.items()
     }
@@ -165,7 +165,5 @@ def _options(argv: list[str]) -> tuple[Any, list[str]]:
 
 
 if __name__ == "__main__":
-    # A terminal without Unicode is no reason to stop.
-    sys.stdout.reconfigure(errors="replace")
     frontdoor.use_compilation_cache()
     raise SystemExit(main())

@@ -149,6 +149,5 @@ def _summary(output: Path, screen: Screen) -> int:
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")
     frontdoor.use_compilation_cache()
     raise SystemExit(main())
