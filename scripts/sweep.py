@@ -127,6 +127,7 @@ def make_cells(out: Path, fixed: Sequence[str], grid: dict[str, list[str]]) -> l
         cells.append(Cell(said or "the only cell", arguments, folder / name))
     if len({cell.report for cell in cells}) < len(cells):
         raise InputError(f"{' '.join(grid)}: a value is given twice; leave one of them out")
+    report.check_out(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -145,7 +146,7 @@ def finished(cell: Cell) -> Run | None:
     except InputError:
         # Half of a file, or another version's: the cell is run again.
         return None
-    return run if isinstance(run, Run) and not run.summary.get("interrupted") else None
+    return run if isinstance(run, Run) and not run.interrupted else None
 
 
 def run_cell(cell: Cell) -> int | None:

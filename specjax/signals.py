@@ -28,22 +28,34 @@ def received_by(receive: Callable[[int], None]) -> Iterator[None]:
     # A handler that is not Python's own is None here, and could not be restored.
     found = {number: signal.getsignal(number) for number in _NUMBERS}
     before = {number: handler for number, handler in found.items() if handler is not None}
-    last = float("-inf")
-
-    def handle(number: int, frame: Any) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if before[number] != signal.SIG_IGN and now - last >= _APART_S:
-            last = now
-            receive(number)
-
+    ignored = frozenset(number for number, handler in before.items() if _ignores(handler, number))
+    handler = _Handler(receive, ignored)
     try:
         for number in before:
-            signal.signal(number, handle)
+            signal.signal(number, handler)
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+class _Handler:
+    """What Python calls at a signal, and what of it was ignored when it was installed."""
+
+    def __init__(self, receive: Callable[[int], None], ignored: frozenset[int]) -> None:
+        self._receive, self.ignored, self._last = receive, ignored, float("-inf")
+
+    def __call__(self, number: int, frame: Any) -> None:
+        now = time.monotonic()
+        if number not in self.ignored and now - self._last >= _APART_S:
+            self._last = now
+            self._receive(number)
+
+
+def _ignores(handler: Any, number: int) -> bool:
+    if isinstance(handler, _Handler):
+        return number in handler.ignored
+    return handler == signal.SIG_IGN
 
 
 @contextmanager
