@@ -92,17 +92,22 @@ def _delete_damaged(folder: Path, name: str, *, reading: bool) -> bool:
     Where an entry could not be read and none shows why, all of the name go: JAX tells the name
     alone, and compiles again what is missing.
     """
-    entries = [path for path in folder.iterdir() if _is_entry(path.name, name)]
+    try:
+        entries = [path for path in folder.iterdir() if _is_entry(path.name, name)]
+    except OSError:  # the folder itself is gone
+        return False
     damaged = [path for path in entries if not _is_whole(path)]
     if reading:
         damaged = damaged or entries
+    deleted = False
     for path in damaged:
         with suppress(OSError):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
                 path.unlink()
-    return any(not os.path.lexists(path) for path in damaged)
+            deleted = True
+    return deleted
 
 
 def _is_entry(file: str, name: str) -> bool:

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from ml_collections import config_dict, config_flags
 
 from specjax import compiled_programs, paths, processes, sharding, signals
-from specjax.errors import InputError, one_line, shown
+from specjax.errors import NO_ROOM, InputError, one_line, shown
 
 BAD_INPUT, INTERRUPTED, NO_READER = 2, 130, 141
 """Exit codes of a bad input, of Ctrl-C or SIGTERM, and where nobody reads stdout any more."""
@@ -59,8 +59,8 @@ def command(
 
     `--help` prints the documentation. Ctrl-C, SIGTERM and a closed terminal raise KeyboardInterrupt
     in `main`, and print what `interrupted` says where it lets that through. An InputError is one
-    line, and so is a lack of memory; a closed pipe on stdout ends without a word. Whatever stdout
-    and stderr cannot encode is escaped.
+    line, and so is a lack of memory or of disk; a closed pipe on stdout ends without a word.
+    Whatever stdout and stderr cannot encode is escaped.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
@@ -72,7 +72,8 @@ def command(
     try:
         with signals.raised():
             code = main(argv)
-        _flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return code
     except InputError as error:
         return _ended(BAD_INPUT, f"error: {one_line(error)}")
@@ -85,6 +86,12 @@ def command(
         return _ended(BAD_INPUT, f"error: out of memory ({one_line(error):.200}); {remedy}")
     except BrokenPipeError:
         return _without_reader()
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        _discard_stdout()
+        where = error.filename or "stdout, or a file that is being written"
+        return _ended(BAD_INPUT, f"error: {where}: {error.strerror}; make room there")
     except SystemExit as ended:
         # Rich ends the process where its console's pipe is closed.
         if isinstance(ended.__context__, BrokenPipeError):
@@ -111,19 +118,6 @@ def _tell(line: str) -> None:
         print(line, file=sys.stderr)
 
 
-def _flush() -> None:
-    try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        _discard_stdout()
-        raise InputError(
-            f"stdout cannot be written ({error.strerror}); make room where it goes"
-        ) from None
-
-
 def _without_reader() -> int:
     _discard_stdout()
     return NO_READER
@@ -131,7 +125,7 @@ def _without_reader() -> int:
 
 def _discard_stdout() -> None:
     """Python flushes stdout once more at its end: what is left goes nowhere."""
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)

@@ -16,13 +16,12 @@ from types import TracebackType
 from typing import Any
 
 from specjax import signals
-from specjax.errors import InputError, one_line
+from specjax.errors import NO_ROOM, InputError, one_line
 from specjax.paths import output_file
 from specjax.text_files import write_text
 
 _SHARE = 1 / 20
 """At most this share of the run's time goes into writing the report while it grows."""
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def check_writable(value: str | os.PathLike[str], size: int = 0, field: str = "report") -> Path:
@@ -38,7 +37,7 @@ def check_writable(value: str | os.PathLike[str], size: int = 0, field: str = "r
         with tempfile.TemporaryFile(dir=path.parent, prefix=".specjax-") as file:
             _reserve(file.fileno(), size)
     except OSError as error:
-        if error.errno in _NO_ROOM:
+        if error.errno in NO_ROOM:
             raise InputError(
                 f"{said}: no room for a report of up to {-(-size // 1000)} kB "
                 f"({error.strerror}); free some, or choose another folder"
@@ -57,7 +56,7 @@ def _reserve(handle: int, size: int) -> None:
     except AttributeError:  # not on this system
         pass
     except OSError as error:
-        if error.errno in _NO_ROOM:
+        if error.errno in NO_ROOM:
             raise
     room = os.fstatvfs(handle)
     if room.f_bavail * room.f_frsize < size:
