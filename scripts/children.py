@@ -6,9 +6,11 @@ import math
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import IO, Any
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import IO
+
+from specjax import signals
 
 INTERRUPTED = "interrupted; the same command goes on from here"
 """What Ctrl-C says where finished work is kept."""
@@ -16,7 +18,7 @@ INTERRUPTED = "interrupted; the same command goes on from here"
 GRACE_S = 120.0
 """How long a process has to save what it has."""
 
-_LOOK_S, _APART_S = 0.25, 1.0
+_LOOK_S = 0.25
 
 
 def run_child(
@@ -33,7 +35,9 @@ def run_child(
     is raised; asked a second time, it is killed. What it says goes to `log`; `keep` are file
     descriptors that it inherits.
     """
-    with _listening() as asked:
+    asked: list[int] = []
+    # Noted, not raised, so that nothing ends at a wrong moment.
+    with signals.received_by(asked.append):
         # A session of its own, so that a terminal's Ctrl-C reaches it once, by way of this process.
         child = subprocess.Popen(
             command,
@@ -62,31 +66,3 @@ def run_child(
 def _wait(child: subprocess.Popen) -> None:
     with suppress(subprocess.TimeoutExpired):
         child.wait(_LOOK_S)
-
-
-@contextmanager
-def _listening() -> Iterator[list[float]]:
-    """When this process is asked to end; what was ignored is ignored still.
-
-    Nothing is raised where a signal comes, so that none comes at a wrong moment. Shells let a
-    background job ignore Ctrl-C, and a child would inherit that: it does not where there is a
-    handler, which a new program never inherits.
-    """
-    asked: list[float] = []
-
-    def hear(number: int, frame: Any) -> None:
-        now = time.monotonic()
-        # `timeout` sends its signal twice.
-        again = asked and now - asked[-1] < _APART_S
-        if before[number] != signal.SIG_IGN and not again:
-            asked.append(now)
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
-    try:
-        for number in numbers:
-            signal.signal(number, hear)
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -38,19 +38,19 @@ from train.teacher import fill_features
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = frontdoor.Parser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--method", required=True, help="a module with make_method and CONFIG")
     parser.add_argument("--steps", type=int, default=5, help="how often each part is timed")
-    arguments, rest = parser.parse_known_args(argv)
 
-    def run(rest: list[str]) -> int:
+    def run(argv: list[str]) -> int:
+        arguments, rest = parser.parse_known_args(argv)
         method = _method(arguments.method)
         config = frontdoor.read_config(rest, method.CONFIG)
         profile(set_up(config, method.make_method), max(arguments.steps, 1))
         return 0
 
-    return frontdoor.command(run, rest)
+    return frontdoor.command(run, argv)
 
 
 def _method(name: str) -> ModuleType:

@@ -15,7 +15,6 @@ or SIGTERM.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -173,6 +172,5 @@ def _by_task(options: Any, runs: Sequence[Run]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")
     frontdoor.use_compilation_cache()
     raise SystemExit(main())

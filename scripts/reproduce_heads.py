@@ -245,5 +245,4 @@ def export(options: Any, root: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")
     raise SystemExit(main())

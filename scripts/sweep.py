@@ -29,11 +29,12 @@ import ml_collections
 from absl import flags
 from children import INTERRUPTED, run_child
 
-from specjax import decode, frontdoor, plots, report, reporting
+from specjax import decode, frontdoor, plots, report
 from specjax.errors import InputError, one_line
 from specjax.fields import dotted
 from specjax.job import read_job
 from specjax.report_figures import OVERALL, figures_by_task
+from specjax.report_file import check_writable
 from specjax.report_reading import read_report
 from specjax.report_runs import Run
 
@@ -126,12 +127,13 @@ def make_cells(out: Path, fixed: Sequence[str], grid: dict[str, list[str]]) -> l
         cells.append(Cell(said or "the only cell", arguments, folder / name))
     if len({cell.report for cell in cells}) < len(cells):
         raise InputError(f"{' '.join(grid)}: a value is given twice; leave one of them out")
+    report.check_out(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"out={str(out)!r} cannot be written: {one_line(error)}") from None
     for cell in cells:
-        reporting.check_writable(cell.report)
+        check_writable(cell.report)
     return cells
 
 
@@ -144,7 +146,7 @@ def finished(cell: Cell) -> Run | None:
     except InputError:
         # Half of a file, or another version's: the cell is run again.
         return None
-    return run if isinstance(run, Run) and not run.summary.get("interrupted") else None
+    return run if isinstance(run, Run) and not run.interrupted else None
 
 
 def run_cell(cell: Cell) -> int | None:
@@ -233,6 +235,5 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")
     frontdoor.use_compilation_cache()
     raise SystemExit(main())

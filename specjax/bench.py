@@ -3,7 +3,9 @@
     python -m specjax.bench --config=configs/bench_smollm2.py
 
 Every figure is warm, a median of several runs, and compile is outside. Speed-ups are against plain
-decoding in the same loop, the runs taking turns.
+decoding in the same loop, the runs taking turns. Figures are in the report as they are measured,
+which says "interrupted" until all are there. Exit codes: 0; 2 for bad input, and where the report
+cannot be written; 130 after Ctrl-C, SIGTERM or a closed terminal; 141 where nobody reads stdout.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -40,7 +43,8 @@ from specjax.fields import (
 from specjax.generation import Generation, collect
 from specjax.models.loading import DTYPE, load_model
 from specjax.models.model import Model
-from specjax.reporting import check_writable, device_name, write_json
+from specjax.report_file import ReportFile, check_writable
+from specjax.reporting import device_name
 from specjax.sampling_params import SamplingParams
 from specjax.session import Session, open_session
 
@@ -84,6 +88,19 @@ class Contest:
     efficiency: float
     draft_s: float
     identical: bool
+
+
+@dataclass
+class Measured:
+    """The report of a run: what is measured so far, in seconds where no unit is named."""
+
+    floor_ms: float | None = None
+    rounds: list[dict[str, float]] = field(default_factory=list)
+    contests: list[Contest] = field(default_factory=list)
+
+    def content(self, interrupted: bool) -> dict[str, Any]:
+        """As JSON; an interrupted run says so."""
+        return asdict(self) | ({"interrupted": True} if interrupted else {})
 
 
 def round_costs_table(
@@ -181,9 +198,13 @@ def _predict(
 
 
 def bench(
-    config: ml_collections.ConfigDict, console: Console, mesh: Mesh | None = None
-) -> dict[str, Any]:
-    """Run and print every part; the result is JSON-ready."""
+    config: ml_collections.ConfigDict,
+    console: Console,
+    mesh: Mesh | None,
+    measured: Measured,
+    grew: Callable[[], None],
+) -> None:
+    """Run and print every part into `measured`; `grew` is called as it grows."""
 
     def load() -> tuple[Model, list[prompts.Question]]:
         model = load_model(config.target, dtype=config.dtype, mesh=mesh, field="target")
@@ -203,7 +224,7 @@ def bench(
     floor = costs.read_seconds(model.params)
     console.print(f"floor (read {model.num_params:,} weights once): {1e3 * floor:.1f} ms")
 
-    report: dict[str, Any] = {"floor_ms": 1e3 * floor, "rounds": [], "contests": []}
+    measured.floor_ms = 1e3 * floor
     table = _table(
         "T(width): one pass", "capacity", "B", "width", "ms", "/ T(1)", "/ floor", "rows/s"
     )
@@ -212,7 +233,8 @@ def bench(
         for row in round_costs_table(
             model, config.widths, config.batch_sizes, config.committed, capacity
         ):
-            report["rounds"].append({"capacity": capacity, **row})
+            measured.rounds.append({"capacity": capacity, **row})
+            grew()
             table.add_row(
                 str(capacity),
                 str(row["batch"]),
@@ -239,7 +261,8 @@ def bench(
         "same tokens",
     )
     for one in _contests(model, ids, fewest, config, console):
-        report["contests"].append(vars(one))
+        measured.contests.append(one)
+        grew()
         console.print(f"  {one.speedup:.2f}x, predicted {one.predicted:.2f}x", highlight=False)
         table.add_row(
             one.drafter,
@@ -255,7 +278,6 @@ def bench(
             "yes" if one.identical else "NO",
         )
     console.print(table)
-    return report
 
 
 def _full_batches(ids: list[list[int]], fewest: int, batch: int) -> list[list[int]]:
@@ -316,20 +338,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
 
     def run(config: ml_collections.ConfigDict) -> int:
-        frontdoor.use_compilation_cache()
         mesh = frontdoor.open_mesh(config)
         writes = processes.speaks()
 
-        def check() -> None:
-            if config.report and writes:
-                check_writable(config.report)
+        def check() -> Path | None:
+            return check_writable(config.report) if config.report and writes else None
 
-        processes.together(check)
-        width = None if sys.stdout.isatty() else 120
-        with sharding.use(mesh):
-            report = bench(config, Console(width=width, quiet=not writes), mesh)
-        if config.report and writes:
-            write_json(config.report, report)
+        path = processes.together(check)
+        measured = Measured()
+        console = Console(width=None if sys.stdout.isatty() else 120, quiet=not writes)
+        with sharding.use(mesh), ReportFile(path, measured.content) as file:
+            bench(config, console, mesh, measured, file.grew)
+            file.finish()
         return 0
 
     return frontdoor.run(
@@ -338,4 +358,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    frontdoor.use_compilation_cache()
     raise SystemExit(main())

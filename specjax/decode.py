@@ -3,8 +3,10 @@
     python -m specjax.decode --config=configs/decode_smollm2.py --config.compare=true
 
 `--list` prints drafters, rules, options and sampling fields. Exit codes: 0; 1 where the output
-differs from plain decoding's and must not; 2 for bad input; 130 after Ctrl-C. Of several processes
-the first one prints, and writes the report.
+differs from plain decoding's and must not; 2 for bad input, and where the report cannot be written;
+130 after Ctrl-C, SIGTERM or a closed terminal; 141 where nobody reads stdout any more. Rows are in
+the report as they finish, which says "interrupted" until all are there. Of several processes the
+first one prints, and writes the report.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
+from typing import Any
 
 import ml_collections
 from rich.console import Console
@@ -28,6 +32,7 @@ from specjax.job import Job, decode_fields, job_drafter, read_job
 from specjax.metrics import ExpectedAcceptance
 from specjax.models.loading import load_model
 from specjax.models.model import Model
+from specjax.report_file import ReportFile, check_writable
 from specjax.reporting import Batch, Clock, Setting, Totals
 from specjax.runner import decode_batches
 from specjax.sampling_params import SamplingParams
@@ -64,13 +69,16 @@ def decode(config: ml_collections.ConfigDict, console: Console) -> int:
     if not writes:
         console = Console(quiet=True)
 
-    def check() -> Job:
+    def check() -> tuple[Job, Path | None]:
         job = read_job(config)
-        if job.report is not None and writes:
-            reporting.check_writable(job.report)
-        return job
+        if job.report is None or not writes:
+            return job, None
+        rows = sum(len(job.turn(turn)) for turn in range(job.num_turns))
+        sampling = job.sampling
+        size = reporting.largest_size(rows, sampling.max_new_tokens, logprobs=sampling.logprobs)
+        return job, check_writable(job.report, size)
 
-    job = processes.together(check)
+    job, path = processes.together(check)
     processes.agree({"prompts": hashlib.sha256(repr(job.questions).encode()).hexdigest()[:16]})
     screen, clock = Screen(console), Clock()
     begin = time.perf_counter()
@@ -98,29 +106,37 @@ def decode(config: ml_collections.ConfigDict, console: Console) -> int:
 
     batches: list[Batch] = []
     expected: list[ExpectedAcceptance] = []
-    interrupted, refused = False, None
-    try:
-        for batch in decode_batches(job, model, drafter, screen, clock, expected):
-            batches.append(batch)
-    except KeyboardInterrupt:
-        interrupted = True
-    except InputError as error:
-        # A later turn may outgrow the model; what was decoded before is kept.
-        if not batches:
-            raise
-        refused = error
-    totals = reporting.total(batches, expected)
-    screen.table(job.drafter, totals, title, _identity(job, totals))
+
+    def content(interrupted: bool) -> dict[str, Any]:
+        totals = reporting.total(batches, expected)
+        return reporting.report(batches, totals, setting, clock, interrupted=interrupted)
+
+    interrupted, refused, written = False, None, False
     excusable = setting.dtype == "float32"
-    screen.differences(totals, excusable)
-    if job.report is not None and writes:
-        incomplete = interrupted or refused is not None
-        content = reporting.report(batches, totals, setting, clock, interrupted=incomplete)
-        reporting.write_json(job.report, content)
-        screen.say(f"report: {job.report}")
+    with ReportFile(path, content, screen.say) as file:
+        try:
+            for batch in decode_batches(job, model, drafter, screen, clock, expected):
+                batches.append(batch)
+                file.grew()
+        except KeyboardInterrupt:
+            interrupted = True
+        except InputError as error:
+            # A later turn may outgrow the model; what was decoded before is kept.
+            if not batches:
+                raise
+            refused = error
+        totals = reporting.total(batches, expected)
+        try:
+            # First, since the terminal may be what was closed.
+            written = file.finish(interrupted or refused is not None)
+        finally:
+            screen.table(job.drafter, totals, title, _identity(job, totals))
+            screen.differences(totals, excusable)
+    if written:
+        screen.say(f"report: {path}")
     if interrupted:
         rows = f"{totals.num_rows} finished row{'' if totals.num_rows == 1 else 's'}"
-        screen.say(f"interrupted; {rows} {'are in the report' if job.report else 'shown above'}")
+        screen.say(f"interrupted; {rows} {'are in the report' if written else 'shown above'}")
         return frontdoor.INTERRUPTED
     if refused is not None:
         raise refused
@@ -166,7 +182,5 @@ def listing() -> str:
 
 
 if __name__ == "__main__":
-    # A terminal without Unicode is no reason to stop.
-    sys.stdout.reconfigure(errors="replace")
     frontdoor.use_compilation_cache()
     raise SystemExit(main())

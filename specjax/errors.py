@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Any
+
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""The numbers of an OSError for a full disk, a used up quota, and a limit on the size of files."""
 
 
 class InputError(ValueError):

@@ -5,20 +5,18 @@
 PATH is a head that specjax saved, a directory in one of the layouts, or the kind of a head that
 comes with specjax, such as eagle3. Formats are medusa, eagle, eagle3, speculators, and specjax.
 What was written is read again and its draft logits are compared, bit by bit. Exit codes: 0; 2 for
-bad input; 130 after Ctrl-C.
+bad input; 130 after Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from specjax import frontdoor, interchange
 from specjax.checkpoint_directory import is_checkpoint
-from specjax.errors import InputError, one_line
+from specjax.errors import InputError
 from specjax.heads.files import open_head
 from specjax.heads.head import KINDS, Head, read_head, save_head
 from specjax.interchange.checkpoint import check_target
@@ -32,13 +30,8 @@ OWN = "specjax"
 FORMATS = (*interchange.FORMATS, OWN)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message}; --help lists the flags")
-
-
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(
+    parser = frontdoor.Parser(
         "python -m specjax.export",
         description=__doc__.partition("\n")[0],
         allow_abbrev=False,
@@ -74,14 +67,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    try:
-        return export(_parse(list(sys.argv[1:] if argv is None else argv)))
-    except InputError as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
-        return frontdoor.BAD_INPUT
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return frontdoor.INTERRUPTED
+    return frontdoor.command(lambda arguments: export(_parse(arguments)), argv)
 
 
 def export(asked: argparse.Namespace) -> int:

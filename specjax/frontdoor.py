@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import os
 import re
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import jax
 import ml_collections
 from absl import flags
 from jax.sharding import Mesh
 from ml_collections import config_dict, config_flags
 
-from specjax import processes, sharding
-from specjax.errors import InputError, one_line, shown
+from specjax import compiled_programs, paths, processes, sharding, signals
+from specjax.errors import NO_ROOM, InputError, one_line, shown
 from specjax.fields import Fields, Flag, Number, Text, Whole, check_values, optional
 
-BAD_INPUT, INTERRUPTED = 2, 130
-"""Exit codes of a bad input and of Ctrl-C."""
+BAD_INPUT, INTERRUPTED, NO_READER = 2, 130, 141
+"""Exit codes of a bad input, of Ctrl-C or SIGTERM, and where nobody reads stdout any more."""
 
 _TYPES = {
     bool: "true or false",
@@ -63,20 +66,78 @@ def command(
 ) -> int:
     """Call `main` with a command line's arguments (the process's, for None); return the exit code.
 
-    `--help` prints the documentation, Ctrl-C what `interrupted` says, an InputError one line.
+    `--help` prints the documentation. Ctrl-C, SIGTERM and a closed terminal raise KeyboardInterrupt
+    in `main`, and print what `interrupted` says where it lets that through. An InputError is one
+    line, and so is a lack of memory or of disk; a closed pipe on stdout ends without a word.
+    Whatever stdout and stderr cannot encode is escaped.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
     if documentation and set(argv) & {"-h", "--help"}:
         print(documentation.strip())
         return 0
     try:
-        return main(argv)
+        with signals.raised():
+            code = main(argv)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
     except InputError as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
-        return BAD_INPUT
+        return _ended(BAD_INPUT, f"error: {one_line(error)}")
     except KeyboardInterrupt:
-        print(interrupted, file=sys.stderr)
-        return INTERRUPTED
+        return _ended(INTERRUPTED, interrupted)
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        remedy = "lower batch_size, max_length or num_speculative_tokens"
+        return _ended(BAD_INPUT, f"error: out of memory ({one_line(error):.200}); {remedy}")
+    except BrokenPipeError:
+        return _without_reader()
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        _discard_stdout()
+        where = error.filename or "stdout, or a file that is being written"
+        return _ended(BAD_INPUT, f"error: {where}: {error.strerror}; make room there")
+    except SystemExit as ended:
+        # Rich ends the process where its console's pipe is closed.
+        if isinstance(ended.__context__, BrokenPipeError):
+            return _without_reader()
+        raise
+
+
+class Parser(argparse.ArgumentParser):
+    """Flags without a config file; what does not fit raises InputError."""
+
+    def error(self, message: str) -> NoReturn:
+        """Called by argparse."""
+        raise InputError(f"{message}; --help lists the flags")
+
+
+def _ended(code: int, line: str) -> int:
+    _tell(line)
+    return code
+
+
+def _tell(line: str) -> None:
+    """A line on stderr, where the terminal is not what was closed."""
+    with suppress(OSError):
+        print(line, file=sys.stderr)
+
+
+def _without_reader() -> int:
+    _discard_stdout()
+    return NO_READER
+
+
+def _discard_stdout() -> None:
+    """Python flushes stdout once more at its end: what is left goes nowhere."""
+    with suppress(OSError, ValueError, AttributeError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def read_config(argv: list[str], default: str) -> ml_collections.ConfigDict:
@@ -171,17 +232,30 @@ def _joined(argv: list[str]) -> Iterator[str]:
 
 
 def _load(path: str) -> ml_collections.ConfigDict:
-    """What a config file's `get_config` returns, given what stands behind a colon."""
+    """What a config file's `get_config` returns, given what follows a colon."""
     file, *size = path.split(":", 1)
-    if not Path(file).is_file():
-        raise InputError(f"config={file!r}: no such file; pass the path of a config file")
+    file = str(paths.input_file("config", file))
+    what = "fails"
     try:
-        config = runpy.run_path(file)["get_config"](*size)
+        get_config = runpy.run_path(file).get("get_config")
+        if not callable(get_config):
+            raise InputError(f"config={path!r} has no function get_config(); mend the config file")
+        what = "get_config() fails"
+        config = get_config(*size)
+    except InputError:
+        raise
+    except SystemExit as ended:  # not an Exception, and it would end the command without a word
+        raise InputError(
+            f"config={path!r} calls sys.exit({shown(ended.code)}); mend the config file"
+        ) from None
     except Exception as error:  # a config file is Python and may raise anything
         said = f"{type(error).__name__}: {one_line(error)}"
-        raise InputError(f"config={path!r} fails ({said}); mend the config file") from None
+        raise InputError(f"config={path!r} {what} ({said:.300}); mend the config file") from None
     if not isinstance(config, ml_collections.ConfigDict):
-        raise InputError(f"config={path!r}: get_config() must return a ConfigDict")
+        raise InputError(
+            f"config={path!r}: get_config() returns {shown(config)}, not a ConfigDict; "
+            "mend the config file"
+        )
     return config
 
 
@@ -238,10 +312,4 @@ def _fields(config: ml_collections.ConfigDict, prefix: str = "") -> Iterator[str
 
 def use_compilation_cache() -> None:
     """Keep compiled programs on disk, under JAX_COMPILATION_CACHE_DIR or ~/.cache/specjax/xla."""
-    import jax
-
-    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        folder = Path(home).expanduser() / "specjax" / "xla"
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    compiled_programs.keep(_tell)

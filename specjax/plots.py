@@ -70,14 +70,16 @@ def draw_curves(
     many = max(map(len, panels.values()), default=0) > _INSIDE
     width = 1 + 4.5 * len(panels) + 2.2 * many
     figure = Figure(figsize=(width, 4.2), facecolor="white", layout="constrained")
-    figure.suptitle(title, fontsize="medium", wrap=True)
+    figure.suptitle(_literal(title), fontsize="medium", wrap=True)
     all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, (name, curves) in zip(all_axes, panels.items(), strict=True):
         if level is not None:
             axes.axhline(level, color="0.6", linewidth=0.8)
         styles = _styles([curve.family for curve in curves])
         for curve, (colour, marker, _) in zip(curves, styles, strict=True):
-            axes.plot(curve.x, curve.measured, f"{marker}-", color=colour, label=curve.label)
+            axes.plot(
+                curve.x, curve.measured, f"{marker}-", color=colour, label=_literal(curve.label)
+            )
             axes.plot(curve.theory_x, curve.theory, "--", color=colour, linewidth=1.2)
         if any(curve.theory for curve in curves):
             axes.plot([], [], "--", color="0.3", label=theory_label)
@@ -89,7 +91,7 @@ def draw_curves(
         if log_y:
             axes.set_yscale("log", base=2)
             axes.yaxis.set_major_formatter(ScalarFormatter())
-        axes.set_title(name)
+        axes.set_title(_literal(name))
         axes.set_xlabel(x_label)
         axes.grid(color="0.9")
         if not many:
@@ -128,7 +130,7 @@ def draw_bars(
     width = max(6.5, 1 + len(groups) * (0.35 + inches * len(bars))) + 2.2 * many
     figure = Figure(figsize=(width, 4.2), facecolor="white", layout="constrained")
     axes = figure.subplots()
-    figure.suptitle(title, fontsize="medium", wrap=True)
+    figure.suptitle(_literal(title), fontsize="medium", wrap=True)
     if level is not None:
         axes.axhline(level, color="0.6", linewidth=0.8)
     styles = _styles(families or [""] * len(bars))
@@ -137,10 +139,10 @@ def draw_bars(
         known = [pair for pair in zip(places, values, strict=True) if pair[1] is not None]
         x, heights = [place for place, _ in known], [height for _, height in known]
         colour, _, hatch = styles[number]
-        drawn = axes.bar(x, heights, 0.92 * bar, color=colour, hatch=hatch, label=label)
+        drawn = axes.bar(x, heights, 0.92 * bar, color=colour, hatch=hatch, label=_literal(label))
         upright = 90 * (inches < 0.3)
         axes.bar_label(drawn, fmt="%.2f", fontsize="x-small", padding=2, rotation=upright)
-    axes.set_xticks(range(len(groups)), groups)
+    axes.set_xticks(range(len(groups)), list(map(_literal, groups)))
     axes.set_ylabel(y_label)
     axes.margins(y=0.12)
     axes.grid(axis="y", color="0.9")
@@ -170,6 +172,11 @@ def _styles(families: Sequence[str]) -> list[tuple[Any, str, str]]:
         again = number // len(_COLOURS)
         styles.append((colour, _MARKERS[(before + again) % len(_MARKERS)], "//" * again))
     return styles
+
+
+def _literal(text: str) -> str:
+    """A text that matplotlib draws as it is: no formula, and nothing that no font can encode."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8").replace("$", r"\$")
 
 
 def _save(figure: Any, path: Path) -> None:

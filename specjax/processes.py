@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from specjax import signals
 from specjax.errors import InputError
 
 Result = TypeVar("Result")
@@ -84,6 +85,8 @@ def join(
 def _initialize(given: Mapping[str, Any], timeout_s: float) -> None:
     try:
         jax.distributed.initialize(**given, initialization_timeout=max(1, round(timeout_s)))
+        # JAX takes SIGTERM for itself, as the notice of a preemption.
+        signals.installed_again()
     except (RuntimeError, ValueError) as error:
         raise InputError(
             f"distributed: the processes cannot be joined ({str(error).splitlines()[0]}); check "

@@ -5,15 +5,16 @@
 Reads what `python -m specjax.decode --config.report=FILE` wrote, runs of one target over the same
 prompts, and what `specjax.bench` wrote. Into DIR go report.md, report.csv, a JSONL file a run and
 the pictures. `--predict` loads the target and times the parts of each run's rounds, for the
-predicted speed-up; what was timed once is kept in DIR/costs.json (delete it to time again).
-Exit codes: 0; 2 for bad input; 130 after Ctrl-C.
+predicted speed-up; what was timed once is kept in DIR/costs.json (delete it to time again). What
+was written is listed in DIR/specjax.json: files of the same names that are not listed, or were
+changed since, are not replaced. A run that was interrupted is named.
+Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -22,11 +23,16 @@ from typing import Any
 
 from absl import flags
 
-from specjax import frontdoor, plots, report_data, report_pictures, report_tables, reporting
+from specjax import frontdoor, plots, report_data, report_pictures, report_tables
 from specjax.errors import InputError, one_line
+from specjax.paths import output_folder
 from specjax.report_figures import Entry, by_conditions, in_order
+from specjax.report_file import write_json
 from specjax.report_reading import read_report
 from specjax.report_runs import Bench, Run, check_together, labels
+from specjax.written_files import WrittenFiles
+
+_ALWAYS, _COSTS = ("report.md", "report.csv"), "costs.json"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,6 +45,11 @@ def _report(argv: list[str]) -> int:
     for path in write(paths, options.out, predict=options.predict, pictures=options.pictures):
         print(f"wrote {path}")
     return 0
+
+
+def check_out(out: str | Path) -> None:
+    """Raise InputError where no report can be written into a folder; before long work."""
+    _open_folder(out).check(_ALWAYS)
 
 
 def write(
@@ -57,43 +68,52 @@ def write(
     benches = [one for one in reports if isinstance(one, Bench)]
     if runs:
         check_together(runs)
-    folder = _writable_folder(Path(out))
-    predictions = _predictions(runs, folder) if predict and runs else {}
+    files = _open_folder(out)
+    names = [f"{name}.jsonl" for name in _file_names(labels(runs))] if runs else []
+    groups = len({run.conditions for run in runs})
+    files.check([*_ALWAYS, *names, *(report_pictures.file_names(groups) if pictures else ())])
+    predictions = _predictions(runs, files.folder / _COSTS) if predict and runs else {}
     entries = [
         Entry.of(run, label, predictions.get(place))
         for place, (run, label) in enumerate(zip(runs, labels(runs) if runs else (), strict=True))
     ]
     try:
-        return _write_all(folder, in_order(entries), benches, pictures)
+        return _write_all(files, in_order(entries), benches, pictures)
     except OSError as error:
         raise InputError(f"out={str(out)!r} cannot be written: {one_line(error)}") from None
 
 
 def _write_all(
-    folder: Path, entries: Sequence[Entry], benches: Sequence[Bench], pictures: bool
+    files: WrittenFiles, entries: Sequence[Entry], benches: Sequence[Bench], pictures: bool
 ) -> list[Path]:
     texts: dict[str, str] = {}
     if entries:
         texts["report.csv"] = report_data.csv_text(entries)
         texts |= {
             f"{name}.jsonl": report_data.jsonl_text(entry)
-            for name, entry in zip(_file_names(entries), entries, strict=True)
+            for name, entry in zip(
+                _file_names([entry.label for entry in entries]), entries, strict=True
+            )
         }
-    drawn = report_pictures.draw(folder, entries) if pictures else {}
-    texts = {"report.md": report_tables.markdown(entries, benches, drawn), **texts}
-    for name, text in texts.items():
-        (folder / name).write_text(text, encoding="utf-8")
+    with tempfile.TemporaryDirectory(dir=files.folder, prefix=".specjax-") as drawing:
+        drawn = report_pictures.draw(Path(drawing), entries) if pictures else {}
+        texts = {"report.md": report_tables.markdown(entries, benches, drawn), **texts}
+        written = [files.write(name, text) for name, text in texts.items()]
+        written += [files.move(picture) for picture in sorted(Path(drawing).iterdir())]
     for conditions, group in by_conditions(entries).items():
         print(f"{conditions}\n\n{report_tables.leaderboard(group)}")
-    names = [*texts, *(file for files in drawn.values() for _, file in files)]
-    return [folder / name for name in names]
+        if note := report_tables.interrupted(group):
+            print(note)
+    for bench in benches:
+        if bench.interrupted:
+            print(f"{bench.path.name}: interrupted; not everything was measured")
+    return written
 
 
-def _predictions(runs: Sequence[Run], folder: Path) -> dict[int, float | None]:
+def _predictions(runs: Sequence[Run], path: Path) -> dict[int, float | None]:
     """The predicted speed-up of each run that drafts, by its place; times what is not known."""
     from specjax import report_costs
 
-    path = folder / "costs.json"
     kept = _read_costs(path)
     found: dict[int, report_costs.RoundCosts] = {}
     drafting = {place: run for place, run in enumerate(runs) if run.drafter != "none"}
@@ -110,7 +130,7 @@ def _predictions(runs: Sequence[Run], folder: Path) -> dict[int, float | None]:
     for place, (run, parts) in zip(left, timed, strict=True):
         found[place] = parts
         kept.append({"of": report_costs.key(run), **asdict(parts)})
-        reporting.write_json(path, kept)
+        write_json(path, kept)
     return {
         place: report_costs.predicted_speedup(runs[place], parts) for place, parts in found.items()
     }
@@ -128,9 +148,9 @@ def _read_costs(path: Path) -> list[dict[str, Any]]:
     return kept
 
 
-def _file_names(entries: Sequence[Entry]) -> list[str]:
-    """A file name for each entry, from its label, none twice."""
-    names = [re.sub(r"[^\w.=+-]+", "_", entry.label).strip("_.") or "run" for entry in entries]
+def _file_names(names: Sequence[str]) -> list[str]:
+    """A file name for each label, none twice."""
+    names = [re.sub(r"[^\w.=+-]+", "_", name).strip("_.") or "run" for name in names]
     taken: Mapping[str, int] = {name.lower(): names.index(name) for name in reversed(names)}
     return [
         name if taken[name.lower()] == place else f"{name}-{place + 1}"
@@ -138,16 +158,17 @@ def _file_names(entries: Sequence[Entry]) -> list[str]:
     ]
 
 
-def _writable_folder(folder: Path) -> Path:
+def _open_folder(out: str | Path) -> WrittenFiles:
+    folder = output_folder("out", out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".report."):
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".specjax-"):
             pass
     except OSError as error:
         raise InputError(
-            f"out={str(folder)!r} cannot be written: {one_line(error)}; name another folder"
+            f"out={str(out)!r} cannot be written: {one_line(error)}; name another folder"
         ) from None
-    return folder
+    return WrittenFiles("out", folder, "report")
 
 
 def _options(argv: list[str]) -> tuple[Any, list[str]]:
@@ -165,7 +186,5 @@ def _options(argv: list[str]) -> tuple[Any, list[str]]:
 
 
 if __name__ == "__main__":
-    # A terminal without Unicode is no reason to stop.
-    sys.stdout.reconfigure(errors="replace")
     frontdoor.use_compilation_cache()
     raise SystemExit(main())

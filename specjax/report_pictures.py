@@ -9,19 +9,30 @@ from specjax.plots import Curve, draw_bars, draw_curves
 from specjax.report_figures import OVERALL, Entry, by_conditions, heading, tasks_of
 from specjax.report_runs import Conditions
 
+_PICTURES = ("speedup_by_k", "tau_by_task", "acceptance_by_position")
+
+
+def file_names(num_groups: int) -> list[str]:
+    """The names of all pictures that there can be of so many sets of conditions."""
+    return [name + end for end in _ends(num_groups) for name in _PICTURES]
+
+
+def _ends(num_groups: int) -> list[str]:
+    return [f"-{number}.png" for number in range(1, num_groups + 1)] if num_groups > 1 else [".png"]
+
 
 def draw(folder: Path, entries: Sequence[Entry]) -> dict[Conditions, list[tuple[str, str]]]:
     """Write the pictures of each set of conditions; returns their (title, file name)."""
     groups = by_conditions(entries)
     written: dict[Conditions, list[tuple[str, str]]] = {}
-    for number, (conditions, group) in enumerate(groups.items(), start=1):
-        end = f"-{number}.png" if len(groups) > 1 else ".png"
+    kinds = (
+        ("Speed-up against draft length", _draw_speedup),
+        ("Tau by task", _draw_tau),
+        ("Acceptance by position", _draw_acceptance),
+    )
+    for end, (conditions, group) in zip(_ends(len(groups)), groups.items(), strict=False):
         written[conditions] = []
-        for name, title, picture in (
-            ("speedup_by_k", "Speed-up against draft length", _draw_speedup),
-            ("tau_by_task", "Tau by task", _draw_tau),
-            ("acceptance_by_position", "Acceptance by position", _draw_acceptance),
-        ):
+        for name, (title, picture) in zip(_PICTURES, kinds, strict=True):
             if picture(folder / (name + end), group, str(conditions)):
                 written[conditions].append((title, name + end))
     return written

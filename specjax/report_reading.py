@@ -62,7 +62,7 @@ def read_report(path: str | Path) -> Run | Bench:
             contests = _list(content, "contests", "the report")
             for place, contest in enumerate(contests):
                 _check(contest, _CONTEST, f"contests[{place}]")
-            return Bench(path, tuple(contests))
+            return Bench(path, tuple(contests), bool(content.get("interrupted")))
         return _run(path, content)
     except _Misfit as misfit:
         raise InputError(f"{str(path)!r} is not a report: {misfit}; {_REMEDY}") from None

@@ -64,6 +64,11 @@ class Run:
         return self.summary["config"]
 
     @property
+    def interrupted(self) -> bool:
+        """Whether it ended, or was killed, before all of its prompts were answered."""
+        return bool(self.summary.get("interrupted"))
+
+    @property
     def drafter(self) -> str:
         """The drafter's name."""
         return self.summary["drafter"]
@@ -128,6 +133,7 @@ class Bench:
 
     path: Path
     contests: tuple[Mapping[str, Any], ...]
+    interrupted: bool
 
 
 def check_together(runs: Sequence[Run]) -> None:
@@ -143,7 +149,7 @@ def check_together(runs: Sequence[Run]) -> None:
         if run.summary["prompts"] != first.summary["prompts"]:
             pairs = ((one, len(one.rows)) for one in (run, first))
             sizes = " and ".join(f"{str(one.path)!r} ({count} rows)" for one, count in pairs)
-            stopped = [one for one in (run, first) if one.summary.get("interrupted")]
+            stopped = [one for one in (run, first) if one.interrupted]
             remedy = f"{str(stopped[0].path)!r} was interrupted: run it again" if stopped else ""
             raise InputError(
                 f"prompts: {sizes} answer other prompts; {remedy or 'report each set apart'}"

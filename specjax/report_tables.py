@@ -41,8 +41,22 @@ def markdown(
     return "\n".join(parts)
 
 
+def interrupted(group: Sequence[Entry]) -> str:
+    """Which runs are not complete, and how many answers they hold; empty where all are."""
+    told = [
+        f"{_plain_text(entry.label)} ({_answers(len(entry.run.rows))})"
+        for entry in group
+        if entry.run.interrupted
+    ]
+    end = "ended, or was killed, before all of its prompts were answered"
+    return f"Interrupted: {', '.join(told)}. Such a run {end}.\n" if told else ""
+
+
+def _answers(count: int) -> str:
+    return f"{count} answer{'' if count == 1 else 's'}"
+
+
 def _section(group: Sequence[Entry]) -> list[str]:
-    interrupted = [entry.label for entry in group if entry.run.summary.get("interrupted")]
     parts = [
         "### Speed-up over plain decoding\n",
         leaderboard(group),
@@ -51,8 +65,8 @@ def _section(group: Sequence[Entry]) -> list[str]:
         + (" \\* over the batches that hold this task alone." if _any_partial(group) else "")
         + "\n",
     ]
-    if interrupted:
-        parts.append(f"Interrupted: {', '.join(map(_plain_text, interrupted))}.\n")
+    if note := interrupted(group):
+        parts.append(note)
     parts += [
         "### Tau: tokens a round\n",
         _by_task(
@@ -188,7 +202,8 @@ def _bench(bench: Bench) -> str:
         ]
         for one in bench.contests
     ]
-    return f"## Benchmark {_plain_text(bench.path.name)}\n\n{_table(head, rows)}"
+    note = "Interrupted: not everything was measured.\n\n" if bench.interrupted else ""
+    return f"## Benchmark {_plain_text(bench.path.name)}\n\n{note}{_table(head, rows)}"
 
 
 def _versions(run: Run) -> str:

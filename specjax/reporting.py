@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import json
-import os
 import platform
-import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,7 +14,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specjax import metrics
-from specjax.errors import InputError, one_line
 from specjax.generation import Generation
 from specjax.identity import Difference
 from specjax.prompts import Question
@@ -161,40 +155,10 @@ def device_name(mesh: Mesh | None = None) -> str:
     return f"{mesh.size} x {kind} ({sizes}){several}"
 
 
-def check_writable(path: str | Path) -> None:
-    """Raise InputError unless a report can be written there; before the long work."""
-    path = Path(path)
-    if path.is_dir():
-        raise InputError(f"report={str(path)!r} is a folder: name a file in it")
-    if not path.parent.is_dir():
-        raise InputError(f"report={str(path)!r}: its folder does not exist; make it first")
-    try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}."):
-            pass
-    except OSError as error:
-        raise InputError(
-            f"report={str(path)!r} cannot be written: {one_line(error)}; choose another folder"
-        ) from None
-
-
-def write_json(path: str | Path, content: Any) -> None:
-    """Write JSON whole or not at all: a temporary file beside it, then a rename."""
-    path = Path(path)
-    text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
-    # A list of numbers on one line: token ids are read across.
-    text = re.sub(r"\[[\s\d.,eE+-]*\]", lambda match: " ".join(match[0].split()), text)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        # mkstemp keeps others out; a report is an ordinary file.
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+def largest_size(num_rows: int, new_tokens: int, *, logprobs: bool) -> int:
+    """About how many bytes a report has at most: ids, counts and text of each token of each row."""
+    token = 32 + 24 * logprobs
+    return 16_000 + num_rows * (1_500 + token * new_tokens)
 
 
 def _rows(batch: Batch, setting: Setting) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import os
 import pytest
 from rich.console import Console
 
-from specjax import decode, identity, reporting, runner
+from specjax import decode, identity, report_file, runner
 from specjax.console import Screen
 from specjax.generation import generate
 from specjax.models.loading import load_model, save_model
@@ -353,9 +353,9 @@ def test_other_tokenizer_and_malformed_prompts(run, folder, tmp_path_factory, ti
 
 def test_reports_are_written_whole_or_not_at_all(tmp_path):
     path = tmp_path / "r.json"
-    reporting.write_json(path, {"a": [1, 2]})
+    report_file.write_json(path, {"a": [1, 2]})
     with pytest.raises(ValueError, match="JSON"):
-        reporting.write_json(path, {"a": float("nan")})
+        report_file.write_json(path, {"a": float("nan")})
     assert json.loads(path.read_text()) == {"a": [1, 2]}
     assert os.listdir(tmp_path) == ["r.json"]
 

@@ -380,8 +380,8 @@ def test_bad_arguments(write, tmp_path, capsys, monkeypatch):
         ([out], "no reports"),
         ([path, out, "--nosuch"], "nosuch"),
         ([str(tmp_path / "missing.json"), out], "cannot be read"),
-        ([path, f"--out={tmp_path / 'file'}"], "cannot be written"),
-        ([path, f"--out={tmp_path / 'file' / 'x'}"], "cannot be written"),
+        ([path, f"--out={tmp_path / 'file'}"], "is a file: name a folder"),
+        ([path, f"--out={tmp_path / 'file' / 'x'}"], "a part of it is a file"),
         ([elsewhere, out, "--predict"], "ran on TPU v7, this machine has cpu"),
         ([path, out, "--predict"], "does not do here"),
     ):

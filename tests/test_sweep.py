@@ -151,7 +151,7 @@ def test_out_is_needed_and_writable(sweep, cells_run, tmp_path, capsys):
     assert "--out=DIR" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
     assert sweep.main(["config.seed=1", f"--out={tmp_path / 'file'}"]) == 2
-    assert "cannot be written" in capsys.readouterr().err
+    assert "is a file: name a folder" in capsys.readouterr().err
 
 
 def test_a_cell_is_a_process_of_its_own(tmp_path):

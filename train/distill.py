@@ -5,7 +5,7 @@
 The draft model starts as some of the target's layers between the target's own embedding and head,
 which it shares, and learns the target's law at every token of its own responses, by KL divergence,
 total variation, or both (DistillSpec: Zhou et al. 2310.08461). Exit codes: 0; 2 for bad input; 130
-after Ctrl-C.
+after Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations

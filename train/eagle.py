@@ -5,7 +5,7 @@
 EAGLE-1 (Li et al. 2401.15077): the next feature by smooth L1 and its token by cross-entropy, from
 true features with noise. EAGLE-3 (2503.01840): cross-entropy alone, over several draft steps that
 read the head's own outputs ("training-time test"). Exit codes: 0; 2 for bad input; 130 after
-Ctrl-C.
+Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations

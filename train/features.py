@@ -4,14 +4,13 @@
 
 Conversations of similar length are run together; the output is a folder of datasets, which trainers
 open like one. A part that is there is kept, so that the same command continues. Exit codes: 0; 2
-for bad input; 130 after Ctrl-C.
+for bad input; 130 after Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from rich.console import Console
 
 from specjax import frontdoor
 from specjax.console import Screen
-from specjax.errors import InputError, one_line
+from specjax.errors import InputError
 from specjax.models.decoder import Decoder, check_features
 from specjax.models.eagle import default_taps
 from specjax.models.loading import load_model
@@ -40,7 +39,16 @@ _STEP = 64
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m train.features", description=__doc__)
+
+    def act(arguments: list[str]) -> int:
+        store_features(**vars(_parse(arguments)))
+        return 0
+
+    return frontdoor.command(act, argv, interrupted="interrupted; the same command continues")
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = frontdoor.Parser(prog="python -m train.features", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--input", required=True, help="a dataset of conversations")
     parser.add_argument("--output", required=True, help="the folder of datasets with features")
@@ -50,16 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=4096, help="tokens run at a time")
     parser.add_argument("--part", type=int, default=1024, help="conversations a dataset")
     parser.add_argument("--limit", type=int, help="take the first conversations only")
-    arguments = parser.parse_args(argv)
-    try:
-        store_features(**vars(arguments))
-    except InputError as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
-        return frontdoor.BAD_INPUT
-    except KeyboardInterrupt:
-        print("interrupted; the same command continues", file=sys.stderr)
-        return frontdoor.INTERRUPTED
-    return 0
+    return parser.parse_args(argv)
 
 
 def store_features(

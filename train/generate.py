@@ -4,8 +4,8 @@
 
 Finished batches are kept in the work folder as they come, so that the same command goes on where it
 was stopped; the dataset is written at the end. Exit codes: 0, also where config.minutes were over
-before the end; 2 for bad input; 130 after Ctrl-C. Of several processes the first one prints and
-writes.
+before the end; 2 for bad input; 130 after Ctrl-C or SIGTERM. Of several processes the first one
+prints and writes.
 """
 
 from __future__ import annotations
@@ -153,6 +153,5 @@ def _summary(output: Path, screen: Screen) -> int:
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")
     frontdoor.use_compilation_cache()
     raise SystemExit(main())

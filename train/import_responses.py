@@ -3,7 +3,7 @@
     python -m train.import_responses --input=FILE.jsonl.gz --output=DIR
 
 Each line is an object with the keys id, category, source, licence, temperature, prompt_token_ids
-and response_token_ids. Exit codes: 0; 2 for bad input; 130 after Ctrl-C.
+and response_token_ids. Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import argparse
 import gzip
 import itertools
 import json
-import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -40,22 +39,23 @@ _LARGEST_ID = 2**31 - 1
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m train.import_responses", description=__doc__)
+
+    def act(arguments: list[str]) -> int:
+        asked = _parse(arguments)
+        _import(asked.input, asked.output, asked.limit, asked.target)
+        return 0
+
+    return frontdoor.command(act, argv, interrupted="interrupted; nothing is written")
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = frontdoor.Parser(prog="python -m train.import_responses", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--input", required=True, help="a JSONL file, gzipped or not")
     parser.add_argument("--output", required=True, help="the dataset's directory")
     parser.add_argument("--limit", type=int, help="take the first rows only")
     parser.add_argument("--target", default="smollm2-135m-instruct", help="what wrote the rows")
-    arguments = parser.parse_args(argv)
-    try:
-        _import(arguments.input, arguments.output, arguments.limit, arguments.target)
-    except InputError as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
-        return frontdoor.BAD_INPUT
-    except KeyboardInterrupt:
-        print("interrupted; nothing is written", file=sys.stderr)
-        return frontdoor.INTERRUPTED
-    return 0
+    return parser.parse_args(argv)
 
 
 def _import(source: str, output: str, limit: int | None, target: str) -> None:

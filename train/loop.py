@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from specjax import processes
+from specjax import processes, signals
 from specjax.errors import InputError
 from train import saving
 from train import workdir as files
@@ -251,23 +251,16 @@ def _anyone(step: int, mine: bool) -> bool:
 
 @contextmanager
 def _listening() -> Iterator[threading.Event]:
-    """An event that Ctrl-C and SIGTERM set; a second Ctrl-C is an interrupt as ever."""
+    """An event that a request to end sets; a second Ctrl-C is an interrupt as ever."""
     asked = threading.Event()
 
-    def hear(number: int, frame: Any) -> None:
+    def receive(number: int) -> None:
         if asked.is_set() and number == signal.SIGINT:
             raise KeyboardInterrupt
         asked.set()
 
-    if threading.current_thread() is not threading.main_thread():
+    with signals.received_by(receive):
         yield asked
-        return
-    before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def resumed(program: Program, saved: Saved) -> tuple[Program, Standing]:

@@ -6,7 +6,7 @@ Cai et al. 2401.10774. Head i predicts the token i + 1 places behind the one tha
 predicts from the same feature; the loss is the sum over heads of KL(p || q) there, or of the
 cross-entropy with the data's token as published, weighed decay ** i.
 With configs/train_medusa2.py the target is trained too (`train.medusa2`), and is exported beside
-the heads. Exit codes: 0; 2 for bad input; 130 after Ctrl-C.
+the heads. Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations

@@ -1,0 +1,205 @@
+"""How commands end: signals, closed pipes, full disks, lack of memory, config files that fail."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from specjax import export, frontdoor, signals
+from specjax.errors import InputError
+from train import features, import_responses
+
+
+def kill(number=signal.SIGTERM):
+    os.kill(os.getpid(), number)
+    time.sleep(0)  # a signal is received between two instructions
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_each_request_ends_like_ctrl_c(number, capsys):
+    before = [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
+    code = frontdoor.command(lambda argv: kill(number), [], interrupted="stopped here")
+    assert code == 130
+    assert capsys.readouterr().err == "stopped here\n"
+    after = [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
+    assert after == before
+
+
+def test_a_signal_sent_twice_is_one_request(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    received = []
+    with signals.received_by(received.append):
+        for _ in range(3):
+            kill()
+        now[0] += 1.5
+        kill(signal.SIGINT)
+    assert received == [signal.SIGTERM, signal.SIGINT]
+
+
+def test_held_off_and_nested():
+    with signals.raised():
+        with signals.held_off():
+            kill()
+        with pytest.raises(KeyboardInterrupt):
+            kill()
+
+
+def test_what_was_ignored_is_ignored_still():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        received = []
+        with signals.raised(), signals.received_by(received.append):
+            kill(signal.SIGHUP)
+            assert received == []
+            # A handler: a program that is started does not inherit it.
+            assert signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_other_threads_change_nothing():
+    before = signal.getsignal(signal.SIGTERM)
+    codes = []
+    thread = threading.Thread(
+        target=lambda: codes.append(
+            frontdoor.command(lambda argv: int(signal.getsignal(signal.SIGTERM) != before), [])
+        )
+    )
+    thread.start()
+    thread.join()
+    assert codes == [0]
+
+
+def raising(error):
+    def main(argv):
+        raise error
+
+    return frontdoor.command(main, [])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        np._core._exceptions._ArrayMemoryError((1 << 60,), np.dtype("float32")),
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating\n4 bytes"),
+    ],
+)
+def test_lack_of_memory_is_one_line(error, capsys):
+    assert raising(error) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: out of memory (")
+    assert told.endswith("); lower batch_size, max_length or num_speculative_tokens\n")
+    assert told.count("\n") == 1
+
+
+def test_bugs_stay_tracebacks():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        raising(jax.errors.JaxRuntimeError("INTERNAL: no"))
+    with pytest.raises(ZeroDivisionError):
+        raising(ZeroDivisionError())
+    with pytest.raises(SystemExit):
+        raising(SystemExit(3))
+
+
+PRINTING = """
+import sys
+from rich.console import Console
+from specjax import frontdoor
+
+def main(argv):
+    say = Console().print if argv[0] == "rich" else print
+    for number in range(int(argv[1])):
+        say("\\udcff line", number)
+    return 0
+
+raise SystemExit(frontdoor.command(main, sys.argv[1:]))
+"""
+
+
+def printing(how, lines, then):
+    """A program that prints; what its exit code is, and what is on stderr."""
+    command = f'"$0" -c "$1" {how} {lines} {then}'
+    ran = subprocess.run(
+        ["bash", "-c", command, sys.executable, PRINTING], capture_output=True, text=True
+    )
+    return ran
+
+
+@pytest.mark.parametrize("how", ["rich", "print"])
+def test_head_ends_it_quietly(how):
+    ran = printing(how, 20_000, '| head -1; exit "${PIPESTATUS[0]}"')
+    assert (ran.returncode, ran.stderr) == (141, "")
+    assert ran.stdout == "\\udcff line 0\n"
+
+
+def test_stdout_on_a_full_disk_is_an_error():
+    ran = printing("print", 1, "> /dev/full")
+    assert ran.returncode == 2
+    assert ran.stderr == (
+        "error: stdout, or a file that is being written: No space left on device; make room there\n"
+    )
+
+
+def test_no_stdout_at_all():
+    ran = printing("print", 1, ">&-")
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("main", [export.main, features.main, import_responses.main])
+def test_flags_that_do_not_fit_are_one_line(main, capsys):
+    for argv, says in (
+        ([], "the following arguments are required: "),
+        (["--nosuch=1", "--input=a", "--output=b", "--head=c", "--format=specjax"], "unrecognized"),
+    ):
+        assert main(argv) == 2
+        told = capsys.readouterr().err
+        assert told.startswith("error: ")
+        assert says in told
+        assert told.endswith("; --help lists the flags\n")
+        assert told.count("\n") == 1
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    assert "--output" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("import sys\nsys.exit()", "calls sys.exit(None)"),
+        ("def get_config():\n    raise SystemExit('over')", "calls sys.exit('over')"),
+        ("import nothing_of_the_kind", "fails (ModuleNotFoundError: No module named"),
+        ("def get_config(:", "fails (SyntaxError: invalid syntax"),
+        ("x = '\0'", "fails ("),
+        ("x = 1", "has no function get_config()"),
+        ("get_config = 3", "has no function get_config()"),
+        ("def get_config():\n    return {'a': 1}", "get_config() returns {'a': 1}, not a"),
+        ("def get_config():\n    return get_config()", "get_config() fails (RecursionError: "),
+        ("def get_config(size):\n    pass", "get_config() fails (TypeError: "),
+        ("def get_config():\n    return 1 / 0", "get_config() fails (ZeroDivisionError: "),
+    ],
+)
+def test_a_config_file_that_fails_says_so(body, says, tmp_path):
+    path = tmp_path / "broken.py"
+    path.write_text(body)
+    with pytest.raises(InputError) as raised:
+        frontdoor.read_config([f"--config={path}"], str(path))
+    told = str(raised.value)
+    assert told.startswith(f"config={str(path)!r}")
+    assert says in told
+    assert told.endswith("; mend the config file")
+    assert "\n" not in told
+
+
+def test_a_config_file_may_be_a_folder_or_a_device(tmp_path):
+    for path in (tmp_path, "/dev/null", "~nosuchuser/config.py"):
+        with pytest.raises(InputError, match="config="):
+            frontdoor.read_config([f"--config={path}"], str(path))

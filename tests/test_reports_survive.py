@@ -1,0 +1,302 @@
+"""What a run has finished is kept: full disks, texts that cannot be encoded, requests to end."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from specjax import bench, decode, report, report_file, runner
+from specjax.errors import InputError
+from specjax.models.loading import save_model
+from specjax.report_file import ReportFile, check_writable
+from specjax.report_reading import read_report
+
+
+@pytest.fixture(scope="module")
+def folder(chatty, tmp_path_factory):
+    """A model's folder beside a file of prompts, one of which no encoding can express."""
+    path = tmp_path_factory.mktemp("survive")
+    save_model(chatty, path / "model")
+    questions = [
+        {"question_id": f"\ud800{number}", "category": "qa\udfff", "turns": ["abc abc ab"]}
+        for number in range(3)
+    ]
+    lines = [json.dumps(question) + "\n" for question in questions]
+    (path / "prompts.jsonl").write_text("".join(lines))
+    return path
+
+
+def arguments(folder, path, *more):
+    return [
+        f"--config.target={folder / 'model'}",
+        f"--config.prompts={folder / 'prompts.jsonl'}",
+        f"--config.report={path}",
+        "--config.drafter.name=none",
+        "--config.sampling.max_new_tokens=6",
+        *more,
+    ]
+
+
+def test_devices_and_pipes_stay_what_they_are(tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "pipe")
+    for path in ("/dev/full", "/dev/null", tmp_path / "pipe", tmp_path / "link"):
+        before = os.stat(path)
+        assert decode.main([f"--config.report={path}"]) == 2
+        told = capsys.readouterr().err
+        assert told.startswith("error: report='")
+        assert "is a device: name a file" in told or "is no regular file: name another" in told
+        assert os.stat(path).st_mode == before.st_mode
+    assert sorted(os.listdir(tmp_path)) == ["link", "pipe"]
+
+
+def test_a_link_is_followed(tmp_path):
+    (tmp_path / "link").symlink_to("there.json")
+    with ReportFile(check_writable(tmp_path / "link"), lambda interrupted: {}) as file:
+        assert file.finish()
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "there.json").read_text() == "{}\n"
+
+
+def test_space_is_tried_before_the_work(tmp_path, monkeypatch):
+    for supported in (True, False):
+        if not supported:
+            monkeypatch.delattr(os, "posix_fallocate")
+        check_writable(tmp_path / "r.json", 10_000)
+        with pytest.raises(InputError, match=r"report='.*r\.json': no room for a report of up to"):
+            check_writable(tmp_path / "r.json", 1 << 60)
+    assert os.listdir(tmp_path) == []
+
+
+LIMITED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+from specjax import frontdoor, report_file
+from specjax.report_file import ReportFile, check_writable
+
+report_file._SHARE = 1e9
+
+def main(argv):
+    path = check_writable(argv[0], int(argv[1]))
+    rows = []
+    with ReportFile(path, lambda interrupted: {"rows": rows, "summary": {"n": len(rows)}}) as file:
+        for number in range(100):
+            rows.append("\\ud800" * 100)
+            file.grew()
+        file.finish()
+    return 0
+
+raise SystemExit(frontdoor.command(main, sys.argv[1:]))
+"""
+
+
+def limited(path, size):
+    """A run in a process that may write files of 20 kB, its report being larger."""
+    command = [sys.executable, "-c", LIMITED, str(path), str(size)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_no_room_at_the_end_leaves_the_rows_on_stdout(tmp_path):
+    ran = limited(tmp_path / "r.json", 100)
+    assert ran.returncode == 2
+    lines = ran.stderr.splitlines()
+    assert "cannot be written now (File too large); the run continues" in lines[0]
+    assert lines[1].startswith(f"error: report='{tmp_path / 'r.json'}' cannot be written (File too")
+    assert "above, on stdout, as JSON lines" in lines[1]
+    assert len(lines) == 2
+    printed = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert printed == ["\ud800" * 100] * 100 + [{"n": 100}]
+    # What fitted is there, and nothing else.
+    assert os.listdir(tmp_path) in ([], ["r.json"])
+
+
+def test_a_limit_is_found_out_before_the_work(tmp_path):
+    ran = limited(tmp_path / "r.json", 1_000_000)
+    assert ran.returncode == 2
+    assert "no room for a report of up to 1000 kB (File too large)" in ran.stderr
+    assert (ran.stdout, ran.stderr.count("\n")) == ("", 1)
+    assert os.listdir(tmp_path) == []
+
+
+def test_it_grows_but_takes_little_time(tmp_path, monkeypatch):
+    now, writings = [0.0], []
+
+    def writing(path, content):
+        now[0] += 1.0
+        writings.append(content)
+
+    monkeypatch.setattr(report_file, "write_json", writing)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with ReportFile(tmp_path / "r.json", lambda interrupted: interrupted) as file:
+        for _ in range(200):
+            now[0] += 0.5
+            file.grew()
+        # A second for each twenty.
+        assert writings == [True] * 5
+        file.finish()
+    assert writings == [True] * 5 + [False]
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit, ZeroDivisionError])
+def test_whatever_ends_it_writes_what_waits(end, tmp_path):
+    rows = []
+
+    def run():
+        with ReportFile(tmp_path / "r.json", lambda interrupted: [interrupted, *rows]) as file:
+            for number in range(3):
+                rows.append(number)
+                file._next = float("inf") if number else 0.0
+                file.grew()
+            raise end
+
+    with pytest.raises(end):
+        run()
+    assert json.loads((tmp_path / "r.json").read_text()) == [True, 0, 1, 2]
+
+
+def test_no_signal_disturbs_the_last_report(tmp_path):
+    def content(interrupted):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            os.kill(os.getpid(), number)
+        return {"rows": [1], "interrupted": interrupted}
+
+    with ReportFile(tmp_path / "r.json", content) as file:
+        assert file.finish(interrupted=True)
+    assert json.loads((tmp_path / "r.json").read_text()) == {"rows": [1], "interrupted": True}
+
+
+@pytest.mark.usefixtures("quick_compile")
+class TestDecode:
+    """Runs of a tiny model, in this process."""
+
+    def test_a_text_that_cannot_be_encoded(self, folder, tmp_path, capsys):
+        path = tmp_path / "r.json"
+        assert decode.main(arguments(folder, path)) == 0
+        assert "\\udfff: abc" in capsys.readouterr().out
+        rows = json.loads(path.read_text())["rows"]
+        assert [row["question_id"] for row in rows] == [f"\ud800{number}" for number in range(3)]
+        assert report.main([str(path), f"--out={tmp_path / 'out'}"]) == 0
+        assert "\\udfff" in capsys.readouterr().out
+        lines = (tmp_path / "out" / "none.jsonl").read_text().splitlines()
+        assert [json.loads(line)["category"] for line in lines] == ["qa\udfff"] * 3
+
+    def test_rows_are_there_as_they_finish(self, folder, tmp_path, monkeypatch, capsys):
+        path, found = tmp_path / "r.json", []
+
+        def looking(session, programs, index, rounds):
+            found.append(len(read_report(path).rows) if path.exists() else 0)
+            assert not path.exists() or read_report(path).interrupted
+            return run_batch(session, programs, index, rounds)
+
+        run_batch = runner.run_batch
+        monkeypatch.setattr(runner, "run_batch", looking)
+        monkeypatch.setattr(report_file, "_SHARE", 1e9)
+        assert decode.main(arguments(folder, path)) == 0
+        # The first call warms up.
+        assert found == [0, 0, 1, 2]
+        assert not read_report(path).interrupted
+        capsys.readouterr()
+
+        # An unforeseen error, then one before the first row: what was finished stays.
+        for after, rows in ((2, 2), (-1, 2)):
+            calls = []
+
+            def failing(session, programs, index, rounds, calls=calls, after=after):
+                calls.append(index)
+                if len(calls) > after + 1:
+                    raise KeyboardInterrupt if after < 0 else ZeroDivisionError
+                return run_batch(session, programs, index, rounds)
+
+            monkeypatch.setattr(runner, "run_batch", failing)
+            if after < 0:
+                assert decode.main(arguments(folder, path)) == 130
+            else:
+                with pytest.raises(ZeroDivisionError):
+                    decode.main(arguments(folder, path))
+            assert len(read_report(path).rows) == rows
+            assert read_report(path).interrupted
+        assert report.main([str(path), f"--out={tmp_path / 'out'}", "--nopictures"]) == 0
+        assert "Interrupted: none (2 answers)." in capsys.readouterr().out
+
+    def test_a_full_disk_at_the_end(self, folder, tmp_path, monkeypatch, capsys):
+        path, write = tmp_path / "r.json", report_file.write_json
+
+        def full(to, content):
+            if to == path:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            write(to, content)
+
+        monkeypatch.setattr(report_file, "write_json", full)
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+        assert decode.main(arguments(folder, path)) == 2
+        told = capsys.readouterr()
+        assert "acceptance length" in told.out
+        assert told.err.count("\n") == 1
+        assert told.err.startswith(f"error: report='{path}' cannot be written (No space left on")
+        kept = Path(told.err.partition("what was finished is in ")[2].partition(";")[0])
+        assert len(json.loads(kept.read_text())["rows"]) == 3
+
+    def test_the_benchmark_keeps_its_figures(self, folder, tmp_path, monkeypatch, capsys):
+        path = tmp_path / "r.json"
+
+        def contest(model, ids, drafter, label, **options):
+            if label != "ngram":
+                raise KeyboardInterrupt
+            return bench.Contest(label, 1, *[1.5] * 9, identical=True)
+
+        monkeypatch.setattr(bench, "contest", contest)
+        monkeypatch.setattr(
+            bench.costs, "widths_seconds", lambda *given, **_: dict.fromkeys(given[2], 0.1)
+        )
+        code = bench.main(
+            [
+                "--config=configs/bench_smollm2.py:debug",
+                f"--config.target={folder / 'model'}",
+                f"--config.prompts={folder / 'prompts.jsonl'}",
+                f"--config.report={path}",
+                "--config.batch_sizes=(1,)",
+                "--config.capacities=(256,)",
+                "--config.exit_layers=(1,)",
+            ]
+        )
+        assert code == 130
+        found = read_report(path)
+        assert [one["drafter"] for one in found.contests] == ["ngram"]
+        assert found.interrupted
+        assert len(json.loads(path.read_text())["rounds"]) == 2
+        assert report.main([str(path), f"--out={tmp_path / 'out'}"]) == 0
+        assert "not everything was measured" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_sigterm_leaves_what_was_finished(folder, tmp_path):
+    path = tmp_path / "r.json"
+    more = ["--config.sampling.max_new_tokens=60", "--config.sampling.ignore_eos=true"]
+    lines = (folder / "prompts.jsonl").read_text().splitlines()
+    (tmp_path / "many.jsonl").write_text("".join(f"{line}\n" for line in lines * 300))
+    more += [f"--config.prompts={tmp_path / 'many.jsonl'}"]
+    command = [sys.executable, "-m", "specjax.decode", *arguments(folder, path, *more)]
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "XLA_FLAGS": ""}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
+    try:
+        end = time.monotonic() + 120
+        while not path.exists() and process.poll() is None and time.monotonic() < end:
+            time.sleep(0.1)
+        # `timeout` sends it twice.
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)
+        told = process.communicate(timeout=60)[0]
+    finally:
+        process.kill()
+    assert process.returncode == 130, told
+    found = read_report(path)
+    assert found.interrupted
+    assert 0 < len(found.rows) < 900
+    assert f"interrupted; {len(found.rows)} finished row" in told
