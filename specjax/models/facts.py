@@ -10,6 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import tokenizers
 
 from specjax.errors import InputError, one_line
+from specjax.models import chat
 from specjax.models.config import DecoderConfig, RopeScaling
 from specjax.models.tokenizer import Tokenizer
 
@@ -60,12 +61,13 @@ def read_tokenizer(facts: dict[str, Any]) -> Tokenizer:
         raise InputError(
             f"tokenizer: not one that can be read ({one_line(error)[:80]}); save the model again"
         ) from None
+    template = fields["chat_template"]
     return Tokenizer(
         backend,
         fields["bos_id"],
         tuple(fields["eos_ids"]),
         fields["add_bos"],
-        fields["chat_template"],
+        None if template is None else chat.check_template("tokenizer: chat_template", template),
         tuple(fields["special_tokens"].items()),
     )
 

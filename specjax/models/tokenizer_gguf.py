@@ -10,6 +10,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from specjax.errors import InputError, one_line
+from specjax.models import chat
 from specjax.models.tokenizer import Tokenizer, set_bos
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
@@ -204,13 +205,14 @@ def _assemble(
     add_bos = keys.get("ggml.add_bos_token", bool, add_bos) and "bos" in ids
     if add_bos:
         set_bos(backend, (tokens[ids["bos"]], ids["bos"]))
+    template = keys.metadata.get("tokenizer.chat_template")
     names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
     return Tokenizer(
         backend=backend,
         bos_id=ids.get("bos"),
         eos_ids=tuple(dict.fromkeys(int(index) for index in ends)),
         add_bos=add_bos,
-        chat_template=keys.get("chat_template", str),
+        chat_template=None if template is None else chat.check_template(f"{keys.source}: tokenizer.chat_template", template),
         special_tokens=tuple(
             (f"{short}_token", tokens[ids[name]]) for name, short in names.items() if name in ids
         ),
