@@ -156,11 +156,11 @@ def test_unsupported_settings_are_refused_by_name(directory, change, words):
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("config.json", "{", "not valid JSON"),
+        ("config.json", "{", "is not JSON"),
         ("config.json", "[]", "must hold a JSON object"),
-        ("config.json", "[" * 100_000, "not valid JSON"),
+        ("config.json", "[" * 100_000, "is not JSON"),
         ("tokenizer.json", "{}", "not a tokenizer"),
-        ("tokenizer_config.json", "nope", "not valid JSON"),
+        ("tokenizer_config.json", "nope", "is not JSON"),
         ("tokenizer_config.json", '{"eos_token": "<none>"}', "eos_token='<none>'"),
         ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id='x'"),
         ("generation_config.json", '{"eos_token_id": 4000}', "4000 lies outside"),

@@ -97,8 +97,9 @@ def _end_ids(directory: Path, own: int | None) -> tuple[int, ...]:
             continue
         listed = value if isinstance(value, list) else [value]
         if not all(type(index) is int for index in listed):
-            raise InputError(f"{directory / name}: eos_token_id={shown(value)}: must be token ids; "
-                "repair it")
+            raise InputError(
+                f"{directory / name}: eos_token_id={shown(value)}: must be token ids; repair it"
+            )
         ids += listed
         break
     return tuple(dict.fromkeys(ids))

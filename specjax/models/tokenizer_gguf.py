@@ -206,13 +206,17 @@ def _assemble(
     if add_bos:
         set_bos(backend, (tokens[ids["bos"]], ids["bos"]))
     template = keys.metadata.get("tokenizer.chat_template")
+    if template is not None:
+        template = chat.check_template(f"{keys.source}: tokenizer.chat_template", template)
     names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
     return Tokenizer(
         backend=backend,
         bos_id=ids.get("bos"),
         eos_ids=tuple(dict.fromkeys(int(index) for index in ends)),
         add_bos=add_bos,
-        chat_template=None if template is None else chat.check_template(f"{keys.source}: tokenizer.chat_template", template),
+        chat_template=None
+        if template is None
+        else chat.check_template(f"{keys.source}: tokenizer.chat_template", template),
         special_tokens=tuple(
             (f"{short}_token", tokens[ids[name]]) for name, short in names.items() if name in ids
         ),
