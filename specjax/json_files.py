@@ -76,8 +76,8 @@ def read_json_lines(path: Path, field: str) -> Iterator[tuple[str, dict[str, Any
                 yield where, value
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(
-            f"{field}={shown(str(path), 300)} cannot be read after line {number}: {one_line(error)}; "
-            "give a JSONL file, gzipped or not"
+            f"{field}={shown(str(path), 300)} cannot be read after line {number}: "
+            f"{one_line(error)}; give a JSONL file, gzipped or not"
         ) from None
 
 

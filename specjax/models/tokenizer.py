@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 from tokenizers import processors
 
-from specjax.errors import InputError
+from specjax.errors import InputError, shown
 from specjax.models import chat
 
 _REPLACEMENT = "\ufffd"
@@ -39,14 +39,21 @@ class Tokenizer:
             for index in ids:
                 if index is not None and not 0 <= index < self.vocab_size:
                     raise InputError(
-                        f"tokenizer: {name}={index} lies outside the vocabulary of "
+                        f"tokenizer: {name}={shown(index)} lies outside the vocabulary of "
                         f"{self.vocab_size} tokens; use the model's own tokenizer"
                     )
 
     @cached_property
     def _strings(self) -> tuple[str | None, ...]:
         vocabulary = self.backend.get_vocab(with_added_tokens=True)
-        strings: list[str | None] = [None] * (max(vocabulary.values(), default=-1) + 1)
+        size = max(vocabulary.values(), default=-1) + 1
+        # Ids may have gaps, but a table of all ids must not be far larger than the file.
+        if size > 4 * len(vocabulary) + 65536:
+            raise InputError(
+                f"tokenizer: {len(vocabulary)} tokens have ids up to {size - 1}; use the model's "
+                "own tokenizer"
+            )
+        strings: list[str | None] = [None] * size
         for string, index in vocabulary.items():
             strings[index] = string
         return tuple(strings)
@@ -59,7 +66,9 @@ class Tokenizer:
     def token(self, index: int) -> str:
         """The vocabulary's own string of a token id; empty for an id that names no token."""
         if not 0 <= index < self.vocab_size:
-            raise InputError(f"token id {index}: must be at least 0 and below {self.vocab_size}")
+            raise InputError(
+                f"token id {shown(index)}: must be at least 0 and below {self.vocab_size}"
+            )
         return self._strings[index] or ""
 
     def encode(self, text: str) -> list[int]:

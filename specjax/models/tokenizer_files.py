@@ -59,7 +59,7 @@ def read_tokenizer(directory: Path) -> Tokenizer | None:
     for name in ("bos_token", "eos_token"):
         if name in ids and ids[name] is None:
             raise InputError(
-                f"{directory}: {name}={names[name]!r} is not in tokenizer.json; "
+                f"{directory}: {name}={shown(names[name])} is not in tokenizer.json; "
                 "use the model's own tokenizer files"
             )
     bos = ids.get("bos_token")

@@ -9,7 +9,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from specjax.errors import InputError, one_line
+from specjax.errors import InputError, one_line, shown
 from specjax.models import chat
 from specjax.models.tokenizer import Tokenizer, set_bos
 
@@ -98,7 +98,9 @@ def read_tokenizer(source: str, metadata: dict[str, Any]) -> Tokenizer:
         elif model == "llama":
             backend, add_bos = _sentencepiece(keys, tokens, vocabulary, kinds), True
         else:
-            raise keys.fail(f"tokenizer.ggml.model={model!r} is not supported; use gpt2 or llama")
+            raise keys.fail(
+                f"tokenizer.ggml.model={shown(model)} is not supported; use gpt2 or llama"
+            )
     except InputError:
         raise
     except Exception as error:  # the tokenizers package raises the bare Exception
@@ -115,7 +117,7 @@ def _byte_level(keys: _Metadata, vocabulary: dict[str, int]) -> tuple[tokenizers
     splitting = _SPLITTINGS.get(name or "")
     if splitting is None:
         raise keys.fail(
-            f"tokenizer.ggml.pre={name!r} is not supported; use one of {', '.join(_SPLITTINGS)}"
+            f"tokenizer.ggml.pre={shown(name)} is not supported; use one of {', '.join(_SPLITTINGS)}"
         )
     merges = [tuple(merge.split(" ")) for merge in keys.strings("ggml.merges")]
     if any(len(merge) != 2 for merge in merges):
