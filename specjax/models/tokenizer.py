@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,6 +15,20 @@ from specjax.errors import InputError, shown
 from specjax.models import chat
 
 _REPLACEMENT = "\ufffd"
+
+
+@contextmanager
+def refused(problem: str, remedy: str) -> Iterator[None]:
+    """Raise an InputError in place of whatever the tokenizers package raises.
+
+    That is the bare Exception, and where its Rust code panics something that is no Exception.
+    """
+    try:
+        yield
+    except (InputError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise InputError(f"{problem} ({' '.join(str(error).split()):.160}); {remedy}") from None
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +96,8 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; bytes that are not UTF-8 become U+FFFD."""
-        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        with refused("tokenizer: it cannot decode", "use the model's own tokenizer"):
+            return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
@@ -107,8 +123,10 @@ class Tokenizer:
 
     def _segment(self, text: str) -> list[int]:
         try:
-            return self.backend.encode(text, add_special_tokens=False).ids
-        except (TypeError, UnicodeEncodeError):
+            with refused("text: the tokenizer cannot encode it", "use the model's own tokenizer"):
+                return self.backend.encode(text, add_special_tokens=False).ids
+        except InputError:
+            # The package says of half of a surrogate pair that the text is no text.
             halves = [at for at, char in enumerate(text) if "\ud800" <= char <= "\udfff"]
             if not halves:
                 raise

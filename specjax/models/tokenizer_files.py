@@ -11,7 +11,7 @@ import tokenizers
 from specjax import json_files
 from specjax.errors import InputError, one_line, shown
 from specjax.models import chat
-from specjax.models.tokenizer import Tokenizer, set_bos
+from specjax.models.tokenizer import Tokenizer, refused, set_bos
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -44,14 +44,11 @@ def read_tokenizer(directory: Path) -> Tokenizer | None:
                     f".save_pretrained({str(directory)!r})"
                 )
         return None
-    try:
+    with refused(f"{path}: not a tokenizer", "download it again"):
         backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the tokenizers package raises the bare Exception
-        raise InputError(
-            f"{path}: not a tokenizer ({one_line(error)}); download it again"
-        ) from None
-    backend.no_padding()
-    backend.no_truncation()
+        backend.no_padding()
+        backend.no_truncation()
+        start = backend.encode("", add_special_tokens=True).ids[:1]
     settings = read_json(directory / "tokenizer_config.json")
     settings = read_json(directory / "special_tokens_map.json") | settings
     names = {name: text for name in _NAMES if (text := _text(settings.get(name))) is not None}
@@ -63,7 +60,7 @@ def read_tokenizer(directory: Path) -> Tokenizer | None:
                 "use the model's own tokenizer files"
             )
     bos = ids.get("bos_token")
-    adds = bos is not None and backend.encode("", add_special_tokens=True).ids[:1] == [bos]
+    adds = bos is not None and start == [bos]
     asked = settings.get("add_bos_token")
     if isinstance(asked, bool) and asked != adds and bos is not None:
         set_bos(backend, (names["bos_token"], bos) if asked else None)

@@ -9,9 +9,9 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from specjax.errors import InputError, one_line, shown
+from specjax.errors import InputError, shown
 from specjax.models import chat
-from specjax.models.tokenizer import Tokenizer, set_bos
+from specjax.models.tokenizer import Tokenizer, refused, set_bos
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 _LONGEST = 1000  # characters; every way to cut a SentencePiece token in two is tried
@@ -92,7 +92,7 @@ def read_tokenizer(source: str, metadata: dict[str, Any]) -> Tokenizer:
         raise keys.fail(f"the token {twice[:40]!r} appears twice; convert the model again")
     kinds = keys.numbers("ggml.token_type", len(tokens), np.integer)
     model = keys.get("ggml.model", str)
-    try:
+    with refused(f"{source}: the tokenizer is inconsistent", "convert the model again"):
         if model == "gpt2":
             backend, add_bos = _byte_level(keys, vocabulary)
         elif model == "llama":
@@ -101,14 +101,8 @@ def read_tokenizer(source: str, metadata: dict[str, Any]) -> Tokenizer:
             raise keys.fail(
                 f"tokenizer.ggml.model={shown(model)} is not supported; use gpt2 or llama"
             )
-    except InputError:
-        raise
-    except Exception as error:  # the tokenizers package raises the bare Exception
-        raise keys.fail(
-            f"the tokenizer is inconsistent ({one_line(error)}); convert the model"
-        ) from None
-    _add_tokens(backend, tokens, kinds)
-    return _assemble(keys, backend, tokens, kinds, add_bos)
+        _add_tokens(backend, tokens, kinds)
+        return _assemble(keys, backend, tokens, kinds, add_bos)
 
 
 def _byte_level(keys: _Metadata, vocabulary: dict[str, int]) -> tuple[tokenizers.Tokenizer, bool]:
@@ -117,7 +111,8 @@ def _byte_level(keys: _Metadata, vocabulary: dict[str, int]) -> tuple[tokenizers
     splitting = _SPLITTINGS.get(name or "")
     if splitting is None:
         raise keys.fail(
-            f"tokenizer.ggml.pre={shown(name)} is not supported; use one of {', '.join(_SPLITTINGS)}"
+            f"tokenizer.ggml.pre={shown(name)} is not supported; "
+            f"use one of {', '.join(_SPLITTINGS)}"
         )
     merges = [tuple(merge.split(" ")) for merge in keys.strings("ggml.merges")]
     if any(len(merge) != 2 for merge in merges):
