@@ -7,13 +7,24 @@ from typing import Any
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """The numbers of an OSError for a full disk, a used up quota, and a limit on the size of files."""
+_LONGEST = 2000
+"""Characters of a message."""
 
 
 class InputError(ValueError):
     """Bad input; the message names the field, the value and the remedy on one line.
 
-    Command lines print it without a traceback and leave with exit code 2.
+    Command lines print it without a traceback and leave with exit code 2. Parts of it may come
+    from a file: what cannot be printed (line ends, a terminal's commands, halves of surrogate
+    pairs) is escaped, and the middle of a very long message is left out.
     """
+
+    def __init__(self, message: str) -> None:
+        if not message.isprintable():
+            message = "".join(char if char.isprintable() else repr(char)[1:-1] for char in message)
+        if len(message) > _LONGEST:
+            message = f"{message[: _LONGEST // 2]} ... {message[-_LONGEST // 2 :]}"
+        super().__init__(message)
 
 
 def one_line(error: Exception) -> str:

@@ -140,8 +140,8 @@ class Text:
             value.encode()
         except UnicodeEncodeError as error:
             raise InputError(
-                f"{name}={shown(value)}: holds {value[error.start]!r}, which is no character; "
-                "give text in UTF-8"
+                f"{name}: character {error.start} is {value[error.start]!r}, half of a surrogate "
+                "pair; repair the text's encoding"
             ) from None
         return value
 

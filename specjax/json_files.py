@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,27 +17,39 @@ _LONGEST_LINE = 64 << 20
 """Bytes: a file without line ends is not read whole."""
 
 
+_LARGEST_FILE = 256 << 20
+"""Bytes: Python's values of a JSON text take many times its size."""
+
+
 def parse_json(text: str | bytes, where: str, remedy: str = "repair it") -> Any:
     """The value of a JSON text; `where` names the file, and the line if there are lines.
 
-    Raises InputError for anything that is not JSON: NaN, numbers of thousands of digits, nesting
-    that is too deep, and bytes that are not UTF-8 included.
+    Raises InputError for anything that is not JSON: NaN, numbers of thousands of digits or beyond
+    what a float holds, nesting that is too deep, and bytes that are not UTF-8 included.
     """
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8")
-        return json.loads(text, parse_constant=_refuse)
+        return json.loads(text, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError) as error:  # decoding errors are ValueErrors too
         raise InputError(f"{where} is not JSON ({one_line(error):.160}); {remedy}") from None
 
 
 def read_json_file(path: Path, remedy: str = "restore it") -> Any:
-    """The value of a JSON file; raises InputError, naming the path, where it cannot be read."""
+    """The value of a JSON file; raises InputError, naming the path, where it cannot be read.
+
+    A file of more than 256 MiB is refused before it is read whole.
+    """
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            content = bytearray()  # in pieces: Python makes room first for all that is asked for
+            while len(content) <= _LARGEST_FILE and (piece := file.read(1 << 20)):
+                content += piece
+        if len(content) > _LARGEST_FILE:
+            raise InputError(f"{path}: larger than {_LARGEST_FILE >> 20} MiB; {remedy}")
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror or error}); {remedy}") from None
-    return parse_json(content, str(path), remedy)
+    return parse_json(bytes(content), str(path), remedy)
 
 
 def read_json_lines(path: Path, field: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -62,16 +76,28 @@ def read_json_lines(path: Path, field: str) -> Iterator[tuple[str, dict[str, Any
                 yield where, value
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(
-            f"{field}={shown(str(path))} cannot be read after line {number}: {one_line(error)}; "
-            "give a JSONL file, gzipped or not"
+            f"{field}={shown(str(path), 300)} cannot be read after line {number}: "
+            f"{one_line(error)}; give a JSONL file, gzipped or not"
         ) from None
 
 
-def _opened(path: Path) -> BinaryIO:
-    file = path.open("rb")
-    # A look ahead, not a second opening: the file may be a pipe.
-    return gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == b"\x1f\x8b" else file
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO | gzip.GzipFile]:
+    with path.open("rb") as file:
+        # A look ahead, not a second opening: the file may be a pipe.
+        if file.peek(2)[:2] != b"\x1f\x8b":
+            yield file
+            return
+        with gzip.GzipFile(fileobj=file) as unpacked:
+            yield unpacked
 
 
 def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"the number {text:.40} is too large")
+    return value

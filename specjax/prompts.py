@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import operator
 import os
 from collections.abc import Mapping, Sequence
@@ -12,8 +11,10 @@ from typing import Any
 import numpy as np
 
 from specjax.errors import InputError, shown
-from specjax.fields import INT32_MAX, Choice, Items, Whole
+from specjax.fields import INT32_MAX, Choice, Items, Text, Whole
+from specjax.json_files import read_json_lines
 from specjax.models.model import Model
+from specjax.paths import input_file
 
 CHAT = Choice(("auto", "true", "false"))
 """Whether prompts go through the chat template; auto: where there is one."""
@@ -22,6 +23,9 @@ _TOKEN_IDS = Items(
 )
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Raw text, token ids, or a conversation for the chat template."""
+
+_LARGEST_ID = 2**63 - 1
+_LONGEST_NAME = 1000
 
 
 def encode_prompt(model: Model, prompt: Prompt, name: str = "prompt") -> list[int]:
@@ -51,7 +55,7 @@ def encode_prompt(model: Model, prompt: Prompt, name: str = "prompt") -> list[in
     for token in (min(ids), max(ids)):
         if not 0 <= token < model.config.vocab_size:
             raise InputError(
-                f"{name}: token id {token} is outside the vocabulary of "
+                f"{name}: token id {shown(token)} is outside the vocabulary of "
                 f"{model.config.vocab_size} tokens"
             )
     return ids
@@ -69,36 +73,49 @@ class Question:
 def read_questions(path: str | os.PathLike) -> list[Question]:
     """The questions of a JSONL file: {"question_id", "category", "turns": [...]} a line.
 
-    Raises InputError with the line's number for anything else; the file is read line by line.
+    Raises InputError with file and line for anything else, and for two lines with one question_id;
+    the file is read line by line.
     """
     questions = []
-    try:
-        with open(path, encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    questions.append(_question(line, f"{path}, line {number}"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"prompts={str(path)!r} cannot be read: {error}") from None
+    first: dict[int | str, str] = {}
+    for where, row in read_json_lines(input_file("prompts", path), "prompts"):
+        question = _question(row, where)
+        earlier = first.setdefault(question.question_id, where)
+        if earlier is not where:
+            raise InputError(
+                f"{where}: question_id={shown(question.question_id)} is taken, by {earlier}; "
+                "give each question its own"
+            )
+        questions.append(question)
     if not questions:
         raise InputError(f"prompts={str(path)!r} holds no questions: one JSON object a line")
     return questions
 
 
-def _question(line: str, where: str) -> Question:
-    try:
-        row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise InputError(f"{where} is not JSON: {error}") from None
-    turns = row.get("turns") if isinstance(row, dict) else None
+def _question(row: dict[str, Any], where: str) -> Question:
+    turns = row.get("turns")
     if (
         not isinstance(turns, list)
         or not turns
         or not all(isinstance(turn, str) and turn for turn in turns)
     ):
         raise InputError(f'{where}: "turns" must be a list of texts that are not empty')
-    number, category = row.get("question_id"), row.get("category", "")
-    if not isinstance(number, int | str) or not isinstance(category, str):
-        raise InputError(f'{where}: needs a "question_id" and, if any, a text as "category"')
+    for turn in turns:
+        Text().check(f"{where}: turns", turn)
+    # A float would not be the same number again in every report, and true is 1 to Python.
+    number = row.get("question_id")
+    whole = type(number) is int and abs(number) <= _LARGEST_ID
+    if not whole and not (isinstance(number, str) and len(number) <= _LONGEST_NAME):
+        raise InputError(
+            f"{where}: question_id={shown(number)}: must be a whole number of at most 64 bits, or "
+            f"a text of at most {_LONGEST_NAME} characters"
+        )
+    category = row.get("category", "")
+    if not isinstance(category, str) or len(category) > _LONGEST_NAME:
+        raise InputError(
+            f"{where}: category={shown(category)}: must be a text of at most {_LONGEST_NAME} "
+            "characters, or left out"
+        )
     return Question(number, category, tuple(turns))
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from specjax.errors import InputError, one_line
+from specjax.errors import InputError, one_line, shown
+from specjax.json_files import read_json_file
 from specjax.report_runs import Bench, Row, Run, Took, summarize
 
 _NUMBER = (int, float)
+_LARGEST, _MOST_COUNTS = 2**53, 1 << 26
+"""Beyond the first, whole numbers are not exact as floats; the second bounds a table of counts."""
 _SUMMARY = {"drafter": (str,), "device": (str,), "dtype": (str,), "prompts": (str,)}
 _CONFIG = {"target": (str,), "batch_size": (int,), "drafter": (dict,), "sampling": (dict,)}
 _SAMPLING = {"temperature": _NUMBER, "max_new_tokens": (int,)}
@@ -51,12 +53,7 @@ _REMEDY = "give a file that `python -m specjax.decode --config.report=FILE` wrot
 def read_report(path: str | Path) -> Run | Bench:
     """Read a report of `specjax.decode` or `specjax.bench`. Raises InputError for another file."""
     path = Path(path)
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
-    except OSError as error:
-        raise InputError(f"{str(path)!r} cannot be read: {one_line(error)}; {_REMEDY}") from None
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{str(path)!r} is not JSON ({one_line(error)}); {_REMEDY}") from None
+    content = read_json_file(path, _REMEDY)
     try:
         if isinstance(content, dict) and "contests" in content:
             contests = _list(content, "contests", "the report")
@@ -85,6 +82,8 @@ def _run(path: Path, content: Any) -> Run:
     )
     if not rows:
         raise _Misfit("it holds no rows")
+    if len(rows) * max(len(row.emitted) for row in rows) > _MOST_COUNTS:
+        raise _Misfit("one row has so many rounds that a table of all rows is too large")
     run = Run(path, rows, summary)
     try:
         summarize(rows)
@@ -98,12 +97,16 @@ def _row(row: Any, where: str) -> Row:
     _check(row["rounds"], _COUNTS, f"{where}.rounds")
     counts = {"emitted": row["accept_lengths"], **row["rounds"]}
     for name, values in counts.items():
-        if not all(type(value) is int and value >= 0 for value in values):
+        if not all(type(value) is int and 0 <= value <= _LARGEST for value in values):
             raise _Misfit(f"{where}: {name} must hold whole numbers of at least 0")
         if len(values) != len(row["accept_lengths"]):
             raise _Misfit(f"{where}: {name} must have an entry a round")
     if sum(row["accept_lengths"]) != row["new_tokens"]:
         raise _Misfit(f"{where}: accept_lengths do not add up to new_tokens")
+    if not all(type(token) is int and 0 <= token <= _LARGEST for token in row["token_ids"]):
+        raise _Misfit(f"{where}: token_ids must hold whole numbers of at least 0")
+    if type(row.get("turn", 0)) is not int:
+        raise _Misfit(f"{where}.turn is {shown(row['turn'])}")
     plain = row["plain"]
     if plain is not None:
         _check(plain, _PLAIN, f"{where}.plain")
@@ -131,14 +134,12 @@ def _check(content: Any, fields: Mapping[str, tuple[type, ...]], where: str) -> 
             raise _Misfit(f"{where} has no {name!r} (another version of specjax?)")
         # A bool is an int to Python, and is none here.
         if type(content[name]) not in kinds:
-            raise _Misfit(f"{where}.{name} is {content[name]!r:.40}")
+            raise _Misfit(f"{where}.{name} is {shown(content[name])}")
+        if isinstance(content[name], _NUMBER) and abs(content[name]) > _LARGEST:
+            raise _Misfit(f"{where}.{name} is {shown(content[name])}, which nothing takes")
 
 
 def _list(content: Mapping[str, Any], name: str, where: str) -> list:
     if not isinstance(content[name], list):
         raise _Misfit(f"{where}: {name} is not a list")
     return content[name]
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not a JSON number")

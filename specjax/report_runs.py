@@ -107,7 +107,7 @@ class Run:
         if asked == "None":
             longest = max((max(row.drafted, default=0) for row in self.rows), default=0)
             return longest or None
-        return int(asked) if asked.isdecimal() else None
+        return int(asked) if asked.isdecimal() and len(asked) < 10 else None
 
 
 @dataclass(frozen=True, order=True)

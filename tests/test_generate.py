@@ -316,7 +316,7 @@ def test_bad_input_before_anything_is_decoded(model_path, prompts, tmp_path, cap
     ("line", "said"),
     [
         ("{", "is not JSON"),
-        ("[1]", "one of prompt, messages, turns"),
+        ("[1]", "line 2 is [1]; put one JSON object in a line"),
         ('{"text": "x"}', "one of prompt, messages, turns"),
         ('{"prompt": "x", "turns": ["x"]}', "one of"),
         ('{"prompt": ""}', "of no use"),
@@ -326,6 +326,12 @@ def test_bad_input_before_anything_is_decoded(model_path, prompts, tmp_path, cap
         ('{"messages": [{"role": "user"}]}', "of no use"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "of no use"),
         ('{"prompt": "x", "licence": 3}', "licence=3"),
+        ('{"prompt": "x\\ud800"}', "line 2: prompt: character 1 is"),
+        ('{"turns": ["\\ud800"]}', "line 2: turns: character 0 is"),
+        ('{"messages": [{"role": "\\udfff", "content": "x"}]}', "messages: character 0 is"),
+        ('{"prompt": "x", "category": "\\ud800"}', "category: character 0 is"),
+        ('{"prompt": "x", "n": ' + "1" * 5000 + "}", "line 2 is not JSON"),
+        ('{"messages": [{"role": "user\\n", "content": "x"}]}', "line 2: chat template"),
     ],
 )
 def test_lines_of_no_use(model_path, tmp_path, capsys, line, said):

@@ -269,8 +269,17 @@ def test_rows_are_imported(tmp_path, small_target, capsys):
     ("line", "said"),
     [
         ("{", "line 2 is not JSON"),
-        ("[]", "must be an object"),
-        (json.dumps(row(1, licence=None)), "licence=None"),
+        ("[]", "line 2 is []; put one JSON object in a line"),
+        (json.dumps(row(1, licence=None)), "line 2: licence=None"),
+        (json.dumps(row(0)), "line 2: id=0 is taken, by "),
+        (json.dumps(row(2**63)), "line 2: id=9223372036854775808"),
+        (json.dumps(row(-1)), "line 2: id=-1"),
+        (json.dumps(row(1, temperature=-1)), "line 2: temperature=-1"),
+        (json.dumps(row(1, temperature=10**400)), "line 2: temperature=1000"),
+        (json.dumps(row(1)).replace("0.0", "1e999"), "line 2 is not JSON"),
+        (json.dumps(row(1)).replace("0.0", "1" * 5000), "line 2 is not JSON"),
+        (json.dumps(row(1, source="\ud800")), "line 2: source: character 0 is '\\ud800'"),
+        (json.dumps(row(1, prompt_token_ids=[2**31])), "line 2: prompt_token_ids=[2147483648]"),
         (json.dumps(row(1, id=True)), "id=True"),
         (json.dumps(row(1, response_token_ids=[])), "response_token_ids"),
         (json.dumps(row(1, prompt_token_ids=[1.5])), "prompt_token_ids"),
@@ -288,7 +297,7 @@ def test_rows_of_no_use(tmp_path, small_target, capsys, line, said):
 def test_files_of_no_use(tmp_path, small_target, capsys):
     (tmp_path / "empty").write_text("")
     (tmp_path / "torn").write_bytes(gzip.compress(b"{}" * 1000)[:-20])
-    for name, said in (("none", "cannot be read"), ("empty", "no rows"), ("torn", "")):
+    for name, said in (("none", "no such file"), ("empty", "no rows"), ("torn", "")):
         arguments = [f"--input={tmp_path / name}", f"--output={tmp_path / 'd'}"]
         assert import_responses.main(arguments) == 2
         assert said in capsys.readouterr().err

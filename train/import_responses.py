@@ -9,10 +9,8 @@ and response_token_ids. Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGT
 from __future__ import annotations
 
 import argparse
-import gzip
 import itertools
 import json
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,11 @@ from typing import Any
 import numpy as np
 
 from specjax import frontdoor
-from specjax.errors import InputError, one_line
+from specjax.errors import InputError, shown
+from specjax.fields import Text
+from specjax.json_files import read_json_lines
 from specjax.models.loading import load_model
+from specjax.paths import input_file
 from train.data.examples import FACTS, Example, target_facts
 from train.data.writing import check_free, write_responses
 
@@ -34,7 +35,8 @@ _KINDS = {
     "prompt_token_ids": list,
     "response_token_ids": list,
 }
-_LARGEST_ID = 2**31 - 1
+_LARGEST_ID, _LARGEST_TOKEN = 2**63 - 1, 2**31 - 1
+_LARGEST_TEMPERATURE = 1e6
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,33 +80,40 @@ def _import(source: str, output: str, limit: int | None, target: str) -> None:
 
 
 def read_rows(path: str | Path) -> Iterator[Example]:
-    """The conversations of a file, line by line; raises InputError with the line's number."""
-    try:
-        with open(path, "rb") as file:
-            zipped = file.read(2) == b"\x1f\x8b"
-        opened = gzip.open if zipped else open
-        with opened(path, "rt", encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield _example(line, f"{path}, line {number}")
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-        raise InputError(f"input={str(path)!r} cannot be read: {one_line(error)}") from None
+    """The conversations of a file, line by line; raises InputError with file and line."""
+    first: dict[int, str] = {}
+    for where, row in read_json_lines(input_file("input", path), "input"):
+        example = _example(row, where)
+        earlier = first.setdefault(example.id, where)
+        if earlier is not where:
+            raise InputError(
+                f"{where}: id={example.id} is taken, by {earlier}; give each row its own"
+            )
+        yield example
 
 
-def _example(line: str, where: str) -> Example:
-    try:
-        row: Any = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise InputError(f"{where} is not JSON: {one_line(error)}") from None
-    if not isinstance(row, dict):
-        raise InputError(f"{where}: must be an object with the keys {', '.join(_KINDS)}")
+def _example(row: dict[str, Any], where: str) -> Example:
     for name, kind in _KINDS.items():
         if not isinstance(row.get(name), kind) or isinstance(row[name], bool):
-            raise InputError(f"{where}: {name}={row.get(name)!r:.60} is missing or of another type")
+            raise InputError(
+                f"{where}: {name}={shown(row.get(name))} is missing or of another type; write "
+                f"the keys {', '.join(_KINDS)}"
+            )
+    if not 0 <= row["id"] <= _LARGEST_ID:
+        raise InputError(f"{where}: id={shown(row['id'])}: must be at least 0 and below 2**63")
+    if not 0 <= row["temperature"] <= _LARGEST_TEMPERATURE:
+        raise InputError(
+            f"{where}: temperature={shown(row['temperature'])}: must be at least 0 and at most "
+            f"{_LARGEST_TEMPERATURE:g}"
+        )
+    for name in ("category", "source", "licence"):
+        Text(empty=True).check(f"{where}: {name}", row[name])
     prompt, response = row["prompt_token_ids"], row["response_token_ids"]
     for name, ids in (("prompt_token_ids", prompt), ("response_token_ids", response)):
-        if not ids or not all(type(i) is int and 0 <= i <= _LARGEST_ID for i in ids):
-            raise InputError(f"{where}: {name} must be a list of token ids that is not empty")
+        if not ids or not all(type(i) is int and 0 <= i <= _LARGEST_TOKEN for i in ids):
+            raise InputError(
+                f"{where}: {name}={shown(ids)}: must be a list of token ids that is not empty"
+            )
     mask = np.zeros(len(prompt) + len(response), bool)
     mask[len(prompt) :] = True
     return Example(

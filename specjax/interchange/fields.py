@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from specjax.errors import InputError
+from specjax.errors import InputError, shown
 from specjax.models.config import DecoderConfig
 from specjax.models.huggingface_config import _read_rope, _write_rope
 from specjax.models.model import Model
@@ -83,7 +83,7 @@ class Fields:
 
     def fail(self, name: str, remedy: str) -> InputError:
         """The error for a field's value."""
-        return InputError(f"{self.where}: {name}={self.values.get(name)!r}: {remedy}")
+        return InputError(f"{self.where}: {name}={shown(self.values.get(name))}: {remedy}")
 
     def whole(self, name: str, default: int | None = None) -> int:
         """A whole number of at least 1."""

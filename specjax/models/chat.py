@@ -1,70 +1,48 @@
-"""Chat templates: a model file's own Jinja program, run in a sandbox.
+"""Chat templates: from a conversation to the text of a prompt.
 
-The globals and filters are those that transformers gives a template, so that a template renders
-here as it does there.
+A template is a Jinja program that comes with a model file, so nobody here has read it. It runs in
+jinja2's sandbox, and that in a process of its own with limits (`chat_process`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from specjax.errors import InputError, one_line, shown
+from specjax.models import chat_process
 
-from specjax.errors import InputError, one_line
+_LARGEST_TEMPLATE = 1 << 20
+"""Characters; the longest template in use has some 20,000."""
 
 
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what a trainer learns from; for rendering it is its own body."""
+def check_template(where: str, value: Any) -> str:
+    """A chat template as a file holds it; `where` names file and field in errors.
 
-    tags = {"generation"}  # noqa: RUF012 - jinja2 reads a plain class attribute
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _to_json(value: Any, **options: Any) -> str:
-    # jinja2's own filter escapes HTML, which no chat template wants.
-    return json.dumps(value, **{"ensure_ascii": False} | options)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
-
-
-@lru_cache(maxsize=16)
-def _compile(template: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_Generation, jinja2.ext.loopcontrols],
-    )
-    environment.filters["tojson"] = _to_json
-    helpers: dict[str, Callable[..., Any]] = {
-        "raise_exception": _raise_exception,
-        "strftime_now": _strftime_now,
-    }
-    environment.globals |= helpers
-    return environment.from_string(template)
+    Raises InputError unless it is a text of at most a million characters that UTF-8 can encode.
+    """
+    if not isinstance(value, str):
+        raise InputError(f"{where}={shown(value)}: must be a text; take it out or repair it")
+    if len(value) > _LARGEST_TEMPLATE:
+        raise InputError(
+            f"{where} has {len(value)} characters, and {_LARGEST_TEMPLATE} are allowed; "
+            "use another template"
+        )
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"{where}: character {error.start} is half of a surrogate pair; repair the template"
+        ) from None
+    return value
 
 
 def check_messages(messages: Any) -> None:
     """Raise InputError unless `messages` is a non-empty list of {"role", "content"} strings."""
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
         raise InputError(
-            f"messages={messages!r}: must be a non-empty list of "
+            f"messages={shown(messages)}: must be a non-empty list of "
             '{"role": ..., "content": ...} dicts'
         )
     for index, message in enumerate(messages):
@@ -72,7 +50,8 @@ def check_messages(messages: Any) -> None:
             isinstance(message.get(field), str) for field in ("role", "content")
         ):
             raise InputError(
-                f"messages[{index}]={message!r}: must be a dict with string 'role' and 'content'"
+                f"messages[{index}]={shown(message)}: must be a dict with string 'role' and "
+                "'content'"
             )
 
 
@@ -83,22 +62,25 @@ def render(
     *,
     add_generation_prompt: bool = True,
 ) -> str:
-    """The prompt text that `template` makes of `messages`.
+    """The prompt text that `template` makes of `messages`, whose values JSON must know.
 
     `special_tokens` are names such as `bos_token` that the template may print. Raises InputError
-    where the messages are malformed or the template fails on them.
+    where the messages are malformed, the template fails on them, or it takes more time or memory
+    than `chat_process.LIMITS` allow.
     """
     check_messages(messages)
+    variables = {
+        "messages": [dict(message) for message in messages],
+        "tools": None,
+        "documents": None,
+        "add_generation_prompt": add_generation_prompt,
+        **special_tokens,
+    }
     try:
-        return _compile(template).render(
-            messages=[dict(message) for message in messages],
-            tools=None,
-            documents=None,
-            add_generation_prompt=add_generation_prompt,
-            **special_tokens,
-        )
-    except Exception as error:  # the template is foreign code: whatever it raises is its failure
+        request = json.dumps([template, variables], ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
         raise InputError(
-            f"chat template: it fails on these messages ({one_line(error)}); "
-            "change the roles or use raw text"
+            f"messages: they hold what JSON does not know ({one_line(error):.160}); "
+            "use texts, numbers, lists and dicts"
         ) from None
+    return chat_process.render(request.encode("utf-8", "surrogatepass"))

@@ -5,7 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from specjax.errors import InputError
+from specjax.errors import InputError, shown
+
+_LARGEST = {
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 24,
+    "num_layers": 1 << 16,
+    "num_heads": 1 << 16,
+    "num_kv_heads": 1 << 16,
+    "head_dim": 1 << 16,
+    "max_positions": 1 << 30,
+}
+"""Far above every model there is: a larger one is damage. Positions, and what is added to them
+within a round, are int32."""
+
+_SMALLEST_REAL, _LARGEST_REAL = 1e-15, 1e15
+"""Quotients of two reals of a config must be numbers in float32 too."""
 
 
 @dataclass(frozen=True)
@@ -52,23 +68,15 @@ class DecoderConfig:
     mlp_bias: bool = False
 
     def __post_init__(self) -> None:
-        for field in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "max_positions",
-        ):
+        for field, largest in _LARGEST.items():
             value = getattr(self, field)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise InputError(f"{field}={value!r}: must be a whole number of at least 1")
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
+                raise InputError(
+                    f"{field}={shown(value)}: must be a whole number of at least 1 and at most "
+                    f"{largest}; repair the config"
+                )
         for field in ("rms_norm_eps", "rope_theta"):
-            value = getattr(self, field)
-            if not 0 < value < float("inf"):
-                raise InputError(f"{field}={value!r}: must be a positive number")
+            _check_real(field, getattr(self, field))
         if self.num_heads % self.num_kv_heads:
             raise InputError(
                 f"num_heads={self.num_heads}: must be a multiple of "
@@ -87,10 +95,11 @@ def _check_scaling(scaling: RopeScaling, head_dim: int) -> None:
     if scaling.kind == "llama3":
         positive["low_freq_factor"] = scaling.low_freq_factor
         positive["original_max_positions"] = scaling.original_max_positions
-        if not scaling.low_freq_factor < scaling.high_freq_factor < float("inf"):
+        positive["high_freq_factor"] = scaling.high_freq_factor
+        if not scaling.low_freq_factor < scaling.high_freq_factor:
             raise InputError(
-                f"rope_scaling.high_freq_factor={scaling.high_freq_factor}: must be finite and "
-                f"exceed low_freq_factor={scaling.low_freq_factor}"
+                f"rope_scaling.high_freq_factor={scaling.high_freq_factor}: must exceed "
+                f"low_freq_factor={scaling.low_freq_factor}"
             )
     if scaling.kind == "factors":
         if len(scaling.factors) != head_dim // 2:
@@ -100,5 +109,12 @@ def _check_scaling(scaling: RopeScaling, head_dim: int) -> None:
             )
         positive |= {f"factors[{i}]": value for i, value in enumerate(scaling.factors)}
     for field, value in positive.items():
-        if not 0 < value < float("inf"):
-            raise InputError(f"rope_scaling.{field}={value!r}: must be a positive number")
+        _check_real(f"rope_scaling.{field}", value)
+
+
+def _check_real(field: str, value: float) -> None:
+    if not _SMALLEST_REAL <= value <= _LARGEST_REAL:
+        raise InputError(
+            f"{field}={shown(value)}: must be a positive number, from {_SMALLEST_REAL:g} to "
+            f"{_LARGEST_REAL:g}; repair the config"
+        )

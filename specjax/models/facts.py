@@ -9,9 +9,10 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tokenizers
 
-from specjax.errors import InputError, one_line
+from specjax.errors import InputError
+from specjax.models import chat
 from specjax.models.config import DecoderConfig, RopeScaling
-from specjax.models.tokenizer import Tokenizer
+from specjax.models.tokenizer import Tokenizer, refused
 
 _LARGEST, _LARGEST_INT = 1e30, 2**31 - 1
 _TOKENIZER = {
@@ -54,18 +55,15 @@ def tokenizer_facts(tokenizer: Tokenizer) -> dict[str, Any]:
 def read_tokenizer(facts: dict[str, Any]) -> Tokenizer:
     """The tokenizer; raises InputError for fields or a backend that are none."""
     fields = check_fields("tokenizer", facts, _TOKENIZER)
-    try:
+    with refused("tokenizer: not one that can be read", "save the model again"):
         backend = tokenizers.Tokenizer.from_str(fields["backend"])
-    except Exception as error:  # the tokenizers package raises the bare Exception
-        raise InputError(
-            f"tokenizer: not one that can be read ({one_line(error)[:80]}); save the model again"
-        ) from None
+    template = fields["chat_template"]
     return Tokenizer(
         backend,
         fields["bos_id"],
         tuple(fields["eos_ids"]),
         fields["add_bos"],
-        fields["chat_template"],
+        None if template is None else chat.check_template("tokenizer: chat_template", template),
         tuple(fields["special_tokens"].items()),
     )
 

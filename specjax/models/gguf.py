@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from specjax.errors import InputError
+from specjax.errors import InputError, shown
 from specjax.models import layout, store
 from specjax.models.config import DecoderConfig, RopeScaling
 from specjax.models.gguf_header import GgufFile, Tensor, check_type, short
@@ -47,7 +47,7 @@ class _Keys:
         value = self.get(name, (bool, int, float, str), neutral)
         if value != neutral:
             raise InputError(
-                f"{self.path}: llama.{name}={value!r} is not supported (only {neutral!r}); "
+                f"{self.path}: llama.{name}={shown(value)} is not supported (only {neutral!r}); "
                 "use a plain Llama model"
             )
 
@@ -66,7 +66,7 @@ def check_architecture(file: GgufFile) -> None:
     architecture = file.metadata.get("general.architecture")
     if architecture != "llama":
         raise InputError(
-            f"{file.path}: general.architecture={architecture!r} is not supported; "
+            f"{file.path}: general.architecture={shown(architecture)} is not supported; "
             "use a GGUF of the architecture 'llama'"
         )
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from specjax.errors import InputError, one_line
+from specjax.errors import InputError, one_line, shown
 from specjax.models import layout, store
 from specjax.models.config import DecoderConfig
 from specjax.models.huggingface_config import write_config
@@ -58,7 +58,9 @@ def _find_shards(directory: Path) -> dict[Path, list[str] | None]:
     shards: dict[Path, list[str] | None] = {}
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or Path(name).name != name:
-            raise InputError(f"{index}: {tensor!r} is in {name!r}, which is not a plain file name")
+            raise InputError(
+                f"{index}: {shown(tensor)} is in {shown(name)}, which is not a plain file name"
+            )
         names = shards.setdefault(directory / name, [])
         assert names is not None
         names.append(tensor)

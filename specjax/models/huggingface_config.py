@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from specjax.errors import InputError
+from specjax.errors import InputError, shown
 from specjax.models.config import DecoderConfig, RopeScaling
 from specjax.models.tokenizer import Tokenizer
 from specjax.models.tokenizer_files import end_fields, read_json, write_json
@@ -30,7 +30,7 @@ def read_config(directory: Path, vocab_size: int | None) -> DecoderConfig:
         )
 
     def fail(field: str, remedy: str) -> InputError:
-        return InputError(f"{path}: {field}={raw.get(field)!r} is not supported; {remedy}")
+        return InputError(f"{path}: {field}={shown(raw.get(field))} is not supported; {remedy}")
 
     if raw.get("model_type") != "llama":
         raise fail("model_type", "use a model of the type 'llama'")
@@ -46,26 +46,28 @@ def read_config(directory: Path, vocab_size: int | None) -> DecoderConfig:
     }
     for field, value in neutral.items():
         if raw.get(field) not in (value, None):
-            raise fail(field, f"the decoder knows only {value!r}")
+            raise fail(field, f"the decoder knows only {shown(value)}")
 
     def number(field: str, kinds: tuple[type, ...], default: Any = None) -> Any:
         value = raw.get(field)
         value = default if value is None else value
         if type(value) not in kinds or abs(value) > _LARGEST:
-            raise InputError(f"{path}: {field}={value!r}: must be a number; repair config.json")
+            raise InputError(
+                f"{path}: {field}={shown(value)}: must be a number; repair config.json"
+            )
         return value
 
     def flag(field: str) -> bool:
         value = raw.get(field, False)
         if not isinstance(value, bool):
-            raise InputError(f"{path}: {field}={value!r}: must be true or false")
+            raise InputError(f"{path}: {field}={shown(value)}: must be true or false")
         return value
 
     width, heads = number("hidden_size", (int,)), number("num_attention_heads", (int,))
     stated = number("vocab_size", (int,))
     if vocab_size is not None and vocab_size > stated:
         raise InputError(
-            f"{path}: vocab_size={stated}, but the tokenizer has {vocab_size} tokens; "
+            f"{path}: vocab_size={shown(stated)}, but the tokenizer has {vocab_size} tokens; "
             "use the model's own tokenizer files"
         )
     max_positions = number("max_position_embeddings", (int,), 2048)
@@ -100,7 +102,7 @@ def _read_rope(
     rope = raw.get(field) or {}
 
     def fail(reason: str) -> InputError:
-        return InputError(f"{path}: {field}={rope!r}: {reason}")
+        return InputError(f"{path}: {field}={shown(rope, 200)}: {reason}")
 
     def number(name: str, default: float | None = None) -> float:
         value = rope.get(name, default)
@@ -113,7 +115,7 @@ def _read_rope(
     theta = rope.get("rope_theta", raw.get("rope_theta"))
     theta = 10000.0 if theta is None else theta
     if type(theta) not in (int, float) or abs(theta) > _LARGEST:
-        raise InputError(f"{path}: rope_theta={theta!r}: must be a number; repair config.json")
+        raise InputError(f"{path}: rope_theta={shown(theta)}: must be a number; repair config.json")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise fail("partial_rotary_factor must be 1")
     kind = rope.get("rope_type", rope.get("type", "default"))

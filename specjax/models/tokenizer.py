@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,10 +11,24 @@ from typing import Any
 import tokenizers
 from tokenizers import processors
 
-from specjax.errors import InputError
+from specjax.errors import InputError, shown
 from specjax.models import chat
 
 _REPLACEMENT = "\ufffd"
+
+
+@contextmanager
+def refused(problem: str, remedy: str) -> Iterator[None]:
+    """Raise an InputError in place of whatever the tokenizers package raises.
+
+    That is the bare Exception, and where its Rust code panics something that is no Exception.
+    """
+    try:
+        yield
+    except (InputError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise InputError(f"{problem} ({' '.join(str(error).split()):.160}); {remedy}") from None
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,14 +54,21 @@ class Tokenizer:
             for index in ids:
                 if index is not None and not 0 <= index < self.vocab_size:
                     raise InputError(
-                        f"tokenizer: {name}={index} lies outside the vocabulary of "
+                        f"tokenizer: {name}={shown(index)} lies outside the vocabulary of "
                         f"{self.vocab_size} tokens; use the model's own tokenizer"
                     )
 
     @cached_property
     def _strings(self) -> tuple[str | None, ...]:
         vocabulary = self.backend.get_vocab(with_added_tokens=True)
-        strings: list[str | None] = [None] * (max(vocabulary.values(), default=-1) + 1)
+        size = max(vocabulary.values(), default=-1) + 1
+        # Ids may have gaps, but a table of all ids must not be far larger than the file.
+        if size > 4 * len(vocabulary) + 65536:
+            raise InputError(
+                f"tokenizer: {len(vocabulary)} tokens have ids up to {size - 1}; use the model's "
+                "own tokenizer"
+            )
+        strings: list[str | None] = [None] * size
         for string, index in vocabulary.items():
             strings[index] = string
         return tuple(strings)
@@ -59,7 +81,9 @@ class Tokenizer:
     def token(self, index: int) -> str:
         """The vocabulary's own string of a token id; empty for an id that names no token."""
         if not 0 <= index < self.vocab_size:
-            raise InputError(f"token id {index}: must be at least 0 and below {self.vocab_size}")
+            raise InputError(
+                f"token id {shown(index)}: must be at least 0 and below {self.vocab_size}"
+            )
         return self._strings[index] or ""
 
     def encode(self, text: str) -> list[int]:
@@ -72,7 +96,8 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; bytes that are not UTF-8 become U+FFFD."""
-        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        with refused("tokenizer: it cannot decode", "use the model's own tokenizer"):
+            return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
@@ -98,8 +123,10 @@ class Tokenizer:
 
     def _segment(self, text: str) -> list[int]:
         try:
-            return self.backend.encode(text, add_special_tokens=False).ids
-        except (TypeError, UnicodeEncodeError):
+            with refused("text: the tokenizer cannot encode it", "use the model's own tokenizer"):
+                return self.backend.encode(text, add_special_tokens=False).ids
+        except InputError:
+            # The package says of half of a surrogate pair that the text is no text.
             halves = [at for at, char in enumerate(text) if "\ud800" <= char <= "\udfff"]
             if not halves:
                 raise

@@ -8,8 +8,10 @@ from typing import Any
 
 import tokenizers
 
-from specjax.errors import InputError, one_line
-from specjax.models.tokenizer import Tokenizer, set_bos
+from specjax import json_files
+from specjax.errors import InputError, one_line, shown
+from specjax.models import chat
+from specjax.models.tokenizer import Tokenizer, refused, set_bos
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -21,12 +23,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     if not path.exists():
         return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not valid JSON ({one_line(error)}); download it again") from None
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    value = json_files.read_json_file(path, "download it again")
     if not isinstance(value, dict):
         raise InputError(f"{path}: must hold a JSON object; download it again")
     return value
@@ -47,14 +44,11 @@ def read_tokenizer(directory: Path) -> Tokenizer | None:
                     f".save_pretrained({str(directory)!r})"
                 )
         return None
-    try:
+    with refused(f"{path}: not a tokenizer", "download it again"):
         backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the tokenizers package raises the bare Exception
-        raise InputError(
-            f"{path}: not a tokenizer ({one_line(error)}); download it again"
-        ) from None
-    backend.no_padding()
-    backend.no_truncation()
+        backend.no_padding()
+        backend.no_truncation()
+        start = backend.encode("", add_special_tokens=True).ids[:1]
     settings = read_json(directory / "tokenizer_config.json")
     settings = read_json(directory / "special_tokens_map.json") | settings
     names = {name: text for name in _NAMES if (text := _text(settings.get(name))) is not None}
@@ -62,11 +56,11 @@ def read_tokenizer(directory: Path) -> Tokenizer | None:
     for name in ("bos_token", "eos_token"):
         if name in ids and ids[name] is None:
             raise InputError(
-                f"{directory}: {name}={names[name]!r} is not in tokenizer.json; "
+                f"{directory}: {name}={shown(names[name])} is not in tokenizer.json; "
                 "use the model's own tokenizer files"
             )
     bos = ids.get("bos_token")
-    adds = bos is not None and backend.encode("", add_special_tokens=True).ids[:1] == [bos]
+    adds = bos is not None and start == [bos]
     asked = settings.get("add_bos_token")
     if isinstance(asked, bool) and asked != adds and bos is not None:
         set_bos(backend, (names["bos_token"], bos) if asked else None)
@@ -100,25 +94,37 @@ def _end_ids(directory: Path, own: int | None) -> tuple[int, ...]:
             continue
         listed = value if isinstance(value, list) else [value]
         if not all(type(index) is int for index in listed):
-            raise InputError(f"{directory / name}: eos_token_id={value!r}: must be token ids")
+            raise InputError(
+                f"{directory / name}: eos_token_id={shown(value)}: must be token ids; repair it"
+            )
         ids += listed
         break
     return tuple(dict.fromkeys(ids))
 
 
 def _template(directory: Path, settings: dict[str, Any]) -> str | None:
+    """The chat template: of a file of its own, or a field; of several by name the default one."""
     path = directory / "chat_template.jinja"
     if path.exists():
         try:
-            return path.read_text(encoding="utf-8")
+            return chat.check_template(str(path), path.read_text(encoding="utf-8"))
+        except InputError:
+            raise
         except (ValueError, OSError) as error:
-            raise InputError(f"{path}: cannot be read ({one_line(error)})") from None
+            raise InputError(
+                f"{path}: cannot be read ({one_line(error)}); download it again"
+            ) from None
+    field = f"{directory / 'tokenizer_config.json'}: chat_template"
     template = settings.get("chat_template")
-    if isinstance(template, list):  # several by name
-        entries = [entry for entry in template if isinstance(entry, dict)]
-        named = [entry.get("template") for entry in entries if entry.get("name") == "default"]
+    if isinstance(template, list):
+        if not all(isinstance(entry, dict) and "template" in entry for entry in template):
+            raise InputError(
+                f"{field}={shown(template)}: must be a text, or a list of objects with name and "
+                "template; take it out or repair it"
+            )
+        named = [entry["template"] for entry in template if entry.get("name") == "default"]
         template = named[0] if named else None
-    return template if isinstance(template, str) and _is_text(template) else None
+    return None if template is None else chat.check_template(field, template)
 
 
 def write_tokenizer(tokenizer: Tokenizer, directory: Path, max_positions: int) -> None:

@@ -9,8 +9,9 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from specjax.errors import InputError, one_line
-from specjax.models.tokenizer import Tokenizer, set_bos
+from specjax.errors import InputError, shown
+from specjax.models import chat
+from specjax.models.tokenizer import Tokenizer, refused, set_bos
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 _LONGEST = 1000  # characters; every way to cut a SentencePiece token in two is tried
@@ -91,21 +92,17 @@ def read_tokenizer(source: str, metadata: dict[str, Any]) -> Tokenizer:
         raise keys.fail(f"the token {twice[:40]!r} appears twice; convert the model again")
     kinds = keys.numbers("ggml.token_type", len(tokens), np.integer)
     model = keys.get("ggml.model", str)
-    try:
+    with refused(f"{source}: the tokenizer is inconsistent", "convert the model again"):
         if model == "gpt2":
             backend, add_bos = _byte_level(keys, vocabulary)
         elif model == "llama":
             backend, add_bos = _sentencepiece(keys, tokens, vocabulary, kinds), True
         else:
-            raise keys.fail(f"tokenizer.ggml.model={model!r} is not supported; use gpt2 or llama")
-    except InputError:
-        raise
-    except Exception as error:  # the tokenizers package raises the bare Exception
-        raise keys.fail(
-            f"the tokenizer is inconsistent ({one_line(error)}); convert the model"
-        ) from None
-    _add_tokens(backend, tokens, kinds)
-    return _assemble(keys, backend, tokens, kinds, add_bos)
+            raise keys.fail(
+                f"tokenizer.ggml.model={shown(model)} is not supported; use gpt2 or llama"
+            )
+        _add_tokens(backend, tokens, kinds)
+        return _assemble(keys, backend, tokens, kinds, add_bos)
 
 
 def _byte_level(keys: _Metadata, vocabulary: dict[str, int]) -> tuple[tokenizers.Tokenizer, bool]:
@@ -114,7 +111,8 @@ def _byte_level(keys: _Metadata, vocabulary: dict[str, int]) -> tuple[tokenizers
     splitting = _SPLITTINGS.get(name or "")
     if splitting is None:
         raise keys.fail(
-            f"tokenizer.ggml.pre={name!r} is not supported; use one of {', '.join(_SPLITTINGS)}"
+            f"tokenizer.ggml.pre={shown(name)} is not supported; "
+            f"use one of {', '.join(_SPLITTINGS)}"
         )
     merges = [tuple(merge.split(" ")) for merge in keys.strings("ggml.merges")]
     if any(len(merge) != 2 for merge in merges):
@@ -204,13 +202,18 @@ def _assemble(
     add_bos = keys.get("ggml.add_bos_token", bool, add_bos) and "bos" in ids
     if add_bos:
         set_bos(backend, (tokens[ids["bos"]], ids["bos"]))
+    template = keys.metadata.get("tokenizer.chat_template")
+    if template is not None:
+        template = chat.check_template(f"{keys.source}: tokenizer.chat_template", template)
     names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
     return Tokenizer(
         backend=backend,
         bos_id=ids.get("bos"),
         eos_ids=tuple(dict.fromkeys(int(index) for index in ends)),
         add_bos=add_bos,
-        chat_template=keys.get("chat_template", str),
+        chat_template=None
+        if template is None
+        else chat.check_template(f"{keys.source}: tokenizer.chat_template", template),
         special_tokens=tuple(
             (f"{short}_token", tokens[ids[name]]) for name, short in names.items() if name in ids
         ),

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specjax.errors import InputError, one_line
+from specjax.errors import InputError, one_line, shown
+from specjax.fields import Text
+from specjax.json_files import read_json_lines
 from specjax.models.model import Model
+from specjax.paths import input_file
 from specjax.prompts import encode_prompt
 from train.data.examples import import_tfds
 
@@ -26,7 +28,8 @@ class Request:
     """A prompt with a number of its own and what is noted of it.
 
     `prompt` is a text, or a conversation of {"role", "content"} messages whose next turn is the
-    target's. `left_out` counts later turns, which have no answer to follow.
+    target's. `left_out` counts later turns, which have no answer to follow. `where` is what errors
+    call it: file and line, where it is of a file.
     """
 
     id: int
@@ -35,33 +38,24 @@ class Request:
     source: str = ""
     licence: str = "unknown"
     left_out: int = 0
+    where: str = ""
 
 
 def read_requests(path: str | Path) -> list[Request]:
     """The prompts of a JSONL file: {"prompt"}, {"messages"} or {"turns"} a line, and notes if any.
 
-    They are numbered in order. Raises InputError with the line's number for anything else.
+    They are numbered in order. Raises InputError with file and line for anything else.
     """
     requests: list[Request] = []
-    try:
-        with open(path, encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    where = f"{path}, line {number}"
-                    requests.append(_request(line, len(requests), Path(path).name, where))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"prompts={str(path)!r} cannot be read: {one_line(error)}") from None
+    for where, row in read_json_lines(input_file("prompts", path), "prompts"):
+        requests.append(_request(row, len(requests), Path(path).name, where))
     if not requests:
         raise InputError(f"prompts={str(path)!r} holds no prompts: one JSON object a line")
     return requests
 
 
-def _request(line: str, number: int, name: str, where: str) -> Request:
-    try:
-        row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise InputError(f"{where} is not JSON: {one_line(error)}") from None
-    forms = [form for form in _FORMS if form in row] if isinstance(row, dict) else []
+def _request(row: dict[str, Any], number: int, name: str, where: str) -> Request:
+    forms = [form for form in _FORMS if form in row]
     if len(forms) != 1:
         raise InputError(f"{where}: must be an object with one of {', '.join(_FORMS)}")
     value, left_out = row[forms[0]], 0
@@ -72,14 +66,18 @@ def _request(line: str, number: int, name: str, where: str) -> Request:
         value = _messages(value)
     if not value or not (isinstance(value, str | list)):
         raise InputError(
-            f"{where}: {forms[0]}={row[forms[0]]!r:.60} is of no use; give a text, messages with "
+            f"{where}: {forms[0]}={shown(row[forms[0]])} is of no use; give a text, messages with "
             "role and content that end with the user's, or a list of texts"
         )
+    texts = [value] if isinstance(value, str) else [t for one in value for t in one.values()]
+    for text in texts:
+        Text(empty=True).check(f"{where}: {forms[0]}", text)
     notes = {name: row[name] for name in _NOTES if name in row}
     for note, text in notes.items():
         if not isinstance(text, str):
-            raise InputError(f"{where}: {note}={text!r:.60} must be a text")
-    return Request(number, value, **{"source": name} | notes, left_out=left_out)
+            raise InputError(f"{where}: {note}={shown(text)} must be a text")
+        Text(empty=True).check(f"{where}: {note}", text)  # they are stored as UTF-8
+    return Request(number, value, **{"source": name} | notes, left_out=left_out, where=where)
 
 
 def _messages(value: Any) -> list[dict[str, str]] | None:
@@ -174,7 +172,7 @@ def encode_requests(
         raise InputError(f"chat=true: {model.name} has no chat template; use chat=false")
     templated = has_template if chat == "auto" else chat == "true"
     for request in requests:
-        prompt, name = request.prompt, f"prompt {request.id}"
+        prompt, name = request.prompt, request.where or f"prompt {request.id}"
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}] if templated else prompt
         elif not templated:

@@ -1,0 +1,192 @@
+"""The process in which chat templates run.
+
+jinja2's sandbox keeps a template away from Python's internals, but bounds neither time nor memory:
+nested loops run for minutes, and `'x'.ljust(3000000000)` is one call that nothing can interrupt
+from within. A process can be stopped from without, so templates run in one: a fresh interpreter
+that holds jinja2 and nothing of specjax (`chat_renderer.py`). It is started at the first template
+and serves all later ones, so that its start is paid once. It is not forked, since JAX has threads
+by then. It ends with this process, whose end of the connection closes, and is replaced after a
+template that went over the limits.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from specjax.errors import InputError
+
+_PROGRAM = Path(__file__).with_name("chat_renderer.py")
+_START_SECONDS = 60.0
+_REMEDY = "use chat=false or another template"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one template may take: seconds on the clock, bytes of memory, and text.
+
+    `memory` bounds the process's address space, interpreter included, where the system has such a
+    limit (Linux). `text` bounds the conversation in bytes, and the prompt made of it in characters.
+    """
+
+    seconds: int = 10
+    memory: int = 512 << 20
+    text: int = 16 << 20
+
+
+LIMITS = Limits()
+
+
+def render(request: bytes, limits: Limits = LIMITS) -> str:
+    """What the template of a request gives: JSON's [template, variables] as UTF-8.
+
+    Raises InputError where the template fails or goes over the limits.
+    """
+    if len(request) > limits.text:
+        raise InputError(
+            f"messages: {len(request)} bytes of JSON, and {limits.text >> 20} MiB are allowed; "
+            "shorten the conversation"
+        )
+    with _lock:
+        try:
+            kind, text = _connected(limits).ask(request)
+        except BaseException:  # Ctrl-C too: its answer must not be taken for the next one's
+            close()
+            raise
+    if kind == "error":
+        raise InputError(
+            f"chat template: it fails on these messages ({text}); change the roles or use raw text"
+        )
+    return text
+
+
+def close() -> None:
+    """End the process, if there is one; the next template starts another."""
+    global _child
+    child, _child = _child, None
+    if child is not None:
+        child.close()
+
+
+class _Child:
+    """A running `chat_renderer.py` and the connection to it."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits, self.owner = limits, os.getpid()
+        self.connection, theirs = socket.socketpair()
+        # The interpreter finds jinja2 where this one does, wherever that is.
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        numbers = (limits.seconds, limits.memory, limits.text)
+        with theirs:
+            try:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-P", "-S", str(_PROGRAM), *map(str, numbers)],
+                    stdin=theirs,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    env=environment,
+                    start_new_session=True,  # Ctrl-C in a terminal is for this process alone
+                )
+            except OSError as error:
+                self.connection.close()
+                raise InputError(
+                    f"chat template: no process can be started for it "
+                    f"({error.strerror or error}); use chat=false"
+                ) from None
+        try:
+            self._receive(time.monotonic() + _START_SECONDS)
+        except (OSError, ValueError):
+            self.close()
+            raise InputError(
+                f"chat template: the process that renders it does not start; see what "
+                f"`{sys.executable} {_PROGRAM}` says, or use chat=false"
+            ) from None
+
+    def ask(self, request: bytes) -> tuple[str, str]:
+        """What became of a request, "text" or "error", and that text.
+
+        Raises InputError where the template went over the limits.
+        """
+        deadline = time.monotonic() + self.limits.seconds
+        try:
+            self.connection.settimeout(self.limits.seconds)
+            self.connection.sendall(len(request).to_bytes(8, "big") + request)
+            kind, text = self._receive(deadline)
+        except TimeoutError:
+            raise InputError(
+                f"chat template: it takes more than {self.limits.seconds} seconds; {_REMEDY}"
+            ) from None
+        except (OSError, ValueError):
+            # Ended without a word: out of memory in a place where Python cannot say so.
+            raise InputError(
+                f"chat template: it ended the process that renders it, as happens with more than "
+                f"{self.limits.memory >> 20} MiB; {_REMEDY}"
+            ) from None
+        if kind == "over":
+            size = (
+                f"{self.limits.memory >> 20} MiB of memory"
+                if text == "memory"
+                else f"{self.limits.text} characters of text"
+            )
+            raise InputError(f"chat template: it takes more than {size}; {_REMEDY}")
+        return kind, text
+
+    def serves(self, limits: Limits) -> bool:
+        """Whether it runs with these limits and belongs to this process.
+
+        A fork has a copy of the connection, on which two would read each other's answers.
+        """
+        return (self.owner, self.limits) == (os.getpid(), limits) and self.process.poll() is None
+
+    def close(self) -> None:
+        """Close the connection and, in the process that started it, end the child."""
+        self.connection.close()
+        if self.owner == os.getpid():
+            with suppress(OSError):
+                self.process.kill()
+            self.process.wait()
+
+    def _receive(self, deadline: float) -> tuple[str, str]:
+        size = int.from_bytes(self._exactly(8, deadline), "big")
+        if size > 4 * self.limits.text + 16:  # UTF-8 takes at most four bytes
+            raise ValueError(f"an answer of {size} bytes")
+        kind, _, text = (
+            self._exactly(size, deadline).decode("utf-8", "surrogatepass").partition("\n")
+        )
+        return kind, text
+
+    def _exactly(self, size: int, deadline: float) -> bytes:
+        parts = bytearray()
+        while len(parts) < size:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            self.connection.settimeout(left)
+            part = self.connection.recv(min(size - len(parts), 1 << 20))
+            if not part:
+                raise ConnectionResetError
+            parts += part
+        return bytes(parts)
+
+
+_child: _Child | None = None
+_lock = threading.Lock()
+atexit.register(close)
+
+
+def _connected(limits: Limits) -> _Child:
+    """The child of this process with these limits, started where there is none."""
+    global _child
+    if _child is not None and not _child.serves(limits):
+        close()
+    if _child is None:
+        _child = _Child(limits)
+    return _child

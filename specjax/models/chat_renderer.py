@@ -1,0 +1,131 @@
+"""The program of the process in which chat templates run; started by `chat_process`.
+
+    python chat_renderer.py SECONDS MEMORY TEXT     (a socket as standard input)
+
+The globals and filters are those that transformers gives a template, so that a template renders
+here as it does there. Nothing of specjax is imported: the start has to be quick.
+"""
+
+from __future__ import annotations
+
+import json
+import pprint
+import resource
+import socket
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+import jinja2.constants
+import jinja2.debug
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+_LONGEST_ERROR = 400
+_IMPORTED_LATE = (jinja2.constants, jinja2.debug, pprint, textwrap)
+"""What jinja2 imports when it first needs it, which is when no file can be opened any more."""
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks what a trainer learns from; for rendering it is its own body."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 reads a plain class attribute
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: Any, **options: Any) -> str:
+    # jinja2's own filter escapes HTML, which no chat template wants.
+    return json.dumps(value, **{"ensure_ascii": False} | options)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+@lru_cache(maxsize=4)
+def _compile(template: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = _to_json
+    helpers: dict[str, Callable[..., Any]] = {
+        "raise_exception": _raise_exception,
+        "strftime_now": _strftime_now,
+    }
+    environment.globals |= helpers
+    return environment.from_string(template)
+
+
+def _answer(request: bytes, longest: int) -> tuple[str, str]:
+    """The answer to a request: "text", "error" or "over", and the text that belongs to it."""
+    try:
+        template, variables = json.loads(request.decode("utf-8", "surrogatepass"))
+        parts, size = [], 0
+        for part in _compile(template).generate(**variables):
+            parts.append(part)
+            size += len(part)
+            if size > longest:
+                return "over", "text"
+        return "text", "".join(parts)
+    except MemoryError:
+        return "over", "memory"
+    except Exception as error:  # the template is foreign code: whatever it raises is its failure
+        message = " ".join(str(error)[:_LONGEST_ERROR].split()) or type(error).__name__
+        return "error", message
+
+
+def _limit(memory: int) -> None:
+    """Bound memory, and take away what rendering does not need: files, processes, core dumps."""
+    for name, value in (("CORE", 0), ("FSIZE", 0), ("NOFILE", 0), ("NPROC", 0), ("AS", memory)):
+        kind = getattr(resource, f"RLIMIT_{name}", None)
+        if kind is not None:
+            _, hard = resource.getrlimit(kind)
+            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            try:
+                resource.setrlimit(kind, (value, value))
+            except (ValueError, OSError):
+                # macOS refuses some; the clock, which `chat_process` watches, is left.
+                continue
+
+
+def main() -> None:
+    """Answer requests until the connection is closed."""
+    seconds, memory, longest = map(int, sys.argv[1:])
+    connection = socket.socket(fileno=0)
+    reader = connection.makefile("rb")
+    _compile("{{ strftime_now('%Y') }}").render()  # modules are loaded while files can be opened
+    _limit(memory)
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+
+    def send(kind: str, text: str) -> None:
+        answer = f"{kind}\n{text}".encode("utf-8", "surrogatepass")
+        connection.sendall(len(answer).to_bytes(8, "big") + answer)
+
+    send("text", "")
+    while len(prefix := reader.read(8)) == 8:
+        request = reader.read(int.from_bytes(prefix, "big"))
+        # The other side watches the clock; this is for when it is gone.
+        soon = int(time.process_time()) + seconds + 2
+        soon = soon if hard == resource.RLIM_INFINITY else min(soon, hard)
+        resource.setrlimit(resource.RLIMIT_CPU, (soon, hard))
+        send(*_answer(request, longest))
+
+
+if __name__ == "__main__":
+    main()
