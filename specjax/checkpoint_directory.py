@@ -317,8 +317,12 @@ def check_free(directory: Path, overwrite: bool) -> None:
         )
     for number in _numbers(directory):
         path = directory / _NAME.format(number)
-        # One that lacks its marker is not ours to delete, and stays.
-        if folders.read_marker(path) is not None:
+        try:
+            marker = folders.read_marker(path)
+        except InputError:
+            marker = None
+        # What lacks a marker that can be read is not ours to delete, and stays.
+        if marker is not None:
             folders.check_replaceable(path, None, str(path))
 
 

@@ -25,7 +25,7 @@ from train.evaluate import Evaluation, held_out_prompts
 from train.journal import Journal
 from train.method import Method
 from train.setup import MakeMethod, Setup, set_up
-from train.step import gathered, make_program
+from train.step import Program, gathered, make_program
 
 _KIND = "training run"
 _PROMPT_TOKENS = 512
@@ -54,15 +54,23 @@ def run(config: ConfigDict, make_method: MakeMethod, console: Console | None = N
     root, where = output_folder("workdir", config.workdir), f"workdir={config.workdir!r}"
     folders.check_claimable(root, _KIND, where)  # before minutes of loading
     setup = set_up(config, make_method)
+    prompts = _prompts(setup)
+    program = make_program(setup.method, setup.decoder, setup.settings, setup.mesh)
     with folder_lock.hold(root, _KIND, where):
-        return _run(setup, files.open_workdir(root, setup.record), console, begin)
+        workdir = files.open_workdir(root, setup.record)
+        return _train(setup, prompts, program, workdir, console, begin)
 
 
-def _run(setup: Setup, workdir: files.Workdir, console: Console | None, begin: float) -> int:
+def _train(
+    setup: Setup,
+    prompts: list[list[int]],
+    program: Program,
+    workdir: files.Workdir,
+    console: Console | None,
+    begin: float,
+) -> int:
     settings, method, mesh = setup.settings, setup.method, setup.mesh
     processes.together(lambda: _check_exports(method, workdir) if processes.speaks() else None)
-    prompts = _prompts(setup)
-    program = make_program(method, setup.decoder, settings, mesh)
     progress = loop.Standing()
     if saved := saving.last_checkpoint(workdir):
         program, progress = loop.resumed(program, saved)
