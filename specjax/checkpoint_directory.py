@@ -1,8 +1,9 @@
 """Arrays and facts in an Orbax directory: saved whole or not at all, restored onto any mesh.
 
-The directory holds one Orbax checkpoint, `specjax-1`. A save over it writes `specjax-2`, which
-Orbax commits by a rename, and deletes the earlier one afterwards: wherever a save dies, a whole
-checkpoint is left. Every process makes these calls, on a file system that all of them see.
+The directory holds one Orbax checkpoint, `specjax-1`, with the marker of `specjax.folders`, which
+lists its files. A save over it writes `specjax-2.unfinished`, which gets its marker and then its
+name, and deletes the earlier one afterwards: wherever a save dies, a whole checkpoint is left.
+Every process makes these calls, on a file system that all of them see.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import processes
+from specjax import folders, processes
 from specjax.errors import InputError, one_line
 
 Kind = Literal["model", "drafter"]
@@ -32,7 +33,9 @@ Kind = Literal["model", "drafter"]
 _FORMAT = 1
 _ARRAYS = "params"
 _NAME = "specjax-{}"
-_OURS = re.compile(r"specjax-([1-9]\d*)(\..+)?", re.ASCII)  # what is not committed has a suffix
+_UNFINISHED = ".unfinished"
+_OURS = re.compile(rf"specjax-([1-9]\d*)({re.escape(_UNFINISHED)}(?:\..+)?)?", re.ASCII)
+"""A checkpoint's name; Orbax adds a suffix of its own while it writes."""
 _READERS = {"model": "specjax.load_model", "drafter": "specjax.checkpoints.load_drafter"}
 
 _CHUNK_BYTES = 64 << 20
@@ -78,7 +81,7 @@ def save(
     envelope = processes.together(check, {"the checkpoint's directory": str(directory)})
     # One process looks, since file systems may show the others an older listing.
     number = processes.together(
-        lambda: _next_number(directory, overwrite) if processes.speaks() else 0
+        lambda: _make_room(directory, overwrite) if processes.speaks() else 0
     )
     number = processes.from_first(number)
     processes.together(lambda: _check_shared(directory))
@@ -89,19 +92,25 @@ def save(
         context.array.saving.use_compression = False
         context.array.saving.enable_write_sharding_file = False
         context.array.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
-        path = directory / _NAME.format(number)
         with context:
-            ocp.save(path, params, checkpointable_name=_ARRAYS, custom_metadata=envelope)
+            ocp.save(unfinished, params, checkpointable_name=_ARRAYS, custom_metadata=envelope)
 
+    def commit() -> None:
+        try:
+            folders.seal(unfinished, kind)
+            unfinished.rename(path)
+        except OSError as error:
+            raise _unwritable(directory, one_line(error)) from None
+
+    path = directory / _NAME.format(number)
+    unfinished = path.with_name(path.name + _UNFINISHED)
     try:
         _, failure = _attempt(write)
+        processes.agree({}, failure and str(_unwritable(directory, failure)))
+        processes.together(lambda: commit() if processes.speaks() else None)
     finally:
         if processes.speaks():
             _delete_all_but_newest(directory)
-    error = (
-        f"{directory}: the checkpoint cannot be written ({failure}); make room or save elsewhere"
-    )
-    processes.agree({}, failure and error)
 
 
 def look(directory: Path, kind: Kind) -> Found:
@@ -118,6 +127,9 @@ def look(directory: Path, kind: Kind) -> Found:
             )
         raise InputError(f"{directory}: holds no checkpoint; give a directory that specjax saved")
     path = directory / _NAME.format(numbers[-1])
+    marker = _marker(directory, path)
+    if damage := folders.find_damage(path, marker, share=None):
+        raise damaged(directory, f"{path.name}/{damage}")
 
     def read(ocp: Any, context: Any) -> Any:
         with context:
@@ -141,10 +153,26 @@ def look(directory: Path, kind: Kind) -> Found:
     return found
 
 
+def verify(found: Found) -> None:
+    """Raise InputError, naming the file, unless all files of a checkpoint are as they were saved.
+
+    Each process reads its share of them.
+    """
+
+    def check() -> None:
+        marker = _marker(found.directory, found.path)
+        share = processes.number(), processes.count()
+        if damage := folders.find_damage(found.path, marker, share):
+            raise damaged(found.directory, f"{found.path.name}/{damage}")
+
+    processes.together(check)
+
+
 def restore(found: Found, wanted: dict[str, Any]) -> dict[str, Any]:
     """The arrays in the dtypes and shardings of `wanted`, each device reading its own part.
 
-    `wanted` is a tree of ShapeDtypeStruct. Raises InputError where an array cannot be read.
+    `wanted` is a tree of ShapeDtypeStruct. Raises InputError where an array cannot be read; that
+    the files are those that were saved is for `verify` to say.
     """
     pairs = zip(jax.tree.leaves(found.arrays), jax.tree.leaves(wanted), strict=True)
     largest = max(a.size * max(a.dtype.itemsize, b.dtype.itemsize) for a, b in pairs)
@@ -266,12 +294,15 @@ def _to_json(directory: Path, facts: dict[str, Any]) -> str:
     return text
 
 
-def _next_number(directory: Path, overwrite: bool) -> int:
-    """The number of the next save, after a look at what is there; makes the directory."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{directory}: cannot be written ({error.strerror or error})") from None
+def check_free(directory: Path, overwrite: bool) -> None:
+    """Raise InputError where `save` would: a directory that holds anything else than `save` wrote.
+
+    A checkpoint that is there is an error unless it is to be replaced, and then too where it holds
+    a file that `save` did not write.
+    """
+    if not directory.exists():
+        return
+    folders.check_is_folder(directory, str(directory))
     names = _names(directory)
     foreign = [name for name in names if not _OURS.fullmatch(name) and name[0] != "."]
     if foreign:
@@ -284,7 +315,25 @@ def _next_number(directory: Path, overwrite: bool) -> int:
             f"{directory}: holds a checkpoint already; give another directory, or overwrite=True "
             "to replace it"
         )
-    matches = (_OURS.fullmatch(name) for name in names)
+    for number in _numbers(directory):
+        path = directory / _NAME.format(number)
+        try:
+            marker = folders.read_marker(path)
+        except InputError:
+            marker = None
+        # What lacks a marker that can be read is not ours to delete, and stays.
+        if marker is not None:
+            folders.check_replaceable(path, None, str(path))
+
+
+def _make_room(directory: Path, overwrite: bool) -> int:
+    """The number of the next save, after a look at what is there; makes the directory."""
+    try:
+        check_free(directory, overwrite)
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{directory}: cannot be written ({error.strerror or error})") from None
+    matches = (_OURS.fullmatch(name) for name in _names(directory))
     return 1 + max((int(match[1]) for match in matches if match), default=0)
 
 
@@ -303,10 +352,44 @@ def _for_the_first(leaf: Any) -> Any:
 
 def _delete_all_but_newest(directory: Path) -> None:
     with suppress(InputError):
-        newest = _NAME.format(max(_numbers(directory), default=0))
-        for name in _names(directory):
-            if _OURS.fullmatch(name) and name != newest:
-                shutil.rmtree(directory / name, ignore_errors=True)
+        _delete_checkpoints(directory, keep=max(_numbers(directory), default=0))
+
+
+def delete(directory: Path) -> None:
+    """Delete a directory's checkpoints, and itself if nothing else is in it."""
+    with suppress(InputError, OSError):
+        _delete_checkpoints(directory, keep=None)
+        directory.rmdir()
+
+
+def _delete_checkpoints(directory: Path, keep: int | None) -> None:
+    for name in _names(directory):
+        match = _OURS.fullmatch(name)
+        if match and match[2]:
+            shutil.rmtree(directory / name, ignore_errors=True)
+        elif match and int(match[1]) != keep:
+            with suppress(InputError):
+                folders.delete(directory / name)
+
+
+def _marker(directory: Path, path: Path) -> folders.Marker:
+    """The marker of a checkpoint, which it has got last."""
+    try:
+        marker = folders.read_marker(path)
+    except InputError as error:
+        raise damaged(directory, str(error)) from None
+    if marker is None or marker.files is None:
+        raise InputError(
+            f"{directory}: {path.name} lacks its commit marker, {folders.MARKER}: not saved by "
+            "specjax, or damaged; copy it again, whole, or save again"
+        )
+    return marker
+
+
+def _unwritable(directory: Path, reason: str | None) -> InputError:
+    return InputError(
+        f"{directory}: the checkpoint cannot be written ({reason}); make room or save elsewhere"
+    )
 
 
 def _open_envelope(directory: Path, kind: Kind, envelope: Any) -> dict[str, Any]:

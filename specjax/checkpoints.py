@@ -64,6 +64,7 @@ def read_model(
         return found, config, tokenizer
 
     found, config, tokenizer = processes.together(look)
+    disk.verify(found)
     stacked = found.facts["scan_layers"]
     params = disk.restore(found, _placed_arrays(config, dtype, mesh, shards, stacked))
     if stacked != scan_layers:
@@ -96,6 +97,7 @@ def load_drafter(
     directory that is not an intact checkpoint of a drafter.
     """
     found = processes.together(lambda: disk.look(_absolute(directory), "drafter"))
+    disk.verify(found)
     place = _default_device() if mesh is None else NamedSharding(mesh, PartitionSpec())
     return disk.restore(found, _all_placed(found.arrays, place)), found.facts
 

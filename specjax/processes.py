@@ -169,9 +169,14 @@ def count() -> int:
     return jax.process_count()
 
 
+def number() -> int:
+    """The number of this process, from 0."""
+    return jax.process_index()
+
+
 def speaks() -> bool:
     """Whether this process is the one that prints and writes reports."""
-    return jax.process_index() == 0
+    return number() == 0
 
 
 def together(work: Callable[[], Result], facts: Mapping[str, Any] | None = None) -> Result:

@@ -11,6 +11,7 @@ from flax.core import meta
 from heads import scaled
 from safetensors.numpy import load_file, save_file
 
+from specjax.folders import MARKER
 from specjax.heads.head import Head, TargetFacts
 from specjax.interchange import write_foreign
 from specjax.models.medusa import Medusa, MedusaConfig
@@ -43,7 +44,8 @@ def edit(path, config=None, tensors=None, drop=()):
     values = json.loads((path / "config.json").read_text()) | (config or {})
     (path / "config.json").write_text(json.dumps(values))
     (file,) = path.glob("*.safetensors")
-    # Saving drops the notes of specjax.
+    # Saving drops the notes of specjax, and it is no longer what specjax wrote.
+    (path / MARKER).unlink(missing_ok=True)
     stored = {name: value for name, value in load_file(file).items() if name not in drop}
     stored |= {name: np.ascontiguousarray(value) for name, value in (tensors or {}).items()}
     save_file(stored, file)

@@ -96,7 +96,7 @@ def test_whole_vocabulary(target, tmp_path, capsys):
         (["--format=eagle"], "format='eagle': this head is eagle3; use eagle3 or speculators"),
         (["--head=/nowhere"], "head='/nowhere': no such directory"),
         (["--head=eagle3"], "no eagle3 comes with specjax for"),
-        (["--output={mine}"], "exists and is no export of specjax"),
+        (["--output={mine}"], "mine: holds 'notes', which specjax has no record"),
         (["--target=nothing"], "model 'nothing': no such file"),
         (["--dtype=int8"], "dtype='int8'"),
         (["--heads=1"], "unrecognized arguments: --heads=1"),

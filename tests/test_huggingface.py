@@ -297,8 +297,11 @@ def test_an_earlier_save_is_replaced_and_nothing_else_is(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     foreign = tmp_path / "foreign"
     shutil.copytree(GOLDENS / "linear", foreign)
-    for place in (foreign, foreign / "config.json"):
-        with pytest.raises(InputError, match="not written by specjax"):
+    for place, said in (
+        (foreign, "foreign: holds 'config.json', which specjax has no record of writing"),
+        (foreign / "config.json", "config.json: is a file; give a new or empty folder"),
+    ):
+        with pytest.raises(InputError, match=said):
             save_model(first, place)
     assert load_model(foreign).config == load_model(GOLDENS / "linear").config
 

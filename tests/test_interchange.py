@@ -13,6 +13,7 @@ from heads import SOME
 from safetensors.numpy import load_file, save_file
 
 from specjax.errors import InputError
+from specjax.folders import MARKER
 from specjax.interchange import borrowed, read_foreign, write_foreign
 from specjax.interchange.directory import whole_vocabulary
 from specjax.interchange.logits import check_same, draft_logits
@@ -270,6 +271,7 @@ def test_medusa_under_vllms_names_and_as_published(tiny, tmp_path):
         for name, value in stored.items()
     }
     save_file(renamed, file)
+    (path / MARKER).unlink()
     check_same(head, read_foreign(path, tiny), tiny, "vLLM's names")
     save_file({f"medusa_heads.{name}": value for name, value in stored.items()}, file)
     # The published config says no more than this.

@@ -154,7 +154,7 @@ def test_an_export_is_whole_or_not_at_all(tiny, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("specjax.interchange.checkpoint.save_file", full)
+        patch.setattr("specjax.models.huggingface.save_file", full)
         with pytest.raises(InputError, match="cannot be written.*No space left"):
             write_foreign(head, path, "speculators", tiny)
     with monkeypatch.context() as patch:
@@ -168,7 +168,7 @@ def test_an_export_is_whole_or_not_at_all(tiny, tmp_path, monkeypatch):
     write_foreign(head, path, "speculators", tiny)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").touch()
-    with pytest.raises(InputError, match="exists and is no export"):
+    with pytest.raises(InputError, match="mine: holds 'file', which specjax has no record"):
         write_foreign(head, tmp_path / "mine", "eagle3", tiny)
 
 

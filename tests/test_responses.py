@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from conftest import tiny_config
 
+from specjax import folders
 from specjax.errors import InputError
 from specjax.models.loading import random_model
 from train import import_responses
@@ -148,6 +149,7 @@ def test_empty_and_fully_masked_data(tmp_path, facts):
     with pytest.raises(InputError, match="fully masked"):
         open_responses(tmp_path / "d")
     np.save(tmp_path / "d" / "records.npy", table[:0])
+    folders.seal(tmp_path / "d", "dataset")
     with pytest.raises(InputError, match="empty dataset"):
         open_responses(tmp_path / "d")
 
@@ -159,6 +161,7 @@ def test_not_a_dataset(tmp_path, facts):
         open_responses(tmp_path)
     write_responses(tmp_path / "d", [example(1)], facts)
     (tmp_path / "d" / "specjax.json").write_text("{}")
+    folders.seal(tmp_path / "d", "dataset")
     with pytest.raises(InputError, match="not of a format"):
         open_responses(tmp_path / "d")
 
@@ -172,14 +175,18 @@ def test_damaged_files_are_found(tmp_path, facts):
         open_responses(path)
     (path / "records.npy").write_bytes(table)
     np.save(path / "records.npy", np.load(path / "records.npy")[:-1])
+    folders.seal(path, "dataset")
     with pytest.raises(InputError, match="3 records where"):
         open_responses(path)
     (path / "records.npy").write_bytes(table)
+    folders.seal(path, "dataset")
     data = next(path.glob("*array_record*"))
     data.write_bytes(data.read_bytes()[:1000])
+    folders.seal(path, "dataset")
     with pytest.raises(InputError, match="cannot be read"):
         open_responses(path)[0]
     data.unlink()
+    folders.seal(path, "dataset")
     with pytest.raises(InputError, match="write"):
         open_responses(path)[0]
 
@@ -214,7 +221,7 @@ def test_an_earlier_dataset_is_never_lost(tmp_path, facts):
     assert [entry.name for entry in tmp_path.iterdir()] == ["d"]
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "letter.txt").write_text("keep me")
-    with pytest.raises(InputError, match="something else"):
+    with pytest.raises(InputError, match="other: holds 'letter.txt', which specjax has"):
         write_responses(tmp_path / "other", [example(2)], facts, overwrite=True)
 
 

@@ -6,6 +6,7 @@ import pytest
 from conftest import tiny_config
 from test_responses import example
 
+from specjax.folders import LOCK, MARKER
 from specjax.models.loading import random_model
 from train import features
 from train.data.examples import target_facts
@@ -37,10 +38,17 @@ def store(target, tmp_path, monkeypatch):
     return said, run, tmp_path / "out"
 
 
+def times(folder):
+    """When each file was written; the lock is each run's own."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != LOCK)
+    return {path: path.stat().st_mtime_ns for path in files}
+
+
 def test_features_are_those_of_each_conversation_alone(store, target):
     said, run, out = store
     assert run("--products=float32") == 0
-    assert sorted(path.name for path in out.iterdir()) == [f"part-0000{n}" for n in range(3)]
+    made = [f"part-0000{n}" for n in range(3)]
+    assert sorted(path.name for path in out.iterdir()) == [*made, LOCK, MARKER]
     stored = open_sources([out], target_facts(target))
     assert stored.feature_names == NAMES
     assert len(stored) == len(said)
@@ -69,7 +77,7 @@ def test_features_are_those_of_each_conversation_alone(store, target):
 def test_parts_that_are_there_are_kept(store, monkeypatch):
     _, run, out = store
     assert run("--products=float32", "--limit=6") == 0
-    before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
+    before = times(out)
     calls = []
     forward = features._forward
     monkeypatch.setattr(features, "_forward", lambda *args: calls.append(1) or forward(*args))
@@ -93,10 +101,10 @@ def test_parts_that_are_there_are_kept(store, monkeypatch):
 def test_what_does_not_go_together_is_refused(more, said, store, capsys):
     _, run, out = store
     assert run("--products=float32") == 0
-    before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
+    before = times(out)
     capsys.readouterr()
     assert run(*more) == 2
     told = capsys.readouterr().err
     assert said in told
     assert told.count("\n") == 1
-    assert {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()} == before
+    assert times(out) == before

@@ -16,6 +16,7 @@ from rich.console import Console
 from tensorboardX.proto import event_pb2
 from tensorboardX.record_writer import masked_crc32c
 from test_checkpoints import files_limited_to
+from test_folders import flip_four_bytes
 from test_processes import ROOT, free_port, joined
 from test_train_loop import Run, mesh_of, timeless
 from toy_training import (
@@ -31,6 +32,7 @@ from toy_training import (
 )
 
 from specjax.errors import InputError
+from specjax.folders import MARKER
 from specjax.heads.head import read_head
 from train import run, saving, setup
 from train import workdir as files
@@ -251,14 +253,10 @@ def test_fields_that_change_no_curve_may_differ(tmp_path):
     )
 
 
-def test_a_directory_of_something_else_is_refused(tmp_path):
+def test_a_workdir_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(InputError, match="holds files and no run"):
-        files.open_workdir(tmp_path, record())
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-    blocked = tmp_path / "notes.txt" / "w"
     with pytest.raises(InputError, match="cannot be written"):
-        files.open_workdir(blocked, record())
+        files.open_workdir(tmp_path / "notes.txt" / "w", record())
 
 
 def test_metrics_behind_the_checkpoint_are_dropped(tmp_path):
@@ -307,11 +305,41 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(target, tmp_path):
         saving.last_checkpoint(workdir)
 
 
+def test_flipped_bytes_in_a_checkpoint_are_found(target, tmp_path):
+    Run(tmp_path / "w", target, settings_of()).train()
+    workdir = files.Workdir(tmp_path / "w")
+    for step in (12, 10):
+        name = flip_four_bytes(workdir.checkpoints / f"step-{step:09d}" / "specjax-1" / "params")
+        if step == 12:
+            found = saving.last_checkpoint(workdir)
+            assert (found.step, found.damaged) == (10, (12,))
+    with pytest.raises(
+        InputError, match=r"step-000000012: .* \(specjax-1/params/.*SHA-256 differs"
+    ):
+        saving.last_checkpoint(workdir)
+    assert (workdir.checkpoints / "step-000000010" / "specjax-1" / "params" / name).exists()
+    (workdir.checkpoints / "step-000000012" / "specjax-1" / MARKER).unlink()
+    with pytest.raises(InputError, match="step-000000012: specjax-1 lacks its commit marker"):
+        saving.last_checkpoint(workdir)
+
+
+def test_what_a_user_puts_beside_a_checkpoint_is_kept(target, tmp_path):
+    Run(tmp_path / "w", target, settings_of(steps=5, decay_steps=12)).train()
+    workdir = files.Workdir(tmp_path / "w")
+    note = workdir.checkpoints / "step-000000005" / "specjax-1" / "params" / "note.txt"
+    note.write_text("mine")
+    run = Run(tmp_path / "w", target, settings_of())
+    run.train()
+    assert note.read_text() == "mine"
+    assert [path for path in note.parents[1].rglob("*") if path.is_file()] == [note]
+    assert saving.last_checkpoint(workdir).step == 12
+
+
 def test_an_interrupted_first_save_counts_for_nothing(target, tmp_path):
     run = Run(tmp_path / "w", target, settings_of())
-    (run.workdir.checkpoints / "step-000000005" / "specjax-1.orbax-checkpoint-tmp").mkdir(
-        parents=True
-    )
+    (
+        run.workdir.checkpoints / "step-000000005" / "specjax-1.unfinished.orbax-checkpoint-tmp"
+    ).mkdir(parents=True)
     assert saving.last_checkpoint(run.workdir) is None
     run.train()
     assert run.steps() == [10, 12]

@@ -22,17 +22,19 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from specjax import frontdoor
+from specjax import folder_lock, folders, frontdoor
 from specjax.console import Screen
 from specjax.errors import InputError
 from specjax.models.decoder import Decoder, check_features
 from specjax.models.eagle import default_taps
 from specjax.models.loading import load_model
+from specjax.paths import output_folder
 from train.data.examples import FACTS, Example, target_facts
 from train.data.responses import Responses, open_responses
 from train.data.writing import write_responses
 from train.precision import as_multiplied, multiply_dtype
 
+_KIND = "features"
 _STEP = 64
 """Lengths are rounded up to a multiple of this: the number of compiled shapes against padding."""
 
@@ -75,6 +77,8 @@ def store_features(
     for name, value in (("tokens", tokens), ("part", part), ("limit", limit)):
         if value is not None and value < 1:
             raise InputError(f"{name}={value}: use a whole number of at least 1")
+    folder, where = output_folder("output", output), f"output={output!r}"
+    folders.check_claimable(folder, _KIND, where)
     model = load_model(target)
     facts = target_facts(model)
     data = open_responses(input, facts)
@@ -90,28 +94,28 @@ def store_features(
     chosen = np.arange(len(data) if limit is None else min(limit, len(data)))
     parts = [chosen[first : first + part] for first in range(0, len(chosen), part)]
     parts = [members[np.argsort(data.lengths[members], kind="stable")] for members in parts]
-    folder = Path(output).expanduser().absolute()
-    surplus = sorted(folder.glob("part-*"))[len(parts) :]
-    if surplus:
-        raise InputError(
-            f"{surplus[0]}: is there already, and {len(chosen)} conversations fill {len(parts)} "
-            f"parts of {part}; delete {folder}, or write elsewhere"
+    with folder_lock.hold(folder, _KIND, where):
+        surplus = sorted(folder.glob("part-*"))[len(parts) :]
+        if surplus:
+            raise InputError(
+                f"{surplus[0]}: is there already, and {len(chosen)} conversations fill "
+                f"{len(parts)} parts of {part}; delete {folder}, or write elsewhere"
+            )
+        screen = Screen(Console())
+        progress = _Progress(screen, len(chosen), int(data.lengths[chosen].sum()))
+        screen.say(
+            f"features of {len(chosen)} conversations, {progress.tokens} tokens; compiling first"
         )
-    screen = Screen(Console())
-    progress = _Progress(screen, len(chosen), int(data.lengths[chosen].sum()))
-    screen.say(
-        f"features of {len(chosen)} conversations, {progress.tokens} tokens; compiling first"
-    )
-    for number, members in enumerate(parts):
-        directory = folder / f"part-{number:05d}"
-        if (directory / FACTS).exists():
-            _check_part(directory, data, members, names, generation)
-            progress.skip(data.lengths[members])
-            continue
-        examples = _examples(decoder, params, data, members, names, tokens, progress)
-        write_responses(directory, examples, facts, names, generation=generation)
-    screen.rest()
-    screen.say(f"{folder}: features of {len(chosen)} conversations")
+        for number, members in enumerate(parts):
+            directory = folder / f"part-{number:05d}"
+            if (directory / FACTS).exists():
+                _check_part(directory, data, members, names, generation)
+                progress.skip(data.lengths[members])
+                continue
+            examples = _examples(decoder, params, data, members, names, tokens, progress)
+            write_responses(directory, examples, facts, names, generation=generation)
+        screen.rest()
+        screen.say(f"{folder}: features of {len(chosen)} conversations")
 
 
 @dataclass

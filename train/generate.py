@@ -19,11 +19,13 @@ from pathlib import Path
 import ml_collections
 from rich.console import Console
 
-from specjax import frontdoor, processes, reporting
+from specjax import folder_lock, folders, frontdoor, processes, reporting
 from specjax.console import Screen
+from specjax.errors import InputError
 from specjax.execution import compile_session
 from specjax.models.loading import load_model
 from specjax.models.model import Model
+from specjax.paths import output_folder
 from train import answers
 from train.answers import Job
 from train.data.examples import FACTS, target_facts
@@ -32,6 +34,7 @@ from train.data.responses import open_responses
 from train.data.writing import check_free, write_responses
 
 CONFIG = "configs/generate_smollm2.py"
+_KIND = "answers"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,9 +52,10 @@ def generate(config: ml_collections.ConfigDict, console: Console | None = None) 
     console = console or Console(width=None if sys.stdout.isatty() else 120)
     screen = Screen(console if writes else Console(quiet=True))
     processes.together(lambda: answers.check(config))
-    root = Path(config.workdir).expanduser().absolute()
-    output = Path(config.output or root / "responses").expanduser().absolute()
-
+    root, where = output_folder("workdir", config.workdir), f"workdir={config.workdir!r}"
+    output = output_folder("output", config.output or root / "responses")
+    # Before minutes of loading.
+    processes.together(lambda: _check_folders(root, where, output) if writes else None)
     with screen.working(f"loading {config.target}"):
         model = processes.together(
             lambda: load_model(config.target, dtype=config.dtype, mesh=mesh, field="target")
@@ -66,17 +70,28 @@ def generate(config: ml_collections.ConfigDict, console: Console | None = None) 
         "target": target_facts(model),
         "prompts": {"count": len(job.rows), "sha256": job.digest},
     }
-    pieces = open_pieces(root, record)
-    if processes.from_first((output / FACTS).exists() if writes else False):
-        return _already(output, record, screen)
-    processes.together(lambda: check_free(output) if writes else None)
-
-    finished = _run(config, model, job, pieces, screen, begin)
-    if not finished:
-        return 0
-    with screen.working(f"writing {output}"):
-        processes.together(lambda: _write(job, pieces, output, record) if writes else None)
+    with folder_lock.hold(root, _KIND, where):
+        pieces = open_pieces(root, record)
+        if processes.from_first((output / FACTS).exists() if writes else False):
+            return _already(output, record, screen)
+        finished = _run(config, model, job, pieces, screen, begin)
+        if not finished:
+            return 0
+        with screen.working(f"writing {output}"):
+            processes.together(lambda: _write(job, pieces, output, record) if writes else None)
     return _summary(output, screen)
+
+
+def _check_folders(root: Path, where: str, output: Path) -> None:
+    """Raise InputError where the work folder or the output is not ours to write to."""
+    if root.is_relative_to(output):
+        raise InputError(
+            f"output={str(output)!r}: the work folder is in it; name a folder of its own, or leave "
+            "it out"
+        )
+    folders.check_claimable(root, _KIND, where)
+    if not (output / FACTS).exists():  # what to do with a dataset that is there is found out later
+        check_free(output)
 
 
 def _run(

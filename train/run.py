@@ -6,6 +6,7 @@ import inspect
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,19 +14,21 @@ import numpy as np
 from ml_collections import ConfigDict
 from rich.console import Console
 
-from specjax import frontdoor, processes, reporting
+from specjax import checkpoint_directory, folder_lock, folders, frontdoor, processes, reporting
 from specjax.checkpoints import save_checkpoint
 from specjax.errors import InputError
 from specjax.fields import Fields
 from specjax.heads.head import save_head
+from specjax.paths import output_folder
 from train import loop, saving
 from train import workdir as files
 from train.evaluate import Evaluation, held_out_prompts
 from train.journal import Journal
 from train.method import Method
 from train.setup import MakeMethod, Setup, set_up
-from train.step import gathered, make_program
+from train.step import Program, gathered, make_program
 
+_KIND = "training run"
 _PROMPT_TOKENS = 512
 """Longer prompts are not decoded: an evaluation is to be short."""
 
@@ -52,11 +55,26 @@ def run(config: ConfigDict, make_method: MakeMethod, console: Console | None = N
     begin = time.perf_counter()
     if not config.workdir:
         raise InputError("workdir is missing: pass --config.workdir=DIRECTORY")
+    root, where = output_folder("workdir", config.workdir), f"workdir={config.workdir!r}"
+    folders.check_claimable(root, _KIND, where)  # before minutes of loading
     setup = set_up(config, make_method)
-    settings, method, mesh = setup.settings, setup.method, setup.mesh
     prompts = _prompts(setup)
-    program = make_program(method, setup.decoder, settings, mesh)
-    workdir = files.open_workdir(config.workdir, setup.record)
+    program = make_program(setup.method, setup.decoder, setup.settings, setup.mesh)
+    with folder_lock.hold(root, _KIND, where):
+        workdir = files.open_workdir(root, setup.record)
+        return _train(setup, prompts, program, workdir, console, begin)
+
+
+def _train(
+    setup: Setup,
+    prompts: list[list[int]],
+    program: Program,
+    workdir: files.Workdir,
+    console: Console | None,
+    begin: float,
+) -> int:
+    settings, method, mesh = setup.settings, setup.method, setup.mesh
+    processes.together(lambda: _check_exports(method, workdir) if processes.speaks() else None)
     progress = loop.Standing()
     if saved := saving.last_checkpoint(workdir):
         program, progress = loop.resumed(program, saved)
@@ -103,13 +121,24 @@ def run(config: ConfigDict, make_method: MakeMethod, console: Console | None = N
         return _end(journal, workdir, outcome, settings.steps, time.perf_counter() - begin)
 
 
-def _export(method: Method, params: Any, facts: dict[str, Any], workdir: files.Workdir) -> None:
-    head = method.head(params, facts)
+def _check_exports(method: Method, workdir: files.Workdir) -> None:
+    """Raise InputError where what is to be exported at the end could not be written."""
+    for directory in _exports(method, workdir):
+        checkpoint_directory.check_free(directory, overwrite=True)
+
+
+def _exports(method: Method, workdir: files.Workdir) -> tuple[Path, ...]:
+    """The directory of the head, and where the target is trained along that of the target."""
     if method.tuned is None:
-        save_head(head, workdir.export, overwrite=True)
-        return
-    save_head(head, workdir.export / "head", overwrite=True)
-    save_checkpoint(method.tuned(params), workdir.export / "target", overwrite=True)
+        return (workdir.export,)
+    return workdir.export / "head", workdir.export / "target"
+
+
+def _export(method: Method, params: Any, facts: dict[str, Any], workdir: files.Workdir) -> None:
+    head, *target = _exports(method, workdir)
+    save_head(method.head(params, facts), head, overwrite=True)
+    if method.tuned is not None:
+        save_checkpoint(method.tuned(params), target[0], overwrite=True)
 
 
 def _prompts(setup: Setup) -> list[list[int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -41,28 +40,21 @@ def last_checkpoint(workdir: Workdir) -> Saved | None:
     What an interrupted save left does not count. Raises InputError where all that were saved are
     damaged.
     """
-
-    def look() -> tuple[int | None, list[int]]:
-        passed, first = [], None
-        for step in reversed(steps(workdir)):
-            try:
-                _look(workdir, step)
-                return step, passed
-            except InputError as error:
-                # A save that was cut short has a longer name.
-                names = [path.name for path in _directory(workdir, step).glob("specjax-*")]
-                if any(name.removeprefix("specjax-").isdigit() for name in names):
-                    passed.append(step)
-                    first = first or error
-        if first is not None:
-            raise first
-        return None, []
-
-    found = processes.together(lambda: look() if processes.speaks() else None)
-    step, passed = processes.from_first(found)
-    if step is None:
-        return None
-    return processes.together(lambda: _look(workdir, step)._replace(damaged=tuple(passed)))
+    # One process looks, since file systems may show the others an older listing.
+    finished = processes.from_first(_finished(workdir) if processes.speaks() else [])
+    damaged: list[int] = []
+    first = None
+    for step in reversed(finished):
+        try:
+            saved = processes.together(lambda step=step: _look(workdir, step))
+            checkpoint_directory.verify(saved.found)
+            return saved._replace(damaged=tuple(damaged))
+        except InputError as error:
+            damaged.append(step)
+            first = first or error
+    if first is not None:
+        raise first
+    return None
 
 
 def save_checkpoint(workdir: Workdir, step: int, state: Any, facts: dict[str, Any]) -> None:
@@ -81,7 +73,7 @@ def save_checkpoint(workdir: Workdir, step: int, state: Any, facts: dict[str, An
     if processes.speaks():
         whole = [one for one in steps(workdir) if _is_whole(workdir, one)]
         for other in set(steps(workdir)) - set(whole[-KEPT:]):
-            shutil.rmtree(_directory(workdir, other), ignore_errors=True)
+            checkpoint_directory.delete(_directory(workdir, other))
 
 
 def restore(saved: Saved, state: Any) -> Any:
@@ -105,6 +97,18 @@ def restore(saved: Saved, state: Any) -> Any:
 
 def _directory(workdir: Workdir, step: int) -> Path:
     return workdir.checkpoints / f"step-{step:09d}"
+
+
+def _finished(workdir: Workdir) -> list[int]:
+    """The steps whose checkpoints were finished; what an interrupted save left has no number."""
+    return [
+        step
+        for step in steps(workdir)
+        if any(
+            path.name.removeprefix("specjax-").isdigit()
+            for path in _directory(workdir, step).glob("specjax-*")
+        )
+    ]
 
 
 def _look(workdir: Workdir, step: int) -> Saved:

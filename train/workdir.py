@@ -7,15 +7,13 @@ checkpoint: `train.saving`.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specjax import processes
+from specjax import processes, text_files
 from specjax.errors import InputError
 from train.same_run import check_same_run
 
@@ -71,9 +69,10 @@ class Workdir:
 def open_workdir(directory: str | Path, record: Mapping[str, Any]) -> Workdir:
     """A new run's directory, or that of the same run begun earlier.
 
-    `record` is JSON-ready: what must be the same, in sections, `config` being one of them. A run
-    that has no checkpoint yet begins again. Raises InputError where the earlier run was another
-    one, naming the fields, and where the directory holds something else or cannot be written.
+    The directory is one that `specjax.folder_lock` holds for this run. `record` is JSON-ready: what
+    must be the same, in sections, `config` being one of them. A run that has no checkpoint yet
+    begins again. Raises InputError where the earlier run was another one, naming the fields, and
+    where the directory cannot be written.
     """
     workdir = Workdir(Path(directory).expanduser().absolute())
     text = json.dumps(record, indent=2, sort_keys=True) + "\n"
@@ -86,14 +85,7 @@ def open_workdir(directory: str | Path, record: Mapping[str, Any]) -> Workdir:
                 MAY_DIFFER,
                 "decay_steps is steps unless set",
             )
-        begun = workdir.config.exists()
-        if not begun and workdir.root.is_dir() and any(workdir.root.iterdir()):
-            raise InputError(
-                f"workdir={str(directory)!r}: holds files and no run (config.json is missing); "
-                "give a new or empty directory"
-            )
-        if processes.speaks():
-            write_file(workdir.config, text)
+        write_file(workdir.config, text)
 
     # The others must not look before the first one has, nor write.
     processes.together(lambda: check() if processes.speaks() else None)
@@ -166,14 +158,10 @@ def append_metrics(workdir: Workdir, row: Mapping[str, Any]) -> None:
 
 def write_file(path: Path, text: str) -> None:
     """Write a text whole or not at all; raises InputError where that cannot be done."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, path)
+        text_files.write_text(path, text)
     except OSError as error:
-        with suppress(OSError):
-            beside.unlink()
         raise _unwritable(path, error) from None
 
 

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
+from specjax import folders
 from specjax.errors import InputError, one_line
-from specjax.models.huggingface import PICKLES
+from specjax.models.huggingface import PICKLES, PRODUCER, write_tensors
 from specjax.models.tokenizer_files import read_json, write_json
 
 _CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
 WEIGHTS, MEDUSA_WEIGHTS = "model.safetensors", "medusa_lm_head.safetensors"
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
-_PRODUCER = {"format": "pt", "producer": "specjax"}
 
 
 @dataclass(frozen=True)
@@ -35,13 +32,14 @@ class Checkpoint:
     @property
     def is_ours(self) -> bool:
         """Whether specjax wrote it."""
-        return self.notes.get("producer") == _PRODUCER["producer"]
+        return self.notes.get("producer") == PRODUCER["producer"]
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:
     """A directory's config and all of its tensors.
 
-    Raises InputError for pickles, damaged files, numbers that are not finite and a missing config.
+    Raises InputError for pickles, damaged files, numbers that are not finite, a missing config, and
+    a directory that is not what specjax wrote there.
     """
     if not directory.is_dir():
         raise InputError(f"{directory}: no such directory; download the head and give its folder")
@@ -60,12 +58,14 @@ def read_checkpoint(directory: Path) -> Checkpoint:
             raise InputError(
                 f"{path}: not safetensors that can be read ({one_line(error)}); download it again"
             ) from None
+    found = Checkpoint(directory, config, tensors, notes)
+    folders.verify(directory, ("head",), found.is_ours)
     for name, tensor in tensors.items():
         if tensor.dtype.kind not in "iub" and not np.isfinite(tensor.astype(np.float32)).all():
             raise InputError(
                 f"{directory}: {name} holds numbers that are not finite; use an intact head"
             )
-    return Checkpoint(directory, config, tensors, notes)
+    return found
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -98,22 +98,9 @@ def _weight_files(directory: Path) -> list[Path]:
 def check_target(path: Path) -> None:
     """Raise InputError unless a directory can be written: it is new, empty, or an earlier export.
 
-    Writing replaces an earlier export.
+    Writing replaces an earlier export, in which there must be nothing else.
     """
-    if not path.exists() or (path.is_dir() and (_is_export(path) or not any(path.iterdir()))):
-        return
-    raise InputError(f"{path}: exists and is no export of specjax; give a new or empty directory")
-
-
-def _is_export(path: Path) -> bool:
-    for name in (WEIGHTS, MEDUSA_WEIGHTS):
-        try:
-            with safe_open(path / name, framework="numpy") as file:
-                if (file.metadata() or {}).get("producer") == _PRODUCER["producer"]:
-                    return (path / _CONFIG).exists()
-        except (SafetensorError, OSError):
-            continue
-    return False
+    folders.check_replaceable(path, "head", str(path))
 
 
 def write_checkpoint(
@@ -129,27 +116,13 @@ def write_checkpoint(
     `check` sees what was written before it takes the place of an earlier export, and raises where
     it is not right. Raises InputError as `check_target` does, and where the disk refuses.
     """
-    directory = directory.absolute()
-    check_target(directory)
-    part = directory.with_name(f".{directory.name}.{os.getpid()}.part")
-    old = directory.with_name(f".{directory.name}.{os.getpid()}.old")
-    try:
-        part.mkdir(parents=True)
+
+    def write(part: Path) -> None:
         write_json(part / _CONFIG, config)
         whole = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
-        save_file(whole, part / weights, metadata={**notes, **_PRODUCER})
-        if check is not None:
-            check(part)
-        if directory.exists():
-            directory.rename(old)
-        part.rename(directory)
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{directory}: cannot be written ({one_line(error)})") from None
-    finally:
-        if old.exists() and not directory.exists():
-            old.rename(directory)
-        shutil.rmtree(part, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+        write_tensors(whole, part / weights, notes)
+
+    folders.write_folder(directory, "head", write, check=check)
 
 
 def match(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
-import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from specjax import folders
 from specjax.errors import InputError, one_line, shown
 from specjax.models import layout, store
 from specjax.models.config import DecoderConfig
@@ -28,7 +27,8 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Suffixes of files that run code when they are read."""
 
 _FLOATS = ("F32", "F16", "BF16", "F64")
-_PRODUCER = {"format": "pt", "producer": "specjax"}
+PRODUCER = {"format": "pt", "producer": "specjax"}
+"""The header of the safetensors files that specjax writes."""
 
 
 def refuse_pickle(path: Path, directory: Path) -> InputError:
@@ -120,10 +120,12 @@ def read_params(
 ) -> dict[str, Any]:
     """The parameter tree of `layout.param_shapes`, from model.safetensors or its shards.
 
-    Raises InputError for missing shards, damaged files, pickles, and tensors that are missing,
-    unexpected or mis-shaped.
+    Raises InputError for missing shards, damaged files, pickles, tensors that are missing,
+    unexpected or mis-shaped, and a directory that is not what `save` wrote there.
     """
-    where, shapes = _read_headers(_find_shards(directory))
+    shards_found = _find_shards(directory)
+    folders.verify(directory, ("model",), any(map(is_ours, shards_found)))
+    where, shapes = _read_headers(shards_found)
     tied_copy = config.tie_word_embeddings and "lm_head.weight" in where
     places = layout.match(
         str(directory),
@@ -172,7 +174,21 @@ def write_params(params: dict[str, Any], config: DecoderConfig, path: Path) -> N
                 f"the config says {list(place.shape)}"
             )
         tensors[place.name] = np.ascontiguousarray(layout.to_stored(value, place))
-    save_file(tensors, path, metadata=_PRODUCER)
+    write_tensors(tensors, path, {})
+
+
+def write_tensors(tensors: Mapping[str, np.ndarray], path: Path, notes: Mapping[str, str]) -> None:
+    """Write a safetensors file whose header names specjax beside the notes; raises OSError."""
+    try:
+        save_file(dict(tensors), path, metadata={**notes, **PRODUCER})
+    except SafetensorError as error:
+        raise OSError(one_line(error)) from None
+
+
+def is_ours(path: Path) -> bool:
+    """Whether the header of a safetensors file says that specjax wrote it."""
+    with _open_shard(path) as file:
+        return (file.metadata() or {}).get("producer") == PRODUCER["producer"]
 
 
 def save(
@@ -186,40 +202,12 @@ def save(
 
     An earlier save is replaced. Raises InputError where `directory` holds anything else.
     """
-    directory = directory.absolute()
-    if directory.exists() and not _is_ours(directory):
-        raise InputError(
-            f"{directory}: exists and was not written by specjax; give a new or empty directory"
-        )
-    part = directory.with_name(f".{directory.name}.{os.getpid()}.part")
-    old = directory.with_name(f".{directory.name}.{os.getpid()}.old")
-    try:
-        part.mkdir(parents=True)
+
+    def write(part: Path) -> None:
         write_config(config, tokenizer, dtype, part)
         write_params(params, config, part / _WEIGHTS)
         if tokenizer is not None:
             write_tokenizer(tokenizer, part, config.max_positions)
             write_json(part / "generation_config.json", end_fields(tokenizer))
-        if directory.exists():
-            directory.rename(old)
-        part.rename(directory)
-    except OSError as error:
-        raise InputError(f"{directory}: cannot be written ({error.strerror or error})") from None
-    finally:
-        if old.exists() and not directory.exists():
-            old.rename(directory)
-        shutil.rmtree(part, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
 
-
-def _is_ours(directory: Path) -> bool:
-    """True for an empty directory and for one that `save` wrote."""
-    if not directory.is_dir():
-        return False
-    if not any(directory.iterdir()):
-        return True
-    try:
-        with safe_open(directory / _WEIGHTS, framework="numpy") as file:
-            return (file.metadata() or {}).get("producer") == _PRODUCER["producer"]
-    except (SafetensorError, OSError):
-        return False
+    folders.write_folder(directory, "model", write)

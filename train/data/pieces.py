@@ -81,20 +81,15 @@ class Pieces:
 def open_pieces(root: Path, record: Mapping[str, Any]) -> Pieces:
     """The batches of a run in its work folder; `record` (JSON-ready) says what the run is.
 
-    Every process makes the call, the first one looks and writes. Raises InputError where finished
-    batches there are of another run, naming the fields, and where the folder holds something else
-    or cannot be written.
+    The folder is one that `specjax.folder_lock` holds for this run. Every process makes the call,
+    the first one looks and writes. Raises InputError where finished batches there are of another
+    run, naming the fields, and where the folder cannot be written.
     """
     pieces, file = Pieces(root / "batches"), root / _RECORD
 
     def check() -> None:
         if pieces.done():
             check_same_run(file, record, _MAY_DIFFER)
-        elif not file.exists() and root.is_dir() and any(root.iterdir()):
-            raise InputError(
-                f"workdir={str(root)!r}: holds files and no run ({_RECORD} is missing); "
-                "give a new or empty directory"
-            )
         write_file(file, json.dumps(record, indent=1) + "\n")
 
     processes.together(lambda: check() if processes.speaks() else None)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int32, Int64
 
+from specjax import folders
 from specjax.errors import InputError, one_line
 from train.data.examples import (
     FACTS,
@@ -150,6 +151,9 @@ def _read_facts(path: Path) -> dict[str, Any]:
             f"{path}: not a dataset of responses ({FACTS} is missing); "
             "give a directory that train.generate wrote"
         )
+    marker = folders.read_marker(path)
+    if marker is not None and (damage := folders.find_damage(path, marker, share=None)):
+        raise _damaged(path, damage)
     try:
         facts = json.loads((path / FACTS).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from specjax import folders
 from specjax.errors import InputError, one_line
 from train.data.examples import (
     FACTS,
@@ -42,16 +42,13 @@ def write_responses(
 
     They are written beside the directory, which appears, or replaces an earlier dataset where
     `overwrite` is set, when all are there. `generation` is kept as it is. Raises InputError for
-    examples that are not of this target, no examples or labels at all, a directory that holds
-    something already, and a disk that is full; what the directory held is then still there.
+    examples that are not of this target, no examples or labels at all, as `check_free` does, and
+    for a disk that is full; what the directory held is then still there.
     """
     path = Path(directory).expanduser().absolute()
     check_free(path, overwrite)
-    beside = path.with_name(f".{path.name}.writing")
-    try:
-        with _disk(path):
-            shutil.rmtree(beside, ignore_errors=True)
-            beside.mkdir(parents=True)
+
+    def write(beside: Path) -> None:
         counts = _write(path, beside, examples, facts, tuple(feature_names), shard_bytes)
         content = {
             "specjax_responses": FORMAT,
@@ -62,9 +59,8 @@ def write_responses(
         }
         with _disk(path):
             (beside / FACTS).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-            _publish(beside, path)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+
+    folders.write_folder(path, "dataset", write)
 
 
 @contextmanager
@@ -80,14 +76,14 @@ def _disk(path: Path) -> Iterator[None]:
 
 
 def check_free(directory: str | Path, overwrite: bool = False) -> None:
-    """Raise InputError where a dataset must not be written to a directory."""
+    """Raise InputError unless a directory is new, empty, or a dataset that may be replaced.
+
+    One that holds a file that `write_responses` did not write may not.
+    """
     path = Path(directory).expanduser().absolute()
-    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
-        return
-    if not (path / FACTS).is_file():
-        raise InputError(f"{path}: holds something else than responses; write elsewhere")
-    if not overwrite:
+    if not overwrite and (path / FACTS).is_file():
         raise InputError(f"{path}: holds a dataset already; delete it, or write elsewhere")
+    folders.check_replaceable(path, "dataset", str(path))
 
 
 def _write(
@@ -254,13 +250,3 @@ def _check(
                 f"{where}: {name} holds values that are not finite in float16; "
                 "do not store this feature"
             )
-
-
-def _publish(beside: Path, path: Path) -> None:
-    """Put the finished directory in its place; an earlier one goes only then."""
-    earlier = path.with_name(f".{path.name}.earlier")
-    if path.exists():
-        shutil.rmtree(earlier, ignore_errors=True)
-        path.rename(earlier)
-    beside.rename(path)
-    shutil.rmtree(earlier, ignore_errors=True)

@@ -1,0 +1,350 @@
+"""Folders that specjax makes: what is changed in them is found, what is not ours is left alone."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from heads import eagle_head
+from rich.console import Console
+from safetensors.numpy import load_file, save_file
+from test_processes import ROOT
+from toy_training import get_config, toy_method, toy_target, write_data
+
+from specjax import folder_lock, folders
+from specjax.checkpoints import save_checkpoint, save_drafter
+from specjax.errors import InputError
+from specjax.folders import LOCK, MARKER
+from specjax.heads.head import read_head, save_head
+from specjax.interchange import read_foreign, write_foreign
+from specjax.models.loading import load_model, save_model
+from train import features, generate, run, setup
+from train.data.examples import Example, target_facts
+from train.data.responses import open_responses
+from train.data.writing import write_responses
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    return tiny
+
+
+@pytest.fixture(scope="module")
+def saved_model(model, tmp_path_factory):
+    """A Hugging Face directory, not to be changed."""
+    path = tmp_path_factory.mktemp("models") / "model"
+    save_model(model, path)
+    return path
+
+
+def flip_four_bytes(folder):
+    """Change the middle of the largest file below a folder; returns the file's relative path."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 4] = bytes(byte ^ 0xFF for byte in content[middle : middle + 4])
+    largest.write_bytes(content)
+    return largest.relative_to(folder).as_posix()
+
+
+def contents(folder):
+    """All files below a folder, and what is in them."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+KINDS = {
+    "orbax model": (lambda model, path: save_checkpoint(model, path), load_model),
+    "orbax head": (lambda model, path: save_head(eagle_head(model), path), read_head),
+    "safetensors model": (lambda model, path: save_model(model, path), load_model),
+    "safetensors head": (
+        lambda model, path: write_foreign(eagle_head(model), path, "eagle3", model),
+        None,
+    ),
+}
+
+
+def save_and_load(kind, model, path):
+    save, load = KINDS[kind]
+    save(model, path)
+    return load or (lambda path: read_foreign(path, model))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_four_flipped_bytes_are_found_and_named(kind, model, tmp_path):
+    load = save_and_load(kind, model, tmp_path / "saved")
+    load(tmp_path / "saved")
+    name = flip_four_bytes(tmp_path / "saved")
+    with pytest.raises(InputError, match=rf"saved: .*{name} is not as it was written") as caught:
+        load(tmp_path / "saved")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_save_without_its_marker_is_refused(kind, model, tmp_path):
+    load = save_and_load(kind, model, tmp_path / "saved")
+    (marker,) = (tmp_path / "saved").rglob(MARKER)
+    content = marker.read_text()
+    marker.unlink()
+    with pytest.raises(InputError, match=f"saved: .*{MARKER}.*copy .* again, whole, or save again"):
+        load(tmp_path / "saved")
+    marker.write_text(content[: len(content) // 2])
+    with pytest.raises(InputError, match=f"{MARKER} is not JSON"):
+        load(tmp_path / "saved")
+    content = json.loads(content)
+    marker.write_text(json.dumps({**content, "specjax_folder": 2}))
+    with pytest.raises(InputError, match=f"{MARKER}: format 2, and only 1 is known"):
+        load(tmp_path / "saved")
+
+
+def test_models_of_others_need_no_marker(saved_model, model, tmp_path):
+    shutil.copytree(saved_model, tmp_path / "theirs")
+    (tmp_path / "theirs" / MARKER).unlink()
+    weights = tmp_path / "theirs" / "model.safetensors"
+    save_file(load_file(weights), weights)
+    assert load_model(tmp_path / "theirs", dtype="float32").config == model.config
+
+
+@pytest.mark.parametrize("name", ["../other/file", "/etc/hosts", "a/../../b", "", "a\0b"])
+def test_a_marker_cannot_list_files_outside(name, tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").write_text("mine")
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    files = {name: {"bytes": 4, "sha256": "0" * 64}}
+    content = {"specjax_folder": 1, "kind": "model", "files": files}
+    (folder / MARKER).write_text(json.dumps(content))
+    with pytest.raises(InputError, match="not listed as specjax lists files"):
+        folders.delete(folder)
+    assert (tmp_path / "other" / "file").read_text() == "mine"
+
+
+def test_each_file_is_read_by_one_of_the_shares(tmp_path):
+    for name, size in (("a", 5), ("b", 0), ("c/d", 90), ("c/e", 7), ("f", 40)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x" * size)
+    folders.seal(tmp_path, "model")
+    marker = folders.read_marker(tmp_path)
+    assert sorted(marker.files) == ["a", "b", "c/d", "c/e", "f"]
+    for name in ("a", "c/d", "c/e", "f"):
+        kept = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(b"y" * len(kept))
+        assert folders.find_damage(tmp_path, marker, share=None) is None
+        found = [folders.find_damage(tmp_path, marker, (part, 3)) for part in range(3)]
+        assert sorted(filter(None, found)) == [
+            f"{name} is not as it was written: its SHA-256 differs"
+        ]
+        (tmp_path / name).write_bytes(kept)
+    (tmp_path / "f").unlink()
+    assert folders.find_damage(tmp_path, marker) == "f: no such file or directory"
+
+
+def save_dataset(model, path):
+    tokens = np.arange(9, dtype=np.int32)
+    one = Example(tokens=tokens, loss_mask=tokens > 3)
+    write_responses(path, [one], target_facts(model), overwrite=True)
+
+
+AGAIN = {
+    "orbax model": lambda model, path: save_checkpoint(model, path, overwrite=True),
+    "orbax drafter": lambda _, path: save_drafter(path, {"a": np.ones(9)}, {}, overwrite=True),
+    "safetensors model": lambda model, path: save_model(model, path),
+    "safetensors head": lambda model, path: write_foreign(eagle_head(model), path, "eagle3", model),
+    "dataset": save_dataset,
+}
+
+
+@pytest.mark.parametrize("kind", AGAIN)
+def test_a_users_file_in_a_save_survives_and_is_named(kind, model, tmp_path):
+    save, path = AGAIN[kind], tmp_path / "saved"
+    save(model, path)
+    save(model, path)
+    (marker,) = path.rglob(MARKER)
+    for place in (path, marker.parent, max(path.rglob("*"), key=lambda one: len(one.parts)).parent):
+        before = contents(path)
+        (place / "notes.txt").write_text("mine")
+        with pytest.raises(InputError, match="saved.*: holds '.*notes.txt', which") as caught:
+            save(model, path)
+        assert "\n" not in str(caught.value)
+        name = (place / "notes.txt").relative_to(path).as_posix()
+        assert contents(path) == {**before, name: b"mine"}
+        (place / "notes.txt").unlink()
+    save(model, path)
+    assert [one.name for one in tmp_path.iterdir()] == ["saved"]
+
+
+def test_what_another_kind_of_save_wrote_is_not_replaced(model, tmp_path):
+    save_model(model, tmp_path / "model")
+    write_foreign(eagle_head(model), tmp_path / "head", "eagle3", model)
+    before = contents(tmp_path)
+    with pytest.raises(InputError, match="model: holds a model, not a head; give a new or empty"):
+        write_foreign(eagle_head(model), tmp_path / "model", "eagle3", model)
+    with pytest.raises(InputError, match="head: holds a head, not a model; give a new or empty"):
+        save_model(model, tmp_path / "head")
+    with pytest.raises(InputError, match="head: holds a head, not a dataset"):
+        save_dataset(model, tmp_path / "head")
+    assert contents(tmp_path) == before
+
+
+def test_deleting_takes_what_is_listed_and_no_more(tmp_path):
+    folder = tmp_path / "saved"
+    (folder / "deep" / "er").mkdir(parents=True)
+    (folder / "deep" / "er" / "file").write_text("ours")
+    folders.seal(folder, "model")
+    shutil.copytree(folder, tmp_path / "other")
+    (folder / "deep" / "mine").write_text("mine")
+    folders.delete(folder)
+    assert contents(folder) == {"deep/mine": b"mine"}
+    folders.delete(folder)
+    assert contents(folder) == {"deep/mine": b"mine"}
+    folders.delete(tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_what_a_killed_save_left_is_cleared_away(model, tmp_path):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    save_model(model, tmp_path / "model")
+    before = sorted(contents(tmp_path / "model"))
+    name = folders._beside(tmp_path / "model", "part").name
+    left = tmp_path / name.replace(f"-{os.getpid()}.", f"-{ended.pid}.")
+    left.mkdir()
+    (left / "model.safetensors").touch()
+    others = tmp_path / name.replace(f"-{os.getpid()}.", "-1.")  # of a process that runs
+    others.mkdir()
+    # Killed after the earlier save was moved aside, and before the new one took its place.
+    (tmp_path / "model").rename(left.with_suffix(".earlier"))
+    save_model(model, tmp_path / "model")
+    assert sorted(contents(tmp_path / "model")) == before
+    load_model(tmp_path / "model")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([others.name, "model"])
+
+
+def test_a_killed_claim_does_not_make_a_folder_foreign(tmp_path):
+    (tmp_path / ".specjax-abcd.tmp").write_text("{")
+    (tmp_path / LOCK).touch()
+    folders.claim(tmp_path, "training run", "workdir='w'")
+    assert folders.read_marker(tmp_path) == folders.Marker("training run", None)
+    with pytest.raises(InputError, match="^workdir='w': holds a training run, not a answers"):
+        folders.claim(tmp_path, "answers", "workdir='w'")
+
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from specjax import folder_lock
+
+with folder_lock.hold(Path(sys.argv[1]), "training run", "workdir"):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_one_run_at_a_time(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    folder = tmp_path / "w"
+    command = [sys.executable, "-c", HOLDS, str(folder)]
+    first = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        assert first.stdout.readline() == "held\n"
+        with (
+            pytest.raises(InputError) as caught,
+            folder_lock.hold(folder, "training run", "workdir='w'"),
+        ):
+            pass
+        said = str(caught.value)
+        assert said.startswith(f"workdir='w': another run is at work there (pid {first.pid} on ")
+        assert f"since {json.loads((folder / LOCK).read_text())['since']}: " in said
+        assert " -c " in said
+        assert "\n" not in said
+    finally:
+        os.kill(first.pid, signal.SIGKILL)
+        first.communicate()
+    for _ in range(2):
+        with folder_lock.hold(folder, "training run", "workdir"):
+            assert json.loads((folder / LOCK).read_text())["pid"] == os.getpid()
+
+
+def refused_by(main, argv, capsys):
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    return error
+
+
+def test_no_run_takes_a_folder_that_holds_a_model(saved_model, tmp_path, monkeypatch, capsys):
+    """Refused before anything is loaded; the model stays as it is, byte for byte."""
+    model = tmp_path / "model"
+    shutil.copytree(saved_model, model)
+    for marked in (True, False):
+        if not marked:
+            (model / MARKER).unlink()
+        said = "holds a model, not a " if marked else "holds 'config.json' and no "
+        before = contents(tmp_path)
+
+        def make(target, data, config):
+            raise AssertionError("to be refused earlier")
+
+        config = get_config()
+        config.data, config.workdir = str(tmp_path / "nothing"), str(model)
+        with pytest.raises(InputError, match=f"workdir='.*model': {said}training run"):
+            run.run(config, make, Console(quiet=True))
+
+        given = ["--config=configs/generate_smollm2.py", "--config.target=nothing"]
+        error = refused_by(generate.main, [*given, f"--config.workdir={model}"], capsys)
+        assert f"model': {said}answers" in error
+        given.append(f"--config.workdir={tmp_path / 'w'}")
+        error = refused_by(generate.main, [*given, f"--config.output={model}"], capsys)
+        assert "model: holds " in error
+
+        given = [f"--input={tmp_path}", f"--output={model}", "--target=nothing"]
+        assert f"model': {said}features" in refused_by(features.main, given, capsys)
+        assert contents(tmp_path) == before
+
+
+def test_an_output_is_not_the_work_folder(tmp_path, capsys):
+    for name in ("w", "."):
+        argv = [
+            "--config=configs/generate_smollm2.py",
+            f"--config.workdir={tmp_path / 'w'}",
+            f"--config.output={tmp_path / name}",
+        ]
+        assert "the work folder is in it" in refused_by(generate.main, argv, capsys)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_asks_first_whether_it_can_export(tmp_path, monkeypatch):
+    write_data(tmp_path / "data")
+    monkeypatch.setattr(setup, "load_model", lambda name, mesh=None: toy_target(mesh))
+    config = get_config()
+    config.data, config.workdir = str(tmp_path / "data"), str(tmp_path / "w")
+    folders.claim(tmp_path / "w", "training run", "workdir")
+    (tmp_path / "w" / "export").mkdir()
+    (tmp_path / "w" / "export" / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match=r"w/export: holds 'notes.txt', which is no part"):
+        run.run(config, lambda target, data, config: toy_method(target), Console(quiet=True))
+    assert not (tmp_path / "w" / "checkpoints").exists()
+    assert not (tmp_path / "w" / "metrics.jsonl").exists()
+    # The lock ended with the run that was refused.
+    with folder_lock.hold(tmp_path / "w", "training run", "workdir"):
+        pass
+
+
+def test_a_dataset_that_was_cut_short_is_named(model, tmp_path):
+    save_dataset(model, tmp_path / "d")
+    open_responses(tmp_path / "d")
+    (data,) = (tmp_path / "d").glob("*array_record*")
+    os.truncate(data, data.stat().st_size - 1)
+    with pytest.raises(InputError, match=rf"d: a damaged dataset \({data.name} has \d+ bytes"):
+        open_responses(tmp_path / "d")
