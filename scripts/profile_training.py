@@ -12,7 +12,6 @@ Nothing is written; the config is that of a training run.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import math
 import statistics
@@ -38,8 +37,7 @@ from train.teacher import fill_features
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    parser = frontdoor.Parser(description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = frontdoor.Parser("python scripts/profile_training.py", __doc__)
     parser.add_argument("--method", required=True, help="a module with make_method and CONFIG")
     parser.add_argument("--steps", type=int, default=5, help="how often each part is timed")
 

@@ -12,67 +12,67 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from specjax import frontdoor, interchange
 from specjax.checkpoint_directory import is_checkpoint
 from specjax.errors import InputError
+from specjax.fields import Choice, Flag, OutputFolder, PathOrName, optional
 from specjax.heads.files import open_head
 from specjax.heads.head import KINDS, Head, read_head, save_head
 from specjax.interchange.checkpoint import check_target
 from specjax.interchange.directory import check_format, whole_vocabulary
 from specjax.interchange.logits import check_same
 from specjax.interchange.taps import CONVENTIONS
-from specjax.models.loading import DEFAULT_MODEL, load_model
+from specjax.models.loading import DEFAULT_MODEL, DTYPE, load_model
 from specjax.models.model import Model
+from specjax.paths import user_path
 
 OWN = "specjax"
 FORMATS = (*interchange.FORMATS, OWN)
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = frontdoor.Parser(
-        "python -m specjax.export",
-        description=__doc__.partition("\n")[0],
-        allow_abbrev=False,
+def parser() -> frontdoor.Parser:
+    """The flags."""
+    flags = frontdoor.Parser("python -m specjax.export", __doc__)
+    flags.add_field("head", PathOrName(), "the head to write")
+    flags.add_field("format", Choice(FORMATS), "the layout to write")
+    flags.add_field("output", OutputFolder(), "where to write it")
+    flags.add_field("target", PathOrName(), "the head's target model", default=DEFAULT_MODEL)
+    flags.add_field("dtype", DTYPE, "in which the target is loaded", default="float32")
+    flags.add_field(
+        "read_layer_ids",
+        optional(Choice(CONVENTIONS)),
+        "what the layer ids of another tool's EAGLE-3 head count",
+        default=None,
     )
-    parser.add_argument("--head", required=True, metavar="PATH", help="the head to write")
-    parser.add_argument("--format", required=True, choices=FORMATS, help="the layout to write")
-    parser.add_argument("--output", required=True, metavar="DIR", help="where to write it")
-    parser.add_argument(
-        "--target", default=DEFAULT_MODEL, help="the head's target model (%(default)s)"
-    )
-    parser.add_argument(
-        "--dtype", default="float32", help="in which the target is loaded (%(default)s)"
-    )
-    parser.add_argument(
-        "--read_layer_ids",
-        choices=CONVENTIONS,
-        help="what the layer ids of another tool's EAGLE-3 head count",
-    )
-    parser.add_argument(
-        "--layer_ids",
-        choices=CONVENTIONS,
+    flags.add_field(
+        "layer_ids",
+        Choice(CONVENTIONS),
+        "what the written layer ids count: inputs of layers (EAGLE, vLLM) or outputs (SpecForge, "
+        "SGLang)",
         default="input",
-        help="what the written layer ids count: inputs of layers (EAGLE, vLLM) or outputs "
-        "(SpecForge, SGLang)",
     )
-    parser.add_argument(
-        "--whole_vocabulary",
-        action="store_true",
-        help="let a head that uses its target's own head use all of it",
+    flags.add_field(
+        "whole_vocabulary",
+        Flag(),
+        "let a head that uses its target's own head use all of it",
+        default=False,
     )
-    return parser.parse_args(argv)
+    return flags
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    return frontdoor.command(lambda arguments: export(_parse(arguments)), argv)
+
+    def act(arguments: list[str]) -> int:
+        return export(argparse.Namespace(**parser().read(arguments)))
+
+    return frontdoor.command(act, argv, parser().format_help())
 
 
 def export(asked: argparse.Namespace) -> int:
     """Run parsed flags; returns the exit code. Raises InputError."""
-    source, output = Path(asked.head).expanduser(), Path(asked.output).expanduser()
+    source, output = user_path("head", asked.head), asked.output
     shipped = asked.head in KINDS
     if not shipped and not source.is_dir():
         raise InputError(
@@ -84,7 +84,7 @@ def export(asked: argparse.Namespace) -> int:
     head = None
     if not shipped and is_checkpoint(source):
         head = _prepared(read_head(source), asked)
-    target = load_model(asked.target, dtype=asked.dtype)
+    target = load_model(asked.target, dtype=asked.dtype, field="target")
     if shipped:
         head = _prepared(open_head(asked.head, None, target), asked)
     elif head is None:

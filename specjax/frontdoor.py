@@ -21,7 +21,18 @@ from ml_collections import config_dict, config_flags
 
 from specjax import compiled_programs, paths, processes, sharding, signals
 from specjax.errors import NO_ROOM, InputError, one_line, shown
-from specjax.fields import Fields, Flag, Number, Text, Whole, check_values, optional
+from specjax.fields import (
+    Choice,
+    Either,
+    Fields,
+    Flag,
+    Kind,
+    Number,
+    Text,
+    Whole,
+    check_values,
+    optional,
+)
 
 BAD_INPUT, INTERRUPTED, NO_READER = 2, 130, 141
 """Exit codes of a bad input, of Ctrl-C or SIGTERM, and where nobody reads stdout any more."""
@@ -109,11 +120,58 @@ def command(
 
 
 class Parser(argparse.ArgumentParser):
-    """Flags without a config file; what does not fit raises InputError."""
+    """Flags without a config file, each of a kind; what does not fit raises InputError.
+
+    `documentation` is what --help prints before the flags.
+    """
+
+    def __init__(self, prog: str, documentation: str | None) -> None:
+        super().__init__(prog, description=documentation, allow_abbrev=False)
+        self.formatter_class = argparse.RawDescriptionHelpFormatter
+        self.fields: dict[str, Kind] = {}
+        self.needed: list[str] = []
+
+    def add_field(self, name: str, kind: Kind, help: str, *, default: Any = ...) -> None:
+        """A flag --name=VALUE, needed without a default; --name or --noname for true or false."""
+        self.fields[name] = kind
+        if isinstance(kind, Flag):
+            self.add_argument(f"--{name}", action="store_true", default=default, help=help)
+            self.add_argument(f"--no{name}", action="store_false", dest=name)
+            return
+        if default is ...:
+            self.needed.append(name)
+        given = default is not ... and default is not None
+        self.add_argument(
+            f"--{name}",
+            default=default if given else None,
+            metavar="{" + ",".join(kind.names) + "}" if isinstance(kind, Choice) else "VALUE",
+            help=f"{help} ({default})" if given else help,
+        )
+
+    def read(self, argv: Sequence[str]) -> dict[str, Any]:
+        """The values of all flags, checked, and of other arguments; raises InputError."""
+        given = vars(self.parse_args(argv))
+        if missing := [name for name in self.needed if given[name] is None]:
+            told = [f"{name} is missing: pass --{name}=VALUE" for name in missing]
+            raise InputError(f"{'; '.join(told)}; --help lists the flags")
+        others = {name: value for name, value in given.items() if name not in self.fields}
+        values = {name: _typed(kind, given[name]) for name, kind in self.fields.items()}
+        return {**others, **check_values(self.fields, values)}
 
     def error(self, message: str) -> NoReturn:
         """Called by argparse."""
         raise InputError(f"{message}; --help lists the flags")
+
+
+def _typed(kind: Kind, value: Any) -> Any:
+    """A flag's text as the number that its kind asks for, or as it is where it is none."""
+    kind = kind.kinds[0] if isinstance(kind, Either) else kind
+    if not isinstance(value, str) or not isinstance(kind, Whole | Number):
+        return value
+    try:
+        return int(value) if isinstance(kind, Whole) else float(value)
+    except ValueError:
+        return value
 
 
 def _ended(code: int, line: str) -> int:

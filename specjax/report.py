@@ -21,10 +21,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from absl import flags
-
 from specjax import frontdoor, plots, report_data, report_pictures, report_tables
 from specjax.errors import InputError, one_line
+from specjax.fields import Flag, OutputFolder
 from specjax.paths import output_folder
 from specjax.report_figures import Entry, by_conditions, in_order
 from specjax.report_file import write_json
@@ -37,12 +36,11 @@ _ALWAYS, _COSTS = ("report.md", "report.csv"), "costs.json"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    return frontdoor.command(_report, argv, __doc__)
+    return frontdoor.command(_report, argv, parser().format_help())
 
 
 def _report(argv: list[str]) -> int:
-    options, paths = _options(argv)
-    for path in write(paths, options.out, predict=options.predict, pictures=options.pictures):
+    for path in write(**parser().read(argv)):
         print(f"wrote {path}")
     return 0
 
@@ -171,18 +169,14 @@ def _open_folder(out: str | Path) -> WrittenFiles:
     return WrittenFiles("out", folder, "report")
 
 
-def _options(argv: list[str]) -> tuple[Any, list[str]]:
-    values = flags.FlagValues()
-    flags.DEFINE_string("out", None, "Folder to write into.", flag_values=values)
-    flags.DEFINE_bool("predict", False, "Time the parts of rounds.", flag_values=values)
-    flags.DEFINE_bool("pictures", True, "Draw pictures.", flag_values=values)
-    try:
-        paths = values(["report", *argv])[1:]
-    except flags.Error as error:
-        raise InputError(f"{one_line(error)}; see --help") from None
-    if not values.out:
-        raise InputError("out is missing: pass --out=DIR, a folder to write into")
-    return values, paths
+def parser() -> frontdoor.Parser:
+    """The flags, and the files to read."""
+    flags = frontdoor.Parser("python -m specjax.report", __doc__)
+    flags.add_argument("paths", nargs="*", metavar="FILE", help="reports to compare")
+    flags.add_field("out", OutputFolder(), "the folder to write into")
+    flags.add_field("predict", Flag(), "time the parts of rounds", default=False)
+    flags.add_field("pictures", Flag(), "draw pictures", default=True)
+    return flags
 
 
 if __name__ == "__main__":

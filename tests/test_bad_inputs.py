@@ -1,14 +1,17 @@
 """Every field of every command refuses what it cannot take: one line, its name, exit code 2."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import bad_inputs
 import pytest
 
-from specjax import bench, decode
+from specjax import bench, decode, export, report
 from specjax.fields import Kind
 from specjax.job import decode_fields
-from train import answers, distill, eagle, generate, medusa
+from train import answers, distill, eagle, features, generate, import_responses, medusa
 
 CONFIGS = Path("configs").absolute()
 # A command's entry point, the kinds of its fields, and its config file.
@@ -19,6 +22,26 @@ COMMANDS = {
     "train.medusa": (medusa.main, medusa.FIELDS, "train_medusa.py"),
     "train.eagle": (eagle.main, eagle.FIELDS, "train_eagle3.py"),
     "train.distill": (distill.main, distill.FIELDS, "train_distill.py"),
+}
+
+# A command's entry point, its flags, and those that it needs, all of them good.
+FLAGS = {
+    "specjax.report": (report.main, report.parser(), {"out": "new"}),
+    "specjax.export": (
+        export.main,
+        export.parser(),
+        {"head": "eagle3", "format": "eagle3", "output": "new"},
+    ),
+    "train.features": (
+        features.main,
+        features.parser(),
+        {"input": "folder", "output": "new"},
+    ),
+    "train.import_responses": (
+        import_responses.main,
+        import_responses.parser(),
+        {"input": "file", "output": "new"},
+    ),
 }
 
 
@@ -46,7 +69,8 @@ def complaint(main, argv, capsys):
         return f"said {said!r:.300}"
     if len(said) > 1500:
         return f"said {len(said)} characters"
-    return None if argv[-1][9:].partition("=")[0] in said else f"names no field: {said!r:.200}"
+    field = argv[-1].removeprefix("--").removeprefix("config.").partition("=")[0]
+    return None if field in said else f"names no field: {said!r:.200}"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -63,6 +87,44 @@ def test_every_field(command, folder, capsys, monkeypatch):
             if (problem := complaint(main, argv, capsys)) is not None:
                 problems.append(f"{name}={value!r:.60}: {problem}")
     assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("command", FLAGS)
+def test_every_flag(command, folder, capsys, monkeypatch):
+    main, parser, needed = FLAGS[command]
+    for module in ("specjax.export", "train.features", "train.import_responses"):
+        monkeypatch.setattr(f"{module}.load_model", None)
+    problems = []
+    for name, kind in parser.fields.items():
+        others = [f"--{flag}={value}" for flag, value in needed.items() if flag != name]
+        for value in bad_inputs.texts(kind):
+            argv = [*others, f"--{name}={value}"]
+            if (problem := complaint(main, argv, capsys)) is not None:
+                problems.append(f"{name}={value!r:.60}: {problem}")
+    for flag in needed:
+        argv = [f"--{name}={value}" for name, value in needed.items() if name != flag]
+        assert main(argv) == 2
+        assert f"{flag} is missing: pass --{flag}=" in capsys.readouterr().err
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, *FLAGS])
+def test_as_a_process(command, folder):
+    """What a person sees: one line, and no traceback."""
+    flag = "--config.nosuch=1" if command in COMMANDS else "--nosuch=1"
+    config = [f"--config={CONFIGS / COMMANDS[command][2]}"] if command in COMMANDS else []
+    root = CONFIGS.parent
+    run = subprocess.run(
+        [sys.executable, "-m", command, *config, flag],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr.startswith("error: ")
+    assert run.stderr.count("\n") == 1
+    assert "nosuch" in run.stderr
 
 
 @pytest.mark.parametrize("command", COMMANDS)

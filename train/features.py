@@ -9,7 +9,6 @@ for bad input; 130 after Ctrl-C or SIGTERM.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import time
 from collections.abc import Iterator, Sequence
@@ -25,14 +24,15 @@ from rich.console import Console
 from specjax import folder_lock, folders, frontdoor
 from specjax.console import Screen
 from specjax.errors import InputError
+from specjax.fields import InputFolder, OutputFolder, PathOrName, Text, Whole, optional
 from specjax.models.decoder import Decoder, check_features
 from specjax.models.eagle import default_taps
-from specjax.models.loading import load_model
+from specjax.models.loading import DEFAULT_MODEL, load_model
 from specjax.paths import output_folder
 from train.data.examples import FACTS, Example, target_facts
 from train.data.responses import Responses, open_responses
 from train.data.writing import write_responses
-from train.precision import as_multiplied, multiply_dtype
+from train.precision import MULTIPLY, as_multiplied, multiply_dtype
 
 _KIND = "features"
 _STEP = 64
@@ -43,29 +43,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
 
     def act(arguments: list[str]) -> int:
-        store_features(**vars(_parse(arguments)))
+        store_features(**parser().read(arguments))
         return 0
 
-    return frontdoor.command(act, argv, interrupted="interrupted; the same command continues")
+    return frontdoor.command(
+        act, argv, parser().format_help(), interrupted="interrupted; the same command continues"
+    )
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = frontdoor.Parser(prog="python -m train.features", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--input", required=True, help="a dataset of conversations")
-    parser.add_argument("--output", required=True, help="the folder of datasets with features")
-    parser.add_argument("--target", default="smollm2-135m-instruct", help="who wrote them")
-    parser.add_argument("--features", help="names, with commas (default: final_norm, EAGLE-3's)")
-    parser.add_argument("--products", default="auto", help="auto, float32 or bfloat16")
-    parser.add_argument("--tokens", type=int, default=4096, help="tokens run at a time")
-    parser.add_argument("--part", type=int, default=1024, help="conversations a dataset")
-    parser.add_argument("--limit", type=int, help="take the first conversations only")
-    return parser.parse_args(argv)
+def parser() -> frontdoor.Parser:
+    """The flags."""
+    flags = frontdoor.Parser("python -m train.features", __doc__)
+    flags.add_field("input", InputFolder(), "a dataset of conversations")
+    flags.add_field("output", OutputFolder(), "the folder of datasets with features")
+    flags.add_field("target", PathOrName(), "who wrote them", default=DEFAULT_MODEL)
+    flags.add_field(
+        "features",
+        optional(Text()),
+        "names, with commas (default: final_norm, EAGLE-3's)",
+        default=None,
+    )
+    flags.add_field("products", MULTIPLY, "in what dtype products are", default="auto")
+    flags.add_field("tokens", Whole(1, 1 << 24), "tokens run at a time", default=4096)
+    flags.add_field("part", Whole(1), "conversations a dataset", default=1024)
+    flags.add_field("limit", optional(Whole(1)), "take the first only", default=None)
+    return flags
 
 
 def store_features(
-    input: str,
-    output: str,
+    input: str | Path,
+    output: str | Path,
     target: str,
     features: str | None,
     products: str,
@@ -79,7 +86,7 @@ def store_features(
             raise InputError(f"{name}={value}: use a whole number of at least 1")
     folder, where = output_folder("output", output), f"output={output!r}"
     folders.check_claimable(folder, _KIND, where)
-    model = load_model(target)
+    model = load_model(target, field="target")
     facts = target_facts(model)
     data = open_responses(input, facts)
     names = ("final_norm", *default_taps(model.config.num_layers))

@@ -8,7 +8,6 @@ and response_token_ids. Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGT
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 from collections.abc import Iterator, Sequence
@@ -19,9 +18,9 @@ import numpy as np
 
 from specjax import frontdoor
 from specjax.errors import InputError, shown
-from specjax.fields import Text
+from specjax.fields import InputFile, OutputFolder, PathOrName, Text, Whole, optional
 from specjax.json_files import read_json_lines
-from specjax.models.loading import load_model
+from specjax.models.loading import DEFAULT_MODEL, load_model
 from specjax.paths import input_file
 from train.data.examples import FACTS, Example, target_facts
 from train.data.writing import check_free, write_responses
@@ -43,36 +42,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
 
     def act(arguments: list[str]) -> int:
-        asked = _parse(arguments)
-        _import(asked.input, asked.output, asked.limit, asked.target)
+        _import(**parser().read(arguments))
         return 0
 
-    return frontdoor.command(act, argv, interrupted="interrupted; nothing is written")
+    return frontdoor.command(
+        act, argv, parser().format_help(), interrupted="interrupted; nothing is written"
+    )
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = frontdoor.Parser(prog="python -m train.import_responses", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--input", required=True, help="a JSONL file, gzipped or not")
-    parser.add_argument("--output", required=True, help="the dataset's directory")
-    parser.add_argument("--limit", type=int, help="take the first rows only")
-    parser.add_argument("--target", default="smollm2-135m-instruct", help="what wrote the rows")
-    return parser.parse_args(argv)
+def parser() -> frontdoor.Parser:
+    """The flags."""
+    flags = frontdoor.Parser("python -m train.import_responses", __doc__)
+    flags.add_field("input", InputFile(), "a JSONL file, gzipped or not")
+    flags.add_field("output", OutputFolder(), "the dataset's directory")
+    flags.add_field("limit", optional(Whole(1)), "take the first rows only", default=None)
+    flags.add_field("target", PathOrName(), "what wrote the rows", default=DEFAULT_MODEL)
+    return flags
 
 
-def _import(source: str, output: str, limit: int | None, target: str) -> None:
-    if limit is not None and limit < 1:
-        raise InputError(f"limit={limit}: use a whole number of at least 1, or leave it out")
-    directory = Path(output).expanduser()
-    check_free(directory)
-    rows = itertools.islice(read_rows(source), limit)
+def _import(input: Path, output: Path, limit: int | None, target: str) -> None:
+    check_free(output)
+    rows = itertools.islice(read_rows(input), limit)
     first = next(rows, None)  # a file that is none is refused before the model is loaded
     if first is None:
-        raise InputError(f"input={source!r} holds no rows: one JSON object a line")
-    facts = target_facts(load_model(target, dtype="auto"))
+        raise InputError(f"input={str(input)!r} holds no rows: one JSON object a line")
+    facts = target_facts(load_model(target, field="target"))
     examples = itertools.chain([first], rows)
-    write_responses(directory, examples, facts, generation={"imported": Path(source).name})
-    written = json.loads((directory / FACTS).read_text(encoding="utf-8"))
+    write_responses(output, examples, facts, generation={"imported": input.name})
+    written = json.loads((output / FACTS).read_text(encoding="utf-8"))
     print(
         f"{written['num_records']} conversations, {written['num_tokens']} tokens, "
         f"{written['num_labels']} of them the target's: {output}"
