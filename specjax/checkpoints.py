@@ -15,11 +15,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from specjax import checkpoint_directory as disk
 from specjax import processes
 from specjax.errors import InputError
+from specjax.fields import Flag, Instance
 from specjax.models import facts as model_facts
 from specjax.models import layout, store
 from specjax.models.config import DecoderConfig
-from specjax.models.model import Model
+from specjax.models.model import MODEL_KIND, Model
 from specjax.models.tokenizer import Tokenizer
+from specjax.paths import output_folder, user_path
+from specjax.sharding import MESH_KIND
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _MODEL_FACTS = {"config": dict, "dtype": str, "scan_layers": bool, "tokenizer": dict | None}
@@ -31,7 +34,9 @@ def save_checkpoint(model: Model, directory: str | Path, *, overwrite: bool = Fa
     Every process makes the call. Raises InputError where the directory holds a checkpoint already
     (unless `overwrite`) or anything else, or cannot be written: what it held is then still there.
     """
-    path, dtype, scan_layers = _absolute(directory), np.dtype(model.dtype), model.form.scan_layers
+    MODEL_KIND.check("model", model)
+    path = _writable(directory, overwrite)
+    dtype, scan_layers = np.dtype(model.dtype), model.form.scan_layers
     _compare(path, disk.shapes(model.params), _arrays(model.config, dtype, scan_layers))
     facts = {
         "config": model_facts.config_facts(model.config),
@@ -55,7 +60,7 @@ def read_model(
     were saved. Raises InputError for a checkpoint that is damaged, not a model's, or does not fit
     its config, and for a mesh that does not fit the model.
     """
-    path = _absolute(directory)
+    path = user_path("directory", directory)
 
     def look() -> tuple[disk.Found, DecoderConfig, Tokenizer | None]:
         found, config, tokenizer = _look_at_model(path)
@@ -85,7 +90,10 @@ def save_drafter(
     Every process makes the call. Raises InputError as `save_checkpoint` does, and for names with
     dots, leaves that are not arrays of numbers, and facts that JSON does not know.
     """
-    disk.save(_absolute(directory), "drafter", dict(params), dict(facts), overwrite)
+    path = _writable(directory, overwrite)
+    for name, value in (("params", params), ("facts", facts)):
+        Instance(Mapping, "use a dict").check(name, value)
+    disk.save(path, "drafter", dict(params), dict(facts), overwrite)
 
 
 def load_drafter(
@@ -96,7 +104,9 @@ def load_drafter(
     Every process makes the call. Tuples in the facts come back as lists. Raises InputError for a
     directory that is not an intact checkpoint of a drafter.
     """
-    found = processes.together(lambda: disk.look(_absolute(directory), "drafter"))
+    MESH_KIND.check("mesh", mesh)
+    path = user_path("directory", directory)
+    found = processes.together(lambda: disk.look(path, "drafter"))
     disk.verify(found)
     place = _default_device() if mesh is None else NamedSharding(mesh, PartitionSpec())
     return disk.restore(found, _all_placed(found.arrays, place)), found.facts
@@ -129,8 +139,9 @@ def _look_at_model(path: Path) -> tuple[disk.Found, DecoderConfig, Tokenizer | N
     return found, config, tokenizer
 
 
-def _absolute(directory: str | Path) -> Path:
-    return Path(directory).expanduser().absolute()
+def _writable(directory: str | Path, overwrite: bool) -> Path:
+    Flag().check("overwrite", overwrite)
+    return output_folder("directory", directory)
 
 
 def _arrays(config: DecoderConfig, dtype: np.dtype, scan_layers: bool) -> dict[str, Any]:

@@ -28,12 +28,12 @@ def user_path(field: str, value: str | os.PathLike[str]) -> Path:
     if not text.strip():
         raise InputError(f"{field}={text!r} is empty: name a file or a folder")
     if "\0" in text:
-        raise InputError(f"{field}={shown(text)}: a path holds no NUL; write it without")
+        raise InputError(f"{field}={shown(text, 200)}: a path holds no NUL; write it without")
     try:
         path = Path(text).expanduser().absolute()
     except (RuntimeError, OSError) as error:  # a user, or a working directory, that is not there
         raise InputError(
-            f"{field}={shown(text)}: {str(error).rstrip('.')}; write the path in full"
+            f"{field}={shown(text, 200)}: {str(error).rstrip('.')}; write the path in full"
         ) from None
     _status(field, text, path)
     return path
@@ -44,15 +44,13 @@ def input_file(field: str, value: str | os.PathLike[str]) -> Path:
     path = user_path(field, value)
     status = _status(field, value, path)
     if status is None:
-        raise InputError(f"{field}={shown(str(value))}: no such file; check the path")
+        raise _refusal(field, value, ": no such file; check the path")
     if stat.S_ISDIR(status.st_mode):
-        raise InputError(f"{field}={shown(str(value))} is a folder: name a file in it")
+        raise _refusal(field, value, " is a folder: name a file in it")
     if not stat.S_ISREG(status.st_mode) and not stat.S_ISFIFO(status.st_mode):
-        raise InputError(f"{field}={shown(str(value))} is a device: name a file")
+        raise _refusal(field, value, " is a device: name a file")
     if not os.access(path, os.R_OK):
-        raise InputError(
-            f"{field}={shown(str(value))}: you may not read it; change its permissions"
-        )
+        raise _refusal(field, value, ": you may not read it; change its permissions")
     return path
 
 
@@ -61,13 +59,11 @@ def input_folder(field: str, value: str | os.PathLike[str]) -> Path:
     path = user_path(field, value)
     status = _status(field, value, path)
     if status is None:
-        raise InputError(f"{field}={shown(str(value))}: no such folder; check the path")
+        raise _refusal(field, value, ": no such folder; check the path")
     if not stat.S_ISDIR(status.st_mode):
-        raise InputError(f"{field}={shown(str(value))} is a file: name a folder")
+        raise _refusal(field, value, " is a file: name a folder")
     if not os.access(path, os.R_OK | os.X_OK):
-        raise InputError(
-            f"{field}={shown(str(value))}: you may not read it; change its permissions"
-        )
+        raise _refusal(field, value, ": you may not read it; change its permissions")
     return path
 
 
@@ -79,19 +75,17 @@ def output_file(field: str, value: str | os.PathLike[str]) -> Path:
     """
     path = user_path(field, value)
     if any(path.is_relative_to(folder) for folder in _DEVICES):
-        raise InputError(f"{field}={shown(str(value))} is a device: name a file")
+        raise _refusal(field, value, " is a device: name a file")
     status = _status(field, value, path)
     if status is not None and stat.S_ISDIR(status.st_mode):
-        raise InputError(f"{field}={shown(str(value))} is a folder: name a file in it")
+        raise _refusal(field, value, " is a folder: name a file in it")
     if status is not None and not stat.S_ISREG(status.st_mode):
-        raise InputError(f"{field}={shown(str(value))} is no regular file: name another")
+        raise _refusal(field, value, " is no regular file: name another")
     path = path.resolve()
     if not path.parent.is_dir():
-        raise InputError(f"{field}={shown(str(value))}: its folder does not exist; make it first")
+        raise _refusal(field, value, ": its folder does not exist; make it first")
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise InputError(
-            f"{field}={shown(str(value))}: its folder may not be written to; choose another one"
-        )
+        raise _refusal(field, value, ": its folder may not be written to; choose another one")
     return path
 
 
@@ -100,12 +94,10 @@ def output_folder(field: str, value: str | os.PathLike[str]) -> Path:
     path = user_path(field, value)
     status = _status(field, value, path)
     if status is not None and not stat.S_ISDIR(status.st_mode):
-        raise InputError(f"{field}={shown(str(value))} is a file: name a folder")
+        raise _refusal(field, value, " is a file: name a folder")
     there = next(one for one in (path, *path.parents) if one.exists())
     if not os.access(there, os.W_OK | os.X_OK):
-        raise InputError(
-            f"{field}={shown(str(value))}: {there} may not be written to; choose another folder"
-        )
+        raise _refusal(field, value, f": {there} may not be written to; choose another folder")
     return path
 
 
@@ -116,9 +108,14 @@ def _status(field: str, value: str | os.PathLike[str], path: Path) -> os.stat_re
     except FileNotFoundError:
         return None
     except NotADirectoryError:
-        raise InputError(
-            f"{field}={shown(str(value))}: a part of it is a file, not a folder; check the path"
+        raise _refusal(
+            field, value, ": a part of it is a file, not a folder; check the path"
         ) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise InputError(f"{field}={shown(str(value))}: {reason}; use another path") from None
+        raise _refusal(field, value, f": {reason}; use another path") from None
+
+
+def _refusal(field: str, value: str | os.PathLike[str], what: str) -> InputError:
+    # Of a path the end tells more than the beginning, so there is room for it.
+    return InputError(f"{field}={shown(str(value), 200)}{what}")
