@@ -178,7 +178,7 @@ def test_a_signal_is_passed_on_and_waited_for(number, before, tmp_path):
 def test_one_run_at_a_time(script, main, tmp_path, capsys):
     process, child = started(tmp_path)
     after = stage(script, "after", "")
-    said = f"workdir={str(tmp_path)!r}: another run is at work there (process {process.pid}, or"
+    said = f"workdir={str(tmp_path)!r}: another run is at work there (pid {process.pid} on "
     try:
         assert main(after) == 2
         error = capsys.readouterr().err
