@@ -15,14 +15,11 @@ Works alike on CPU and GPU. Exit codes: 0, also where the minutes were over; 1 w
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
 import math
-import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,8 +27,9 @@ from absl import flags
 from cards import TRAINERS, card
 from children import INTERRUPTED, run_child
 
-from specjax import frontdoor
+from specjax import folder_lock, frontdoor
 from specjax.errors import InputError, one_line
+from specjax.paths import output_folder
 from train.workdir import write_file
 
 
@@ -81,8 +79,9 @@ def _options(argv: Sequence[str]) -> Any:
 def reproduce(options: Any) -> int:
     """Run what is left of the recipe; returns the exit code."""
     until = math.inf if options.minutes is None else time.monotonic() + 60 * options.minutes
-    root = Path(options.workdir).expanduser().absolute()
-    with _alone(root) as lock:
+    root = output_folder("workdir", options.workdir)
+    # The stages inherit the lock: one that outlives this process keeps a second one from its files.
+    with folder_lock.lock(root, "recipe", f"workdir={str(root)!r}") as lock:
         code = run_stages(recipe(options, root), root, until, [lock])
         if code is None:
             export(options, root)
@@ -161,42 +160,6 @@ def _ended(code: int | None, names: Sequence[str]) -> int:
         return code
     print(f"[{names[0]}] ended with code {code}; {left}", file=sys.stderr)
     return 1
-
-
-@contextmanager
-def _alone(root: Path) -> Iterator[int]:
-    """A lock on a folder, as a file descriptor; raises InputError where another process has it.
-
-    The kernel lets go of it when the last process that inherited it is gone: a stage that outlives
-    a killed parent keeps a second one from its files.
-    """
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        file = (root / "lock").open("a+b", buffering=0)
-    except OSError as error:
-        raise _unwritable(root, error) from None
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            file.truncate(0)
-            file.write(b"%d" % os.getpid())
-        except BlockingIOError:
-            file.seek(0)
-            raise InputError(
-                f"workdir={str(root)!r}: another run is at work there (process "
-                f"{file.read().decode(errors='replace')}, or the stage that it began); wait for "
-                "it, stop it, or use another workdir"
-            ) from None
-        except OSError as error:
-            raise _unwritable(root, error) from None
-        yield file.fileno()
-
-
-def _unwritable(root: Path, error: OSError) -> InputError:
-    return InputError(
-        f"workdir={str(root)!r}: cannot be written ({error.strerror}); make room there, or use "
-        "another workdir"
-    )
 
 
 def _read(record: Path) -> dict[str, Any]:

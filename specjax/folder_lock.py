@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -32,29 +32,29 @@ def hold(folder: Path, kind: Kind, where: str) -> Iterator[None]:
     messages: the field that named the folder, with its value. Raises InputError as
     `folders.claim` does, and where another run is at work there, saying which.
     """
-
-    def take() -> IO[str]:
-        folders.check_claimable(folder, kind, where)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            # "a+": the text of who holds the lock must not be lost by opening.
-            file = (folder / LOCK).open("a+", encoding="utf-8")
-        except OSError as error:
-            raise folders.unwritable(where, error) from None
-        try:
-            _lock(file, where)
-            folders.claim(folder, kind, where)
-        except BaseException:
-            file.close()
-            raise
-        return file
-
-    file = processes.together(lambda: take() if processes.speaks() else None)
-    try:
+    with ExitStack() as stack:
+        taken = lambda: stack.enter_context(lock(folder, kind, where))  # noqa: E731
+        processes.together(lambda: taken() if processes.speaks() else None)
         yield
-    finally:
-        if file is not None:
-            file.close()
+
+
+@contextmanager
+def lock(folder: Path, kind: Kind, where: str) -> Iterator[int]:
+    """As `hold`, for a run that is one process: no device is touched.
+
+    Gives the lock's file descriptor: a process that inherits it keeps the lock until it ends too.
+    """
+    folders.check_claimable(folder, kind, where)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # "a+": the text of who holds the lock must not be lost by opening.
+        file = (folder / LOCK).open("a+", encoding="utf-8")
+    except OSError as error:
+        raise folders.unwritable(where, error) from None
+    with file:
+        _lock(file, where)
+        folders.claim(folder, kind, where)
+        yield file.fileno()
 
 
 def _lock(file: IO[str], where: str) -> None:

@@ -25,7 +25,9 @@ from specjax import text_files
 from specjax.errors import InputError, one_line, shown
 from specjax.json_files import read_json_file
 
-Kind = Literal["model", "head", "drafter", "dataset", "features", "answers", "training run"]
+Kind = Literal[
+    "model", "head", "drafter", "dataset", "features", "answers", "training run", "recipe"
+]
 
 MARKER = "specjax_folder.json"
 LOCK = "specjax.lock"
@@ -91,15 +93,17 @@ def check_claimable(folder: Path, kind: Kind, where: str) -> None:
 def claim(folder: Path, kind: Kind, where: str) -> None:
     """Make a folder that of a run, before anything else is written there.
 
+    Temporary files that a killed process left are deleted: the run is to hold the folder's lock.
     Raises InputError as `check_claimable` does, and where the folder cannot be written.
     """
     check_claimable(folder, kind, where)
-    if read_marker(folder) is None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        delete_temporary(folder)
+        if read_marker(folder) is None:
             _write_marker(folder, {"specjax_folder": _FORMAT, "kind": kind})
-        except OSError as error:
-            raise unwritable(where, error) from None
+    except OSError as error:
+        raise unwritable(where, error) from None
 
 
 def seal(folder: Path, kind: Kind) -> None:
@@ -227,7 +231,8 @@ def write_folder(
         if read_marker(folder) is not None:
             folder.rename(earlier)
         elif folder.exists():
-            _delete_temporary(folder)
+            delete_temporary(folder)
+            (folder / LOCK).unlink(missing_ok=True)
         part.rename(folder)
         delete(earlier)
     except OSError as error:
@@ -236,6 +241,13 @@ def write_folder(
         if earlier.exists() and not folder.exists():
             earlier.rename(folder)
         shutil.rmtree(part, ignore_errors=True)
+
+
+def delete_temporary(folder: Path) -> None:
+    """Delete the temporary files that killed processes left in a folder; raises OSError."""
+    for name in os.listdir(folder):
+        if _TEMPORARY.fullmatch(name):
+            (folder / name).unlink()
 
 
 def unwritable(where: str, error: OSError) -> InputError:
@@ -340,9 +352,3 @@ def _runs(process: int) -> bool:
     except (OSError, OverflowError):
         return True
     return True
-
-
-def _delete_temporary(folder: Path) -> None:
-    for name in os.listdir(folder):
-        if name == LOCK or _TEMPORARY.fullmatch(name):
-            (folder / name).unlink()

@@ -16,6 +16,8 @@ import pytest
 from heads import eagle_head
 from script_modules import SCRIPTS, script_module
 
+from specjax import folders, text_files
+from specjax.folders import LOCK
 from specjax.heads import files
 from specjax.heads.head import read_head, save_head
 
@@ -178,7 +180,7 @@ def test_a_signal_is_passed_on_and_waited_for(number, before, tmp_path):
 def test_one_run_at_a_time(script, main, tmp_path, capsys):
     process, child = started(tmp_path)
     after = stage(script, "after", "")
-    said = f"workdir={str(tmp_path)!r}: another run is at work there (process {process.pid}, or"
+    said = f"workdir={str(tmp_path)!r}: another run is at work there (pid {process.pid} on "
     try:
         assert main(after) == 2
         error = capsys.readouterr().err
@@ -230,6 +232,7 @@ def test_what_does_not_end_is_killed(grace, times, tmp_path):
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"one": 3}', '{"one": {"command": "x"}}', "\0"])
 def test_a_damaged_record_is_one_line(text, script, main, tmp_path, capsys):
+    folders.claim(tmp_path, "recipe", "workdir")
     (tmp_path / "finished.json").write_text(text)
     assert main(stage(script, "one", "")) == 2
     error = capsys.readouterr().err
@@ -241,19 +244,27 @@ def test_a_full_disk_is_one_line(script, main, tmp_path, monkeypatch, capsys):
     def full(*arguments, **rest):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    folders.claim(tmp_path, "recipe", "workdir")
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", full)
+        patch.setattr(text_files, "write_text", full)
         assert main(stage(script, "one", "")) == 2
     error = capsys.readouterr().err
     assert f"{tmp_path / 'finished.json'}: cannot be written (No space left" in error
     assert error.count("\n") == 1
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", full)
+        opened = Path.open
+        patch.setattr(
+            Path,
+            "open",
+            lambda path, *rest, **more: (full if path.name == LOCK else opened)(
+                path, *rest, **more
+            ),
+        )
         assert main(stage(script, "one", "")) == 2
-    assert "make room there" in capsys.readouterr().err
+    assert "make room or write elsewhere" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
     assert script.main([f"--workdir={tmp_path / 'file'}"]) == 2
-    assert "file': cannot be written (File exists)" in capsys.readouterr().err
+    assert "file' is a file: name a folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -286,6 +297,7 @@ def test_from_the_target_to_an_installed_head(script, tiny, tmp_path, monkeypatc
     data = {"conversations": 3, "tokens": 500, "labels": 200, "sources": ["0", "1"]}
     about = {"method": "eagle3", "data": data, "config": {"steps": 9}, "step": 9, "tokens": 100}
     head = dataclasses.replace(eagle_head(tiny, vocabulary=40), training=about)
+    folders.claim(root, "recipe", "workdir")
     save_head(head, root / "eagle3" / "export")
     argv = ["--responses=there", "--kinds=eagle3", "--size=debug", "--install"]
     for _ in range(2):

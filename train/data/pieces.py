@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from specjax import processes
+from specjax import folders, processes
 from specjax.errors import InputError
 from train.same_run import check_same_run
 from train.workdir import write_file
@@ -41,7 +41,7 @@ class Pieces:
     def write(self, number: int, ids: Sequence[int], responses: Sequence[Sequence[int]]) -> None:
         """Keep a batch: each prompt's number and its response. Raises InputError on a full disk."""
         path = self.path(number)
-        beside = path.with_suffix(f".{os.getpid()}")
+        beside = path.with_name(f".specjax-{os.getpid()}.tmp")  # as folders.delete_temporary knows
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             with beside.open("wb") as file:
@@ -90,6 +90,8 @@ def open_pieces(root: Path, record: Mapping[str, Any]) -> Pieces:
     def check() -> None:
         if pieces.done():
             check_same_run(file, record, _MAY_DIFFER)
+        if pieces.directory.is_dir():
+            folders.delete_temporary(pieces.directory)
         write_file(file, json.dumps(record, indent=1) + "\n")
 
     processes.together(lambda: check() if processes.speaks() else None)

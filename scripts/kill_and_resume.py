@@ -1,0 +1,354 @@
+"""Kill runs at random moments, start them again, and compare what they leave.
+
+    python scripts/kill_and_resume.py [--kills=20] [--what=training,generation,features] [--seed=0]
+
+Each command runs in its debug size: once undisturbed, for the reference, and once more, to see that
+two runs give the same and how long one takes. Then it is killed (SIGKILL, the whole process group)
+at moments spread over that time and started again with the same command until it ends; where it
+ends before all kills are done, the rest go to a fresh folder. Compared bit by bit: the
+conversations of datasets with their features, the arrays and facts of exports and checkpoints,
+batches of answers, lines of metrics without their timings, and the names of all files that a run
+keeps. Exit codes: 0; 1 where anything differs or a run fails; 2 for bad input; 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import flags
+from rich.console import Console
+from rich.table import Table
+
+from specjax import checkpoints, frontdoor
+from specjax.errors import InputError, one_line
+from specjax.fields import dotted
+from specjax.folders import LOCK
+from train import saving
+from train.data.examples import FACTS
+from train.data.responses import open_responses
+from train.workdir import Workdir, read_metrics, steps
+
+ROOT = Path(__file__).parents[1]
+WHAT = ("training", "generation", "features")
+_TIMES = ("train/tokens_per_second", "train/seconds_left", "train/data_wait")
+_FOLDERS = ("workdir", "output")
+"""Fields of a recorded config that name a run's own folder."""
+_SHOWN = 5
+_SHORTER = 0.8
+
+Content = dict[str, str]
+"""What a run has left: a digest or a text for each part, by a name that says where it is."""
+
+
+class Failed(Exception):
+    """A run that ended with an error."""
+
+
+@dataclass
+class Result:
+    """What became of one command: its kills, and what differed from the reference."""
+
+    what: str
+    seconds: float
+    kills: int = 0
+    runs: int = 0
+    starts: int = 0
+    compared: int = 0
+    different: list[str] = field(default_factory=list)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    act = lambda arguments: _run(_options(arguments))  # noqa: E731
+    return frontdoor.command(act, argv, __doc__)
+
+
+def _options(argv: Sequence[str]) -> Any:
+    values = flags.FlagValues()
+    own = {"flag_values": values}
+    flags.DEFINE_integer("kills", 20, "How often each command is killed.", 0, **own)
+    flags.DEFINE_list("what", list(WHAT), "Which commands.", **own)
+    flags.DEFINE_integer("seed", 0, "The moments come from it.", **own)
+    flags.DEFINE_string("folder", None, "Where to work; none: a temporary folder.", **own)
+    try:
+        rest = values(["kill_and_resume", *argv])[1:]
+    except flags.Error as error:
+        raise InputError(f"{one_line(error)}; see --help") from None
+    if rest:
+        raise InputError(f"{rest[0]!r} is not understood; see --help")
+    if unknown := sorted(set(values.what) - set(WHAT)):
+        raise InputError(f"what={unknown[0]!r}: use {', '.join(WHAT)}")
+    return values
+
+
+def _run(options: Any) -> int:
+    with tempfile.TemporaryDirectory(prefix="kill_and_resume-") as temporary:
+        root = Path(options.folder or temporary).expanduser().absolute()
+        root.mkdir(parents=True, exist_ok=True)
+        if any(root.iterdir()):
+            raise InputError(f"folder={str(root)!r}: give a new or empty folder")
+        answers = root / "answers"
+        try:
+            if set(options.what) - {"generation"}:
+                _say("generation, for the others to work on")
+                _end(_start(generation(answers), root / "answers.log"), root / "answers.log")
+            results = [
+                torment(what, COMMANDS[what](answers / "responses"), root / what, options)
+                for what in options.what
+            ]
+        except Failed as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+    _report(results)
+    return 1 if any(result.different for result in results) else 0
+
+
+def generation(folder: Path) -> list[str]:
+    """The command that lets the target answer prompts."""
+    config = "--config=configs/generate_smollm2.py:debug"
+    return ["train.generate", config, f"--config.workdir={folder}", "--config.batch_size=2"]
+
+
+def features(data: Path) -> Callable[[Path], list[str]]:
+    """The command, for a folder, that stores the features of a dataset."""
+    return lambda folder: [
+        "train.features",
+        f"--input={data}",
+        f"--output={folder}",
+        "--part=2",
+        "--tokens=512",
+    ]
+
+
+def training(data: Path) -> Callable[[Path], list[str]]:
+    """The command, for a folder, that trains on a dataset."""
+    return lambda folder: [
+        "train.medusa",
+        "--config=configs/train_medusa.py:debug",
+        f"--config.data={data}",
+        f"--config.workdir={folder}",
+        "--config.steps=12",
+        "--config.checkpoint_every=2",
+    ]
+
+
+COMMANDS: Mapping[str, Callable[[Path], Callable[[Path], list[str]]]] = {
+    "training": training,
+    "generation": lambda _: generation,
+    "features": features,
+}
+
+
+def torment(what: str, command: Callable[[Path], list[str]], root: Path, options: Any) -> Result:
+    """Kill a command as often as asked for, and compare what it leaves each time it has ended."""
+    root.mkdir(parents=True)
+    log = root / "log"
+    _say(f"{what}: undisturbed, twice")
+    for name in ("reference", "second"):
+        begin = time.monotonic()
+        _end(_start(command(root / name), log), log)
+        seconds = time.monotonic() - begin
+    reference = contents(what, root / "reference")
+    result = Result(what, seconds, compared=len(reference))
+    result.different += differences(reference, contents(what, root / "second"))
+
+    moments = spread(options.kills, seconds, random.Random(f"{options.seed} {what}"))
+    while True:
+        folder = root / f"killed-{result.runs}"
+        result.runs += 1
+        while moments:
+            fresh = not folder.exists()
+            result.starts += 1
+            process = _start(command(folder), log)
+            try:
+                code = process.wait(moments[-1])
+            except subprocess.TimeoutExpired:
+                _kill(process)
+                result.kills += 1
+                _say(f"{what}: kill {result.kills} after {moments.pop():.2f} s")
+                continue
+            _check(code, log)
+            if fresh:  # a whole run took less time than it did before
+                moments[-1] *= _SHORTER
+            break
+        else:
+            result.starts += 1
+            _end(_start(command(folder), log), log)
+        found = differences(reference, contents(what, folder))
+        result.different += [f"run {result.runs}: {one}" for one in found]
+        _say(f"{what}: run {result.runs} has ended, {len(found)} differences")
+        if not moments:
+            return result
+        shutil.rmtree(folder)
+
+
+def spread(count: int, seconds: float, rng: random.Random) -> list[float]:
+    """Moments in random order, one in each of so many parts of a time."""
+    moments = [(index + rng.random()) * seconds / count for index in range(count)]
+    rng.shuffle(moments)
+    return moments
+
+
+def contents(what: str, folder: Path) -> Content:
+    """What a run that has ended has left in its folder."""
+    found = {"training": _training, "generation": _generation, "features": _features}[what](folder)
+    found["the names of its files"] = "\n".join(sorted(_names(folder)))
+    return found
+
+
+def differences(reference: Content, other: Content) -> list[str]:
+    """The parts that are missing, additional or different, by name."""
+    return [
+        f"{name} is missing"
+        if name not in other
+        else f"{name} is additional"
+        if name not in reference
+        else f"{name} differs"
+        for name in sorted(reference.keys() | other.keys())
+        if reference.get(name) != other.get(name)
+    ]
+
+
+def _names(folder: Path) -> list[str]:
+    """The files of a run, without those that each start makes and those with random names."""
+    found = []
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder)
+        ours = name.parts[0] != "tensorboard" and name.name != LOCK
+        orbax = any(part.startswith("specjax-") for part in name.parts)
+        if path.is_file() and ours and not orbax:
+            found.append(name.as_posix())
+    return found
+
+
+def _generation(folder: Path) -> Content:
+    found = _dataset(folder / "responses")
+    for file in sorted((folder / "batches").glob("*")):
+        with np.load(file) as stored:
+            found |= {f"{file.name} {name}": _digest(stored[name]) for name in stored.files}
+    found["config.json"] = _record(json.loads((folder / "config.json").read_text()))
+    return found
+
+
+def _features(folder: Path) -> Content:
+    found: Content = {}
+    for part in sorted(folder.glob("part-*")):
+        found |= {f"{part.name} {name}": value for name, value in _dataset(part).items()}
+    return found
+
+
+def _dataset(folder: Path) -> Content:
+    responses = open_responses(folder)
+    found = {FACTS: _record(responses.facts)}
+    for index in range(len(responses)):
+        example = vars(responses[index])
+        for name, value in {**example, **example["features"]}.items():
+            if name != "features":
+                text = _digest(value) if isinstance(value, np.ndarray) else repr(value)
+                found[f"conversation {index} {name}"] = text
+    return found
+
+
+def _training(folder: Path) -> Content:
+    workdir = Workdir(folder)
+    arrays, facts = checkpoints.load_drafter(workdir.export)
+    found = {f"export {name}": _digest(value) for name, value in dotted(arrays).items()}
+    found["export's facts"] = _record(facts)
+    found["steps of checkpoints"] = str(steps(workdir))
+    last = saving.last_checkpoint(workdir)
+    if last is not None:
+        arrays, facts = checkpoints.load_drafter(last.found.directory)
+        found |= {f"checkpoint {name}": _digest(value) for name, value in dotted(arrays).items()}
+        found["checkpoint's facts"] = _record(facts)
+    for number, row in enumerate(read_metrics(workdir)):
+        timeless = {name: value for name, value in row.items() if name not in _TIMES}
+        found[f"metrics, line {number + 1}"] = json.dumps(timeless)
+    found["config.json"] = _record(json.loads(workdir.config.read_text()))
+    return found
+
+
+def _digest(array: Any) -> str:
+    array = np.ascontiguousarray(array)
+    shape = f"{array.dtype}{list(array.shape)}"
+    return f"{shape} {hashlib.sha256(array.tobytes()).hexdigest()[:16]}"
+
+
+def _record(facts: Mapping[str, Any]) -> str:
+    """Facts as a text, without the run's own folders."""
+    flat = {
+        name: value
+        for name, value in dotted(facts).items()
+        if not (name.split(".")[-1] in _FOLDERS and "config" in name.split("."))
+    }
+    return json.dumps(flat, sort_keys=True, default=str)
+
+
+def _start(command: Sequence[str], log: Path) -> subprocess.Popen:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    with log.open("wb") as said:
+        return subprocess.Popen(
+            [sys.executable, "-m", *command],
+            cwd=ROOT,
+            env=environment,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def _end(process: subprocess.Popen, log: Path) -> None:
+    """Wait for a command to end well."""
+    try:
+        _check(process.wait(), log)
+    finally:
+        _kill(process)
+
+
+def _check(code: int, log: Path) -> None:
+    if code != 0:
+        last = " | ".join(log.read_text(errors="replace").splitlines()[-8:])
+        raise Failed(f"a command ended with code {code}: {last}")
+
+
+def _kill(process: subprocess.Popen) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _report(results: Sequence[Result]) -> None:
+    table = Table()
+    for column in ("command", "undisturbed", "kills", "starts", "runs", "compared", "different"):
+        table.add_column(column, justify="left" if column == "command" else "right")
+    for one in results:
+        counts = (one.kills, one.starts, one.runs, one.compared, len(one.different))
+        table.add_row(one.what, f"{one.seconds:.1f} s", *map(str, counts))
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(table)
+    for one in results:
+        for line in one.different[:_SHOWN]:
+            console.print(f"{one.what}: {line}", markup=False)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")
+    raise SystemExit(main())
