@@ -38,7 +38,7 @@ def facts_of(model):
 
 def many_layers_apart(content):
     content["scan_layers"] = False
-    content["config"]["num_layers"] = 10**5
+    content["config"]["num_layers"] = 60_000
 
 
 def changed(*path, to):
@@ -58,8 +58,10 @@ def changed(*path, to):
     ("change", "said"),
     [
         (changed("config", "hidden_size", to=36), r"another shape: .*\[32, 64\], not .*\[36, 64\]"),
-        (changed("config", "hidden_size", to=10**9), r"another shape: .* and \d more"),
-        (changed("config", "num_layers", to=10**9), "another shape: .*layers.*"),
+        (changed("config", "hidden_size", to=10**6), r"another shape: .* and \d more"),
+        (changed("config", "hidden_size", to=10**9), "hidden_size=1000000000: must be"),
+        (changed("config", "max_positions", to=2**31 - 1), "max_positions=2147483647: must be"),
+        (changed("config", "num_layers", to=60_000), "another shape: .*layers.*"),
         (changed("config", "hidden_size", to=10**12), "hidden_size=1000000000000 is of no use"),
         (changed("config", "hidden_size", to="32"), "hidden_size='32' is of no use"),
         (changed("config", "hidden_size", to=True), "hidden_size=True is of no use"),
@@ -77,7 +79,7 @@ def changed(*path, to):
         (changed("dtype", to="bfloat16"), r"another shape: .*float32.*, not bfloat16"),
         (changed("dtype", to="int8"), "dtype='int8': use a checkpoint in float32"),
         (changed("scan_layers", to=False), "missing: layers.0"),
-        (many_layers_apart, "asks for 100000 layers, which are not there"),
+        (many_layers_apart, "asks for 60000 layers, which are not there"),
         (changed("scan_layers", to=0), "scan_layers=0 is of no use"),
         (changed("config", to=None), "facts: 'config' is missing"),
         (changed("tokenizer", to={}), "tokenizer: 'add_bos' is missing"),
