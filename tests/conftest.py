@@ -52,7 +52,9 @@ def register_unchecked(nodetype, data_fields=None, meta_fields=None, **rest):
 
 jax.tree_util.register_dataclass = register_unchecked
 
+import fuzzing
 import pytest
+from fuzzing import pytest_pyfunc_call, pytest_terminal_summary  # noqa: F401 - pytest's hooks
 
 from specjax import execution
 from specjax.models.config import DecoderConfig
@@ -62,14 +64,19 @@ from specjax.models.tokenizer_files import read_tokenizer
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
+    parser.addoption(
+        "--fuzz", type=float, metavar="MINUTES", help="run properties of untrusted input that long"
+    )
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes more than about 40 seconds; run with --slow")
     config.addinivalue_line("filterwarnings", "error")
+    fuzzing.begin(config)
 
 
 def pytest_collection_modifyitems(config, items):
+    fuzzing.choose(config, items)
     if not config.getoption("--slow"):
         skip = pytest.mark.skip(reason="slow: run with --slow")
         for item in items:

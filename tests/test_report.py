@@ -325,7 +325,7 @@ def changed(*path, to):
     ("wrong", "says"),
     [
         ("{", "is not JSON"),
-        ('{"rows": NaN}', "NaN is not a JSON number"),
+        ('{"rows": NaN}', "NaN is no number of JSON"),
         ("[" * 100_000, "is not JSON"),
         ([], 'no "rows" and "summary"'),
         ({"loss": 1}, 'no "rows" and "summary"'),

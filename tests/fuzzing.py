@@ -1,0 +1,108 @@
+"""Properties of untrusted input, in two lengths: a few fixed examples, or new ones for minutes.
+
+A property is a Hypothesis test with `@examples(number)`. `make test` runs that number, always the
+same ones. With `--fuzz=MINUTES` (`make fuzz`) the properties share the time: each is repeated with
+new random inputs until its share is over, and a table says how many there were.
+"""
+
+import collections
+import functools
+import time
+import tracemalloc
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from specjax.errors import InputError
+
+_AT_A_TIME = 20
+_ran = collections.Counter()
+_fuzzing = False
+
+
+def begin(config):
+    """Note whether the session is a long one; called before tests are collected."""
+    global _fuzzing
+    _fuzzing = config.getoption("--fuzz") is not None
+    config.addinivalue_line("markers", "fuzz: a property of untrusted input")
+
+
+def examples(number):
+    """The decorator of a property: how many examples an ordinary session takes."""
+
+    def decorate(test):
+        inner = test.hypothesis.inner_test
+
+        @functools.wraps(inner)
+        def counted(*args, **kwargs):
+            _ran[test.__name__] += 1
+            return inner(*args, **kwargs)
+
+        test.hypothesis.inner_test = counted
+        chosen = settings(
+            max_examples=_AT_A_TIME if _fuzzing else number,
+            derandomize=not _fuzzing,
+            database=None,
+            deadline=None,
+            print_blob=_fuzzing,
+            suppress_health_check=list(HealthCheck),
+        )
+        return pytest.mark.fuzz(chosen(test))
+
+    return decorate
+
+
+def outcome(action, *, memory=16_000_000, seconds=30.0):
+    """What an action gives, or None where it raises InputError; anything else is a finding.
+
+    Other exceptions pass through. The message must be one printable line, and Python may take so
+    many bytes and seconds.
+    """
+    result, message, started = None, "", time.monotonic()
+    tracemalloc.start()
+    try:
+        result = action()
+    except InputError as error:
+        message = str(error)
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert message.isprintable()
+    assert len(message) < 2100
+    assert peak < memory, f"{peak} bytes"
+    took = time.monotonic() - started
+    assert took < seconds, f"{took:.1f} seconds"
+    return result
+
+
+def choose(config, items):
+    """With `--fuzz` the session is the properties, and no other test."""
+    if config.getoption("--fuzz") is not None:
+        others = [item for item in items if "fuzz" not in item.keywords]
+        items[:] = [item for item in items if "fuzz" in item.keywords]
+        config.hook.pytest_deselected(items=others)
+
+
+def pytest_pyfunc_call(pyfuncitem):
+    """Repeat a property until its share of the time is over."""
+    minutes = pyfuncitem.config.getoption("--fuzz")
+    if minutes is None or "fuzz" not in pyfuncitem.keywords:
+        return None
+    until = time.monotonic() + minutes * 60 / len(pyfuncitem.session.items)
+    names = pyfuncitem._fixtureinfo.argnames
+    arguments = {name: pyfuncitem.funcargs[name] for name in names}
+    while True:
+        pyfuncitem.obj(**arguments)
+        if time.monotonic() > until:
+            return True
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """How many examples there were of each property, and whether something was found."""
+    if config.getoption("--fuzz") is None:
+        return
+    failed = {report.location[2].split("[")[0] for report in terminalreporter.getreports("failed")}
+    terminalreporter.section("examples")
+    for name, count in sorted(_ran.items()):
+        found = "a finding, see above" if name in failed else "nothing found"
+        terminalreporter.line(f"{count:10,} {name}: {found}")

@@ -1,0 +1,165 @@
+"""Lines of JSONL, reports and chat templates by anyone: they are used, or refused in one line."""
+
+import json
+
+import reports
+from fuzzing import examples, outcome
+from hypothesis import given
+from hypothesis import strategies as st
+from json_values import VALUES, changed
+
+from specjax import prompts, report_data, report_tables
+from specjax.models import chat, chat_process
+from specjax.report_figures import Entry
+from specjax.report_reading import read_report
+from specjax.report_runs import Bench, labels
+from train.data.prompts import read_requests
+from train.import_responses import read_rows
+
+LINES = (
+    {"question_id": 1, "category": "qa", "turns": ["a", "b"]},
+    {"prompt": "a", "category": "c", "source": "s", "licence": "l"},
+    {"messages": [{"role": "user", "content": "a"}]},
+    {
+        "id": 1,
+        "category": "qa",
+        "source": "own",
+        "licence": "CC0-1.0",
+        "temperature": 0.5,
+        "prompt_token_ids": [5, 6],
+        "response_token_ids": [8],
+    },
+)
+READERS = (prompts.read_questions, read_requests, lambda path: list(read_rows(path)))
+
+
+def read_all(path):
+    for read in READERS:
+        outcome(lambda read=read: read(path), memory=8_000_000)
+
+
+@examples(40)
+@given(data=st.data())
+def test_changed_lines(tmp_path, data):
+    path = tmp_path / "a.jsonl"
+    documents = data.draw(st.lists(st.sampled_from(LINES).flatmap(changed), min_size=1, max_size=3))
+    path.write_text("\n".join(map(json.dumps, documents)))
+    read_all(path)
+
+
+@examples(60)
+@given(content=st.binary(max_size=200), start=st.sampled_from([b"", b"\x1f\x8b\x08", b'{"turns"']))
+def test_files_of_any_bytes(tmp_path, content, start):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(start + content)
+    read_all(path)
+    outcome(lambda: read_report(path), memory=8_000_000)
+
+
+BENCH = {
+    "contests": [
+        {
+            "drafter": "ngram",
+            "batch": 1,
+            "acceptance_length": 2.0,
+            "tokens_per_second": 3.0,
+            "plain_tokens_per_second": 2.0,
+            "speedup": 1.5,
+            "speedup_min": 1.4,
+            "speedup_max": 1.6,
+            "predicted": 1.5,
+            "efficiency": 1.0,
+            "identical": True,
+        }
+    ]
+}
+
+
+@examples(60)
+@given(data=st.data())
+def test_changed_reports(tmp_path, data):
+    path = tmp_path / "a.json"
+    content = data.draw(st.sampled_from([reports.content(), BENCH]).flatmap(changed))
+    path.write_text(json.dumps(content))
+    report = outcome(lambda: read_report(path), memory=8_000_000)
+    if report is not None:
+        # What was read can be shown.
+        outcome(lambda: show(report), memory=8_000_000)
+
+
+def show(report):
+    if isinstance(report, Bench):
+        return report_tables.markdown([], [report], {})
+    entry = Entry.of(report, labels([report])[0], None)
+    shown = [report_tables.markdown([entry], [], {}), report_tables.leaderboard([entry])]
+    return [*shown, report_data.csv_text([entry]), report_data.jsonl_text(entry)]
+
+
+MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+QUICK = chat_process.Limits(seconds=1, memory=256 << 20, text=1 << 20)
+SIZES = st.sampled_from(["0", "1", "3", "9", "99", "2000", "99999", "3000000000", "-1", "10**20"])
+NAMES = ["messages", "messages[0].content", "m", "m.role", "bos_token", "none", "'x'", "[]", "n.x"]
+OPERATORS = st.sampled_from(["+", "*", "~", "%", "**", "in"])
+FILTERS = st.sampled_from(
+    ["length", "tojson", "list", "join", "reverse", "trim", "string", "select", "sort", "pprint"]
+    + ["center(99999)", "indent(9999)", "batch(9)", "wordwrap(3)", "map('upper')"]
+)
+FIELDS = st.sampled_from(
+    ["__class__", "__init__.__globals__", "append(1)", "items()", "split('l')", "format()"]
+)
+EXPRESSIONS = st.recursive(
+    st.sampled_from(NAMES) | SIZES,
+    lambda inner: st.one_of(
+        st.builds("({} {} {})".format, inner, OPERATORS, inner),
+        st.builds("range({})".format, inner),
+        st.builds("({}).ljust({})".format, inner, SIZES),
+        st.builds("({} | {})".format, inner, FILTERS),
+        st.builds("({})[{}]".format, inner, inner),
+        st.builds("('%' ~ {} ~ 'd') % 1".format, SIZES),
+        st.builds("'{{:{}}}'.format(1)".format, SIZES),
+        st.builds("({}).{}".format, inner, FIELDS),
+    ),
+    max_leaves=5,
+)
+TEMPLATES = st.recursive(
+    st.builds("{{{{ {} }}}}".format, EXPRESSIONS)
+    | st.text(max_size=5)
+    | st.sampled_from(["{{ f() }}", "{% break %}", "{{ raise_exception('no') }}", "{%", "{{"]),
+    lambda inner: st.one_of(
+        st.builds("{}{}".format, inner, inner),
+        st.builds("{{% for m in {} %}}{}{{% endfor %}}".format, EXPRESSIONS, inner),
+        st.builds("{{% for m in range({}) %}}{}{{% endfor %}}".format, SIZES, inner),
+        st.builds("{{% if {} %}}{}{{% endif %}}".format, EXPRESSIONS, inner),
+        st.builds("{{% set n = namespace(x={}) %}}{}".format, EXPRESSIONS, inner),
+        st.builds("{{% set n.x = n.x ~ {} %}}{}".format, EXPRESSIONS, inner),
+        st.builds("{{% macro f() %}}{}{{% endmacro %}}{{{{ f() }}}}".format, inner),
+        st.builds("{{% generation %}}{}{{% endgeneration %}}".format, inner),
+    ),
+    max_leaves=6,
+)
+
+
+@examples(60)
+@given(template=TEMPLATES)
+def test_chat_templates(template, monkeypatch):
+    with monkeypatch.context() as patch:
+        render = chat_process.render
+        patch.setattr(chat_process, "render", lambda request: render(request, QUICK))
+        text = outcome(lambda: chat.render(template, MESSAGES, {"bos_token": "<s>"}))
+        assert text is None or len(text) <= QUICK.text
+        # The next template is not affected.
+        assert chat.render("{{ messages[1].content }}", MESSAGES, {}) == "hello"
+
+
+@examples(40)
+@given(
+    value=VALUES, messages=st.lists(st.dictionaries(st.sampled_from(["role", "content"]), VALUES))
+)
+def test_templates_and_messages_of_any_kind(value, messages):
+    template = outcome(lambda: chat.check_template("a.json: chat_template", value))
+    assert (template is None) == (not isinstance(value, str) or any(map(is_half, value)))
+    outcome(lambda: chat.render("{{ messages | tojson }}", messages, {}))
+
+
+def is_half(char):
+    return "\ud800" <= char <= "\udfff"
