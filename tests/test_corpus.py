@@ -186,7 +186,7 @@ def test_damaged_prompts_are_made_again_and_said(tmp_path):
         f"{folder}: these prompts are damaged or not complete, and are made again"
     ] * len(list(folder.iterdir()))
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"tfds\.data_dir='.*file' is a file: name a folder"):
+    with pytest.raises(InputError, match=r"tfds\.data_dir=.* is a file: name a folder"):
         corpus.prepare_corpus(config, tmp_path / "file")
 
 
