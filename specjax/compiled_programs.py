@@ -37,11 +37,7 @@ def keep(tell: Callable[[str], Any]) -> None:
         jax.config.update("jax_compilation_cache_dir", named)
         return
     try:
-        if named:
-            folder = paths.output_folder(_FOLDER, named)
-        else:
-            home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-            folder = paths.output_folder("XDG_CACHE_HOME", f"{home}/specjax/xla")
+        folder = paths.output_folder(_FOLDER, named) if named else paths.cache_folder("xla")
         folder.mkdir(parents=True, exist_ok=True)
     except (InputError, OSError) as error:
         reason = str(error) if isinstance(error, InputError) else f"{folder}: {error.strerror}"

@@ -101,6 +101,15 @@ def output_folder(field: str, value: str | os.PathLike[str]) -> Path:
     return path
 
 
+def cache_folder(part: str) -> Path:
+    """The folder of one of specjax's caches, under XDG_CACHE_HOME or ~/.cache; as `output_folder`.
+
+    It need not exist.
+    """
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return output_folder("XDG_CACHE_HOME", f"{home}/specjax/{part}")
+
+
 def _status(field: str, value: str | os.PathLike[str], path: Path) -> os.stat_result | None:
     """What is there, links followed; None where nothing is."""
     try:

@@ -85,6 +85,21 @@ class WrittenFiles:
         content = {"specjax_folder": 1, "kind": self._kind, "files": self._digests}
         write_text(self.folder / LISTING, json.dumps(content, indent=1) + "\n")
 
+    def list_all(self) -> None:
+        """List every file of the folder as it is now."""
+        paths = [path for path in self.folder.iterdir() if path.name != LISTING]
+        self._digests = {path.name: _digest(path) for path in paths}
+        self._save()
+
+    def are_whole(self) -> bool:
+        """Whether there are listed files, all of them as they were written."""
+        try:
+            return bool(self._digests) and all(
+                digest == _digest(self.folder / name) for name, digest in self._digests.items()
+            )
+        except OSError:
+            return False
+
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()

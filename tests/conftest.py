@@ -3,7 +3,18 @@
 import contextlib
 import dataclasses
 import os
+import signal
 from pathlib import Path
+
+# A suite that a script runs in the background, or under nohup, ignores signals, and so would the
+# processes that it starts.
+for number, handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGTERM, signal.SIG_DFL),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, handler)
 
 # Before JAX is imported: a few devices, so that nothing relies on there being one.
 os.environ["XLA_FLAGS"] = (

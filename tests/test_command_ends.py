@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -203,3 +204,27 @@ def test_a_config_file_may_be_a_folder_or_a_device(tmp_path):
     for path in (tmp_path, "/dev/null", "~nosuchuser/config.py"):
         with pytest.raises(InputError, match="config="):
             frontdoor.read_config([f"--config={path}"], str(path))
+
+
+JOINED = """
+import os, signal, sys
+from specjax import frontdoor, processes
+
+def main(argv):
+    processes.join(coordinator_address=argv[0], num_processes=1, process_id=0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    for _ in range(1000):
+        pass
+    return 0
+
+raise SystemExit(frontdoor.command(main, sys.argv[1:]))
+"""
+
+
+def test_sigterm_ends_one_of_several_processes():
+    """JAX's own handler of preemptions is not in the way."""
+    with socket.create_server(("localhost", 0)) as server:
+        address = f"localhost:{server.getsockname()[1]}"
+    ran = subprocess.run([sys.executable, "-c", JOINED, address], capture_output=True, text=True)
+    assert ran.returncode == 130, ran
+    assert ran.stderr.endswith("interrupted\n")

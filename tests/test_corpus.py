@@ -10,6 +10,7 @@ from specjax.errors import InputError
 from train.data import corpus, corpus_sources, corpus_tasks, corpus_templates
 from train.data.corpus import CorpusConfig, SpecjaxCorpus, make_corpus, sizes_of
 from train.data.corpus_tasks import DEFAULT_MIX, Texts
+from train.data.prompts import read_dataset
 
 PYTHON_ONLY = Texts(wikipedia=False)
 
@@ -168,3 +169,31 @@ def test_the_builder_writes_array_record_files(tmp_path):
     assert [row["id"] for row in source] == list(range(30))
     assert source[0]["licence"] == b"Apache-2.0"
     assert "tensorflow" not in sys.modules
+
+
+def test_damaged_prompts_are_made_again_and_said(tmp_path):
+    config = CorpusConfig.of(12, 0, {"math_reasoning": 1.0}, PYTHON_ONLY)
+    told = []
+    folder = corpus.prepare_corpus(config, tmp_path, told.append)
+    asked = [request.prompt for request in read_dataset(str(folder))]
+    assert len(asked) == 12
+    for path in sorted(folder.iterdir()):
+        content = path.read_bytes()
+        path.write_bytes(content[: len(content) // 2])
+        assert corpus.prepare_corpus(config, tmp_path, told.append) == folder
+        assert [request.prompt for request in read_dataset(str(folder))] == asked
+    assert told == [
+        f"{folder}: these prompts are damaged or not complete, and are made again"
+    ] * len(list(folder.iterdir()))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"tfds\.data_dir=.* is a file: name a folder"):
+        corpus.prepare_corpus(config, tmp_path / "file")
+
+
+def test_records_of_a_dataset_that_cannot_be_read(tmp_path):
+    config = CorpusConfig.of(12, 0, {"math_reasoning": 1.0}, PYTHON_ONLY)
+    folder = corpus.prepare_corpus(config, tmp_path)
+    (records,) = folder.glob("*.array_record*")
+    records.write_bytes(b"")
+    with pytest.raises(InputError, match="its records cannot be read"):
+        read_dataset(str(folder))

@@ -171,9 +171,9 @@ def find_requests(config: ml_collections.ConfigDict, screen: Screen) -> list[Req
     with screen.working("making the prompts of specjax_corpus"):
         # The others find what the first has made, or make it on a disk of their own.
         if processes.speaks():
-            corpus.prepare_corpus(made, config.tfds.data_dir)
+            corpus.prepare_corpus(made, config.tfds.data_dir, screen.say)
         processes.agree({})
-        return read_dataset(str(corpus.prepare_corpus(made, config.tfds.data_dir)))
+        return read_dataset(str(corpus.prepare_corpus(made, config.tfds.data_dir, screen.say)))
 
 
 def _is_corpus(prompts: str) -> bool:

@@ -9,12 +9,14 @@ same prompts from the same versions of Python and of the package with Wikipedia'
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import hashlib
 import json
-import os
 import platform
 import random
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,13 @@ import numpy as np
 import tensorflow_datasets as tfds
 
 from specjax.errors import InputError
+from specjax.paths import cache_folder, output_folder
+from specjax.written_files import WrittenFiles
 from train.data.corpus_tasks import CATEGORIES, DEFAULT_MIX, Draft, Texts
 from train.data.prompts import prepare
 
+_KIND = "corpus"
+"""What the listing of a prepared dataset's files says that they are."""
 _PATIENCE = 2000
 """A stream that has given so many known prompts in a row is taken to have no other."""
 
@@ -103,15 +109,42 @@ def _recipe() -> bytes:
     return b"".join([platform.python_version().encode(), *[file.read_bytes() for file in files]])
 
 
-def prepare_corpus(config: CorpusConfig, data_dir: str | Path | None = None) -> Path:
-    """The directory of the prepared dataset, by default under specjax's own cache."""
-    if data_dir is None:
-        home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        data_dir = Path(home).expanduser() / "specjax" / "corpus"
-    builder = prepare(
-        lambda: SpecjaxCorpus(data_dir=data_dir, config=config, file_format="array_record")
-    )
-    return Path(builder.data_dir)
+def prepare_corpus(
+    config: CorpusConfig, data_dir: str | Path | None = None, tell: Callable[[str], Any] = print
+) -> Path:
+    """The directory of the prepared dataset, by default under specjax's own cache.
+
+    A damaged one is made again, and `tell` takes a line that says so. Raises InputError where
+    nothing can be written.
+    """
+    home = cache_folder("corpus") if data_dir is None else output_folder("tfds.data_dir", data_dir)
+    directory = home / SpecjaxCorpus.name / config.name / str(SpecjaxCorpus.VERSION)
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        with (home / f".{config.name}.lock").open("ab") as lock:
+            # Two processes may want the same prompts; not every file system can keep one waiting.
+            with suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if directory.exists():
+                if _is_whole(directory):
+                    return directory
+                tell(f"{directory}: these prompts are damaged or not complete, and are made again")
+                shutil.rmtree(directory)
+            prepare(lambda: SpecjaxCorpus(data_dir=home, config=config, file_format="array_record"))
+            WrittenFiles("tfds.data_dir", directory, _KIND).list_all()
+    except OSError as error:
+        raise InputError(
+            f"{directory}: cannot be written ({error.strerror or error}); make room there, or use "
+            "another tfds.data_dir"
+        ) from None
+    return directory
+
+
+def _is_whole(directory: Path) -> bool:
+    try:
+        return WrittenFiles("tfds.data_dir", directory, _KIND).are_whole()
+    except InputError:  # the listing itself is damaged
+        return False
 
 
 @dataclasses.dataclass(eq=False)

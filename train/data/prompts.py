@@ -127,7 +127,17 @@ def read_dataset(
             f"use one of {', '.join(sorted(fields))}"
         )
     label = Path(name).name if Path(name).is_dir() else name
-    requests = [_from_record(row, index, prompt_field, label) for index, row in enumerate(source)]
+    try:
+        requests = [
+            _from_record(row, index, prompt_field, label) for index, row in enumerate(source)
+        ]
+    except InputError:
+        raise
+    except Exception as error:  # its files are read here, and may be damaged
+        raise InputError(
+            f"prompts={name!r}: its records cannot be read ({one_line(error)[:160]}); prepare the "
+            "dataset again"
+        ) from None
     if not requests:
         raise InputError(f"prompts={name!r}: split {split!r} holds no prompts; use another one")
     return requests

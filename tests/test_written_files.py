@@ -1,0 +1,101 @@
+"""`specjax.report` replaces what it wrote itself, and nothing else."""
+
+import json
+
+import pytest
+from reports import content
+
+from specjax import report
+from specjax.errors import InputError
+from specjax.written_files import LISTING, WrittenFiles
+
+
+def test_only_its_own_files_are_replaced(tmp_path):
+    (tmp_path / "a.md").write_text("mine")
+    files = WrittenFiles("out", tmp_path, "report")
+    with pytest.raises(InputError, match=r"a\.md there was not written as part of a report"):
+        files.check(["new.md", "a.md"])
+    with pytest.raises(InputError, match=r"a\.md there was not written"):
+        files.write("a.md", "ours")
+    assert (tmp_path / "a.md").read_text() == "mine"
+    assert not (tmp_path / LISTING).exists()
+    files.write("b.md", "ours")
+    again = WrittenFiles("out", tmp_path, "report")
+    again.write("b.md", "ours again")
+    (tmp_path / "b.md").write_text("edited by hand")
+    with pytest.raises(InputError, match=r"b\.md there was changed since it was written"):
+        WrittenFiles("out", tmp_path, "report").check(["b.md"])
+
+
+def test_a_file_that_a_kill_left_behind_is_known(tmp_path, monkeypatch):
+    files = WrittenFiles("out", tmp_path, "report")
+
+    def killed(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(files, "_listed", killed)
+    with pytest.raises(KeyboardInterrupt):
+        files.write("b.md", "ours")
+    WrittenFiles("out", tmp_path, "report").check(["b.md"])
+
+
+def test_links_and_folders_are_not_ours(tmp_path):
+    files = WrittenFiles("out", tmp_path, "report")
+    (tmp_path / "elsewhere").write_text("x")
+    (tmp_path / "link").symlink_to("elsewhere")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    (tmp_path / "folder").mkdir()
+    for name in ("link", "dangling", "folder"):
+        with pytest.raises(InputError, match="was not written"):
+            files.write(name, "x")
+
+
+@pytest.mark.parametrize(
+    ("listing", "says"),
+    [
+        ("[1]", "specjax.json there is not specjax's"),
+        ('{"files": {}}', "specjax.json there is not specjax's"),
+        ('{"specjax_folder": 1, "kind": "report", "files": 3}', "is not specjax's"),
+        ('{"specjax_folder": 1, "kind": "workdir", "files": {}}', "holds a workdir, not a report"),
+        ("{", "is not JSON"),
+    ],
+)
+def test_another_listing(listing, says, tmp_path):
+    (tmp_path / LISTING).write_text(listing)
+    with pytest.raises(InputError, match=says):
+        WrittenFiles("out", tmp_path, "report")
+
+
+def test_a_report_says_so_before_the_work(tmp_path, capsys, monkeypatch):
+    run, out = tmp_path / "a.json", tmp_path / "out"
+    run.write_text(json.dumps(content()))
+    arguments = [str(run), f"--out={out}"]
+    assert report.main(arguments) == 0
+    capsys.readouterr()
+    names = sorted(path.name for path in out.iterdir())
+    listed = json.loads((out / LISTING).read_text())
+    assert sorted([*listed["files"], LISTING]) == names
+    # Once more, into what it wrote; then into what somebody else did.
+    assert report.main(arguments) == 0
+    for name in listed["files"]:
+        (out / LISTING).unlink()
+        for other in names:
+            (out / other).unlink(missing_ok=True)
+        (out / name).write_text("mine")
+        capsys.readouterr()
+        assert report.main(arguments) == 2
+        assert f"{name} there was not written as part of a report" in capsys.readouterr().err
+        assert [path.name for path in out.iterdir()] == [name]
+        (out / LISTING).write_text(json.dumps(listed))
+        (out / name).unlink()
+
+
+def test_pictures_draw_any_text(tmp_path, capsys):
+    rows = content()["rows"]
+    for row, category in zip(rows, ("$x_{$ and $", "a\ud800b", "plain"), strict=True):
+        row["category"] = category
+    run = tmp_path / "a.json"
+    run.write_text(json.dumps(content(rows=rows)))
+    assert report.main([str(run), f"--out={tmp_path / 'out'}"]) == 0
+    assert (tmp_path / "out" / "tau_by_task.png").exists()
+    assert "a\\ud800b" in (tmp_path / "out" / "report.md").read_text().lower()
