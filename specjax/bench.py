@@ -208,6 +208,8 @@ def bench(
 
     def load() -> tuple[Model, list[prompts.Question]]:
         model = load_model(config.target, dtype=config.dtype, mesh=mesh, field="target")
+        for layer in config.exit_layers:
+            make_drafter("early_exit", model, exit_layer=layer)  # refused before the long work
         return model, prompts.read_questions(config.prompts) if config.prompts else list(BUILT_IN)
 
     model, everything = processes.together(load)

@@ -306,7 +306,9 @@ def _load(path: str) -> ml_collections.ConfigDict:
         raise InputError(
             f"config={path!r} calls sys.exit({shown(ended.code)}); mend the config file"
         ) from None
-    except Exception as error:  # a config file is Python and may raise anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a config file is Python and may raise anything
         said = f"{type(error).__name__}: {one_line(error)}"
         raise InputError(f"config={path!r} {what} ({said:.300}); mend the config file") from None
     if not isinstance(config, ml_collections.ConfigDict):

@@ -81,10 +81,7 @@ def store_features(
     limit: int | None,
 ) -> None:
     """Run the target over a dataset; see `main` for the arguments. Raises InputError."""
-    for name, value in (("tokens", tokens), ("part", part), ("limit", limit)):
-        if value is not None and value < 1:
-            raise InputError(f"{name}={value}: use a whole number of at least 1")
-    folder, where = output_folder("output", output), f"output={output!r}"
+    folder, where = output_folder("output", output), f"output={str(output)!r}"
     folders.check_claimable(folder, _KIND, where)
     model = load_model(target, field="target")
     facts = target_facts(model)

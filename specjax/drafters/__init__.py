@@ -139,16 +139,8 @@ def _call_own(
     name: str, target: Model, path: Mapping[str, Any], options: Mapping[str, Any]
 ) -> Drafter:
     """What a function of the caller's own makes; raises InputError unless it is a drafter."""
-    function = _constructor(name)
     try:
-        inspect.signature(function).bind(target, **path, **options)
-    except (TypeError, ValueError) as error:  # ValueError: a function of C without a signature
-        raise InputError(
-            f"drafter={name!r} is no drafter ({one_line(error)}): use a function that takes the "
-            "target and the drafter's options, and returns a Drafter"
-        ) from None
-    try:
-        drafter = function(target, **path, **options)
+        drafter = _constructor(name)(target, **path, **options)
     except InputError:
         raise
     except (Exception, SystemExit) as error:  # whatever a function of somebody's own raises
@@ -219,7 +211,16 @@ def check_options(
             checked |= check_options(part, at, own)
         return checked
     if ":" in name:
-        _constructor(name)
+        try:
+            given = {} if path is None else {"path": path}
+            inspect.signature(_constructor(name)).bind(None, **given, **options)
+        except (TypeError, ValueError) as error:  # ValueError: a function of C without a signature
+            if isinstance(error, InputError):
+                raise
+            raise InputError(
+                f"drafter={name!r} is no drafter ({one_line(error)}): use a function that takes "
+                "the target and the drafter's options, and returns a Drafter"
+            ) from None
         return dict(options)
     known = drafter_options(name)
     checked = dict(options)
