@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from specjax import frontdoor, interchange
-from specjax.checkpoint_directory import is_checkpoint
+from specjax.checkpoint_directory import check_free, is_checkpoint
 from specjax.errors import InputError, one_line
 from specjax.heads.files import open_head
 from specjax.heads.head import KINDS, Head, read_head, save_head
@@ -93,7 +93,9 @@ def export(asked: argparse.Namespace) -> int:
             f"head={asked.head!r}: no such directory; give that of a saved head, or the kind of "
             f"one that comes with specjax ({', '.join(KINDS)})"
         )
-    if asked.format != OWN:
+    if asked.format == OWN:
+        check_free(output, overwrite=False)
+    else:
         check_target(output)
     head = None
     if not shipped and is_checkpoint(source):

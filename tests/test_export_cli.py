@@ -97,6 +97,10 @@ def test_whole_vocabulary(target, tmp_path, capsys):
         (["--head=/nowhere"], "head='/nowhere': no such directory"),
         (["--head=eagle3"], "no eagle3 comes with specjax for"),
         (["--output={mine}"], "mine: holds 'notes', which specjax has no record"),
+        (
+            ["--format=specjax", "--output={mine}", "--target=nothing"],
+            "mine: holds 'notes', which is",
+        ),
         (["--target=nothing"], "model 'nothing': no such file"),
         (["--dtype=int8"], "dtype='int8'"),
         (["--heads=1"], "unrecognized arguments: --heads=1"),
