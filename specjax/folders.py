@@ -336,7 +336,8 @@ def _tidy(folder: Path) -> None:
         if match[2] == "part":
             shutil.rmtree(path, ignore_errors=True)
         elif folder.exists():
-            delete(path)
+            with suppress(InputError):
+                delete(path)
         else:
             path.rename(folder)
 

@@ -324,16 +324,34 @@ def test_an_output_is_not_the_work_folder(tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_asks_first_whether_it_can_export(tmp_path, monkeypatch):
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """Trains the toy in the folder w."""
     write_data(tmp_path / "data")
     monkeypatch.setattr(setup, "load_model", lambda name, mesh=None: toy_target(mesh))
     config = get_config()
     config.data, config.workdir = str(tmp_path / "data"), str(tmp_path / "w")
+    make = lambda target, data, config: toy_method(target)  # noqa: E731
+    return lambda: run.run(config, make, Console(quiet=True))
+
+
+def test_a_second_run_in_a_workdir_is_refused(train, tmp_path):
+    with (
+        folder_lock.hold(tmp_path / "w", "training run", "workdir"),
+        pytest.raises(
+            InputError, match=rf"w': another run is at work there \(pid {os.getpid()} on"
+        ),
+    ):
+        train()
+    assert sorted(contents(tmp_path / "w")) == sorted([LOCK, MARKER])
+
+
+def test_a_run_asks_first_whether_it_can_export(train, tmp_path):
     folders.claim(tmp_path / "w", "training run", "workdir")
     (tmp_path / "w" / "export").mkdir()
     (tmp_path / "w" / "export" / "notes.txt").write_text("mine")
     with pytest.raises(InputError, match=r"w/export: holds 'notes.txt', which is no part"):
-        run.run(config, lambda target, data, config: toy_method(target), Console(quiet=True))
+        train()
     assert not (tmp_path / "w" / "checkpoints").exists()
     assert not (tmp_path / "w" / "metrics.jsonl").exists()
     # The lock ended with the run that was refused.
