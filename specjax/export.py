@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Sequence
 
 from specjax import frontdoor, interchange
-from specjax.checkpoint_directory import is_checkpoint
+from specjax.checkpoint_directory import check_free, is_checkpoint
 from specjax.errors import InputError
 from specjax.fields import Choice, Flag, OutputFolder, PathOrName, optional
 from specjax.heads.files import open_head
@@ -79,7 +79,9 @@ def export(asked: argparse.Namespace) -> int:
             f"head={asked.head!r}: no such directory; give that of a saved head, or the kind of "
             f"one that comes with specjax ({', '.join(KINDS)})"
         )
-    if asked.format != OWN:
+    if asked.format == OWN:
+        check_free(output, overwrite=False)
+    else:
         check_target(output)
     head = None
     if not shipped and is_checkpoint(source):

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -85,9 +85,9 @@ def check_claimable(folder: Path, kind: Kind, where: str) -> None:
     marker = read_marker(folder)
     if marker is None:
         if found := _first_foreign(folder, {}):
-            raise InputError(f"{where}: holds {found!r} and no {kind} of specjax; {_REMEDY}")
+            raise InputError(f"{where}: holds {found!r}, and no {kind} of specjax; {_REMEDY}")
     elif marker.kind != kind or marker.files is not None:
-        raise InputError(f"{where}: holds a {marker.kind}, not a {kind}; {_REMEDY}")
+        raise _another_kind(where, marker, kind)
 
 
 def claim(folder: Path, kind: Kind, where: str) -> None:
@@ -175,7 +175,7 @@ def check_replaceable(folder: Path, kind: Kind | None, where: str) -> None:
     marker = read_marker(folder)
     files = {} if marker is None or marker.files is None else marker.files
     if marker is not None and (marker.files is None or kind not in (None, marker.kind)):
-        raise InputError(f"{where}: holds a {marker.kind}, not a {kind}; {_REMEDY}")
+        raise _another_kind(where, marker, kind)
     if found := _first_foreign(folder, files):
         raise InputError(
             f"{where}: holds {found!r}, which specjax has no record of writing; move it away, or "
@@ -256,6 +256,12 @@ def unwritable(where: str, error: OSError) -> InputError:
     return InputError(f"{where}: cannot be written ({reason}); make room or write elsewhere")
 
 
+def _another_kind(where: str, marker: Marker, wanted: Kind | None) -> InputError:
+    return InputError(
+        f"{where}: is a folder of specjax for: {marker.kind}, not {wanted}; {_REMEDY}"
+    )
+
+
 def _records(file: Path, files: Any) -> dict[str, Record]:
     """The files of a marker, none of which may lie outside its folder."""
     found: dict[str, Record] = {}
@@ -296,17 +302,18 @@ def check_is_folder(folder: Path, where: str) -> None:
         raise InputError(f"{where}: is a file; {_REMEDY}")
 
 
-def _contents(folder: Path) -> list[str]:
+def _contents(folder: Path) -> Iterator[str]:
     """All files below a folder, and folders that are empty, with a slash; not marker and lock."""
-    found = []
     for root, folders, files in os.walk(folder, onerror=_raise):
         here = Path(root).relative_to(folder)
+        folders.sort()
         links = [name for name in folders if (Path(root) / name).is_symlink()]
         if not folders and not files and Path(root) != folder:
-            found.append(f"{here.as_posix()}/")
-        found += [(here / name).as_posix() for name in (*files, *links)]
-    ours = (MARKER, LOCK)
-    return sorted(name for name in found if name not in ours and not _TEMPORARY.fullmatch(name))
+            yield f"{here.as_posix()}/"
+        for one in sorted((*files, *links)):
+            name = (here / one).as_posix()
+            if name not in (MARKER, LOCK) and not _TEMPORARY.fullmatch(name):
+                yield name
 
 
 def _raise(error: OSError) -> None:
@@ -336,7 +343,8 @@ def _tidy(folder: Path) -> None:
         if match[2] == "part":
             shutil.rmtree(path, ignore_errors=True)
         elif folder.exists():
-            delete(path)
+            with suppress(InputError):
+                delete(path)
         else:
             path.rename(folder)
 

@@ -197,7 +197,7 @@ from specjax.checkpoints import save_checkpoint
 from specjax.models.loading import load_model
 
 def die(event, arguments):
-    # The rename is Orbax's commit.
+    # To the name with a suffix Orbax renames what it has written; to the one without, we do.
     if event == "os.rename" and os.path.basename(os.fspath(arguments[1])) == sys.argv[3]:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -211,8 +211,8 @@ def test_a_save_that_dies_leaves_the_earlier_checkpoint(saved, model, tiny, tmp_
     save_checkpoint(tiny, tmp_path / "other")
     fresh = tmp_path / "fresh"
     ran = [
-        start(["-c", DIES, str(tmp_path / "other"), str(directory), number], program=())
-        for directory, number in ((saved, "specjax-2"), (fresh, "specjax-1"))
+        start(["-c", DIES, str(tmp_path / "other"), str(directory), name], program=())
+        for directory, name in ((saved, "specjax-2"), (fresh, "specjax-1.unfinished"))
     ]
     for code, _, error in [finish(process) for process in ran]:
         assert code == -signal.SIGKILL, error

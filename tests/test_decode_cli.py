@@ -319,7 +319,7 @@ def test_interrupt_before_the_first_row(run, monkeypatch):
         (["--config.prompt="], "prompt='' is empty"),
         (["--config.prompt=" + "abc " * 600], "positions"),
         (["--config.prompts=missing.jsonl"], "prompts='missing.jsonl': no such file"),
-        (["--config.prompt=a", "--config.prompts=b"], "leave one of the two out"),
+        (["--config.prompt=a", "--config.prompts=README.md"], "leave one of the two out"),
         (["--config.target=missing"], "no such file"),
         (["--config.target=missing.gguf"], "missing.gguf"),
         (["--config.dtype=int8"], "dtype='int8'"),

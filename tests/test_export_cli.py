@@ -91,13 +91,17 @@ def test_whole_vocabulary(target, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "arguments are required: --head, --format, --output; --help lists the flags"),
-        (["--format=gguf"], "invalid choice: 'gguf'"),
+        ([], "head is missing: pass --head=VALUE; format is missing"),
+        (["--format=gguf"], "format='gguf' is unknown: use medusa, eagle, eagle3, "),
         (["--format=eagle"], "format='eagle': this head is eagle3; use eagle3 or speculators"),
         (["--head=/nowhere"], "head='/nowhere': no such directory"),
         (["--head=eagle3"], "no eagle3 comes with specjax for"),
         (["--output={mine}"], "mine: holds 'notes', which specjax has no record"),
-        (["--target=nothing"], "model 'nothing': no such file"),
+        (
+            ["--format=specjax", "--output={mine}", "--target=nothing"],
+            "mine: holds 'notes', which is",
+        ),
+        (["--target=nothing"], "target='nothing': no such file"),
         (["--dtype=int8"], "dtype='int8'"),
         (["--heads=1"], "unrecognized arguments: --heads=1"),
     ],

@@ -187,11 +187,15 @@ def test_what_another_kind_of_save_wrote_is_not_replaced(model, tmp_path):
     save_model(model, tmp_path / "model")
     write_foreign(eagle_head(model), tmp_path / "head", "eagle3", model)
     before = contents(tmp_path)
-    with pytest.raises(InputError, match="model: holds a model, not a head; give a new or empty"):
+    with pytest.raises(
+        InputError, match="model: is a folder of specjax for: model, not head; give a new or empty"
+    ):
         write_foreign(eagle_head(model), tmp_path / "model", "eagle3", model)
-    with pytest.raises(InputError, match="head: holds a head, not a model; give a new or empty"):
+    with pytest.raises(
+        InputError, match="head: is a folder of specjax for: head, not model; give a new or empty"
+    ):
         save_model(model, tmp_path / "head")
-    with pytest.raises(InputError, match="head: holds a head, not a dataset"):
+    with pytest.raises(InputError, match="head: is a folder of specjax for: head, not dataset"):
         save_dataset(model, tmp_path / "head")
     assert contents(tmp_path) == before
 
@@ -235,7 +239,9 @@ def test_a_killed_claim_does_not_make_a_folder_foreign(tmp_path):
     (tmp_path / LOCK).touch()
     folders.claim(tmp_path, "training run", "workdir='w'")
     assert folders.read_marker(tmp_path) == folders.Marker("training run", None)
-    with pytest.raises(InputError, match="^workdir='w': holds a training run, not a answers"):
+    with pytest.raises(
+        InputError, match="^workdir='w': is a folder of specjax for: training run, not answers"
+    ):
         folders.claim(tmp_path, "answers", "workdir='w'")
 
 
@@ -290,7 +296,9 @@ def test_no_run_takes_a_folder_that_holds_a_model(saved_model, tmp_path, monkeyp
     for marked in (True, False):
         if not marked:
             (model / MARKER).unlink()
-        said = "holds a model, not a " if marked else "holds 'config.json' and no "
+        said = (
+            "is a folder of specjax for: model, not " if marked else "holds 'config.json', and no "
+        )
         before = contents(tmp_path)
 
         def make(target, data, config):
@@ -306,7 +314,7 @@ def test_no_run_takes_a_folder_that_holds_a_model(saved_model, tmp_path, monkeyp
         assert f"model': {said}answers" in error
         given.append(f"--config.workdir={tmp_path / 'w'}")
         error = refused_by(generate.main, [*given, f"--config.output={model}"], capsys)
-        assert "model: holds " in error
+        assert "model: is a" in error or "model: holds 'config.json', which" in error
 
         given = [f"--input={tmp_path}", f"--output={model}", "--target=nothing"]
         assert f"model': {said}features" in refused_by(features.main, given, capsys)
@@ -324,16 +332,34 @@ def test_an_output_is_not_the_work_folder(tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_asks_first_whether_it_can_export(tmp_path, monkeypatch):
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """Trains the toy in the folder w."""
     write_data(tmp_path / "data")
     monkeypatch.setattr(setup, "load_model", lambda name, mesh=None: toy_target(mesh))
     config = get_config()
     config.data, config.workdir = str(tmp_path / "data"), str(tmp_path / "w")
+    make = lambda target, data, config: toy_method(target)  # noqa: E731
+    return lambda: run.run(config, make, Console(quiet=True))
+
+
+def test_a_second_run_in_a_workdir_is_refused(train, tmp_path):
+    with (
+        folder_lock.hold(tmp_path / "w", "training run", "workdir"),
+        pytest.raises(
+            InputError, match=rf"w': another run is at work there \(pid {os.getpid()} on"
+        ),
+    ):
+        train()
+    assert sorted(contents(tmp_path / "w")) == sorted([LOCK, MARKER])
+
+
+def test_a_run_asks_first_whether_it_can_export(train, tmp_path):
     folders.claim(tmp_path / "w", "training run", "workdir")
     (tmp_path / "w" / "export").mkdir()
     (tmp_path / "w" / "export" / "notes.txt").write_text("mine")
     with pytest.raises(InputError, match=r"w/export: holds 'notes.txt', which is no part"):
-        run.run(config, lambda target, data, config: toy_method(target), Console(quiet=True))
+        train()
     assert not (tmp_path / "w" / "checkpoints").exists()
     assert not (tmp_path / "w" / "metrics.jsonl").exists()
     # The lock ended with the run that was refused.

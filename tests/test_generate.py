@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from test_processes import finish, free_port, joined, start
 
-from specjax import generation
+from specjax import folder_lock, generation
 from specjax.models.loading import load_model, save_model
 from specjax.sampling_params import SamplingParams
 from train import generate
@@ -286,11 +286,11 @@ def test_a_tfds_directory_as_prompts(model_path, tmp_path, tiny, capsys):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--config.workdir="], "workdir is missing"),
+        (["--config.workdir="], "workdir='' is empty"),
         (["--config.batch_size=0"], "batch_size=0"),
         (["--config.minutes=-1"], "minutes=-1"),
-        (["--config.temperatures=()"], "temperatures is empty"),
-        (["--config.temperatures=(-0.5,)"], "temperature=-0.5"),
+        (["--config.temperatures=()"], "temperatures=(): use a list of at least 1"),
+        (["--config.temperatures=(-0.5,)"], "temperatures[0]=-0.5"),
         (["--config.max_new_tokens=0"], "max_new_tokens=0"),
         (["--config.chat=maybe"], "chat='maybe'"),
         (["--config.verify=typical"], "verify='typical'"),
@@ -341,6 +341,13 @@ def test_lines_of_no_use(model_path, tmp_path, capsys, line, said):
     error = capsys.readouterr().err
     assert "line 2" in error
     assert said in error
+
+
+def test_a_second_run_is_refused(model_path, prompts, tmp_path, capsys):
+    with folder_lock.hold(tmp_path / "run", "answers", "workdir"):
+        assert generate.main(arguments(model_path, prompts, tmp_path / "run")) == 2
+    assert f"run': another run is at work there (pid {os.getpid()} on " in capsys.readouterr().err
+    assert not (tmp_path / "run" / "config.json").exists()
 
 
 def test_a_full_disk_keeps_what_was_done(model_path, prompts, tmp_path, done, monkeypatch, capsys):

@@ -11,6 +11,7 @@ from conftest import tiny_config
 from heads import eagle_config, eagle_head
 
 import specjax
+from specjax import folders
 from specjax.checkpoints import save_checkpoint, save_drafter
 from specjax.errors import InputError
 from specjax.heads.drafters import head_drafter
@@ -180,6 +181,9 @@ def test_what_is_shipped():
     assert shipped_heads() == {"smollm2-135m-instruct": ["draft_model", "medusa", "eagle3"]}
     folder = SHIPPED / "smollm2-135m-instruct"
     for kind in ("draft_model", "medusa", "eagle3"):
+        folders.check_replaceable(
+            folder / kind / "specjax-1", "drafter", "no file is left unlisted"
+        )
         head = read_head(folder / kind)
         assert (head.kind, head.target.name) == (kind, "smollm2-135m-instruct")
         assert {leaf.dtype for leaf in jax.tree.leaves(head.params)} == {jnp.dtype("float16")}

@@ -251,20 +251,18 @@ def test_a_full_disk_is_one_line(script, main, tmp_path, monkeypatch, capsys):
     error = capsys.readouterr().err
     assert f"{tmp_path / 'finished.json'}: cannot be written (No space left" in error
     assert error.count("\n") == 1
+    opened = Path.open
+
+    def full_lock(path, *arguments, **rest):
+        return (full if path.name == LOCK else opened)(path, *arguments, **rest)
+
     with monkeypatch.context() as patch:
-        opened = Path.open
-        patch.setattr(
-            Path,
-            "open",
-            lambda path, *rest, **more: (full if path.name == LOCK else opened)(
-                path, *rest, **more
-            ),
-        )
+        patch.setattr(Path, "open", full_lock)
         assert main(stage(script, "one", "")) == 2
     assert "make room or write elsewhere" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
     assert script.main([f"--workdir={tmp_path / 'file'}"]) == 2
-    assert "file' is a file: name a folder" in capsys.readouterr().err
+    assert " is a file: name a folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

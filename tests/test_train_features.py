@@ -1,11 +1,14 @@
 """Stored features: those of each conversation alone, in parts that are kept when it goes on."""
 
+import os
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import tiny_config
 from test_responses import example
 
+from specjax import folder_lock
 from specjax.folders import LOCK, MARKER
 from specjax.models.loading import random_model
 from train import features
@@ -25,7 +28,7 @@ def target():
 @pytest.fixture
 def store(target, tmp_path, monkeypatch):
     """Writes seven conversations, and runs the command with further arguments."""
-    monkeypatch.setattr(features, "load_model", lambda name: target)
+    monkeypatch.setattr(features, "load_model", lambda name, field: target)
     lengths = (20, 70, 33, 64, 100, 8, 21)
     said = [example(number, length, 5) for number, length in enumerate(lengths)]
     write_responses(tmp_path / "said", said, target_facts(target), ())
@@ -84,6 +87,14 @@ def test_parts_that_are_there_are_kept(store, monkeypatch):
     assert run("--products=float32") == 0
     assert len(calls) == 1
     assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_a_second_run_is_refused(store, capsys):
+    _, run, out = store
+    with folder_lock.hold(out, "features", "output"):
+        assert run("--products=float32") == 2
+    assert f"out': another run is at work there (pid {os.getpid()} on " in capsys.readouterr().err
+    assert not list(out.glob("part-*"))
 
 
 @pytest.mark.parametrize(

@@ -103,9 +103,7 @@ FIELDS: Fields = {
         "long": Number(0.0, 1.0, remedy="use a share from 0 to 1"),
         "mix": dict.fromkeys(DEFAULT_MIX, Number(remedy="use a share of at least 0")),
     },
-    "temperatures": Items(
-        TEMPERATURE, least=1, remedy="give at least one, such as (0.0, 0.7, 1.0)"
-    ),
+    "temperatures": Items(TEMPERATURE, least=1),
     "top_k": TOP_K,
     "top_p": TOP_P,
     "min_p": MIN_P,

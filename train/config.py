@@ -161,7 +161,7 @@ TRAINING_FIELDS: Fields = {
         "prompts": Whole(),
         "new_tokens": Whole(1),
         "num_speculative_tokens": optional(Whole(1, DRAFT_TOKENS.most)),
-        "temperatures": Items(TEMPERATURE, remedy="use numbers from 0, such as (0.0, 1.0)"),
+        "temperatures": Items(TEMPERATURE),
     },
     "fsdp": Flag(),
     "mesh": frontdoor.MESH_FIELDS,
