@@ -15,16 +15,22 @@ class InputError(ValueError):
     """Bad input; the message names the field, the value and the remedy on one line.
 
     Command lines print it without a traceback and leave with exit code 2. Parts of it may come
-    from a file: what cannot be printed (line ends, a terminal's commands, halves of surrogate
-    pairs) is escaped, and the middle of a very long message is left out.
+    from a file: line ends become spaces, what else cannot be printed (a terminal's commands, halves
+    of surrogate pairs) is escaped, and the middle of a very long message is left out.
     """
 
     def __init__(self, message: str) -> None:
         if not message.isprintable():
-            message = "".join(char if char.isprintable() else repr(char)[1:-1] for char in message)
+            message = "".join(map(_printable, message))
         if len(message) > _LONGEST:
             message = f"{message[: _LONGEST // 2]} ... {message[-_LONGEST // 2 :]}"
         super().__init__(message)
+
+
+def _printable(char: str) -> str:
+    if char.isprintable():
+        return char
+    return " " if char.isspace() else repr(char)[1:-1]
 
 
 def one_line(error: Exception) -> str:

@@ -189,6 +189,21 @@ def encoded(value):
     return kind.to_bytes(4, "little") + value.tobytes()
 
 
+def write_keys(path, keys):
+    """A file without tensors: what is read before the weights is what the keys are for."""
+    pairs = b"".join(encoded(key)[4:] + encoded(value) for key, value in keys.items())
+    preamble = b"GGUF\x03\x00\x00\x00" + bytes(8) + len(keys).to_bytes(8, "little")
+    path.write_bytes(preamble + pairs)
+
+
+@pytest.mark.parametrize("value", [[], ["llama"], np.uint32(1), "llama2"])
+def test_an_architecture_that_is_none(tmp_path, value):
+    path = tmp_path / "a.gguf"
+    write_keys(path, {"general.architecture": value, **gguf_files.metadata(CONFIG)})
+    with pytest.raises(InputError, match=r"general\.architecture="):
+        load_gguf(path)
+
+
 SCALARS = st.one_of(
     st.booleans(),
     st.sampled_from([0, 1, 2, 3, 80, 2**31, 2**40, 2**63 - 1, -1]).map(np.int64),
@@ -215,10 +230,7 @@ def test_gguf_metadata_of_any_type(tmp_path, data):
         keys.pop(key, None)
         if value is not None:
             keys[key] = value
-    pairs = b"".join(encoded(key)[4:] + encoded(value) for key, value in keys.items())
-    # Without tensors: what is read before the weights is what the keys are for.
-    preamble = b"GGUF\x03\x00\x00\x00" + bytes(8) + len(keys).to_bytes(8, "little")
-    path.write_bytes(preamble + pairs)
+    write_keys(path, keys)
     outcome(lambda: load_gguf(path), memory=4_000_000)
 
 

@@ -102,8 +102,7 @@ NAMES = ["messages", "messages[0].content", "m", "m.role", "bos_token", "none", 
 OPERATORS = st.sampled_from(["+", "*", "~", "%", "**", "in"])
 FILTERS = st.sampled_from(
     ["length", "tojson", "list", "join", "reverse", "trim", "string", "select", "sort", "pprint"]
-    + ["center(99999)", "indent(9999)", "batch(9)", "wordwrap(3)", "map('upper')"]
-)
+) | st.sampled_from(["center(99999)", "indent(9999)", "batch(9)", "wordwrap(3)", "map('upper')"])
 FIELDS = st.sampled_from(
     ["__class__", "__init__.__globals__", "append(1)", "items()", "split('l')", "format()"]
 )

@@ -321,6 +321,8 @@ def test_bad_input_before_anything_is_decoded(model_path, prompts, tmp_path, cap
         ('{"prompt": "x", "turns": ["x"]}', "one of"),
         ('{"prompt": ""}', "of no use"),
         ('{"prompt": 5}', "of no use"),
+        ('{"prompt": [null]}', "of no use"),
+        ('{"prompt": ["x"]}', "of no use"),
         ('{"turns": []}', "of no use"),
         ('{"turns": ["x", 1]}', "of no use"),
         ('{"messages": [{"role": "user"}]}', "of no use"),

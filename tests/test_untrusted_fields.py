@@ -119,5 +119,5 @@ def test_messages_are_printable_and_bounded():
         message = str(InputError(text))
         assert message.isprintable()
         assert len(message) < 2100
-    assert str(InputError("a\nb")) == r"a\nb"
+    assert str(InputError("a\nb\x1b[2J\ud800")) == r"a b\x1b[2J\ud800"
     assert str(InputError("Ġ é ▁ 世")) == "Ġ é ▁ 世"

@@ -64,7 +64,7 @@ _INERT = {
 def check_architecture(file: GgufFile) -> None:
     """Raise InputError unless the file is of the architecture that `read_config` knows."""
     architecture = file.metadata.get("general.architecture")
-    if architecture != "llama":
+    if not isinstance(architecture, str) or architecture != "llama":
         raise InputError(
             f"{file.path}: general.architecture={shown(architecture)} is not supported; "
             "use a GGUF of the architecture 'llama'"

@@ -64,7 +64,9 @@ def _request(row: dict[str, Any], number: int, name: str, where: str) -> Request
         value, left_out = (value[0], len(value) - 1) if good else (None, 0)
     elif forms[0] == "messages":
         value = _messages(value)
-    if not value or not (isinstance(value, str | list)):
+    elif not isinstance(value, str):
+        value = None
+    if not value:
         raise InputError(
             f"{where}: {forms[0]}={shown(row[forms[0]])} is of no use; give a text, messages with "
             "role and content that end with the user's, or a list of texts"
