@@ -9,7 +9,7 @@ Medusa. The heads are those that come with specjax, or --eagle3 and --medusa: a 
 random blocks. vLLM needs torch and a virtual environment of its own
 (--peer_python; check_vllm.sh builds it). Prints how many rows are the same, where others first
 differ, and both acceptances by position. Exit codes: 0; 1 where a plain row, or a row of vLLM with
-and without a head, differs.
+and without a head, differs; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 
 vLLM's first token comes with its prefill, and its last draft may reach behind the last token that
 it may generate. So specjax is given that first token as a part of the prompt, and room for one more
@@ -163,9 +163,8 @@ def differences(name: str, mine: list[list[int]], theirs: list[list[int]], decod
     return len(parted)
 
 
-def main(argv: list[str]) -> None:
-    """Run the comparison."""
-    del argv
+def compare() -> int:
+    """Run the comparison; returns the exit code. Raises InputError."""
     logging.set_verbosity(logging.WARNING)
     import specjax
     from specjax import prompts
@@ -237,18 +236,15 @@ def main(argv: list[str]) -> None:
             f"  vLLM {peer_answer['seconds']:.1f} s, without a head {peer['seconds']:.1f} s",
             flush=True,
         )
-    raise SystemExit(1 if wrong else 0)
+    return 1 if wrong else 0
 
 
-def run(argv: list[str]) -> None:
-    """`main`, with bad input on one line."""
-    from specjax.errors import InputError, one_line
+def main(argv: list[str]) -> int:
+    """Entry point, called with what absl's flags leave; returns the exit code."""
+    from specjax import frontdoor
 
-    try:
-        main(argv)
-    except InputError as error:
-        raise SystemExit(f"error: {one_line(error)}") from None
+    return frontdoor.command(lambda rest: compare(), argv[1:])
 
 
 if __name__ == "__main__":
-    app.run(run)
+    app.run(main)
