@@ -149,7 +149,9 @@ def _call_own(
             "Python to see where"
         ) from error
     if not isinstance(drafter, Drafter):
-        raise InputError(f"drafter={name!r} returned {type(drafter).__name__}, not a Drafter; return one")
+        raise InputError(
+            f"drafter={name!r} returned {type(drafter).__name__}, not a Drafter; return one"
+        )
     return drafter
 
 
