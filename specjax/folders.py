@@ -17,7 +17,7 @@ import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
@@ -26,7 +26,16 @@ from specjax.errors import InputError, one_line, shown
 from specjax.json_files import read_json_file
 
 Kind = Literal[
-    "model", "head", "drafter", "dataset", "features", "answers", "training run", "recipe"
+    "model",
+    "head",
+    "drafter",
+    "dataset",
+    "features",
+    "answers",
+    "training run",
+    "recipe",
+    "report",
+    "corpus",
 ]
 
 MARKER = "specjax_folder.json"
@@ -101,7 +110,7 @@ def claim(folder: Path, kind: Kind, where: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         delete_temporary(folder)
         if read_marker(folder) is None:
-            _write_marker(folder, {"specjax_folder": _FORMAT, "kind": kind})
+            write_marker(folder, Marker(kind, None))
     except OSError as error:
         raise unwritable(where, error) from None
 
@@ -110,12 +119,8 @@ def seal(folder: Path, kind: Kind) -> None:
     """Record all files of a finished folder, which is complete from then on; raises OSError."""
     names = [name for name in _contents(folder) if not name.endswith("/")]
     with _hashing(len(names)) as pool:
-        records = list(pool.map(_record, [folder / name for name in names]))
-    files = {
-        name: {"bytes": record.bytes, "sha256": record.sha256}
-        for name, record in zip(names, records, strict=True)
-    }
-    _write_marker(folder, {"specjax_folder": _FORMAT, "kind": kind, "files": files})
+        records = list(pool.map(record_of, [folder / name for name in names]))
+    write_marker(folder, Marker(kind, dict(zip(names, records, strict=True))))
 
 
 def find_damage(folder: Path, marker: Marker, share: tuple[int, int] | None = (0, 1)) -> str | None:
@@ -137,7 +142,7 @@ def find_damage(folder: Path, marker: Marker, share: tuple[int, int] | None = (0
     names = sorted(files, key=lambda name: (-files[name].bytes, name))[share[0] :: share[1]]
     try:
         with _hashing(len(names)) as pool:
-            found = list(pool.map(_record, [folder / name for name in names]))
+            found = list(pool.map(record_of, [folder / name for name in names]))
     except OSError as error:
         return f"{error.filename}: {error.strerror or error}"
     for name, record in zip(names, found, strict=True):
@@ -281,7 +286,8 @@ def _records(file: Path, files: Any) -> dict[str, Record]:
     return found
 
 
-def _record(file: Path) -> Record:
+def record_of(file: Path) -> Record:
+    """What a marker says of a file as it is now; raises OSError."""
     with file.open("rb") as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
         return Record(os.fstat(opened.fileno()).st_size, digest)
@@ -292,7 +298,11 @@ def _hashing(files: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max(1, min(files, os.cpu_count() or 1, 8)))
 
 
-def _write_marker(folder: Path, content: dict[str, Any]) -> None:
+def write_marker(folder: Path, marker: Marker) -> None:
+    """Replace a folder's marker; raises OSError."""
+    content: dict[str, Any] = {"specjax_folder": _FORMAT, "kind": marker.kind}
+    if marker.files is not None:
+        content["files"] = {name: asdict(record) for name, record in marker.files.items()}
     text_files.write_text(folder / MARKER, json.dumps(content, indent=1, sort_keys=True) + "\n")
 
 

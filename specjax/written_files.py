@@ -1,45 +1,37 @@
 """Files written into a folder that the user names, where they may replace none but their own.
 
-`specjax.json` in the folder lists what was written, with a digest of each file.
+The folder's marker (`specjax.folders`) lists what was written; other files stay beside it.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from specjax import folders
 from specjax.errors import InputError
-from specjax.json_files import read_json_file
+from specjax.folders import Kind, Marker, Record
 from specjax.text_files import write_text
 
-LISTING = "specjax.json"
+_ANNOUNCED = Record(-1, "")
+"""Of a file that is being written: one that a kill leaves behind is then known to be ours."""
 
 
 class WrittenFiles:
     """The files of one kind in a folder; `field` names what held the folder's path.
 
-    Raises InputError for a folder that lists files of another kind.
+    Raises InputError for a folder whose marker is of another kind.
     """
 
-    def __init__(self, field: str, folder: Path, kind: str) -> None:
+    def __init__(self, field: str, folder: Path, kind: Kind) -> None:
         self.folder, self._said, self._kind = folder, f"{field}={str(folder)!r}", kind
-        self._digests: dict[str, str | None] = {}
-        listing = folder / LISTING
-        if not listing.exists():
-            return
-        content = read_json_file(listing, "name another folder, or delete it")
-        files = content.get("files") if isinstance(content, dict) else None
-        if not isinstance(files, dict) or content.get("specjax_folder") != 1:
-            raise InputError(f"{self._said}: {LISTING} there is not specjax's; name another folder")
-        if content.get("kind") != kind:
+        marker = folders.read_marker(folder)
+        if marker is not None and marker.kind != kind:
             raise InputError(
-                f"{self._said} holds a {content.get('kind')!s:.40}, not a {kind}; "
-                "name another folder"
+                f"{self._said} holds a {marker.kind}, not a {kind}; name another folder"
             )
-        self._digests = files
+        self._records = {} if marker is None else dict(marker.files or {})
 
     def check(self, names: Iterable[str]) -> None:
         """Raise InputError where a file of such a name is there that was not written from here."""
@@ -47,9 +39,9 @@ class WrittenFiles:
             path = self.folder / name
             if not os.path.lexists(path):
                 continue
-            if name not in self._digests or path.is_symlink() or not path.is_file():
+            if name not in self._records or path.is_symlink() or not path.is_file():
                 why = f"was not written as part of a {self._kind}"
-            elif self._digests[name] in (None, _digest(path)):
+            elif self._records[name] in (_ANNOUNCED, folders.record_of(path)):
                 continue
             else:
                 why = "was changed since it was written"
@@ -71,35 +63,13 @@ class WrittenFiles:
         return self._listed(file.name)
 
     def _announce(self, name: str) -> None:
-        """List a file before it is written: one that a kill leaves behind is then known."""
         self.check([name])
-        self._digests[name] = None
-        self._save()
+        self._list(name, _ANNOUNCED)
 
     def _listed(self, name: str) -> Path:
-        self._digests[name] = _digest(self.folder / name)
-        self._save()
+        self._list(name, folders.record_of(self.folder / name))
         return self.folder / name
 
-    def _save(self) -> None:
-        content = {"specjax_folder": 1, "kind": self._kind, "files": self._digests}
-        write_text(self.folder / LISTING, json.dumps(content, indent=1) + "\n")
-
-    def list_all(self) -> None:
-        """List every file of the folder as it is now."""
-        paths = [path for path in self.folder.iterdir() if path.name != LISTING]
-        self._digests = {path.name: _digest(path) for path in paths}
-        self._save()
-
-    def are_whole(self) -> bool:
-        """Whether there are listed files, all of them as they were written."""
-        try:
-            return bool(self._digests) and all(
-                digest == _digest(self.folder / name) for name, digest in self._digests.items()
-            )
-        except OSError:
-            return False
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    def _list(self, name: str, record: Record) -> None:
+        self._records[name] = record
+        folders.write_marker(self.folder, Marker(self._kind, self._records))

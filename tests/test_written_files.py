@@ -7,7 +7,8 @@ from reports import content
 
 from specjax import report
 from specjax.errors import InputError
-from specjax.written_files import LISTING, WrittenFiles
+from specjax.folders import MARKER
+from specjax.written_files import WrittenFiles
 
 
 def test_only_its_own_files_are_replaced(tmp_path):
@@ -18,7 +19,7 @@ def test_only_its_own_files_are_replaced(tmp_path):
     with pytest.raises(InputError, match=r"a\.md there was not written"):
         files.write("a.md", "ours")
     assert (tmp_path / "a.md").read_text() == "mine"
-    assert not (tmp_path / LISTING).exists()
+    assert not (tmp_path / MARKER).exists()
     files.write("b.md", "ours")
     again = WrittenFiles("out", tmp_path, "report")
     again.write("b.md", "ours again")
@@ -53,15 +54,15 @@ def test_links_and_folders_are_not_ours(tmp_path):
 @pytest.mark.parametrize(
     ("listing", "says"),
     [
-        ("[1]", "specjax.json there is not specjax's"),
-        ('{"files": {}}', "specjax.json there is not specjax's"),
-        ('{"specjax_folder": 1, "kind": "report", "files": 3}', "is not specjax's"),
-        ('{"specjax_folder": 1, "kind": "workdir", "files": {}}', "holds a workdir, not a report"),
+        ("[1]", "specjax_folder.json: not what specjax writes"),
+        ('{"files": {}}', "specjax_folder.json: not what specjax writes"),
+        ('{"specjax_folder": 1, "kind": "report", "files": 3}', "lists no files"),
+        ('{"specjax_folder": 1, "kind": "dataset", "files": {}}', "holds a dataset, not a report"),
         ("{", "is not JSON"),
     ],
 )
 def test_another_listing(listing, says, tmp_path):
-    (tmp_path / LISTING).write_text(listing)
+    (tmp_path / MARKER).write_text(listing)
     with pytest.raises(InputError, match=says):
         WrittenFiles("out", tmp_path, "report")
 
@@ -73,12 +74,12 @@ def test_a_report_says_so_before_the_work(tmp_path, capsys, monkeypatch):
     assert report.main(arguments) == 0
     capsys.readouterr()
     names = sorted(path.name for path in out.iterdir())
-    listed = json.loads((out / LISTING).read_text())
-    assert sorted([*listed["files"], LISTING]) == names
+    listed = json.loads((out / MARKER).read_text())
+    assert sorted([*listed["files"], MARKER]) == names
     # Once more, into what it wrote; then into what somebody else did.
     assert report.main(arguments) == 0
     for name in listed["files"]:
-        (out / LISTING).unlink()
+        (out / MARKER).unlink()
         for other in names:
             (out / other).unlink(missing_ok=True)
         (out / name).write_text("mine")
@@ -86,7 +87,7 @@ def test_a_report_says_so_before_the_work(tmp_path, capsys, monkeypatch):
         assert report.main(arguments) == 2
         assert f"{name} there was not written as part of a report" in capsys.readouterr().err
         assert [path.name for path in out.iterdir()] == [name]
-        (out / LISTING).write_text(json.dumps(listed))
+        (out / MARKER).write_text(json.dumps(listed))
         (out / name).unlink()
 
 

@@ -24,13 +24,12 @@ from typing import Any
 import numpy as np
 import tensorflow_datasets as tfds
 
+from specjax import folders
 from specjax.errors import InputError
 from specjax.paths import cache_folder, output_folder
-from specjax.written_files import WrittenFiles
 from train.data.corpus_tasks import CATEGORIES, DEFAULT_MIX, Draft, Texts
 from train.data.prompts import prepare
 
-_KIND = "corpus"
 """What the listing of a prepared dataset's files says that they are."""
 _PATIENCE = 2000
 """A stream that has given so many known prompts in a row is taken to have no other."""
@@ -131,7 +130,7 @@ def prepare_corpus(
                 tell(f"{directory}: these prompts are damaged or not complete, and are made again")
                 shutil.rmtree(directory)
             prepare(lambda: SpecjaxCorpus(data_dir=home, config=config, file_format="array_record"))
-            WrittenFiles("tfds.data_dir", directory, _KIND).list_all()
+            folders.seal(directory, "corpus")
     except OSError as error:
         raise InputError(
             f"{directory}: cannot be written ({error.strerror or error}); make room there, or use "
@@ -142,9 +141,10 @@ def prepare_corpus(
 
 def _is_whole(directory: Path) -> bool:
     try:
-        return WrittenFiles("tfds.data_dir", directory, _KIND).are_whole()
-    except InputError:  # the listing itself is damaged
+        marker = folders.read_marker(directory)
+    except InputError:  # the marker itself is damaged
         return False
+    return bool(marker and marker.files) and folders.find_damage(directory, marker) is None
 
 
 @dataclasses.dataclass(eq=False)
