@@ -6,8 +6,8 @@ Reads what `python -m specjax.decode --config.report=FILE` wrote, runs of one ta
 prompts, and what `specjax.bench` wrote. Into DIR go report.md, report.csv, a JSONL file a run and
 the pictures. `--predict` loads the target and times the parts of each run's rounds, for the
 predicted speed-up; what was timed once is kept in DIR/costs.json (delete it to time again). What
-was written is listed in DIR/specjax_folder.json: files of the same names that are not listed, or were
-changed since, are not replaced. A run that was interrupted is named.
+was written is listed in DIR/specjax_folder.json: files of the same names that are not listed there,
+or were changed since, are not replaced. A run that was interrupted is named.
 Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 """
 

@@ -253,7 +253,7 @@ def row(number, **changes):
 @pytest.fixture
 def small_target(monkeypatch):
     monkeypatch.setattr(
-        import_responses, "load_model", lambda name, dtype: random_model(tiny_config(), 0)
+        import_responses, "load_model", lambda name, *, field: random_model(tiny_config(), 0)
     )
 
 

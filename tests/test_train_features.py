@@ -28,7 +28,7 @@ def target():
 @pytest.fixture
 def store(target, tmp_path, monkeypatch):
     """Writes seven conversations, and runs the command with further arguments."""
-    monkeypatch.setattr(features, "load_model", lambda name, field: target)
+    monkeypatch.setattr(features, "load_model", lambda name, *, field: target)
     lengths = (20, 70, 33, 64, 100, 8, 21)
     said = [example(number, length, 5) for number, length in enumerate(lengths)]
     write_responses(tmp_path / "said", said, target_facts(target), ())
@@ -106,7 +106,7 @@ def test_a_second_run_is_refused(store, capsys):
         (["--products=float32", "--limit=3"], "is there already, and 3 conversations fill 1"),
         (["--part=0"], "part=0: use a whole number of at least 1"),
         (["--features=final"], "final"),
-        (["--products=float16"], "products='float16': use auto, float32 or bfloat16"),
+        (["--products=float16"], "products='float16' is unknown: use auto, float32, bfloat16"),
     ],
 )
 def test_what_does_not_go_together_is_refused(more, said, store, capsys):

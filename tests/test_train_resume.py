@@ -173,7 +173,7 @@ def test_two_processes_give_the_losses_of_one(start, whole, tmp_path):
 
 def test_a_bad_loss_is_one_line_on_the_command_line(tmp_path, monkeypatch, capsys):
     write_data(tmp_path / "data")
-    monkeypatch.setattr(setup, "load_model", lambda name, mesh=None: toy_target(mesh))
+    monkeypatch.setattr(setup, "load_model", lambda name, *, field, mesh=None: toy_target(mesh))
     fields = [f"--config.data={tmp_path / 'data'}", f"--config.workdir={tmp_path / 'w'}"]
 
     def make(target, data, config):
@@ -388,7 +388,7 @@ def said(console):
 def test_a_whole_run_from_data_on_disk(tmp_path, console, monkeypatch):
     """Data, training, held-out losses, decoding, export, screen, JSONL and TensorBoard."""
     write_data(tmp_path / "data")
-    monkeypatch.setattr(setup, "load_model", lambda name, mesh=None: toy_target(mesh))
+    monkeypatch.setattr(setup, "load_model", lambda name, *, field, mesh=None: toy_target(mesh))
     config = get_config()
     config.data, config.workdir = str(tmp_path / "data"), str(tmp_path / "w")
     config.eval.every, config.eval.prompts, config.eval.new_tokens = 8, 2, 8
@@ -437,7 +437,7 @@ def test_a_whole_run_from_data_on_disk(tmp_path, console, monkeypatch):
 
 def test_bad_settings_are_named_before_any_work(tmp_path, monkeypatch):
     write_data(tmp_path / "data")
-    monkeypatch.setattr(setup, "load_model", lambda name, mesh=None: toy_target(mesh))
+    monkeypatch.setattr(setup, "load_model", lambda name, *, field, mesh=None: toy_target(mesh))
 
     def refused(said, **changes):
         config = get_config()
@@ -455,7 +455,9 @@ def test_bad_settings_are_named_before_any_work(tmp_path, monkeypatch):
     too_many = {"eval.prompts": 1, "eval.new_tokens": 200}
     refused("eval.new_tokens=200: random-0 has 200 positions.* at most 199", **too_many)
     monkeypatch.setattr(
-        setup, "load_model", lambda name, mesh=None: _with_hidden_size(toy_target(mesh), 20)
+        setup,
+        "load_model",
+        lambda name, *, field, mesh=None: _with_hidden_size(toy_target(mesh), 20),
     )
     refused("written by another target, .* hidden_size=16")
 
