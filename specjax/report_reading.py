@@ -12,10 +12,12 @@ from specjax.json_files import read_json_file
 from specjax.report_runs import Bench, Row, Run, Took, summarize
 
 _NUMBER = (int, float)
-_LARGEST, _MOST_COUNTS = 2**53, 1 << 26
-"""Beyond the first, whole numbers are not exact as floats; the second bounds a table of counts."""
+_LARGEST, _MOST_COUNTS, _DEEPEST = 2**53, 1 << 26, 20
+"""Whole numbers above the first are not exact as floats; the second bounds a table of counts."""
 _SUMMARY = {"drafter": (str,), "device": (str,), "dtype": (str,), "prompts": (str,)}
 _CONFIG = {"target": (str,), "batch_size": (int,), "drafter": (dict,), "sampling": (dict,)}
+_MAY_BE = {"versions": (dict, NoneType), "interrupted": (bool, NoneType)}
+_CONFIG_MAY_BE = {"distributed": (dict,)}
 _SAMPLING = {"temperature": _NUMBER, "max_new_tokens": (int,)}
 _ROW = {
     "question_id": (int, str),
@@ -76,6 +78,10 @@ def _run(path: Path, content: Any) -> Run:
     _check(summary, {"config": (dict,), **_SUMMARY}, "summary")
     _check(summary["config"], _CONFIG, "summary.config")
     _check(summary["config"]["sampling"], _SAMPLING, "summary.config.sampling")
+    for part, kinds in ((summary, _MAY_BE), (summary["config"], _CONFIG_MAY_BE)):
+        _check(part, {name: kinds[name] for name in kinds if name in part}, "summary")
+    if _deeper(summary["config"], _DEEPEST):
+        raise _Misfit(f"summary.config has more than {_DEEPEST} levels")
     rows = tuple(
         _row(row, f"rows[{place}]")
         for place, row in enumerate(_list(content, "rows", "the report"))
@@ -124,6 +130,13 @@ def _row(row: Any, where: str) -> Row:
         margin=row["margin_at_difference"],
         **{name: tuple(counts[name]) for name in ("drafted", "accepted", "emitted", "width")},
     )
+
+
+def _deeper(content: Any, levels: int) -> bool:
+    """Whether objects are nested deeper than that; a config's names are joined recursively."""
+    if not isinstance(content, dict):
+        return False
+    return not levels or any(_deeper(part, levels - 1) for part in content.values())
 
 
 def _check(content: Any, fields: Mapping[str, tuple[type, ...]], where: str) -> None:
