@@ -2,7 +2,7 @@
 
 from ml_collections import config_dict
 
-from train.config import training_fields
+from train.run.config import training_fields
 
 
 def get_config(size=""):

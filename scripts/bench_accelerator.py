@@ -30,7 +30,7 @@ from accelerator.sizes import SIZES
 from rich.console import Console
 
 from specjax.errors import InputError
-from specjax.plots import require_matplotlib
+from specjax.reporting.plots import require_matplotlib
 
 KINDS = ("plain", "width", "speedup", "form", "attention", "transformers")
 

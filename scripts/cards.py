@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from specjax.fields import dotted
-from specjax.heads.head import Head
+from specjax.loading.heads.head import Head
 
 TRAINERS = {
     "eagle3": ("train.eagle", "configs/train_eagle3.py"),
@@ -26,7 +26,7 @@ _ALL = {**TRAINERS, "medusa2": ("train.medusa", "configs/train_medusa2.py")}
 _ROOT = Path(__file__).parent.parent
 
 _UNRECORDED = ("data", "target", "workdir", "start_from", "distributed", "mesh")
-"""Fields, or sections, that a head's record leaves out (`train.setup`)."""
+"""Fields, or sections, that a head's record leaves out (`train.run.setup`)."""
 
 _BEFORE = {
     # There was no other optimizer.

@@ -86,9 +86,9 @@ def made(kind: str, model: Any, ids: np.ndarray) -> Any:
     import jax.numpy as jnp
     from flax.core import meta
 
-    from specjax.heads.head import Head, TargetFacts
-    from specjax.models.eagle import Eagle, EagleConfig, default_taps
-    from specjax.models.medusa import MedusaConfig
+    from specjax.loading.heads.head import Head, TargetFacts
+    from specjax.models.heads.eagle import Eagle, EagleConfig, default_taps
+    from specjax.models.heads.medusa import MedusaConfig
     from train.eagle import from_target
 
     width, facts, training = model.config.hidden_size, TargetFacts.of(model), {"made": "untrained"}
@@ -125,7 +125,7 @@ def decode_as_vllm(head: Any, model: Any, ids: list[list[int]], plain: list[list
     """The rows that specjax decodes with a head, and the line of its acceptance."""
     import specjax
     from specjax import metrics
-    from specjax.heads.drafters import head_drafter
+    from specjax.drafters.trained import head_drafter
 
     left, length = _NEW_TOKENS.value - 1, _LENGTH.value
     mine = specjax.generate(
@@ -167,12 +167,12 @@ def compare() -> int:
     """Run the comparison; returns the exit code. Raises InputError."""
     logging.set_verbosity(logging.WARNING)
     import specjax
-    from specjax import prompts
-    from specjax.built_in import BUILT_IN
+    from specjax.cli.built_in_prompts import BUILT_IN
+    from specjax.decoding import prompts
     from specjax.errors import InputError
-    from specjax.heads.files import open_head
-    from specjax.interchange import write_foreign
-    from specjax.interchange.directory import whole_vocabulary
+    from specjax.loading.head_formats import write_foreign
+    from specjax.loading.head_formats.read_write import whole_vocabulary
+    from specjax.loading.heads.find_head import open_head
 
     known = (*_FORMATS, "eagle")
     if unknown := set(_ONLY.value) - set(known):
@@ -241,9 +241,9 @@ def compare() -> int:
 
 def main(argv: list[str]) -> int:
     """Entry point, called with what absl's flags leave; returns the exit code."""
-    from specjax import frontdoor
+    from specjax.cli import command_line
 
-    return frontdoor.command(lambda rest: compare(), argv[1:])
+    return command_line.command(lambda rest: compare(), argv[1:])
 
 
 if __name__ == "__main__":

@@ -59,22 +59,22 @@ def main(argv: list[str]) -> None:
     del argv
     logging.set_verbosity(logging.WARNING)
     import specjax
-    from specjax import execution, generation, prompts, session
-    from specjax.built_in import BUILT_IN
-    from specjax.models import loading
+    from specjax.cli.built_in_prompts import BUILT_IN
+    from specjax.decoding import executor, generate, open_session, plan, prompts
+    from specjax.loading import load
 
-    model = specjax.load_model(loading.DEFAULT_MODEL, dtype="float32")
+    model = specjax.load_model(load.DEFAULT_MODEL, dtype="float32")
     questions = prompts.read_questions(_PROMPTS.value) if _PROMPTS.value else list(BUILT_IN)
     questions = prompts.select(questions, per_task=_PER_TASK.value)
     ids = [
         model.tokenizer.encode_chat([{"role": "user", "content": question.turns[0]}])
         for question in questions
     ]
-    peer = Peer(_PEER.value, loading.default_model_file())
+    peer = Peer(_PEER.value, load.default_model_file())
     sampling = specjax.SamplingParams(max_new_tokens=_NEW_TOKENS.value)
 
-    def ours(drafter: str) -> session.Session:
-        return session.open_session(
+    def ours(drafter: str) -> plan.Session:
+        return open_session.open_session(
             model,
             ids,
             drafter=specjax.make_drafter(drafter, model),
@@ -84,13 +84,13 @@ def main(argv: list[str]) -> None:
         )
 
     sessions = {"plain": ours("none"), "lookup": ours("ngram")}
-    programs = {name: execution.compile_session(one) for name, one in sessions.items()}
+    programs = {name: executor.compile_session(one) for name, one in sessions.items()}
     rates: dict[str, list[float]] = {}
     outputs: dict[str, list[list[int]]] = {}
     for turn in range(_RUNS.value + 1):
         for name, lookup in (("plain", 0), ("lookup", _LOOKUP.value)):
-            snapshots = execution.run_session(sessions[name], programs=programs[name])
-            mine = generation.collect(sessions[name], list(snapshots))
+            snapshots = executor.run_session(sessions[name], programs=programs[name])
+            mine = generate.collect(sessions[name], list(snapshots))
             # The first turn only warms both up.
             asked = ids if turn else ids[:1]
             theirs = [peer.decode(prompt, _NEW_TOKENS.value, lookup) for prompt in asked]
@@ -135,17 +135,17 @@ def compare_prefill(model: Any, peer: Peer) -> None:
     import numpy as np
 
     import specjax
-    from specjax import execution, session
+    from specjax.decoding import executor, open_session
 
     length = _PREFILL.value
     ids = np.random.default_rng(0).integers(100, 40000, length).tolist()
-    one = session.open_session(
+    one = open_session.open_session(
         model, [ids], requests=specjax.SamplingParams(max_new_tokens=1), batch_size=1
     )
-    programs = execution.compile_session(one)
+    programs = executor.compile_session(one)
     mine, theirs = [], []
     for turn in range(_RUNS.value + 1):
-        snapshot = list(execution.run_session(one, programs=programs))[-1]
+        snapshot = list(executor.run_session(one, programs=programs))[-1]
         answer = peer.decode(ids, 1, 0)
         if turn:
             mine.append(snapshot.prefill_s + snapshot.decode_s)

@@ -107,15 +107,17 @@ def compile_round(devices: list[Any]) -> Any:
     import numpy as np
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from specjax import execution, sampling, sharding
-    from specjax.draft_length import DraftLength
+    from specjax import sampling
+    from specjax.decoding import executor
+    from specjax.decoding.draft_length import DraftLength
+    from specjax.decoding.plan import widths
+    from specjax.decoding.state import Plan, Rows
+    from specjax.distributed import sharding
     from specjax.drafters import ngram
     from specjax.drafters.base import Sampling
-    from specjax.models import layout, store
+    from specjax.loading.formats import build_parameters, parameter_names
     from specjax.models.config import DecoderConfig
     from specjax.models.decoder import Decoder, Form
-    from specjax.session import widths
-    from specjax.state import Plan, Rows
 
     data, model, batch = _DATA.value, _MODEL.value, _BATCH.value
     mesh = sharding.make_mesh(data, model, devices[: data * model])
@@ -129,12 +131,12 @@ def compile_round(devices: list[Any]) -> Any:
         head_dim=128,
         max_positions=131072,
     )
-    store.check_shards(config, model)
+    build_parameters.check_shards(config, model)
     form = Form.of(_PLATFORM.value)
     params = jax.tree.map(
         lambda shape, place: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place),
-        layout.param_shapes(config, form.scan_layers),
-        store.parameter_shardings(config, mesh, model, form.scan_layers),
+        parameter_names.param_shapes(config, form.scan_layers),
+        build_parameters.parameter_shardings(config, mesh, model, form.scan_layers),
         is_leaf=lambda node: isinstance(node, tuple),
     )
     sampled = _TEMPERATURE.value > 0
@@ -163,7 +165,7 @@ def compile_round(devices: list[Any]) -> Any:
         stop_ids=whole(1),
     )
     arguments = (whole(_CAPACITY.value), described, whole(), whole())
-    return execution.compile_plan(plan, (params, ()), arguments, mesh).run
+    return executor.compile_plan(plan, (params, ()), arguments, mesh).run
 
 
 def big_moves(text: str, smallest: float) -> Iterator[tuple[str, str, str]]:

@@ -34,14 +34,15 @@ from absl import flags
 from rich.console import Console
 from rich.table import Table
 
-from specjax import checkpoints, frontdoor
+from specjax.cli import command_line
 from specjax.errors import InputError, one_line
 from specjax.fields import dotted
-from specjax.folders import LOCK
-from train import saving
+from specjax.files.folders import LOCK
+from specjax.loading import checkpoints
 from train.data.examples import FACTS
 from train.data.responses import open_responses
-from train.workdir import Workdir, read_metrics, steps
+from train.run import checkpoints as run_checkpoints
+from train.run.workdir import Workdir, read_metrics, steps
 
 ROOT = Path(__file__).parents[1]
 WHAT = ("training", "generation", "features")
@@ -75,7 +76,7 @@ class Result:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     act = lambda arguments: _run(_options(arguments))  # noqa: E731
-    return frontdoor.command(act, argv, __doc__)
+    return command_line.command(act, argv, __doc__)
 
 
 def _options(argv: Sequence[str]) -> Any:
@@ -270,7 +271,7 @@ def _training(folder: Path) -> Content:
     found = {f"export {name}": _digest(value) for name, value in dotted(arrays).items()}
     found["export's facts"] = _record(facts)
     found["steps of checkpoints"] = str(steps(workdir))
-    last = saving.last_checkpoint(workdir)
+    last = run_checkpoints.last_checkpoint(workdir)
     if last is not None:
         arrays, facts = checkpoints.load_drafter(last.found.directory)
         found |= {f"checkpoint {name}": _digest(value) for name, value in dotted(arrays).items()}

@@ -26,29 +26,30 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
-from specjax import frontdoor, reporting
+from specjax.cli import command_line
+from specjax.distributed.sharding import use
 from specjax.errors import InputError, one_line
-from specjax.sharding import use
-from train.batches import Batch, Position, ReadAhead
-from train.setup import Setup, set_up
-from train.step import LATE, State, loss_function, make_program, placer
-from train.teacher import fill_features
+from specjax.reporting import decode_report
+from train.data.batches import Batch, Position, ReadAhead
+from train.methods.labels import fill_features
+from train.run.setup import Setup, set_up
+from train.run.step import LATE, State, loss_function, make_program, placer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    parser = frontdoor.Parser("python scripts/profile_training.py", __doc__)
+    parser = command_line.Parser("python scripts/profile_training.py", __doc__)
     parser.add_argument("--method", required=True, help="a module with make_method and CONFIG")
     parser.add_argument("--steps", type=int, default=5, help="how often each part is timed")
 
     def run(argv: list[str]) -> int:
         arguments, rest = parser.parse_known_args(argv)
         method = _method(arguments.method)
-        config = frontdoor.read_config(rest, method.CONFIG)
+        config = command_line.read_config(rest, method.CONFIG)
         profile(set_up(config, method.make_method), max(arguments.steps, 1))
         return 0
 
-    return frontdoor.command(run, argv)
+    return command_line.command(run, argv)
 
 
 def _method(name: str) -> ModuleType:
@@ -99,7 +100,7 @@ def profile(setup: Setup, steps: int) -> None:
     console = Console(width=None if sys.stdout.isatty() else 100)
     console.print(
         f"{setup.method.name} for {setup.target.name}, products in {setup.products}, on "
-        f"{reporting.device_name(mesh)}: {tokens} tokens, {labels} labels in "
+        f"{decode_report.device_name(mesh)}: {tokens} tokens, {labels} labels in "
         f"{settings.batch_size} rows of {settings.row_tokens}, {settings.accumulate} "
         f"micro-batch{'es' if settings.accumulate > 1 else ''}",
         soft_wrap=True,
@@ -219,5 +220,5 @@ def _add(table: Table, label: str, seconds: float, whole: float, flops: float | 
 
 
 if __name__ == "__main__":
-    frontdoor.use_compilation_cache()
+    command_line.use_compilation_cache()
     raise SystemExit(main())

@@ -24,14 +24,15 @@ from absl import flags
 from cards import card, curve, table
 from children import INTERRUPTED
 
-from specjax import frontdoor, report
+from specjax import report
+from specjax.cli import command_line
 from specjax.errors import InputError, one_line
-from specjax.heads.files import SHIPPED, shipped_heads
-from specjax.heads.head import read_head
-from specjax.models.loading import DEFAULT_MODEL
-from specjax.report_figures import OVERALL, figures_by_task, heading, tasks_of
-from specjax.report_reading import read_report
-from specjax.report_runs import Run
+from specjax.loading.heads.find_head import SHIPPED, shipped_heads
+from specjax.loading.heads.head import read_head
+from specjax.loading.load import DEFAULT_MODEL
+from specjax.reporting.read import read_report
+from specjax.reporting.runs import Run
+from specjax.reporting.statistics import OVERALL, figures_by_task, heading, tasks_of
 
 _UNTRAINED = ("ngram",)
 _TOGETHER = ("ngram", "eagle3")
@@ -42,7 +43,7 @@ _CONFIG = "configs/decode_smollm2.py"
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     act = lambda arguments: run(_options(arguments))  # noqa: E731
-    return frontdoor.command(act, argv, __doc__, interrupted=INTERRUPTED)
+    return command_line.command(act, argv, __doc__, interrupted=INTERRUPTED)
 
 
 def _options(argv: Sequence[str]) -> Any:
@@ -172,5 +173,5 @@ def _by_task(options: Any, runs: Sequence[Run]) -> list[str]:
 
 
 if __name__ == "__main__":
-    frontdoor.use_compilation_cache()
+    command_line.use_compilation_cache()
     raise SystemExit(main())

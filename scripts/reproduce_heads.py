@@ -27,10 +27,11 @@ from absl import flags
 from cards import TRAINERS, card
 from children import INTERRUPTED, run_child
 
-from specjax import folder_lock, frontdoor
+from specjax.cli import command_line
+from specjax.distributed import folder_lock
 from specjax.errors import InputError, one_line
-from specjax.paths import output_folder
-from train.workdir import write_file
+from specjax.files.paths import output_folder
+from train.run.workdir import write_file
 
 
 class Stage(NamedTuple):
@@ -48,7 +49,7 @@ class Stage(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     act = lambda arguments: reproduce(_options(arguments))  # noqa: E731
-    return frontdoor.command(act, argv, __doc__, interrupted=INTERRUPTED)
+    return command_line.command(act, argv, __doc__, interrupted=INTERRUPTED)
 
 
 def _options(argv: Sequence[str]) -> Any:
@@ -141,7 +142,7 @@ def run_stages(
         try:
             code = run_child(stage.command, until=until, keep=keep) if begin < until else None
         except KeyboardInterrupt:
-            code = frontdoor.INTERRUPTED
+            code = command_line.INTERRUPTED
         if code != 0:
             return _ended(code, [one.name for one in stages[place:]])
         finished[stage.name] = {"command": stage.told, "seconds": time.monotonic() - begin}
@@ -155,7 +156,7 @@ def _ended(code: int | None, names: Sequence[str]) -> int:
     if code is None:
         print(f"the minutes are over; {left}")
         return 0
-    if code == frontdoor.INTERRUPTED:
+    if code == command_line.INTERRUPTED:
         print(f"interrupted; {left}", file=sys.stderr)
         return code
     print(f"[{names[0]}] ended with code {code}; {left}", file=sys.stderr)
@@ -181,8 +182,8 @@ def export(options: Any, root: Path) -> None:
     import jax
     import numpy as np
 
-    from specjax.heads.files import SHIPPED
-    from specjax.heads.head import read_head, save_head
+    from specjax.loading.heads.find_head import SHIPPED
+    from specjax.loading.heads.head import read_head, save_head
 
     total = 0
     for kind in options.kinds:

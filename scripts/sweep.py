@@ -29,14 +29,16 @@ import ml_collections
 from absl import flags
 from children import INTERRUPTED, run_child
 
-from specjax import decode, frontdoor, plots, report
+from specjax import decode, report
+from specjax.cli import command_line
+from specjax.cli.decode_config import read_job
 from specjax.errors import InputError, one_line
 from specjax.fields import dotted
-from specjax.job import read_job
-from specjax.report_figures import OVERALL, figures_by_task
-from specjax.report_file import check_writable
-from specjax.report_reading import read_report
-from specjax.report_runs import Run
+from specjax.reporting import plots
+from specjax.reporting.read import read_report
+from specjax.reporting.report_file import check_writable
+from specjax.reporting.runs import Run
+from specjax.reporting.statistics import OVERALL, figures_by_task
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Cell:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    return frontdoor.command(_sweep, argv, __doc__, interrupted=INTERRUPTED)
+    return command_line.command(_sweep, argv, __doc__, interrupted=INTERRUPTED)
 
 
 def _sweep(argv: list[str]) -> int:
@@ -95,7 +97,7 @@ def run_cells(cells: Sequence[Cell]) -> int:
         begin = time.perf_counter()
         status = run_cell(cell)
         seconds.append(time.perf_counter() - begin)
-        if status == frontdoor.INTERRUPTED:
+        if status == command_line.INTERRUPTED:
             raise KeyboardInterrupt
         runs[cell] = finished(cell)
         failed |= status != 0
@@ -112,7 +114,7 @@ def make_cells(out: Path, fixed: Sequence[str], grid: dict[str, list[str]]) -> l
         arguments = (*fixed, *(f"--{name}={value}" for name, value in chosen.items()))
         said = " ".join(f"{name.removeprefix('config.')}={v}" for name, v in chosen.items())
         try:
-            config = frontdoor.read_config(list(arguments), decode.CONFIG)
+            config = command_line.read_config(list(arguments), decode.CONFIG)
             if not any(re.match(r"--(no)?config\.compare\b", one) for one in arguments):
                 config.compare = True
                 arguments = (*arguments, "--config.compare=true")
@@ -235,5 +237,5 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    frontdoor.use_compilation_cache()
+    command_line.use_compilation_cache()
     raise SystemExit(main())

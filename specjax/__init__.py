@@ -10,19 +10,27 @@ from typing import Any
 
 _HOMES = {
     "Drafter": "specjax.drafters.base",
-    "Generation": "specjax.generation",
+    "Generation": "specjax.decoding.generate",
     "InputError": "specjax.errors",
-    "Model": "specjax.models.model",
-    "SamplingParams": "specjax.sampling_params",
-    "from_vllm_speculative_config": "specjax.vllm_config",
-    "generate": "specjax.generation",
-    "load_model": "specjax.models.loading",
+    "Model": "specjax.loading.model",
+    "SamplingParams": "specjax.decoding.sampling_params",
+    "from_vllm_speculative_config": "specjax.drafters.vllm_config",
+    "generate": "specjax.decoding.generate",
+    "load_model": "specjax.loading.load",
     "make_drafter": "specjax.drafters",
-    "save_checkpoint": "specjax.checkpoints",
-    "save_model": "specjax.models.loading",
-    "stream": "specjax.generation",
+    "save_checkpoint": "specjax.loading.checkpoints",
+    "save_model": "specjax.loading.load",
+    "stream": "specjax.decoding.generate",
 }
-_MODULES = ("checkpoints", "drafters", "metrics", "sampling", "testing", "theory", "trees")
+_MODULES = {
+    "checkpoints": "specjax.loading.checkpoints",
+    "drafters": "specjax.drafters",
+    "metrics": "specjax.metrics",
+    "sampling": "specjax.sampling",
+    "testing": "specjax.testing",
+    "theory": "specjax.theory",
+    "trees": "specjax.trees",
+}
 
 __all__ = sorted([*_HOMES, *_MODULES])
 
@@ -31,7 +39,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name in _MODULES:
-        return importlib.import_module(f"specjax.{name}")
+        return importlib.import_module(_MODULES[name])
     raise AttributeError(f"module 'specjax' has no attribute {name!r}")
 
 

@@ -25,10 +25,17 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
-from specjax import costs, frontdoor, metrics, processes, prompts, sharding
-from specjax.built_in import BUILT_IN
+from specjax import metrics
+from specjax.cli import command_line
+from specjax.cli.built_in_prompts import BUILT_IN
+from specjax.decoding import costs, prompts
+from specjax.decoding.executor import Programs, compile_session, run_session
+from specjax.decoding.generate import Generation, collect
+from specjax.decoding.open_session import open_session
+from specjax.decoding.plan import Session
+from specjax.decoding.sampling_params import SamplingParams
+from specjax.distributed import processes, sharding
 from specjax.drafters import DRAFT_TOKENS, Drafter, make_drafter
-from specjax.execution import Programs, compile_session, run_session
 from specjax.fields import (
     Fields,
     Flag,
@@ -40,13 +47,10 @@ from specjax.fields import (
     Whole,
     optional,
 )
-from specjax.generation import Generation, collect
-from specjax.models.loading import DTYPE, load_model
-from specjax.models.model import Model
-from specjax.report_file import ReportFile, check_writable
-from specjax.reporting import device_name
-from specjax.sampling_params import SamplingParams
-from specjax.session import Session, open_session
+from specjax.loading.load import DTYPE, load_model
+from specjax.loading.model import Model
+from specjax.reporting.decode_report import device_name
+from specjax.reporting.report_file import ReportFile, check_writable
 
 _SIZES = Items(Whole(1), least=1, remedy="use whole numbers of at least 1, such as (1, 4)")
 FIELDS: Fields = {
@@ -66,8 +70,8 @@ FIELDS: Fields = {
     "self_draft": Flag(),
     "runs": Whole(1),
     "report": optional(OutputFile()),
-    "mesh": frontdoor.MESH_FIELDS,
-    "distributed": frontdoor.DISTRIBUTED_FIELDS,
+    "mesh": command_line.MESH_FIELDS,
+    "distributed": command_line.DISTRIBUTED_FIELDS,
 }
 """What the fields of a config may hold."""
 
@@ -340,7 +344,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
 
     def run(config: ml_collections.ConfigDict) -> int:
-        mesh = frontdoor.open_mesh(config)
+        mesh = command_line.open_mesh(config)
         writes = processes.speaks()
 
         def check() -> Path | None:
@@ -354,11 +358,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             file.finish()
         return 0
 
-    return frontdoor.run(
+    return command_line.run(
         run, argv, default="configs/bench_smollm2.py", fields=FIELDS, documentation=__doc__
     )
 
 
 if __name__ == "__main__":
-    frontdoor.use_compilation_cache()
+    command_line.use_compilation_cache()
     raise SystemExit(main())

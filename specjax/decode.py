@@ -22,21 +22,23 @@ from typing import Any
 import ml_collections
 from rich.console import Console
 
-from specjax import frontdoor, processes, reporting
-from specjax.console import Screen
+from specjax.cli import command_line
+from specjax.cli.console import Screen
+from specjax.cli.decode_config import Job, decode_fields, job_drafter, read_job
+from specjax.cli.decode_run import decode_batches
+from specjax.decoding.compare_outputs import EXCUSED_MARGIN
+from specjax.decoding.plan import RULES
+from specjax.decoding.sampling_params import SamplingParams
+from specjax.distributed import processes
 from specjax.drafters import DRAFTERS, TRAINED, Drafter, drafter_options, option_type
 from specjax.errors import InputError
-from specjax.heads.files import shipped_heads
-from specjax.identity import EXCUSED_MARGIN
-from specjax.job import Job, decode_fields, job_drafter, read_job
+from specjax.loading.heads.find_head import shipped_heads
+from specjax.loading.load import load_model
+from specjax.loading.model import Model
 from specjax.metrics import ExpectedAcceptance
-from specjax.models.loading import load_model
-from specjax.models.model import Model
-from specjax.report_file import ReportFile, check_writable
-from specjax.reporting import Batch, Clock, Setting, Totals
-from specjax.runner import decode_batches
-from specjax.sampling_params import SamplingParams
-from specjax.session import RULES
+from specjax.reporting import decode_report
+from specjax.reporting.decode_report import Batch, Clock, Setting, Totals
+from specjax.reporting.report_file import ReportFile, check_writable
 
 CONFIG = "configs/decode_smollm2.py"
 _RULES = {
@@ -55,7 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(listing())
         return 0
     act = lambda config: decode(config, _console())  # noqa: E731
-    return frontdoor.run(act, argv, default=CONFIG, fields=decode_fields(), documentation=__doc__)
+    return command_line.run(
+        act, argv, default=CONFIG, fields=decode_fields(), documentation=__doc__
+    )
 
 
 def _console() -> Console:
@@ -64,7 +68,7 @@ def _console() -> Console:
 
 def decode(config: ml_collections.ConfigDict, console: Console) -> int:
     """Run a config; returns the exit code. Raises InputError."""
-    mesh = frontdoor.open_mesh(config)
+    mesh = command_line.open_mesh(config)
     writes = processes.speaks()
     if not writes:
         console = Console(quiet=True)
@@ -75,7 +79,7 @@ def decode(config: ml_collections.ConfigDict, console: Console) -> int:
             return job, None
         rows = sum(len(job.turn(turn)) for turn in range(job.num_turns))
         sampling = job.sampling
-        size = reporting.largest_size(rows, sampling.max_new_tokens, logprobs=sampling.logprobs)
+        size = decode_report.largest_size(rows, sampling.max_new_tokens, logprobs=sampling.logprobs)
         return job, check_writable(job.report, size)
 
     job, path = processes.together(check)
@@ -92,7 +96,7 @@ def decode(config: ml_collections.ConfigDict, console: Console) -> int:
         processes.agree({"target": repr(model.config)})
     setting = Setting(
         drafter=job.drafter,
-        device=reporting.device_name(mesh),
+        device=decode_report.device_name(mesh),
         dtype=str(model.dtype),
         config=config.to_dict(),
         load_s=time.perf_counter() - begin,
@@ -108,8 +112,8 @@ def decode(config: ml_collections.ConfigDict, console: Console) -> int:
     expected: list[ExpectedAcceptance] = []
 
     def content(interrupted: bool) -> dict[str, Any]:
-        totals = reporting.total(batches, expected)
-        return reporting.report(batches, totals, setting, clock, interrupted=interrupted)
+        totals = decode_report.total(batches, expected)
+        return decode_report.report(batches, totals, setting, clock, interrupted=interrupted)
 
     interrupted, refused, written = False, None, False
     excusable = setting.dtype == "float32"
@@ -125,7 +129,7 @@ def decode(config: ml_collections.ConfigDict, console: Console) -> int:
             if not batches:
                 raise
             refused = error
-        totals = reporting.total(batches, expected)
+        totals = decode_report.total(batches, expected)
         try:
             # First, since the terminal may be what was closed.
             written = file.finish(interrupted or refused is not None)
@@ -137,7 +141,7 @@ def decode(config: ml_collections.ConfigDict, console: Console) -> int:
     if interrupted:
         rows = f"{totals.num_rows} finished row{'' if totals.num_rows == 1 else 's'}"
         screen.say(f"interrupted; {rows} {'are in the report' if written else 'shown above'}")
-        return frontdoor.INTERRUPTED
+        return command_line.INTERRUPTED
     if refused is not None:
         raise refused
     exact = all(excusable and one.margin < EXCUSED_MARGIN for _, one in totals.differences)
@@ -182,5 +186,5 @@ def listing() -> str:
 
 
 if __name__ == "__main__":
-    frontdoor.use_compilation_cache()
+    command_line.use_compilation_cache()
     raise SystemExit(main())

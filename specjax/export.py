@@ -13,27 +13,28 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from specjax import frontdoor, interchange
-from specjax.checkpoint_directory import check_free, is_checkpoint
+from specjax.cli import command_line
 from specjax.errors import InputError
 from specjax.fields import Choice, Flag, OutputFolder, PathOrName, optional
-from specjax.heads.files import open_head
-from specjax.heads.head import KINDS, Head, read_head, save_head
-from specjax.interchange.checkpoint import check_target
-from specjax.interchange.directory import check_format, whole_vocabulary
-from specjax.interchange.logits import check_same
-from specjax.interchange.taps import CONVENTIONS
-from specjax.models.loading import DEFAULT_MODEL, DTYPE, load_model
-from specjax.models.model import Model
-from specjax.paths import user_path
+from specjax.files.paths import user_path
+from specjax.loading import head_formats
+from specjax.loading.checkpoint_directory import check_free, is_checkpoint
+from specjax.loading.head_formats.checkpoint import check_target
+from specjax.loading.head_formats.compare_logits import check_same
+from specjax.loading.head_formats.read_write import check_format, whole_vocabulary
+from specjax.loading.head_formats.taps import CONVENTIONS
+from specjax.loading.heads.find_head import open_head
+from specjax.loading.heads.head import KINDS, Head, read_head, save_head
+from specjax.loading.load import DEFAULT_MODEL, DTYPE, load_model
+from specjax.loading.model import Model
 
 OWN = "specjax"
-FORMATS = (*interchange.FORMATS, OWN)
+FORMATS = (*head_formats.FORMATS, OWN)
 
 
-def parser() -> frontdoor.Parser:
+def parser() -> command_line.Parser:
     """The flags."""
-    flags = frontdoor.Parser("python -m specjax.export", __doc__)
+    flags = command_line.Parser("python -m specjax.export", __doc__)
     flags.add_field("head", PathOrName(), "the head to write")
     flags.add_field("format", Choice(FORMATS), "the layout to write")
     flags.add_field("output", OutputFolder(), "where to write it")
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def act(arguments: list[str]) -> int:
         return export(argparse.Namespace(**parser().read(arguments)))
 
-    return frontdoor.command(act, argv, parser().format_help())
+    return command_line.command(act, argv, parser().format_help())
 
 
 def export(asked: argparse.Namespace) -> int:
@@ -90,13 +91,13 @@ def export(asked: argparse.Namespace) -> int:
     if shipped:
         head = _prepared(open_head(asked.head, None, target), asked)
     elif head is None:
-        foreign = interchange.read_foreign(source, target, layer_ids=asked.read_layer_ids)
+        foreign = head_formats.read_foreign(source, target, layer_ids=asked.read_layer_ids)
         head = _prepared(foreign, asked)
     if asked.format == OWN:
         save_head(head, output)
         check_same(head, read_head(output), target, str(output))
     else:
-        interchange.write_foreign(head, output, asked.format, target, layer_ids=asked.layer_ids)
+        head_formats.write_foreign(head, output, asked.format, target, layer_ids=asked.layer_ids)
     print(_told(head, target, asked))
     return 0
 

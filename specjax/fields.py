@@ -29,8 +29,8 @@ from typing import (
 
 import numpy as np
 
-from specjax import paths
 from specjax.errors import InputError, shown
+from specjax.files import paths
 
 INT32_MAX = 2**31 - 1
 """The largest number that arrays of token ids, positions and counts hold."""

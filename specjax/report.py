@@ -21,22 +21,23 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from specjax import frontdoor, plots, report_data, report_pictures, report_tables
+from specjax.cli import command_line, predicted_speedup
 from specjax.errors import InputError, one_line
 from specjax.fields import Flag, OutputFolder
-from specjax.paths import output_folder
-from specjax.report_figures import Entry, by_conditions, in_order
-from specjax.report_file import write_json
-from specjax.report_reading import read_report
-from specjax.report_runs import Bench, Run, check_together, labels
-from specjax.written_files import WrittenFiles
+from specjax.files.paths import output_folder
+from specjax.files.written_files import WrittenFiles
+from specjax.reporting import csv_jsonl, picture_files, plots, tables
+from specjax.reporting.read import read_report
+from specjax.reporting.report_file import write_json
+from specjax.reporting.runs import Bench, Run, check_together, labels
+from specjax.reporting.statistics import Entry, by_conditions, in_order
 
 _ALWAYS, _COSTS = ("report.md", "report.csv"), "costs.json"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    return frontdoor.command(_report, argv, parser().format_help())
+    return command_line.command(_report, argv, parser().format_help())
 
 
 def _report(argv: list[str]) -> int:
@@ -69,7 +70,7 @@ def write(
     files = _open_folder(out)
     names = [f"{name}.jsonl" for name in _file_names(labels(runs))] if runs else []
     groups = len({run.conditions for run in runs})
-    files.check([*_ALWAYS, *names, *(report_pictures.file_names(groups) if pictures else ())])
+    files.check([*_ALWAYS, *names, *(picture_files.file_names(groups) if pictures else ())])
     predictions = _predictions(runs, files.folder / _COSTS) if predict and runs else {}
     entries = [
         Entry.of(run, label, predictions.get(place))
@@ -86,21 +87,21 @@ def _write_all(
 ) -> list[Path]:
     texts: dict[str, str] = {}
     if entries:
-        texts["report.csv"] = report_data.csv_text(entries)
+        texts["report.csv"] = csv_jsonl.csv_text(entries)
         texts |= {
-            f"{name}.jsonl": report_data.jsonl_text(entry)
+            f"{name}.jsonl": csv_jsonl.jsonl_text(entry)
             for name, entry in zip(
                 _file_names([entry.label for entry in entries]), entries, strict=True
             )
         }
     with tempfile.TemporaryDirectory(dir=files.folder, prefix=".specjax-") as drawing:
-        drawn = report_pictures.draw(Path(drawing), entries) if pictures else {}
-        texts = {"report.md": report_tables.markdown(entries, benches, drawn), **texts}
+        drawn = picture_files.draw(Path(drawing), entries) if pictures else {}
+        texts = {"report.md": tables.markdown(entries, benches, drawn), **texts}
         written = [files.write(name, text) for name, text in texts.items()]
         written += [files.move(picture) for picture in sorted(Path(drawing).iterdir())]
     for conditions, group in by_conditions(entries).items():
-        print(f"{conditions}\n\n{report_tables.leaderboard(group)}")
-        if note := report_tables.interrupted(group):
+        print(f"{conditions}\n\n{tables.leaderboard(group)}")
+        if note := tables.interrupted(group):
             print(note)
     for bench in benches:
         if bench.interrupted:
@@ -110,27 +111,28 @@ def _write_all(
 
 def _predictions(runs: Sequence[Run], path: Path) -> dict[int, float | None]:
     """The predicted speed-up of each run that drafts, by its place; times what is not known."""
-    from specjax import report_costs
-
     kept = _read_costs(path)
-    found: dict[int, report_costs.RoundCosts] = {}
+    found: dict[int, predicted_speedup.RoundCosts] = {}
     drafting = {place: run for place, run in enumerate(runs) if run.drafter != "none"}
     for entry in kept:
-        parts = report_costs.RoundCosts(
+        parts = predicted_speedup.RoundCosts(
             entry["draft_s"], {int(width): value for width, value in entry["width_s"].items()}
         )
         found |= {
-            place: parts for place, run in drafting.items() if report_costs.key(run) == entry["of"]
+            place: parts
+            for place, run in drafting.items()
+            if predicted_speedup.key(run) == entry["of"]
         }
     left = {place: run for place, run in drafting.items() if place not in found}
-    report_costs.check_measurable(list(left.values()))
-    timed = report_costs.measure(list(left.values()), lambda doing: print(f"{doing} ..."))
+    predicted_speedup.check_measurable(list(left.values()))
+    timed = predicted_speedup.measure(list(left.values()), lambda doing: print(f"{doing} ..."))
     for place, (run, parts) in zip(left, timed, strict=True):
         found[place] = parts
-        kept.append({"of": report_costs.key(run), **asdict(parts)})
+        kept.append({"of": predicted_speedup.key(run), **asdict(parts)})
         write_json(path, kept)
     return {
-        place: report_costs.predicted_speedup(runs[place], parts) for place, parts in found.items()
+        place: predicted_speedup.predicted_speedup(runs[place], parts)
+        for place, parts in found.items()
     }
 
 
@@ -169,9 +171,9 @@ def _open_folder(out: str | Path) -> WrittenFiles:
     return WrittenFiles("out", folder, "report")
 
 
-def parser() -> frontdoor.Parser:
+def parser() -> command_line.Parser:
     """The flags, and the files to read."""
-    flags = frontdoor.Parser("python -m specjax.report", __doc__)
+    flags = command_line.Parser("python -m specjax.report", __doc__)
     flags.add_argument("paths", nargs="*", metavar="FILE", help="reports to compare")
     flags.add_field("out", OutputFolder(), "the folder to write into")
     flags.add_field("predict", Flag(), "time the parts of rounds", default=False)
@@ -180,5 +182,5 @@ def parser() -> frontdoor.Parser:
 
 
 if __name__ == "__main__":
-    frontdoor.use_compilation_cache()
+    command_line.use_compilation_cache()
     raise SystemExit(main())

@@ -5,11 +5,12 @@ import inspect
 import numpy as np
 
 import specjax
-from specjax import checkpoints, testing
+from specjax import testing
+from specjax.decoding.open_session import open_session
 from specjax.drafters import DRAFTERS, drafter_options
+from specjax.loading import checkpoints
+from specjax.loading.load import random_model
 from specjax.models.config import DecoderConfig
-from specjax.models.loading import random_model
-from specjax.session import open_session
 
 TARGET = random_model(DecoderConfig(61, 24, 40, 3, 4, 2, 6, 600), 0, dtype="float32")
 

@@ -1,7 +1,8 @@
 """What no field takes, by its kind, as a command line writes it."""
 
-from specjax import fields, job
-from train import config as train_config
+from specjax import fields
+from specjax.cli import decode_config
+from train.run import config as train_config
 
 MANY_DIGITS = "9" * 5000
 _PATHS = ["", " ", "a" * 300, "~nosuchuser/x", "file/x", "a\0b"]
@@ -19,7 +20,7 @@ TEXTS = {
     fields.InputFolder: [*_PATHS, "nosuch", "file", "/dev/null"],
     fields.OutputFile: [*_PATHS, "folder", "nosuch/x", "/dev/full", "/dev/stdout", "/proc/x"],
     fields.OutputFolder: [*_PATHS, "file", "file/x/y", "/dev/full"],
-    job.DraftLengthText: ["", "x", "-1", "1.5", "1025", str(10**6), MANY_DIGITS],
+    decode_config.DraftLengthText: ["", "x", "-1", "1.5", "1025", str(10**6), MANY_DIGITS],
     train_config.DataFolders: [*_PATHS, "nosuch", "file", "folder,", "folder,nosuch"],
     train_config.Scales: ["x", "a:", ":1", "a:-1", "a:nan", "a:1,a:2"],
 }

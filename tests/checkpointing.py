@@ -4,7 +4,7 @@ import jax
 import numpy as np
 from conftest import tiny_config
 
-from specjax import sharding
+from specjax.distributed import sharding
 
 CONFIG = tiny_config(
     vocab_size=64, hidden_size=32, num_layers=2, num_kv_heads=4, head_dim=8, intermediate_size=64

@@ -67,10 +67,10 @@ import fuzzing
 import pytest
 from fuzzing import pytest_pyfunc_call, pytest_terminal_summary  # noqa: F401 - pytest's hooks
 
-from specjax import execution
+from specjax.decoding import executor
+from specjax.loading.load import load_model, random_model
+from specjax.loading.tokenizers.huggingface_tokenizer import read_tokenizer
 from specjax.models.config import DecoderConfig
-from specjax.models.loading import load_model, random_model
-from specjax.models.tokenizer_files import read_tokenizer
 
 
 def pytest_addoption(parser):
@@ -102,7 +102,7 @@ def few_programs():
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
         jax.clear_caches()
-        execution._compile.cache_clear()
+        executor._compile.cache_clear()
 
 
 @contextlib.contextmanager

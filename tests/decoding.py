@@ -7,6 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import trees
+from specjax.decoding.executor import compile_session, run_session
+from specjax.decoding.generate import collect
+from specjax.decoding.open_session import open_session
+from specjax.decoding.plan import batch_arguments
+from specjax.decoding.sampling_params import SamplingParams
+from specjax.decoding.state import RUNNING
 from specjax.drafters import (
     Drafter,
     draft_model,
@@ -17,11 +23,6 @@ from specjax.drafters import (
     stateless,
     unmoved,
 )
-from specjax.execution import compile_session, run_session
-from specjax.generation import collect
-from specjax.sampling_params import SamplingParams
-from specjax.session import batch_arguments, open_session
-from specjax.state import RUNNING
 
 PROMPTS = [
     [5],

@@ -11,10 +11,10 @@ from flax.core import meta
 from heads import scaled
 from safetensors.numpy import load_file, save_file
 
-from specjax.folders import MARKER
-from specjax.heads.head import Head, TargetFacts
-from specjax.interchange import write_foreign
-from specjax.models.medusa import Medusa, MedusaConfig
+from specjax.files.folders import MARKER
+from specjax.loading.head_formats import write_foreign
+from specjax.loading.heads.head import Head, TargetFacts
+from specjax.models.heads.medusa import Medusa, MedusaConfig
 
 VOCABULARY = 40
 eagle_head = functools.cache(heads.eagle_head)

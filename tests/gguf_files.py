@@ -6,9 +6,9 @@ import gguf
 import numpy as np
 from tokenizers.pre_tokenizers import ByteLevel
 
-from specjax.models import layout
+from specjax.loading.formats import parameter_names
+from specjax.loading.load import random_model
 from specjax.models.config import DecoderConfig
-from specjax.models.loading import random_model
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TOKENS = [*SPECIAL, *sorted(ByteLevel.alphabet()), "Ġt", "he", "Ġthe", "in"]
@@ -52,10 +52,10 @@ def tensors(config=CONFIG, seed=0):
     """Every tensor of a random model, as the file names and lays them out."""
     params = random_model(config, seed, dtype="float32").params
     found = {}
-    for place in layout.places(layout.GGUF, config):
-        leaf = np.asarray(layout.lookup(params, place.slot.path))
+    for place in parameter_names.places(parameter_names.GGUF, config):
+        leaf = np.asarray(parameter_names.lookup(params, place.slot.path))
         value = leaf if place.layer is None else leaf[place.layer]
-        found[place.name] = np.ascontiguousarray(layout.to_stored(value, place))
+        found[place.name] = np.ascontiguousarray(parameter_names.to_stored(value, place))
     return found
 
 

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax.core import meta
 
-from specjax.heads.drafters import head_drafter
-from specjax.heads.head import Head, TargetFacts
-from specjax.models.eagle import Eagle, EagleConfig, default_taps
-from specjax.models.medusa import Medusa, MedusaConfig, parameter_table
+from specjax.drafters.trained import head_drafter
+from specjax.loading.heads.head import Head, TargetFacts
+from specjax.models.heads.eagle import Eagle, EagleConfig, default_taps
+from specjax.models.heads.medusa import Medusa, MedusaConfig, parameter_table
 from specjax.models.parameters import Parameter
 from train.medusa import first_params
 

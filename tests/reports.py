@@ -4,7 +4,7 @@ import copy
 
 
 def row(number, category, rounds, seconds, plain_seconds, prefill=0.25, **changes):
-    """A row as `specjax.reporting` writes it; `rounds` are (drafted, accepted, emitted)."""
+    """A row as `reporting.decode_report` writes it; `rounds` are (drafted, accepted, emitted)."""
     drafted, accepted, emitted = (list(counts) for counts in zip(*rounds, strict=True))
     tokens = sum(emitted)
     return {

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from train.batches import Batch
-from train.teacher import fill_features
+from train.data.batches import Batch
+from train.methods.labels import fill_features
 
 
 def two_rows(vocab_size, seed=0):

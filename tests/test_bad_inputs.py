@@ -9,9 +9,10 @@ import bad_inputs
 import pytest
 
 from specjax import bench, decode, export, report
+from specjax.cli.decode_config import decode_fields
 from specjax.fields import Kind
-from specjax.job import decode_fields
-from train import answers, distill, eagle, features, generate, import_responses, medusa
+from train import distill, eagle, features, generate, import_responses, medusa
+from train.data import answers
 
 CONFIGS = Path("configs").absolute()
 # A command's entry point, the kinds of its fields, and its config file.
@@ -77,7 +78,7 @@ def complaint(main, argv, capsys):
 def test_every_field(command, folder, capsys, monkeypatch):
     main, kinds, config = COMMANDS[command]
     # Refused before any long work.
-    for module in ("specjax.decode", "specjax.bench", "train.setup", "train.generate"):
+    for module in ("specjax.decode", "specjax.bench", "train.run.setup", "train.generate"):
         monkeypatch.setattr(f"{module}.load_model", None)
     problems = []
     for name, kind in bad_inputs.flat(kinds):

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from specjax import bench, costs
-from specjax.models.loading import save_model
+from specjax import bench
+from specjax.decoding import costs
+from specjax.loading.load import save_model
 
 
 @pytest.mark.usefixtures("quick_compile")

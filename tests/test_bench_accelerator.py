@@ -25,7 +25,7 @@ from accelerator.synthetic import random_cache, random_model
 from specjax import generate
 from specjax.errors import InputError
 from specjax.models.decoder import Form
-from specjax.plots import Curve, draw_curves
+from specjax.reporting.plots import Curve, draw_curves
 
 DEBUG, FULL = SIZES["debug"], SIZES["full"]
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None

@@ -10,8 +10,8 @@ import time
 import pytest
 
 from specjax.errors import InputError
-from specjax.models import chat, chat_process
-from specjax.models.chat_process import Limits
+from specjax.loading.tokenizers import chat_templates, template_process
+from specjax.loading.tokenizers.template_process import Limits
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 QUICK = Limits(seconds=1, memory=256 << 20, text=1 << 20)
@@ -21,13 +21,13 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Limits that are reached sooner; the process with the usual ones is another's."""
-    render = chat_process.render
-    monkeypatch.setattr(chat_process, "render", lambda request: render(request, QUICK))
+    render = template_process.render
+    monkeypatch.setattr(template_process, "render", lambda request: render(request, QUICK))
 
 
 def error_of(template, messages=MESSAGES):
     with pytest.raises(InputError) as caught:
-        chat.render(template, messages, {})
+        chat_templates.render(template, messages, {})
     message = str(caught.value)
     assert "\n" not in message
     assert len(message) < 600
@@ -57,33 +57,33 @@ def test_a_template_that_takes_too_much_is_one_line(template, message):
     started = time.monotonic()
     assert message in error_of(template)
     assert time.monotonic() - started < 10
-    assert chat.render("{{ messages[0].content }}", MESSAGES, {}) == "hello"
+    assert chat_templates.render("{{ messages[0].content }}", MESSAGES, {}) == "hello"
 
 
 def test_the_process_is_kept_and_is_replaced_where_it_ended():
-    chat.render("x", MESSAGES, {})
-    first = chat_process._child.process
+    chat_templates.render("x", MESSAGES, {})
+    first = template_process._child.process
     error_of("{{ 1 / 0 }}")
-    chat.render("y", MESSAGES, {})
-    assert chat_process._child.process is first
+    chat_templates.render("y", MESSAGES, {})
+    assert template_process._child.process is first
     first.send_signal(signal.SIGKILL)
     first.wait()
-    assert chat.render("z", MESSAGES, {}) == "z"
+    assert chat_templates.render("z", MESSAGES, {}) == "z"
     error_of(ENDLESS)
-    assert chat_process._child is None
+    assert template_process._child is None
 
 
 def test_an_interrupted_answer_is_not_the_next_ones(monkeypatch):
-    chat.render("x", MESSAGES, {})
+    chat_templates.render("x", MESSAGES, {})
 
     def interrupt(self, deadline):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(chat_process._Child, "_receive", interrupt)
+        patch.setattr(template_process._Child, "_receive", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            chat.render("first", MESSAGES, {})
-    assert chat.render("second", MESSAGES, {}) == "second"
+            chat_templates.render("first", MESSAGES, {})
+    assert chat_templates.render("second", MESSAGES, {}) == "second"
 
 
 def test_the_process_ends_with_the_one_that_started_it():
@@ -119,7 +119,7 @@ def test_messages_that_cannot_be_sent_are_errors():
 
 
 def test_no_interpreter_no_template(monkeypatch):
-    chat_process.close()
+    template_process.close()
     for executable in ("/no/such/python", sys.executable + "-nothing", "/bin/false"):
         with monkeypatch.context() as patch:
             patch.setattr(sys, "executable", executable)
@@ -129,10 +129,10 @@ def test_no_interpreter_no_template(monkeypatch):
 def test_texts_come_back_as_they_were():
     for text in ("a\nb\r\n\t\0", "é \U0001f600 \ud800", '"\\u0041"', ""):
         message = [{"role": "user", "content": text}]
-        assert chat.render("{{ messages[0].content }}", message, {}) == text
+        assert chat_templates.render("{{ messages[0].content }}", message, {}) == text
 
 
 @pytest.mark.parametrize("value", [5, True, [], {}, ["x"], None, 1.5, "x" * 2**21, "\ud800"])
 def test_what_is_no_template_is_refused(value):
     with pytest.raises(InputError, match=r"^a\.json: chat_template"):
-        chat.check_template("a.json: chat_template", value)
+        chat_templates.check_template("a.json: chat_template", value)

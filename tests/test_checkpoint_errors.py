@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 from checkpointing import CONFIG, assert_same, mesh_of
 
-from specjax import checkpoint_directory
-from specjax.checkpoints import load_drafter, save_checkpoint, save_drafter
 from specjax.errors import InputError
-from specjax.models import facts
-from specjax.models.loading import load_model, random_model, save_model
+from specjax.loading import checkpoint_directory, model_metadata
+from specjax.loading.checkpoints import load_drafter, save_checkpoint, save_drafter
+from specjax.loading.load import load_model, random_model, save_model
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -32,7 +31,7 @@ def saved(model, tmp_path):
 
 
 def facts_of(model):
-    config, dtype = facts.config_facts(model.config), np.dtype(model.dtype).name
+    config, dtype = model_metadata.config_facts(model.config), np.dtype(model.dtype).name
     return {"config": config, "dtype": dtype, "scan_layers": True, "tokenizer": None}
 
 
@@ -108,7 +107,7 @@ def test_a_config_that_does_not_fit_is_refused(change, said, model, tmp_path, mo
     ],
 )
 def test_a_tokenizer_that_is_none_is_refused(change, said, chatty, tmp_path):
-    content = {**facts_of(chatty), "tokenizer": facts.tokenizer_facts(chatty.tokenizer)}
+    content = {**facts_of(chatty), "tokenizer": model_metadata.tokenizer_facts(chatty.tokenizer)}
     change(content)
     checkpoint_directory.save(tmp_path / "odd", "model", chatty.params, content, overwrite=False)
     with pytest.raises(InputError, match=said):
@@ -116,7 +115,7 @@ def test_a_tokenizer_that_is_none_is_refused(change, said, chatty, tmp_path):
 
 
 def test_a_tokenizer_of_a_larger_model_is_refused(model, chatty, tmp_path):
-    content = {**facts_of(model), "tokenizer": facts.tokenizer_facts(chatty.tokenizer)}
+    content = {**facts_of(model), "tokenizer": model_metadata.tokenizer_facts(chatty.tokenizer)}
     checkpoint_directory.save(tmp_path / "odd", "model", model.params, content, overwrite=False)
     with pytest.raises(InputError, match=r"tokenizer has \d+ tokens, the model 64; save the model"):
         load_model(tmp_path / "odd")

@@ -19,14 +19,14 @@ from conftest import tiny_config
 from jax.sharding import NamedSharding, PartitionSpec
 from test_processes import ROOT, finish, free_port, start
 
-from specjax import checkpoint_directory
-from specjax.checkpoints import load_drafter, save_checkpoint, save_drafter
+from specjax.decoding.generate import generate
 from specjax.errors import InputError
-from specjax.generation import generate
-from specjax.models import facts, store
+from specjax.loading import checkpoint_directory, model_metadata
+from specjax.loading.checkpoints import load_drafter, save_checkpoint, save_drafter
+from specjax.loading.formats import build_parameters
+from specjax.loading.load import load_model, place_model, random_model, save_model
 from specjax.models.config import RopeScaling
 from specjax.models.decoder import Form
-from specjax.models.loading import load_model, place_model, random_model, save_model
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -79,8 +79,8 @@ def test_every_field_of_a_config_comes_back(scaling):
         attention_bias=True,
         mlp_bias=True,
     )
-    text = json.dumps(facts.config_facts(config))
-    assert facts.read_config(json.loads(text)) == config
+    text = json.dumps(model_metadata.config_facts(config))
+    assert model_metadata.read_config(json.loads(text)) == config
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -104,7 +104,9 @@ def assert_placed(model, mesh, shards):
     if mesh is None:
         assert all(len(leaf.devices()) == 1 for leaf in jax.tree.leaves(model.params))
         return
-    wanted = store.parameter_shardings(model.config, mesh, shards, model.form.scan_layers)
+    wanted = build_parameters.parameter_shardings(
+        model.config, mesh, shards, model.form.scan_layers
+    )
     places = jax.tree.map(lambda leaf, place: leaf.sharding == place, model.params, wanted)
     assert jax.tree.all(places)
 
@@ -193,8 +195,8 @@ def test_other_files_are_not_replaced(overwrite, model, tmp_path):
 
 DIES = """
 import os, signal, sys
-from specjax.checkpoints import save_checkpoint
-from specjax.models.loading import load_model
+from specjax.loading.checkpoints import save_checkpoint
+from specjax.loading.load import load_model
 
 def die(event, arguments):
     # To the name with a suffix Orbax renames what it has written; to the one without, we do.
@@ -276,9 +278,9 @@ def test_a_drafter_comes_back_with_its_facts(tmp_path):
 IN_TWO = """
 import sys
 from specjax import processes, sharding
-from specjax.checkpoints import load_drafter, save_checkpoint, save_drafter
+from specjax.loading.checkpoints import load_drafter, save_checkpoint, save_drafter
 from specjax.errors import InputError
-from specjax.models.loading import load_model, save_model
+from specjax.loading.load import load_model, save_model
 import jax.numpy as jnp
 import numpy as np
 
@@ -325,7 +327,7 @@ def test_two_processes_write_what_one_reads_and_the_reverse(saved, model, tmp_pa
 
 def test_orbax_is_imported_by_those_alone_who_save_or_load():
     code = (
-        "import sys, specjax.models.loading, specjax.checkpoints\n"
+        "import sys, specjax.loading.load, specjax.loading.checkpoints\n"
         "assert not [name for name in sys.modules if name.startswith('orbax')]\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

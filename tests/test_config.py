@@ -5,18 +5,18 @@ import dataclasses
 import ml_collections
 import pytest
 
-from specjax import frontdoor
+from specjax.cli import command_line
+from specjax.cli.decode_config import decode_fields, job_prompts, read_job
+from specjax.decoding.prompts import Question
+from specjax.decoding.sampling_params import SamplingParams
 from specjax.drafters import DRAFTERS, drafter_options, option_type
 from specjax.errors import InputError
-from specjax.job import decode_fields, job_prompts, read_job
-from specjax.prompts import Question
-from specjax.sampling_params import SamplingParams
 
 DEFAULT = "configs/decode_smollm2.py"
 
 
 def read(*argv):
-    return frontdoor.read_config(list(argv), DEFAULT)
+    return command_line.read_config(list(argv), DEFAULT)
 
 
 def test_config_has_every_sampling_field_and_drafter_option():
@@ -96,13 +96,13 @@ def test_one_line_and_exit_code(capsys):
     def fails(config: ml_collections.ConfigDict) -> int:
         raise InputError("a\nb")
 
-    assert frontdoor.run(fails, [], default=DEFAULT, fields=decode_fields()) == 2
+    assert command_line.run(fails, [], default=DEFAULT, fields=decode_fields()) == 2
     assert capsys.readouterr().err == "error: a b\n"
 
     def interrupted(config: ml_collections.ConfigDict) -> int:
         raise KeyboardInterrupt
 
-    assert frontdoor.run(interrupted, [], default=DEFAULT, fields=decode_fields()) == 130
+    assert command_line.run(interrupted, [], default=DEFAULT, fields=decode_fields()) == 130
 
 
 def job(**changes):

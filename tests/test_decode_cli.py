@@ -7,11 +7,14 @@ import os
 import pytest
 from rich.console import Console
 
-from specjax import decode, identity, report_file, runner
-from specjax.console import Screen
-from specjax.generation import generate
-from specjax.models.loading import load_model, save_model
-from specjax.session import open_session
+from specjax import decode
+from specjax.cli import decode_run
+from specjax.cli.console import Screen
+from specjax.decoding import compare_outputs
+from specjax.decoding.generate import generate
+from specjax.decoding.open_session import open_session
+from specjax.loading.load import load_model, save_model
+from specjax.reporting import report_file
 
 ROW = {
     "question_id",
@@ -211,14 +214,14 @@ def test_a_later_turn_that_outgrows_the_model_keeps_what_was_decoded(run, folder
 def wrong(compare, margin):
     def compared(session, prompt, ours, plain):
         assert compare(session, prompt, ours, plain) is None
-        return identity.Difference(3, margin) if prompt == 1 else None
+        return compare_outputs.Difference(3, margin) if prompt == 1 else None
 
     return compared
 
 
 @pytest.mark.parametrize(("margin", "code"), [(0.5, 1), (1e-6, 0)])
 def test_a_difference_fails_unless_it_is_a_near_tie(margin, code, run, monkeypatch, capsys):
-    monkeypatch.setattr(runner, "compare_row", wrong(runner.compare_row, margin))
+    monkeypatch.setattr(decode_run, "compare_row", wrong(decode_run.compare_row, margin))
     found, report = run("--config.compare=true")
     assert found == code
     row = report["rows"][1]
@@ -232,9 +235,9 @@ def test_a_difference_fails_unless_it_is_a_near_tie(margin, code, run, monkeypat
 
 def test_half_precision_excuses_nothing(run, monkeypatch):
     monkeypatch.setattr(
-        runner,
+        decode_run,
         "compare_row",
-        lambda session, prompt, ours, plain: identity.Difference(0, 1e-6),
+        lambda session, prompt, ours, plain: compare_outputs.Difference(0, 1e-6),
     )
     code, _ = run("--config.compare=true", "--config.dtype=bfloat16")
     assert code == 1
@@ -244,15 +247,15 @@ def test_margin_is_that_of_the_two_best_logits(chatty):
     session = open_session(chatty, [[5, 6, 7]], requests={"max_new_tokens": 4})
     plain = generate(chatty, [[5, 6, 7]], sampling={"max_new_tokens": 4, "ignore_eos": True})
     ours = [*plain.token_ids[0][:2], (plain.token_ids[0][2] + 1) % 90]
-    found = identity.compare_row(session, 0, ours, plain.token_ids[0])
+    found = compare_outputs.compare_row(session, 0, ours, plain.token_ids[0])
     assert found.first == 2
     assert found.margin > 0
-    assert identity.compare_row(session, 0, ours, ours) is None
-    assert identity.first_difference([1, 2], [1]) == 1
+    assert compare_outputs.compare_row(session, 0, ours, ours) is None
+    assert compare_outputs.first_difference([1, 2], [1]) == 1
 
 
 def test_interrupt_leaves_finished_rows(run, monkeypatch, capsys):
-    outcome, seen = runner.Screen.outcome, []
+    outcome, seen = decode_run.Screen.outcome, []
 
     def interrupting(self, *arguments):
         outcome(self, *arguments)
@@ -263,9 +266,9 @@ def test_interrupt_leaves_finished_rows(run, monkeypatch, capsys):
             raise KeyboardInterrupt
         return run_batch(session, programs, index, rounds)
 
-    run_batch = runner.run_batch
-    monkeypatch.setattr(runner, "run_batch", interrupted)
-    monkeypatch.setattr(runner.Screen, "outcome", interrupting)
+    run_batch = decode_run.run_batch
+    monkeypatch.setattr(decode_run, "run_batch", interrupted)
+    monkeypatch.setattr(decode_run.Screen, "outcome", interrupting)
     code, report = run("--config.compare=true")
     assert code == 130
     assert [row["question_id"] for row in report["rows"]] == [7, "x"]
@@ -279,7 +282,7 @@ def test_interrupt_before_the_first_row(run, monkeypatch):
     def interrupted(session):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runner, "compile_session", interrupted)
+    monkeypatch.setattr(decode_run, "compile_session", interrupted)
     code, report = run()
     assert code == 130
     assert report["rows"] == []

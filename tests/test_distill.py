@@ -13,10 +13,10 @@ from heads import SOME
 from rows import quickly, two_rows, with_features
 
 from specjax.cache import commit, make_cache
+from specjax.decoding.sampling_params import SamplingParams
+from specjax.drafters.trained import head_drafter
 from specjax.errors import InputError
-from specjax.heads.drafters import head_drafter
-from specjax.models.loading import random_model
-from specjax.sampling_params import SamplingParams
+from specjax.loading.load import random_model
 from specjax.testing import check_drafter
 from train.distill import DistillLoss, distill_method, some_layers
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from test_decoder import one_pass
 
 import specjax
-from specjax import loop, sampling, trees
+from specjax import sampling, trees
+from specjax.decoding import loop
 from specjax.drafters import DRAFTERS, TRAINED, Drafter, drafter_options, ngram
 from specjax.drafters.base import Context, Sampling
 from specjax.drafters.ngram import find_match

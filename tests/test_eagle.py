@@ -10,10 +10,10 @@ from conftest import tiny_config
 from decoding import PROMPTS, decode, first_state, greedy, make_session, mixed, rounds
 from heads import eagle_drafter, eagle_head
 
+from specjax.drafters.trained import head_drafter
 from specjax.errors import InputError
-from specjax.heads.drafters import head_drafter
-from specjax.models.loading import random_model
-from specjax.prefill import prefill
+from specjax.loading.load import random_model
+from specjax.models.prefill import prefill
 from specjax.testing import check_drafter
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -96,7 +96,7 @@ def fresh(session, state):
 
 
 def wrapped(session, state, features):
-    from specjax import loop
+    from specjax.decoding import loop
 
     context = loop._context(session.plan, session.params[0], state)
     return jax.jit(session.drafter.init)(session.params[1], context, features)

@@ -10,10 +10,10 @@ import pytest
 from heads import eagle_head
 
 from specjax import export
-from specjax.heads.head import read_head, save_head
-from specjax.interchange import read_foreign
-from specjax.interchange.logits import check_same
-from specjax.models.loading import load_model, save_model
+from specjax.loading.head_formats import read_foreign
+from specjax.loading.head_formats.compare_logits import check_same
+from specjax.loading.heads.head import read_head, save_head
+from specjax.loading.load import load_model, save_model
 from train.distill import DistillLoss, distill_method
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -130,7 +130,7 @@ def test_an_export_that_reads_back_differently_is_refused(
     target, saved, tmp_path, monkeypatch, capsys
 ):
     """The comparison is on: a writer with its halves swapped does not get through."""
-    from specjax.interchange import eagle
+    from specjax.loading.head_formats import eagle
 
     right = eagle.named_tensors
 

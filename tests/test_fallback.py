@@ -17,7 +17,7 @@ from specjax import trees
 from specjax.drafters import draft_model, early_exit, fallback, ngram, stateless, unmoved
 from specjax.drafters.base import Drafter
 from specjax.errors import InputError
-from specjax.models.loading import random_model
+from specjax.loading.load import random_model
 from specjax.testing import check_drafter
 
 VOCAB, ROWS = 8, 40_000

@@ -15,17 +15,19 @@ from safetensors.numpy import load_file, save_file
 from test_processes import ROOT
 from toy_training import get_config, toy_method, toy_target, write_data
 
-from specjax import folder_lock, folders
-from specjax.checkpoints import save_checkpoint, save_drafter
+from specjax.distributed import folder_lock
 from specjax.errors import InputError
-from specjax.folders import LOCK, MARKER
-from specjax.heads.head import read_head, save_head
-from specjax.interchange import read_foreign, write_foreign
-from specjax.models.loading import load_model, save_model
-from train import features, generate, run, setup
+from specjax.files import folders
+from specjax.files.folders import LOCK, MARKER
+from specjax.loading.checkpoints import save_checkpoint, save_drafter
+from specjax.loading.head_formats import read_foreign, write_foreign
+from specjax.loading.heads.head import read_head, save_head
+from specjax.loading.load import load_model, save_model
+from train import features, generate
 from train.data.examples import Example, target_facts
 from train.data.responses import open_responses
 from train.data.writing import write_responses
+from train.run import run, setup
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -9,21 +9,17 @@ import pytest
 from conftest import tiny_config
 from decoding import PROMPTS, decode, greedy, make_session
 
-from specjax import loop, sharding
 from specjax.cache import KVCache
+from specjax.decoding import loop
+from specjax.decoding.executor import compile_session
+from specjax.decoding.plan import batch_arguments
+from specjax.distributed import sharding
 from specjax.drafters import make_drafter
 from specjax.errors import InputError
-from specjax.execution import compile_session
-from specjax.models.attention import (
-    attend,
-    attend_cache,
-    attend_whole_cache,
-    cached_blocks,
-)
-from specjax.models.attention_kernel import attend_cache_kernel
+from specjax.loading.load import load_model, place_model, random_model, save_model
 from specjax.models.decoder import Form
-from specjax.models.loading import load_model, place_model, random_model, save_model
-from specjax.session import batch_arguments
+from specjax.models.kernels.attention_kernel import attend_cache_kernel
+from specjax.models.layers.attention import attend, attend_cache, attend_whole_cache, cached_blocks
 
 FORMS = {
     "apart": Form(scan_layers=False),

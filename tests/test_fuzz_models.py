@@ -15,13 +15,15 @@ from hypothesis import strategies as st
 from json_values import TEXTS, changed
 
 from specjax.errors import InputError
-from specjax.interchange import read_foreign, write_foreign
-from specjax.models import gguf
-from specjax.models.gguf_header import open_gguf
-from specjax.models.huggingface import read_params
-from specjax.models.huggingface_config import read_config
-from specjax.models.tokenizer_files import read_tokenizer as read_directory_tokenizer
-from specjax.models.tokenizer_gguf import read_tokenizer
+from specjax.loading.formats import gguf
+from specjax.loading.formats.gguf_header import open_gguf
+from specjax.loading.formats.huggingface import read_params
+from specjax.loading.formats.huggingface_config import read_config
+from specjax.loading.head_formats import read_foreign, write_foreign
+from specjax.loading.tokenizers.gguf_tokenizer import read_tokenizer
+from specjax.loading.tokenizers.huggingface_tokenizer import (
+    read_tokenizer as read_directory_tokenizer,
+)
 
 GOLDENS = Path(__file__).parent / "goldens"
 CONFIG = dataclasses.replace(

@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from json_values import VALUES, changed
 
-from specjax import prompts, report_data, report_tables
-from specjax.models import chat, chat_process
-from specjax.report_figures import Entry
-from specjax.report_reading import read_report
-from specjax.report_runs import Bench, labels
+from specjax.decoding import prompts
+from specjax.loading.tokenizers import chat_templates, template_process
+from specjax.reporting import csv_jsonl, tables
+from specjax.reporting.read import read_report
+from specjax.reporting.runs import Bench, labels
+from specjax.reporting.statistics import Entry
 from train.data.prompts import read_requests
 from train.import_responses import read_rows
 
@@ -89,14 +90,14 @@ def test_changed_reports(tmp_path, data):
 
 def show(report):
     if isinstance(report, Bench):
-        return report_tables.markdown([], [report], {})
+        return tables.markdown([], [report], {})
     entry = Entry.of(report, labels([report])[0], None)
-    shown = [report_tables.markdown([entry], [], {}), report_tables.leaderboard([entry])]
-    return [*shown, report_data.csv_text([entry]), report_data.jsonl_text(entry)]
+    shown = [tables.markdown([entry], [], {}), tables.leaderboard([entry])]
+    return [*shown, csv_jsonl.csv_text([entry]), csv_jsonl.jsonl_text(entry)]
 
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
-QUICK = chat_process.Limits(seconds=1, memory=256 << 20, text=1 << 20)
+QUICK = template_process.Limits(seconds=1, memory=256 << 20, text=1 << 20)
 SIZES = st.sampled_from(["0", "1", "3", "9", "99", "2000", "99999", "3000000000", "-1", "10**20"])
 NAMES = ["messages", "messages[0].content", "m", "m.role", "bos_token", "none", "'x'", "[]", "n.x"]
 OPERATORS = st.sampled_from(["+", "*", "~", "%", "**", "in"])
@@ -142,12 +143,12 @@ TEMPLATES = st.recursive(
 @given(template=TEMPLATES)
 def test_chat_templates(template, monkeypatch):
     with monkeypatch.context() as patch:
-        render = chat_process.render
-        patch.setattr(chat_process, "render", lambda request: render(request, QUICK))
-        text = outcome(lambda: chat.render(template, MESSAGES, {"bos_token": "<s>"}))
+        render = template_process.render
+        patch.setattr(template_process, "render", lambda request: render(request, QUICK))
+        text = outcome(lambda: chat_templates.render(template, MESSAGES, {"bos_token": "<s>"}))
         assert text is None or len(text) <= QUICK.text
         # The next template is not affected.
-        assert chat.render("{{ messages[1].content }}", MESSAGES, {}) == "hello"
+        assert chat_templates.render("{{ messages[1].content }}", MESSAGES, {}) == "hello"
 
 
 @examples(40)
@@ -155,9 +156,9 @@ def test_chat_templates(template, monkeypatch):
     value=VALUES, messages=st.lists(st.dictionaries(st.sampled_from(["role", "content"]), VALUES))
 )
 def test_templates_and_messages_of_any_kind(value, messages):
-    template = outcome(lambda: chat.check_template("a.json: chat_template", value))
+    template = outcome(lambda: chat_templates.check_template("a.json: chat_template", value))
     assert (template is None) == (not isinstance(value, str) or any(map(is_half, value)))
-    outcome(lambda: chat.render("{{ messages | tojson }}", messages, {}))
+    outcome(lambda: chat_templates.render("{{ messages | tojson }}", messages, {}))
 
 
 def is_half(char):

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from test_processes import finish, free_port, joined, start
 
-from specjax import folder_lock, generation
-from specjax.models.loading import load_model, save_model
-from specjax.sampling_params import SamplingParams
+from specjax.decoding import generate as decoding
+from specjax.decoding.sampling_params import SamplingParams
+from specjax.distributed import folder_lock
+from specjax.loading.load import load_model, save_model
 from train import generate
 from train.data import pieces
 from train.data.examples import Example, target_facts
@@ -106,7 +107,7 @@ def test_answers_are_those_of_generate(done, prompts, target):
         notes = (request.category, request.source, request.licence)
         assert (one.category, one.source, one.licence) == notes
     inputs = [one.tokens[:first].tolist() for one, first in zip(rows, starts, strict=True)]
-    alone = generation.generate(target, inputs, sampling=samplings)
+    alone = decoding.generate(target, inputs, sampling=samplings)
     assert [
         one.tokens[first:].tolist() for one, first in zip(rows, starts, strict=True)
     ] == alone.token_ids

@@ -12,11 +12,11 @@ from decoding import PROMPTS, decode, drafters, greedy, make_session, mixed, rep
 from test_decoder import one_pass
 
 import specjax
+from specjax.decoding.executor import compile_session, run_session
+from specjax.decoding.sampling_params import SamplingParams
 from specjax.errors import InputError
-from specjax.execution import compile_session, run_session
-from specjax.models.loading import random_model
-from specjax.models.tokenizer import Tokenizer
-from specjax.sampling_params import SamplingParams
+from specjax.loading.load import random_model
+from specjax.loading.tokenizers.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

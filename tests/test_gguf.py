@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from specjax.errors import InputError
-from specjax.models import layout
+from specjax.loading.formats import parameter_names
+from specjax.loading.formats.gguf_header import open_gguf
+from specjax.loading.load import load_model
 from specjax.models.config import RopeScaling
-from specjax.models.gguf_header import open_gguf
-from specjax.models.loading import load_model
 
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
 
@@ -35,14 +35,14 @@ def test_a_written_model_is_loaded_with_its_dequantised_weights(tmp_path, kind):
     model = load_model(path, dtype="float32")
     assert model.config == gguf_files.CONFIG
     quantised = gguf.GGMLQuantizationType[kind]
-    for place in layout.places(layout.GGUF, model.config):
+    for place in parameter_names.places(parameter_names.GGUF, model.config):
         stored = arrays[place.name]
         if stored.ndim > 1:
             raw = gguf.quants.quantize(stored, quantised)
             stored = gguf.quants.dequantize(raw, quantised).reshape(stored.shape)
-        leaf = layout.lookup(model.params, place.slot.path)
+        leaf = parameter_names.lookup(model.params, place.slot.path)
         value = leaf if place.layer is None else leaf[place.layer]
-        np.testing.assert_array_equal(value, layout.from_stored(stored, place))
+        np.testing.assert_array_equal(value, parameter_names.from_stored(stored, place))
 
 
 def test_untied_biased_and_scaled_models_are_read(tmp_path):
@@ -61,7 +61,7 @@ def test_untied_biased_and_scaled_models_are_read(tmp_path):
     path = gguf_files.write(tmp_path / "a.gguf", keys, gguf_files.tensors(config))
     model = load_model(path, dtype="float32")
     assert model.config == config
-    assert layout.param_shapes(config).keys() == model.params.keys()
+    assert parameter_names.param_shapes(config).keys() == model.params.keys()
 
 
 def test_frequency_factors_are_read(tmp_path):
@@ -76,13 +76,15 @@ def test_frequency_factors_are_read(tmp_path):
 def test_query_rows_are_unpaired():
     """Rows (0, 1), (2, 3), ... of each head are the pairs; the tree keeps them half apart."""
     place = next(
-        place for place in layout.places(layout.GGUF, gguf_files.CONFIG) if "attn_k" in place.name
+        place
+        for place in parameter_names.places(parameter_names.GGUF, gguf_files.CONFIG)
+        if "attn_k" in place.name
     )
     rows = np.arange(32.0).reshape(32, 1).repeat(64, 1)
-    kernel = layout.from_stored(rows, place)
+    kernel = parameter_names.from_stored(rows, place)
     assert kernel[0, 0].tolist() == [*range(0, 16, 2), *range(1, 16, 2)]
     assert kernel[0, 1].tolist() == [*range(16, 32, 2), *range(17, 32, 2)]
-    np.testing.assert_array_equal(layout.to_stored(kernel, place), rows)
+    np.testing.assert_array_equal(parameter_names.to_stored(kernel, place), rows)
 
 
 def test_rows_beyond_the_vocabulary_are_cut(tmp_path):

@@ -11,15 +11,15 @@ from conftest import tiny_config
 from heads import eagle_config, eagle_head
 
 import specjax
-from specjax import folders
-from specjax.checkpoints import save_checkpoint, save_drafter
+from specjax.drafters.trained import head_drafter
 from specjax.errors import InputError
-from specjax.heads.drafters import head_drafter
-from specjax.heads.files import SHIPPED, open_head, shipped_heads
-from specjax.heads.head import Head, TargetFacts, read_head, save_head
-from specjax.models.eagle import EagleConfig
-from specjax.models.loading import random_model
-from specjax.models.vocabulary import check_draft_ids, expand, most_frequent
+from specjax.files import folders
+from specjax.loading.checkpoints import save_checkpoint, save_drafter
+from specjax.loading.heads.find_head import SHIPPED, open_head, shipped_heads
+from specjax.loading.heads.head import Head, TargetFacts, read_head, save_head
+from specjax.loading.load import random_model
+from specjax.models.heads.draft_vocabulary import check_draft_ids, expand, most_frequent
+from specjax.models.heads.eagle import EagleConfig
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -152,7 +152,7 @@ def test_only_heads_of_the_kind_asked_for(tiny, tmp_path):
 )
 def test_damaged_facts_are_refused(change, says, tiny, tmp_path):
     save_head(eagle_head(tiny), tmp_path / "head")
-    params, facts = specjax.checkpoints.load_drafter(tmp_path / "head")
+    params, facts = specjax.loading.checkpoints.load_drafter(tmp_path / "head")
     facts = json.loads(json.dumps(facts))
     change(facts)
     save_drafter(tmp_path / "other", params, facts)

@@ -13,9 +13,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from specjax.errors import InputError
-from specjax.models import rope
+from specjax.loading.load import load_model, random_model, save_model
 from specjax.models.config import DecoderConfig, RopeScaling
-from specjax.models.loading import load_model, random_model, save_model
+from specjax.models.layers import rope
 
 GOLDENS = Path(__file__).parent / "goldens"
 CONFIG = DecoderConfig(
@@ -313,7 +313,7 @@ def test_a_save_that_fails_leaves_the_earlier_one(tmp_path, monkeypatch):
     def fail(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("specjax.models.huggingface.save_file", fail)
+    monkeypatch.setattr("specjax.loading.formats.huggingface.save_file", fail)
     with pytest.raises(InputError, match="No space left on device"):
         save_model(random_model(CONFIG, 2), tmp_path / "model")
     again = load_model(tmp_path / "model")

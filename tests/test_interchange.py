@@ -13,12 +13,12 @@ from heads import SOME
 from safetensors.numpy import load_file, save_file
 
 from specjax.errors import InputError
-from specjax.folders import MARKER
-from specjax.interchange import borrowed, read_foreign, write_foreign
-from specjax.interchange.directory import whole_vocabulary
-from specjax.interchange.logits import check_same, draft_logits
-from specjax.models.loading import random_model
-from specjax.models.medusa import Medusa
+from specjax.files.folders import MARKER
+from specjax.loading.head_formats import borrowed, read_foreign, write_foreign
+from specjax.loading.head_formats.compare_logits import check_same, draft_logits
+from specjax.loading.head_formats.read_write import whole_vocabulary
+from specjax.loading.load import random_model
+from specjax.models.heads.medusa import Medusa
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -142,8 +142,8 @@ def test_eagle_tensors_mean_what_eagle_does(tiny, tmp_path):
 
 
 def first_pair(head, target, token, feature):
-    from specjax.heads.drafters import head_drafter
-    from specjax.models.eagle import Eagle
+    from specjax.drafters.trained import head_drafter
+    from specjax.models.heads.eagle import Eagle
 
     params = head_drafter(head, target).params
     eagle = Eagle(head.config, target.dtype)

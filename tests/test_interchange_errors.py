@@ -8,8 +8,8 @@ from exports import VOCABULARY, eagle_head, edit, medusa_head, written
 from safetensors.numpy import save_file
 
 from specjax.errors import InputError
-from specjax.interchange import eagle, read_foreign, write_foreign
-from specjax.models.loading import random_model
+from specjax.loading.head_formats import eagle, read_foreign, write_foreign
+from specjax.loading.load import random_model
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -154,12 +154,12 @@ def test_an_export_is_whole_or_not_at_all(tiny, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("specjax.models.huggingface.save_file", full)
+        patch.setattr("specjax.loading.formats.huggingface.save_file", full)
         with pytest.raises(InputError, match="cannot be written.*No space left"):
             write_foreign(head, path, "speculators", tiny)
     with monkeypatch.context() as patch:
         # What was written is not what should have been: the earlier export stays.
-        patch.setattr("specjax.interchange.eagle.write_eagle3", other_weights)
+        patch.setattr("specjax.loading.head_formats.eagle.write_eagle3", other_weights)
         with pytest.raises(InputError, match="head: read again, its logits differ by up to"):
             write_foreign(head, path, "eagle3", tiny)
     assert (path / "model.safetensors").read_bytes() == before

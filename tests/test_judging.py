@@ -5,9 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from train import judging
-from train.batches import Batch
-from train.judging import Judge, Teacher, cross_entropy, judge, kl_divergence, variation
+from train.data.batches import Batch
+from train.methods import draft_losses
+from train.methods.draft_losses import (
+    Judge,
+    Teacher,
+    cross_entropy,
+    judge,
+    kl_divergence,
+    variation,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 K, B, A, D, V = 3, 2, 11, 6, 9
@@ -58,7 +65,7 @@ def whole(states, kernel, teacher, counted, weights):
 
 @pytest.mark.parametrize(("block", "shared"), [(7, True), (4, False), (512, False)])
 def test_blocks_change_nothing(block, shared, case, monkeypatch):
-    monkeypatch.setattr(judging, "_BLOCK", block)
+    monkeypatch.setattr(draft_losses, "_BLOCK", block)
     states, kernel, teacher, counted, weights = case
     kernel = kernel[0] if shared else kernel
 

@@ -12,12 +12,12 @@ from rich.console import Console
 from script_modules import script_module
 from toy_training import SHAPE, conversations, get_config, toy_method, toy_target, write_data
 
-from specjax import folders
-from specjax.heads.head import read_head, save_head
-from train import run, setup
+from specjax.files import folders
+from specjax.loading.heads.head import read_head, save_head
 from train.data.examples import target_facts
 from train.data.pieces import open_pieces
 from train.data.writing import write_responses
+from train.run import run, setup
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -5,13 +5,14 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from specjax import memory
+from specjax.decoding import memory
+from specjax.decoding.executor import compile_session
+from specjax.decoding.generate import generate
+from specjax.decoding.open_session import open_session
+from specjax.decoding.plan import batch_arguments
 from specjax.drafters import ngram
 from specjax.errors import InputError, shown
-from specjax.execution import compile_session
 from specjax.fields import Items, Number, Whole, check_values
-from specjax.generation import generate
-from specjax.session import batch_arguments, open_session
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from decoding import PROMPTS, drafters, first_state, make_session, mixed, rounds
 
-from specjax.draft_length import DraftLength
+from specjax.decoding.draft_length import DraftLength
 from specjax.drafters import draft_model, none
-from specjax.prefill import prefill
+from specjax.models.prefill import prefill
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 NEW = 24

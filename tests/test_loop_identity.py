@@ -8,7 +8,7 @@ import pytest
 from decoding import PROMPTS, decode, drafters, greedy, mixed, replay
 
 from specjax import sampling
-from specjax.draft_length import DraftLength
+from specjax.decoding.draft_length import DraftLength
 from specjax.drafters import early_exit
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

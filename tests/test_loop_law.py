@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from conftest import tiny_config
 
-from specjax import loop, sampling
-from specjax.draft_length import DraftLength
+from specjax import sampling
+from specjax.decoding import loop
+from specjax.decoding.draft_length import DraftLength
+from specjax.decoding.sampling_params import SamplingParams
 from specjax.drafters import draft_model, early_exit, ngram, none
 from specjax.errors import InputError
-from specjax.models.loading import random_model
+from specjax.loading.load import random_model
 from specjax.sampling import Decision, RoundKeys
-from specjax.sampling_params import SamplingParams
 from specjax.testing import Tabular, check_drafter
 from specjax.testing.drafters import (
     chi_square,

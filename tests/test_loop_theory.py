@@ -10,10 +10,10 @@ from decoding import PROMPTS, decode, drafters, make_session
 from test_loop_law import small_model
 
 from specjax import theory
-from specjax.draft_length import DraftLength
+from specjax.decoding.draft_length import DraftLength
+from specjax.decoding.executor import expected_acceptance
+from specjax.decoding.sampling_params import SamplingParams
 from specjax.drafters import draft_model
-from specjax.execution import expected_acceptance
-from specjax.sampling_params import SamplingParams
 from specjax.testing import Tabular
 from specjax.testing.drafters import conditional_laws, make_plan
 from specjax.testing.drafters import decode as decode_rows

@@ -9,12 +9,12 @@ from conftest import tiny_config
 from decoding import PROMPTS, decode, first_state, greedy, make_session, mixed, rounds
 from heads import SOME, medusa_head
 
-from specjax import loop
+from specjax.decoding import loop
+from specjax.decoding.sampling_params import SamplingParams
+from specjax.drafters.trained import head_drafter
 from specjax.errors import InputError
-from specjax.heads.drafters import head_drafter
-from specjax.models.loading import random_model
-from specjax.prefill import prefill
-from specjax.sampling_params import SamplingParams
+from specjax.loading.load import random_model
+from specjax.models.prefill import prefill
 from specjax.testing import check_drafter
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

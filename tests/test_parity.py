@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from specjax.cache import commit
-from specjax.models.loading import load_model, save_model
+from specjax.loading.load import load_model, save_model
 
 GOLDENS = Path(__file__).parent / "goldens"
 TINY = ("grouped_tied", "biased_untied", "llama3", "linear")

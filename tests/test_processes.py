@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from specjax import processes
+from specjax.decoding.generate import generate
+from specjax.distributed import processes
 from specjax.errors import InputError
-from specjax.generation import generate
-from specjax.models.loading import save_model
+from specjax.loading.load import save_model
 
 ROOT = Path(__file__).parent.parent
 TEXTS = ["abc abc abc abc", "one", "two three two three two", "x y", "the end of the end of"]

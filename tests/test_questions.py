@@ -5,8 +5,8 @@ import json
 
 import pytest
 
+from specjax.decoding.prompts import encode_prompt, read_questions
 from specjax.errors import InputError
-from specjax.prompts import encode_prompt, read_questions
 
 
 def question(**changes):

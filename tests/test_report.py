@@ -8,12 +8,14 @@ import sys
 import pytest
 from reports import ROWS, content, row
 
-from specjax import decode, plots, report, report_costs
-from specjax.models.loading import save_model
-from specjax.plots import Curve
-from specjax.report_figures import OVERALL, Entry, figures_by_task
-from specjax.report_reading import read_report
-from specjax.report_runs import batch_widths, labels
+from specjax import decode, report
+from specjax.cli import predicted_speedup
+from specjax.loading.load import save_model
+from specjax.reporting import plots
+from specjax.reporting.plots import Curve
+from specjax.reporting.read import read_report
+from specjax.reporting.runs import batch_widths, labels
+from specjax.reporting.statistics import OVERALL, Entry, figures_by_task
 
 pytest.importorskip("matplotlib")
 
@@ -213,7 +215,7 @@ def test_the_prediction_adds_up_the_parts(write, tmp_path, monkeypatch):
     out = tmp_path / "out"
     out.mkdir()
     parts = {"draft_s": 0.05, "width_s": {"1": 0.1, "3": 0.2}}
-    kept = [{"of": report_costs.key(read_report(path)), **parts} for path in paths]
+    kept = [{"of": predicted_speedup.key(read_report(path)), **parts} for path in paths]
     (out / "costs.json").write_text(json.dumps(kept))
     drawn = {}
     monkeypatch.setattr(

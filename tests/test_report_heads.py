@@ -9,8 +9,9 @@ from heads import eagle_head, medusa_head
 from reports import content
 from script_modules import SCRIPTS, script_module
 
-from specjax import decode, frontdoor
-from specjax.heads.head import save_head
+from specjax import decode
+from specjax.cli import command_line
+from specjax.loading.heads.head import save_head
 
 CURVE = [
     {"step": 5, "tokens": 1_000_000.0, "loss": 3.0, "tau_sim": 1.5, "tau": 1.25},
@@ -30,7 +31,7 @@ def cells_run(report_heads, monkeypatch):
     done = []
 
     def run_cell(cell):
-        config = frontdoor.read_config(list(cell.arguments), decode.CONFIG)
+        config = command_line.read_config(list(cell.arguments), decode.CONFIG)
         done.append(config)
         found = content(config.drafter.name, prompts="all")
         found["summary"]["config"] = config.to_dict()

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from specjax import bench, decode, report, report_file, runner
+from specjax import bench, decode, report
+from specjax.cli import decode_run
 from specjax.errors import InputError
-from specjax.models.loading import save_model
-from specjax.report_file import ReportFile, check_writable
-from specjax.report_reading import read_report
+from specjax.loading.load import save_model
+from specjax.reporting import report_file
+from specjax.reporting.read import read_report
+from specjax.reporting.report_file import ReportFile, check_writable
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +79,9 @@ def test_space_is_tried_before_the_work(tmp_path, monkeypatch):
 LIMITED = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-from specjax import frontdoor, report_file
-from specjax.report_file import ReportFile, check_writable
+from specjax.cli import command_line
+from specjax.reporting import report_file
+from specjax.reporting.report_file import ReportFile, check_writable
 
 report_file._SHARE = 1e9
 
@@ -92,7 +95,7 @@ def main(argv):
         file.finish()
     return 0
 
-raise SystemExit(frontdoor.command(main, sys.argv[1:]))
+raise SystemExit(command_line.command(main, sys.argv[1:]))
 """
 
 
@@ -194,8 +197,8 @@ class TestDecode:
             assert not path.exists() or read_report(path).interrupted
             return run_batch(session, programs, index, rounds)
 
-        run_batch = runner.run_batch
-        monkeypatch.setattr(runner, "run_batch", looking)
+        run_batch = decode_run.run_batch
+        monkeypatch.setattr(decode_run, "run_batch", looking)
         monkeypatch.setattr(report_file, "_SHARE", 1e9)
         assert decode.main(arguments(folder, path)) == 0
         # The first call warms up.
@@ -213,7 +216,7 @@ class TestDecode:
                     raise KeyboardInterrupt if after < 0 else ZeroDivisionError
                 return run_batch(session, programs, index, rounds)
 
-            monkeypatch.setattr(runner, "run_batch", failing)
+            monkeypatch.setattr(decode_run, "run_batch", failing)
             if after < 0:
                 assert decode.main(arguments(folder, path)) == 130
             else:

@@ -16,10 +16,10 @@ import pytest
 from heads import eagle_head
 from script_modules import SCRIPTS, script_module
 
-from specjax import folders, text_files
-from specjax.folders import LOCK
-from specjax.heads import files
-from specjax.heads.head import read_head, save_head
+from specjax.files import folders, text_files
+from specjax.files.folders import LOCK
+from specjax.loading.heads import find_head
+from specjax.loading.heads.head import read_head, save_head
 
 SLOW = """
 import os, pathlib, sys, time
@@ -291,7 +291,7 @@ def test_from_the_target_to_an_installed_head(script, tiny, tmp_path, monkeypatc
         return 0
 
     monkeypatch.setattr(script, "run_child", run_child)
-    monkeypatch.setattr(files, "SHIPPED", shipped)
+    monkeypatch.setattr(find_head, "SHIPPED", shipped)
     data = {"conversations": 3, "tokens": 500, "labels": 200, "sources": ["0", "1"]}
     about = {"method": "eagle3", "data": data, "config": {"steps": 9}, "step": 9, "tokens": 100}
     head = dataclasses.replace(eagle_head(tiny, vocabulary=40), training=about)

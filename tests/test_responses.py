@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from conftest import tiny_config
 
-from specjax import folders
 from specjax.errors import InputError
-from specjax.models.loading import random_model
+from specjax.files import folders
+from specjax.loading.load import random_model
 from train import import_responses
 from train.data.examples import Example, target_facts
 from train.data.responses import open_responses

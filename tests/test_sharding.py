@@ -11,14 +11,15 @@ import pytest
 from conftest import tiny_config
 from decoding import PROMPTS, decode, greedy, make_session, mixed
 
-from specjax import loop, sharding
+from specjax.decoding import loop
+from specjax.decoding.executor import compile_session
+from specjax.decoding.generate import generate
+from specjax.decoding.plan import batch_arguments
+from specjax.distributed import sharding
 from specjax.drafters import make_drafter
 from specjax.errors import InputError
-from specjax.execution import compile_session
-from specjax.generation import generate
-from specjax.models import layout, store
-from specjax.models.loading import load_model, place_model, random_model, save_model
-from specjax.session import batch_arguments
+from specjax.loading.formats import build_parameters, parameter_names
+from specjax.loading.load import load_model, place_model, random_model, save_model
 
 EIGHT_HEADS = dict(
     num_heads=8, num_kv_heads=8, head_dim=6, hidden_size=24, intermediate_size=40, vocab_size=72
@@ -275,11 +276,11 @@ def test_tensors_go_straight_into_their_parts(model, eight, tmp_path):
     save_model(eight, tmp_path / "model")
     mesh = mesh_of(2, model)
     loaded = load_model(tmp_path / "model", dtype="float32", mesh=mesh)
-    wanted = store.parameter_shardings(eight.config, mesh, model)
+    wanted = build_parameters.parameter_shardings(eight.config, mesh, model)
     for path, leaf in jax.tree.leaves_with_path(loaded.params):
         keys = tuple(entry.key for entry in path)
-        assert leaf.sharding == layout.lookup(wanted, keys)
-        np.testing.assert_array_equal(leaf, layout.lookup(eight.params, keys))
+        assert leaf.sharding == parameter_names.lookup(wanted, keys)
+        np.testing.assert_array_equal(leaf, parameter_names.lookup(eight.params, keys))
     query = loaded.params["layers"]["attention"]["query"]["kernel"]
     assert query.addressable_shards[0].data.shape == (3, 24, 8 // model, 6)
 
@@ -295,11 +296,15 @@ def test_the_host_never_holds_the_model(mesh, eight, monkeypatch):
         most.append(sum(one() is not None for one in alive))
         target[...] = 1
 
-    places = list(layout.places(layout.HUGGING_FACE, eight.config))
+    places = list(parameter_names.places(parameter_names.HUGGING_FACE, eight.config))
     shape = mesh and mesh_of(*mesh)
     # What was handed over is copied, as on other devices: the CPU adopts it.
-    monkeypatch.setattr(store, "_put", lambda tensor, target: jax.device_put(tensor + 0, target))
-    params = store.build(eight.config, np.dtype("float32"), places, fill, shape, 2 if mesh else 1)
+    monkeypatch.setattr(
+        build_parameters, "_put", lambda tensor, target: jax.device_put(tensor + 0, target)
+    )
+    params = build_parameters.build(
+        eight.config, np.dtype("float32"), places, fill, shape, 2 if mesh else 1
+    )
     assert max(most) <= 4 < len(places)
     assert all((np.asarray(leaf) == 1).all() for leaf in jax.tree.leaves(params))
 

@@ -13,13 +13,14 @@ from conftest import tiny_config
 from decoding import PROMPTS, greedy, make_session, mixed
 
 import specjax
-from specjax import loop, sampling
+from specjax import sampling
 from specjax.cache import make_cache
+from specjax.decoding import loop
+from specjax.decoding.executor import compile_session, run_session
+from specjax.decoding.plan import batch_arguments
+from specjax.decoding.sampling_params import SamplingParams
 from specjax.drafters import draft_model, early_exit, ngram
-from specjax.execution import compile_session, run_session
-from specjax.models.loading import random_model
-from specjax.sampling_params import SamplingParams
-from specjax.session import batch_arguments
+from specjax.loading.load import random_model
 
 
 def test_the_session_is_strict():

@@ -7,7 +7,7 @@ from conftest import tiny_config
 from decoding import PROMPTS, decode, mixed
 
 from specjax.drafters import early_exit, ngram, simulated
-from specjax.models.loading import random_model
+from specjax.loading.load import random_model
 from specjax.testing import Tabular, check_drafter
 
 VOCAB, ROWS = 8, 100_000

@@ -8,7 +8,8 @@ import pytest
 from reports import content
 from script_modules import SCRIPTS, script_module
 
-from specjax import decode, frontdoor
+from specjax import decode
+from specjax.cli import command_line
 
 pytest.importorskip("matplotlib")
 
@@ -29,7 +30,7 @@ def cells_run(sweep, monkeypatch):
 
     def run_cell(cell):
         done.append(cell.values)
-        config = frontdoor.read_config(list(cell.arguments), decode.CONFIG)
+        config = command_line.read_config(list(cell.arguments), decode.CONFIG)
         assert config.compare
         cell.log.write_text("said before\nerror: this one fails\n")
         if config.max_length == 4:

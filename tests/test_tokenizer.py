@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specjax.errors import InputError
-from specjax.models import chat
-from specjax.models.gguf_header import open_gguf
-from specjax.models.loading import default_model_file, load_model, random_model, save_model
-from specjax.models.tokenizer import StreamDecoder, Tokenizer
-from specjax.models.tokenizer_gguf import read_tokenizer
+from specjax.loading.formats.gguf_header import open_gguf
+from specjax.loading.load import default_model_file, load_model, random_model, save_model
+from specjax.loading.tokenizers import chat_templates
+from specjax.loading.tokenizers.gguf_tokenizer import read_tokenizer
+from specjax.loading.tokenizers.tokenizer import StreamDecoder, Tokenizer
 
 GOLDENS = Path(__file__).parent / "goldens"
 SMOLLM2 = json.loads((GOLDENS / "smollm2_tokenizer.json").read_text())
@@ -224,7 +224,7 @@ def test_the_first_differing_token_is_shown(tiny, smollm2):
 )
 def test_bad_messages_are_one_line_errors(tiny, messages):
     with pytest.raises(InputError) as error:  # noqa: PT012 - either may refuse them
-        chat.check_messages(messages)
+        chat_templates.check_messages(messages)
         tiny.encode_chat(messages)
     assert "\n" not in str(error.value)
 
@@ -251,7 +251,7 @@ MESSAGES = [{"role": "user", "content": "<b>é"}]
     ],
 )
 def test_templates_have_what_transformers_gives_them(template, text):
-    assert chat.render(template, MESSAGES, {"bos_token": "<s>"}) == text
+    assert chat_templates.render(template, MESSAGES, {"bos_token": "<s>"}) == text
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_templates_have_what_transformers_gives_them(template, text):
 )
 def test_templates_cannot_leave_the_sandbox(template):
     with pytest.raises(InputError, match=r"^chat template: .*") as error:
-        chat.render(template, MESSAGES, {})
+        chat_templates.render(template, MESSAGES, {})
     assert "\n" not in str(error.value)
 
 

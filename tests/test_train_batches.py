@@ -10,7 +10,7 @@ import pytest
 from toy_training import Listed, conversations
 
 from specjax.errors import InputError
-from train.batches import Packing, Position, ReadAhead, Shape, build, stream
+from train.data.batches import Packing, Position, ReadAhead, Shape, build, stream
 
 SHAPE = Shape(rows=4, tokens=32, labels=20)
 

@@ -14,13 +14,13 @@ from rows import two_rows
 from specjax.cache import commit
 from specjax.drafters.autoregressive import causal
 from specjax.errors import InputError
-from specjax.models.block import embed
+from specjax.loading.load import random_model
 from specjax.models.decoder import check_features
-from specjax.models.eagle import Eagle
-from specjax.models.loading import random_model
-from specjax.models.shared import share
+from specjax.models.heads.eagle import Eagle
+from specjax.models.heads.shared_parameters import share
+from specjax.models.layers.decoder_layer import embed
 from train.eagle import EagleLoss, eagle_loss, eagle_method, from_target, unroll
-from train.teacher import fill_features
+from train.methods.labels import fill_features
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 FLAGS = dict(

@@ -5,7 +5,7 @@ import pytest
 from toy_training import Listed, conversations
 
 from train.data.examples import Example
-from train.evaluate import held_out_prompts, measure_tau
+from train.run.evaluate import held_out_prompts, measure_tau
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -8,9 +8,9 @@ import pytest
 from conftest import tiny_config
 from test_responses import example
 
-from specjax import folder_lock
-from specjax.folders import LOCK, MARKER
-from specjax.models.loading import random_model
+from specjax.distributed import folder_lock
+from specjax.files.folders import LOCK, MARKER
+from specjax.loading.load import random_model
 from train import features
 from train.data.examples import target_facts
 from train.data.sources import open_sources

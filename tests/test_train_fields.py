@@ -4,9 +4,9 @@ import pytest
 import toy_training
 from toy_training import get_config, settings_of
 
+from specjax.cli.command_line import read_config
 from specjax.errors import InputError
-from specjax.frontdoor import read_config
-from train.config import read_settings, record_of
+from train.run.config import read_settings, record_of
 
 TOY = toy_training.__file__
 

@@ -23,14 +23,14 @@ from toy_training import (
     toy_target,
 )
 
-from specjax import sharding
+from specjax.distributed import sharding
 from specjax.errors import InputError
-from train import loop, saving
-from train import workdir as files
-from train.batches import Packing, Position, Shape, build
-from train.config import read_settings
-from train.journal import Journal, add, scalars, sums_of
-from train.step import loss_function, make_program, placer
+from train.data.batches import Packing, Position, Shape, build
+from train.run import checkpoints, loop
+from train.run import workdir as files
+from train.run.config import read_settings
+from train.run.metrics import Journal, add, scalars, sums_of
+from train.run.step import loss_function, make_program, placer
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -209,7 +209,7 @@ class Run:
             method or toy_method(target), target.architecture, settings, mesh
         )
         self.progress = loop.Standing()
-        if saved := saving.last_checkpoint(self.workdir):
+        if saved := checkpoints.last_checkpoint(self.workdir):
             self.program, self.progress = loop.resumed(self.program, saved)
         files.truncate_metrics(self.workdir, self.progress.step)
 
@@ -251,8 +251,8 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(target, tmp_pa
     rows = files.read_metrics(run.workdir)
     assert [row["step"] for row in rows] == [4]
     assert all(math.isfinite(value) for value in rows[0].values())
-    saved = saving.last_checkpoint(run.workdir)
-    state = saving.restore(saved, Run(tmp_path / "other", target, settings_of()).program.state)
+    saved = checkpoints.last_checkpoint(run.workdir)
+    state = checkpoints.restore(saved, Run(tmp_path / "other", target, settings_of()).program.state)
     assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(state.params))
 
 

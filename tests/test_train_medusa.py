@@ -12,14 +12,14 @@ from decoding import decode, greedy
 from heads import SOME, medusa_config, medusa_head
 from rows import quickly, two_rows, with_features
 
+from specjax.drafters.trained import head_drafter
 from specjax.errors import InputError
-from specjax.heads.drafters import head_drafter
-from specjax.models.loading import random_model
-from specjax.models.medusa import Medusa
-from train.batches import Batch
+from specjax.loading.load import random_model
+from specjax.models.heads.medusa import Medusa
+from train.data.batches import Batch
 from train.medusa import MedusaLoss, medusa_method
-from train.medusa2 import JointLoss, medusa2_method
-from train.method import Method
+from train.methods.medusa2 import JointLoss, medusa2_method
+from train.methods.method import Method
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 V = 61

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from specjax.errors import InputError
-from train.optimizer import Optimization, learning_rate, make_optimizer
+from train.run.optimizer import Optimization, learning_rate, make_optimizer
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])

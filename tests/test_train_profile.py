@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 from toy_training import get_config, toy_method, toy_target, write_data
 
-from train import setup
-from train.step import LATE
+from train.run import setup
+from train.run.step import LATE
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 import profile_training
@@ -63,7 +63,7 @@ def test_every_part_is_of_a_step_late_in_the_run(tmp_path, monkeypatch):
     assert min(seen) >= LATE > config.steps
 
 
-@pytest.mark.parametrize("name", ["train.typo", "train.losses", ""])
+@pytest.mark.parametrize("name", ["train.typo", "train.methods.losses", ""])
 def test_a_method_that_is_none(name, capsys):
     assert profile_training.main([f"--method={name}"]) == 2
     error = capsys.readouterr().err

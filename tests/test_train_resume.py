@@ -32,14 +32,14 @@ from toy_training import (
 )
 
 from specjax.errors import InputError
-from specjax.folders import MARKER
-from specjax.heads.head import read_head
-from train import run, saving, setup
-from train import workdir as files
-from train.batches import Packing, Shape
-from train.board import Board
-from train.config import record_of
-from train.step import make_program
+from specjax.files.folders import MARKER
+from specjax.loading.heads.head import read_head
+from train.data.batches import Packing, Shape
+from train.run import checkpoints, run, setup
+from train.run import workdir as files
+from train.run.config import record_of
+from train.run.step import make_program
+from train.run.tensorboard import Board
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 SCRIPT = ROOT / "tests" / "toy_training.py"
@@ -126,7 +126,7 @@ def test_a_killed_and_an_interrupted_run_go_on_to_the_same_curve(start, whole, t
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert [row["step"] for row in files.read_metrics(files.Workdir(workdir))][-1] == 8
-    killed_at = saving.last_checkpoint(files.Workdir(workdir)).step
+    killed_at = checkpoints.last_checkpoint(files.Workdir(workdir)).step
     assert killed_at == 5
 
     since = time.time()
@@ -138,7 +138,7 @@ def test_a_killed_and_an_interrupted_run_go_on_to_the_same_curve(start, whole, t
     assert "going on behind step 5" in out
     assert "interrupted at step" in out
     assert "The same command goes on" in out
-    interrupted_at = saving.last_checkpoint(files.Workdir(workdir)).step
+    interrupted_at = checkpoints.last_checkpoint(files.Workdir(workdir)).step
     assert 8 <= interrupted_at < 12
 
     code, out, err = finish(start(workdir))
@@ -165,9 +165,9 @@ def test_two_processes_give_the_losses_of_one(start, whole, tmp_path):
         for name, value in mine.items():
             assert value == pytest.approx(theirs[name], rel=1e-5), name
     # What two processes saved, one goes on with.
-    saved = saving.last_checkpoint(files.Workdir(workdir))
+    saved = checkpoints.last_checkpoint(files.Workdir(workdir))
     state = make_program(toy_method(toy_target()), toy_target().architecture, settings_of(), None)
-    restored = saving.restore(saved, state.state)
+    restored = checkpoints.restore(saved, state.state)
     assert int(restored.step) == 12
 
 
@@ -298,11 +298,11 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(target, tmp_path):
     workdir = files.Workdir(tmp_path / "w")
     newest = workdir.checkpoints / "step-000000012" / "specjax-1"
     (newest / "params" / "_METADATA").unlink()
-    found = saving.last_checkpoint(workdir)
+    found = checkpoints.last_checkpoint(workdir)
     assert (found.step, found.damaged) == (10, (12,))
     (workdir.checkpoints / "step-000000010" / "specjax-1" / "params" / "_METADATA").unlink()
     with pytest.raises(InputError, match="step-000000012: the checkpoint is damaged"):
-        saving.last_checkpoint(workdir)
+        checkpoints.last_checkpoint(workdir)
 
 
 def test_flipped_bytes_in_a_checkpoint_are_found(target, tmp_path):
@@ -311,16 +311,16 @@ def test_flipped_bytes_in_a_checkpoint_are_found(target, tmp_path):
     for step in (12, 10):
         name = flip_four_bytes(workdir.checkpoints / f"step-{step:09d}" / "specjax-1" / "params")
         if step == 12:
-            found = saving.last_checkpoint(workdir)
+            found = checkpoints.last_checkpoint(workdir)
             assert (found.step, found.damaged) == (10, (12,))
     with pytest.raises(
         InputError, match=r"step-000000012: .* \(specjax-1/params/.*SHA-256 differs"
     ):
-        saving.last_checkpoint(workdir)
+        checkpoints.last_checkpoint(workdir)
     assert (workdir.checkpoints / "step-000000010" / "specjax-1" / "params" / name).exists()
     (workdir.checkpoints / "step-000000012" / "specjax-1" / MARKER).unlink()
     with pytest.raises(InputError, match="step-000000012: specjax-1 lacks its commit marker"):
-        saving.last_checkpoint(workdir)
+        checkpoints.last_checkpoint(workdir)
 
 
 def test_what_a_user_puts_beside_a_checkpoint_is_kept(target, tmp_path):
@@ -332,7 +332,7 @@ def test_what_a_user_puts_beside_a_checkpoint_is_kept(target, tmp_path):
     run.train()
     assert note.read_text() == "mine"
     assert [path for path in note.parents[1].rglob("*") if path.is_file()] == [note]
-    assert saving.last_checkpoint(workdir).step == 12
+    assert checkpoints.last_checkpoint(workdir).step == 12
 
 
 def test_an_interrupted_first_save_counts_for_nothing(target, tmp_path):
@@ -340,7 +340,7 @@ def test_an_interrupted_first_save_counts_for_nothing(target, tmp_path):
     (
         run.workdir.checkpoints / "step-000000005" / "specjax-1.unfinished.orbax-checkpoint-tmp"
     ).mkdir(parents=True)
-    assert saving.last_checkpoint(run.workdir) is None
+    assert checkpoints.last_checkpoint(run.workdir) is None
     run.train()
     assert run.steps() == [10, 12]
 

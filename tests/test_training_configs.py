@@ -8,8 +8,8 @@ import pytest
 from test_processes import finish, free_port, joined, start
 
 from specjax import decode
-from specjax.heads.head import read_head
-from specjax.models.loading import load_model, save_model
+from specjax.loading.heads.head import read_head
+from specjax.loading.load import load_model, save_model
 from train import distill, eagle, medusa
 from train.data.examples import Example, target_facts
 from train.data.responses import write_responses

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from specjax.errors import InputError
-from specjax.models import facts
-from specjax.models.loading import load_model
-from specjax.models.tokenizer import Tokenizer
-from specjax.models.tokenizer_files import read_tokenizer
+from specjax.loading import model_metadata
+from specjax.loading.load import load_model
+from specjax.loading.tokenizers.huggingface_tokenizer import read_tokenizer
+from specjax.loading.tokenizers.tokenizer import Tokenizer
 
 GOLDENS = Path(__file__).parent / "goldens"
 
@@ -67,9 +67,9 @@ def test_a_template_file_of_no_use(directory):
 
 def test_a_template_in_our_own_checkpoint_is_bounded(directory):
     tokenizer = read_tokenizer(directory)
-    content = facts.tokenizer_facts(tokenizer) | {"chat_template": "x" * 2**21}
+    content = model_metadata.tokenizer_facts(tokenizer) | {"chat_template": "x" * 2**21}
     with pytest.raises(InputError, match="chat_template has 2097152 characters"):
-        facts.read_tokenizer(content)
+        model_metadata.read_tokenizer(content)
 
 
 @pytest.mark.parametrize("value", [2**31, 2**40, -1, 10**4000])

@@ -7,11 +7,11 @@ from decoding import PROMPTS
 from heads import eagle_head
 
 import specjax
+from specjax.drafters.vllm_config import from_vllm_speculative_config
 from specjax.errors import InputError
-from specjax.heads.head import save_head
-from specjax.interchange import write_foreign
-from specjax.models.loading import save_model
-from specjax.vllm_config import from_vllm_speculative_config
+from specjax.loading.head_formats import write_foreign
+from specjax.loading.heads.head import save_head
+from specjax.loading.load import save_model
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5}
@@ -34,7 +34,7 @@ def test_ngram_with_vllms_defaults(tiny, plain, monkeypatch):
     assert decode(tiny, **asked.options).token_ids == plain
     seen = []
     monkeypatch.setattr(
-        "specjax.vllm_config.make_drafter",
+        "specjax.drafters.vllm_config.make_drafter",
         lambda name, target, **options: seen.append(options) or asked.drafter,
     )
     for given, low, high in (

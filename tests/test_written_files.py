@@ -7,8 +7,8 @@ from reports import content
 
 from specjax import report
 from specjax.errors import InputError
-from specjax.folders import MARKER
-from specjax.written_files import WrittenFiles
+from specjax.files.folders import MARKER
+from specjax.files.written_files import WrittenFiles
 
 
 def test_only_its_own_files_are_replaced(tmp_path):

@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.heads.head import Head, TargetFacts
+from specjax.loading.heads.head import Head, TargetFacts
+from specjax.loading.load import random_model
 from specjax.models.config import DecoderConfig
-from specjax.models.loading import random_model
-from specjax.models.medusa import MedusaConfig
-from train.config import read_settings, training_fields
+from specjax.models.heads.medusa import MedusaConfig
 from train.data.examples import Example, target_facts
 from train.data.responses import write_responses
-from train.method import Method, measure
-from train.teacher import at_rows
+from train.methods.labels import at_rows
+from train.methods.method import Method, measure
+from train.run.config import read_settings, training_fields
 
 DEPTHS = 2
 TOKENS, LABELS = 32, 28
@@ -171,7 +171,7 @@ def settings_of(**changes):
 
 
 if __name__ == "__main__":
-    from train import run, setup
+    from train.run import run, setup
 
     setup.load_model = lambda name, mesh=None: toy_target(mesh)
 

@@ -21,22 +21,22 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 from ml_collections import ConfigDict
 
+from specjax.cli.command_line import use_compilation_cache
 from specjax.errors import InputError
 from specjax.fields import Fields, Items, Number, Whole, check_instance, fields_of
-from specjax.frontdoor import use_compilation_cache
-from specjax.heads.head import Head, TargetFacts
+from specjax.loading.heads.head import Head, TargetFacts
+from specjax.loading.model import Model
 from specjax.models.decoder import Decoder
-from specjax.models.model import Model
-from specjax.models.reduced import DraftModelConfig, ReducedDecoder
-from specjax.models.shared import share
-from train import run
-from train.batches import Batch
-from train.config import DRAFT_VOCAB_SIZE, TRAINING_FIELDS
+from specjax.models.heads.draft_decoder import DraftModelConfig, ReducedDecoder
+from specjax.models.heads.shared_parameters import share
+from train.data.batches import Batch
 from train.data.vocabulary import Vocabulary
-from train.judging import Judge, Teacher, judge, kl_divergence, variation
-from train.method import Measures, Method, measure
-from train.precision import multiply_dtype
-from train.teacher import ahead, at_rows, label_ahead, visible
+from train.methods.draft_losses import Judge, Teacher, judge, kl_divergence, variation
+from train.methods.labels import ahead, at_rows, label_ahead, visible
+from train.methods.method import Measures, Method, measure
+from train.run import run
+from train.run.config import DRAFT_VOCAB_SIZE, TRAINING_FIELDS
+from train.run.precision import multiply_dtype
 
 CONFIG = "configs/train_distill.py"
 

@@ -23,6 +23,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Key
 from ml_collections import ConfigDict
 
+from specjax.cli.command_line import use_compilation_cache
 from specjax.errors import InputError
 from specjax.fields import (
     Choice,
@@ -35,23 +36,22 @@ from specjax.fields import (
     check_instance,
     fields_of,
 )
-from specjax.frontdoor import use_compilation_cache
-from specjax.heads.head import Head, TargetFacts
-from specjax.interchange.borrowed import target_embedding
-from specjax.models.attention import Partial, attend_in_blocks, merge
+from specjax.loading.head_formats.borrowed import target_embedding
+from specjax.loading.heads.head import Head, TargetFacts
+from specjax.loading.model import Model
 from specjax.models.decoder import check_features
-from specjax.models.eagle import Eagle, EagleConfig, default_taps
-from specjax.models.model import Model
-from specjax.models.shared import share
-from train import run
-from train.batches import Batch
-from train.config import DRAFT_VOCAB_SIZE, TRAINING_FIELDS
+from specjax.models.heads.eagle import Eagle, EagleConfig, default_taps
+from specjax.models.heads.shared_parameters import share
+from specjax.models.layers.attention import Partial, attend_in_blocks, merge
+from train.data.batches import Batch
 from train.data.vocabulary import Vocabulary
-from train.judging import Judge, Teacher, Truth, judge
-from train.losses import smooth_l1, soft_cross_entropy
-from train.method import Measures, Method, measure
-from train.precision import multiply_dtype
-from train.teacher import ahead, at_rows, label_ahead
+from train.methods.draft_losses import Judge, Teacher, Truth, judge
+from train.methods.labels import ahead, at_rows, label_ahead
+from train.methods.losses import smooth_l1, soft_cross_entropy
+from train.methods.method import Measures, Method, measure
+from train.run import run
+from train.run.config import DRAFT_VOCAB_SIZE, TRAINING_FIELDS
+from train.run.precision import multiply_dtype
 
 CONFIG = "configs/train_eagle3.py"
 START = Choice(("target", "random"))

@@ -21,18 +21,20 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from specjax import folder_lock, folders, frontdoor
-from specjax.console import Screen
+from specjax.cli import command_line
+from specjax.cli.console import Screen
+from specjax.distributed import folder_lock
 from specjax.errors import InputError
 from specjax.fields import InputFolder, OutputFolder, PathOrName, Text, Whole, optional
+from specjax.files import folders
+from specjax.files.paths import output_folder
+from specjax.loading.load import DEFAULT_MODEL, load_model
 from specjax.models.decoder import Decoder, check_features
-from specjax.models.eagle import default_taps
-from specjax.models.loading import DEFAULT_MODEL, load_model
-from specjax.paths import output_folder
+from specjax.models.heads.eagle import default_taps
 from train.data.examples import FACTS, Example, target_facts
 from train.data.responses import Responses, open_responses
 from train.data.writing import write_responses
-from train.precision import MULTIPLY, as_multiplied, multiply_dtype
+from train.run.precision import MULTIPLY, as_multiplied, multiply_dtype
 
 _KIND = "features"
 _STEP = 64
@@ -46,14 +48,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         store_features(**parser().read(arguments))
         return 0
 
-    return frontdoor.command(
+    return command_line.command(
         act, argv, parser().format_help(), interrupted="interrupted; the same command continues"
     )
 
 
-def parser() -> frontdoor.Parser:
+def parser() -> command_line.Parser:
     """The flags."""
-    flags = frontdoor.Parser("python -m train.features", __doc__)
+    flags = command_line.Parser("python -m train.features", __doc__)
     flags.add_field("input", InputFolder(), "a dataset of conversations")
     flags.add_field("output", OutputFolder(), "the folder of datasets with features")
     flags.add_field("target", PathOrName(), "who wrote them", default=DEFAULT_MODEL)
@@ -229,5 +231,5 @@ def _forward(decoder: Decoder, names: tuple[str, ...], params: Any, tokens: jax.
 
 
 if __name__ == "__main__":
-    frontdoor.use_compilation_cache()
+    command_line.use_compilation_cache()
     raise SystemExit(main())

@@ -19,15 +19,18 @@ from pathlib import Path
 import ml_collections
 from rich.console import Console
 
-from specjax import folder_lock, folders, frontdoor, processes, reporting
-from specjax.console import Screen
+from specjax.cli import command_line
+from specjax.cli.console import Screen
+from specjax.decoding.executor import compile_session
+from specjax.distributed import folder_lock, processes
 from specjax.errors import InputError
-from specjax.execution import compile_session
-from specjax.models.loading import load_model
-from specjax.models.model import Model
-from specjax.paths import output_folder
-from train import answers
-from train.answers import Job
+from specjax.files import folders
+from specjax.files.paths import output_folder
+from specjax.loading.load import load_model
+from specjax.loading.model import Model
+from specjax.reporting import decode_report
+from train.data import answers
+from train.data.answers import Job
 from train.data.examples import FACTS, target_facts
 from train.data.pieces import Pieces, open_pieces
 from train.data.responses import open_responses
@@ -39,7 +42,7 @@ _KIND = "answers"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    return frontdoor.run(
+    return command_line.run(
         generate, argv, default=CONFIG, fields=answers.FIELDS, documentation=__doc__
     )
 
@@ -47,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def generate(config: ml_collections.ConfigDict, console: Console | None = None) -> int:
     """Run a config; returns the exit code. Raises InputError."""
     begin = time.monotonic()
-    mesh = frontdoor.open_mesh(config)
+    mesh = command_line.open_mesh(config)
     writes = processes.speaks()
     console = console or Console(width=None if sys.stdout.isatty() else 120)
     screen = Screen(console if writes else Console(quiet=True))
@@ -114,7 +117,7 @@ def _run(
     screen.say(
         f"{total} prompts in {len(job.batches)} batches of {config.batch_size}, up to "
         f"{config.max_new_tokens} new tokens, {model.dtype}, on "
-        f"{reporting.device_name(model.mesh)}"
+        f"{decode_report.device_name(model.mesh)}"
     )
     with screen.working("compiling"):
         programs = compile_session(session)
@@ -168,5 +171,5 @@ def _summary(output: Path, screen: Screen) -> int:
 
 
 if __name__ == "__main__":
-    frontdoor.use_compilation_cache()
+    command_line.use_compilation_cache()
     raise SystemExit(main())

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from specjax import frontdoor
+from specjax.cli import command_line
 from specjax.errors import InputError, shown
 from specjax.fields import InputFile, OutputFolder, PathOrName, Text, Whole, optional
-from specjax.json_files import read_json_lines
-from specjax.models.loading import DEFAULT_MODEL, load_model
-from specjax.paths import input_file
+from specjax.files.json_files import read_json_lines
+from specjax.files.paths import input_file
+from specjax.loading.load import DEFAULT_MODEL, load_model
 from train.data.examples import FACTS, Example, target_facts
 from train.data.writing import check_free, write_responses
 
@@ -45,14 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         _import(**parser().read(arguments))
         return 0
 
-    return frontdoor.command(
+    return command_line.command(
         act, argv, parser().format_help(), interrupted="interrupted; nothing is written"
     )
 
 
-def parser() -> frontdoor.Parser:
+def parser() -> command_line.Parser:
     """The flags."""
-    flags = frontdoor.Parser("python -m train.import_responses", __doc__)
+    flags = command_line.Parser("python -m train.import_responses", __doc__)
     flags.add_field("input", InputFile(), "a JSONL file, gzipped or not")
     flags.add_field("output", OutputFolder(), "the dataset's directory")
     flags.add_field("limit", optional(Whole(1)), "take the first rows only", default=None)

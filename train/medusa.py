@@ -5,7 +5,7 @@
 Cai et al. 2401.10774. Head i predicts the token i + 1 places behind the one that the target itself
 predicts from the same feature; the loss is the sum over heads of KL(p || q) there, or of the
 cross-entropy with the data's token as published, weighed decay ** i.
-With configs/train_medusa2.py the target is trained too (`train.medusa2`), and is exported beside
+With configs/train_medusa2.py the target is trained too (`methods.medusa2`), and is exported beside
 the heads. Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 """
 
@@ -19,21 +19,21 @@ import numpy as np
 from jaxtyping import Array, Float, Key
 from ml_collections import ConfigDict
 
+from specjax.cli.command_line import use_compilation_cache
 from specjax.fields import Fields, Flag, OptionalSection, Whole, fields_of
-from specjax.frontdoor import use_compilation_cache
-from specjax.heads.head import Head, TargetFacts
-from specjax.models.medusa import Medusa, MedusaConfig
-from specjax.models.model import Model
-from specjax.models.shared import share
-from train import run
-from train.batches import Batch
-from train.config import DRAFT_VOCAB_SIZE, TRAINING_FIELDS
+from specjax.loading.heads.head import Head, TargetFacts
+from specjax.loading.model import Model
+from specjax.models.heads.medusa import Medusa, MedusaConfig
+from specjax.models.heads.shared_parameters import share
+from train.data.batches import Batch
 from train.data.vocabulary import Vocabulary
-from train.judging import Teacher
-from train.medusa2 import JointLoss, medusa2_method
-from train.medusa_loss import MedusaLoss, first_params, heads_loss, heads_measures
-from train.method import Measures, Method
-from train.precision import multiply_dtype
+from train.methods.draft_losses import Teacher
+from train.methods.medusa2 import JointLoss, medusa2_method
+from train.methods.medusa_loss import MedusaLoss, first_params, heads_loss, heads_measures
+from train.methods.method import Measures, Method
+from train.run import run
+from train.run.config import DRAFT_VOCAB_SIZE, TRAINING_FIELDS
+from train.run.precision import multiply_dtype
 
 CONFIG = "configs/train_medusa.py"
 

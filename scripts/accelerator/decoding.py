@@ -15,15 +15,17 @@ import numpy as np
 from accelerator.rows import Cell
 from accelerator.sizes import ITEMSIZE, Size, model_shape
 from accelerator.synthetic import random_cache
-from specjax import costs, loop, metrics
+from specjax import metrics
 from specjax.cache import KVCache
-from specjax.draft_length import no_history
+from specjax.decoding import costs, loop
+from specjax.decoding.draft_length import no_history
+from specjax.decoding.open_session import open_session
+from specjax.decoding.plan import batch_arguments
+from specjax.decoding.sampling_params import SamplingParams
+from specjax.decoding.state import Rounds, State
 from specjax.drafters import none, simulated
 from specjax.drafters.base import Context, Drafter
-from specjax.models.model import Model
-from specjax.sampling_params import SamplingParams
-from specjax.session import batch_arguments, open_session
-from specjax.state import Rounds, State
+from specjax.loading.model import Model
 
 
 class Loop:

@@ -13,8 +13,10 @@ import jax.numpy as jnp
 from accelerator.rows import Cell
 from accelerator.sizes import ITEMSIZE, Size, cached_bytes
 from accelerator.synthetic import key, normal, random_cache
-from specjax import costs
-from specjax.models.attention import (
+from specjax.decoding import costs
+from specjax.models.config import DecoderConfig
+from specjax.models.kernels.attention_kernel import attend_cache_kernel
+from specjax.models.layers.attention import (
     Partial,
     attend,
     attend_cache,
@@ -24,8 +26,6 @@ from specjax.models.attention import (
     merge,
     ungroup,
 )
-from specjax.models.attention_kernel import attend_cache_kernel
-from specjax.models.config import DecoderConfig
 
 VARIANTS = ("blocks", "whole", "kernel", "library_xla", "library_cudnn")
 """The decoder's own three, and `jax.nn.dot_product_attention` by XLA and by cuDNN.

@@ -12,7 +12,7 @@ from accelerator.report import Row, device, model_name
 from accelerator.rows import Rows
 from accelerator.sizes import ITEMSIZE, Size, model_shape
 from specjax import theory
-from specjax.plots import Curve, draw_curves
+from specjax.reporting.plots import Curve, draw_curves
 
 
 def draw(rows: Rows, size: Size, folder: Path) -> list[Path]:

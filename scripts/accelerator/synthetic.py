@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from specjax.cache import KVCache
-from specjax.models import layout
+from specjax.loading.formats import parameter_names
+from specjax.loading.model import Model
 from specjax.models.config import DecoderConfig
 from specjax.models.decoder import Form
-from specjax.models.model import Model
 
 
 def key(number: int) -> jax.Array:
@@ -50,7 +50,7 @@ def random_model(name: str, config: DecoderConfig, dtype: str, form: Form) -> Mo
     """
     params: dict[str, Any] = {}
     one_layer = replace(config, num_layers=1)
-    for number, place in enumerate(layout.places(layout.HUGGING_FACE, one_layer)):
+    for number, place in enumerate(parameter_names.places(parameter_names.HUGGING_FACE, one_layer)):
         inputs = math.prod(place.shape[: place.slot.in_axes])
         if place.slot.path[-1] == "scale":
             draw = functools.partial(_ones, place.shape, dtype)

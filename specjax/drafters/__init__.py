@@ -1,292 +1,32 @@
-"""Drafters by name."""
+"""Drafters: one file each, found by name in `registry`."""
 
-from __future__ import annotations
-
-import dataclasses
-import difflib
-import functools
-import importlib
-import inspect
-import os
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
-
-from specjax.drafters import (
-    draft_model,
-    eagle,
-    early_exit,
-    fallback,
-    medusa,
-    ngram,
-    none,
-    simulated,
-)
 from specjax.drafters.base import Accepted, Context, Drafter, Noise, stateless, unmoved
-from specjax.errors import InputError, one_line, shown
-from specjax.fields import Instance, Whole, kind_of, optional
-from specjax.models.model import MODEL_KIND, Model
-from specjax.paths import user_path
+from specjax.drafters.registry import (
+    DRAFT_TOKENS,
+    DRAFTER_KIND,
+    DRAFTERS,
+    TRAINED,
+    check_options,
+    check_tokenizers,
+    drafter_options,
+    make_drafter,
+    option_type,
+)
 
 __all__ = [
     "DRAFTERS",
     "DRAFTER_KIND",
     "DRAFT_TOKENS",
+    "TRAINED",
     "Accepted",
     "Context",
     "Drafter",
     "Noise",
+    "check_options",
+    "check_tokenizers",
     "drafter_options",
     "make_drafter",
     "option_type",
     "stateless",
     "unmoved",
 ]
-
-DRAFTERS: dict[str, Callable[..., Drafter]] = {
-    "none": none.make,
-    "ngram": ngram.make,
-    "draft_model": draft_model.make,
-    "early_exit": early_exit.make,
-    "medusa": medusa.make,
-    "eagle": eagle.make,
-    "eagle3": eagle.make,
-    "simulated": simulated.make,
-}
-_ALONE = {
-    "none": "it drafts nothing",
-    "draft_model": "it only follows drafts that it made itself",
-    "simulated": "it is recorded for one run",
-}
-"""Drafters that cannot be joined by name, and why."""
-TRAINED = ("draft_model", "medusa", "eagle", "eagle3")
-"""Drafters that have weights of their own, and so a path; some come with specjax."""
-DRAFT_TOKENS = Whole(0, 1024, remedy='use a whole number from 0 to 1024, or "auto"')
-"""The longest draft that may be asked for."""
-DRAFTER_KIND = Instance(Drafter, "use a drafter, as specjax.make_drafter gives it, or a name")
-
-
-def drafter_options(name: str) -> dict[str, inspect.Parameter]:
-    """The options of a drafter: the keyword-only arguments of its constructor, with their types."""
-    constructor = _constructor(name)
-    hints = get_type_hints(constructor, include_extras=True)
-    return {
-        option: parameter.replace(annotation=hints[option])
-        for option, parameter in inspect.signature(constructor).parameters.items()
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-    }
-
-
-def option_type(parameter: inspect.Parameter) -> type | None:
-    """The type a command line gives an option in; None for those that only code can give."""
-    for one in (parameter.annotation, *get_args(parameter.annotation)):
-        one = get_args(one)[0] if get_origin(one) is Annotated else one
-        one = type(get_args(one)[0]) if get_origin(one) is Literal else one
-        if one in (bool, int, float, str):
-            return one
-    return None
-
-
-def make_drafter(
-    name: str,
-    target: Model,
-    path: str | os.PathLike | Model | None = None,
-    *,
-    num_speculative_tokens: int | None = None,
-    **options: Any,
-) -> Drafter:
-    """The drafter of that name for a target, or what "package.module:function" makes of the target.
-
-    `path` names what was trained: a head that training exported or a published layout
-    (`specjax.interchange`), by default the one that comes with specjax for the target; for
-    `draft_model` also anything `load_model` takes, or a loaded model. A function of one's own is
-    called as function(target, **options), with path=path if one is given. Names joined by +
-    ("ngram+eagle3") give the first one's draft where it has any and else the next one's
-    (`fallback`); an option goes to those that take it, `num_speculative_tokens` to all. Raises
-    InputError for an unknown drafter or option, and for a head or a draft model of another target.
-    """
-    MODEL_KIND.check("target", target)
-    length = optional(DRAFT_TOKENS).check("num_speculative_tokens", num_speculative_tokens)
-    options = check_options(name, path, options)
-    if "+" in name:
-        parts = (
-            make_drafter(part, target, at, num_speculative_tokens=length, **own)
-            for part, at, own in _divide(name, path, options)
-        )
-        drafter = functools.reduce(fallback.make, parts)
-    elif ":" in name:
-        drafter = _call_own(name, target, {} if path is None else {"path": path}, options)
-    elif name in TRAINED and not _is_model(name, path):
-        from specjax.heads.drafters import head_drafter
-        from specjax.heads.files import open_head
-
-        drafter = head_drafter(open_head(name, path, target), target, **options)
-    elif name == "draft_model":
-        model = path if isinstance(path, Model) else _load(path, target)
-        check_tokenizers(target, model)
-        drafter = draft_model.make(model.architecture, model.params, **options)
-    elif name == "early_exit":
-        drafter = early_exit.make(target.config.num_layers, **options)
-    elif name == "simulated":
-        drafter = simulated.make(target.config.vocab_size, **options)
-    else:
-        drafter = DRAFTERS[name](**options)
-    if length is not None:
-        drafter = dataclasses.replace(drafter, num_speculative_tokens=length)
-    return drafter
-
-
-def _call_own(
-    name: str, target: Model, path: Mapping[str, Any], options: Mapping[str, Any]
-) -> Drafter:
-    """What a function of the caller's own makes; raises InputError unless it is a drafter."""
-    try:
-        drafter = _constructor(name)(target, **path, **options)
-    except InputError:
-        raise
-    except (Exception, SystemExit) as error:  # whatever a function of somebody's own raises
-        raise InputError(
-            f"drafter={name!r} fails ({type(error).__name__}: {one_line(error):.120}); call it in "
-            "Python to see where"
-        ) from error
-    if not isinstance(drafter, Drafter):
-        raise InputError(
-            f"drafter={name!r} returned {type(drafter).__name__}, not a Drafter; return one"
-        )
-    return drafter
-
-
-def check_tokenizers(target: Model, draft: Model) -> None:
-    """Raise InputError, with the first tokens that differ, unless both models share one."""
-    if target.tokenizer is None or draft.tokenizer is None:
-        difference = None
-    else:
-        difference = target.tokenizer.first_difference(draft.tokenizer)
-    sizes = (target.config.vocab_size, draft.config.vocab_size)
-    if difference is None and sizes[0] != sizes[1]:
-        difference = f"{sizes[0]} against {sizes[1]} tokens"
-    if difference is not None:
-        raise InputError(
-            f"drafter.path: the tokenizers of {target.name} and {draft.name} differ "
-            f"({difference}): use a draft model with the target's own tokenizer"
-        )
-
-
-def _constructor(name: str) -> Callable[..., Any]:
-    if ":" in name:
-        module, _, function = name.partition(":")
-        try:
-            found = getattr(importlib.import_module(module), function)
-        except (Exception, SystemExit) as error:  # a module of somebody's own runs when imported
-            raise InputError(
-                f"drafter={name!r}: {type(error).__name__}: {one_line(error):.160}; use "
-                "package.module:function of something importable"
-            ) from error
-        if not callable(found):
-            raise InputError(f"drafter={name!r} is {shown(found)}, no function; name a function")
-        return found
-    if name not in DRAFTERS:
-        near = difflib.get_close_matches(name, DRAFTERS, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise InputError(
-            f"drafter={shown(name)} is unknown: {hint}use {', '.join(DRAFTERS)} or "
-            "package.module:function"
-        )
-    return DRAFTERS[name]
-
-
-def check_options(
-    name: str, path: Any, options: Mapping[str, Any], supplied: tuple[str, ...] = ()
-) -> dict[str, Any]:
-    """The options of a drafter, checked; `supplied` come later.
-
-    Raises InputError for an unknown drafter, for options that it does not take and values of
-    another kind, and for a path that it does not take or that is none. One of the caller's own
-    ("package.module:function") checks its options itself.
-    """
-    if not isinstance(name, str):
-        raise InputError(f"drafter={shown(name)}: use a name: {', '.join(DRAFTERS)}")
-    if path is not None and not isinstance(path, Model):
-        user_path("drafter.path", path)
-    if "+" in name:
-        checked: dict[str, Any] = {}
-        for part, at, own in _divide(name, path, options):
-            checked |= check_options(part, at, own)
-        return checked
-    if ":" in name:
-        try:
-            given = {} if path is None else {"path": path}
-            inspect.signature(_constructor(name)).bind(None, **given, **options)
-        except (TypeError, ValueError) as error:  # ValueError: a function of C without a signature
-            if isinstance(error, InputError):
-                raise
-            raise InputError(
-                f"drafter={name!r} is no drafter ({one_line(error)}): use a function that takes "
-                "the target and the drafter's options, and returns a Drafter"
-            ) from None
-        return dict(options)
-    known = drafter_options(name)
-    checked = dict(options)
-    for option, value in options.items():
-        if option not in known:
-            takes = f"it takes {', '.join(known)}" if known else "it takes no options"
-            raise InputError(f"drafter.{option}={shown(value)}: {name} does not take it; {takes}")
-        if (kind := kind_of(known[option].annotation)) is not None:
-            checked[option] = kind.check(f"drafter.{option}", value)
-    for option, parameter in known.items():
-        if parameter.default is inspect.Parameter.empty and option not in (*options, *supplied):
-            raise InputError(f"drafter.{option} is missing: {name} needs it")
-    if name not in TRAINED and path is not None:
-        raise InputError(f"drafter.path={shown(str(path))}: {name} does not take it; leave it out")
-    return checked
-
-
-def _divide(
-    name: str, path: Any, options: Mapping[str, Any]
-) -> list[tuple[str, Any, dict[str, Any]]]:
-    """Each part of a name joined by +, with its path and the options that it takes.
-
-    Raises InputError for an option that no part takes, for a path that two might mean, and for
-    drafters that cannot be joined by name.
-    """
-    parts = name.split("+")
-    if "" in parts or len(set(parts)) < len(parts):
-        raise InputError(f"drafter={name!r}: join different drafters, as ngram+eagle3")
-    for part in parts:
-        if part in _ALONE or ":" in part:
-            why = _ALONE.get(part, "its options are its own; specjax.drafters.fallback can join it")
-            raise InputError(f"drafter={name!r}: {part} cannot be joined by name: {why}")
-    taken = {part: drafter_options(part) for part in parts}
-    for option, value in options.items():
-        if not any(option in takes for takes in taken.values()):
-            raise InputError(
-                f"drafter.{option}={value!r}: no part of {name} takes it; leave it out"
-            )
-    trained = [part for part in parts if part in TRAINED]
-    if path is not None and len(trained) != 1:
-        raise InputError(
-            f"drafter.path={str(path)!r}: of {name} {', '.join(trained) or 'no part'} could take "
-            "it; leave it out, or join drafters in Python (specjax.drafters.fallback)"
-        )
-    return [
-        (
-            part,
-            path if part in trained else None,
-            {option: value for option, value in options.items() if option in taken[part]},
-        )
-        for part in parts
-    ]
-
-
-def _is_model(name: str, path: Any) -> bool:
-    """Whether the path of a draft model names a whole model, rather than a trained head."""
-    if name != "draft_model" or path is None:
-        return False
-    from specjax.heads.files import holds_head
-
-    return isinstance(path, Model) or not holds_head(user_path("drafter.path", path))
-
-
-def _load(path: Any, target: Model) -> Model:
-    from specjax.models.loading import load_model
-
-    return load_model(path, mesh=target.mesh, field="drafter.path")

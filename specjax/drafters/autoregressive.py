@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from specjax import trees
 from specjax.drafters.base import Context, Noise
 from specjax.fields import Number
-from specjax.models.vocabulary import expand
+from specjax.models.heads.draft_vocabulary import expand
 from specjax.sampling import argmax
 from specjax.trees import Draft
 

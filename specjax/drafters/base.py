@@ -11,9 +11,9 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from specjax.cache import KVCache
+from specjax.distributed.sharding import constrain
 from specjax.models.interface import LanguageModel
 from specjax.sampling import WarpFlags, argmax, warp
-from specjax.sharding import constrain
 from specjax.trees import Draft
 
 Noise = Callable[[Int[Array, ""] | int], Float[Array, "B V"]]

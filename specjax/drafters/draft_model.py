@@ -17,7 +17,7 @@ from specjax.drafters.autoregressive import LeastProbability, SampleMethod, caus
 from specjax.drafters.base import Accepted, Context, Drafter, Noise
 from specjax.fields import check_arguments
 from specjax.models.interface import LanguageModel
-from specjax.prefill import prefill
+from specjax.models.prefill import prefill
 from specjax.trees import Draft
 
 _CHUNK = 128

@@ -18,7 +18,7 @@ from specjax.cache import KVCache, commit
 from specjax.drafters.autoregressive import LeastProbability, SampleMethod, causal, draft_chain
 from specjax.drafters.base import Accepted, Context, Drafter, Noise
 from specjax.fields import check_arguments
-from specjax.models.eagle import Eagle
+from specjax.models.heads.eagle import Eagle
 from specjax.trees import Draft
 
 _CHUNK = 128

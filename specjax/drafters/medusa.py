@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from specjax.drafters.autoregressive import LeastProbability, SampleMethod, draft_chain
 from specjax.drafters.base import Accepted, Context, Drafter, Noise
 from specjax.fields import check_arguments
-from specjax.models.medusa import Medusa
+from specjax.models.heads.medusa import Medusa
 from specjax.trees import Draft
 
 

@@ -20,8 +20,11 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax.cache import KVCache, Window, make_cache
+from specjax.distributed.sharding import constrain
 from specjax.errors import InputError
-from specjax.models.attention import (
+from specjax.models.config import DecoderConfig
+from specjax.models.interface import Extension
+from specjax.models.layers.attention import (
     Partial,
     attend,
     attend_cache,
@@ -29,11 +32,8 @@ from specjax.models.attention import (
     attend_whole_cache,
     cached_blocks,
 )
-from specjax.models.block import Block, embed, merge_heads, rotate_by
-from specjax.models.config import DecoderConfig
-from specjax.models.interface import Extension
+from specjax.models.layers.decoder_layer import Block, embed, merge_heads, rotate_by
 from specjax.models.parameters import Parameter, ParameterTable
-from specjax.sharding import constrain
 
 
 @dataclass(frozen=True)
@@ -319,7 +319,7 @@ class DecoderModule(nn.Module):
     def _cache_attention(self, cache: KVCache, tokens: int) -> Callable[..., Partial]:
         kind = self.form.cache_attention
         if kind == "kernel":
-            from specjax.models import attention_kernel
+            from specjax.models.kernels import attention_kernel
 
             if attention_kernel.takes(tokens, self.config.head_dim):
                 attend = attention_kernel.attend_cache_kernel

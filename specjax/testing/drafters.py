@@ -13,17 +13,17 @@ import scipy.stats
 from jaxtyping import Array, Float, Int
 
 from specjax import sampling
-from specjax.draft_length import DraftLength
+from specjax.decoding.draft_length import DraftLength
+from specjax.decoding.executor import compile_plan
+from specjax.decoding.plan import RULE, widths
+from specjax.decoding.sampling_params import SEED, SamplingParams
+from specjax.decoding.state import RUNNING, Plan, Rows, State
 from specjax.drafters import DRAFT_TOKENS, DRAFTER_KIND, Drafter
 from specjax.drafters.base import Sampling, warp_rows
 from specjax.errors import InputError
-from specjax.execution import compile_plan
 from specjax.fields import Either, Instance, Items, Whole, optional
+from specjax.loading.model import Model
 from specjax.models.interface import LanguageModel
-from specjax.models.model import Model
-from specjax.sampling_params import SEED, SamplingParams
-from specjax.session import RULE, widths
-from specjax.state import RUNNING, Plan, Rows, State
 
 QUANTILE = 1e-6
 """How often an exact drafter fails by chance."""
@@ -85,7 +85,7 @@ def check_drafter(
 
     A chi-square test of three successive tokens jointly, which never come from one round: K =
     `num_speculative_tokens`, and the tokens are the K-th to the (K+2)-th behind the prompt. The law
-    is enumerated, so the target must be small: a `specjax.models.loading.random_model` or a
+    is enumerated, so the target must be small: a `specjax.loading.load.random_model` or a
     `Tabular` with its logits, of at most 16 tokens. `draft_length` lets the length adapt, and
     `request` says how rows are warped. Give the drafter a law that differs from the target's by a
     total variation of 0.2 to 0.6, so that accepting and refusing both count. An exact drafter fails
@@ -292,7 +292,7 @@ def _check_sizes(model: LanguageModel, rows: int, prompt: Sequence[int], length:
     if vocab > _MOST_VOCAB:
         raise InputError(
             f"target has a vocabulary of {vocab} tokens, and every output is enumerated: use one "
-            f"of at most {_MOST_VOCAB}, such as specjax.models.loading.random_model or "
+            f"of at most {_MOST_VOCAB}, such as specjax.loading.load.random_model or "
             "specjax.testing.Tabular gives, and a drafter for it"
         )
     if vocab**length > _MOST_OUTPUTS:

@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 import tensorflow_datasets as tfds
 
-from specjax import folders
 from specjax.errors import InputError
-from specjax.paths import cache_folder, output_folder
+from specjax.files import folders
+from specjax.files.paths import cache_folder, output_folder
 from train.data.corpus_tasks import CATEGORIES, DEFAULT_MIX, Draft, Texts
 from train.data.prompts import prepare
 

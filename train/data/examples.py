@@ -15,8 +15,8 @@ import numpy as np
 from jaxtyping import Bool, Float16, Int32
 
 from specjax.errors import InputError
-from specjax.heads.head import TargetFacts
-from specjax.models.model import Model
+from specjax.loading.heads.head import TargetFacts
+from specjax.loading.model import Model
 
 NAME, SPLIT = "specjax_responses", "conversations"
 """The dataset and its only split, as TFDS calls them."""

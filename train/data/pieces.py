@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from specjax import folders, processes
+from specjax.distributed import processes
 from specjax.errors import InputError
-from train.same_run import check_same_run
-from train.workdir import write_file
+from specjax.files import folders
+from train.run.same_run import check_same_run
+from train.run.workdir import write_file
 
 _RECORD = "config.json"
 _MAY_DIFFER = ("workdir", "minutes", "mesh.", "distributed.")
@@ -81,8 +82,8 @@ class Pieces:
 def open_pieces(root: Path, record: Mapping[str, Any]) -> Pieces:
     """The batches of a run in its work folder; `record` (JSON-ready) says what the run is.
 
-    The folder is one that `specjax.folder_lock` holds for this run. Every process makes the call,
-    the first one looks and writes. Raises InputError where finished batches there are of another
+    The folder is one that `folder_lock` holds for this run. Every process makes the call, the first
+    one looks and writes. Raises InputError where finished batches there are of another
     run, naming the fields, and where the folder cannot be written.
     """
     pieces, file = Pieces(root / "batches"), root / _RECORD

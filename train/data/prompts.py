@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specjax.decoding.prompts import encode_prompt
 from specjax.errors import InputError, one_line, shown
 from specjax.fields import Text
-from specjax.json_files import read_json_lines
-from specjax.models.model import Model
-from specjax.paths import input_file
-from specjax.prompts import encode_prompt
+from specjax.files.json_files import read_json_lines
+from specjax.files.paths import input_file
+from specjax.loading.model import Model
 from train.data.examples import import_tfds
 
 _FORMS = ("prompt", "messages", "turns")

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int32, Int64
 
-from specjax import folders
 from specjax.errors import InputError, one_line
+from specjax.files import folders
 from train.data.examples import (
     FACTS,
     FORMAT,

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int32, Int64
 
-from specjax import processes
+from specjax.distributed import processes
 from specjax.errors import InputError
-from specjax.models.vocabulary import most_frequent
+from specjax.models.heads.draft_vocabulary import most_frequent
 from train.data.responses import Responses
 from train.data.sources import Sources
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from specjax import folders
 from specjax.errors import InputError, one_line
+from specjax.files import folders
 from train.data.examples import (
     FACTS,
     FORMAT,

@@ -1,0 +1,248 @@
+"""What `decode` shows: progress, text with its accepted draft tokens marked, the closing table.
+
+On a terminal that is colour and a status line; elsewhere plain lines.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.control import Control
+from rich.segment import ControlType
+from rich.table import Table
+from rich.text import Text
+
+from specjax.decoding.compare_outputs import EXCUSED_MARGIN
+from specjax.decoding.generate import Delta, Generation
+from specjax.decoding.prompts import Question
+from specjax.loading.tokenizers.tokenizer import StreamDecoder, Tokenizer
+from specjax.reporting.decode_report import Totals
+
+ACCEPTED = "green"
+_OPEN, _CLOSE = "\u27e6", "\u27e7"
+_QUIET_S = 10.0
+"""Seconds between two lines of progress where there is no terminal."""
+
+
+class Marker:
+    """Splits one prompt's text into pieces that were drafted and accepted, and the rest.
+
+    A character belongs to the token that completes it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._decoder = None if tokenizer is None else StreamDecoder(tokenizer)
+        self._drafted: list[bool] = []
+
+    def mark(self, delta: Delta) -> list[tuple[str, bool]]:
+        """The pieces of a delta's text, in order, with whether they were drafted."""
+        if self._decoder is not None:
+            for token, drafted in zip(delta.token_ids, delta.drafted, strict=True):
+                self._drafted += [drafted] * len(self._decoder.feed([token]))
+        pieces: list[tuple[str, bool]] = []
+        for place, character in enumerate(delta.text):
+            drafted = self._drafted[place] if place < len(self._drafted) else False
+            if pieces and pieces[-1][1] == drafted:
+                pieces[-1] = (pieces[-1][0] + character, drafted)
+            else:
+                pieces.append((character, drafted))
+        del self._drafted[: len(delta.text)]
+        return pieces
+
+
+class Screen:
+    """The lines of one run."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._waiting = False
+        self._inside = False
+        self._spoke = time.monotonic()
+        self._begin: tuple[float, float] | None = None
+        self._marks = console.is_terminal or _can_print(console, _OPEN + _CLOSE)
+
+    def say(self, line: str, style: str = "") -> None:
+        """One line."""
+        self.rest()
+        self._console.print(Text(line, style), soft_wrap=True)
+        self._spoke = time.monotonic()
+
+    @contextmanager
+    def working(self, doing: str) -> Iterator[None]:
+        """Say what is being done, and how long it took once it is."""
+        begin = time.perf_counter()
+        if not self._console.is_terminal:
+            self.say(f"{doing} ...")
+        with self._console.status(Text(f"{doing} ...")):
+            yield
+        if self._console.is_terminal or time.perf_counter() - begin > 1:
+            self.say(f"{doing}: {time.perf_counter() - begin:.1f} s", "dim")
+
+    def legend(self, drafter: str) -> None:
+        """How accepted draft tokens look."""
+        if drafter == "none":
+            return
+        if self._console.is_terminal:
+            told = Text.assemble(("Text like this", ACCEPTED), " was drafted and accepted.")
+        elif self._marks:
+            told = Text(f"{_OPEN}Text like this{_CLOSE} was drafted and accepted.")
+        else:
+            return
+        self._console.print(told)
+
+    def progress(self, label: str, rows: int, total: int, speed: float, share: float) -> None:
+        """Rows done, tokens/s, and the time left, `share` being what is done of all work."""
+        now = time.monotonic()
+        if self._begin is None:
+            self._begin = (now, share)
+        since, before = self._begin
+        line = f"{label}: {rows} of {total} rows, {speed:.1f} tokens/s"
+        if share > before:
+            line += f", about {_clock((now - since) / (share - before) * (1 - share))} left"
+        if self._inside:
+            return
+        if self._console.is_terminal:
+            # Written between two steps: a line that moves by itself would take from the timed ones.
+            self._erase()
+            self._console.print(Text(line[: self._console.width - 1]), end="")
+            self._waiting = True
+        elif now - self._spoke > _QUIET_S:
+            self.say(line)
+
+    def rest(self) -> None:
+        """End the status line, and the line of text that is being written."""
+        if self._waiting:
+            self._erase()
+            self._waiting = False
+        if self._inside:
+            self._console.print()
+            self._inside = False
+
+    def _erase(self) -> None:
+        erase = (ControlType.ERASE_IN_LINE, 2)
+        self._console.control(Control(ControlType.CARRIAGE_RETURN, erase))
+
+    @property
+    def live(self) -> bool:
+        """Whether text is shown while it is being decoded."""
+        return self._console.is_terminal
+
+    def question(self, number: int, total: int, question: Question, turn: int) -> None:
+        """The heading of a prompt: its place and how it begins."""
+        self.say("")
+        words = " ".join(question.turns[turn].split())
+        head = f"[{number}/{total}] " + (f"{question.category}: " if question.category else "")
+        head += f"turn {turn + 1}: " if turn else ""
+        room = max(self._console.width - len(head), 20)
+        words = words if len(words) <= room else words[: room - 3] + "..."
+        self.say(_harmless(head + words), "bold")
+
+    def text(self, pieces: Sequence[tuple[str, bool]]) -> None:
+        """The next pieces of a prompt's text; `rest` ends it."""
+        for piece, drafted in pieces:
+            if not self._inside:
+                self.rest()
+            piece = _harmless(piece)
+            if self._console.is_terminal:
+                shown = Text(piece, ACCEPTED if drafted else "")
+            else:
+                shown = Text(_between_marks(piece) if drafted and self._marks else piece)
+            self._console.print(shown, end="", soft_wrap=True, highlight=False)
+            self._inside = True
+
+    def outcome(self, ours: Generation, row: int, plain: Generation | None, same: str) -> None:
+        """The line behind a text: what was drafted and accepted, and the speeds."""
+        accepted = int(ours.accepted[row][ours.accepted[row] > 0].sum())
+        drafted = int(ours.drafted[row][ours.drafted[row] > 0].sum())
+        parts = [f"{len(ours.token_ids[row])} tokens"]
+        if drafted:
+            parts.append(f"{accepted} of {drafted} draft tokens accepted")
+        if len(ours.token_ids) == 1:
+            parts.append(f"{ours.tokens_per_second:.1f} tokens/s")
+            if plain is not None:
+                parts[-1] += f" against {plain.tokens_per_second:.1f}"
+        if same:
+            parts.append(same)
+        self.say("    " + ", ".join(parts), "dim")
+
+    def table(self, drafter: str, totals: Totals, title: str, identity: str | None) -> None:
+        """The closing table; `identity` is what it says of the comparison, if there was one."""
+        counts = totals.metrics
+        if counts is None:
+            self.say("No batch was finished.")
+            return
+        table = Table(title=title, title_justify="left")
+        table.add_column("")
+        plain = totals.baseline_tokens_per_second
+        if plain is not None:
+            table.add_column("plain", justify="right")
+        table.add_column(drafter, justify="right")
+
+        def add(name: str, ours: str, baseline: str = "") -> None:
+            table.add_row(name, *([baseline] if plain is not None else []), ours)
+
+        add("tokens/s", _number(totals.tokens_per_second, 1), _number(plain, 1))
+        if plain is not None:
+            add("speed-up", f"{_number(totals.speedup)}x", "1.00x")
+        add("acceptance length", _number(counts.acceptance_length), "1.00")
+        if counts.num_draft_tokens:
+            add("  where drafted", _number(counts.tau_drafted))
+            add(
+                "draft tokens accepted",
+                f"{counts.num_accepted_tokens} of {counts.num_draft_tokens}",
+            )
+            places = " ".join(_number(rate) for rate in counts.acceptance_at_pos)
+            add("acceptance by position", places)
+        if totals.expected is not None:
+            error = totals.expected.decision_error
+            add("accepted of tested", _number(totals.acceptance_of_tested, 3))
+            add("  expected from p and q", f"{_number(totals.expected.mean, 3)} +- {error:.3f}")
+        if identity is not None:
+            add("identical to plain", identity)
+        self.say("")
+        self._console.print(table)
+
+    def differences(self, totals: Totals, excused: bool) -> None:
+        """Every row that differs from plain decoding, with the margin there."""
+        for question, one in totals.differences:
+            near = excused and one.margin < EXCUSED_MARGIN
+            verdict = f"excused: a near-tie, below {EXCUSED_MARGIN:g}" if near else "NOT EXACT"
+            self.say(
+                f"question {question.question_id}: first difference at new token {one.first}, "
+                f"top-2 margin {one.margin:.3g} ({verdict})",
+                "" if near else "bold red",
+            )
+
+
+def _harmless(text: str) -> str:
+    """Text without control characters: a model's output must not steer the terminal."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text.replace("\r\n", "\n"))
+
+
+def _between_marks(piece: str) -> str:
+    inner = piece.strip("\n")
+    if not inner:
+        return piece
+    before, _, after = piece.partition(inner)
+    return f"{before}{_OPEN}{inner}{_CLOSE}{after}"
+
+
+def _can_print(console: Console, text: str) -> bool:
+    try:
+        text.encode(console.encoding)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d}"
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "n/a" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,236 @@
+"""Runs a decode job batch by batch, plain decoding taking turns with the drafter."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specjax.cli.console import Marker, Screen
+from specjax.cli.decode_config import SIMULATED, Job, job_drafter, job_prompts
+from specjax.decoding.compare_outputs import compare_row
+from specjax.decoding.executor import (
+    Programs,
+    Snapshot,
+    compile_session,
+    cut,
+    expected_acceptance,
+    run_batch,
+)
+from specjax.decoding.generate import Follower, Generation, collect
+from specjax.decoding.open_session import open_session
+from specjax.decoding.plan import Session
+from specjax.decoding.state import RUNNING
+from specjax.drafters import Drafter
+from specjax.loading.model import Model
+from specjax.metrics import ExpectedAcceptance
+from specjax.reporting.decode_report import Batch, Clock
+
+ROUNDS_PER_STEP = 4
+"""Rounds between two looks at the device: often enough to stream, too rare to cost anything."""
+SHOWN_ROWS = 24
+"""With more rows than these their texts are left to the report."""
+
+_IMPORTED = time.time()
+
+
+@dataclass
+class Progress:
+    """How many rows, plain ones included, the run has to decode and has decoded."""
+
+    total: int
+    shown: bool
+    """Whether texts are shown as well."""
+    done: int = 0
+    batches: int = 0
+
+
+@dataclass
+class _Side:
+    """A session that is compiled and warm, and the speed of what it has decoded."""
+
+    name: str
+    session: Session
+    programs: Programs
+    results: list[Generation] = field(default_factory=list)
+
+    def speed(self, snapshot: Snapshot) -> float:
+        """Tokens/s so far, a batch that is under way included."""
+        tokens = sum(result.new_tokens for result in self.results) + sum(_new(self, snapshot))
+        seconds = sum(result.total_decode_s for result in self.results) + snapshot.decode_s
+        return tokens / seconds if seconds else 0.0
+
+
+def decode_batches(
+    job: Job,
+    model: Model,
+    drafter: Drafter,
+    screen: Screen,
+    clock: Clock,
+    expected: list[ExpectedAcceptance],
+) -> Iterator[Batch]:
+    """Decode the job and show it; yields each batch once it is finished.
+
+    `expected` takes each turn's expected acceptance, where the job asks for it. Raises InputError,
+    and KeyboardInterrupt after the last batch that was finished.
+    """
+    with_plain = job.compare or job.drafter == SIMULATED
+    rows = sum(len(job.turn(turn)) for turn in range(job.num_turns))
+    progress = Progress(rows * (2 if with_plain else 1), shown=rows <= SHOWN_ROWS)
+    answers: dict[int, list[str]] = defaultdict(list)
+    for turn in range(job.num_turns):
+        seed, sampling = job.turn_seeds(turn)
+        opened = functools.partial(
+            open_session,
+            model,
+            job_prompts(job, model, turn, answers),
+            requests=sampling,
+            seed=seed,
+        )
+        if job.session["num_speculative_tokens"] == "auto":
+            with screen.working("measuring passes of each width"):
+                session = opened(drafter=drafter, **job.session)
+        else:
+            session = opened(drafter=drafter, **job.session)
+        plain = None
+        if with_plain:
+            alone = {name: job.session[name] for name in ("verify", "batch_size", "max_length")}
+            plain = _prepare("plain", opened(**alone), screen, clock)
+        if job.drafter == SIMULATED:
+            for index in plain.session.batches():
+                _decode(plain, index, screen, clock, progress)
+            recorded = [ids for result in plain.results for ids in result.token_ids]
+            session = opened(drafter=job_drafter(job, model, recorded), **job.session)
+        ours = _prepare(job.drafter, session, screen, clock)
+        yield from _turn(job, turn, ours, plain, screen, clock, progress, answers)
+        if job.has_expectation:
+            with screen.working("expected acceptance: the laws of the same run once more"):
+                expected.append(expected_acceptance(session))
+
+
+def _turn(
+    job: Job,
+    turn: int,
+    ours: _Side,
+    plain: _Side | None,
+    screen: Screen,
+    clock: Clock,
+    progress: Progress,
+    answers: dict[int, list[str]],
+) -> Iterator[Batch]:
+    places = job.turn(turn)
+    for index in ours.session.batches():
+        questions = [job.questions[places[prompt]] for prompt in index]
+        live = progress.shown and screen.live and len(index) == 1
+        if live:
+            screen.question(places[index[0]] + 1, len(job.questions), questions[0], turn)
+        result, last = _decode(ours, index, screen, clock, progress, live=live)
+        for row, prompt in enumerate(index):
+            answers[places[prompt]].append(result.texts[row])
+        baseline = _finished(plain, index) if plain else None
+        interrupted = False
+        if plain is not None and baseline is None:
+            try:
+                baseline, _ = _decode(plain, index, screen, clock, progress)
+            except KeyboardInterrupt:
+                interrupted = True
+        differences = None
+        if job.compare and job.comparable and baseline is not None:
+            differences = [
+                compare_row(ours.session, prompt, result.token_ids[row], baseline.token_ids[row])
+                for row, prompt in enumerate(index)
+            ]
+        for row, prompt in enumerate(index if progress.shown else []):
+            if not live:
+                number = places[prompt] + 1
+                screen.question(number, len(job.questions), questions[row], turn)
+                screen.text(_pieces(ours.session, prompt, last, row))
+            same = ""
+            if differences is not None:
+                same = "same tokens" if differences[row] is None else "DIFFERENT TOKENS"
+            screen.outcome(result, row, baseline, same)
+        yield Batch(progress.batches, turn, questions, result, baseline, differences)
+        progress.batches += 1
+        if interrupted:
+            raise KeyboardInterrupt
+
+
+def _prepare(name: str, session: Session, screen: Screen, clock: Clock) -> _Side:
+    """Compile a session and run its first round once, so that nothing is new when time counts."""
+    begin = time.perf_counter()
+    with screen.working(f"compiling {'plain decoding' if name == 'plain' else name}"):
+        programs = compile_session(session)
+    clock.compile_s += time.perf_counter() - begin
+    next(run_batch(session, programs, session.batches()[0], 1))
+    return _Side(name, session, programs)
+
+
+def _decode(
+    side: _Side,
+    index: list[int],
+    screen: Screen,
+    clock: Clock,
+    progress: Progress,
+    *,
+    live: bool = False,
+) -> tuple[Generation, Snapshot]:
+    follower = Follower(side.session, index[0])
+    marker = Marker(side.session.model.tokenizer)
+    before = progress.done
+    for snapshot in run_batch(side.session, side.programs, index, ROUNDS_PER_STEP):
+        if clock.first_token_s is None:
+            clock.first_token_s = process_age()
+        if live and (delta := follower.follow(snapshot, cut(snapshot), 0)) is not None:
+            screen.text(marker.mark(delta))
+        ended = int((snapshot.status != RUNNING).sum())
+        limits = [side.session.requests[prompt].max_new_tokens for prompt in index]
+        share = sum(new / most for new, most in zip(_new(side, snapshot), limits, strict=True))
+        share = max(share, ended)
+        screen.progress(
+            side.name,
+            sum(len(result.token_ids) for result in side.results) + ended,
+            len(side.session.prompts),
+            side.speed(snapshot),
+            min((before + share) / progress.total, 1.0),
+        )
+    screen.rest()
+    progress.done += len(index)
+    result = collect(side.session, [snapshot])
+    side.results.append(result)
+    return result, snapshot
+
+
+def _finished(plain: _Side, index: Sequence[int]) -> Generation | None:
+    """What plain decoding gave for a batch already, if it was run ahead."""
+    number = plain.session.batches().index(list(index))
+    return plain.results[number] if number < len(plain.results) else None
+
+
+def _pieces(session: Session, prompt: int, snapshot: Snapshot, row: int) -> list[tuple[str, bool]]:
+    delta = Follower(session, prompt).follow(snapshot, cut(snapshot), row)
+    return [] if delta is None else Marker(session.model.tokenizer).mark(delta)
+
+
+def _new(side: _Side, snapshot: Snapshot) -> list[int]:
+    """New tokens of each row of a snapshot."""
+    lengths: Any = snapshot.lengths
+    return [
+        int(lengths[row]) - len(side.session.prompts[prompt])
+        for row, prompt in enumerate(snapshot.index)
+    ]
+
+
+def process_age() -> float:
+    """Seconds since this process began, or since this module was imported where that is unknown."""
+    try:
+        # Field 22, in clock ticks since the machine started; the name before it may hold spaces.
+        begin = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+        uptime = Path("/proc/uptime").read_text().split()[0]
+        return float(uptime) - int(begin) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return time.time() - _IMPORTED

@@ -1,0 +1,135 @@
+"""What the rounds of finished runs cost, timed on isolated parts, and the speed-up that predicts.
+
+A run's report holds its whole config, so its target is loaded, its prompts are encoded and its
+program is planned once more; then a draft and a pass of each width are timed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_collections
+import numpy as np
+
+from specjax import metrics
+from specjax.cli import command_line
+from specjax.cli.decode_config import SIMULATED, Job, job_drafter, job_prompts, read_job
+from specjax.decoding import costs
+from specjax.decoding.open_session import open_session
+from specjax.decoding.plan import Session
+from specjax.distributed import sharding
+from specjax.errors import InputError, one_line
+from specjax.fields import dotted
+from specjax.loading.load import load_model
+from specjax.loading.model import Model
+from specjax.reporting import decode_report
+from specjax.reporting.runs import Run, batch_widths, summarize
+
+
+@dataclass(frozen=True)
+class RoundCosts:
+    """Seconds of a full draft, and of a pass of each width."""
+
+    draft_s: float
+    width_s: dict[int, float]
+
+
+def predicted_speedup(run: Run, parts: RoundCosts) -> float | None:
+    """The speed-up that the run's rounds would have if they cost their parts; see `metrics`."""
+    tokens = summarize(run.rows).tokens_per_round
+    if tokens is None:
+        return None
+    widths = batch_widths(run.rows)
+    return metrics.predicted_speedup(tokens, parts.width_s[1], parts.draft_s, widths, parts.width_s)
+
+
+def key(run: Run) -> dict[str, Any]:
+    """What a run's costs depend on, JSON-ready: its config, and where it ran."""
+    fields = {name: value for name, value in dotted(run.config).items() if name != "report"}
+    return {"device": run.summary["device"], "versions": run.summary.get("versions"), **fields}
+
+
+def check_measurable(runs: Sequence[Run]) -> None:
+    """Raise InputError unless this machine can time what the runs did; before the long work."""
+    here = decode_report.device_name()
+    for run in runs:
+        where = f"predict: {str(run.path)!r}"
+        if run.config.get("distributed", {}).get("num_processes"):
+            raise InputError(f"{where} ran in several processes; leave --predict out")
+        # A mesh's name begins with how many devices it has, and ends with its shape.
+        if re.sub(r"^\d+ x | \([^()]*\)( in \d+ processes)?$", "", run.summary["device"]) != here:
+            raise InputError(
+                f"{where} ran on {run.summary['device']}, this machine has {here}; run the "
+                "report there, or leave --predict out"
+            )
+        _job(run)
+
+
+def measure(runs: Sequence[Run], say: Callable[[str], None]) -> Iterator[tuple[Run, RoundCosts]]:
+    """Time the parts of each run's rounds; a model is loaded, and a pass timed, once for all."""
+    models: dict[str, Model] = {}
+    passes: dict[Any, float] = {}
+    for run in runs:
+        job = _job(run)
+        mesh = command_line.open_mesh(_config(run))
+        place = repr((job.target, job.dtype, mesh))
+        if place not in models:
+            # One at a time: there may be no room for two.
+            models.clear()
+            say(f"loading {job.target}")
+            models[place] = load_model(job.target, dtype=job.dtype, mesh=mesh)
+        say(f"timing a draft and passes of {run.path.name}")
+        with sharding.use(mesh):
+            session = _session(run, job, models[place])
+            yield run, _round_costs(session, run, place, passes)
+
+
+def _round_costs(session: Session, run: Run, place: str, passes: dict[Any, float]) -> RoundCosts:
+    mean = np.mean([len(ids) for ids in session.prompts])
+    new = np.mean([row.ours.new_tokens for row in run.rows])
+    committed = min(int(mean + new / 2), session.plan.capacity - max(session.plan.widths))
+    width_s = {}
+    for width in sorted({1, *session.plan.widths}):
+        # A few tokens more or less in the cache cost nothing that could be measured.
+        known = (place, session.num_rows, width, committed // 64, session.plan.capacity)
+        if known not in passes:
+            passes[known] = costs.extend_seconds(
+                session.plan.target,
+                session.params[0],
+                batch=session.num_rows,
+                width=width,
+                committed=max(committed, 0),
+                capacity=session.plan.capacity,
+            )
+        width_s[width] = passes[known]
+    return RoundCosts(costs.propose_seconds(session), width_s)
+
+
+def _session(run: Run, job: Job, model: Model) -> Session:
+    recorded = [list(row.token_ids) for row in run.rows if row.turn == 0]
+    drafter = job_drafter(job, model, recorded if job.drafter == SIMULATED else None)
+    options = dict(job.session)
+    if options["num_speculative_tokens"] == "auto":
+        # The same widths, without measuring what each row would choose by.
+        options["num_speculative_tokens"] = drafter.num_speculative_tokens
+    seed, sampling = job.turn_seeds(0)
+    prompts = job_prompts(job, model, 0, {})
+    return open_session(model, prompts, drafter=drafter, requests=sampling, seed=seed, **options)
+
+
+def _job(run: Run) -> Job:
+    try:
+        return read_job(_config(run))
+    except InputError as error:
+        raise InputError(
+            f"predict: the config in {str(run.path)!r} does not do here ({one_line(error)}); "
+            "leave --predict out"
+        ) from None
+
+
+def _config(run: Run) -> ml_collections.ConfigDict:
+    # Nothing is written here: the folder of the run's own report may be gone.
+    return ml_collections.ConfigDict({**run.config, "report": None})

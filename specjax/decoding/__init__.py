@@ -1,0 +1,1 @@
+"""Decoding: planning a call, compiling and stepping it, the loop over rounds and its parts."""

@@ -1,0 +1,176 @@
+"""What a pass, a draft and a read of the weights cost here, in seconds: measured, not assumed.
+
+Each figure is the median of several runs of a compiled loop, compile excluded, so that dispatch is
+paid once for many repetitions.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+from specjax.decoding import loop
+from specjax.decoding.plan import Session, batch_arguments
+from specjax.distributed import processes
+from specjax.distributed.sharding import use
+from specjax.models.interface import LanguageModel
+from specjax.sampling import argmax
+
+_RUNS, _REPEATS = 5, 4
+
+
+def extend_seconds(
+    model: LanguageModel, params: Any, *, batch: int, width: int, committed: int, capacity: int
+) -> float:
+    """T(width): one `extend` of B x width tokens behind `committed` tokens, logits included."""
+    cache = model.make_cache(batch, capacity)
+    cache = cache.replace(length=cache.length + committed)
+    visible = jnp.tril(jnp.ones((1, width, width), bool))
+
+    def once(_: Int[Array, ""], tokens: Int[Array, "B T"], params: Any, cache: Any) -> Array:
+        positions = cache.length[:, None] + jnp.arange(width)[None, :]
+        window = model.make_window(batch, width)
+        result = model.extend(params, tokens, positions, cache, window, 0, visible)
+        return argmax(result.logits).astype(tokens.dtype)
+
+    return loop_seconds(once, jnp.ones((batch, width), jnp.int32), params, cache)
+
+
+def widths_seconds(
+    model: LanguageModel,
+    params: Any,
+    widths: Sequence[int],
+    *,
+    batch: int,
+    committed: int,
+    capacity: int,
+) -> dict[int, float]:
+    """T(width) of each width."""
+    return {
+        width: extend_seconds(
+            model, params, batch=batch, width=width, committed=committed, capacity=capacity
+        )
+        for width in widths
+    }
+
+
+def propose_seconds(session: Session) -> float:
+    """The time a full draft takes, on the session's first batch behind its prompts."""
+    plan = replace(session.plan, draft_length=replace(session.plan.draft_length, costs=()))
+    arguments = batch_arguments(session, session.batches()[0])
+    state = jax.jit(loop.start, static_argnums=0)(plan, session.params, *arguments)
+    return draft_seconds(plan, session.params, state)
+
+
+def draft_seconds(plan: loop.Plan, params: Any, state: loop.State) -> float:
+    """The time a full draft takes in a state; `params` are (target's, drafter's)."""
+
+    def once(turn: Int[Array, ""], tokens: Array, params: Any, state: loop.State) -> Array:
+        # Each turn's draft depends on the one before, so that none is moved out of the loop.
+        last = state.tokens.at[:, -1].set(tokens[:, -1])
+        draft = loop.propose(plan, params, state.replace(tokens=last, round=turn))[0]
+        return tokens.at[:, -1].add(draft.tokens.sum(axis=1) % 2)
+
+    return loop_seconds(once, state.tokens, params, state)
+
+
+def read_seconds(params: Any) -> float:
+    """The floor of a round: the time to read every weight once."""
+    read = jax.jit(
+        lambda tree: [jnp.sum(leaf, dtype=jnp.float32) for leaf in jax.tree.leaves(tree)]
+    )
+    return _median_seconds(lambda: read(params))
+
+
+def copy_bandwidth(num_bytes: int) -> float:
+    """Bytes a second of copying an array of that size on the device, reads and writes counted."""
+    # Into memory that is there already: on a CPU, new pages cost more than the copy.
+    copy = jax.jit(lambda source, into: jnp.copy(source), donate_argnums=1, keep_unused=True)
+    source, into = jnp.ones(num_bytes, jnp.int8), jnp.zeros(num_bytes, jnp.int8)
+
+    def copies() -> jax.Array:
+        nonlocal into
+        # Dispatched together, so that the device never waits for the host.
+        for _ in range(_REPEATS):
+            into = copy(source, into)
+        return into
+
+    return 2 * num_bytes * _REPEATS / _median_seconds(copies)
+
+
+def matmul_flops(size: int, dtype: Any) -> float:
+    """FLOP/s of products of two [size, size] matrices of random numbers."""
+    left, right = (
+        jax.random.normal(jax.random.key(seed), (size, size), dtype) for seed in range(2)
+    )
+    right = right * jnp.asarray(size**-0.5, dtype)
+    return 2 * size**3 / loop_seconds(lambda _, product, by: product @ by, left, right)
+
+
+def round_costs(session: Session) -> tuple[float, ...]:
+    """What a round that drafts 0..K tokens costs, as `draft_length.DraftLength` takes it.
+
+    In units of a plain round, in steps of a twentieth: finer differences are noise, and would make
+    every session a program of its own. Measured once for a plan and a batch size.
+    """
+    committed = max(len(prompt) for prompt in session.prompts)
+    if (key := (session.plan, session.num_rows, session.mesh)) not in _MEASURED:
+        with use(session.mesh):
+            _MEASURED[key] = _measure_round(session, min(committed, session.plan.capacity))
+    return _MEASURED[key]
+
+
+_MEASURED: dict[tuple[loop.Plan, int, Any], tuple[float, ...]] = {}
+
+
+def _measure_round(session: Session, committed: int) -> tuple[float, ...]:
+    plan = session.plan
+    most = plan.draft_length.max_tokens
+    passes = widths_seconds(
+        plan.target,
+        session.params[0],
+        plan.widths,
+        batch=session.num_rows,
+        committed=committed,
+        capacity=plan.capacity,
+    )
+    draft = propose_seconds(session)
+    seconds = [
+        passes[min(width for width in plan.widths if width > length)]
+        + draft * max(length, 1) / most
+        for length in range(most + 1)
+    ]
+    steps = [max(1, round(20 * value / seconds[0])) / 20 for value in seconds]
+    return tuple(processes.from_first(steps))
+
+
+def loop_seconds(
+    once: Callable[..., Any], carry: Any, *arguments: Any, repeats: int = _REPEATS
+) -> float:
+    """The median time of one `once(turn, carry, *arguments) -> carry` in a compiled loop."""
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(count: int, carry: Any, *arguments: Any) -> Any:
+        return lax.fori_loop(0, count, lambda turn, value: once(turn, value, *arguments), carry)
+
+    return _median_seconds(lambda: run(repeats, carry, *arguments)) / repeats
+
+
+def _median_seconds(call: Callable[[], Any]) -> float:
+    """The median time of a call, the first one, which compiles, apart."""
+    jax.block_until_ready(call())
+    seconds = []
+    for _ in range(_RUNS):
+        begin = time.perf_counter()
+        jax.block_until_ready(call())
+        seconds.append(time.perf_counter() - begin)
+    return median(seconds)

@@ -1,0 +1,209 @@
+"""Running a session: its compiled programs, batch by batch, a few rounds at a time."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from specjax import metrics
+from specjax.decoding import loop, memory
+from specjax.decoding.plan import Session, batch_arguments
+from specjax.decoding.state import RUNNING, STOPPED, Plan, Rounds
+from specjax.distributed.sharding import fetch, place_rows, use
+
+
+class Snapshot(NamedTuple):
+    """One batch between two steps, on the host; `index` are its prompts.
+
+    `lengths` count committed tokens, `kept` the new tokens that a stop string left (or -1).
+    """
+
+    index: list[int]
+    tokens: np.ndarray
+    lengths: np.ndarray
+    status: np.ndarray
+    kept: np.ndarray
+    rounds: Rounds
+    logprobs: np.ndarray | None
+    overlaps: np.ndarray | None
+    finished: bool
+    prefill_s: float
+    decode_s: float
+
+
+class Programs(NamedTuple):
+    """The two compiled functions of a plan, and what compiling them took."""
+
+    start: Any
+    run: Any
+    seconds: float
+
+
+def compile_session(session: Session) -> Programs:
+    """The session's programs, compiled now or earlier in this process."""
+    return compile_plan(session.plan, session.params, batch_arguments(session, []), session.mesh)
+
+
+def compile_plan(
+    plan: Plan, params: tuple[Any, Any], arguments: tuple, mesh: Mesh | None = None
+) -> Programs:
+    """The programs of a plan for batches of these shapes; `arguments` are those of `loop.start`."""
+    leaves, tree = jax.tree.flatten((params, *arguments))
+    return _compile(plan, mesh, tree, tuple(map(_Leaf.of, leaves)))
+
+
+class _Leaf(NamedTuple):
+    """What a program has to know of an argument's array: hashable, as a cache's key must be."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: NamedSharding | None
+
+    @classmethod
+    def of(cls, leaf: Any) -> _Leaf:
+        placed = getattr(leaf, "sharding", None)
+        placed = placed if isinstance(placed, NamedSharding) else None
+        shape = jax.eval_shape(lambda array: array, leaf)
+        return cls(shape.shape, shape.dtype, placed)
+
+
+@functools.lru_cache(maxsize=64)
+def _compile(plan: Plan, mesh: Mesh | None, tree: Any, leaves: tuple[_Leaf, ...]) -> Programs:
+    begin = time.perf_counter()
+    shapes = [
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in leaves
+    ]
+    params, *arguments = jax.tree.unflatten(tree, shapes)
+    with use(mesh):
+        start = jax.jit(loop.start, static_argnums=0).lower(plan, params, *arguments)
+        state = start.out_info
+        start = start.compile()
+        # The state goes round: what `start` chose for it holds for every later step.
+        placed = None if mesh is None else start.output_shardings
+        if placed is not None:
+            state = jax.tree.map(
+                lambda leaf, there: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there),
+                state,
+                placed,
+            )
+        run = jax.jit(loop.run, static_argnums=0, donate_argnums=2, out_shardings=placed)
+        run = run.lower(plan, params, state, jax.ShapeDtypeStruct((), jnp.int32)).compile()
+    memory.check_fits(
+        (start, run),
+        "lower batch_size, max_length, max_new_tokens or num_speculative_tokens",
+        mesh,
+    )
+    return Programs(start, run, time.perf_counter() - begin)
+
+
+def run_session(
+    session: Session, rounds: int | None = None, programs: Programs | None = None
+) -> Iterator[Snapshot]:
+    """Decode batch by batch; a snapshot after every `rounds` rounds, and one when a batch is done.
+
+    Without `rounds` a batch is one device call, unless a stop string has to be watched for.
+    """
+    programs = programs or compile_session(session)
+    if rounds is None and any(request.stop for request in session.requests):
+        rounds = 8
+    for index in session.batches():
+        yield from run_batch(session, programs, index, rounds or session.plan.max_rounds)
+
+
+def run_batch(
+    session: Session, programs: Programs, index: list[int], rounds: int
+) -> Iterator[Snapshot]:
+    """Decode one of `session.batches()`: a snapshot after every `rounds` rounds, then the last."""
+    arguments = jax.block_until_ready(batch_arguments(session, index))
+    begin = time.perf_counter()
+    state = jax.block_until_ready(programs.start(session.params, *arguments))
+    prefill_s, decode_s = time.perf_counter() - begin, 0.0
+    kept = np.full(len(index), -1)
+    finished = False
+    while not finished:
+        begin = time.perf_counter()
+        state = programs.run(session.params, state, np.int32(rounds))
+        status = np.array(fetch(state.status))
+        decode_s += time.perf_counter() - begin
+        shown = fetch(
+            {
+                "tokens": state.tokens,
+                "lengths": state.length,
+                "rounds": state.rounds,
+                "logprobs": state.logprobs,
+                "overlaps": state.overlaps,
+            }
+        )
+        tokens, lengths = shown["tokens"], shown["lengths"]
+        stopped = False
+        for row, prompt in enumerate(index):
+            if session.requests[prompt].stop and kept[row] < 0:
+                kept[row] = _stop_string(session, prompt, tokens[row, : lengths[row]])
+                if kept[row] >= 0:
+                    status[row], stopped = STOPPED, True
+        if stopped:
+            state = state.replace(status=place_rows(status, session.mesh))
+        finished = not (status == RUNNING).any()
+        real = slice(0, len(index))
+        yield Snapshot(
+            index=index,
+            **jax.tree.map(lambda leaf, real=real: leaf[real], shown),
+            status=status[real],
+            kept=kept.copy(),
+            finished=finished,
+            prefill_s=prefill_s,
+            decode_s=decode_s,
+        )
+
+
+def _stop_string(session: Session, prompt: int, tokens: np.ndarray) -> int:
+    """How many new tokens it takes until a stop string is complete; -1 if none is."""
+    tokenizer = session.model.tokenizer
+    new = tokens[len(session.prompts[prompt]) :].tolist()
+    stops = session.requests[prompt].stop
+    if first_stop(tokenizer.decode(new), stops) is None:
+        return -1
+    low, high = 1, len(new)
+    while low < high:
+        middle = (low + high) // 2
+        if first_stop(tokenizer.decode(new[:middle]), stops) is None:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def first_stop(text: str, stops: Sequence[str]) -> int | None:
+    """Where the first stop string begins in a text, if one does."""
+    places = [place for place in (text.find(stop) for stop in stops) if place >= 0]
+    return min(places, default=None)
+
+
+def cut(snapshot: Snapshot) -> Rounds:
+    """The snapshot's counts without what lies behind a stop string."""
+    if (snapshot.kept < 0).all():
+        return snapshot.rounds
+    counts = snapshot.rounds
+    new = np.where(snapshot.kept < 0, np.iinfo(np.int32).max, snapshot.kept)
+    drafted, accepted, emitted, width = metrics.cut_rounds(
+        counts.drafted, counts.accepted, counts.emitted, counts.width, new
+    )
+    return Rounds(width=width, drafted=drafted, accepted=accepted, emitted=emitted)
+
+
+def expected_acceptance(session: Session) -> metrics.ExpectedAcceptance:
+    """The acceptance that this session's own distributions imply, with its standard error.
+
+    Decodes once more, recording sum_x min(p, q) at every node that `rejection` puts to the test.
+    """
+    recording = replace(session, plan=replace(session.plan, overlaps=True))
+    batches = [snapshot for snapshot in run_session(recording) if snapshot.finished]
+    return metrics.expected_acceptance(np.concatenate([s.overlaps for s in batches]))

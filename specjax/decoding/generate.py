@@ -1,0 +1,291 @@
+"""`generate` and `stream`: prompts in, text and raw counts out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from specjax import metrics, sampling
+from specjax.decoding.executor import Snapshot, compile_session, cut, first_stop, run_session
+from specjax.decoding.open_session import open_session
+from specjax.decoding.plan import Session
+from specjax.decoding.prompts import Prompt
+from specjax.decoding.sampling_params import SamplingParams
+from specjax.decoding.state import FULL, STOPPED, Rounds
+from specjax.drafters import Drafter, make_drafter
+from specjax.fields import Instance, Whole, optional
+from specjax.loading.load import place_model
+from specjax.loading.model import Model
+from specjax.loading.tokenizers.tokenizer import StreamDecoder
+
+_REASONS = {STOPPED: "stop", FULL: "length"}
+Requests = SamplingParams | Mapping[str, Any] | Sequence[SamplingParams | Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What was generated, a list entry or a row for each prompt.
+
+    `token_ids` are the new tokens, the stop token included; `finish_reasons` are "stop" or
+    "length"; `logprobs` are None where not asked for. `width`, `drafted`, `accepted` and `emitted`
+    are [B, R] counts a round, -1 where a row took no part. `prefill_s` and `decode_s` are seconds
+    of the batch a row was in, and `batch` the batch's number; `compile_s` is outside of them.
+    """
+
+    token_ids: list[list[int]]
+    texts: list[str]
+    finish_reasons: list[str]
+    logprobs: list[list[float] | None]
+    width: np.ndarray = field(repr=False)
+    drafted: np.ndarray = field(repr=False)
+    accepted: np.ndarray = field(repr=False)
+    emitted: np.ndarray = field(repr=False)
+    batch: list[int]
+    prefill_s: list[float]
+    decode_s: list[float]
+    compile_s: float = 0.0
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens generated in all."""
+        return sum(map(len, self.token_ids))
+
+    @property
+    def total_decode_s(self) -> float:
+        """Seconds of decoding, each batch counted once."""
+        return sum(dict(zip(self.batch, self.decode_s, strict=True)).values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens over seconds of decoding; prefill and compiling are apart."""
+        return self.new_tokens / self.total_decode_s
+
+    def summary(self) -> metrics.Summary:
+        """Acceptance over all rows and rounds; definitions in `specjax.metrics`."""
+        return metrics.summarize(self.drafted, self.accepted, self.emitted, self.width)
+
+    def was_drafted(self, row: int) -> list[bool]:
+        """For each new token of a row, whether the drafter had proposed it."""
+        return _was_drafted(self.accepted[row], self.emitted[row])
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What a few rounds added to one prompt's output.
+
+    `text` is final text; it may lag behind `token_ids` by an unfinished character or a possible
+    stop string. `finish_reason` is None until the last delta of the prompt.
+    """
+
+    index: int
+    token_ids: list[int]
+    drafted: list[bool]
+    text: str
+    finish_reason: str | None
+
+
+def generate(
+    target: Model,
+    prompts: Sequence[Prompt] | str,
+    *,
+    drafter: Drafter | str | None = None,
+    num_speculative_tokens: int | str | None = None,
+    num_speculative_tokens_per_batch_size: Sequence[tuple[int, int, int]] = (),
+    verify: str | sampling.Rule = "rejection",
+    sampling: Requests = SamplingParams(),  # noqa: B008 - frozen
+    seed: int = 0,
+    batch_size: int | None = None,
+    max_length: int | None = None,
+    progress: Callable[[Snapshot], None] | None = None,
+    mesh: Mesh | None = None,
+) -> Generation:
+    """Decode prompts with a drafter; the output has exactly the target's distribution.
+
+    A prompt is raw text, a list of messages (through the chat template) or a list of token ids.
+    `num_speculative_tokens` is the longest draft (K; the drafter's own by default), or "auto": each
+    row then drafts what its acceptance so far and the measured time of each width make fastest.
+    `num_speculative_tokens_per_batch_size` caps it by the number of unfinished rows, as (low, high,
+    k). With either, a row of `rejection` or `block` may draw other tokens (of the same law) beside
+    other neighbours or on another machine. `verify` is "rejection", "block", "coupled"
+    (the output depends on seed and prompt only, never on the drafter), or a rule of one's own.
+    `sampling` is one for all prompts or one a prompt. `batch_size` rows decode together (all,
+    at most 16, by default); `max_length` bounds
+    prompt and output. `progress` is called between steps. On a `mesh` (`sharding.make_mesh`; by
+    default where the target was loaded) rows are spread over `data`, weights, caches and logits
+    over `model`. Raises InputError for bad input.
+    """
+    optional(Instance(None, "use a function of a Snapshot")).check("progress", progress)
+    target = target if mesh is None else place_model(target, mesh)
+    session = open_session(
+        target,
+        prompts,
+        drafter=_drafter_of(drafter, target, num_speculative_tokens),
+        num_speculative_tokens=num_speculative_tokens,
+        num_speculative_tokens_per_batch_size=num_speculative_tokens_per_batch_size,
+        verify=verify,
+        requests=sampling,
+        seed=seed,
+        batch_size=batch_size,
+        max_length=max_length,
+    )
+    programs = compile_session(session)
+    done = []
+    for snapshot in run_session(session, None if progress is None else 16, programs):
+        if progress is not None:
+            progress(snapshot)
+        if snapshot.finished:
+            done.append(snapshot)
+    return collect(session, done, programs.seconds)
+
+
+def collect(session: Session, batches: Sequence[Snapshot], compile_s: float = 0.0) -> Generation:
+    """The result of finished batches, in input order."""
+    counts = [cut(snapshot) for snapshot in batches]
+    rows: dict[str, list] = {
+        name: []
+        for name in (
+            "token_ids",
+            "texts",
+            "finish_reasons",
+            "logprobs",
+            "batch",
+            "prefill_s",
+            "decode_s",
+        )
+    }
+    for number, snapshot in enumerate(batches):
+        for row, prompt in enumerate(snapshot.index):
+            request = session.requests[prompt]
+            new = _new_tokens(session, snapshot, row)
+            rows["token_ids"].append(new)
+            rows["texts"].append(_text(session, new, request.stop))
+            rows["finish_reasons"].append(_REASONS[int(snapshot.status[row])])
+            first = len(session.prompts[prompt])
+            logprobs = None
+            if request.logprobs:
+                logprobs = snapshot.logprobs[row, first : first + len(new)].tolist()
+            rows["logprobs"].append(logprobs)
+            rows["batch"].append(number)
+            rows["prefill_s"].append(snapshot.prefill_s)
+            rows["decode_s"].append(snapshot.decode_s)
+    return Generation(
+        **rows,
+        width=np.concatenate([count.width for count in counts]),
+        drafted=np.concatenate([count.drafted for count in counts]),
+        accepted=np.concatenate([count.accepted for count in counts]),
+        emitted=np.concatenate([count.emitted for count in counts]),
+        compile_s=compile_s,
+    )
+
+
+def stream(
+    target: Model,
+    prompts: Sequence[Prompt] | str,
+    *,
+    rounds_per_step: int = 1,
+    drafter: Drafter | str | None = None,
+    sampling: Requests = SamplingParams(),  # noqa: B008 - frozen
+    mesh: Mesh | None = None,
+    **options: Any,
+) -> Iterator[Delta]:
+    """`generate`, yielding each prompt's new tokens and text after every few rounds.
+
+    Takes what `generate` takes. Each delta also says which of its tokens were drafted.
+    """
+    rounds_per_step = Whole(1).check("rounds_per_step", rounds_per_step)
+    target = target if mesh is None else place_model(target, mesh)
+    session = open_session(
+        target,
+        prompts,
+        drafter=_drafter_of(drafter, target, options.get("num_speculative_tokens")),
+        requests=sampling,
+        **options,
+    )
+    return stream_session(session, rounds_per_step)
+
+
+def _drafter_of(
+    drafter: Drafter | str | None, target: Model, num_speculative_tokens: Any
+) -> Drafter | None:
+    if not isinstance(drafter, str):
+        return drafter
+    length = None if num_speculative_tokens == "auto" else num_speculative_tokens
+    return make_drafter(drafter, target, num_speculative_tokens=length)
+
+
+def stream_session(session: Session, rounds_per_step: int = 1) -> Iterator[Delta]:
+    """The deltas of a session, batch by batch; within a step rows come in input order."""
+    followers: dict[int, Follower] = {}
+    for snapshot in run_session(session, rounds_per_step):
+        counts = cut(snapshot)
+        for row, prompt in enumerate(snapshot.index):
+            follower = followers.setdefault(prompt, Follower(session, prompt))
+            delta = follower.follow(snapshot, counts, row)
+            if delta is not None:
+                yield delta
+
+
+class Follower:
+    """Turns the growing output of one prompt into deltas, snapshot by snapshot."""
+
+    def __init__(self, session: Session, prompt: int) -> None:
+        tokenizer = session.model.tokenizer
+        self._session, self._prompt = session, prompt
+        self._stops = session.requests[prompt].stop
+        self._decoder = None if tokenizer is None else StreamDecoder(tokenizer)
+        self._tokens, self._text, self._shown, self._ended = 0, "", 0, False
+
+    def follow(self, snapshot: Snapshot, counts: Rounds, row: int) -> Delta | None:
+        """What the snapshot adds in that row, if anything; `counts` are `cut(snapshot)`."""
+        if self._ended:
+            return None
+        tokens = _new_tokens(self._session, snapshot, row)
+        drafted = _was_drafted(counts.accepted[row], counts.emitted[row])
+        reason = _REASONS.get(int(snapshot.status[row]))
+        fresh = tokens[self._tokens :]
+        if not fresh and reason is None:
+            return None
+        known = self._tokens
+        self._tokens, self._ended = len(tokens), reason is not None
+        return Delta(self._prompt, fresh, drafted[known:], self._advance(fresh), reason)
+
+    def _advance(self, fresh: list[int]) -> str:
+        if self._decoder is None:
+            return ""
+        self._text += self._decoder.feed(fresh)
+        if self._ended:
+            self._text += self._decoder.flush()
+            end = first_stop(self._text, self._stops)
+        else:
+            # The end may be the beginning of a stop string.
+            end = len(self._text) - max(map(len, self._stops), default=1) + 1
+        end = len(self._text) if end is None else max(end, self._shown)
+        fresh_text, self._shown = self._text[self._shown : end], end
+        return fresh_text
+
+
+def _new_tokens(session: Session, snapshot: Snapshot, row: int) -> list[int]:
+    first = len(session.prompts[snapshot.index[row]])
+    last = snapshot.lengths[row]
+    if snapshot.kept[row] >= 0:
+        last = first + snapshot.kept[row]
+    return snapshot.tokens[row, first:last].tolist()
+
+
+def _text(session: Session, tokens: list[int], stops: Sequence[str]) -> str:
+    if session.model.tokenizer is None:
+        return ""
+    text = session.model.tokenizer.decode(tokens)
+    return text[: first_stop(text, stops)]
+
+
+def _was_drafted(accepted: np.ndarray, emitted: np.ndarray) -> list[bool]:
+    return [
+        place < passed
+        for passed, count in zip(accepted.tolist(), emitted.tolist(), strict=True)
+        for place in range(max(count, 0))
+    ]

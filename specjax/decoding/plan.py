@@ -1,0 +1,255 @@
+"""From prompts to a session: everything checked, encoded and chosen before any long work."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Key
+
+from specjax import sampling
+from specjax.decoding.draft_length import DraftLength
+from specjax.decoding.prompts import Prompt, encode_prompt
+from specjax.decoding.sampling_params import SEED, SamplingParams, one_a_prompt
+from specjax.decoding.state import RUNNING, STOPPED, Plan, Rows
+from specjax.distributed.sharding import DATA, axis_size, place_keys, place_rows, spread
+from specjax.drafters import DRAFT_TOKENS, DRAFTER_KIND, Drafter
+from specjax.drafters import none as no_drafter
+from specjax.drafters.base import Sampling
+from specjax.errors import InputError, shown
+from specjax.fields import Choice, Either, Items, Whole, optional
+from specjax.loading.model import MODEL_KIND, Model
+from specjax.models.layers.attention import CACHE_BLOCK
+
+RULES = ("rejection", "block", "coupled")
+RULE = Choice(RULES)
+BATCH_SIZE = Whole(1)
+MAX_LENGTH = Whole(2, remedy="use at least 2, a prompt and a new token")
+DRAFT_LENGTH = Either((Choice(("auto",)), DRAFT_TOKENS), remedy=DRAFT_TOKENS.remedy)
+LADDER = Items(
+    Items(Whole(), length=3),
+    remedy="use steps of (low, high, k), such as ((1, 4, 8), (5, 16, 2))",
+)
+"""`num_speculative_tokens_per_batch_size`: (low, high, k), k draft tokens for low..high rows."""
+MOST_ROWS = 16
+"""Rows of a batch where the caller does not say."""
+_PREFILL_CHUNKS = (32, 128, 256, 512)
+
+
+@dataclass(frozen=True)
+class Session:
+    """Everything one call decodes: checked, encoded, and with its program chosen."""
+
+    model: Model
+    drafter: Drafter
+    plan: Plan
+    batch_size: int
+    prompts: tuple[tuple[int, ...], ...]
+    requests: tuple[SamplingParams, ...]
+    seed: int
+    num_stop_ids: int
+    max_length: int
+
+    @property
+    def params(self) -> tuple[Any, Any]:
+        """(target's parameters, drafter's parameters)."""
+        return self.model.params, self.drafter.params
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The devices that the session runs on: the model's."""
+        return self.model.mesh
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a batch on the devices (B): as many on each along `data`, the rest finished."""
+        return _round_up(self.batch_size, axis_size(self.mesh, DATA))
+
+    def batches(self) -> list[list[int]]:
+        """The prompts' indices, batch by batch, in input order."""
+        count = len(self.prompts)
+        return [
+            list(range(first, min(first + self.batch_size, count)))
+            for first in range(0, count, self.batch_size)
+        ]
+
+
+def plan_session(
+    target: Model,
+    prompts: Sequence[Prompt],
+    *,
+    drafter: Drafter | None = None,
+    num_speculative_tokens: int | str | None = None,
+    num_speculative_tokens_per_batch_size: Sequence[tuple[int, int, int]] = (),
+    verify: str | sampling.Rule = "rejection",
+    requests: Any = SamplingParams(),  # noqa: B008 - frozen
+    seed: int = 0,
+    batch_size: int | None = None,
+    max_length: int | None = None,
+) -> Session:
+    """Check, encode and choose a program, without measuring anything; see `generate.generate`.
+
+    Raises InputError.
+    """
+    MODEL_KIND.check("target", target)
+    if isinstance(prompts, str):
+        prompts = [prompts]
+    if not isinstance(prompts, Sequence | np.ndarray) or isinstance(prompts, bytes):
+        raise InputError(f"prompts={shown(prompts)}: give a list of prompts")
+    if not len(prompts):
+        raise InputError("prompts is empty: give at least one")
+    drafter = no_drafter.make() if drafter is None else drafter
+    DRAFTER_KIND.check("drafter", drafter)
+    drafter = replace(drafter, params=spread(drafter.params, target.mesh))
+    if not callable(verify):
+        RULE.check("verify", verify)
+    seed = SEED.check("seed", seed)
+    batch_size = optional(BATCH_SIZE).check("batch_size", batch_size)
+    max_length = optional(MAX_LENGTH).check("max_length", max_length)
+    requests = one_a_prompt(requests, len(prompts))
+    if target.tokenizer is None and any(request.stop for request in requests):
+        raise InputError(f"sampling.stop: {target.name} has no tokenizer; use stop_token_ids")
+    encoded = [encode_prompt(target, p, f"prompts[{i}]") for i, p in enumerate(prompts)]
+    longest = _longest(target, encoded, max_length)
+    totals = [
+        min(len(ids) + request.max_new_tokens, longest)
+        for ids, request in zip(encoded, requests, strict=True)
+    ]
+    room = max(total - len(ids) for total, ids in zip(totals, encoded, strict=True))
+    asked = optional(DRAFT_LENGTH).check("num_speculative_tokens", num_speculative_tokens)
+    auto = asked == "auto"
+    most = drafter.num_speculative_tokens if auto or asked is None else asked
+    ladder = LADDER.check(
+        "num_speculative_tokens_per_batch_size", num_speculative_tokens_per_batch_size
+    )
+    for low, high, count in ladder:
+        if not 1 <= low <= high:
+            raise InputError(
+                f"num_speculative_tokens_per_batch_size: ({low}, {high}, {count}) must be "
+                "(low, high, k) with 1 <= low <= high and k >= 0"
+            )
+    if ladder and asked is None:
+        most = max(most, *(count for _, _, count in ladder))
+    # Of a longer draft no row could emit all, with the target's own token after it.
+    most = min(most, max(room - 1, 1))
+    stop_ids = max(1, *(len(_stop_ids(target, request)) for request in requests))
+    batch_size = min(batch_size or MOST_ROWS, len(prompts))
+    chunk = _chunk(max(map(len, encoded)))
+    plan = Plan(
+        target=target.architecture,
+        drafter=drafter,
+        rule=verify,
+        draft_length=DraftLength(most, ladder),
+        widths=widths(most, drafter.lengths),
+        flags=_flags(requests),
+        capacity=_round_up(max(totals), CACHE_BLOCK),
+        max_rounds=_round_up(room, 64),
+        chunk=chunk,
+        logprobs=any(request.logprobs for request in requests),
+    )
+    return Session(
+        target,
+        drafter,
+        plan,
+        batch_size,
+        tuple(map(tuple, encoded)),
+        tuple(requests),
+        seed,
+        stop_ids,
+        longest,
+    )
+
+
+def widths(most: int, lengths: Sequence[int] = ()) -> tuple[int, ...]:
+    """The window sizes that are compiled for drafts of up to `most` tokens, `lengths` among them.
+
+    A drafter that names no lengths gets one of three tokens.
+    """
+    return tuple(sorted({1, *(1 + min(length, most) for length in (*(lengths or (3,)), most))}))
+
+
+def batch_arguments(session: Session, index: list[int]) -> tuple:
+    """`loop.start`'s arrays for one batch; rows without a prompt are finished from the start."""
+    batch, plan = session.num_rows, session.plan
+    spare = batch - len(index)
+    prompts = [session.prompts[i] for i in index] + [(0,)] * spare
+    requests = [session.requests[i] for i in index] + [SamplingParams()] * spare
+    tokens = np.zeros((batch, plan.capacity), np.int32)
+    stop_ids = np.full((batch, session.num_stop_ids), -1, np.int32)
+    for row, (ids, request) in enumerate(zip(prompts, requests, strict=True)):
+        tokens[row, : len(ids)] = ids
+        stops = _stop_ids(session.model, request)[: session.num_stop_ids]
+        stop_ids[row, : len(stops)] = stops
+    length = np.array([len(ids) for ids in prompts], np.int32)
+    numbers = np.array([*index, *[0] * spare], np.int32)
+    room = np.array([request.max_new_tokens for request in requests], np.int64)
+    keys = [row_key(session, i) for i in index] + [jax.random.key(session.seed)] * spare
+    running = np.arange(batch) < len(index)
+    status = np.where(running, RUNNING, STOPPED).astype(np.int32)
+    placed = functools.partial(place_rows, mesh=session.mesh)
+    rows = Rows(
+        index=placed(numbers),
+        key=place_keys(keys, session.mesh),
+        sampling=Sampling(
+            temperature=placed(np.array([r.temperature for r in requests], np.float32)),
+            top_k=placed(np.array([r.top_k for r in requests], np.int32)),
+            top_p=placed(np.array([r.top_p for r in requests], np.float32)),
+            min_p=placed(np.array([r.min_p for r in requests], np.float32)),
+        ),
+        max_length=placed(np.minimum(length + room, session.max_length).astype(np.int32)),
+        stop_ids=placed(stop_ids),
+    )
+    return placed(tokens), rows, placed(length), placed(status)
+
+
+def row_key(session: Session, prompt: int) -> Key[Array, ""]:
+    """The key that all of a prompt's draws come from: its own seed's, or its place's."""
+    seed = session.requests[prompt].seed
+    if seed is not None:
+        return jax.random.key(seed)
+    return jax.random.fold_in(jax.random.key(session.seed), prompt)
+
+
+def _stop_ids(model: Model, request: SamplingParams) -> tuple[int, ...]:
+    own = model.tokenizer.eos_ids if model.tokenizer and not request.ignore_eos else ()
+    return tuple(dict.fromkeys((*own, *request.stop_token_ids)))
+
+
+def _longest(target: Model, encoded: list[list[int]], max_length: int | None) -> int:
+    longest = target.config.max_positions
+    name = f"the {longest} positions of {target.name}"
+    if max_length is not None:
+        if max_length > longest:
+            raise InputError(f"max_length={max_length} exceeds {name}: lower it")
+        longest, name = max_length, f"max_length={max_length}"
+    for i, ids in enumerate(encoded):
+        if len(ids) >= longest:
+            remedy = "shorten it" if max_length is None else "shorten it or raise max_length"
+            raise InputError(
+                f"prompts[{i}] has {len(ids)} tokens, which leaves no room for a new one in "
+                f"{name}: {remedy}"
+            )
+    return longest
+
+
+def _chunk(longest: int) -> int:
+    """The prefill chunk: one of a few sizes, so that compiled programs are reused."""
+    return next((size for size in _PREFILL_CHUNKS if size >= longest), _PREFILL_CHUNKS[-1])
+
+
+def _flags(requests: Sequence[SamplingParams]) -> sampling.WarpFlags:
+    return sampling.WarpFlags.of(
+        np.array([r.temperature for r in requests]),
+        np.array([r.top_k for r in requests]),
+        np.array([r.top_p for r in requests]),
+        np.array([r.min_p for r in requests]),
+    )
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step

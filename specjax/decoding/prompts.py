@@ -1,0 +1,143 @@
+"""Prompts: what may be given as one, and the JSONL files that hold many."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from specjax.errors import InputError, shown
+from specjax.fields import INT32_MAX, Choice, Items, Text, Whole
+from specjax.files.json_files import read_json_lines
+from specjax.files.paths import input_file
+from specjax.loading.model import Model
+
+CHAT = Choice(("auto", "true", "false"))
+"""Whether prompts go through the chat template; auto: where there is one."""
+_TOKEN_IDS = Items(
+    Whole(-INT32_MAX), remedy="use text, token ids, or messages with role and content"
+)
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+"""Raw text, token ids, or a conversation for the chat template."""
+
+_LARGEST_ID = 2**63 - 1
+_LONGEST_NAME = 1000
+
+
+def encode_prompt(model: Model, prompt: Prompt, name: str = "prompt") -> list[int]:
+    """Token ids of a prompt; `name` is what errors call it.
+
+    Raises InputError for an empty prompt, ids outside the vocabulary, or a missing tokenizer.
+    """
+    listed = isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes)
+    if not listed and not isinstance(prompt, Mapping):
+        raise InputError(
+            f"{name}={shown(prompt)}: use text, token ids, or messages with role and content"
+        )
+    if isinstance(prompt, str | Mapping) or (len(prompt) and isinstance(prompt[0], Mapping)):
+        if model.tokenizer is None:
+            raise InputError(f"{name}: {model.name} has no tokenizer; give token ids")
+        encode = model.tokenizer.encode if isinstance(prompt, str) else model.tokenizer.encode_chat
+        try:
+            ids = encode(prompt)
+        except InputError as error:
+            raise InputError(f"{name}: {error}") from None
+    else:
+        # Any type of integers will do: Python's, NumPy's, JAX's.
+        whole = [operator.index(one) if hasattr(one, "__index__") else one for one in prompt]
+        ids = list(_TOKEN_IDS.check(name, whole))
+    if not ids:
+        raise InputError(f"{name} is empty: give at least one token")
+    for token in (min(ids), max(ids)):
+        if not 0 <= token < model.config.vocab_size:
+            raise InputError(
+                f"{name}: token id {shown(token)} is outside the vocabulary of "
+                f"{model.config.vocab_size} tokens"
+            )
+    return ids
+
+
+@dataclass(frozen=True)
+class Question:
+    """One line of a prompt file in Spec-Bench's schema."""
+
+    question_id: int | str
+    category: str
+    turns: tuple[str, ...]
+
+
+def read_questions(path: str | os.PathLike) -> list[Question]:
+    """The questions of a JSONL file: {"question_id", "category", "turns": [...]} a line.
+
+    Raises InputError with file and line for anything else, and for two lines with one question_id;
+    the file is read line by line.
+    """
+    questions = []
+    first: dict[int | str, str] = {}
+    for where, row in read_json_lines(input_file("prompts", path), "prompts"):
+        question = _question(row, where)
+        earlier = first.setdefault(question.question_id, where)
+        if earlier is not where:
+            raise InputError(
+                f"{where}: question_id={shown(question.question_id)} is taken, by {earlier}; "
+                "give each question its own"
+            )
+        questions.append(question)
+    if not questions:
+        raise InputError(f"prompts={str(path)!r} holds no questions: one JSON object a line")
+    return questions
+
+
+def _question(row: dict[str, Any], where: str) -> Question:
+    turns = row.get("turns")
+    if (
+        not isinstance(turns, list)
+        or not turns
+        or not all(isinstance(turn, str) and turn for turn in turns)
+    ):
+        raise InputError(f'{where}: "turns" must be a list of texts that are not empty')
+    for turn in turns:
+        Text().check(f"{where}: turns", turn)
+    # A float would not be the same number again in every report, and true is 1 to Python.
+    number = row.get("question_id")
+    whole = type(number) is int and abs(number) <= _LARGEST_ID
+    if not whole and not (isinstance(number, str) and len(number) <= _LONGEST_NAME):
+        raise InputError(
+            f"{where}: question_id={shown(number)}: must be a whole number of at most 64 bits, or "
+            f"a text of at most {_LONGEST_NAME} characters"
+        )
+    category = row.get("category", "")
+    if not isinstance(category, str) or len(category) > _LONGEST_NAME:
+        raise InputError(
+            f"{where}: category={shown(category)}: must be a text of at most {_LONGEST_NAME} "
+            "characters, or left out"
+        )
+    return Question(number, category, tuple(turns))
+
+
+MT_BENCH = frozenset(
+    ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+)
+
+
+def task_of(category: str) -> str:
+    """Spec-Bench's task of a category: MT-bench's eight categories form one."""
+    return "mt_bench" if category in MT_BENCH else category
+
+
+def select(
+    questions: Sequence[Question], limit: int | None = None, per_task: int | None = None
+) -> list[Question]:
+    """The first `per_task` questions of each task, then the first `limit` of those, in order."""
+    seen: dict[str, int] = {}
+    chosen = []
+    for question in questions:
+        task = task_of(question.category)
+        seen[task] = seen.get(task, 0) + 1
+        if per_task is None or seen[task] <= per_task:
+            chosen.append(question)
+    return chosen if limit is None else chosen[:limit]

@@ -1,0 +1,148 @@
+"""The target's word on a draft: one `extend` over the window, and a rule."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int, Key
+
+from specjax import sampling
+from specjax.cache import Window
+from specjax.decoding.state import Plan, State
+from specjax.distributed.sharding import constrain
+from specjax.drafters.base import warp_rows
+from specjax.trees import Draft, ancestors, depths
+
+
+class Judged(NamedTuple):
+    """What one compiled width says of a draft, padded to the widest."""
+
+    verdict: sampling.Verdict
+    tokens: Int[Array, "B P+1"]
+    window: Window
+    features: dict[str, Float[Array, "B P+1 D"]]
+    logprobs: Float[Array, "B P+1"] | None
+    overlaps: Float[Array, "B P"] | None
+
+
+def judge(
+    plan: Plan,
+    params: Any,
+    state: State,
+    draft: Draft,
+    drafted: Int[Array, "B"],
+    keys: Key[Array, "B"],
+    width: int,
+) -> Judged:
+    """Extend over the root and the first `width` - 1 nodes, and verify them."""
+    nodes = width - 1
+    root = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
+    depth = depths(draft.parents)[:width].astype(np.int32)
+    seen = ancestors(draft.parents)[:width, :width]
+    result = plan.target.extend(
+        params,
+        jnp.concatenate([root, draft.tokens[:, :nodes]], axis=1),
+        (state.length - 1)[:, None] + depth[None, :],
+        state.cache,
+        plan.target.make_window(root.shape[0], width),
+        0,
+        jnp.asarray(seen)[None],
+        features=plan.drafter.features,
+    )
+    logits = result.logits
+    if plan.flags.sampled or not isinstance(plan.rule, str):
+        # A draw needs all of a row's law; without one, each device looks at its own part.
+        logits = constrain(logits, "batch", None, None)
+    target, laws = _laws(plan, state, draft, logits)
+    verdict = _verify(plan, state, draft, drafted, keys, logits, target, laws)
+
+    longest = draft.tokens.shape[1]
+    path = jnp.pad(verdict.path_slots, ((0, 0), (0, longest - nodes)), constant_values=-1)
+    slots = jnp.pad(jnp.maximum(path, 0), ((0, 0), (1, 0)))
+    behind = jnp.arange(longest + 1)[None, :] >= verdict.num_accepted[:, None]
+    proposed = jnp.take_along_axis(draft.tokens, jnp.maximum(path, 1) - 1, axis=1)
+    proposed = jnp.pad(proposed, ((0, 0), (0, 1)))
+    tokens = jnp.where(behind, verdict.next_token[:, None], proposed)
+    logprobs = None
+    if plan.logprobs:
+        norm = jax.scipy.special.logsumexp(logits, axis=-1, keepdims=True)
+        along = jnp.take_along_axis(logits - norm, slots[:, :, None], axis=1)
+        logprobs = jnp.take_along_axis(along, tokens[:, :, None], axis=2)[:, :, 0]
+    room = ((0, 0), (0, 0), (0, 0), (0, plan.widths[-1] - width), (0, 0))
+    return Judged(
+        verdict._replace(path_slots=path),
+        tokens,
+        jax.tree.map(lambda part: jnp.pad(part, room), result.window),
+        {
+            name: jnp.take_along_axis(value, slots[:, :, None], axis=1)
+            for name, value in result.features.items()
+        },
+        logprobs,
+        _overlaps(plan, draft, drafted, verdict, target, laws, nodes) if plan.overlaps else None,
+    )
+
+
+def _laws(
+    plan: Plan, state: State, draft: Draft, logits: Float[Array, "B W V"]
+) -> tuple[sampling.Laws, sampling.Laws | None]:
+    """P by slot, worked out when it is visited, and q if nodes were drawn from laws."""
+    logits_at, nodes = sampling.by_slot(logits), logits.shape[1] - 1
+    laws = None
+    if draft.logq is not None and nodes:
+        tokens, law = draft.tokens[:, :nodes], draft.law[:, :nodes]
+        laws = sampling.draft_laws(tokens, law, draft.logq)
+    return lambda slots: warp_rows(logits_at(slots), state.rows.sampling, plan.flags), laws
+
+
+def _overlaps(
+    plan: Plan,
+    draft: Draft,
+    drafted: Int[Array, "B"],
+    verdict: sampling.Verdict,
+    target: sampling.Laws,
+    laws: sampling.Laws | None,
+    nodes: int,
+) -> Float[Array, "B P"]:
+    """sum_x min(p, q) at each node that was put to the test, NaN at the others."""
+    batch, longest = draft.tokens.shape
+    if laws is None:
+        laws = sampling.one_hot_laws(draft.tokens, plan.target.vocab_size, jnp.float32)
+
+    def visit(node: Int[Array, ""], found: Float[Array, "B P"]) -> Float[Array, "B P"]:
+        slots = jnp.broadcast_to(node, (batch,))
+        tested = (slots < drafted) & (slots <= verdict.num_accepted)
+        share = sampling.overlap(target(slots), laws(slots))
+        return found.at[:, node].set(jnp.where(tested, share, jnp.nan))
+
+    return lax.fori_loop(0, nodes, visit, jnp.full((batch, longest), jnp.nan))
+
+
+def _verify(
+    plan: Plan,
+    state: State,
+    draft: Draft,
+    drafted: Int[Array, "B"],
+    keys: Key[Array, "B"],
+    logits: Float[Array, "B W V"],
+    target: sampling.Laws,
+    laws: sampling.Laws | None,
+) -> sampling.Verdict:
+    nodes = logits.shape[1] - 1
+    tokens = draft.tokens[:, :nodes]
+    if not plan.flags.sampled and isinstance(plan.rule, str):
+        # Every exact rule says this of one-hot laws.
+        return sampling.walk_greedy(tokens, drafted, sampling.argmax(logits))
+    return sampling.verify_laws(
+        keys,
+        tokens,
+        drafted,
+        target,
+        laws,
+        positions=state.length,
+        rule=plan.rule,
+        vocab=logits.shape[2],
+    )

@@ -1,0 +1,1 @@
+"""Meshes of devices, jobs of several processes, locks of folders."""

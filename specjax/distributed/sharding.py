@@ -1,0 +1,131 @@
+"""Where arrays live on a mesh of devices: two axes, and one rule for each logical name.
+
+Rows of a batch are spread over `data`. Weights, caches and logits are split over `model` along
+heads, MLP width and vocabulary (tensor parallelism: Shoeybi et al. 1909.08053); everything else is
+whole on every device. The axes are Auto: XLA's partitioner follows the placement of parameters and
+the few constraints that models and loop state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from specjax.errors import InputError
+from specjax.fields import Instance, Whole, optional
+
+DATA, MODEL = "data", "model"
+RULES = {"batch": DATA, "heads": MODEL, "kv_heads": MODEL, "mlp": MODEL, "vocab": MODEL}
+"""The mesh axis of each logical axis; names that are not here are not split."""
+
+MESH_KIND = optional(Instance(Mesh, "use a mesh, as sharding.make_mesh gives it"))
+DEVICES = Whole(1, 1 << 20)
+"""How many devices an axis may have."""
+
+Axes = Sequence[str | None]
+
+
+def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh of data x model devices, all there are by default.
+
+    Raises InputError where the product is not the number of devices.
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    for name, size in (("data", data), ("model", model)):
+        DEVICES.check(f"mesh.{name}", size)
+    if data * model != len(devices):
+        raise InputError(
+            f"mesh.data={data}, mesh.model={model}: {data * model} devices are asked for and "
+            f"{len(devices)} are there; make data x model = {len(devices)}"
+        )
+    return jax.make_mesh(
+        (data, model), (DATA, MODEL), axis_types=(AxisType.Auto,) * 2, devices=devices
+    )
+
+
+def axis_size(mesh: Mesh | None, name: str) -> int:
+    """The number of devices along an axis; 1 without a mesh."""
+    return 1 if mesh is None else mesh.shape[name]
+
+
+def use(mesh: Mesh | None) -> contextlib.AbstractContextManager:
+    """The context in which programs for a mesh are traced; without a mesh it changes nothing."""
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+
+def partition(axes: Axes, shape: Sequence[int], mesh: Any) -> PartitionSpec:
+    """How an array with these logical axes is split; an axis that does not divide stays whole."""
+    named = [RULES.get(name) if name else None for name in axes]
+    return PartitionSpec(
+        *(
+            axis if axis is not None and size % mesh.shape[axis] == 0 else None
+            for axis, size in zip(named, shape, strict=True)
+        )
+    )
+
+
+def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
+    """The array, told to lie by its logical axes while a program for a mesh is traced."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return x
+    return lax.with_sharding_constraint(x, partition(axes, x.shape, mesh))
+
+
+def constrain_rows(tree: Any) -> Any:
+    """A tree of arrays with a batch row each in front, spread over `data` and whole otherwise."""
+
+    def rows(leaf: jax.Array) -> jax.Array:
+        return constrain(leaf, "batch", *[None] * (leaf.ndim - 1)) if leaf.ndim else leaf
+
+    return jax.tree.map(rows, tree)
+
+
+def place(array: np.ndarray, axes: Axes, mesh: Mesh | None) -> jax.Array:
+    """A host array on the devices; each process hands over the parts its own devices hold."""
+    if mesh is None:
+        return jax.numpy.asarray(array)
+    sharding = NamedSharding(mesh, partition(axes, array.shape, mesh))
+    return jax.make_array_from_callback(array.shape, sharding, lambda part: array[part])
+
+
+def place_rows(array: np.ndarray, mesh: Mesh | None) -> jax.Array:
+    """A host array with a batch row each in front, spread over `data`."""
+    return place(array, ("batch", *[None] * (array.ndim - 1)), mesh)
+
+
+def place_keys(keys: Sequence[jax.Array], mesh: Mesh | None) -> jax.Array:
+    """A batch of keys, one a row, spread over `data`."""
+    if mesh is None:
+        return jax.numpy.stack(list(keys))
+    data = place_rows(np.stack([np.asarray(jax.random.key_data(key)) for key in keys]), mesh)
+    rows = NamedSharding(mesh, partition(["batch"], data.shape[:1], mesh))
+    return jax.jit(jax.random.wrap_key_data, out_shardings=rows)(data)
+
+
+def fetch(tree: Any) -> Any:
+    """Device arrays as NumPy arrays on every process: each takes part, in the same order."""
+    if all(leaf.is_fully_addressable for leaf in jax.tree.leaves(tree)):
+        return jax.tree.map(np.asarray, tree)
+    from jax.experimental import multihost_utils
+
+    return multihost_utils.process_allgather(tree, tiled=True)
+
+
+def spread(tree: Any, mesh: Mesh | None) -> Any:
+    """The tree with every array that is not on the mesh yet put there, whole on each device."""
+    if mesh is None:
+        return tree
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array) and leaf.sharding.device_set == set(mesh.devices.flat):
+            return leaf
+        return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
+
+    return jax.tree.map(move, tree)

@@ -1,0 +1,211 @@
+"""What vLLM users write as `--speculative-config`, as a drafter and options of `generate`.
+
+Names and defaults are those of vLLM 0.32 (`vllm/config/speculative.py`), also where a drafter of
+ours has others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specjax.drafters import Drafter, make_drafter
+from specjax.drafters.trained import head_drafter
+from specjax.errors import InputError, one_line
+from specjax.loading.checkpoint_directory import is_checkpoint
+from specjax.loading.head_formats import read_foreign
+from specjax.loading.heads.find_head import holds_head
+from specjax.loading.heads.head import read_head
+from specjax.loading.model import Model
+
+METHODS = ("ngram", "draft_model", "medusa", "eagle", "eagle3")
+_OTHER_METHODS = ("mtp", "suffix", "dflash", "dspark", "ngram_gpu", "mlp_speculator")
+_NGRAM_MODELS = ("ngram", "[ngram]")
+_RULES = {"standard": "rejection", "block": "block"}
+_SAMPLE_METHODS = ("greedy", "probabilistic")
+_KEYS = (
+    "method",
+    "model",
+    "num_speculative_tokens",
+    "num_speculative_tokens_per_batch_size",
+    "prompt_lookup_max",
+    "prompt_lookup_min",
+    "rejection_sample_method",
+    "draft_sample_method",
+)
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention_backend": ("auto",),
+    "code_revision": (),
+    "disable_eagle_block_drop": (False,),
+    "disable_padded_drafter_batch": (False,),
+    "draft_load_config": (),
+    "draft_tensor_parallel_size": (1,),
+    "dspark_draft_topk": (),
+    "enable_adaptive_verification": (False,),
+    "enforce_eager": (False,),
+    "index_share_for_mtp_iteration": (),
+    "kv_cache_dtype": ("auto",),
+    "max_model_len": (),
+    "moe_backend": ("auto",),
+    "parallel_drafting": (False,),
+    "quantization": (),
+    "revision": (),
+    "suffix_decoding_max_cached_requests": (10000,),
+    "suffix_decoding_max_spec_factor": (1.0,),
+    "suffix_decoding_max_tree_depth": (24,),
+    "suffix_decoding_min_token_prob": (0.1,),
+    "synthetic_acceptance_length": (),
+    "synthetic_acceptance_rates": (),
+    "use_heterogeneous_vocab": (False,),
+    "use_local_argmax_reduction": (False,),
+}
+"""vLLM's other keys, each with the values (null is one) that ask for nothing."""
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """A drafter, and how `generate` is to use it: `generate(target, prompts, **asked.options)`."""
+
+    drafter: Drafter
+    num_speculative_tokens: int
+    num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...]
+    verify: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of `generate` and `stream`."""
+        names = [entry.name for entry in dataclasses.fields(self)]
+        return {name: getattr(self, name) for name in names}
+
+
+def from_vllm_speculative_config(config: Mapping[str, Any] | str, target: Model) -> Speculation:
+    """The drafter and options of `generate` that a vLLM speculative config asks for.
+
+    `config` is a dict or its JSON. Methods are `METHODS`; `model` is a directory that specjax wrote
+    or one in a layout of `loading.head_formats`, and for draft_model anything `load_model` takes.
+    As in vLLM, drafts are greedy unless `draft_sample_method` says otherwise. Raises InputError,
+    by name, for keys and values that are unknown, unsupported or do not fit the method.
+    """
+    given = _parse(config)
+    method = _method(given)
+    length = _whole(given, "num_speculative_tokens")
+    if length is None:
+        raise _fail(given, "num_speculative_tokens", "is needed")
+    schedule = _schedule(given)
+    rule = given.get("rejection_sample_method") or "standard"
+    if rule not in _RULES:
+        hint = "; for given acceptance rates there is the drafter 'simulated'"
+        remedy = f"use {' or '.join(_RULES)}{hint if rule == 'synthetic' else ''}"
+        raise _fail(given, "rejection_sample_method", remedy)
+    sample = given.get("draft_sample_method") or "greedy"
+    if sample not in _SAMPLE_METHODS:
+        raise _fail(given, "draft_sample_method", f"use {' or '.join(_SAMPLE_METHODS)}")
+    if method == "ngram":
+        drafter = _ngram(given, target)
+    else:
+        drafter = _with_model(given, method, sample, target)
+    drafter = dataclasses.replace(drafter, num_speculative_tokens=length)
+    return Speculation(drafter, length, schedule, _RULES[rule])
+
+
+def _parse(config: Mapping[str, Any] | str) -> dict[str, Any]:
+    """The keys that ask for something."""
+    if isinstance(config, str):
+        try:
+            config = json.loads(config)
+        except ValueError as error:
+            raise InputError(f"speculative_config: not valid JSON ({one_line(error)})") from None
+    if not isinstance(config, Mapping):
+        raise InputError(f"speculative_config={config!r:.60}: must be a JSON object")
+    for key, value in config.items():
+        if key in _NEUTRAL:
+            if value is not None and value not in _NEUTRAL[key]:
+                raise _fail(config, key, "is not supported; leave it out")
+        elif key not in _KEYS:
+            near = difflib.get_close_matches(str(key), _KEYS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"use {', '.join(_KEYS)}"
+            raise _fail(config, key, f"is unknown: {hint}")
+    return {key: value for key, value in config.items() if key in _KEYS and value is not None}
+
+
+def _fail(config: Mapping[str, Any], key: str, remedy: str) -> InputError:
+    return InputError(f"speculative_config.{key}={config.get(key)!r:.80}: {remedy}")
+
+
+def _whole(given: dict[str, Any], key: str) -> int | None:
+    value = given.get(key)
+    if value is not None and (type(value) is not int or value < 1):
+        raise _fail(given, key, "use a whole number of at least 1")
+    return value
+
+
+def _method(given: dict[str, Any]) -> str:
+    """The method asked for; as in vLLM one may leave it out where the model tells."""
+    method, model = given.get("method"), given.get("model")
+    if method is None:
+        if model is None:
+            raise _fail(given, "method", f"is needed; use {', '.join(METHODS)}")
+        if model in _NGRAM_MODELS:
+            return "ngram"
+        raise _fail(given, "method", f"is needed for a model; use {', '.join(METHODS[1:])}")
+    if method in _NGRAM_MODELS:
+        return "ngram"
+    if method not in METHODS:
+        known = "is not supported" if method in _OTHER_METHODS else "is unknown"
+        raise _fail(given, "method", f"{known}; use {', '.join(METHODS)}")
+    return method
+
+
+def _schedule(given: dict[str, Any]) -> tuple[tuple[int, int, int], ...]:
+    key = "num_speculative_tokens_per_batch_size"
+    entries = given.get(key, [])
+    if not isinstance(entries, list | tuple) or not all(
+        isinstance(entry, list | tuple)
+        and len(entry) == 3
+        and all(type(value) is int for value in entry)
+        for entry in entries
+    ):
+        raise _fail(given, key, "use a list of [low, high, k]")
+    return tuple(tuple(entry) for entry in entries)
+
+
+def _ngram(given: dict[str, Any], target: Model) -> Drafter:
+    """As in vLLM, the earliest of the longest matches counts, and bounds not given are 5."""
+    if given.get("model", "ngram") not in _NGRAM_MODELS:
+        raise _fail(given, "model", "ngram takes no model; leave it out")
+    if given.get("draft_sample_method", "greedy") != "greedy":
+        raise _fail(given, "draft_sample_method", "ngram has no law to draw from; leave it out")
+    high, low = _whole(given, "prompt_lookup_max"), _whole(given, "prompt_lookup_min")
+    return make_drafter(
+        "ngram",
+        target,
+        prompt_lookup_max=high or low or 5,
+        prompt_lookup_min=low or high or 5,
+        match="earliest",
+    )
+
+
+def _with_model(given: dict[str, Any], method: str, sample: str, target: Model) -> Drafter:
+    for key in ("prompt_lookup_max", "prompt_lookup_min"):
+        if key in given:
+            raise _fail(given, key, f"{method} does not take it; leave it out")
+    model = given.get("model")
+    if not isinstance(model, str) or not model:
+        raise _fail(given, "model", f"{method} needs a directory or a name")
+    path = Path(model).expanduser()
+    if method == "draft_model" and not holds_head(path):
+        return make_drafter(method, target, path=model, draft_sample_method=sample)
+    if not path.is_dir():
+        raise _fail(given, "model", "no such directory; download the head and give its folder")
+    if is_checkpoint(path):
+        head = read_head(path, target.mesh)
+    else:
+        head = read_foreign(path, target, layer_ids="input")
+    if head.kind != method:
+        raise _fail(given, "method", f"{model} is a head of the kind {head.kind}")
+    return head_drafter(head, target, draft_sample_method=sample)

@@ -1,0 +1,372 @@
+"""Folders that specjax makes: what each holds, which files are ours, whether they changed.
+
+A small JSON file in a folder, `MARKER`, says that specjax made it and what it holds. A run's folder
+gets it before anything else is written there (`claim`). A finished folder, such as a saved model,
+gets it last (`seal`), with the size and SHA-256 of every file: without it the folder is unfinished
+or was not copied whole. Files that no marker lists are never replaced and never deleted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+from specjax.errors import InputError, one_line, shown
+from specjax.files import text_files
+from specjax.files.json_files import read_json_file
+
+Kind = Literal[
+    "model",
+    "head",
+    "drafter",
+    "dataset",
+    "features",
+    "answers",
+    "training run",
+    "recipe",
+    "report",
+    "corpus",
+]
+
+MARKER = "specjax_folder.json"
+LOCK = "specjax.lock"
+"""The file that `distributed.folder_lock` locks; it may stay after its process has ended."""
+
+_FORMAT = 1
+_TEMPORARY = re.compile(r"\.specjax-.+\.tmp")
+"""What `text_files.write_text` leaves where it is killed."""
+_REMEDY = "give a new or empty folder"
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is recorded of a file: its size in bytes and its SHA-256."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Marker:
+    """What a folder holds; `files` by their relative paths, None where it may still change."""
+
+    kind: str
+    files: dict[str, Record] | None
+
+
+def read_marker(folder: Path) -> Marker | None:
+    """The marker of a folder, None where there is none; raises InputError for a damaged one."""
+    file = folder / MARKER
+    if not file.is_file():
+        return None
+    content = read_json_file(file, "copy the folder again, whole")
+    version = content.get("specjax_folder") if isinstance(content, dict) else None
+    if type(version) is int and version != _FORMAT:
+        raise InputError(
+            f"{file}: format {shown(version)}, and only {_FORMAT} is known; use the version of "
+            "specjax that wrote it"
+        )
+    kind = content.get("kind") if version is not None else None
+    if not isinstance(kind, str):
+        raise InputError(f"{file}: not what specjax writes; copy the folder again, whole")
+    files = content.get("files")
+    return Marker(kind, None if files is None else _records(file, files))
+
+
+def check_claimable(folder: Path, kind: Kind, where: str) -> None:
+    """Raise InputError unless a folder is new, empty, or of an earlier run of this kind.
+
+    `where` begins the message: the field that named the folder, with its value.
+    """
+    if not folder.exists():
+        return
+    check_is_folder(folder, where)
+    marker = read_marker(folder)
+    if marker is None:
+        if found := _first_foreign(folder, {}):
+            raise InputError(f"{where}: holds {found!r}, and no {kind} of specjax; {_REMEDY}")
+    elif marker.kind != kind or marker.files is not None:
+        raise _another_kind(where, marker, kind)
+
+
+def claim(folder: Path, kind: Kind, where: str) -> None:
+    """Make a folder that of a run, before anything else is written there.
+
+    Temporary files that a killed process left are deleted: the run is to hold the folder's lock.
+    Raises InputError as `check_claimable` does, and where the folder cannot be written.
+    """
+    check_claimable(folder, kind, where)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        delete_temporary(folder)
+        if read_marker(folder) is None:
+            write_marker(folder, Marker(kind, None))
+    except OSError as error:
+        raise unwritable(where, error) from None
+
+
+def seal(folder: Path, kind: Kind) -> None:
+    """Record all files of a finished folder, which is complete from then on; raises OSError."""
+    names = [name for name in _contents(folder) if not name.endswith("/")]
+    with _hashing(len(names)) as pool:
+        records = list(pool.map(record_of, [folder / name for name in names]))
+    write_marker(folder, Marker(kind, dict(zip(names, records, strict=True))))
+
+
+def find_damage(folder: Path, marker: Marker, share: tuple[int, int] | None = (0, 1)) -> str | None:
+    """What is wrong with the files that a marker lists, in words that name the file; None: nothing.
+
+    `share` is (i, n) to read the i-th of n parts of the files, None to compare sizes alone.
+    """
+    files = marker.files or {}
+    for name, record in files.items():
+        try:
+            size = (folder / name).stat().st_size
+        except OSError as error:
+            return f"{name}: {(error.strerror or str(error)).lower()}"
+        if size != record.bytes:
+            return f"{name} has {size} bytes, {record.bytes} were written"
+    if share is None:
+        return None
+    # The largest first, dealt out in turns, so that the parts take similar times.
+    names = sorted(files, key=lambda name: (-files[name].bytes, name))[share[0] :: share[1]]
+    try:
+        with _hashing(len(names)) as pool:
+            found = list(pool.map(record_of, [folder / name for name in names]))
+    except OSError as error:
+        return f"{error.filename}: {error.strerror or error}"
+    for name, record in zip(names, found, strict=True):
+        if record.sha256 != files[name].sha256:
+            return f"{name} is not as it was written: its SHA-256 differs"
+    return None
+
+
+def verify(folder: Path, kinds: tuple[Kind, ...], written_by_us: bool) -> None:
+    """Raise InputError, naming the file, where a folder is not what specjax saved there.
+
+    A folder without a marker is somebody else's and passes, unless its files say that specjax wrote
+    them. Each process reads all files: the folder may be on a disk of its own.
+    """
+    marker = read_marker(folder)
+    if marker is None or marker.kind not in kinds or marker.files is None:
+        if not written_by_us:
+            return
+        raise InputError(
+            f"{folder}: specjax wrote its weights, and {MARKER}, which it writes last, is missing "
+            "or of another folder; copy the folder again, whole, or save again"
+        )
+    if damage := find_damage(folder, marker):
+        raise InputError(f"{folder}: {damage}; copy it again or save again")
+
+
+def check_replaceable(folder: Path, kind: Kind | None, where: str) -> None:
+    """Raise InputError unless a folder is new, empty, or sealed with nothing else in it.
+
+    It must be of that kind, if one is given. The message names a file that specjax has not written.
+    """
+    if not folder.exists():
+        return
+    check_is_folder(folder, where)
+    marker = read_marker(folder)
+    files = {} if marker is None or marker.files is None else marker.files
+    if marker is not None and (marker.files is None or kind not in (None, marker.kind)):
+        raise _another_kind(where, marker, kind)
+    if found := _first_foreign(folder, files):
+        raise InputError(
+            f"{where}: holds {found!r}, which specjax has no record of writing; move it away, or "
+            f"{_REMEDY}"
+        )
+
+
+def delete(folder: Path) -> None:
+    """Delete what a sealed folder's marker lists, and the folder if nothing else is in it.
+
+    Nothing else is touched, and a folder without a marker stays as it is. Raises InputError as
+    `read_marker` does.
+    """
+    marker = read_marker(folder)
+    if marker is None or marker.files is None:
+        return
+    inside = {parent for name in marker.files for parent in PurePosixPath(name).parents}
+    ours = [*marker.files, *(name for name in os.listdir(folder) if _TEMPORARY.fullmatch(name))]
+    # The marker last: what is left after an interruption is still known to be ours.
+    for name in (*ours, MARKER):
+        with suppress(OSError):
+            (folder / name).unlink()
+    for one in sorted(inside, key=lambda path: -len(path.parts)):
+        with suppress(OSError):
+            (folder / one).rmdir()
+
+
+def write_folder(
+    folder: Path,
+    kind: Kind,
+    write: Callable[[Path], None],
+    *,
+    check: Callable[[Path], None] | None = None,
+) -> None:
+    """Write a folder whole or not at all; an earlier one of this kind is replaced.
+
+    `write` fills a new folder beside it. That is sealed, shown to `check`, which raises where it is
+    not right, and takes the earlier one's place. Raises InputError as `check_replaceable` does, and
+    where the disk refuses; what was there before is then still there.
+    """
+    folder = folder.resolve()
+    where = str(folder)
+    check_replaceable(folder, kind, where)
+    part, earlier = _beside(folder, "part"), _beside(folder, "earlier")
+    try:
+        _tidy(folder)
+        part.mkdir(parents=True)
+        write(part)
+        seal(part, kind)
+        if check is not None:
+            check(part)
+        check_replaceable(folder, kind, where)  # `write` may have taken hours
+        if read_marker(folder) is not None:
+            folder.rename(earlier)
+        elif folder.exists():
+            delete_temporary(folder)
+            (folder / LOCK).unlink(missing_ok=True)
+        part.rename(folder)
+        delete(earlier)
+    except OSError as error:
+        raise unwritable(where, error) from None
+    finally:
+        if earlier.exists() and not folder.exists():
+            earlier.rename(folder)
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def delete_temporary(folder: Path) -> None:
+    """Delete the temporary files that killed processes left in a folder; raises OSError."""
+    for name in os.listdir(folder):
+        if _TEMPORARY.fullmatch(name):
+            (folder / name).unlink()
+
+
+def unwritable(where: str, error: OSError) -> InputError:
+    """The error for a folder that the disk does not take."""
+    reason = error.strerror or one_line(error)
+    return InputError(f"{where}: cannot be written ({reason}); make room or write elsewhere")
+
+
+def _another_kind(where: str, marker: Marker, wanted: Kind | None) -> InputError:
+    return InputError(
+        f"{where}: is a folder of specjax for: {marker.kind}, not {wanted}; {_REMEDY}"
+    )
+
+
+def _records(file: Path, files: Any) -> dict[str, Record]:
+    """The files of a marker, none of which may lie outside its folder."""
+    found: dict[str, Record] = {}
+    for name, record in files.items() if isinstance(files, dict) else ():
+        path = PurePosixPath(name)
+        plain = name and "\0" not in name and not path.is_absolute() and ".." not in path.parts
+        fields = record if isinstance(record, dict) else {}
+        size, digest = fields.get("bytes"), fields.get("sha256")
+        if not plain or type(size) is not int or not isinstance(digest, str):
+            raise InputError(
+                f"{file}: {shown(name)} is not listed as specjax lists files; copy the folder "
+                "again, whole"
+            )
+        found[name] = Record(size, digest)
+    if not isinstance(files, dict):
+        raise InputError(f"{file}: lists no files; copy the folder again, whole")
+    return found
+
+
+def record_of(file: Path) -> Record:
+    """What a marker says of a file as it is now; raises OSError."""
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        return Record(os.fstat(opened.fileno()).st_size, digest)
+
+
+def _hashing(files: int) -> ThreadPoolExecutor:
+    # Hashing lets other threads run.
+    return ThreadPoolExecutor(max(1, min(files, os.cpu_count() or 1, 8)))
+
+
+def write_marker(folder: Path, marker: Marker) -> None:
+    """Replace a folder's marker; raises OSError."""
+    content: dict[str, Any] = {"specjax_folder": _FORMAT, "kind": marker.kind}
+    if marker.files is not None:
+        content["files"] = {name: asdict(record) for name, record in marker.files.items()}
+    text_files.write_text(folder / MARKER, json.dumps(content, indent=1, sort_keys=True) + "\n")
+
+
+def check_is_folder(folder: Path, where: str) -> None:
+    """Raise InputError for a file where a folder is to be."""
+    if not folder.is_dir():
+        raise InputError(f"{where}: is a file; {_REMEDY}")
+
+
+def _contents(folder: Path) -> Iterator[str]:
+    """All files below a folder, and folders that are empty, with a slash; not marker and lock."""
+    for root, folders, files in os.walk(folder, onerror=_raise):
+        here = Path(root).relative_to(folder)
+        folders.sort()
+        links = [name for name in folders if (Path(root) / name).is_symlink()]
+        if not folders and not files and Path(root) != folder:
+            yield f"{here.as_posix()}/"
+        for one in sorted((*files, *links)):
+            name = (here / one).as_posix()
+            if name not in (MARKER, LOCK) and not _TEMPORARY.fullmatch(name):
+                yield name
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _first_foreign(folder: Path, files: dict[str, Record]) -> str | None:
+    """The first entry that is not listed."""
+    try:
+        return next((name for name in _contents(folder) if name not in files), None)
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be read ({error.strerror or error})") from None
+
+
+def _beside(folder: Path, what: str) -> Path:
+    return folder.with_name(f".{folder.name}.{socket.gethostname()}-{os.getpid()}.{what}")
+
+
+def _tidy(folder: Path) -> None:
+    """Clear away what a killed `write_folder` of this machine left beside a folder."""
+    name = re.escape(f".{folder.name}.{socket.gethostname()}-")
+    left = re.compile(rf"{name}(\d+)\.(part|earlier)")
+    for path in list(folder.parent.iterdir()) if folder.parent.is_dir() else []:
+        match = left.fullmatch(path.name)
+        if match is None or _runs(int(match[1])):
+            continue
+        if match[2] == "part":
+            shutil.rmtree(path, ignore_errors=True)
+        elif folder.exists():
+            with suppress(InputError):
+                delete(path)
+        else:
+            path.rename(folder)
+
+
+def _runs(process: int) -> bool:
+    """Whether another process of this machine has that number."""
+    if process == os.getpid():
+        return False
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return True

@@ -1,0 +1,130 @@
+"""Paths that users name: the one place where a text becomes a path.
+
+Each function takes the name of the field that held the text, and raises InputError naming field,
+value and remedy for a path that cannot be what the field asks for. Nothing is created or written.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from specjax.errors import InputError, shown
+
+_DEVICES = ("/dev", "/proc", "/sys")
+"""Below these a name stands for a device or a process, also where it looks like a file."""
+
+
+def user_path(field: str, value: str | os.PathLike[str]) -> Path:
+    """The absolute path that a text means, `~` expanded; it need not exist.
+
+    Raises InputError for what no path can be: empty, too long, with a NUL, `~` of an unknown user,
+    below something that is a file, or in a folder that may not be entered.
+    """
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(text, str):
+        raise InputError(f"{field}={shown(value)}: use a path")
+    if not text.strip():
+        raise InputError(f"{field}={text!r} is empty: name a file or a folder")
+    if "\0" in text:
+        raise InputError(f"{field}={shown(text, 200)}: a path holds no NUL; write it without")
+    try:
+        path = Path(text).expanduser().absolute()
+    except (RuntimeError, OSError) as error:  # a user, or a working directory, that is not there
+        raise InputError(
+            f"{field}={shown(text, 200)}: {str(error).rstrip('.')}; write the path in full"
+        ) from None
+    _status(field, text, path)
+    return path
+
+
+def input_file(field: str, value: str | os.PathLike[str]) -> Path:
+    """The path of a file that can be read; raises InputError where there is none."""
+    path = user_path(field, value)
+    status = _status(field, value, path)
+    if status is None:
+        raise _refusal(field, value, ": no such file; check the path")
+    if stat.S_ISDIR(status.st_mode):
+        raise _refusal(field, value, " is a folder: name a file in it")
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISFIFO(status.st_mode):
+        raise _refusal(field, value, " is a device: name a file")
+    if not os.access(path, os.R_OK):
+        raise _refusal(field, value, ": you may not read it; change its permissions")
+    return path
+
+
+def input_folder(field: str, value: str | os.PathLike[str]) -> Path:
+    """The path of a folder that can be listed; raises InputError where there is none."""
+    path = user_path(field, value)
+    status = _status(field, value, path)
+    if status is None:
+        raise _refusal(field, value, ": no such folder; check the path")
+    if not stat.S_ISDIR(status.st_mode):
+        raise _refusal(field, value, " is a file: name a folder")
+    if not os.access(path, os.R_OK | os.X_OK):
+        raise _refusal(field, value, ": you may not read it; change its permissions")
+    return path
+
+
+def output_file(field: str, value: str | os.PathLike[str]) -> Path:
+    """The path of a regular file, there or not, in a folder that is there and may be written to.
+
+    Links are followed. Raises InputError for folders, devices, pipes, and whatever else must not
+    be replaced by a file.
+    """
+    path = user_path(field, value)
+    if any(path.is_relative_to(folder) for folder in _DEVICES):
+        raise _refusal(field, value, " is a device: name a file")
+    status = _status(field, value, path)
+    if status is not None and stat.S_ISDIR(status.st_mode):
+        raise _refusal(field, value, " is a folder: name a file in it")
+    if status is not None and not stat.S_ISREG(status.st_mode):
+        raise _refusal(field, value, " is no regular file: name another")
+    path = path.resolve()
+    if not path.parent.is_dir():
+        raise _refusal(field, value, ": its folder does not exist; make it first")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise _refusal(field, value, ": its folder may not be written to; choose another one")
+    return path
+
+
+def output_folder(field: str, value: str | os.PathLike[str]) -> Path:
+    """The path of a folder that is there, or that can be made; who owns it: `folders`."""
+    path = user_path(field, value)
+    status = _status(field, value, path)
+    if status is not None and not stat.S_ISDIR(status.st_mode):
+        raise _refusal(field, value, " is a file: name a folder")
+    there = next(one for one in (path, *path.parents) if one.exists())
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise _refusal(field, value, f": {there} may not be written to; choose another folder")
+    return path
+
+
+def cache_folder(part: str) -> Path:
+    """The folder of one of specjax's caches, under XDG_CACHE_HOME or ~/.cache; as `output_folder`.
+
+    It need not exist.
+    """
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return output_folder("XDG_CACHE_HOME", f"{home}/specjax/{part}")
+
+
+def _status(field: str, value: str | os.PathLike[str], path: Path) -> os.stat_result | None:
+    """What is there, links followed; None where nothing is."""
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return None
+    except NotADirectoryError:
+        raise _refusal(
+            field, value, ": a part of it is a file, not a folder; check the path"
+        ) from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise _refusal(field, value, f": {reason}; use another path") from None
+
+
+def _refusal(field: str, value: str | os.PathLike[str], what: str) -> InputError:
+    # Of a path the end tells more than the beginning, so there is room for it.
+    return InputError(f"{field}={shown(str(value), 200)}{what}")

@@ -1,0 +1,75 @@
+"""Files written into a folder that the user names, where they may replace none but their own.
+
+The folder's marker (`specjax.files.folders`) lists what was written; other files stay beside it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from specjax.errors import InputError
+from specjax.files import folders
+from specjax.files.folders import Kind, Marker, Record
+from specjax.files.text_files import write_text
+
+_ANNOUNCED = Record(-1, "")
+"""Of a file that is being written: one that a kill leaves behind is then known to be ours."""
+
+
+class WrittenFiles:
+    """The files of one kind in a folder; `field` names what held the folder's path.
+
+    Raises InputError for a folder whose marker is of another kind.
+    """
+
+    def __init__(self, field: str, folder: Path, kind: Kind) -> None:
+        self.folder, self._said, self._kind = folder, f"{field}={str(folder)!r}", kind
+        marker = folders.read_marker(folder)
+        if marker is not None and marker.kind != kind:
+            raise InputError(
+                f"{self._said} holds a {marker.kind}, not a {kind}; name another folder"
+            )
+        self._records = {} if marker is None else dict(marker.files or {})
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raise InputError where a file of such a name is there that was not written from here."""
+        for name in names:
+            path = self.folder / name
+            if not os.path.lexists(path):
+                continue
+            if name not in self._records or path.is_symlink() or not path.is_file():
+                why = f"was not written as part of a {self._kind}"
+            elif self._records[name] in (_ANNOUNCED, folders.record_of(path)):
+                continue
+            else:
+                why = "was changed since it was written"
+            raise InputError(
+                f"{self._said}: {name} there {why}, and would be replaced; move it, or name "
+                "another folder"
+            )
+
+    def write(self, name: str, text: str) -> Path:
+        """Write a text file; as `check`, and raises OSError where it cannot be written."""
+        self._announce(name)
+        write_text(self.folder / name, text)
+        return self._listed(name)
+
+    def move(self, file: Path) -> Path:
+        """Move a file here from a folder on the same disk; as `write`."""
+        self._announce(file.name)
+        os.replace(file, self.folder / file.name)
+        return self._listed(file.name)
+
+    def _announce(self, name: str) -> None:
+        self.check([name])
+        self._list(name, _ANNOUNCED)
+
+    def _listed(self, name: str) -> Path:
+        self._list(name, folders.record_of(self.folder / name))
+        return self.folder / name
+
+    def _list(self, name: str, record: Record) -> None:
+        self._records[name] = record
+        folders.write_marker(self.folder, Marker(self._kind, self._records))

@@ -1,1 +1,0 @@
-"""Trained drafters: their format, those that come with specjax, and drafters made of them."""

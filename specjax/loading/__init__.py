@@ -1,0 +1,1 @@
+"""Models, heads and tokenizers: loaded, saved, found by name."""

@@ -1,0 +1,235 @@
+"""Checkpoints of models and drafters, with all that is needed to use them again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from specjax.distributed import processes
+from specjax.distributed.sharding import MESH_KIND
+from specjax.errors import InputError
+from specjax.fields import Flag, Instance
+from specjax.files.paths import output_folder, user_path
+from specjax.loading import checkpoint_directory as disk
+from specjax.loading import model_metadata as model_facts
+from specjax.loading.formats import build_parameters, parameter_names
+from specjax.loading.model import MODEL_KIND, Model
+from specjax.loading.tokenizers.tokenizer import Tokenizer
+from specjax.models.config import DecoderConfig
+
+_DTYPES = ("float32", "bfloat16", "float16")
+_MODEL_FACTS = {"config": dict, "dtype": str, "scan_layers": bool, "tokenizer": dict | None}
+
+
+def save_checkpoint(model: Model, directory: str | Path, *, overwrite: bool = False) -> None:
+    """Write a model with its config and tokenizer, whole or not at all, for `load_model`.
+
+    Every process makes the call. Raises InputError where the directory holds a checkpoint already
+    (unless `overwrite`) or anything else, or cannot be written: what it held is then still there.
+    """
+    MODEL_KIND.check("model", model)
+    path = _writable(directory, overwrite)
+    dtype, scan_layers = np.dtype(model.dtype), model.form.scan_layers
+    _compare(path, disk.shapes(model.params), _arrays(model.config, dtype, scan_layers))
+    facts = {
+        "config": model_facts.config_facts(model.config),
+        "dtype": dtype.name,
+        "scan_layers": scan_layers,
+        "tokenizer": model.tokenizer and model_facts.tokenizer_facts(model.tokenizer),
+    }
+    disk.save(path, "model", model.params, facts, overwrite)
+
+
+def read_model(
+    directory: Path,
+    dtype: np.dtype,
+    mesh: Mesh | None = None,
+    shards: int = 1,
+    scan_layers: bool = True,
+) -> tuple[DecoderConfig, Tokenizer | None, dict[str, Any]]:
+    """The parts of a saved model, each device reading its own part of each parameter.
+
+    Every process makes the call. Layers are stacked or apart as `scan_layers` says, however they
+    were saved. Raises InputError for a checkpoint that is damaged, not a model's, or does not fit
+    its config, and for a mesh that does not fit the model.
+    """
+    path = user_path("directory", directory)
+
+    def look() -> tuple[disk.Found, DecoderConfig, Tokenizer | None]:
+        found, config, tokenizer = _look_at_model(path)
+        if mesh is not None:
+            build_parameters.check_shards(config, shards)
+        return found, config, tokenizer
+
+    found, config, tokenizer = processes.together(look)
+    disk.verify(found)
+    stacked = found.facts["scan_layers"]
+    params = disk.restore(found, _placed_arrays(config, dtype, mesh, shards, stacked))
+    if stacked != scan_layers:
+        wanted = _placed_arrays(config, dtype, mesh, shards, scan_layers)
+        params["layers"] = (_split if stacked else _stack)(params["layers"], wanted["layers"])
+    return config, tokenizer, params
+
+
+def save_drafter(
+    directory: str | Path,
+    params: Mapping[str, Any],
+    facts: Mapping[str, Any],
+    *,
+    overwrite: bool = False,
+) -> None:
+    """Write a drafter's nested dict of arrays, and JSON-ready facts about it, for `load_drafter`.
+
+    Every process makes the call. Raises InputError as `save_checkpoint` does, and for names with
+    dots, leaves that are not arrays of numbers, and facts that JSON does not know.
+    """
+    path = _writable(directory, overwrite)
+    for name, value in (("params", params), ("facts", facts)):
+        Instance(Mapping, "use a dict").check(name, value)
+    disk.save(path, "drafter", dict(params), dict(facts), overwrite)
+
+
+def load_drafter(
+    directory: str | Path, mesh: Mesh | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The params and facts of `save_drafter`; on a mesh the arrays are whole on each device.
+
+    Every process makes the call. Tuples in the facts come back as lists. Raises InputError for a
+    directory that is not an intact checkpoint of a drafter.
+    """
+    MESH_KIND.check("mesh", mesh)
+    path = user_path("directory", directory)
+    found = processes.together(lambda: disk.look(path, "drafter"))
+    disk.verify(found)
+    place = _default_device() if mesh is None else NamedSharding(mesh, PartitionSpec())
+    return disk.restore(found, _all_placed(found.arrays, place)), found.facts
+
+
+def _look_at_model(path: Path) -> tuple[disk.Found, DecoderConfig, Tokenizer | None]:
+    """What a checkpoint says about its model, after a comparison with the arrays it lists."""
+    found = disk.look(path, "model")
+    facts = model_facts.check_fields("facts", found.facts, _MODEL_FACTS)
+    config, tokenizer = model_facts.read_config(facts["config"]), None
+    if facts["tokenizer"] is not None:
+        tokenizer = model_facts.read_tokenizer(facts["tokenizer"])
+        if tokenizer.vocab_size > config.vocab_size:
+            raise InputError(
+                f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, the model "
+                f"{config.vocab_size}; save the model with its own tokenizer"
+            )
+    if facts["dtype"] not in _DTYPES:
+        raise InputError(
+            f"{path}: dtype={facts['dtype']!r:.40}: use a checkpoint in {', '.join(_DTYPES)}"
+        )
+    # Layers that lie apart have entries of their own, so that their number has to be bounded first.
+    if not facts["scan_layers"] and config.num_layers > len(jax.tree.leaves(found.arrays)):
+        raise InputError(
+            f"{path}: the config asks for {config.num_layers} layers, which are not there; "
+            "take parameters and config from one model"
+        )
+    stored = np.dtype(jnp.dtype(facts["dtype"]))
+    _compare(path, found.arrays, _arrays(config, stored, facts["scan_layers"]))
+    return found, config, tokenizer
+
+
+def _writable(directory: str | Path, overwrite: bool) -> Path:
+    Flag().check("overwrite", overwrite)
+    return output_folder("directory", directory)
+
+
+def _arrays(config: DecoderConfig, dtype: np.dtype, scan_layers: bool) -> dict[str, Any]:
+    """The parameters of a decoder as shapes."""
+    return jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, dtype),
+        parameter_names.param_shapes(config, scan_layers),
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
+
+
+def _placed_arrays(
+    config: DecoderConfig, dtype: np.dtype, mesh: Mesh | None, shards: int, scan_layers: bool
+) -> dict[str, Any]:
+    """Likewise, each with its sharding."""
+    arrays = _arrays(config, dtype, scan_layers)
+    if mesh is None:
+        return _all_placed(arrays, _default_device())
+    places = build_parameters.parameter_shardings(config, mesh, shards, scan_layers)
+    return jax.tree.map(_placed, arrays, places)
+
+
+def _default_device() -> Sharding:
+    return jnp.zeros(()).sharding
+
+
+def _placed(leaf: jax.ShapeDtypeStruct, place: Sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+
+
+def _all_placed(tree: Any, place: Sharding) -> Any:
+    return jax.tree.map(lambda leaf: _placed(leaf, place), tree)
+
+
+def _stack(layers: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
+    """Layers that lie apart as one array a parameter; `layers` is emptied, to free them early."""
+    targets, tree = jax.tree.flatten(wanted)
+    rows = [jax.tree.leaves(layers.pop(name)) for name in sorted(layers, key=int)]
+    stacked = []
+    for target in targets:
+        stack = jax.jit(lambda *parts: jnp.stack(parts), out_shardings=target.sharding)
+        stacked.append(stack(*(row.pop(0) for row in rows)))
+    return jax.tree.unflatten(tree, stacked)
+
+
+def _split(layers: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `_stack`."""
+    leaves, tree = jax.tree.flatten(layers)
+    layers.clear()
+    rows: dict[str, list[jax.Array]] = {name: [] for name in sorted(wanted, key=int)}
+    for target in jax.tree.leaves(wanted["0"]):
+        take = jax.jit(_layer, out_shardings=target.sharding)
+        whole = leaves.pop(0)
+        for index, row in enumerate(rows.values()):
+            row.append(take(whole, np.int32(index)))
+    return {name: jax.tree.unflatten(tree, row) for name, row in rows.items()}
+
+
+def _layer(whole: jax.Array, index: jax.Array) -> jax.Array:
+    return lax.dynamic_index_in_dim(whole, index, keepdims=False)
+
+
+def _compare(path: Path, found: Any, wanted: Any) -> None:
+    """Raise InputError listing the arrays that are missing, unexpected or of another shape."""
+    have, want = _described(found), _described(wanted)
+    problems = {
+        "missing": [name for name in want if name not in have],
+        "unexpected": [name for name in have if name not in want],
+        "another shape": [
+            f"{name} {have[name]}, not {want[name]}"
+            for name in want
+            if name in have and have[name] != want[name]
+        ],
+    }
+    if any(problems.values()):
+        told = "; ".join(f"{label}: {_some(names)}" for label, names in problems.items() if names)
+        raise InputError(
+            f"{path}: the parameters do not fit the config ({told}); take both from one model"
+        )
+
+
+def _described(tree: Any) -> dict[str, str]:
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): f"{leaf.dtype}{list(leaf.shape)}"
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    }
+
+
+def _some(names: list[str], limit: int = 8) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

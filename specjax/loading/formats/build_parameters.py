@@ -1,0 +1,159 @@
+"""Parameters on their way from a file to the devices, a tensor at a time."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from specjax.distributed import sharding
+from specjax.errors import InputError
+from specjax.loading.formats import parameter_names
+from specjax.models.config import DecoderConfig
+from specjax.models.decoder import parameter_table
+
+Fill = Callable[[parameter_names.Place, np.ndarray], None]
+"""Writes one tensor's values into a host array of the tree's shape (`Place.shape`)."""
+
+_THREADS = 2
+
+
+def check_shards(config: DecoderConfig, shards: int) -> None:
+    """Raise InputError unless heads and MLP can be split over that many devices."""
+
+    def fits(count: int) -> bool:
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        grouped = kv_heads % count == 0 or count % kv_heads == 0
+        return heads % count == 0 and grouped and config.intermediate_size % count == 0
+
+    if not fits(shards):
+        good = [str(count) for count in range(1, config.num_heads + 1) if fits(count)]
+        raise InputError(
+            f"mesh.model={shards}: {config.num_heads} heads, {config.num_kv_heads} key/value heads "
+            f"and an MLP of {config.intermediate_size} cannot be split over {shards} devices; "
+            f"use {' or '.join(good)}"
+        )
+
+
+def parameter_shardings(
+    config: DecoderConfig, mesh: Mesh, shards: int, scan_layers: bool = True
+) -> dict[str, Any]:
+    """Where each parameter lies on a mesh: split over `model`, or whole on each device."""
+
+    def sharded(entry: Any) -> NamedSharding:
+        if shards == 1:
+            return NamedSharding(mesh, PartitionSpec())
+        return NamedSharding(mesh, sharding.partition(entry.axes, entry.shape, mesh))
+
+    return jax.tree.map(sharded, parameter_table(config, scan_layers))
+
+
+def build(
+    config: DecoderConfig,
+    dtype: np.dtype,
+    places: Sequence[parameter_names.Place],
+    fill: Fill,
+    mesh: Mesh | None = None,
+    shards: int = 1,
+    scan_layers: bool = True,
+    threads: int = _THREADS,
+) -> dict[str, Any]:
+    """The parameter tree with every place filled, on the default device or split over a mesh.
+
+    The host holds a tensor or two at a time, never the model, but where the CPU is the device:
+    without a mesh its memory is the device's. `threads` fill at once; with one, places are filled
+    in order. Raises InputError where the mesh does not fit the model.
+    """
+    if mesh is not None:
+        check_shards(config, shards)
+        targets = parameter_shardings(config, mesh, shards, scan_layers)
+    elif jax.default_backend() == "cpu":
+        return _adopted(config, dtype, places, fill, scan_layers, threads)
+    else:
+        device = SingleDeviceSharding(jax.devices()[0])
+        targets = jax.tree.map(lambda _: device, parameter_table(config, scan_layers))
+    params: dict[str, Any] = jax.tree.map(
+        lambda shape, target: jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=target)(
+            shape, dtype
+        ),
+        parameter_names.param_shapes(config, scan_layers),
+        targets,
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
+    for place, tensor in _read_ahead(places, dtype, fill, threads):
+        path, layer = place.within(scan_layers)
+        *parents, last = path
+        node, target = params, parameter_names.lookup(targets, path)
+        for key in parents:
+            node = node[key]
+        if layer is None:
+            node[last] = _put(tensor, target)
+        else:
+            part = _put(tensor, _one_layer(target))
+            node[last] = _set_layer(node[last], np.int32(layer), part)
+    return params
+
+
+def _one_layer(stacked: Sharding) -> Sharding:
+    """Where a layer of a parameter lies before it is put to the others."""
+    if isinstance(stacked, NamedSharding):
+        return NamedSharding(stacked.mesh, PartitionSpec(*stacked.spec[1:]))
+    return stacked
+
+
+def _adopted(
+    config: DecoderConfig,
+    dtype: np.dtype,
+    places: Sequence[parameter_names.Place],
+    fill: Fill,
+    scan_layers: bool,
+    threads: int,
+) -> dict[str, Any]:
+    params = parameter_names.allocate(config, dtype, scan_layers)
+
+    def write(place: parameter_names.Place) -> None:
+        path, layer = place.within(scan_layers)
+        leaf = parameter_names.lookup(params, path)
+        fill(place, leaf if layer is None else leaf[layer])
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(write, places))
+    # device_put adopts aligned host arrays on CPU, where jnp.asarray copies half a gigabyte.
+    return jax.device_put(params)
+
+
+def _read_ahead(
+    places: Sequence[parameter_names.Place], dtype: np.dtype, fill: Fill, threads: int
+) -> Iterator[tuple[parameter_names.Place, np.ndarray]]:
+    """Each place with its tensor, in order: every process runs the same programs in turn."""
+
+    def read(place: parameter_names.Place) -> tuple[parameter_names.Place, np.ndarray]:
+        tensor = np.empty(place.shape, dtype)
+        fill(place, tensor)
+        return place, tensor
+
+    waiting = iter(places)
+    with ThreadPoolExecutor(threads) as pool:
+        reading = collections.deque(
+            pool.submit(read, place) for place in itertools.islice(waiting, threads)
+        )
+        while reading:
+            yield reading.popleft().result()
+            reading.extend(pool.submit(read, place) for place in itertools.islice(waiting, 1))
+
+
+def _put(tensor: np.ndarray, target: Sharding) -> jax.Array:
+    return jax.make_array_from_callback(tensor.shape, target, lambda part: tensor[part])
+
+
+@jax.jit(donate_argnums=0)
+def _set_layer(stacked: jax.Array, layer: jax.Array, tensor: jax.Array) -> jax.Array:
+    return lax.dynamic_update_index_in_dim(stacked, tensor, layer, 0)

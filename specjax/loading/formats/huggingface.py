@@ -1,0 +1,220 @@
+"""Llama-family checkpoints in Hugging Face's directory layout, read and written without torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from specjax.errors import InputError, one_line, shown
+from specjax.files import folders
+from specjax.loading.formats import build_parameters, parameter_names
+from specjax.loading.formats.huggingface_config import write_config
+from specjax.loading.tokenizers.huggingface_tokenizer import (
+    end_fields,
+    read_json,
+    write_json,
+    write_tokenizer,
+)
+from specjax.loading.tokenizers.tokenizer import Tokenizer
+from specjax.models.config import DecoderConfig
+
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+"""Suffixes of files that run code when they are read."""
+
+_FLOATS = ("F32", "F16", "BF16", "F64")
+PRODUCER = {"format": "pt", "producer": "specjax"}
+"""The header of the safetensors files that specjax writes."""
+
+
+def refuse_pickle(path: Path, directory: Path) -> InputError:
+    """The error for weights in a pickle, with the command that converts them."""
+    return InputError(
+        f"{path}: a pickle can run code and is not read; convert it where torch is installed: "
+        'python -c "from transformers import AutoModelForCausalLM as M; '
+        f"M.from_pretrained('{directory}').save_pretrained('{directory}-safetensors')\""
+    )
+
+
+def _find_shards(directory: Path) -> dict[Path, list[str] | None]:
+    """The weight files of a directory, each with the tensors the index puts there, if it does."""
+    index = directory / _INDEX
+    if (directory / _WEIGHTS).exists():
+        return {directory / _WEIGHTS: None}
+    if not index.exists():
+        pickles = [path for path in sorted(directory.iterdir()) if path.suffix in PICKLES]
+        if pickles:
+            raise refuse_pickle(pickles[0], directory)
+        raise InputError(
+            f"{directory}: no weights; it needs {_WEIGHTS} or {_INDEX} with its shards"
+        )
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise InputError(f"{index}: weight_map must name a file for each tensor; download it again")
+    shards: dict[Path, list[str] | None] = {}
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise InputError(
+                f"{index}: {shown(tensor)} is in {shown(name)}, which is not a plain file name"
+            )
+        names = shards.setdefault(directory / name, [])
+        assert names is not None
+        names.append(tensor)
+    missing = [path.name for path in shards if not path.exists()]
+    if missing:
+        raise InputError(
+            f"{directory}: missing shard {', '.join(sorted(missing))}; download it again"
+        )
+    return shards
+
+
+@contextmanager
+def _open_shard(path: Path) -> Iterator[Any]:
+    try:
+        file = safe_open(path, framework="numpy")
+    except (SafetensorError, OSError) as error:
+        raise InputError(
+            f"{path}: not a safetensors file ({one_line(error)}); download it again"
+        ) from None
+    with file:
+        yield file
+
+
+def _read_headers(shards: dict[Path, list[str] | None]) -> tuple[dict[str, Path], dict[str, Any]]:
+    """Where each tensor is, and its shape; the files are checked against the index."""
+    where: dict[str, Path] = {}
+    shapes: dict[str, Any] = {}
+    for path, listed in shards.items():
+        with _open_shard(path) as file:
+            present = set(file.keys())
+            lacking = sorted(set(listed or ()) - present)
+            if lacking:
+                raise InputError(
+                    f"{path}: lacks {lacking[0]}, which the index puts there "
+                    f"({len(lacking)} tensors in all); download it again"
+                )
+            for name in present if listed is None else listed:
+                entry = file.get_slice(name)
+                if name.endswith(".rotary_emb.inv_freq"):  # a buffer that old checkpoints kept
+                    continue
+                if entry.get_dtype() not in _FLOATS:
+                    raise InputError(
+                        f"{path}: {name} has the type {entry.get_dtype()}, which is not "
+                        f"supported; use a checkpoint in {', '.join(_FLOATS)}"
+                    )
+                where[name], shapes[name] = path, tuple(entry.get_shape())
+    return where, shapes
+
+
+def read_params(
+    directory: Path,
+    config: DecoderConfig,
+    dtype: np.dtype,
+    mesh: Mesh | None = None,
+    shards: int = 1,
+    scan_layers: bool = True,
+) -> dict[str, Any]:
+    """The parameter tree of `layout.param_shapes`, from model.safetensors or its shards.
+
+    Raises InputError for missing shards, damaged files, pickles, tensors that are missing,
+    unexpected or mis-shaped, and a directory that is not what `save` wrote there.
+    """
+    shards_found = _find_shards(directory)
+    folders.verify(directory, ("model",), any(map(is_ours, shards_found)))
+    where, shapes = _read_headers(shards_found)
+    tied_copy = config.tie_word_embeddings and "lm_head.weight" in where
+    places = parameter_names.match(
+        str(directory),
+        parameter_names.HUGGING_FACE,
+        config,
+        shapes,
+        ignored=["lm_head.weight"] if tied_copy else [],
+    )
+    if tied_copy:
+        _check_tied(directory, where)
+    # In the order of the shards, each of which is open once.
+    places.sort(key=lambda place: str(where[place.name]))
+    with ExitStack() as stack:
+        files = {path: stack.enter_context(_open_shard(path)) for path in set(where.values())}
+
+        def fill(place: parameter_names.Place, target: np.ndarray) -> None:
+            stored = files[where[place.name]].get_tensor(place.name)[: place.stored_shape[0]]
+            target[...] = parameter_names.from_stored(stored, place).astype(dtype)
+
+        return build_parameters.build(
+            config, dtype, places, fill, mesh, shards, scan_layers, threads=1
+        )
+
+
+def _check_tied(directory: Path, where: dict[str, Path]) -> None:
+    """A head that a tied checkpoint also stores must be the embedding."""
+    both = []
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        with _open_shard(where[name]) as file:
+            both.append(file.get_tensor(name))
+    if not np.array_equal(*both):
+        raise InputError(
+            f"{directory}: tie_word_embeddings is true, but lm_head.weight differs from "
+            "model.embed_tokens.weight; set it to false in config.json"
+        )
+
+
+def write_params(params: dict[str, Any], config: DecoderConfig, path: Path) -> None:
+    """Write the parameter tree as one safetensors file, in the names and axes of transformers."""
+    tensors = {}
+    for place in parameter_names.places(parameter_names.HUGGING_FACE, config):
+        keys, layer = place.within(scan_layers="0" not in params["layers"])
+        leaf = np.asarray(parameter_names.lookup(params, keys))
+        value = leaf if layer is None else leaf[layer]
+        if value.size != math.prod(place.shape):
+            raise InputError(
+                f"{place.name}: the parameter has shape {list(value.shape)}, "
+                f"the config says {list(place.shape)}"
+            )
+        tensors[place.name] = np.ascontiguousarray(parameter_names.to_stored(value, place))
+    write_tensors(tensors, path, {})
+
+
+def write_tensors(tensors: Mapping[str, np.ndarray], path: Path, notes: Mapping[str, str]) -> None:
+    """Write a safetensors file whose header names specjax beside the notes; raises OSError."""
+    try:
+        save_file(dict(tensors), path, metadata={**notes, **PRODUCER})
+    except SafetensorError as error:
+        raise OSError(one_line(error)) from None
+
+
+def is_ours(path: Path) -> bool:
+    """Whether the header of a safetensors file says that specjax wrote it."""
+    with _open_shard(path) as file:
+        return (file.metadata() or {}).get("producer") == PRODUCER["producer"]
+
+
+def save(
+    directory: Path,
+    config: DecoderConfig,
+    params: dict[str, Any],
+    tokenizer: Tokenizer | None,
+    dtype: np.dtype,
+) -> None:
+    """Write a model directory that `load_model` and transformers read, whole or not at all.
+
+    An earlier save is replaced. Raises InputError where `directory` holds anything else.
+    """
+
+    def write(part: Path) -> None:
+        write_config(config, tokenizer, dtype, part)
+        write_params(params, config, part / _WEIGHTS)
+        if tokenizer is not None:
+            write_tokenizer(tokenizer, part, config.max_positions)
+            write_json(part / "generation_config.json", end_fields(tokenizer))
+
+    folders.write_folder(directory, "model", write)

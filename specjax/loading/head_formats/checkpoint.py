@@ -1,0 +1,163 @@
+"""A head's directory as other tools lay it out: config.json beside safetensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from specjax.errors import InputError, one_line
+from specjax.files import folders
+from specjax.loading.formats.huggingface import PICKLES, PRODUCER, write_tensors
+from specjax.loading.tokenizers.huggingface_tokenizer import read_json, write_json
+
+_CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
+WEIGHTS, MEDUSA_WEIGHTS = "model.safetensors", "medusa_lm_head.safetensors"
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a directory holds: its config, its tensors by name, and the notes in their header."""
+
+    directory: Path
+    config: dict[str, Any]
+    tensors: dict[str, np.ndarray] = field(repr=False)
+    notes: dict[str, str] = field(default_factory=dict, repr=False)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether specjax wrote it."""
+        return self.notes.get("producer") == PRODUCER["producer"]
+
+
+def read_checkpoint(directory: Path) -> Checkpoint:
+    """A directory's config and all of its tensors.
+
+    Raises InputError for pickles, damaged files, numbers that are not finite, a missing config, and
+    a directory that is not what specjax wrote there.
+    """
+    if not directory.is_dir():
+        raise InputError(f"{directory}: no such directory; download the head and give its folder")
+    config = read_json(directory / _CONFIG)
+    files = _weight_files(directory)
+    if not config:
+        raise InputError(f"{directory}: no {_CONFIG}; download it beside {files[0].name}")
+    tensors: dict[str, np.ndarray] = {}
+    notes: dict[str, str] = {}
+    for path in files:
+        try:
+            with safe_open(path, framework="numpy") as file:
+                notes |= file.metadata() or {}
+                tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError, TypeError) as error:
+            raise InputError(
+                f"{path}: not safetensors that can be read ({one_line(error)}); download it again"
+            ) from None
+    found = Checkpoint(directory, config, tensors, notes)
+    folders.verify(directory, ("head",), found.is_ours)
+    for name, tensor in tensors.items():
+        if tensor.dtype.kind not in "iub" and not np.isfinite(tensor.astype(np.float32)).all():
+            raise InputError(
+                f"{directory}: {name} holds numbers that are not finite; use an intact head"
+            )
+    return found
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    if (directory / _INDEX).exists():
+        shards = read_json(directory / _INDEX).get("weight_map")
+        if not isinstance(shards, dict) or not all(
+            isinstance(name, str) and Path(name).name == name for name in shards.values()
+        ):
+            raise InputError(f"{directory / _INDEX}: names no files; download it again")
+        files = [directory / name for name in sorted(set(shards.values()))]
+        missing = [path.name for path in files if not path.exists()]
+        if missing:
+            raise InputError(f"{directory}: missing shard {missing[0]}; download it again")
+        return files
+    for name in (WEIGHTS, MEDUSA_WEIGHTS):
+        if (directory / name).exists():
+            return [directory / name]
+    pickles = [path for path in sorted(directory.iterdir()) if path.suffix in PICKLES]
+    if pickles:
+        raise InputError(
+            f"{pickles[0]}: a pickle can run code and is not read; convert it where torch is "
+            'installed: python -c "import torch, safetensors.torch as s; '
+            f"t = torch.load('{pickles[0]}', map_location='cpu', weights_only=True); "
+            "s.save_file({k: v.clone().contiguous() for k, v in t.items()}, "
+            f"'{directory / WEIGHTS}')\""
+        )
+    raise InputError(f"{directory}: no weights; it needs {WEIGHTS} or {MEDUSA_WEIGHTS}")
+
+
+def check_target(path: Path) -> None:
+    """Raise InputError unless a directory can be written: it is new, empty, or an earlier export.
+
+    Writing replaces an earlier export, in which there must be nothing else.
+    """
+    folders.check_replaceable(path, "head", str(path))
+
+
+def write_checkpoint(
+    directory: Path,
+    config: dict[str, Any],
+    tensors: Mapping[str, np.ndarray],
+    notes: Mapping[str, str],
+    weights: str = WEIGHTS,
+    check: Callable[[Path], None] | None = None,
+) -> None:
+    """Write a directory that `read_checkpoint` reads, whole or not at all.
+
+    `check` sees what was written before it takes the place of an earlier export, and raises where
+    it is not right. Raises InputError as `check_target` does, and where the disk refuses.
+    """
+
+    def write(part: Path) -> None:
+        write_json(part / _CONFIG, config)
+        whole = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+        write_tensors(whole, part / weights, notes)
+
+    folders.write_folder(directory, "head", write, check=check)
+
+
+def match(
+    where: Path,
+    found: Mapping[str, np.ndarray],
+    wanted: Mapping[str, tuple[int, ...]],
+    optional: Iterable[str] = (),
+) -> None:
+    """Raise InputError, listing what is missing, unexpected, mis-shaped or not of floats.
+
+    `optional` names may be there in any shape and type.
+    """
+    known = {*wanted, *optional}
+    problems = {
+        "missing": [name for name in wanted if name not in found],
+        "unexpected": [name for name in found if name not in known],
+        "mis-shaped": [
+            f"{name} {list(found[name].shape)}, not {list(shape)}"
+            for name, shape in wanted.items()
+            if name in found and found[name].shape != shape
+        ],
+        "of another type than floats": [
+            f"{name} ({found[name].dtype})"
+            for name in wanted
+            if name in found and found[name].dtype.name not in _FLOATS
+        ],
+    }
+    listed = [f"{label}: {_some(names)}" for label, names in problems.items() if names]
+    if listed:
+        raise InputError(
+            f"{where}: the tensors do not fit the config ({'; '.join(listed)}); "
+            "use an intact head with its own config.json"
+        )
+
+
+def _some(names: list[str], limit: int = 8) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

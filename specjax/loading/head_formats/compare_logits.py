@@ -1,0 +1,96 @@
+"""Draft logits of a head on fixed inputs, to see that two heads are the same."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.drafters.autoregressive import causal
+from specjax.drafters.trained import head_drafter
+from specjax.errors import InputError
+from specjax.loading.heads.head import Head
+from specjax.loading.model import Model
+from specjax.models.decoder import Decoder
+from specjax.models.heads.draft_decoder import DraftModelConfig, ReducedDecoder
+from specjax.models.heads.eagle import Eagle
+from specjax.models.heads.medusa import Medusa, MedusaConfig
+
+_TOKENS = 6
+
+
+def draft_logits(head: Head, target: Model, seed: int = 0) -> np.ndarray:
+    """Float32 logits [n, Vd] of a head on random tokens and features.
+
+    An EAGLE head runs over a few pairs and then one step further on its own output.
+    """
+    params = head_drafter(head, target).params
+    rng = np.random.default_rng(seed)
+
+    def feature(width: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal((1, _TOKENS, width), np.float32), target.dtype)
+
+    if isinstance(head.config, MedusaConfig):
+        medusa = Medusa(head.config, target.dtype)
+        every = _medusa_logits(medusa, params, feature(head.config.hidden_size))
+    elif isinstance(head.config, DraftModelConfig):
+        model = ReducedDecoder(Decoder(head.config.decoder, target.dtype))
+        tokens = rng.integers(0, head.config.decoder.vocab_size, (1, _TOKENS))
+        every = _model_logits(model, params, jnp.asarray(tokens, jnp.int32))
+    else:
+        eagle = Eagle(head.config, target.dtype)
+        features = {tap: feature(head.config.target_hidden_size) for tap in head.config.taps}
+        tokens = rng.integers(0, head.config.decoder.vocab_size, (1, _TOKENS + 1))
+        every = _eagle_logits(eagle, params, features, jnp.asarray(tokens, jnp.int32))
+    return np.asarray(every)[0]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _medusa_logits(medusa: Medusa, params: Any, feature: jax.Array) -> jax.Array:
+    states = medusa.states(params, feature)
+    every = [medusa.logits(params, states[index], index) for index in range(len(states))]
+    return jnp.concatenate(every, axis=1)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _model_logits(model: ReducedDecoder, params: Any, tokens: jax.Array) -> jax.Array:
+    places = jnp.arange(_TOKENS)
+    seen = causal(places, _TOKENS)
+    return model.extend(params, tokens, places[None], None, None, 0, seen).logits
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _eagle_logits(
+    eagle: Eagle, params: Any, features: dict[str, jax.Array], tokens: jax.Array
+) -> jax.Array:
+    cache, window = eagle.make_cache(1, _TOKENS), eagle.make_window(1, _TOKENS + 1)
+    places = jnp.arange(_TOKENS + 1)
+    seen = causal(places, _TOKENS + 1)
+    hidden = eagle.fuse(params, features)
+    output, window = eagle.extend(
+        params, tokens[:, :-1], hidden, places[None, :-1], cache, window, 0, seen[:, :-1]
+    )
+    hidden = eagle.next_hidden(params, output[:, -1:])
+    further, _ = eagle.extend(
+        params, tokens[:, -1:], hidden, places[None, -1:], cache, window, _TOKENS, seen[:, -1:]
+    )
+    return jnp.concatenate([eagle.logits(params, output), eagle.logits(params, further)], axis=1)
+
+
+def check_same(head: Head, again: Head, target: Model, where: str) -> None:
+    """Raise InputError unless two heads give the same logits, bit for bit, for the same tokens."""
+    if not np.array_equal(_ids(head), _ids(again)):
+        raise InputError(f"{where}: read again, it drafts other tokens; report this")
+    wanted, got = draft_logits(head, target), draft_logits(again, target)
+    if not np.array_equal(wanted, got):
+        difference = float(np.abs(wanted - got).max())
+        raise InputError(
+            f"{where}: read again, its logits differ by up to {difference:.3g}; report this"
+        )
+
+
+def _ids(head: Head) -> np.ndarray:
+    return np.arange(head.target.vocab_size) if head.draft_ids is None else head.draft_ids

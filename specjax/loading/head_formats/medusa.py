@@ -1,0 +1,222 @@
+"""Medusa heads in the layout of FasterDecoding's `medusa_lm_head`, with vLLM's config keys.
+
+Tensors are `{head}.{layer}.linear.weight` and `.bias` for the blocks and `{head}.{num_layers}
+.weight` for the head, or the same under vLLM's names. What vLLM adds: `truncated_vocab_size` with
+the tensor `token_map` of token ids, `original_lm_head` with one `lm_head.weight` for all heads (a
+copy of the target's), and `medusa_fc_bias`, without which it drops the biases. The layout knows no
+projection before the target's head: each is written as the product of both, a head of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from specjax.errors import InputError
+from specjax.loading.head_formats import borrowed
+from specjax.loading.head_formats.checkpoint import Checkpoint, match
+from specjax.loading.head_formats.config_fields import Fields
+from specjax.loading.heads.head import Head, TargetFacts
+from specjax.loading.model import Model
+from specjax.models.heads.medusa import MedusaConfig
+
+_BLOCK = re.compile(
+    r"\d+\.\d+\.linear\.(weight|bias)"
+    r"|blocks\.(?P<bh>\d+)\.layers\.(?P<bl>\d+)\.(?P<bp>weight|bias)"
+)
+_HEAD = re.compile(r"lm_heads\.(\d+)\.weight")
+_FIELDS = (
+    "base_model_name_or_path",
+    "hidden_size",
+    "max_paths",
+    "medusa_choices",
+    "medusa_fc_bias",
+    "medusa_num_heads",
+    "medusa_num_layers",
+    "model_name",
+    "num_heads",
+    "num_hidden_layers",
+    "original_lm_head",
+    "topk",
+    "truncated_vocab_size",
+    "version",
+    "vocab_size",
+)
+
+
+def is_medusa(names: Iterable[str]) -> bool:
+    """Whether any name is that of a Medusa block."""
+    return any(_BLOCK.fullmatch(_short(name)) for name in names)
+
+
+def _short(name: str) -> str:
+    """The name without the prefix that a whole Medusa model has."""
+    return re.sub(r"^medusa_heads?\.", "", name)
+
+
+def _published(name: str, num_layers: int) -> str:
+    """The published name of a tensor that may have vLLM's."""
+    name = _short(name)
+    if found := _HEAD.fullmatch(name):
+        return f"{found[1]}.{num_layers}.weight"
+    if (found := _BLOCK.fullmatch(name)) and found["bh"]:
+        return f"{found['bh']}.{found['bl']}.linear.{found['bp']}"
+    return name
+
+
+def read(checkpoint: Checkpoint, target: Model, facts: TargetFacts, training: dict) -> Head:
+    """The head that a checkpoint holds. Raises InputError for whatever does not fit."""
+    where = checkpoint.directory
+    fields = Fields(str(where / "config.json"), checkpoint.config)
+    fields.check_known({*_FIELDS, "logit_scale"})
+    if fields.values.get("logit_scale") not in (None, 1, 1.0):
+        raise fields.fail("logit_scale", "is not supported; only 1 is")
+    width, vocab_size = target.config.hidden_size, target.config.vocab_size
+    if fields.whole("hidden_size", width) != width:
+        raise fields.fail("hidden_size", f"{target.name} has {width}; use a head made for it")
+    stated = fields.whole("vocab_size", vocab_size)
+    if stated < vocab_size:
+        raise fields.fail("vocab_size", f"{target.name} has {vocab_size} tokens")
+    heads = _either(fields, "num_heads", "medusa_num_heads")
+    layers = _either(fields, "num_hidden_layers", "medusa_num_layers", 1)
+    original = fields.flag("original_lm_head")
+    tensors = {_published(name, layers): value for name, value in checkpoint.tensors.items()}
+    if len(tensors) != len(checkpoint.tensors):
+        raise InputError(f"{where}: two tensors have one meaning; use an intact head")
+    ids = _read_ids(checkpoint, fields, tensors, vocab_size)
+    rows = vocab_size if ids is None else len(ids)
+    head_names = [f"{head}.{layers}.weight" for head in range(heads)]
+    if original and head_names[0] in tensors:
+        # vLLM takes the first head's for all of them.
+        tensors["lm_head.weight"] = tensors.pop(head_names[0])
+    for name in [*head_names, "lm_head.weight"]:
+        if name in tensors:
+            tensors[name] = borrowed.cut_padding(tensors[name], stated, vocab_size)
+            if ids is not None and tensors[name].shape[0] == vocab_size != rows:
+                tensors[name] = tensors[name][ids]
+    blocks = [f"{head}.{layer}.linear" for head in range(heads) for layer in range(layers)]
+    wanted: dict[str, tuple[int, ...]] = {f"{name}.weight": (width, width) for name in blocks}
+    biased = any(name.endswith(".bias") for name in tensors)
+    if biased != fields.flag("medusa_fc_bias", biased):
+        raise fields.fail("medusa_fc_bias", f"the file has {'' if biased else 'no '}biases")
+    if biased:
+        wanted |= {f"{name}.bias": (width,) for name in blocks}
+    if not original:
+        wanted |= dict.fromkeys(head_names, (rows, width))
+    match(where, tensors, wanted, ["token_map", *(["lm_head.weight"] if original else [])])
+    if "lm_head.weight" in tensors:
+        _check_original(checkpoint, tensors["lm_head.weight"], ids, target)
+    draft_ids, order = borrowed.ascending(ids)
+    kernels = np.stack([tensors[f"{name}.weight"].T for name in blocks])
+    zeros = np.zeros(width, kernels.dtype)
+    biases = np.stack([tensors.get(f"{name}.bias", zeros) for name in blocks])
+    params: dict[str, Any] = {
+        "blocks": {
+            "kernel": kernels.reshape(heads, layers, width, width),
+            "bias": biases.reshape(heads, layers, width),
+        }
+    }
+    if not original:
+        params["head"] = {"kernel": np.stack([tensors[name][order].T for name in head_names])}
+    config = MedusaConfig(width, vocab_size, heads, layers, rows, original)
+    return Head("medusa", config, params, draft_ids, facts, training)
+
+
+def _either(fields: Fields, vllm: str, published: str, default: int | None = None) -> int:
+    """A count under vLLM's name and under the published one, which must agree."""
+    given = {fields.whole(name) for name in (vllm, published) if fields.values.get(name)}
+    if len(given) > 1:
+        raise fields.fail(vllm, f"{published}={fields.values[published]!r} disagrees")
+    return given.pop() if given else fields.whole(published, default)
+
+
+def _read_ids(
+    checkpoint: Checkpoint, fields: Fields, tensors: dict[str, np.ndarray], vocab_size: int
+) -> np.ndarray | None:
+    where, ids = checkpoint.directory, tensors.get("token_map")
+    stated = fields.whole("vocab_size", vocab_size)
+    size = fields.whole("truncated_vocab_size", stated)
+    if ids is None:
+        if size < stated:
+            raise fields.fail("truncated_vocab_size", "the tensor token_map is missing")
+        return None
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or len(ids) != size:
+        raise fields.fail(
+            "truncated_vocab_size",
+            f"the tensor token_map is {ids.dtype}{list(ids.shape)}, not as many token ids",
+        )
+    return borrowed.check_ids(where, "token_map", ids.astype(np.int64), vocab_size)
+
+
+def _check_original(
+    checkpoint: Checkpoint, stored: np.ndarray, ids: np.ndarray | None, target: Model
+) -> None:
+    own = borrowed.target_head(target)
+    own = own if ids is None else own[ids]
+    if not borrowed.same_numbers(stored, own):
+        raise InputError(
+            f"{checkpoint.directory}: original_lm_head is true, but lm_head.weight differs from "
+            f"the head of {target.name}; use a head that was made for this target"
+        )
+
+
+def with_own_heads(head: Head, target: Model) -> Head:
+    """Projections before the target's head as heads of their own, in float32; same logits.
+
+    A head without projections comes back as it is.
+    """
+    config = head.config
+    assert isinstance(config, MedusaConfig)
+    if not config.projection:
+        return head
+    rows = borrowed.target_head(target).astype(np.float32)
+    rows = rows if head.draft_ids is None else rows[head.draft_ids]
+    params = {name: value for name, value in head.params.items() if name != "projection"}
+    kernels = np.asarray(head.params["projection"]["kernel"], np.float32)
+    params["head"] = {"kernel": kernels @ rows.T}
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), params)
+    config = dataclasses.replace(config, original_lm_head=False, projection=False)
+    return dataclasses.replace(head, config=config, params=params)
+
+
+def write(head: Head, target: Model) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The config and the tensors of a head, as `read` takes them."""
+    config = head.config
+    assert isinstance(config, MedusaConfig)
+    blocks, layers = head.params["blocks"], config.num_layers
+    kernels, biases = np.asarray(blocks["kernel"]), np.asarray(blocks["bias"])
+    tensors: dict[str, np.ndarray] = {}
+    for index in range(config.num_heads):
+        for layer in range(layers):
+            tensors[f"{index}.{layer}.linear.weight"] = kernels[index, layer].T
+            tensors[f"{index}.{layer}.linear.bias"] = biases[index, layer]
+        if not config.original_lm_head:
+            tensors[f"{index}.{layers}.weight"] = np.asarray(head.params["head"]["kernel"][index]).T
+    if config.original_lm_head:
+        # vLLM does not share it with the target.
+        own = borrowed.target_head(target)
+        own = own if head.draft_ids is None else own[head.draft_ids]
+        tensors["lm_head.weight"] = own
+    if head.draft_ids is not None:
+        tensors["token_map"] = np.asarray(head.draft_ids, np.int64)
+    return {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "base_model_name_or_path": head.target.name,
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "truncated_vocab_size": config.draft_vocab_size,
+        "num_heads": config.num_heads,
+        "medusa_num_heads": config.num_heads,
+        "num_hidden_layers": layers,
+        "medusa_num_layers": layers,
+        "medusa_fc_bias": True,
+        "original_lm_head": config.original_lm_head,
+        "dtype": kernels.dtype.name,
+        "torch_dtype": kernels.dtype.name,
+    }, tensors

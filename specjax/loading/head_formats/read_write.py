@@ -1,0 +1,186 @@
+"""Heads in other tools' layouts, read and written by directory."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from specjax.errors import InputError
+from specjax.loading.head_formats import eagle, medusa, speculators, taps
+from specjax.loading.head_formats.checkpoint import (
+    MEDUSA_WEIGHTS,
+    WEIGHTS,
+    Checkpoint,
+    check_target,
+    read_checkpoint,
+    write_checkpoint,
+)
+from specjax.loading.head_formats.compare_logits import check_same
+from specjax.loading.heads.head import Head, TargetFacts, check_head
+from specjax.loading.model import Model
+from specjax.loading.model_metadata import check_fields, dataclass_fields
+from specjax.models.heads.eagle import EagleConfig
+from specjax.models.heads.medusa import MedusaConfig
+
+Format = Literal["medusa", "eagle", "eagle3", "speculators"]
+FORMATS = ("medusa", "eagle", "eagle3", "speculators")
+
+_KINDS = {"medusa": "medusa", "eagle": "eagle", "eagle3": "eagle3", "speculators": "eagle3"}
+_NOTES = "specjax"
+_NOTED = {"target": dict, "training": dict, "layer_ids": taps.Convention}
+
+
+def read_foreign(
+    directory: str | Path, target: Model, *, layer_ids: taps.Convention | None = None
+) -> Head:
+    """The head of a directory in any of `FORMATS`, which config and names tell apart.
+
+    `layer_ids` says whether the config's layer ids count inputs or outputs of layers
+    (`head_formats.taps`). Parameters keep the dtype they are stored in. A head that specjax wrote
+    brings its notes along, and its tokenizer is compared. Raises InputError for whatever is
+    missing, unexpected, out of range or made for another target.
+    """
+    taps.check_convention(layer_ids)
+    checkpoint = read_checkpoint(Path(directory).expanduser())
+    form = detect(checkpoint)
+    facts, training, written = _notes(checkpoint, target, form)
+    if written is not None and layer_ids not in (None, written):
+        raise InputError(
+            f"{checkpoint.directory}: layer_ids={layer_ids!r}, and the export says {written!r}; "
+            "leave it out"
+        )
+    layer_ids = written or layer_ids
+    facts.check(str(checkpoint.directory), target)
+    try:
+        if form == "medusa":
+            head = medusa.read(checkpoint, target, facts, training)
+        elif form == "eagle":
+            head = eagle.read_eagle1(checkpoint, target, facts, training)
+        elif form == "eagle3":
+            head = eagle.read_eagle3(checkpoint, target, facts, training, layer_ids)
+        else:
+            head = speculators.read(checkpoint, target, facts, training, layer_ids)
+    except InputError as error:
+        if str(checkpoint.directory) in str(error):
+            raise
+        raise InputError(f"{checkpoint.directory}: {error}") from None
+    check_head(head, target, str(checkpoint.directory))
+    return head
+
+
+def write_foreign(
+    head: Head,
+    directory: str | Path,
+    format: Format,
+    target: Model,
+    *,
+    layer_ids: taps.Convention = "input",
+    verify: bool = True,
+) -> None:
+    """Write a head in another tool's layout, whole or not at all; an earlier export is replaced.
+
+    Tensors keep the head's dtype; Medusa's projections are multiplied out in float32. `layer_ids`
+    is what the config's ids count: inputs of layers for EAGLE and vLLM, outputs for SpecForge and
+    SGLang. With `verify` the directory is read again and its draft logits compared bit by bit.
+    Raises InputError for a head that the layout cannot hold, a head of another target, and a
+    directory that holds anything else.
+    """
+    path = Path(directory).expanduser().absolute()
+    check_format(head, format)
+    taps.check_convention(layer_ids)
+    check_head(head, target, "head")
+    check_target(path)
+    if format == "medusa":
+        head = medusa.with_own_heads(head, target)
+        config, tensors = medusa.write(head, target)
+    elif format == "eagle":
+        config, tensors = eagle.write_eagle1(head)
+    elif format == "eagle3":
+        config, tensors = eagle.write_eagle3(head, layer_ids)
+    else:
+        config, tensors = speculators.write(head, layer_ids)
+    noted = {
+        "target": dataclasses.asdict(head.target),
+        "training": head.training,
+        "layer_ids": layer_ids,
+    }
+    notes = {_NOTES: json.dumps(noted)}
+    weights = MEDUSA_WEIGHTS if format == "medusa" else WEIGHTS
+
+    def check(written: Path) -> None:
+        again = read_foreign(written, target, layer_ids=layer_ids)
+        check_same(head, again, target, str(path))
+
+    write_checkpoint(path, config, tensors, notes, weights, check if verify else None)
+
+
+def check_format(head: Head, format: str) -> None:
+    """Raise InputError unless a format is known and for such heads."""
+    if format not in FORMATS:
+        raise InputError(f"format={format!r} is unknown; use {', '.join(FORMATS)}")
+    if head.kind != _KINDS[format]:
+        fitting = [name for name, kind in _KINDS.items() if kind == head.kind]
+        remedy = f"use {' or '.join(fitting)}" if fitting else "no other tool has a layout for it"
+        raise InputError(f"format={format!r}: this head is {head.kind}; {remedy}")
+
+
+def whole_vocabulary(head: Head) -> Head:
+    """A head that uses its target's own head, with logits of all tokens instead of a part.
+
+    Those of the part stay the same. Raises InputError for a head with a reduced head of its own.
+    """
+    config = head.config
+    if head.draft_ids is None:
+        return head
+    if isinstance(config, EagleConfig):
+        borrows, vocab_size = config.version == 1, config.decoder.vocab_size
+    elif isinstance(config, MedusaConfig):
+        borrows, vocab_size = config.original_lm_head, config.vocab_size
+    else:
+        borrows, vocab_size = True, config.decoder.vocab_size
+    if not borrows:
+        raise InputError(
+            f"whole_vocabulary: this {head.kind} head has a head of its own for "
+            f"{config.draft_vocab_size} tokens"
+        )
+    config = dataclasses.replace(config, draft_vocab_size=vocab_size)
+    return dataclasses.replace(head, config=config, draft_ids=None)
+
+
+def detect(checkpoint: Checkpoint) -> Format:
+    """The format of a checkpoint; raises InputError where it is none of them."""
+    names = checkpoint.tensors.keys()
+    if "speculators_model_type" in checkpoint.config:
+        return "speculators"
+    if medusa.is_medusa(names):
+        return "medusa"
+    if any(name.startswith("midlayer.") or name.endswith(".hidden_norm.weight") for name in names):
+        return "eagle3"
+    if any(name.startswith("layers.0.") for name in names):
+        return "eagle"
+    some = ", ".join(sorted(names)[:4]) or "none"
+    raise InputError(
+        f"{checkpoint.directory}: its tensors ({some}, ...) are in no known layout; use Medusa's "
+        "medusa_lm_head, EAGLE's or the speculators library's"
+    )
+
+
+def _notes(
+    checkpoint: Checkpoint, target: Model, form: str
+) -> tuple[TargetFacts, dict[str, Any], taps.Convention | None]:
+    """Target, training and what layer ids count, from the header of a file of ours.
+
+    For others the target that was given.
+    """
+    if not checkpoint.is_ours:
+        imported = {"format": form, "path": str(checkpoint.directory)}
+        return TargetFacts.of(target), {"imported": imported}, None
+    try:
+        notes = json.loads(checkpoint.notes.get(_NOTES, ""))
+        notes = check_fields("notes", notes, _NOTED)
+        facts = TargetFacts(**dataclass_fields("target", notes["target"], TargetFacts))
+    except (ValueError, AttributeError) as error:  # InputError is a ValueError
+        raise InputError(f"{checkpoint.directory}: its notes cannot be read ({error})") from None
+    return facts, notes["training"], notes["layer_ids"]

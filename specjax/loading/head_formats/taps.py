@@ -1,0 +1,79 @@
+"""Which layers of the target an EAGLE-3 head reads: ids in files, feature names here.
+
+The off-by-one: EAGLE's own code, vLLM and speculators count the *input* of layer i, as our
+`layer_input:i` does (i = L, behind the last layer, is `pre_norm`). SpecForge and SGLang count the
+*output* of layer i, which is the input of layer i + 1. A file does not say which it means.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Literal
+
+from specjax.errors import InputError
+from specjax.loading.head_formats.config_fields import Fields
+from specjax.loading.model import Model
+
+Convention = Literal["input", "output"]
+CONVENTIONS = ("input", "output")
+
+_IDS, _COUNT = "eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states"
+KEYS = (_IDS, _COUNT)
+
+
+def check_convention(layer_ids: str | None) -> None:
+    """Raise InputError for a convention that is none."""
+    if layer_ids not in (None, *CONVENTIONS):
+        raise InputError(f"layer_ids={layer_ids!r}: use input or output")
+
+
+def read(
+    sections: Sequence[Fields], target: Model, layer_ids: Convention | None
+) -> tuple[str, ...]:
+    """The features that the ids of a config name; without ids the published (2, L/2, L - 3).
+
+    Raises InputError for ids out of range or order, sections that disagree, and, where the
+    convention is not given (None: inputs), ids that are SpecForge's defaults and so count outputs.
+    """
+    layers = target.config.num_layers
+    given = [(fields, ids) for fields in sections if (ids := fields.layer_ids(_IDS)) is not None]
+    if not given:
+        fields, inputs = sections[0], [2, layers // 2, layers - 3]
+        if not 0 < inputs[0] < inputs[1] < inputs[2]:
+            raise fields.fail(_IDS, f"must name layers of a target that has only {layers}")
+    else:
+        fields, ids = given[0]
+        if any(other != ids for _, other in given):
+            raise fields.fail(_IDS, "two sections disagree; repair config.json")
+        if layer_ids is None and ids == [1, layers // 2 - 1, layers - 4]:
+            raise fields.fail(
+                _IDS,
+                "these may count outputs of layers, as SpecForge and SGLang do, or inputs, as "
+                "EAGLE and vLLM do; say which with layer_ids=output or layer_ids=input",
+            )
+        inputs = [index + (layer_ids == "output") for index in ids]
+    if any(not 0 <= index <= layers for index in inputs):
+        raise fields.fail(_IDS, f"out of range: {target.name} has {layers} layers")
+    if any(b <= a for a, b in itertools.pairwise(inputs)):
+        raise fields.fail(_IDS, "must ascend; engines fuse the layers in that order")
+    for section in sections:
+        if section.whole(_COUNT, len(inputs)) != len(inputs):
+            raise section.fail(_COUNT, f"{len(inputs)} layers are named; repair config.json")
+    return tuple("pre_norm" if index == layers else f"layer_input:{index}" for index in inputs)
+
+
+def write(taps: Sequence[str], num_layers: int, layer_ids: Convention) -> list[int]:
+    """The ids of features; raises InputError for those that have none."""
+    ids = []
+    for tap in taps:
+        if tap != "pre_norm" and not tap.startswith("layer_input:"):
+            raise InputError(f"taps={tuple(taps)}: {tap} is the input of no layer")
+        ids.append(num_layers if tap == "pre_norm" else int(tap.partition(":")[2]))
+    if any(b <= a for a, b in itertools.pairwise(ids)):
+        raise InputError(f"taps={tuple(taps)}: must ascend; engines fuse the layers in that order")
+    if layer_ids == "output":
+        if ids[0] == 0:
+            raise InputError(f"layer_ids='output': {taps[0]} is the output of no layer")
+        return [index - 1 for index in ids]
+    return ids

@@ -1,0 +1,1 @@
+"""Trained heads: what one is, and where it is found."""

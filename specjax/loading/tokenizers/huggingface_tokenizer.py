@@ -1,0 +1,159 @@
+"""A tokenizer as Hugging Face lays it out: tokenizer.json and the small files beside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from specjax.errors import InputError, one_line, shown
+from specjax.files import json_files
+from specjax.loading.tokenizers import chat_templates
+from specjax.loading.tokenizers.tokenizer import Tokenizer, refused, set_bos
+
+_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, empty where there is no such file.
+
+    Raises InputError for a file that is not a JSON object.
+    """
+    if not path.exists():
+        return {}
+    value = json_files.read_json_file(path, "download it again")
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: must hold a JSON object; download it again")
+    return value
+
+
+def read_tokenizer(directory: Path) -> Tokenizer | None:
+    """The tokenizer of a model directory; None where it has none, for models of bare token ids.
+
+    Raises InputError where only a SentencePiece or slow tokenizer is there, or files disagree.
+    """
+    path = directory / "tokenizer.json"
+    if not path.exists():
+        for other in ("tokenizer.model", "vocab.json", "tekken.json"):
+            if (directory / other).exists():
+                raise InputError(
+                    f"{directory}: has {other} but no tokenizer.json; make one with transformers: "
+                    f"AutoTokenizer.from_pretrained({str(directory)!r})"
+                    f".save_pretrained({str(directory)!r})"
+                )
+        return None
+    with refused(f"{path}: not a tokenizer", "download it again"):
+        backend = tokenizers.Tokenizer.from_file(str(path))
+        backend.no_padding()
+        backend.no_truncation()
+        start = backend.encode("", add_special_tokens=True).ids[:1]
+    settings = read_json(directory / "tokenizer_config.json")
+    settings = read_json(directory / "special_tokens_map.json") | settings
+    names = {name: text for name in _NAMES if (text := _text(settings.get(name))) is not None}
+    ids = {name: backend.token_to_id(text) for name, text in names.items()}
+    for name in ("bos_token", "eos_token"):
+        if name in ids and ids[name] is None:
+            raise InputError(
+                f"{directory}: {name}={shown(names[name])} is not in tokenizer.json; "
+                "use the model's own tokenizer files"
+            )
+    bos = ids.get("bos_token")
+    adds = bos is not None and start == [bos]
+    asked = settings.get("add_bos_token")
+    if isinstance(asked, bool) and asked != adds and bos is not None:
+        set_bos(backend, (names["bos_token"], bos) if asked else None)
+        adds = asked
+    return Tokenizer(
+        backend=backend,
+        bos_id=bos,
+        eos_ids=_end_ids(directory, ids.get("eos_token")),
+        add_bos=adds,
+        chat_template=_template(directory, settings),
+        special_tokens=tuple(names.items()),
+    )
+
+
+def _text(token: Any) -> str | None:
+    """A special token is its text, or an object that holds it."""
+    token = token.get("content") if isinstance(token, dict) else token
+    # JSON can spell half of a surrogate pair, which is not text.
+    return token if isinstance(token, str) and _is_text(token) else None
+
+
+def _is_text(value: str) -> bool:
+    return not any("\ud800" <= char <= "\udfff" for char in value)
+
+
+def _end_ids(directory: Path, own: int | None) -> tuple[int, ...]:
+    ids = [] if own is None else [own]
+    for name in ("generation_config.json", "config.json"):
+        value = read_json(directory / name).get("eos_token_id")
+        if value is None:
+            continue
+        listed = value if isinstance(value, list) else [value]
+        if not all(type(index) is int for index in listed):
+            raise InputError(
+                f"{directory / name}: eos_token_id={shown(value)}: must be token ids; repair it"
+            )
+        ids += listed
+        break
+    return tuple(dict.fromkeys(ids))
+
+
+def _template(directory: Path, settings: dict[str, Any]) -> str | None:
+    """The chat template: of a file of its own, or a field; of several by name the default one."""
+    path = directory / "chat_template.jinja"
+    if path.exists():
+        try:
+            return chat_templates.check_template(str(path), path.read_text(encoding="utf-8"))
+        except InputError:
+            raise
+        except (ValueError, OSError) as error:
+            raise InputError(
+                f"{path}: cannot be read ({one_line(error)}); download it again"
+            ) from None
+    field = f"{directory / 'tokenizer_config.json'}: chat_template"
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        if not all(isinstance(entry, dict) and "template" in entry for entry in template):
+            raise InputError(
+                f"{field}={shown(template)}: must be a text, or a list of objects with name and "
+                "template; take it out or repair it"
+            )
+        named = [entry["template"] for entry in template if entry.get("name") == "default"]
+        template = named[0] if named else None
+    return None if template is None else chat_templates.check_template(field, template)
+
+
+def write_tokenizer(tokenizer: Tokenizer, directory: Path, max_positions: int) -> None:
+    """Write what `read_tokenizer` reads, except for the end ids, which `end_fields` names."""
+    tokenizer.backend.save(str(directory / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": max_positions,
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": tokenizer.add_bos,
+        **dict(tokenizer.special_tokens),
+    }
+    write_json(directory / "tokenizer_config.json", settings)
+    if tokenizer.chat_template is not None:
+        path = directory / "chat_template.jinja"
+        path.write_text(tokenizer.chat_template, encoding="utf-8", newline="")
+
+
+def end_fields(tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """The begin and end ids as config.json and generation_config.json name them."""
+    fields: dict[str, Any] = {}
+    if tokenizer is not None and tokenizer.bos_id is not None:
+        fields["bos_token_id"] = tokenizer.bos_id
+    if tokenizer is not None and tokenizer.eos_ids:
+        ids = list(tokenizer.eos_ids)
+        fields["eos_token_id"] = ids[0] if len(ids) == 1 else ids
+    return fields
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Indented JSON with a newline at the end."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

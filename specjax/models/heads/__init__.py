@@ -1,0 +1,1 @@
+"""The heads that draft: EAGLE, Medusa, and draft models with the target's embedding."""

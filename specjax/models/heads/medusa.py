@@ -1,0 +1,120 @@
+"""Medusa heads: residual blocks that each predict one token further from the same feature.
+
+Cai et al. 2401.10774. Head i (0-based) reads f_t, the target's `final_norm`, and predicts
+x_{t+2+i}; x_{t+1} is the target's own. Blocks are x + SiLU(W x + b) with W zero at first. SiLU is
+bounded below, so a block cannot take away what a feature says of x_{t+1}: the head behind it does,
+or a projection before a head that is the target's and frozen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key
+
+from specjax.errors import InputError
+from specjax.models.layers.matmul import product
+from specjax.models.parameters import Parameter, ParameterTable
+
+
+@dataclass(frozen=True)
+class MedusaConfig:
+    """K = `num_heads` heads of `num_layers` residual blocks over features of width `hidden_size`.
+
+    `draft_vocab_size` (Vd) counts their logits, out of `vocab_size` (V). With `original_lm_head`
+    they use the target's own head, and with `projection` a matrix of their own before it. Raises
+    InputError for sizes that do not go together, and for a projection before trained heads.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    num_heads: int
+    num_layers: int
+    draft_vocab_size: int
+    original_lm_head: bool
+    projection: bool = False
+
+    def __post_init__(self) -> None:
+        for field in ("hidden_size", "vocab_size", "num_heads", "num_layers", "draft_vocab_size"):
+            if getattr(self, field) < 1:
+                raise InputError(f"{field}={getattr(self, field)}: must be at least 1")
+        if self.draft_vocab_size > self.vocab_size:
+            raise InputError(
+                f"draft_vocab_size={self.draft_vocab_size}: must be at most "
+                f"vocab_size={self.vocab_size}"
+            )
+        if self.projection and not self.original_lm_head:
+            raise InputError(
+                "projection=True: heads of their own hold it already; use it with "
+                "original_lm_head=True"
+            )
+
+
+def parameter_table(config: MedusaConfig) -> dict[str, Any]:
+    """Every parameter of the heads, stacked over heads: kernels [in, out]."""
+    heads, layers, width = config.num_heads, config.num_layers, config.hidden_size
+    table: dict[str, Any] = {
+        "blocks": {
+            "kernel": Parameter(
+                (heads, layers, width, width), (None, None, "embed", None), "zeros"
+            ),
+            "bias": Parameter((heads, layers, width), (None, None, None), "zeros"),
+        }
+    }
+    if config.projection:
+        axes = (None, "embed", None)
+        table["projection"] = {"kernel": Parameter((heads, width, width), axes, "identity")}
+    if not config.original_lm_head:
+        shape = (heads, width, config.draft_vocab_size)
+        table["head"] = {"kernel": Parameter(shape, (None, "embed", "vocab"))}
+    return table
+
+
+@dataclass(frozen=True)
+class Medusa:
+    """Medusa heads as plain functions of their parameters; hashable.
+
+    `params` are the heads' own, and under "shared" what they borrow (`shared.share`): with
+    `original_lm_head` the columns of the target's head.
+    """
+
+    config: MedusaConfig
+    dtype: jnp.dtype
+    multiply: jnp.dtype | None = None
+
+    def init(self, key: Key[Array, ""]) -> dict[str, Any]:
+        """Parameters at the start, boxed with the logical names of their axes."""
+        return ParameterTable(parameter_table(self.config), self.dtype).init(key)["params"]
+
+    def states(
+        self, params: dict[str, Any], features: Float[Array, "B A D"]
+    ) -> Float[Array, "K B A D"]:
+        """What each head makes of the target's features."""
+
+        def one(own: dict[str, Any]) -> jax.Array:
+            x = features.astype(self.dtype)
+            for layer in range(self.config.num_layers):
+                kernel, bias = own["blocks"]["kernel"][layer], own["blocks"]["bias"][layer]
+                y = product("bad,de->bae", x, kernel, multiply=self.multiply)
+                x = x + nn.silu(y + bias[None, None, :].astype(y.dtype))
+            if self.config.projection:
+                x = product("bad,de->bae", x, own["projection"]["kernel"], multiply=self.multiply)
+            return x
+
+        each = {name: params[name] for name in ("blocks", "projection") if name in params}
+        heads = range(self.config.num_heads)
+        return jnp.stack([one(jax.tree.map(lambda leaf, at=at: leaf[at], each)) for at in heads])
+
+    def logits(
+        self, params: dict[str, Any], states: Float[Array, "B A D"], head: int
+    ) -> Float[Array, "B A Vd"]:
+        """Draft logits of one head in float32."""
+        if self.config.original_lm_head:
+            kernel = params["shared"]["draft_head"]["kernel"]
+        else:
+            kernel = params["head"]["kernel"][head]
+        return product("bad,dv->bav", states, kernel, multiply=self.multiply, out=jnp.float32)

@@ -1,0 +1,172 @@
+"""Attention over the committed cache as one GPU kernel, written in Pallas for Triton.
+
+Each program takes one row, one key/value head and one stretch of the cache, reads only the keys
+that are committed there, and leaves a partial softmax; the partials are merged by their log-sum-exp
+(flash decoding: Dao et al. 2023, https://pytorch.org/blog/flash-decoding/). The cache is read where
+it lies: XLA's own products copy a layer's slice of it first.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from specjax.cache import KVCache
+from specjax.distributed.sharding import partition
+from specjax.models.layers.attention import Partial, merge
+
+_STEP = 64
+"""Keys that a program holds at once."""
+_MOST_TOKENS = 64
+_FEWEST_QUERIES, _MOST_QUERIES = 16, 64
+"""What a program may hold: the smallest matrix product of the hardware, and what fits it."""
+
+
+def takes(tokens: int, width: int) -> bool:
+    """Whether the kernel does a pass of so many tokens, with heads of that width.
+
+    Triton's blocks are powers of two. Of a prefill the partial sums would outgrow the cache.
+    """
+    return tokens <= _MOST_TOKENS and width == pl.next_power_of_2(width) >= _FEWEST_QUERIES
+
+
+def attend_cache_kernel(
+    query: Float[Array, "B G X C"],
+    cache: KVCache,
+    layer: int,
+    start: Partial,
+    split: bool = False,
+) -> Partial:
+    """`start` merged with one layer's committed keys; blocks without any are not read.
+
+    On a mesh the heads are `split` over `model`, or whole on each device.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    attend = functools.partial(_attend, layer=layer)
+    if not mesh.empty:
+        heads = partition(("batch", "kv_heads" if split else None), query.shape[:2], mesh)
+        keys = PartitionSpec(None, *heads, None, None)
+        attend = jax.shard_map(
+            attend,
+            mesh=mesh,
+            in_specs=(PartitionSpec(*heads), keys, keys, PartitionSpec(heads[0])),
+            out_specs=PartitionSpec(*heads),
+            check_vma=False,
+        )
+    return merge(start, attend(query, cache.k, cache.v, cache.length))
+
+
+def _attend(
+    query: Float[Array, "B G X C"],
+    keys: Float[Array, "L B G S C"],
+    values: Float[Array, "L B G S C"],
+    length: Int[Array, "B"],
+    *,
+    layer: int,
+) -> Partial:
+    batch, kv_heads, queries, width = query.shape
+    capacity = keys.shape[3]
+    stretch = next((size for size in (512, 256, 128) if capacity % size == 0), capacity)
+    rows = min(max(_FEWEST_QUERIES, pl.next_power_of_2(queries)), _MOST_QUERIES)
+    tiles = pl.cdiv(queries, rows)
+    padded = jnp.pad(query, ((0, 0), (0, 0), (0, tiles * rows - queries), (0, 0)))
+    stretches = pl.cdiv(capacity, stretch)
+
+    # A grid has three axes at most: heads and tiles of queries share one.
+    def result(size: int) -> Any:
+        return pl.BlockSpec(
+            (None, None, None, rows, size), lambda b, h, s: (b, h // tiles, s, h % tiles, 0)
+        )
+
+    cached = pl.BlockSpec(
+        (None, None, None, stretch, width), lambda b, h, s: (layer, b, h // tiles, s, 0)
+    )
+    shape = (batch, kv_heads, stretches, tiles * rows)
+    outputs = [jax.ShapeDtypeStruct((*shape, size), jnp.float32) for size in (1, 1, width)]
+
+    def run(interpret: bool, *operands: Any) -> Any:
+        return pl.pallas_call(
+            functools.partial(_program, stretch=stretch),
+            grid=(batch, kv_heads * tiles, stretches),
+            in_specs=[
+                pl.BlockSpec((1,), lambda b, h, s: (b,)),
+                pl.BlockSpec(
+                    (None, None, rows, width), lambda b, h, s: (b, h // tiles, h % tiles, 0)
+                ),
+                cached,
+                cached,
+            ],
+            out_specs=[result(1), result(1), result(width)],
+            out_shape=outputs,
+            compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+            interpret=interpret,
+            name="attend_cache",
+        )(*operands)
+
+    found = lax.platform_dependent(
+        length,
+        padded,
+        keys,
+        values,
+        cpu=functools.partial(run, True),
+        default=functools.partial(run, False),
+    )
+    peak, denominator, weighted = (part[:, :, :, :queries] for part in found)
+    highest = peak.max(axis=2)
+    anchor = jnp.where(jnp.isneginf(highest), 0.0, highest)
+    scale = jnp.exp(peak - anchor[:, :, None])
+    return Partial(highest, (denominator * scale).sum(axis=2), (weighted * scale).sum(axis=2))
+
+
+def _program(
+    length_ref: Any,
+    query_ref: Any,
+    key_ref: Any,
+    value_ref: Any,
+    peak_ref: Any,
+    denominator_ref: Any,
+    weighted_ref: Any,
+    *,
+    stretch: int,
+) -> None:
+    rows, width = query_ref.shape
+    step = min(_STEP, stretch)
+    filled = jnp.clip(length_ref[0] - pl.program_id(2) * stretch, 0, stretch)
+    query = query_ref[...]
+
+    def add(turn: jax.Array, total: tuple) -> tuple:
+        peak, denominator, weighted = total
+        here = pl.ds(turn * step, step)
+        scores = plgpu.dot(query, key_ref[here, :], trans_b=True, allow_tf32=False)
+        scores = scores.astype(jnp.float32)
+        visible = turn * step + lax.broadcasted_iota(jnp.int32, (rows, step), 1) < filled
+        scores = jnp.where(visible, scores, -jnp.inf)
+        # Every step has a visible key, so that the peak is a number from the first one on.
+        higher = jnp.maximum(peak, scores.max(axis=1))
+        weights = jnp.exp(scores - higher[:, None])
+        scale = jnp.exp(peak - higher)
+        value = value_ref[here, :]
+        mixed = plgpu.dot(weights.astype(value.dtype), value, allow_tf32=False)
+        return (
+            higher,
+            denominator * scale + weights.sum(axis=1),
+            weighted * scale[:, None] + mixed.astype(jnp.float32),
+        )
+
+    nothing = (
+        jnp.full((rows,), -jnp.inf, jnp.float32),
+        jnp.zeros((rows,), jnp.float32),
+        jnp.zeros((rows, width), jnp.float32),
+    )
+    peak, denominator, weighted = lax.fori_loop(0, pl.cdiv(filled, step), add, nothing)
+    peak_ref[...] = peak[:, None]
+    denominator_ref[...] = denominator[:, None]
+    weighted_ref[...] = weighted

@@ -1,0 +1,195 @@
+"""Attention of a few new tokens over the committed cache and the round's window.
+
+The two score blocks are softmaxed apart and merged by their log-sum-exp, so neither is ever copied
+next to the other. (Online softmax: Milakov and Gimelshein 2018, arXiv:1805.02867.)
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from specjax.cache import KVCache
+from specjax.distributed.sharding import DATA
+
+CACHE_BLOCK = 256
+"""Committed tokens read at a time; a cache's capacity is a multiple of it."""
+_MOST_SCORES = {"cpu": 1 << 21, "accelerator": 1 << 27}
+"""Scores held at a time in training, on each device."""
+
+
+class Partial(NamedTuple):
+    """A softmax-weighted sum over some of the keys, not yet divided by its denominator.
+
+    X counts the queries of one key/value head: T tokens times H / G query heads.
+    """
+
+    peak: Float[Array, "B G X 1"]
+    denominator: Float[Array, "B G X 1"]
+    weighted: Float[Array, "B G X C"]
+
+
+def group_queries(query: Float[Array, "B T H C"], kv_heads: int) -> Float[Array, "B G X C"]:
+    """Queries gathered by the key/value head they share, scaled by 1/sqrt(C)."""
+    batch, tokens, heads, width = query.shape
+    grouped = query.reshape(batch, tokens, kv_heads, heads // kv_heads, width)
+    grouped = grouped.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, width)
+    return grouped * jnp.asarray(width**-0.5, query.dtype)
+
+
+def ungroup(mixed: Float[Array, "B G X C"], tokens: int) -> Float[Array, "B T H C"]:
+    """The inverse of `group_queries`, without the scale."""
+    batch, kv_heads, queries, width = mixed.shape
+    split = mixed.reshape(batch, kv_heads, tokens, queries // tokens, width)
+    return split.transpose(0, 2, 1, 3, 4).reshape(batch, tokens, -1, width)
+
+
+def attend(
+    query: Float[Array, "B G X C"],
+    key: Float[Array, "B G Y C"],
+    value: Float[Array, "B G Y C"],
+    visible: Bool[Array, "#B 1 #X Y"],
+) -> Partial:
+    """Softmax over one block of keys, accumulated in float32; rows that see nothing weigh 0."""
+    scores = jnp.einsum("bgxc,bgyc->bgxy", query, key, preferred_element_type=jnp.float32)
+    scores = jnp.where(visible, scores, -jnp.inf)
+    peak = scores.max(axis=-1, keepdims=True)
+    # A row without a visible key has peak -inf; 0 in its place keeps exp(-inf - peak) at 0.
+    weights = jnp.exp(scores - jnp.where(jnp.isneginf(peak), 0.0, peak))
+    weighted = jnp.einsum(
+        "bgxy,bgyc->bgxc", weights.astype(value.dtype), value, preferred_element_type=jnp.float32
+    )
+    return Partial(peak, weights.sum(axis=-1, keepdims=True), weighted)
+
+
+def attend_in_blocks(
+    query: Float[Array, "B G X C"],
+    key: Float[Array, "B G Y C"],
+    value: Float[Array, "B G Y C"],
+    visible: Bool[Array, "#B 1 X Y"],
+    most_scores: int | None = None,
+) -> Partial:
+    """`attend` with at most about `most_scores` scores at a time, made again for gradients.
+
+    A few rows are taken together, of large ones a few queries (by default what a CPU's cache holds,
+    or much more on accelerators).
+    """
+    if most_scores is None:
+        most_scores = _MOST_SCORES["cpu" if jax.default_backend() == "cpu" else "accelerator"]
+    batch, heads, queries, _ = query.shape
+    a_row = heads * queries * key.shape[2]
+    mesh = jax.sharding.get_abstract_mesh()
+    spread = 1 if mesh.empty else mesh.shape[DATA]
+    together = max(spread, spread * (most_scores // a_row))
+    while batch % together or together % spread:
+        together -= 1
+        if together < spread:
+            return attend(query, key, value, visible)
+    turns = batch // together
+    block = min(queries, max(1, most_scores * spread // (together * heads * key.shape[2])))
+
+    @jax.checkpoint
+    def some(part: tuple[jax.Array, ...]) -> Partial:
+        return _attend_queries(*part, block)
+
+    if turns == 1 and block == queries:
+        return attend(query, key, value, visible)
+    visible = jnp.broadcast_to(visible, (batch, *visible.shape[1:]))
+
+    def apart(x: jax.Array) -> jax.Array:
+        # Neighbours stay apart, so that on a mesh each device takes part in every turn.
+        return jnp.moveaxis(x.reshape(together, turns, *x.shape[1:]), 1, 0)
+
+    def joined(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x, 0, 1).reshape(batch, *x.shape[2:])
+
+    parts = lax.map(some, tuple(map(apart, (query, key, value, visible))))
+    return Partial(*map(joined, parts))
+
+
+def _attend_queries(
+    query: Float[Array, "B G X C"],
+    key: Float[Array, "B G Y C"],
+    value: Float[Array, "B G Y C"],
+    visible: Bool[Array, "B 1 X Y"],
+    block: int,
+) -> Partial:
+    """`attend`, `block` queries at a time."""
+    batch, heads, queries, _ = query.shape
+    count = -(-queries // block)
+    if count == 1:
+        return attend(query, key, value, visible)
+    room = ((0, 0), (0, 0), (0, count * block - queries), (0, 0))
+
+    def split(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, room)
+        return jnp.moveaxis(x.reshape(*x.shape[:2], count, block, x.shape[3]), 2, 0)
+
+    @jax.checkpoint
+    def one(part: tuple[jax.Array, jax.Array]) -> Partial:
+        return attend(part[0], key, value, part[1])
+
+    parts = lax.map(one, (split(query), split(visible)))
+    return Partial(
+        *(
+            jnp.moveaxis(part, 0, 2).reshape(batch, heads, count * block, -1)[:, :, :queries]
+            for part in parts
+        )
+    )
+
+
+def merge(a: Partial, b: Partial) -> Partial:
+    """The softmax over the keys of both; exact up to rounding, and associative."""
+    peak = jnp.maximum(a.peak, b.peak)
+    anchor = jnp.where(jnp.isneginf(peak), 0.0, peak)
+    scale_a, scale_b = jnp.exp(a.peak - anchor), jnp.exp(b.peak - anchor)
+    return Partial(
+        peak,
+        a.denominator * scale_a + b.denominator * scale_b,
+        a.weighted * scale_a + b.weighted * scale_b,
+    )
+
+
+def cached_blocks(cache: KVCache) -> Int[Array, ""]:
+    """How many blocks hold the longest committed row: what attention pays for, not the capacity."""
+    step = min(CACHE_BLOCK, cache.capacity)
+    return (cache.length.max() + step - 1) // step
+
+
+def attend_cache(
+    query: Float[Array, "B G X C"],
+    cache: KVCache,
+    layer: Int[Array, ""] | int,
+    start: Partial,
+    blocks: Int[Array, ""],
+) -> Partial:
+    """`start` merged with the first `blocks` blocks of one layer's committed keys."""
+    _, batch, kv_heads, _, width = cache.k.shape
+    step = min(CACHE_BLOCK, cache.capacity)
+    offsets = jnp.arange(step)
+
+    def block(index: Int[Array, ""], total: Partial) -> Partial:
+        first = index * step
+        where = (layer, 0, 0, first, 0)
+        key = lax.dynamic_slice(cache.k, where, (1, batch, kv_heads, step, width))[0]
+        value = lax.dynamic_slice(cache.v, where, (1, batch, kv_heads, step, width))[0]
+        visible = (first + offsets)[None, :] < cache.length[:, None]
+        return merge(total, attend(query, key, value, visible[:, None, None, :]))
+
+    return lax.fori_loop(0, blocks, block, start)
+
+
+def attend_whole_cache(
+    query: Float[Array, "B G X C"], cache: KVCache, layer: Int[Array, ""] | int, start: Partial
+) -> Partial:
+    """`start` merged with all of one layer's capacity at once, what is not committed masked."""
+    key = lax.dynamic_index_in_dim(cache.k, layer, keepdims=False)
+    value = lax.dynamic_index_in_dim(cache.v, layer, keepdims=False)
+    visible = jnp.arange(cache.capacity)[None, :] < cache.length[:, None]
+    # Else XLA joins this product with the window's, and copies the cache next to its keys.
+    query = lax.optimization_barrier(query)
+    return merge(start, attend(query, key, value, visible[:, None, None, :]))

@@ -1,0 +1,140 @@
+"""What a decoder's layers, and the heads trained on one, compute between their attentions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from specjax.distributed.sharding import constrain
+from specjax.models.config import DecoderConfig
+from specjax.models.layers.attention import Partial, group_queries, ungroup
+from specjax.models.layers.matmul import product
+from specjax.models.layers.rope import frequencies
+
+Rotation = tuple[Float[Array, "B T 1 C2"], Float[Array, "B T 1 C2"]]
+
+
+@dataclass(frozen=True)
+class Block:
+    """The arithmetic of one layer: `dtype` of activations, and in what products are multiplied.
+
+    `shards` is the number of devices that weights are split over. Without `multiply` products are
+    in the activations' dtype.
+    """
+
+    config: DecoderConfig
+    dtype: jnp.dtype
+    shards: int = 1
+    multiply: jnp.dtype | None = None
+
+    def norm(self, x: Float[Array, "B T D"], weights: dict[str, Any]) -> Float[Array, "B T D"]:
+        """The RMS norm with the config's epsilon."""
+        return rms_norm(x, weights["scale"], self.config.rms_norm_eps)
+
+    def project(
+        self, equation: str, x: jax.Array, weights: dict[str, Any], out: Any = None
+    ) -> jax.Array:
+        """A linear layer: kernel [in, out], and a bias where there is one."""
+        y = product(equation, x, weights["kernel"], multiply=self.multiply, out=out)
+        if "bias" in weights:
+            y = y + jnp.expand_dims(weights["bias"].astype(y.dtype), (0, 1))
+        return y
+
+    def heads(
+        self, h: Float[Array, "B T Din"], attention: dict[str, Any], rotation: Rotation, copies: int
+    ) -> tuple[Float[Array, "B G X C"], Float[Array, "B T G C"], Float[Array, "B T G C"]]:
+        """Queries by the key head they share, and keys and values; each head `copies` times.
+
+        The projections' head axes are merged (`merge_heads`).
+        """
+        query, key, value = (
+            self.project("btd,dn->btn", h, attention[part]).reshape(
+                *h.shape[:2], -1, self.config.head_dim
+            )
+            for part in ("query", "key", "value")
+        )
+        query, key = rotate(query, *rotation), rotate(key, *rotation)
+        key, value = (self._split(_copied(part, copies), "kv_heads") for part in (key, value))
+        return group_queries(self._split(query, "heads"), key.shape[2]), key, value
+
+    def add_attention(
+        self, x: Float[Array, "B T D"], mixed: Partial, attention: dict[str, Any]
+    ) -> Float[Array, "B T D"]:
+        """The residual stream with what the heads have gathered."""
+        out = ungroup(mixed.weighted / mixed.denominator, x.shape[1]).astype(x.dtype)
+        out = out.reshape(*x.shape[:2], -1)
+        return self.whole(x + self.project("btn,nd->btd", out, attention["output"]))
+
+    def add_mlp(self, x: Float[Array, "B T D"], weights: dict[str, Any]) -> Float[Array, "B T D"]:
+        """The residual stream with the gated MLP of its norm."""
+        h, mlp = self.norm(x, weights["mlp_norm"]), weights["mlp"]
+        gate = nn.silu(self.project("btd,df->btf", h, mlp["gate"]))
+        gate = gate * self.project("btd,df->btf", h, mlp["up"])
+        return self.whole(x + self.project("btf,fd->btd", gate, mlp["down"]))
+
+    def whole(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """The residual stream, told to lie whole on each device of a row."""
+        return constrain(x, "batch", None, None)
+
+    def _split(self, x: Float[Array, "B T N C"], heads: str) -> Float[Array, "B T N C"]:
+        return constrain(x, "batch", None, heads if self.shards > 1 else None, None)
+
+
+def merge_heads(layer: dict[str, Any], config: DecoderConfig) -> dict[str, Any]:
+    """A layer, or stacked ones, with each head axis and its width as one axis of the projections.
+
+    A product over plain matrices is read where it lies; with two axes to sum over, or to give, each
+    backend first copies some kernel transposed.
+    """
+    attention = dict(layer["attention"])
+    for name in ("query", "key", "value"):
+        attention[name] = {
+            part: leaf.reshape(*leaf.shape[:-2], -1) for part, leaf in attention[name].items()
+        }
+    output = dict(attention["output"])
+    kernel = output["kernel"]
+    output["kernel"] = kernel.reshape(*kernel.shape[:-3], -1, config.hidden_size)
+    return {**layer, "attention": {**attention, "output": output}}
+
+
+def embed(
+    params: dict[str, Any], tokens: Int[Array, "B T"], dtype: jnp.dtype
+) -> Float[Array, "B T D"]:
+    """A model's embeddings: rows of its own table, or columns of its tied head."""
+    if "embed" in params:
+        x = jnp.take(params["embed"]["embedding"], tokens, axis=0)
+    else:
+        x = jnp.moveaxis(jnp.take(params["head"]["kernel"], tokens, axis=1), 0, -1)
+    return x.astype(dtype)
+
+
+def rms_norm(x: Float[Array, "B T D"], scale: Float[Array, "D"], eps: float) -> jax.Array:
+    """X over its root mean square, taken in float32."""
+    wide = x.astype(jnp.float32)
+    wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return wide.astype(x.dtype) * scale[None, None, :].astype(x.dtype)
+
+
+def rotate_by(positions: Int[Array, "B T"], config: DecoderConfig) -> Rotation:
+    """Cosines and sines of each position's rotation, one pair of dimensions each."""
+    angles = positions[:, :, None].astype(jnp.float32) * frequencies(config)[None, None, :]
+    return jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
+
+
+def rotate(
+    x: Float[Array, "B T N C"], cos: Float[Array, "B T 1 C2"], sin: Float[Array, "B T 1 C2"]
+) -> Float[Array, "B T N C"]:
+    """Each head's pairs (i, i + C/2) turned by their position's angles, in float32."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+def _copied(heads: Float[Array, "B T G C"], copies: int) -> Float[Array, "B T N C"]:
+    return heads if copies == 1 else jnp.repeat(heads, copies, axis=2)

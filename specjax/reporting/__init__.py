@@ -1,0 +1,1 @@
+"""Reports of runs: written, read, compared, drawn."""

@@ -1,0 +1,86 @@
+"""The report as CSV and as Spec-Bench's JSONL, for other programs to read."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from specjax.reporting.statistics import OVERALL, Entry, tasks_of
+
+
+def csv_text(entries: Sequence[Entry]) -> str:
+    """A line for each run and task, and for all of a run's tasks; empty where undefined."""
+    longest = max(len(entry.figures[OVERALL].counts.acceptance_at_pos) for entry in entries)
+    lines = [
+        _csv_row(entry, task, longest)
+        for entry in entries
+        for task in (*tasks_of([entry.run]), OVERALL)
+    ]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, lines[0].keys(), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return text.getvalue()
+
+
+def _csv_row(entry: Entry, task: str, longest: int) -> dict[str, Any]:
+    figures, run = entry.figures[task], entry.run
+    summary = figures.counts.to_dict()
+    row = {
+        "subset": task,
+        "drafter": run.drafter,
+        "label": entry.label,
+        "file": str(run.path),
+        "target": run.config["target"],
+        "num_speculative_tokens": run.draft_length,
+        **vars(run.conditions),
+        **{name: value for name, value in summary.items() if not isinstance(value, list | dict)},
+    }
+    for name in vars(figures):
+        if name != "counts":
+            row[name] = getattr(figures, name)
+    row["predicted_speedup"] = entry.predicted if task == OVERALL else None
+    row["efficiency"] = entry.efficiency if task == OVERALL else None
+    for name in ("acceptance_at_pos", "cond_acceptance_at_pos"):
+        values = summary[name] + [None] * longest
+        row |= {f"{name}_{place}": values[place] for place in range(longest)}
+    return row
+
+
+def jsonl_text(entry: Entry) -> str:
+    """A run's answers as Spec-Bench writes them, a question a line.
+
+    `wall_time` is prefill and decoding in seconds, of the whole batch that an answer was in;
+    `accept_lengths` are those of all turns in a row. The further fields are specjax's own.
+    """
+    run = entry.run
+    questions: dict[tuple[int | str, str], list] = {}
+    for row in run.rows:
+        questions.setdefault((row.question_id, row.category), []).append(row)
+    lines = []
+    for (question_id, category), rows in questions.items():
+        rows = sorted(rows, key=lambda row: row.turn)
+        choice = {
+            "index": 0,
+            "turns": [row.text for row in rows],
+            "decoding_steps": [len(row.emitted) for row in rows],
+            "new_tokens": [row.ours.new_tokens for row in rows],
+            "wall_time": [row.ours.prefill_s + row.ours.decode_s for row in rows],
+            "accept_lengths": [count for row in rows for count in row.emitted],
+        }
+        line = {
+            "question_id": question_id,
+            "category": category,
+            "model_id": run.config["target"],
+            "drafter": entry.label,
+            "choices": [choice],
+            "prefill_s": [row.ours.prefill_s for row in rows],
+            "decode_s": [row.ours.decode_s for row in rows],
+            **vars(run.conditions),
+            "seed": run.config.get("seed"),
+        }
+        lines.append(json.dumps(line, ensure_ascii=False) + "\n")
+    return "".join(lines)

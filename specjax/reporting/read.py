@@ -1,0 +1,158 @@
+"""Reading the JSON reports of `specjax.decode` and `specjax.bench` back, every field checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+from specjax.errors import InputError, one_line, shown
+from specjax.files.json_files import read_json_file
+from specjax.reporting.runs import Bench, Row, Run, Took, summarize
+
+_NUMBER = (int, float)
+_LARGEST, _MOST_COUNTS, _DEEPEST = 2**53, 1 << 26, 20
+"""Whole numbers above the first are not exact as floats; the second bounds a table of counts."""
+_SUMMARY = {"drafter": (str,), "device": (str,), "dtype": (str,), "prompts": (str,)}
+_CONFIG = {"target": (str,), "batch_size": (int,), "drafter": (dict,), "sampling": (dict,)}
+_MAY_BE = {"versions": (dict, NoneType), "interrupted": (bool, NoneType)}
+_CONFIG_MAY_BE = {"distributed": (dict,)}
+_SAMPLING = {"temperature": _NUMBER, "max_new_tokens": (int,)}
+_ROW = {
+    "question_id": (int, str),
+    "category": (str,),
+    "text": (str,),
+    "token_ids": (list,),
+    "new_tokens": (int,),
+    "accept_lengths": (list,),
+    "rounds": (dict,),
+    "prefill_s": _NUMBER,
+    "decode_s": _NUMBER,
+    "batch": (int,),
+    "identical": (bool, NoneType),
+    "margin_at_difference": (*_NUMBER, NoneType),
+    "plain": (dict, NoneType),
+}
+_COUNTS = {"drafted": (list,), "accepted": (list,), "width": (list,)}
+_PLAIN = {"new_tokens": (int,), "prefill_s": _NUMBER, "decode_s": _NUMBER}
+_CONTEST = {
+    "drafter": (str,),
+    "batch": (int,),
+    "acceptance_length": _NUMBER,
+    "tokens_per_second": _NUMBER,
+    "plain_tokens_per_second": _NUMBER,
+    "speedup": _NUMBER,
+    "speedup_min": _NUMBER,
+    "speedup_max": _NUMBER,
+    "predicted": _NUMBER,
+    "efficiency": _NUMBER,
+    "identical": (bool,),
+}
+_REMEDY = "give a file that `python -m specjax.decode --config.report=FILE` wrote"
+
+
+def read_report(path: str | Path) -> Run | Bench:
+    """Read a report of `specjax.decode` or `specjax.bench`. Raises InputError for another file."""
+    path = Path(path)
+    content = read_json_file(path, _REMEDY)
+    try:
+        if isinstance(content, dict) and "contests" in content:
+            contests = _list(content, "contests", "the report")
+            for place, contest in enumerate(contests):
+                _check(contest, _CONTEST, f"contests[{place}]")
+            return Bench(path, tuple(contests), bool(content.get("interrupted")))
+        return _run(path, content)
+    except _Misfit as misfit:
+        raise InputError(f"{str(path)!r} is not a report: {misfit}; {_REMEDY}") from None
+
+
+class _Misfit(Exception):
+    """What of a file is not as a report has it."""
+
+
+def _run(path: Path, content: Any) -> Run:
+    if not isinstance(content, dict) or not {"rows", "summary"} <= content.keys():
+        raise _Misfit('it has no "rows" and "summary"')
+    summary = content["summary"]
+    _check(summary, {"config": (dict,), **_SUMMARY}, "summary")
+    _check(summary["config"], _CONFIG, "summary.config")
+    _check(summary["config"]["sampling"], _SAMPLING, "summary.config.sampling")
+    for part, kinds in ((summary, _MAY_BE), (summary["config"], _CONFIG_MAY_BE)):
+        _check(part, {name: kinds[name] for name in kinds if name in part}, "summary")
+    if _deeper(summary["config"], _DEEPEST):
+        raise _Misfit(f"summary.config has more than {_DEEPEST} levels")
+    rows = tuple(
+        _row(row, f"rows[{place}]")
+        for place, row in enumerate(_list(content, "rows", "the report"))
+    )
+    if not rows:
+        raise _Misfit("it holds no rows")
+    if len(rows) * max(len(row.emitted) for row in rows) > _MOST_COUNTS:
+        raise _Misfit("one row has so many rounds that a table of all rows is too large")
+    run = Run(path, rows, summary)
+    try:
+        summarize(rows)
+    except ValueError as error:
+        raise _Misfit(f"its counts do not fit together ({one_line(error)})") from None
+    return run
+
+
+def _row(row: Any, where: str) -> Row:
+    _check(row, _ROW, where)
+    _check(row["rounds"], _COUNTS, f"{where}.rounds")
+    counts = {"emitted": row["accept_lengths"], **row["rounds"]}
+    for name, values in counts.items():
+        if not all(type(value) is int and 0 <= value <= _LARGEST for value in values):
+            raise _Misfit(f"{where}: {name} must hold whole numbers of at least 0")
+        if len(values) != len(row["accept_lengths"]):
+            raise _Misfit(f"{where}: {name} must have an entry a round")
+    if sum(row["accept_lengths"]) != row["new_tokens"]:
+        raise _Misfit(f"{where}: accept_lengths do not add up to new_tokens")
+    if not all(type(token) is int and 0 <= token <= _LARGEST for token in row["token_ids"]):
+        raise _Misfit(f"{where}: token_ids must hold whole numbers of at least 0")
+    if type(row.get("turn", 0)) is not int:
+        raise _Misfit(f"{where}.turn is {shown(row['turn'])}")
+    plain = row["plain"]
+    if plain is not None:
+        _check(plain, _PLAIN, f"{where}.plain")
+        plain = Took(*(plain[name] for name in _PLAIN))
+    return Row(
+        question_id=row["question_id"],
+        category=row["category"],
+        turn=row.get("turn", 0),
+        text=row["text"],
+        token_ids=tuple(row["token_ids"]),
+        batch=row["batch"],
+        ours=Took(row["new_tokens"], row["prefill_s"], row["decode_s"]),
+        plain=plain,
+        identical=row["identical"],
+        margin=row["margin_at_difference"],
+        **{name: tuple(counts[name]) for name in ("drafted", "accepted", "emitted", "width")},
+    )
+
+
+def _deeper(content: Any, levels: int) -> bool:
+    """Whether objects are nested deeper than that; a config's names are joined recursively."""
+    if not isinstance(content, dict):
+        return False
+    return not levels or any(_deeper(part, levels - 1) for part in content.values())
+
+
+def _check(content: Any, fields: Mapping[str, tuple[type, ...]], where: str) -> None:
+    if not isinstance(content, dict):
+        raise _Misfit(f"{where} is not an object")
+    for name, kinds in fields.items():
+        if name not in content:
+            raise _Misfit(f"{where} has no {name!r} (another version of specjax?)")
+        # A bool is an int to Python, and is none here.
+        if type(content[name]) not in kinds:
+            raise _Misfit(f"{where}.{name} is {shown(content[name])}")
+        if isinstance(content[name], _NUMBER) and abs(content[name]) > _LARGEST:
+            raise _Misfit(f"{where}.{name} is {shown(content[name])}, which nothing takes")
+
+
+def _list(content: Mapping[str, Any], name: str, where: str) -> list:
+    if not isinstance(content[name], list):
+        raise _Misfit(f"{where}: {name} is not a list")
+    return content[name]

@@ -1,0 +1,171 @@
+"""The file of a JSON report: tried before the work, kept as it grows, never lost at the end."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from specjax import signals
+from specjax.errors import NO_ROOM, InputError, one_line
+from specjax.files.paths import output_file
+from specjax.files.text_files import write_text
+
+_SHARE = 1 / 20
+"""At most this share of the run's time goes into writing the report while it grows."""
+
+
+def check_writable(value: str | os.PathLike[str], size: int = 0, field: str = "report") -> Path:
+    """The path of a report of about `size` bytes, which can be written; before the long work.
+
+    Raises InputError for what is no regular file, a folder that may not be written to, and a disk,
+    a quota or a limit that leaves no room. A file that is there stays as it is.
+    """
+    path = output_file(field, value)
+    size = max(size, 4096)
+    said = f"{field}={os.fspath(value)!r}"
+    try:
+        with tempfile.TemporaryFile(dir=path.parent, prefix=".specjax-") as file:
+            _reserve(file.fileno(), size)
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            raise InputError(
+                f"{said}: no room for a report of up to {-(-size // 1000)} kB "
+                f"({error.strerror}); free some, or choose another folder"
+            ) from None
+        raise InputError(
+            f"{said} cannot be written: {one_line(error)}; choose another folder"
+        ) from None
+    return path
+
+
+def _reserve(handle: int, size: int) -> None:
+    """Raise OSError unless a file can grow to a size."""
+    try:
+        os.posix_fallocate(handle, 0, size)
+        return
+    except AttributeError:  # not on this system
+        pass
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            raise
+    room = os.fstatvfs(handle)
+    if room.f_bavail * room.f_frsize < size:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON, whole or not at all. Raises OSError, and ValueError for what is not JSON."""
+    text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
+    # A list of numbers on one line: token ids are read across.
+    text = re.sub(r"\[[\s\d.,eE+-]*\]", lambda match: " ".join(match[0].split()), text)
+    write_text(path, text + "\n")
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+class ReportFile:
+    """A report that is written again and again while its run is under way.
+
+    `content(interrupted)` gives the report of what is finished so far. Used as a context manager:
+    whatever ends the run, what `grew` was called for is written. Without a path nothing is.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        content: Callable[[bool], Mapping[str, Any]],
+        tell: Callable[[str], None] = _tell,
+    ) -> None:
+        self._path, self._content, self._tell = path, content, tell
+        self._grown = self._unsaved = self._troubled = False
+        self._next = float("-inf")
+
+    def grew(self) -> None:
+        """Write what is finished, unless the last writing was too short a time ago.
+
+        A failure is said once, and does not end the run.
+        """
+        self._grown = self._unsaved = True
+        begin = time.monotonic()
+        if self._path is None or begin < self._next:
+            return
+        try:
+            write_json(self._path, self._content(True))
+            self._unsaved = False
+        except OSError as error:
+            if not self._troubled:
+                self._troubled = True
+                self._tell(
+                    f"report {self._path} cannot be written now ({error.strerror or error}); "
+                    "the run continues, and tries again"
+                )
+        end = time.monotonic()
+        self._next = end + (end - begin) / _SHARE
+
+    def finish(self, interrupted: bool = False) -> bool:
+        """Write the last report, undisturbed by signals; whether there is one.
+
+        A run that was interrupted with nothing finished leaves an earlier report as it was. Raises
+        InputError where the report cannot be written, and says where it is instead: in a temporary
+        folder, or on stdout as JSON lines.
+        """
+        self._unsaved = False
+        if self._path is None or (interrupted and not self._grown and self._path.exists()):
+            return False
+        with signals.held_off():
+            content = self._content(interrupted)
+            try:
+                write_json(self._path, content)
+            except OSError as error:
+                raise InputError(
+                    f"report={str(self._path)!r} cannot be written ({error.strerror or error}); "
+                    f"what was finished is {_kept_elsewhere(self._path.name, content)}; make room, "
+                    "and copy it there"
+                ) from None
+        return True
+
+    def __enter__(self) -> ReportFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None and self._unsaved:
+            try:
+                self.finish(interrupted=True)
+            except InputError as failure:
+                # What ended the run is to be seen as well.
+                self._tell(one_line(failure))
+
+
+def _kept_elsewhere(name: str, content: Mapping[str, Any]) -> str:
+    """Keep a report where there is room for it; says where that is."""
+    folder = None
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="specjax-"))
+        write_json(folder / name, content)
+        return f"in {folder / name}"
+    except OSError:
+        if folder is not None:
+            with suppress(OSError):
+                folder.rmdir()
+    for value in content.values():
+        for one in value if isinstance(value, list) else [value]:
+            print(json.dumps(one))
+    sys.stdout.flush()
+    return "above, on stdout, as JSON lines"

@@ -1,0 +1,210 @@
+"""Decode runs as a report compares them: rows with their raw counts, labels, conditions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specjax import metrics
+from specjax.decoding.compare_outputs import EXCUSED_MARGIN
+from specjax.decoding.prompts import task_of
+from specjax.errors import InputError
+from specjax.fields import dotted
+
+
+@dataclass(frozen=True)
+class Took:
+    """Tokens and seconds of one decoding; the seconds are those of the row's whole batch."""
+
+    new_tokens: int
+    prefill_s: float
+    decode_s: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One answer: its text, what it took with the drafter and plainly, and a count a round."""
+
+    question_id: int | str
+    category: str
+    turn: int
+    text: str
+    token_ids: tuple[int, ...]
+    batch: int
+    ours: Took
+    plain: Took | None
+    identical: bool | None
+    margin: float | None
+    drafted: tuple[int, ...]
+    accepted: tuple[int, ...]
+    emitted: tuple[int, ...]
+    width: tuple[int, ...]
+
+    @property
+    def task(self) -> str:
+        """Spec-Bench's task; MT-bench's eight categories are one, and no category is `other`."""
+        return task_of(self.category) or "other"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One report."""
+
+    path: Path
+    rows: tuple[Row, ...]
+    summary: Mapping[str, Any]
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The run's whole config."""
+        return self.summary["config"]
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether it ended, or was killed, before all of its prompts were answered."""
+        return bool(self.summary.get("interrupted"))
+
+    @property
+    def drafter(self) -> str:
+        """The drafter's name."""
+        return self.summary["drafter"]
+
+    @property
+    def exact(self) -> bool:
+        """Whether no row differs from plain decoding but by a near-tie, which float32 excuses."""
+        excusable = self.summary["dtype"] == "float32"
+        different = [row for row in self.rows if row.identical is False]
+        return all(
+            excusable and row.margin is not None and row.margin < EXCUSED_MARGIN
+            for row in different
+        )
+
+    @property
+    def conditions(self) -> Conditions:
+        """Under what the run was made."""
+        sampling = self.config["sampling"]
+        return Conditions(
+            device=self.summary["device"],
+            dtype=self.summary["dtype"],
+            batch_size=self.config["batch_size"],
+            temperature=float(sampling["temperature"]),
+            max_new_tokens=sampling["max_new_tokens"],
+        )
+
+    @property
+    def draft_length(self) -> int | None:
+        """K: the config's, or that of the longest draft where it is the drafter's own.
+
+        None for "auto" and for a run that drafted nothing.
+        """
+        if self.drafter == "none":
+            return None
+        asked = str(self.config.get("num_speculative_tokens"))
+        if asked == "None":
+            longest = max((max(row.drafted, default=0) for row in self.rows), default=0)
+            return longest or None
+        return int(asked) if asked.isdecimal() and len(asked) < 10 else None
+
+
+@dataclass(frozen=True, order=True)
+class Conditions:
+    """What has to be alike for two speeds to be compared; the letters of a table's header."""
+
+    device: str
+    dtype: str
+    batch_size: int
+    temperature: float
+    max_new_tokens: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.device}, {self.dtype}, batch size {self.batch_size}, "
+            f"temperature {self.temperature:g}, up to {self.max_new_tokens} new tokens"
+        )
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The contests of a report of `specjax.bench`."""
+
+    path: Path
+    contests: tuple[Mapping[str, Any], ...]
+    interrupted: bool
+
+
+def check_together(runs: Sequence[Run]) -> None:
+    """Raise InputError unless all runs decoded the same prompts with the same target."""
+    first = runs[0]
+    for run in runs[1:]:
+        ours, theirs = run.config["target"], first.config["target"]
+        if ours != theirs:
+            raise InputError(
+                f"target: {str(run.path)!r} is of {ours}, {str(first.path)!r} of {theirs}; "
+                "report each target apart"
+            )
+        if run.summary["prompts"] != first.summary["prompts"]:
+            pairs = ((one, len(one.rows)) for one in (run, first))
+            sizes = " and ".join(f"{str(one.path)!r} ({count} rows)" for one, count in pairs)
+            stopped = [one for one in (run, first) if one.interrupted]
+            remedy = f"{str(stopped[0].path)!r} was interrupted: run it again" if stopped else ""
+            raise InputError(
+                f"prompts: {sizes} answer other prompts; {remedy or 'report each set apart'}"
+            )
+
+
+def labels(runs: Sequence[Run]) -> list[str]:
+    """A name for each run: its drafter, and the fields in which the runs differ."""
+    fields = [_told_apart(run) for run in runs]
+    names = dict.fromkeys(name for one in fields for name in one)
+    differing = [name for name in names if len({str(one.get(name)) for one in fields}) > 1]
+    found = []
+    for run, one in zip(runs, fields, strict=True):
+        parts = [run.drafter]
+        for name in differing:
+            value = one.get(name)
+            if value is not None and name != "drafter.name":
+                parts.append(f"{name.rpartition('.')[2]}={value}")
+        found.append(" ".join(parts))
+    return [
+        f"{label} ({run.path.stem})" if found.count(label) > 1 else label
+        for run, label in zip(runs, found, strict=True)
+    ]
+
+
+def summarize(rows: Sequence[Row]) -> metrics.Summary:
+    """The numbers of some rows, by `specjax.metrics`. Raises ValueError where counts misfit."""
+    return metrics.summarize(
+        *(_padded(getattr(row, name) for row in rows) for name in ("drafted", "accepted")),
+        *(_padded(getattr(row, name) for row in rows) for name in ("emitted", "width")),
+    )
+
+
+def batch_widths(rows: Sequence[Row]) -> np.ndarray:
+    """The width of each pass [R]; a batch runs one width for all of its rows."""
+    batches: dict[int, list[tuple[int, ...]]] = {}
+    for row in rows:
+        batches.setdefault(row.batch, []).append(row.width)
+    return np.concatenate([_padded(widths).max(axis=0) for widths in batches.values()])
+
+
+def _told_apart(run: Run) -> dict[str, Any]:
+    """The fields that may tell runs apart: the config's, less what tables say elsewhere."""
+    elsewhere = ("report", "compare", "batch_size", "dtype")
+    elsewhere += ("sampling.temperature", "sampling.max_new_tokens")
+    # Prompts are compared as such: two paths may name the same ones.
+    elsewhere += ("target", "prompt", "prompts", "limit", "per_task", "num_speculative_tokens")
+    fields = {name: value for name, value in dotted(run.config).items() if name not in elsewhere}
+    asked = run.config.get("num_speculative_tokens")
+    return {"K": "auto" if asked == "auto" else run.draft_length, **fields}
+
+
+def _padded(rows: Iterable[Sequence[int]]) -> np.ndarray:
+    rows = list(rows)
+    array = np.full((len(rows), max(map(len, rows), default=0)), -1, np.int64)
+    for place, row in enumerate(rows):
+        array[place, : len(row)] = row
+    return array

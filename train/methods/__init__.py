@@ -1,0 +1,1 @@
+"""What is trained: losses, labels, and the methods made of them."""

@@ -1,0 +1,207 @@
+"""Drafts at labels against the target's law, a block of labels at a time.
+
+Logits over a vocabulary are the largest arrays of a step, and passing over them what it waits for.
+Here they live for one block only: its gradients are made along with its losses (as Liger kernels
+do: Hsu et al. 2410.10989), and what is kept for the backward pass has the width of the states.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from specjax.models.layers.matmul import product
+from train.data.batches import Batch
+from train.methods.labels import ahead, at_rows, label_ahead
+from train.methods.losses import soft_cross_entropy, total_variation
+
+_BLOCK = 512
+"""Labels at a time, over all rows of the batch."""
+
+
+class Truth(NamedTuple):
+    """What a draft is judged by: the target's log-law, and where the data's token is in it."""
+
+    log_law: Float[Array, "B A Vd"]
+    token: Int[Array, "B A"]
+
+
+def kl_divergence(logits: Float[Array, "B A Vd"], truth: Truth) -> Float[Array, "B A"]:
+    """KL(p || q)."""
+    law = jnp.exp(truth.log_law)
+    return soft_cross_entropy(logits, law) + jnp.sum(law * truth.log_law, axis=-1)
+
+
+def variation(logits: Float[Array, "B A Vd"], truth: Truth) -> Float[Array, "B A"]:
+    """The total variation of p and q, both over the draft vocabulary."""
+    return total_variation(logits, jnp.exp(truth.log_law))
+
+
+def cross_entropy(logits: Float[Array, "B A Vd"], truth: Truth) -> Float[Array, "B A"]:
+    """-log q of the data's token."""
+    own = jnp.take_along_axis(logits, truth.token[:, :, None], axis=-1)[:, :, 0]
+    return jax.nn.logsumexp(logits, axis=-1) - own
+
+
+@dataclass(frozen=True)
+class Judge:
+    """How drafts are judged: `parts` are (loss of a label, its weight), and products as `multiply`.
+
+    Without `trains_kernel` no gradient is made for the kernel that gives the logits.
+    """
+
+    parts: tuple[tuple[Callable[[Array, Truth], Array], float], ...]
+    trains_kernel: bool
+    multiply: Any = None
+
+
+class Teacher(NamedTuple):
+    """The target at each label: its last feature before, and its head's columns.
+
+    `token` is the data's token as a place among the columns, wherever `known`. Labels whose token
+    the columns do not have teach nothing: as those tokens were drawn from the target, a label
+    counts by how likely the draft vocabulary is there, without a pass over the whole one.
+    """
+
+    features: Float[Array, "B A D"]
+    columns: Float[Array, "D Vd"]
+    token: Int[Array, "B A"]
+    known: Bool[Array, "B A"]
+
+    @classmethod
+    def of(
+        cls, batch: Batch, columns: Float[Array, "D Vd"], draft_ids: Int[Array, "Vd"] | None
+    ) -> Teacher:
+        """The teacher of a batch with `final_norm`; `columns` are those of `draft_ids`."""
+        features = at_rows(batch.features["final_norm"], batch.labels - 1)
+        token = at_rows(batch.tokens, batch.labels)
+        if draft_ids is None:
+            return cls(features, columns, token, jnp.ones(token.shape, bool))
+        place = jnp.searchsorted(draft_ids, token).clip(0, len(draft_ids) - 1)
+        return cls(features, columns, place, draft_ids[place] == token)
+
+    def counts(self, labels: Int[Array, "B A"], drafts: int) -> Bool[Array, "K B A"]:
+        """Where draft i stands for a label that the draft's vocabulary has."""
+        return jnp.stack(
+            [label_ahead(labels, draft) & ahead(self.known, draft) for draft in range(drafts)]
+        )
+
+
+class Verdict(NamedTuple):
+    """Sums of each part over the counted labels by draft, and which drafts are right.
+
+    Right is the token that the target finds likeliest of those that can be drafted.
+    """
+
+    losses: Float[Array, "K P"]
+    right: Bool[Array, "K B A"]
+
+
+def judge(
+    plan: Judge,
+    states: Float[Array, "K B A D"],
+    kernel: Float[Array, "*K D Vd"],
+    teacher: Teacher,
+    counted: Bool[Array, "K B A"],
+    weights: Float[Array, "K"],
+) -> tuple[Float[Array, ""], Verdict]:
+    """The loss, which is differentiable, and what it is made of.
+
+    Draft i of a label stands for the token i places further, which is i places further among the
+    labels too where it is `counted`. `kernel` makes logits of `states`, one for all drafts or one
+    for each. The loss is the sum over drafts and counted labels, each draft by its weight.
+    """
+    drafts, batch, labels, _ = states.shape
+    count = max(1, -(-batch * labels // _BLOCK))
+    size = -(-labels // count)
+    room = count * size - labels
+
+    def blocks(x: Array, axis: int, more: int = 0) -> Array:
+        """[n, ...]: pieces of `size` labels along an axis, and `more` from the next piece."""
+        pad = [(0, 0)] * x.ndim
+        pad[axis] = (0, room + more)
+        x = jnp.pad(x, pad)
+        first = range(0, count * size, size)
+        return jnp.stack([lax.slice_in_dim(x, i, i + size + more, axis=axis) for i in first])
+
+    parts = (
+        blocks(states, 2),
+        lax.stop_gradient(blocks(teacher.features.astype(jnp.float32), 1, drafts - 1)),
+        blocks(teacher.token, 1, drafts - 1),
+        blocks(counted, 2),
+    )
+    total, losses, right = _judged(plan, parts[0], kernel, parts[1:], teacher.columns, weights)
+    right = jnp.moveaxis(right, 0, 2).reshape(drafts, batch, count * size)[:, :, :labels]
+    return total, Verdict(losses, right)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _judged(
+    plan: Judge, states: Array, kernel: Array, rest: tuple, columns: Array, weights: Array
+) -> tuple[Array, Array, Array]:
+    def one(block: tuple) -> tuple[Array, tuple[Array, Array]]:
+        return _block(plan, block[0], kernel, block[1], columns, weights)
+
+    total, (losses, right) = lax.map(one, (states, rest))
+    return total.sum(), losses.sum(axis=0), right
+
+
+def _forward(
+    plan: Judge, states: Array, kernel: Array, rest: tuple, columns: Array, weights: Array
+) -> tuple[Any, Any]:
+    inputs = (0, 1) if plan.trains_kernel else (0,)
+
+    def one(kernel_sum: Array | None, block: tuple) -> tuple[Any, Any]:
+        def loss(states: Array, kernel: Array) -> Any:
+            return _block(plan, states, kernel, block[1], columns, weights)
+
+        (total, aux), grads = jax.value_and_grad(loss, inputs, has_aux=True)(block[0], kernel)
+        if plan.trains_kernel:
+            kernel_sum = kernel_sum + grads[1]
+        return kernel_sum, (total, aux, grads[0])
+
+    begin = jnp.zeros_like(kernel) if plan.trains_kernel else None
+    to_kernel, (total, (losses, right), to_states) = lax.scan(one, begin, (states, rest))
+    return (total.sum(), losses.sum(axis=0), right), (to_states, to_kernel)
+
+
+def _backward(plan: Judge, kept: tuple, gradient: tuple) -> tuple:
+    to_states, to_kernel = kept
+    to_kernel = gradient[0] * to_kernel if plan.trains_kernel else None
+    return gradient[0] * to_states, to_kernel, None, None, None
+
+
+_judged.defvjp(_forward, _backward)
+
+
+def _block(
+    plan: Judge, states: Array, kernel: Array, rest: tuple, columns: Array, weights: Array
+) -> tuple[Array, tuple[Array, Array]]:
+    features, tokens, counted = rest
+    size = states.shape[2]
+
+    def logits_of(x: Array, kernel: Array) -> Array:
+        return product("bad,dv->bav", x, kernel, multiply=plan.multiply, out=jnp.float32)
+
+    logits = logits_of(features, columns)
+    likeliest, log_law = jnp.argmax(logits, axis=-1), jax.nn.log_softmax(logits, axis=-1)
+    total, losses, right = jnp.float32(0), [], []
+    for draft in range(states.shape[0]):
+        logits = logits_of(states[draft], kernel if kernel.ndim == 2 else kernel[draft])
+        here = slice(draft, draft + size)
+        truth = Truth(log_law[:, here], tokens[:, here])
+        parts = [
+            jnp.where(counted[draft], part(logits, truth), 0.0).sum() for part, _ in plan.parts
+        ]
+        value = sum(weight * part for part, (_, weight) in zip(parts, plan.parts, strict=True))
+        total += weights[draft] * value
+        losses.append(jnp.stack(parts))
+        right.append(counted[draft] & (jnp.argmax(logits, axis=-1) == likeliest[:, here]))
+    return total, (jnp.stack(losses), jnp.stack(right))

@@ -1,0 +1,60 @@
+"""The frozen target, as a teacher: features where the data set has none, and its laws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, Shaped
+
+from specjax.models.decoder import Decoder
+from train.data.batches import Batch
+
+
+def visible(segments: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
+    """What each token of packed rows sees: itself and those before it in its own segment."""
+    same = segments[:, :, None] == segments[:, None, :]
+    rows = segments.shape[1]
+    return same & jnp.tril(jnp.ones((1, rows, rows), bool))
+
+
+def fill_features(
+    target: Decoder, target_params: Any, batch: Batch, names: tuple[str, ...]
+) -> Batch:
+    """The batch with the named features, computed where it brings none; no gradient flows back."""
+    missing = tuple(name for name in names if name not in batch.features)
+    if not missing:
+        return batch
+    result = target.extend(
+        target_params,
+        batch.tokens,
+        batch.positions,
+        None,
+        None,
+        0,
+        visible(batch.segments),
+        features=missing,
+        logits=False,
+    )
+    found = jax.tree.map(jax.lax.stop_gradient, result.features)
+    return batch.replace(features={**batch.features, **found})
+
+
+def at_rows(
+    values: Shaped[Array, "B T *rest"], rows: Int[Array, "B A"]
+) -> Shaped[Array, "B A *rest"]:
+    """`values` [B, T, ...] at each row's own places; places below 0 give the first."""
+    rows = jnp.maximum(rows, 0)
+    return jax.vmap(lambda value, places: value[places])(values, rows)
+
+
+def ahead(values: Shaped[Array, "B A *rest"], depth: int) -> Shaped[Array, "B A *rest"]:
+    """What stands `depth` places further in each row's list of labels; zeros behind its end."""
+    room = ((0, 0), (0, depth)) + ((0, 0),) * (values.ndim - 2)
+    return jnp.pad(values, room)[:, depth:]
+
+
+def label_ahead(labels: Int[Array, "B A"], depth: int) -> Bool[Array, "B A"]:
+    """Whether the token `depth` further is a label too; it is then `depth` places further."""
+    return (labels >= 0) & (ahead(labels, depth) == labels + depth)

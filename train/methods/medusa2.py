@@ -1,0 +1,162 @@
+"""Medusa-2: the target is trained along with its heads, in two stages (Cai et al. 2401.10774).
+
+At first the heads alone learn, so that their large gradients do not harm the target; then both, the
+target held to what it was (self-distillation), or taught the data's tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int, Key
+
+from specjax.fields import Number, Whole, check_instance
+from specjax.loading.heads.head import Head, TargetFacts
+from specjax.loading.model import Model
+from specjax.models.decoder import Decoder
+from specjax.models.heads.medusa import Medusa, MedusaConfig
+from train.data.batches import Batch
+from train.methods.draft_losses import Judge, Teacher, cross_entropy, judge, kl_divergence
+from train.methods.labels import at_rows, visible
+from train.methods.medusa_loss import MedusaLoss, first_params, heads_loss, heads_measures
+from train.methods.method import Measures, Method
+
+
+@dataclass(frozen=True)
+class JointLoss:
+    """How the target is trained along: its own loss plus `heads` times that of the heads.
+
+    `target` is "self" (KL divergence of the target as it was from the target as it is) or "tokens"
+    (cross-entropy of the data). For `warm_steps` the heads learn alone; with `ramp` their weight
+    then grows as a quarter of a sine until `steps`. Raises InputError for values that make no
+    sense.
+    """
+
+    target: Literal["self", "tokens"] = "self"
+    heads: Annotated[float, Number(above=True)] = 0.01
+    ramp: bool = True
+    warm_steps: Annotated[int, Whole()] = 0
+    steps: Annotated[int, Whole(1)] = 1
+
+    def __post_init__(self) -> None:
+        check_instance(self, "joint.")
+
+    def weight(self, step: Int[Array, ""]) -> Float[Array, ""]:
+        """The weight of the heads in a joint step."""
+        if not self.ramp:
+            return jnp.float32(self.heads)
+        span = max(self.steps - self.warm_steps, 1)
+        # As a float: behind the last int32 there is none.
+        step = jnp.asarray(step, jnp.float32)
+        done = jnp.clip((step - self.warm_steps + 1) / span, 0.0, 1.0)
+        return self.heads * jnp.sin(0.5 * jnp.pi * done)
+
+
+def medusa2_method(
+    target: Model,
+    config: MedusaConfig,
+    draft_ids: np.ndarray | None,
+    loss: MedusaLoss,
+    joint: JointLoss,
+    *,
+    multiply: Any = None,
+) -> Method:
+    """How to train heads and target together; parameters are {"target": ..., "heads": ...}."""
+    dtype = jnp.dtype(jnp.float32)
+    head = Medusa(config, dtype, multiply)
+    decoder = dataclasses.replace(target.architecture, dtype=dtype, multiply=multiply)
+    ids = None if draft_ids is None else jnp.asarray(draft_ids)
+
+    def init(key: Key[Array, ""]) -> dict[str, Any]:
+        whole = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), target.params)
+        return {"target": whole, "heads": first_params(head, target, draft_ids, key)}
+
+    def summed(
+        params: Any,
+        target_params: Any,
+        batch: Batch,
+        key: Key[Array, ""] | None,
+        step: Int[Array, ""],
+    ) -> tuple[Float[Array, ""], Measures]:
+        del key
+        return joint_loss(head, decoder, params, target_params, ids, batch, step, loss, joint)
+
+    def finished(params: Any, training: dict[str, Any]) -> Head:
+        facts = TargetFacts.of(target)
+        return Head("medusa", config, params["heads"], draft_ids, facts, training)
+
+    def tuned(params: Any) -> Model:
+        whole = jax.tree.map(lambda leaf: leaf.astype(target.dtype), params["target"])
+        return dataclasses.replace(target, params=whole)
+
+    return Method("medusa2", ("final_norm",), init, summed, finished, tuned, True)
+
+
+def joint_loss(
+    head: Medusa,
+    decoder: Decoder,
+    params: dict[str, Any],
+    frozen: dict[str, Any],
+    draft_ids: Int[Array, "Vd"] | None,
+    batch: Batch,
+    step: Int[Array, ""],
+    loss: MedusaLoss,
+    joint: JointLoss,
+) -> tuple[Float[Array, ""], Measures]:
+    """The sum of the loss over the batch's labels at a step, and measures of the heads.
+
+    Laws, and what counts as right, are those of the `frozen` target, whose features the batch
+    brings.
+    """
+
+    def columns(kernel: Float[Array, "D V"]) -> Float[Array, "D Vd"]:
+        return kernel if draft_ids is None else jnp.take(kernel, draft_ids, axis=1)
+
+    labels = batch.labels
+    teacher = Teacher.of(batch, columns(frozen["head"]["kernel"]), draft_ids)
+
+    def alone(params: dict[str, Any]) -> tuple[Array, Measures]:
+        before = batch.features["final_norm"]
+        total, verdict = heads_loss(
+            head, params["heads"], teacher.columns, before, labels, teacher, loss
+        )
+        return total, heads_measures(verdict, labels, {"target": jnp.float32(0)})
+
+    def together(params: dict[str, Any]) -> tuple[Array, Measures]:
+        now = decoder.extend(
+            params["target"],
+            batch.tokens,
+            batch.positions,
+            None,
+            None,
+            0,
+            visible(batch.segments),
+            features=("final_norm",),
+            logits=False,
+        ).features["final_norm"]
+        kernel = params["target"]["head"]["kernel"]
+        before = Teacher.of(batch, frozen["head"]["kernel"], None)
+        part = kl_divergence if joint.target == "self" else cross_entropy
+        own, spoken = judge(
+            Judge(((part, 1.0),), True, head.multiply),
+            at_rows(now, labels - 1)[None],
+            kernel,
+            before,
+            before.counts(labels, 1),
+            jnp.ones(1),
+        )
+        heads, verdict = heads_loss(
+            head, params["heads"], columns(kernel), now, labels, teacher, loss, trains_columns=True
+        )
+        measures = heads_measures(verdict, labels, {"target": spoken.losses[0, 0]})
+        return own + joint.weight(step) * heads, measures
+
+    if not joint.warm_steps:
+        return together(params)
+    return lax.cond(step < joint.warm_steps, alone, together, params)

@@ -1,0 +1,140 @@
+"""How good a drafter is on held-out conversations: its losses, and real decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from specjax.decoding.generate import generate
+from specjax.drafters.trained import head_drafter
+from specjax.loading.model import Model
+from train.data.batches import Batch, Packing, Shape, Source, build
+from train.methods.method import Method
+from train.run.config import Settings
+from train.run.metrics import Journal, add, scalars, shown, sums_of
+from train.run.step import Program, gathered, placer
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Judges parameters; called by the loop every so often, and at the end."""
+
+    method: Method
+    program: Program
+    target: Model
+    target_params: Any
+    source: Source
+    packing: Packing | None
+    shape: Shape
+    prompts: Sequence[Sequence[int]]
+    settings: Settings
+    journal: Journal
+
+    def __call__(self, params: Any, step: int, last: bool) -> dict[str, float]:
+        """Numbers of held-out losses (`eval/...`) and of decoding (`eval/tau` ...)."""
+        numbers: dict[str, float] = {}
+        with self.journal.working(f"step {step}: evaluating, which compiles at first"):
+            if self.packing is not None and self.settings.eval_batches:
+                numbers |= self._losses(params)
+            if self.prompts:
+                numbers |= self._decode(params, last)
+        if numbers:
+            self.journal.say(f"step {step}, held out: {_told(numbers)}")
+        return numbers
+
+    def _losses(self, params: Any) -> dict[str, float]:
+        rows = self.packing.rows(0)
+        count = self.shape.rows
+        place = placer(self.settings, self.program.mesh)
+        total = None
+        for first in range(0, min(len(rows), count * self.settings.eval_batches), count):
+            taken = rows[first : first + count]
+            taken = taken + [[]] * (count - len(taken))
+            batch: Batch = place.put(
+                build(self.source, [taken[row] for row in place.rows], self.shape)
+            )
+            loss, measures = self.program.evaluate(params, self.target_params, batch)
+            total = add(total, sums_of(loss, measures))
+        return scalars(total, "eval") if total else {}
+
+    def _decode(self, params: Any, last: bool) -> dict[str, float]:
+        params = gathered(params, self.program.mesh)
+        head = self.method.head(params, {})
+        target = self.target if self.method.tuned is None else self.method.tuned(params)
+        temperatures = self.settings.eval_temperatures
+        numbers: dict[str, float] = {}
+        for temperature in temperatures if last else temperatures[:1]:
+            suffix = "" if temperature == 0 else f"_t{temperature:g}"
+            found = measure_tau(
+                head,
+                target,
+                self.prompts,
+                new_tokens=self.settings.eval_new_tokens,
+                num_speculative_tokens=self.settings.eval_num_speculative_tokens,
+                temperature=temperature,
+            )
+            numbers |= {f"eval/{name}{suffix}": value for name, value in found.items()}
+        return numbers
+
+
+def measure_tau(
+    head: Any,
+    target: Model,
+    prompts: Sequence[Sequence[int]],
+    *,
+    new_tokens: int = 64,
+    num_speculative_tokens: int | None = None,
+    temperature: float = 0.0,
+    seed: int = 0,
+    make_drafter: Callable[[Any, Model], Any] = head_drafter,
+) -> dict[str, float]:
+    """Decode prompts of token ids with a head: `tau` and `decoded_acc_pos_i`, by definition.
+
+    `tau` is `metrics.acceptance_length`; `decoded_acc_pos_i` the share of rounds in which draft
+    tokens 0..i were accepted. `make_drafter(head, target)` is `drafters.trained.head_drafter`.
+    """
+    result = generate(
+        target,
+        [list(prompt) for prompt in prompts],
+        drafter=make_drafter(head, target),
+        num_speculative_tokens=num_speculative_tokens,
+        sampling={"temperature": temperature, "max_new_tokens": new_tokens},
+        seed=seed,
+    )
+    summary = result.summary()
+    numbers: dict[str, float] = {}
+    if summary.acceptance_length is not None:
+        numbers["tau"] = float(summary.acceptance_length)
+    for depth, share in enumerate(summary.acceptance_at_pos):
+        if share is not None:
+            numbers[f"decoded_acc_pos_{depth}"] = float(share)
+    return numbers
+
+
+def held_out_prompts(source: Source, chosen: np.ndarray, count: int, room: int) -> list[list[int]]:
+    """Up to `count` prompts of the chosen conversations, spread evenly over them.
+
+    A prompt ends where the target's first answer begins; those longer than `room` are left out.
+    """
+    found: list[list[int]] = []
+    spread = np.unique(np.linspace(0, len(chosen) - 1, min(2 * count, len(chosen))).astype(int))
+    for place in spread if len(chosen) else ():
+        example = source[int(chosen[place])]
+        answers = np.flatnonzero(example.loss_mask)
+        end = int(answers[0]) if len(answers) else 0
+        if 1 <= end <= room and len(found) < count:
+            found.append([int(token) for token in example.tokens[:end]])
+    return found
+
+
+def _told(numbers: dict[str, float]) -> str:
+    parts = [shown(numbers, "eval")] if "eval/loss" in numbers else []
+    parts += [
+        f"{name.removeprefix('eval/')} {value:.3f}"
+        for name, value in numbers.items()
+        if name.startswith("eval/tau") and name != "eval/tau_sim"
+    ]
+    return "  ".join(parts)

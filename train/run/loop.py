@@ -1,0 +1,271 @@
+"""The training loop: steps, checkpoints, limits, and a clean end whatever happens."""
+
+from __future__ import annotations
+
+import collections
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from specjax import signals
+from specjax.distributed import processes
+from specjax.errors import InputError
+from train.data.batches import Packing, Position, ReadAhead, Shape, Source, stream
+from train.run import checkpoints
+from train.run import workdir as files
+from train.run.checkpoints import Saved
+from train.run.config import Settings
+from train.run.metrics import Journal, add, scalars, shown, sums_of
+from train.run.step import Placer, Program, Report, State, placer
+from train.run.workdir import Workdir
+
+DONE, TIME, INTERRUPTED = "done", "time", "interrupted"
+"""Why a run ended: all steps made, `minutes` over, Ctrl-C or SIGTERM."""
+
+_AGREE_EVERY = 10
+"""Steps between two questions whether a process of several wants to stop."""
+_IN_FLIGHT = 1
+"""Steps that the host may be ahead of the device's results."""
+
+_SPEED_OVER_S = 5.0
+_BEGIN = Position(0, 0)
+
+Evaluate = Callable[[Any, int, bool], dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Where a run ended, and why."""
+
+    state: State
+    step: int
+    reason: str
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Feed:
+    """What the loop reads: packed rows of a source."""
+
+    source: Source
+    packing: Packing
+    shape: Shape
+
+    def batches(self, position: Position, place: Placer) -> Iterator[tuple[Any, Position]]:
+        """Batches on the devices from a position on, each with the position after it."""
+        return stream(self.source, self.packing, self.shape, position, place.rows, place.put)
+
+
+@dataclass
+class Standing:
+    """What a checkpoint keeps beside arrays: the sums since the last line of metrics included."""
+
+    step: int = 0
+    position: Position = _BEGIN
+    tokens: int = 0
+    sums: dict[str, Any] | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "training": 1,
+            "step": self.step,
+            "position": list(self.position),
+            "tokens": self.tokens,
+            "sums": self.sums or {},
+        }
+
+    @classmethod
+    def of(cls, saved: Saved) -> Standing:
+        """What `facts` wrote."""
+        facts = saved.facts
+        return cls(
+            facts["step"], Position(*facts["position"]), facts["tokens"], facts["sums"] or None
+        )
+
+
+def train(
+    program: Program,
+    target_params: Any,
+    feed: Feed,
+    settings: Settings,
+    workdir: Workdir,
+    journal: Journal,
+    progress: Standing,
+    evaluate: Evaluate | None = None,
+) -> Outcome:
+    """Train from `progress` on until the steps are made, the minutes are over, or a signal comes.
+
+    `program.state` is taken over. Each end but an error leaves a checkpoint of the last step.
+    Raises InputError where a loss or a gradient is not finite, naming the step.
+    """
+    state = program.state
+    saved_step = progress.step if progress.step else None
+    deadline = math.inf if settings.minutes is None else time.monotonic() + 60 * settings.minutes
+    pending: collections.deque[tuple[int, Position, Report]] = collections.deque()
+    window = _Window()
+
+    def settle(most: int) -> None:
+        while len(pending) > most:
+            step, position, report = pending.popleft()
+            _take(progress, step, position, report, workdir, saved_step)
+            window.tokens += int(report.tokens)
+            journal.step(step)
+            if step % settings.log_every == 0 or step == settings.steps:
+                numbers = _numbers(progress, report, window)
+                if (left := journal.seconds_left(step)) is not None:
+                    numbers["train/seconds_left"] = left
+                journal.log(step, numbers, shown(numbers))
+                progress.sums = None
+
+    def save() -> None:
+        nonlocal saved_step
+        settle(0)
+        if saved_step != progress.step and progress.step:
+            checkpoints.save_checkpoint(workdir, progress.step, state, progress.facts())
+            saved_step = progress.step
+
+    step, reason = progress.step, DONE
+    batches = feed.batches(progress.position, placer(settings, program.mesh))
+    compiled = None
+    with _listening() as asked, ReadAhead(batches) as ahead:
+        while step < settings.steps:
+            over = time.monotonic() > deadline
+            if _anyone(step, asked.is_set() or over):
+                reason = TIME if over and not asked.is_set() else INTERRUPTED
+                break
+            begin = time.perf_counter()
+            batch, position = next(ahead)
+            window.waited += time.perf_counter() - begin
+            if compiled is None:
+                with window.paused(), journal.working("compiling the training step"):
+                    compiled = program.compile(target_params, batch)
+            state, report = compiled(state, target_params, batch)
+            step += 1
+            pending.append((step, position, report))
+            settle(_IN_FLIGHT)
+            due = settings.eval_every and step % settings.eval_every == 0
+            if evaluate and due and step < settings.steps:
+                settle(0)
+                with window.paused():
+                    journal.log(step, evaluate(state.params, step, False))
+            # After the evaluation, so that no checkpoint is ahead of a line of metrics.
+            if step % settings.checkpoint_every == 0:
+                with window.paused():
+                    save()
+        save()
+    if evaluate and reason == DONE and not files.is_evaluated(workdir, step):
+        journal.log(step, evaluate(state.params, step, True))
+    return Outcome(state, progress.step, reason, progress.tokens)
+
+
+class _Window:
+    """Clocks since the last line of metrics, and of the lines before it.
+
+    Steps are settled together where a checkpoint waits for them, so that a line alone may have
+    taken no time: speeds are those of the last seconds.
+    """
+
+    def __init__(self) -> None:
+        self._lines: collections.deque[tuple[float, float, int]] = collections.deque()
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin again."""
+        self.begin, self.waited, self.tokens = time.perf_counter(), 0.0, 0
+
+    def speeds(self) -> tuple[float, float]:
+        """Tokens a second and the share of time that data was waited for; ends the line."""
+        self._lines.append((time.perf_counter() - self.begin, self.waited, self.tokens))
+        while sum(line[0] for line in self._lines) - self._lines[0][0] >= _SPEED_OVER_S:
+            self._lines.popleft()
+        spent, waited, tokens = map(sum, zip(*self._lines, strict=True))
+        self.restart()
+        spent = max(spent, 1e-9)
+        return tokens / spent, waited / spent
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out what is done meanwhile."""
+        begin = time.perf_counter()
+        yield
+        self.begin += time.perf_counter() - begin
+
+
+def _take(
+    progress: Standing,
+    step: int,
+    position: Position,
+    report: Report,
+    workdir: Workdir,
+    saved_step: int | None,
+) -> None:
+    """Add a step's report to the run's progress; raises InputError where it is not finite."""
+    loss, norm = float(report.loss), float(report.grad_norm)
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        kept = (
+            f"the checkpoint of step {saved_step} in {workdir.checkpoints} is good"
+            if saved_step
+            else "there is no checkpoint yet"
+        )
+        raise InputError(
+            f"step {step}: the loss is {loss}, the gradient's norm {norm}; {kept}; begin again in "
+            "another workdir with a lower learning_rate, a longer warmup, or dtype=float32"
+        )
+    progress.step, progress.position = step, position
+    progress.tokens += int(report.tokens)
+    progress.sums = add(progress.sums, sums_of(loss, report.measures))
+
+
+def _numbers(progress: Standing, report: Report, window: _Window) -> dict[str, float]:
+    """A line of metrics; begins a new window."""
+    speed, waited = window.speeds()
+    numbers = scalars(progress.sums, "train")
+    numbers |= {
+        "train/learning_rate": float(report.learning_rate),
+        "train/grad_norm": float(report.grad_norm),
+        "train/tokens": float(progress.tokens),
+        "train/tokens_per_second": speed,
+        "train/data_wait": waited,
+    }
+    return numbers
+
+
+def _anyone(step: int, mine: bool) -> bool:
+    """Whether a process wants to stop; several ask each other now and then only."""
+    if processes.count() == 1:
+        return mine
+    if step % _AGREE_EVERY:
+        return False
+    from jax.experimental import multihost_utils
+
+    return bool(np.any(multihost_utils.process_allgather(np.array([mine]), tiled=True)))
+
+
+@contextmanager
+def _listening() -> Iterator[threading.Event]:
+    """An event that a request to end sets; a second Ctrl-C is an interrupt as ever."""
+    asked = threading.Event()
+
+    def receive(number: int) -> None:
+        if asked.is_set() and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        asked.set()
+
+    with signals.received_by(receive):
+        yield asked
+
+
+def resumed(program: Program, saved: Saved) -> tuple[Program, Standing]:
+    """The program with the arrays of a checkpoint, each device reading its own part."""
+    state = checkpoints.restore(saved, program.state)
+    jax.block_until_ready(state)
+    return program._replace(state=state), Standing.of(saved)

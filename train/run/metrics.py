@@ -1,0 +1,183 @@
+"""What a run says of itself: on screen, in metrics.jsonl, in TensorBoard."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+from train.run import workdir as files
+from train.run.tensorboard import Board
+from train.run.workdir import Workdir
+
+
+def scalars(sums: Mapping[str, Any], prefix: str) -> dict[str, float]:
+    """Named numbers from sums of `Measures`, as `sums_of` gives them.
+
+    `loss` and its parts are means over labels. Of drafts at depth i: `acc_pos_i` right given the
+    true tokens before, `full_acc_i` right with all before it, `cond_acc_i` the same where all
+    before are right; `tau_sim` is the tokens a round that `full_acc` would give.
+    """
+    found = {"loss": _ratio(sums["loss"], sums["weight"])}
+    for name, value in sums["losses"].items():
+        found[f"loss_{name}"] = _ratio(value, sums["weight"])
+    tau, before = 1.0, 1.0
+    rows = zip(sums["correct"], sums["prefix_correct"], sums["counts"], strict=True)
+    for depth, (right, along, count) in enumerate(rows):
+        full = _ratio(along, count)
+        found[f"acc_pos_{depth}"] = _ratio(right, count)
+        found[f"full_acc_{depth}"] = full
+        found[f"cond_acc_{depth}"] = _ratio(full, before)
+        tau, before = tau + full, full
+    found["tau_sim"] = tau
+    return {f"{prefix}/{name}": value for name, value in found.items()}
+
+
+def _ratio(part: float, whole: float) -> float:
+    return float(part) / float(whole) if whole else 0.0
+
+
+def sums_of(loss: Any, measures: Any) -> dict[str, Any]:
+    """A step's loss and `Measures` as plain numbers, ready for JSON and for `add`."""
+    return {
+        "loss": float(loss),
+        "weight": float(measures.weight),
+        "losses": {name: float(value) for name, value in measures.losses.items()},
+        "correct": [float(value) for value in measures.correct],
+        "prefix_correct": [float(value) for value in measures.prefix_correct],
+        "counts": [float(value) for value in measures.counts],
+    }
+
+
+def add(total: dict[str, Any] | None, more: dict[str, Any]) -> dict[str, Any]:
+    """Sums of two parts of a run."""
+    if not total:
+        return more
+    return {name: _added(value, more[name]) for name, value in total.items()}
+
+
+def _added(one: Any, other: Any) -> Any:
+    if isinstance(one, dict):
+        return {name: value + other[name] for name, value in one.items()}
+    if isinstance(one, list):
+        return [value + more for value, more in zip(one, other, strict=True)]
+    return one + other
+
+
+class Journal:
+    """One run's records; `quiet` ones write nothing (processes other than the first)."""
+
+    def __init__(
+        self, workdir: Workdir, console: Console, steps: int, step: int, quiet: bool = False
+    ) -> None:
+        self._workdir, self._quiet = workdir, quiet
+        self._console = Console(quiet=True) if quiet else console
+        self._steps, self._since = steps, None
+        self._board = None if quiet else Board(workdir.tensorboard, step)
+        self._bar: Progress | None = None
+        if self._console.is_terminal and not quiet:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=None),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(elapsed_when_finished=True),
+                TextColumn("{task.fields[numbers]}"),
+                console=self._console,
+                transient=True,
+            )
+            self._task = self._bar.add_task("training", total=steps, completed=step, numbers="")
+
+    def __enter__(self) -> Journal:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        if self._board is not None:
+            self._board.close()
+
+    def say(self, line: str, style: str = "") -> None:
+        """One line."""
+        self._console.print(Text(line, style), soft_wrap=True)
+
+    @contextmanager
+    def working(self, doing: str) -> Iterator[None]:
+        """Say what is being done, and how long it took."""
+        begin = time.perf_counter()
+        self.say(f"{doing} ...", "dim")
+        yield
+        self.say(f"{doing}: {time.perf_counter() - begin:.1f} s", "dim")
+
+    def step(self, step: int) -> None:
+        """Move the bar."""
+        if self._since is None:
+            # From the first finished step on: compiling says nothing about the speed.
+            self._since = (step, time.perf_counter())
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step)
+
+    def log(self, step: int, numbers: Mapping[str, float], show: str | None = None) -> None:
+        """Keep numbers of a step, `show` being what of them goes on screen."""
+        if self._quiet:
+            return
+        files.append_metrics(self._workdir, {"step": step, **numbers})
+        self._board.write(step, numbers)
+        if show is None:
+            return
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, numbers=show)
+        else:
+            left = self.seconds_left(step)
+            told = f"  {clock(left)} left" if left else ""
+            self.say(f"step {step}/{self._steps}  {show}{told}")
+
+    def seconds_left(self, step: int) -> float | None:
+        """How long the steps behind this one will take; None while there is nothing to go by."""
+        first, begin = self._since or (step, 0.0)
+        if step >= self._steps:
+            return 0.0
+        if step == first:
+            return None
+        return (time.perf_counter() - begin) / (step - first) * (self._steps - step)
+
+
+def shown(numbers: Mapping[str, float], prefix: str = "train") -> str:
+    """The numbers of a line on screen."""
+    at = lambda name: numbers.get(f"{prefix}/{name}")  # noqa: E731
+    parts = [f"loss {at('loss'):.4f}"]
+    for label, measure in (("acc", "acc_pos_"), ("cond", "cond_acc_")):
+        begin = f"{prefix}/{measure}"
+        depths = [value for name, value in numbers.items() if name.startswith(begin)]
+        if depths:
+            parts.append(f"{label} " + " ".join(f"{value:.3f}" for value in depths))
+    if (tau := at("tau_sim")) is not None:
+        parts.append(f"tau_sim {tau:.3f}")
+    if (rate := at("learning_rate")) is not None:
+        parts.append(f"lr {rate:.1e}  grad {at('grad_norm'):.2f}")
+    if (speed := at("tokens_per_second")) is not None:
+        parts.append(f"{speed:.0f} tokens/s")
+    return "  ".join(parts)
+
+
+def clock(seconds: float) -> str:
+    """Seconds as a person says them."""
+    seconds = round(seconds)
+    if seconds < 60:
+        return f"{seconds} s"
+    minutes = seconds // 60
+    return f"{minutes} min" if minutes < 100 else f"{minutes / 60:.1f} h"

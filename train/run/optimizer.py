@@ -1,0 +1,187 @@
+"""AdamW or Muon with a warm-up and a schedule, by config.
+
+Loshchilov and Hutter 1711.05101; Jordan et al. 2024, "Muon", with the step size of Liu et al.
+2502.16982, so that both take the same rates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import optax.contrib
+from jaxtyping import Array, Float, Int
+
+from specjax.errors import InputError
+
+SCHEDULES = ("cosine", "linear", "constant")
+OPTIMIZERS = ("adamw", "muon")
+_VOCABULARY = frozenset(("embed", "head"))
+"""Parameters whose rows or columns are tokens: Muon leaves them to Adam."""
+
+
+@dataclass(frozen=True)
+class Optimization:
+    """What an update does with gradients; see `train.run.config` for the fields.
+
+    `decay_steps` counts from step 0; the rate ends at `final_fraction` of its peak and stays there.
+    `optimizer` "muon" makes the updates of kernels orthogonal, all but those over the vocabulary.
+    `scales` multiplies the rate of the parameters below a dotted name; the longest name counts.
+    """
+
+    learning_rate: float
+    schedule: str = "cosine"
+    warmup: int = 0
+    decay_steps: int = 1
+    final_fraction: float = 0.1
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    scales: Mapping[str, float] = field(default_factory=dict)
+    optimizer: str = "adamw"
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZERS:
+            raise InputError(f"optimizer={self.optimizer!r}: use {', '.join(OPTIMIZERS)}")
+        if self.schedule not in SCHEDULES:
+            raise InputError(f"schedule={self.schedule!r}: use {', '.join(SCHEDULES)}")
+
+
+def learning_rate(settings: Optimization, step: Int[Array, ""] | int) -> Float[Array, ""]:
+    """The rate of an update, the first one being step 0."""
+    step = jnp.asarray(step, jnp.float32)
+    rise = jnp.minimum((step + 1) / (settings.warmup + 1), 1.0)
+    span = max(settings.decay_steps - settings.warmup, 1)
+    done = jnp.clip((step - settings.warmup) / span, 0.0, 1.0)
+    left = {
+        "cosine": 0.5 * (1 + jnp.cos(math.pi * done)),
+        "linear": 1 - done,
+        "constant": jnp.ones_like(done),
+    }[settings.schedule]
+    final = settings.final_fraction
+    return settings.learning_rate * rise * (final + (1 - final) * left)
+
+
+def make_optimizer(settings: Optimization, params: Any) -> optax.GradientTransformation:
+    """Clipping by global norm, AdamW (0.9, 0.95) or Muon (0.95), the rate of each step.
+
+    Weight decay leaves what is named `scale` or `bias` alone. Raises InputError for a name in
+    `scales` that no parameter is below.
+    """
+    named = _rates(settings.scales, params)
+    parts = [
+        optax.clip_by_global_norm(settings.clip) if settings.clip > 0 else optax.identity(),
+        _muon() if settings.optimizer == "muon" else _adam(),
+        optax.add_decayed_weights(settings.weight_decay, mask=_decays),
+        optax.scale_by_learning_rate(lambda step: learning_rate(settings, step)),
+    ]
+    if settings.scales:
+        parts.append(_scale_each(named))
+    return optax.chain(*parts)
+
+
+def _adam() -> optax.GradientTransformation:
+    return optax.scale_by_adam(b1=0.9, b2=0.95, eps=1e-8)
+
+
+def _muon() -> optax.GradientTransformation:
+    """Muon for kernels, Adam for all else, both with Nesterov's momentum."""
+
+    def matrices(params: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: _matrix(leaf_name(path), leaf.ndim), params
+        )
+
+    # The rate comes last, with its sign, for both optimizers.
+    return optax.contrib.muon(
+        -1.0, consistent_rms=0.2, adam_b2=0.95, muon_weight_dimension_numbers=matrices
+    )
+
+
+def _matrix(name: str, rank: int) -> optax.contrib.MuonDimensionNumbers | None:
+    """Which axes of a parameter are a matrix's inputs and outputs; None for other parameters.
+
+    Kernels are [..., in, out], those of attention [..., in, heads, head_dim] before it and
+    [..., heads, head_dim, out] behind it; what stands before is layers or heads of a drafter.
+    """
+    *above, last = name.split(".")
+    if last != "kernel" or not _VOCABULARY.isdisjoint(above):
+        return None
+    if "attention" not in above:
+        inputs, outputs = (rank - 2,), (rank - 1,)
+    elif above[-1] == "output":
+        inputs, outputs = (rank - 3, rank - 2), (rank - 1,)
+    else:
+        inputs, outputs = (rank - 3,), (rank - 2, rank - 1)
+    return optax.contrib.MuonDimensionNumbers(inputs, outputs)
+
+
+def _decays(params: Any) -> Any:
+    def decays(path: tuple, _: Any) -> bool:
+        return leaf_name(path).rpartition(".")[2] not in ("scale", "bias")
+
+    return jax.tree_util.tree_map_with_path(decays, params)
+
+
+def _scale_each(factors: Any) -> optax.GradientTransformation:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        return jax.tree.map(lambda leaf, factor: factor * leaf, updates, factors), state
+
+    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+
+
+def _rates(scales: Mapping[str, float], params: Any) -> Any:
+    """Each parameter's factor."""
+    used = set()
+
+    def factor(path: tuple, _: Any) -> float:
+        name = leaf_name(path)
+        above = [one for one in scales if f"{name}.".startswith(f"{one}.")]
+        used.update(above)
+        return float(scales[max(above, key=len)]) if above else 1.0
+
+    factors = jax.tree_util.tree_map_with_path(factor, params)
+    for name in scales:
+        if name not in used:
+            there = ", ".join(sorted(params)) if isinstance(params, dict) else "none"
+            raise InputError(
+                f"learning_rate_scales.{name}: no parameter is below that name; there are {there}"
+            )
+    return factors
+
+
+def leaf_name(path: tuple) -> str:
+    """A tree path as a dotted name."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+Loss = Callable[..., tuple[Float[Array, ""], Any]]
+
+
+def summed_gradients(loss: Loss, params: Any, batches: Any, keys: Any) -> tuple[Any, Any, Any]:
+    """Gradients, loss and measures, each summed over micro-batches along a leading axis.
+
+    `loss(params, batch, key)` gives a sum and measures that are sums, so that this is exact:
+    divided by the summed weight, it is what one big batch would have given.
+    """
+    gradient = jax.value_and_grad(loss, has_aux=True)
+
+    def one(batch: Any, key: Any) -> tuple[Any, Any, Any]:
+        (value, measures), grads = gradient(params, batch, key)
+        return grads, value, measures
+
+    count = jax.tree.leaves(batches)[0].shape[0]
+    at = lambda index: jax.tree.map(lambda leaf: leaf[index], batches)  # noqa: E731
+    if count == 1:
+        return one(at(0), keys[0])
+
+    def step(total: Any, item: tuple[Any, Any]) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, one(*item)), None
+
+    shapes = jax.eval_shape(one, at(0), keys[0])
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    return jax.lax.scan(step, zeros, (batches, keys))[0]

@@ -1,0 +1,199 @@
+"""A training run from its config: set up, train, export; what every entry point calls."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+from rich.console import Console
+
+from specjax.cli import command_line
+from specjax.distributed import folder_lock, processes
+from specjax.errors import InputError
+from specjax.fields import Fields
+from specjax.files import folders
+from specjax.files.paths import output_folder
+from specjax.loading import checkpoint_directory
+from specjax.loading.checkpoints import save_checkpoint
+from specjax.loading.heads.head import save_head
+from specjax.reporting import decode_report
+from train.methods.method import Method
+from train.run import checkpoints, loop
+from train.run import workdir as files
+from train.run.evaluate import Evaluation, held_out_prompts
+from train.run.metrics import Journal
+from train.run.setup import MakeMethod, Setup, set_up
+from train.run.step import Program, gathered, make_program
+
+_KIND = "training run"
+_PROMPT_TOKENS = 512
+"""Longer prompts are not decoded: an evaluation is to be short."""
+
+
+def main(
+    make_method: MakeMethod, fields: Fields, default: str, argv: Sequence[str] | None = None
+) -> int:
+    """What an entry point's main does: read the config, run it, return the exit code.
+
+    `fields` says what the config's fields may hold, `default` is its file. `--help` prints the
+    documentation of the method's module.
+    """
+    documentation = inspect.getdoc(inspect.getmodule(make_method))
+    act = lambda config: run(config, make_method)  # noqa: E731
+    return command_line.run(act, argv, default=default, fields=fields, documentation=documentation)
+
+
+def run(config: ConfigDict, make_method: MakeMethod, console: Console | None = None) -> int:
+    """Train what a config says and export it; returns the exit code. Raises InputError.
+
+    `make_method(target, data, config)` gives the method. The same call goes on with a run that was
+    stopped before.
+    """
+    begin = time.perf_counter()
+    if not config.workdir:
+        raise InputError("workdir is missing: pass --config.workdir=DIRECTORY")
+    root, where = output_folder("workdir", config.workdir), f"workdir={config.workdir!r}"
+    folders.check_claimable(root, _KIND, where)  # before minutes of loading
+    setup = set_up(config, make_method)
+    prompts = _prompts(setup)
+    program = make_program(setup.method, setup.decoder, setup.settings, setup.mesh)
+    with folder_lock.hold(root, _KIND, where):
+        workdir = files.open_workdir(root, setup.record)
+        return _train(setup, prompts, program, workdir, console, begin)
+
+
+def _train(
+    setup: Setup,
+    prompts: list[list[int]],
+    program: Program,
+    workdir: files.Workdir,
+    console: Console | None,
+    begin: float,
+) -> int:
+    settings, method, mesh = setup.settings, setup.method, setup.mesh
+    processes.together(lambda: _check_exports(method, workdir) if processes.speaks() else None)
+    progress = loop.Standing()
+    if saved := checkpoints.last_checkpoint(workdir):
+        program, progress = loop.resumed(program, saved)
+    files.truncate_metrics(workdir, progress.step)
+
+    quiet = not processes.speaks()
+    console = console or Console(width=None if sys.stdout.isatty() else 160)
+    with Journal(workdir, console, settings.steps, progress.step, quiet) as journal:
+        _introduce(journal, setup, program.state.params)
+        if saved and saved.damaged:
+            journal.say(f"the checkpoint of step {saved.damaged[0]} is damaged", "yellow")
+        if progress.step:
+            journal.say(f"going on behind step {progress.step}, {progress.tokens} tokens")
+        if settings.eval_prompts and not prompts:
+            journal.say(
+                "no prompt is held out, or none fits: nothing is decoded for a measured tau"
+            )
+        evaluation = Evaluation(
+            method=method,
+            program=program,
+            target=setup.target,
+            target_params=setup.target_params,
+            source=setup.feed.source,
+            packing=setup.held_out,
+            shape=setup.feed.shape,
+            prompts=prompts,
+            settings=settings,
+            journal=journal,
+        )
+        outcome = loop.train(
+            program,
+            setup.target_params,
+            setup.feed,
+            settings,
+            workdir,
+            journal,
+            progress,
+            evaluation,
+        )
+        if outcome.step:
+            facts = setup.facts(outcome.step, outcome.tokens)
+            facts["curve"] = files.learning_curve(workdir)
+            _export(method, gathered(outcome.state.params, mesh), facts, workdir)
+        return _end(journal, workdir, outcome, settings.steps, time.perf_counter() - begin)
+
+
+def _check_exports(method: Method, workdir: files.Workdir) -> None:
+    """Raise InputError where what is to be exported at the end could not be written."""
+    for directory in _exports(method, workdir):
+        checkpoint_directory.check_free(directory, overwrite=True)
+
+
+def _exports(method: Method, workdir: files.Workdir) -> tuple[Path, ...]:
+    """The directory of the head, and where the target is trained along that of the target."""
+    if method.tuned is None:
+        return (workdir.export,)
+    return workdir.export / "head", workdir.export / "target"
+
+
+def _export(method: Method, params: Any, facts: dict[str, Any], workdir: files.Workdir) -> None:
+    head, *target = _exports(method, workdir)
+    save_head(method.head(params, facts), head, overwrite=True)
+    if method.tuned is not None:
+        save_checkpoint(method.tuned(params), target[0], overwrite=True)
+
+
+def _prompts(setup: Setup) -> list[list[int]]:
+    data, settings, positions = setup.feed.source, setup.settings, setup.target.config.max_positions
+    room = min(_PROMPT_TOKENS, positions - settings.eval_new_tokens)
+    if settings.eval_prompts and room < 1:
+        raise InputError(
+            f"eval.new_tokens={settings.eval_new_tokens}: {setup.target.name} has {positions} "
+            f"positions, and a prompt needs some; use at most {positions - 1}"
+        )
+    chosen = np.flatnonzero(data.validation)
+    return held_out_prompts(data, chosen, settings.eval_prompts, room)
+
+
+def _introduce(journal: Journal, setup: Setup, params: Any) -> None:
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    settings, packing, shape = setup.settings, setup.feed.packing, setup.feed.shape
+    rows, tokens = len(packing.rows(0)), packing.tokens
+    source = "stored" if shape.features else "computed in the step"
+    full, labelled = packing.fill_rate(), packing.label_fill_rate()
+    trained = "frozen" if setup.method.tuned is None else "trained along"
+    journal.say(
+        f"{setup.method.name} for {setup.target.name} ({setup.target.num_params / 1e6:.1f}M "
+        f"parameters, {trained}): {count / 1e6:.2f}M parameters, on "
+        f"{decode_report.device_name(setup.mesh)}, products in {setup.products}"
+    )
+    journal.say(
+        f"{packing.conversations} conversations, {tokens} tokens, in {rows} rows of "
+        f"{shape.tokens}, {full:.1%} full (labels {labelled:.1%} of {shape.labels}); "
+        f"{packing.left_out} without a label left out; features {source}"
+    )
+    epochs = settings.steps * settings.batch_size / rows
+    journal.say(
+        f"{settings.steps} steps of {settings.batch_size} rows: {epochs:.1f} epochs, about "
+        f"{tokens * epochs / 1e6:.2f}M tokens"
+    )
+    if setup.held_out is None:
+        journal.say("no conversation is held out: losses are of the training data only")
+
+
+def _end(
+    journal: Journal, workdir: files.Workdir, outcome: loop.Outcome, steps: int, seconds: float
+) -> int:
+    where = f"step {outcome.step} of {steps}, {outcome.tokens} tokens"
+    if outcome.step:
+        journal.say(f"exported: {workdir.export}")
+    if outcome.reason == loop.INTERRUPTED:
+        journal.say(f"interrupted at {where}; saved. The same command goes on: {workdir.root}")
+        return command_line.INTERRUPTED
+    if outcome.reason == loop.TIME:
+        journal.say(f"the minutes are over at {where}; saved. The same command goes on")
+    else:
+        journal.say(f"trained: {where}, {seconds:.0f} s in this run")
+    return 0

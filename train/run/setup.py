@@ -1,0 +1,171 @@
+"""From a config to everything that a run needs: target, data, method, batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Int32
+from ml_collections import ConfigDict
+
+from specjax.cli import command_line
+from specjax.distributed import processes
+from specjax.distributed.sharding import DATA, axis_size
+from specjax.errors import InputError
+from specjax.loading.load import load_model
+from specjax.loading.model import Model
+from specjax.models.decoder import Decoder
+from train.data.batches import Packing, Shape
+from train.data.examples import check_target, target_facts
+from train.data.sources import Sources, open_sources
+from train.data.vocabulary import Vocabulary, draft_vocabulary
+from train.methods.method import Method
+from train.run.config import Settings, read_settings, record_of
+from train.run.loop import Feed
+from train.run.precision import as_multiplied, multiply_dtype
+from train.run.start_from import Earlier, open_earlier
+
+MakeMethod = Callable[[Model, Vocabulary, ConfigDict], Method]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a run works with; `decoder` and `target_params` are the target as a frozen teacher.
+
+    `held_out` packs the validation conversations, None where there are none. `record` is what must
+    be the same when the run is resumed.
+    """
+
+    settings: Settings
+    mesh: Mesh | None
+    target: Model
+    decoder: Decoder
+    target_params: Any
+    method: Method
+    feed: Feed
+    held_out: Packing | None
+    record: dict[str, Any]
+    earlier: Earlier | None
+
+    @property
+    def products(self) -> str:
+        """The dtype of products, in words."""
+        return str(self.decoder.multiply or "float32")
+
+    def facts(self, step: int, tokens: int) -> dict[str, Any]:
+        """What an export says of its training; no path of this machine is in it."""
+        here = ("data", "target", "workdir", "start_from", "distributed", "mesh")
+        config = {name: value for name, value in self.record["config"].items() if name not in here}
+        earlier = {} if self.earlier is None else {"earlier": self.earlier.head.training}
+        return {
+            **earlier,
+            "method": self.method.name,
+            "data": self.record["data"],
+            "config": config,
+            "step": step,
+            "tokens": tokens,
+        }
+
+
+def set_up(config: ConfigDict, make_method: MakeMethod) -> Setup:
+    """Read and check everything; raises InputError, on all processes, for what does not fit."""
+    mesh = command_line.open_mesh(config)
+    if not config.data:
+        raise InputError("data is missing: pass --config.data=DIRECTORY")
+    settings = read_settings(config, axis_size(mesh, DATA))
+    multiply = multiply_dtype(config.dtype)
+    directories = [path.strip() for path in config.data.split(",")]
+
+    def load() -> tuple[Model, Sources, Method, Earlier | None, str | None]:
+        data = open_sources(directories)
+        model = load_model(config.target, mesh=mesh, field="target")
+        for part in data.parts:
+            check_target(f"data={str(part.directory)!r}", part.target, target_facts(model))
+        if config.start_from is None:
+            choose = functools.partial(draft_vocabulary, data, vocab_size=model.config.vocab_size)
+            vocabulary = _Noted(choose)
+            return model, data, make_method(model, vocabulary, config), None, vocabulary.digest
+        earlier = open_earlier(config.start_from, model)
+        vocabulary = _Noted(earlier.vocabulary)
+        method = earlier.continued(make_method(model, vocabulary, config))
+        return model, data, method, earlier, vocabulary.digest
+
+    target, data, method, earlier, vocabulary = processes.together(load)
+    names = _features_read(method, data, settings.features)
+    shape = Shape(
+        rows=settings.batch_size,
+        tokens=settings.row_tokens,
+        labels=settings.row_labels,
+        features=names,
+        width=target.config.hidden_size,
+    )
+    training = Packing(data, np.flatnonzero(~data.validation), shape, settings.seed)
+    about = {
+        "sources": [Path(path).name for path in directories],
+        "conversations": len(data),
+        "tokens": int(data.lengths.sum()),
+        "labels": int(data.num_labels.sum()),
+        "features": list(names),
+    }
+    record = {
+        "config": record_of(config),
+        "method": method.name,
+        "data": about,
+        "target": target_facts(target),
+        "draft_vocabulary": vocabulary,
+    }
+    processes.agree({"data": about})
+    return Setup(
+        settings=settings,
+        mesh=mesh,
+        target=target,
+        decoder=dataclasses.replace(target.architecture, multiply=multiply),
+        target_params=as_multiplied(target.params, multiply),
+        method=method,
+        feed=Feed(data, training, shape),
+        held_out=_held_out(data, shape),
+        record=record,
+        earlier=earlier,
+    )
+
+
+@dataclass
+class _Noted:
+    """A choice of draft vocabulary, with a hash of the ids that were chosen."""
+
+    choose: Vocabulary
+    digest: str | None = None
+
+    def __call__(self, size: int | None) -> Int32[np.ndarray, "Vd"] | None:
+        """The ids."""
+        ids = self.choose(size)
+        if ids is not None:
+            self.digest = hashlib.sha256(np.asarray(ids, "<i4").tobytes()).hexdigest()[:16]
+        return ids
+
+
+def _features_read(method: Method, data: Sources, wanted: str) -> tuple[str, ...]:
+    """The features that are read from the data set; all that the method needs, or none."""
+    missing = [name for name in method.features if name not in data.feature_names]
+    if wanted == "stored" and missing:
+        there = ", ".join(data.feature_names) or "none"
+        raise InputError(
+            f"features='stored': {data.parts[0].directory} has no {missing[0]} (there are "
+            f"{there}); use features=online, or store them with train.features"
+        )
+    return () if wanted == "online" or missing else method.features
+
+
+def _held_out(data: Sources, shape: Shape) -> Packing | None:
+    chosen = np.flatnonzero(data.validation)
+    try:
+        return Packing(data, chosen, shape, 0)
+    except InputError:
+        return None

@@ -1,0 +1,79 @@
+"""A trained head that a run starts from: its draft vocabulary, and its parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32, Key
+
+from specjax.errors import InputError
+from specjax.loading.heads.find_head import open_head, read_any_head
+from specjax.loading.heads.head import KINDS, Head, check_head
+from specjax.loading.model import Model
+from train.methods.method import Method
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """The head that `start_from` names."""
+
+    name: str
+    head: Head
+
+    def vocabulary(self, size: int | None) -> Int32[np.ndarray, "Vd"] | None:
+        """The head's own draft vocabulary; raises InputError where another size is wanted."""
+        ids = self.head.draft_ids
+        there = self.head.target.vocab_size if ids is None else len(ids)
+        if there != (self.head.target.vocab_size if size is None else size):
+            raise InputError(
+                f"start_from={self.name!r}: drafts from {there} tokens, not {size}; set "
+                f"draft_vocab_size={there}"
+            )
+        return ids
+
+    def continued(self, method: Method) -> Method:
+        """The method, which starts from the head's parameters; raises InputError for another's."""
+        where = f"start_from={self.name!r}"
+        if method.tuned is not None:
+            raise InputError(
+                f"{where}: a method that trains the target too starts from the target; leave "
+                "start_from out"
+            )
+        if method.name != self.head.kind:
+            raise InputError(
+                f"{where}: a head of the kind {self.head.kind}; train it with that method, or "
+                f"start from one of the kind {method.name}"
+            )
+        wanted = method.head(method.init(jax.random.key(0)), {}).config
+        if wanted != self.head.config:
+            name = next(
+                field
+                for field in vars(wanted)
+                if getattr(wanted, field) != getattr(self.head.config, field)
+            )
+            raise InputError(
+                f"{where}: has {name}={getattr(self.head.config, name)!s:.60}, the config "
+                f"{getattr(wanted, name)!s:.60}; give the head's own"
+            )
+
+        params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), self.head.params)
+
+        def init(key: Key[Array, ""]) -> Any:
+            return params
+
+        return method._replace(init=init)
+
+
+def open_earlier(name: str, target: Model) -> Earlier:
+    """The head of a directory, or the one of a kind that comes with specjax; checks its target.
+
+    Raises InputError as the readers do, and for a head of another target.
+    """
+    shipped = name in KINDS
+    head = open_head(name, None, target) if shipped else read_any_head(name, target, "start_from")
+    check_head(head, target, f"start_from={name!r}")
+    return Earlier(name, head)

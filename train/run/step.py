@@ -1,0 +1,255 @@
+"""One training step as a compiled program: its state, where that lies, and what it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import struct
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int, UInt32
+
+from specjax.decoding.memory import check_fits
+from specjax.distributed.sharding import DATA, axis_size, use
+from specjax.models.decoder import Decoder
+from train.data.batches import Batch
+from train.methods.labels import fill_features
+from train.methods.method import Measures, Method
+from train.run.config import Settings
+from train.run.optimizer import learning_rate, make_optimizer, summed_gradients
+
+LATE = np.int32(2**30)
+"""A step that is late in any run, with room to count on from it."""
+
+
+@struct.dataclass
+class State:
+    """Everything that a step changes; `key` is the data of the run's key, which stays."""
+
+    params: Any
+    optimizer: Any
+    step: Int[Array, ""]
+    key: UInt32[Array, "words"]
+
+
+@struct.dataclass
+class Report:
+    """What a step tells: sums over its labels, and tokens that were no padding."""
+
+    loss: Float[Array, ""]
+    measures: Measures
+    tokens: Int[Array, ""]
+    grad_norm: Float[Array, ""]
+    learning_rate: Float[Array, ""]
+
+
+class Program(NamedTuple):
+    """The functions of a run; `state` holds the arrays it begins with.
+
+    `step(state, target_params, batches)` takes the state's buffers over; `evaluate(params,
+    target_params, batches)` only sums. `batches` have a leading axis of micro-batches.
+    """
+
+    state: State
+    step: Callable[[State, Any, Batch], tuple[State, Report]]
+    evaluate: Callable[[Any, Any, Batch], tuple[Float[Array, ""], Measures]]
+    gradients: Callable[[State, Any, Batch], tuple[Any, Any, Any]]
+    update: Callable[[State, Any], tuple[State, Any]]
+    mesh: Mesh | None
+
+    def compile(self, target_params: Any, batches: Batch) -> Callable:
+        """The step, compiled for batches of this shape."""
+        with use(self.mesh):
+            compiled = self.step.lower(self.state, target_params, batches).compile()
+        check_fits((compiled,), "lower row_tokens, or raise accumulate", self.mesh)
+        return compiled
+
+
+def make_program(
+    method: Method, decoder: Decoder, settings: Settings, mesh: Mesh | None
+) -> Program:
+    """The program of a method. Raises InputError for settings that its parameters do not fit."""
+    run_key = jax.random.key(settings.seed)
+    init_key, key = jax.random.split(run_key)
+    loss = loss_function(method, decoder, settings.remat)
+    params = _copied(method.init(init_key), mesh, settings.fsdp)
+    optimizer = make_optimizer(settings.optimization, params)
+    shapes = jax.eval_shape(optimizer.init, params)
+    moments = None if mesh is None else _shardings(shapes, mesh, split=True)
+    state = State(
+        params=params,
+        optimizer=jax.jit(optimizer.init, out_shardings=moments)(params),
+        step=_whole(np.int32(0), mesh),
+        key=_whole(np.asarray(jax.random.key_data(key)), mesh),
+    )
+
+    def gradients(state: State, target_params: Any, batches: Batch) -> tuple[Any, Any, Any]:
+        """Gradients of the mean loss, the summed loss, the summed measures."""
+        micro = batches.tokens.shape[0]
+        at = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+
+        def one(params: Any, batch: Batch, key: Any) -> tuple[Any, Any]:
+            return loss(params, target_params, batch, key, state.step)
+
+        grads, value, measures = summed_gradients(
+            one, state.params, batches, jax.random.split(at, micro)
+        )
+        # A batch may, rarely, have no label at all; its gradient is zero, not undefined.
+        share = 1 / jnp.maximum(measures.weight, 1)
+        return jax.tree.map(lambda leaf: leaf * share, grads), value, measures
+
+    def update(state: State, grads: Any) -> tuple[State, Any]:
+        updates, moments = optimizer.update(grads, state.optimizer, state.params)
+        params = optax.apply_updates(state.params, updates)
+        norm = optax.tree.norm(grads)
+        return state.replace(params=params, optimizer=moments, step=state.step + 1), norm
+
+    def step(state: State, target_params: Any, batches: Batch) -> tuple[State, Report]:
+        grads, value, measures = gradients(state, target_params, batches)
+        after, norm = update(state, grads)
+        return after, Report(
+            loss=value,
+            measures=measures,
+            tokens=(batches.segments > 0).sum(dtype=jnp.int32),
+            grad_norm=norm,
+            learning_rate=learning_rate(settings.optimization, state.step),
+        )
+
+    def evaluate(params: Any, target_params: Any, batches: Batch) -> tuple[Any, Measures]:
+        def one(batch: Batch) -> tuple[Any, Measures]:
+            return loss(params, target_params, batch, None)
+
+        sums = jax.lax.map(one, batches)
+        return jax.tree.map(lambda leaf: leaf.sum(axis=0), sums)
+
+    places = None if mesh is None else jax.tree.map(lambda leaf: leaf.sharding, state)
+    told = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    both = None if mesh is None else (places, told)
+    return Program(
+        state=state,
+        step=jax.jit(step, donate_argnums=0, out_shardings=both),
+        evaluate=jax.jit(evaluate, out_shardings=told),
+        gradients=jax.jit(gradients),
+        update=jax.jit(update, donate_argnums=0, out_shardings=both),
+        mesh=mesh,
+    )
+
+
+def loss_function(method: Method, decoder: Decoder, remat: bool) -> Callable:
+    """The method's loss of (params, target_params, batch, key), the target's features filled in.
+
+    `decoder` is the frozen target, which computes those that the batch does not bring. The step may
+    follow the key; else it is late in the run. With `remat` only products of activations and
+    weights are kept for the backward pass.
+    """
+
+    def loss(
+        params: Any, target_params: Any, batch: Batch, key: Any, step: Any = LATE
+    ) -> tuple[Any, Measures]:
+        # They travel as float16.
+        stored = {name: value.astype(jnp.float32) for name, value in batch.features.items()}
+        batch = batch.replace(features=stored)
+        batch = fill_features(decoder, target_params, batch, method.features)
+        more = (jnp.asarray(step),) if method.takes_step else ()
+        return method.loss(params, target_params, batch, key, *more)
+
+    if not remat:
+        return loss
+    kept = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    return jax.checkpoint(loss, policy=kept)
+
+
+@dataclass(frozen=True)
+class Placer:
+    """Puts host rows on the devices, as `micro` micro-batches of `per_micro` rows each.
+
+    `rows` are the numbers of the rows of a whole batch that this process holds; `put` takes a host
+    batch of just these, and gives one with the leading axes [micro, per_micro].
+    """
+
+    micro: int
+    per_micro: int
+    held: tuple[int, ...]
+    mesh: Mesh | None
+
+    @property
+    def rows(self) -> list[int]:
+        """The numbers of this process's rows in a whole batch."""
+        return [first * self.per_micro + row for first in range(self.micro) for row in self.held]
+
+    def put(self, batch: Batch) -> Batch:
+        """The batch on the devices."""
+        return jax.tree.map(self._put, batch)
+
+    def _put(self, leaf: np.ndarray) -> jax.Array:
+        local = leaf.reshape(self.micro, len(self.held), *leaf.shape[1:])
+        if self.mesh is None:
+            return jax.device_put(local)
+        spread = NamedSharding(self.mesh, PartitionSpec(None, DATA))
+        shape = (self.micro, self.per_micro, *leaf.shape[1:])
+        place_of = {row: place for place, row in enumerate(self.held)}
+
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            return local[:, [place_of[row] for row in range(self.per_micro)[index[1]]]]
+
+        return jax.make_array_from_callback(shape, spread, part)
+
+
+def placer(settings: Settings, mesh: Mesh | None) -> Placer:
+    """How batches of these settings lie on a mesh."""
+    per_micro = settings.batch_size // settings.accumulate
+    held = tuple(range(per_micro))
+    if mesh is not None:
+        rows = NamedSharding(mesh, PartitionSpec(DATA))
+        parts = rows.addressable_devices_indices_map((per_micro,)).values()
+        held = tuple(sorted({row for (part,) in parts for row in range(per_micro)[part]}))
+    return Placer(settings.accumulate, per_micro, held, mesh)
+
+
+def gathered(tree: Any, mesh: Mesh | None) -> Any:
+    """The tree with every array whole on each device."""
+    if mesh is None:
+        return tree
+    whole = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(lambda tree: tree, out_shardings=whole)(tree)
+
+
+def _shardings(tree: Any, mesh: Mesh, split: bool) -> Any:
+    """Each array split over `data` along its longest axis that divides, or whole."""
+    devices = axis_size(mesh, DATA)
+
+    def one(leaf: Any) -> NamedSharding:
+        axes: list[str | None] = [None] * leaf.ndim
+        dividing = [axis for axis, size in enumerate(leaf.shape) if size % devices == 0]
+        if split and devices > 1 and dividing:
+            axes[max(dividing, key=lambda axis: leaf.shape[axis])] = DATA
+        return NamedSharding(mesh, PartitionSpec(*axes))
+
+    return jax.tree.map(one, tree)
+
+
+def _copied(params: Any, mesh: Mesh | None, split: bool) -> Any:
+    """Parameters in buffers of their own: a donated one may not be the target's too."""
+    if mesh is None:
+        return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params)
+
+    def spread(leaf: Any, place: NamedSharding) -> jax.Array:
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            return jax.jit(jnp.copy, out_shardings=place)(leaf)
+        host = np.array(leaf)
+        return jax.make_array_from_callback(host.shape, place, lambda part: host[part])
+
+    return jax.tree.map(spread, params, _shardings(params, mesh, split))
+
+
+def _whole(value: np.ndarray | np.generic, mesh: Mesh | None) -> jax.Array:
+    if mesh is None:
+        return jnp.asarray(value)
+    host = np.asarray(value)
+    place = NamedSharding(mesh, PartitionSpec())
+    return jax.make_array_from_callback(host.shape, place, lambda part: host[part])

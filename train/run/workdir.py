@@ -1,0 +1,180 @@
+"""A run's directory: W/{config.json, metrics.jsonl, checkpoints/, tensorboard/, export/}.
+
+The first process writes the small files, all processes call everything here. What is in a
+checkpoint: `train.run.checkpoints`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specjax.distributed import processes
+from specjax.errors import InputError
+from specjax.files import text_files
+from train.run.same_run import check_same_run
+
+MAY_DIFFER = (
+    "workdir",
+    "steps",
+    "minutes",
+    "log_every",
+    "checkpoint_every",
+    "remat",
+    "fsdp",
+    "eval.",
+    "mesh.",
+    "distributed.",
+)
+"""Fields, and sections with a dot behind, that a resumed run may set anew."""
+
+_STEP = re.compile(r"step-(\d{9})", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Workdir:
+    """The places in a run's directory."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        """What the run is: its config, its target and its data."""
+        return self.root / "config.json"
+
+    @property
+    def metrics(self) -> Path:
+        """A line of numbers each time something is logged."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """A directory a step."""
+        return self.root / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        """The same numbers for TensorBoard."""
+        return self.root / "tensorboard"
+
+    @property
+    def export(self) -> Path:
+        """The trained head; `head` and `target` in it where the target was trained along."""
+        return self.root / "export"
+
+
+def open_workdir(directory: str | Path, record: Mapping[str, Any]) -> Workdir:
+    """A new run's directory, or that of the same run begun earlier.
+
+    The directory is one that `folder_lock` holds for this run. `record` is JSON-ready: what must be
+    the same, in sections, `config` being one of them. A run that has no checkpoint yet begins
+    again. Raises InputError where the earlier run was another one, naming the fields, and where
+    the directory cannot be written.
+    """
+    workdir = Workdir(Path(directory).expanduser().absolute())
+    text = json.dumps(record, indent=2, sort_keys=True) + "\n"
+
+    def check() -> None:
+        if steps(workdir):
+            check_same_run(
+                workdir.config,
+                json.loads(text),
+                MAY_DIFFER,
+                "decay_steps is steps unless set",
+            )
+        write_file(workdir.config, text)
+
+    # The others must not look before the first one has, nor write.
+    processes.together(lambda: check() if processes.speaks() else None)
+    processes.together(lambda: None if processes.speaks() else _check_seen(workdir))
+    return workdir
+
+
+def steps(workdir: Workdir) -> list[int]:
+    """The steps of checkpoints, whole or not, in order."""
+    if not workdir.checkpoints.is_dir():
+        return []
+    found = (_STEP.fullmatch(entry.name) for entry in workdir.checkpoints.iterdir())
+    return sorted(int(match[1]) for match in found if match)
+
+
+def truncate_metrics(workdir: Workdir, step: int) -> None:
+    """Drop the lines of steps behind `step`, and one that was cut short."""
+    if not processes.speaks() or not workdir.metrics.exists():
+        return
+    kept = [row for row in read_metrics(workdir) if row["step"] <= step]
+    write_file(workdir.metrics, "".join(json.dumps(row) + "\n" for row in kept))
+
+
+def is_evaluated(workdir: Workdir, step: int) -> bool:
+    """Whether a step's evaluation is among the metrics."""
+
+    def look() -> bool:
+        rows = read_metrics(workdir) if workdir.metrics.exists() else []
+        return any(
+            row["step"] == step and any(name.startswith("eval/") for name in row) for row in rows
+        )
+
+    return processes.from_first(look() if processes.speaks() else False)
+
+
+def read_metrics(workdir: Workdir) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl, up to the first that is no JSON."""
+    rows = []
+    for line in workdir.metrics.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
+def learning_curve(workdir: Workdir) -> list[dict[str, float]]:
+    """The evaluations in order: tokens trained on, and the held-out numbers of each."""
+    curve, tokens = [], 0.0
+    for row in read_metrics(workdir) if workdir.metrics.exists() else []:
+        tokens = row.get("train/tokens", tokens)
+        found = {
+            name.removeprefix("eval/"): round(value, 4)
+            for name, value in row.items()
+            if name.startswith("eval/")
+        }
+        if found:
+            curve.append({"step": row["step"], "tokens": tokens, **found})
+    return curve
+
+
+def append_metrics(workdir: Workdir, row: Mapping[str, Any]) -> None:
+    """Add a line; raises InputError where the disk is full."""
+    try:
+        with workdir.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+    except OSError as error:
+        raise _unwritable(workdir.metrics, error) from None
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a text whole or not at all; raises InputError where that cannot be done."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text_files.write_text(path, text)
+    except OSError as error:
+        raise _unwritable(path, error) from None
+
+
+def _check_seen(workdir: Workdir) -> None:
+    if not workdir.config.exists():
+        raise InputError(
+            f"workdir={str(workdir.root)!r}: made by the first process and not seen by this one; "
+            "give a directory on a file system that all processes share"
+        )
+
+
+def _unwritable(path: Path, error: OSError) -> InputError:
+    return InputError(
+        f"{path}: cannot be written ({error.strerror or error}); make room, then start again"
+    )
