@@ -12,13 +12,13 @@ from heads import eagle_config, eagle_head
 from rows import two_rows
 
 from specjax.cache import commit
-from specjax.drafters.autoregressive import causal
 from specjax.errors import InputError
 from specjax.loading.load import random_model
 from specjax.models.decoder import check_features
 from specjax.models.heads.eagle import Eagle
 from specjax.models.heads.shared_parameters import share
 from specjax.models.layers.decoder_layer import embed
+from specjax.models.masks import causal
 from train.eagle import EagleLoss, eagle_loss, eagle_method, from_target, unroll
 from train.methods.labels import fill_features
 

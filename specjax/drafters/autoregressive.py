@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.scipy.special import logsumexp
@@ -92,8 +91,3 @@ def choose(
         return context.draw(expand(logits, draft_ids, context.target.vocab_size), noise, depth)
     token = argmax(logits)
     return (token if draft_ids is None else draft_ids[token]), None
-
-
-def causal(rows: Int[Array, "T"], slots: int) -> jax.Array:
-    """[1, T, W]: which window slots the tokens in slots `rows` see, if each sees those before."""
-    return (jnp.arange(slots)[None, :] <= rows[:, None])[None]

@@ -13,10 +13,11 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from specjax.cache import KVCache, Window, commit
-from specjax.drafters.autoregressive import LeastProbability, SampleMethod, causal, draft_chain
+from specjax.drafters.autoregressive import LeastProbability, SampleMethod, draft_chain
 from specjax.drafters.base import Accepted, Context, Drafter, Noise
 from specjax.fields import check_arguments
 from specjax.models.interface import LanguageModel
+from specjax.models.masks import causal
 from specjax.models.prefill import prefill
 from specjax.trees import Draft
 

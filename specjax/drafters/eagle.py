@@ -15,10 +15,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from specjax.cache import KVCache, commit
-from specjax.drafters.autoregressive import LeastProbability, SampleMethod, causal, draft_chain
+from specjax.drafters.autoregressive import LeastProbability, SampleMethod, draft_chain
 from specjax.drafters.base import Accepted, Context, Drafter, Noise
 from specjax.fields import check_arguments
 from specjax.models.heads.eagle import Eagle
+from specjax.models.masks import causal
 from specjax.trees import Draft
 
 _CHUNK = 128

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from specjax.cache import Window
-from specjax.drafters.autoregressive import LeastProbability, SampleMethod, causal, draft_chain
+from specjax.drafters.autoregressive import LeastProbability, SampleMethod, draft_chain
 from specjax.drafters.base import Context, Drafter, Noise, stateless, unmoved
 from specjax.errors import InputError
 from specjax.fields import Whole, check_arguments
+from specjax.models.masks import causal
 from specjax.trees import Draft
 
 

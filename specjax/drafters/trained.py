@@ -5,18 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from specjax.drafters import draft_model, eagle, medusa
 from specjax.drafters.base import Drafter
-from specjax.loading.heads.head import Head, check_head
+from specjax.loading.heads.complete_parameters import complete_parameters
+from specjax.loading.heads.head import Head
 from specjax.loading.model import Model
 from specjax.models.decoder import Decoder
 from specjax.models.heads.draft_decoder import ReducedDecoder
 from specjax.models.heads.eagle import Eagle
 from specjax.models.heads.medusa import Medusa
-from specjax.models.heads.shared_parameters import share
 
 
 def head_drafter(head: Head, target: Model, **options: Any) -> Drafter:
@@ -25,15 +22,7 @@ def head_drafter(head: Head, target: Model, **options: Any) -> Drafter:
     Options are those of the drafter's kind. Raises InputError for a head of another target and for
     bad options.
     """
-    check_head(head, target)
-    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, target.dtype), head.params)
-    ids = None if head.draft_ids is None else jnp.asarray(head.draft_ids, jnp.int32)
-    borrows = head.kind in ("draft_model", "eagle")
-    if head.kind == "medusa":
-        borrows = head.config.original_lm_head
-    params["shared"] = share(target.params, ids, head=borrows)
-    if ids is not None:
-        params["draft_ids"] = ids
+    params = complete_parameters(head, target)
     if head.kind == "draft_model":
         form = dataclasses.replace(target.form, scan_layers=True, cache_attention="blocks")
         decoder = Decoder(head.config.decoder, target.dtype, form=form)

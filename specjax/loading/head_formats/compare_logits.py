@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.drafters.autoregressive import causal
-from specjax.drafters.trained import head_drafter
 from specjax.errors import InputError
+from specjax.loading.heads.complete_parameters import complete_parameters
 from specjax.loading.heads.head import Head
 from specjax.loading.model import Model
 from specjax.models.decoder import Decoder
 from specjax.models.heads.draft_decoder import DraftModelConfig, ReducedDecoder
 from specjax.models.heads.eagle import Eagle
 from specjax.models.heads.medusa import Medusa, MedusaConfig
+from specjax.models.masks import causal
 
 _TOKENS = 6
 
@@ -27,7 +27,7 @@ def draft_logits(head: Head, target: Model, seed: int = 0) -> np.ndarray:
 
     An EAGLE head runs over a few pairs and then one step further on its own output.
     """
-    params = head_drafter(head, target).params
+    params = complete_parameters(head, target)
     rng = np.random.default_rng(seed)
 
     def feature(width: int) -> jax.Array:

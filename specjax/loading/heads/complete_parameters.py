@@ -1,0 +1,29 @@
+"""A head's parameters with what it borrows from its target."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.loading.heads.head import Head, check_head
+from specjax.loading.model import Model
+from specjax.models.heads.shared_parameters import share
+
+
+def complete_parameters(head: Head, target: Model) -> dict[str, Any]:
+    """The parameters in the target's dtype, with "shared" and, for a part of V, "draft_ids".
+
+    What is shared are the target's own arrays. Raises InputError for a head of another target.
+    """
+    check_head(head, target)
+    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, target.dtype), head.params)
+    ids = None if head.draft_ids is None else jnp.asarray(head.draft_ids, jnp.int32)
+    borrows = head.kind in ("draft_model", "eagle")
+    if head.kind == "medusa":
+        borrows = head.config.original_lm_head
+    params["shared"] = share(target.params, ids, head=borrows)
+    if ids is not None:
+        params["draft_ids"] = ids
+    return params

@@ -1,0 +1,93 @@
+"""Packages import only those below them, nothing imports in a circle, and no folder is crowded."""
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+# From the top down; modules at the root of specjax are named by themselves.
+ORDER = [
+    "train",
+    "specjax.decode specjax.bench specjax.report specjax.export",
+    "specjax.cli",
+    "specjax.reporting",
+    "specjax.testing",
+    "specjax.decoding",
+    "specjax.drafters",
+    "specjax.loading",
+    "specjax.models",
+    "specjax.distributed",
+    "specjax.fields",
+    "specjax.files specjax.theory",
+    "specjax.sampling specjax.cache specjax.trees specjax.metrics specjax.signals specjax.errors",
+]
+LEVEL = {name: level for level, names in enumerate(ORDER) for name in names.split()}
+MOST_MODULES = 14
+
+
+def modules():
+    """The source of each module by its dotted name; a package by its own name."""
+    found = {}
+    for root in ("specjax", "train"):
+        for file in (ROOT / root).rglob("*.py"):
+            parts = file.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file.read_text()
+    return found
+
+
+def imports(name, source, known):
+    """The modules that a module imports, wherever in it."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom) and node.module in known:
+            inside = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (one if one in known else node.module for one in inside)
+
+
+def level(name):
+    return LEVEL["train" if name.startswith("train") else ".".join(name.split(".")[:2])]
+
+
+def graph():
+    sources = modules()
+    sources.pop("specjax")  # its names are loaded lazily
+    return {name: set(imports(name, source, sources)) for name, source in sources.items()}
+
+
+def test_imports_go_down():
+    upward = [
+        f"{name} -> {other}"
+        for name, others in graph().items()
+        for other in others
+        if level(name) > level(other)
+    ]
+    assert not upward
+
+
+def test_no_circles():
+    edges = {name: others - {name} for name, others in graph().items()}
+    while leaves := [name for name, others in edges.items() if not others & edges.keys()]:
+        for name in leaves:
+            del edges[name]
+    assert not edges
+
+
+def test_no_folder_is_crowded():
+    count = defaultdict(int)
+    for root in ("specjax", "train"):
+        for file in (ROOT / root).rglob("*.py"):
+            count[str(file.parent.relative_to(ROOT))] += file.name != "__init__.py"
+    assert {folder: number for folder, number in count.items() if number > MOST_MODULES} == {}
+
+
+def test_the_check_finds_what_it_is_for():
+    found = set(
+        imports(
+            "a",
+            "def f():\n    from specjax.cli import console\n",
+            {"specjax.cli.console", "specjax.cli"},
+        )
+    )
+    assert found == {"specjax.cli.console"}
+    assert level("specjax.fields") > level("specjax.cli.console")
