@@ -12,6 +12,7 @@ import pytest
 from checkpointing import CONFIG, assert_same, mesh_of
 
 from specjax.errors import InputError
+from specjax.files import folders
 from specjax.loading import checkpoint_directory, model_metadata
 from specjax.loading.checkpoints import load_drafter, save_checkpoint, save_drafter
 from specjax.loading.load import load_model, random_model, save_model
@@ -152,6 +153,7 @@ def test_an_unknown_envelope_is_refused(key, value, said, saved):
     content = json.loads(file.read_text())
     content["custom_metadata"][key] = value
     file.write_text(json.dumps(content))
+    folders.seal(file.parent, "model")
     with pytest.raises(InputError, match=said):
         load_model(saved)
 
@@ -167,9 +169,13 @@ def test_directories_that_are_no_checkpoint_say_so(tmp_path, model, saved):
     from orbax.checkpoint import v1 as ocp
 
     ocp.save(tmp_path / "foreign" / "specjax-7", {"a": jnp.ones(3)}, checkpointable_name="params")
+    with pytest.raises(InputError, match="foreign: specjax-7 lacks its commit marker, .*not saved"):
+        load_model(tmp_path / "foreign")
+    folders.seal(tmp_path / "foreign" / "specjax-7", "model")
     with pytest.raises(InputError, match="foreign: not saved by specjax, or damaged"):
         load_model(tmp_path / "foreign")
     ocp.save(tmp_path / "unlike" / "specjax-7", {"a": jnp.ones(3)})
+    folders.seal(tmp_path / "unlike" / "specjax-7", "model")
     with pytest.raises(InputError, match="unlike: the checkpoint is damaged"):
         load_model(tmp_path / "unlike")
 
@@ -205,8 +211,12 @@ def test_what_cannot_be_kept_is_refused(params, about, said, tmp_path):
     assert not (tmp_path / "drafter").exists()
 
 
-def test_damage_is_an_error_of_one_line(saved, model, tmp_path, capfd, caplog):
-    """Each file is deleted, emptied and halved in turn; what still loads is what was saved."""
+@pytest.mark.parametrize("sealed", [True, False])
+def test_damage_is_an_error_of_one_line(sealed, saved, model, tmp_path, capfd, caplog):
+    """Each file is deleted, emptied and halved in turn; what still loads is what was saved.
+
+    Also where the marker lists the files as they are after that, so that Orbax reads them.
+    """
     noticed = set()
     for file in sorted(path for path in saved.rglob("*") if path.is_file()):
         for size in (None, 0, file.stat().st_size // 2):
@@ -214,6 +224,8 @@ def test_damage_is_an_error_of_one_line(saved, model, tmp_path, capfd, caplog):
             shutil.copytree(saved, copy)
             target = copy / file.relative_to(saved)
             target.unlink() if size is None else os.truncate(target, size)
+            if not sealed:
+                folders.seal(copy / "specjax-1", "model")
             said = None
             try:
                 loaded = load_model(copy, dtype="float32")
@@ -241,5 +253,6 @@ def test_files_that_are_too_small_are_found_before_reading(saved, monkeypatch):
     monkeypatch.setattr(checkpoint_directory, "restore", None)
     largest = max(saved.rglob("*"), key=lambda path: path.stat().st_size)
     os.truncate(largest, largest.stat().st_size // 2)
+    folders.seal(saved / "specjax-1", "model")
     with pytest.raises(InputError, match=r"cut short \(\d+ bytes are there, its arrays take \d+\)"):
         load_model(saved)

@@ -37,7 +37,7 @@ from specjax.loading.heads.head import read_head
 from train.data.batches import Packing, Shape
 from train.run import checkpoints, run, setup
 from train.run import workdir as files
-from train.run.config import record_of
+from train.run.config import TRAINING_FIELDS, record_of
 from train.run.step import make_program
 from train.run.tensorboard import Board
 
@@ -179,7 +179,7 @@ def test_a_bad_loss_is_one_line_on_the_command_line(tmp_path, monkeypatch, capsy
     def make(target, data, config):
         return toy_method(target, poison=6)
 
-    assert run.main(make, str(SCRIPT), fields) == 2
+    assert run.main(make, TRAINING_FIELDS, str(SCRIPT), fields) == 2
     out, err = capsys.readouterr()
     assert err.startswith("error: step 1: the loss is nan")
     assert err.count("\n") == 1
@@ -450,7 +450,7 @@ def test_bad_settings_are_named_before_any_work(tmp_path, monkeypatch):
     refused("data is missing", data=None)
     refused("workdir is missing", workdir=None)
     refused("features='stored': .* has no final_norm .*there are none", features="stored")
-    refused("no such directory", data=str(tmp_path / "nowhere"))
+    refused("no such", data=str(tmp_path / "nowhere"))
     refused("row_tokens=3: use a whole number of at least 4", row_tokens=3)
     too_many = {"eval.prompts": 1, "eval.new_tokens": 200}
     refused("eval.new_tokens=200: random-0 has 200 positions.* at most 199", **too_many)
