@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> command_line.Parser:
     """The flags."""
     flags = command_line.Parser("python -m train.import_responses", __doc__)
-    flags.add_field("input", InputFile(), "a JSONL file, gzipped or not")
+    flags.add_field("input", InputFile(pipe=True), "a JSONL file, gzipped or not")
     flags.add_field("output", OutputFolder(), "the dataset's directory")
     flags.add_field("limit", optional(Whole(1)), "take the first rows only", default=None)
     flags.add_field("target", PathOrName(), "what wrote the rows", default=DEFAULT_MODEL)
@@ -79,7 +79,7 @@ def _import(input: Path, output: Path, limit: int | None, target: str) -> None:
 def read_rows(path: str | Path) -> Iterator[Example]:
     """The conversations of a file, line by line; raises InputError with file and line."""
     first: dict[int, str] = {}
-    for where, row in read_json_lines(input_file("input", path), "input"):
+    for where, row in read_json_lines(input_file("input", path, pipe=True), "input"):
         example = _example(row, where)
         earlier = first.setdefault(example.id, where)
         if earlier is not where:

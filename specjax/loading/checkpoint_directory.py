@@ -28,6 +28,7 @@ import numpy as np
 from specjax.distributed import processes
 from specjax.errors import InputError, one_line
 from specjax.files import folders
+from specjax.files.paths import regular_files
 
 Kind = Literal["model", "drafter"]
 
@@ -129,6 +130,7 @@ def look(directory: Path, kind: Kind) -> Found:
         raise InputError(f"{directory}: holds no checkpoint; give a directory that specjax saved")
     path = directory / _NAME.format(numbers[-1])
     marker = _marker(directory, path)
+    regular_files(path, "copy the checkpoint again or save again")
     if damage := folders.find_damage(path, marker, share=None):
         raise damaged(directory, f"{path.name}/{damage}")
 

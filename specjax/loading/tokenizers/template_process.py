@@ -24,7 +24,7 @@ from pathlib import Path
 
 from specjax.errors import InputError
 
-_PROGRAM = Path(__file__).with_name("chat_renderer.py")
+_PROGRAM = Path(__file__).with_name("template_renderer.py")
 _START_SECONDS = 60.0
 _REMEDY = "use chat=false or another template"
 
