@@ -175,11 +175,13 @@ class Function:
 
 @dataclass(frozen=True)
 class InputFile:
-    """The path of a file to read."""
+    """The path of a file to read; of a pipe too where `pipe` is set, for `paths.open_pipe`."""
+
+    pipe: bool = False
 
     def check(self, name: str, value: Any) -> Path:
         """The absolute path."""
-        return paths.input_file(name, value)
+        return paths.input_file(name, value, pipe=self.pipe)
 
 
 @dataclass(frozen=True)

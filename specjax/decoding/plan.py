@@ -18,6 +18,7 @@ from specjax.decoding.draft_length import DraftLength
 from specjax.decoding.prompts import Prompt, encode_prompt
 from specjax.decoding.sampling_params import SEED, SamplingParams, one_a_prompt
 from specjax.decoding.state import RUNNING, STOPPED, Plan, Rows
+from specjax.decoding.verify import check_rule
 from specjax.distributed.sharding import DATA, axis_size, place_keys, place_rows, spread
 from specjax.drafters import DRAFT_TOKENS, DRAFTER_KIND, Drafter
 from specjax.drafters import none as no_drafter
@@ -179,6 +180,8 @@ def plan_session(
         chunk=chunk,
         logprobs=any(request.logprobs for request in requests),
     )
+    if not isinstance(verify, str):
+        check_rule(verify, batch_size, plan.widths, target.config.vocab_size)
     return Session(
         target,
         drafter,

@@ -69,7 +69,7 @@ def read_questions(path: str | os.PathLike) -> list[Question]:
     """
     questions = []
     first: dict[int | str, str] = {}
-    for where, row in read_json_lines(input_file("prompts", path), "prompts"):
+    for where, row in read_json_lines(input_file("prompts", path, pipe=True), "prompts"):
         question = _question(row, where)
         earlier = first.setdefault(question.question_id, where)
         if earlier is not where:
