@@ -12,7 +12,7 @@ from typing import IO
 
 from specjax import signals
 
-INTERRUPTED = "interrupted; the same command goes on from here"
+INTERRUPTED = "interrupted; the same command resumes it"
 """What Ctrl-C says where finished work is kept."""
 
 GRACE_S = 120.0

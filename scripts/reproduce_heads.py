@@ -152,7 +152,7 @@ def run_stages(
 
 def _ended(code: int | None, names: Sequence[str]) -> int:
     """Say what is left, the first of it being what was under way; returns the exit code."""
-    left = f"left: {', '.join(names)}, export. The same command goes on"
+    left = f"left: {', '.join(names)}, export. The same command resumes it"
     if code is None:
         print(f"the minutes are over; {left}")
         return 0

@@ -5,7 +5,7 @@ r"""Decode a grid of config values, a run a cell, and report them together.
 
 A field without dashes has several values, one with dashes (`--config.limit=3`) is the same in all
 cells. Each cell is a process of its own, compared with plain decoding; its report and what it said
-stay in DIR/cells. Finished cells are skipped, so the same command goes on where it was stopped.
+stay in DIR/cells. Finished cells are skipped, so the same command resumes where it was stopped.
 Then `specjax.report` writes DIR/report.md and the rest, into a folder of its own for each target
 and set of prompts where there are several. `--predict` times the parts of rounds as well,
 `--nopictures` leaves pictures out. Exit codes: 0; 1 where a cell failed or its tokens differ from

@@ -43,7 +43,7 @@ from specjax.reporting.report_file import ReportFile, check_writable
 CONFIG = "configs/decode_smollm2.py"
 _RULES = {
     "rejection": "accept with probability min(1, p/q), else draw from what p has left",
-    "block": "judge the draft as a whole; accepts no less than rejection",
+    "block": "verify the draft as a whole; accepts no less than rejection",
     "coupled": "the output depends on seed and prompt only, whatever is drafted",
 }
 DIFFERENT = 1
@@ -153,7 +153,9 @@ def _identity(job: Job, totals: Totals) -> str | None:
     if not job.compare:
         return None
     if not job.comparable:
-        return f"not expected: {job.session['verify']} at a temperature is equal in law"
+        return (
+            f"not expected: {job.session['verify']} at a temperature has the same distribution only"
+        )
     return f"{totals.identical_rows or 0} of {totals.compared_rows} rows"
 
 

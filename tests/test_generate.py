@@ -190,7 +190,7 @@ def test_a_killed_run_goes_on(model_path, prompts, tmp_path, done, capsys):
     assert len(before) == 2
     assert not (directory / "responses").exists()
     assert generate.main(command) == 0
-    assert "going on: " in capsys.readouterr().out
+    assert "resuming: " in capsys.readouterr().out
     assert contents(directory) == contents(done)
     for number, written in before.items():
         assert kept.path(number).stat().st_mtime_ns == written
@@ -213,7 +213,7 @@ def test_minutes_stop_and_a_damaged_batch_is_decoded_again(
     (directory / "responses").rename(directory / "earlier")
     capsys.readouterr()
     assert generate.main(command) == 0
-    assert "going on: 7 of 10 prompts" in capsys.readouterr().out
+    assert "resuming: 7 of 10 prompts" in capsys.readouterr().out
     assert contents(directory) == contents(done)
     assert generate.main(command) == 0
     assert "is written already" in capsys.readouterr().out

@@ -116,7 +116,7 @@ def test_the_same_command_goes_on_behind_a_stage_that_failed(script, main, tmp_p
     assert main(one, two, three) == 1
     shown = capsys.readouterr()
     assert shown.err == (
-        "[two] ended with code 3; left: two, three, export. The same command goes on\n"
+        "[two] ended with code 3; left: two, three, export. The same command resumes it\n"
     )
     assert "exported" not in shown.out
     assert list(json.loads((tmp_path / "finished.json").read_text())) == ["one"]
@@ -171,7 +171,7 @@ def test_a_signal_is_passed_on_and_waited_for(number, before, tmp_path):
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    assert err == "interrupted; left: slow, after, export. The same command goes on\n"
+    assert err == "interrupted; left: slow, after, export. The same command resumes it\n"
     assert "exported" not in out
     assert (tmp_path / "saved").exists()
     assert gone(child)

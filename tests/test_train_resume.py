@@ -135,15 +135,15 @@ def test_a_killed_and_an_interrupted_run_go_on_to_the_same_curve(start, whole, t
     process.send_signal(signal.SIGINT)
     code, out, err = finish(process)
     assert code == 130, err
-    assert "going on behind step 5" in out
+    assert "resuming after step 5" in out
     assert "interrupted at step" in out
-    assert "The same command goes on" in out
+    assert "The same command resumes it" in out
     interrupted_at = checkpoints.last_checkpoint(files.Workdir(workdir)).step
     assert 8 <= interrupted_at < 12
 
     code, out, err = finish(start(workdir))
     assert code == 0, err
-    assert f"going on behind step {interrupted_at}" in out
+    assert f"resuming after step {interrupted_at}" in out
     rows = timeless(files.Workdir(workdir))
     assert rows == whole
     assert [row["step"] for row in rows] == [4, 6, 8, 12, 12]

@@ -63,7 +63,7 @@ def test_debug_size(name, places, tmp_path, capsys):
     if name == "train_medusa2":
         export, target = export / "head", export / "target"
     assert module.main(command) == 0
-    assert "going on behind step" in capsys.readouterr().out
+    assert "resuming after step" in capsys.readouterr().out
     assert len(json.loads((tmp_path / "run" / "config.json").read_text())["draft_vocabulary"]) == 16
     decoding = [
         "--config=configs/decode_smollm2.py",

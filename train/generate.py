@@ -2,7 +2,7 @@
 
     python -m train.generate --config=configs/generate_smollm2.py --config.workdir=DIRECTORY
 
-Finished batches are kept in the work folder as they come, so that the same command goes on where it
+Finished batches are kept in the work folder as they come, so that the same command resumes where it
 was stopped; the dataset is written at the end. Exit codes: 0, also where config.minutes were over
 before the end; 2 for bad input; 130 after Ctrl-C or SIGTERM. Of several processes the first one
 prints and writes.
@@ -117,7 +117,7 @@ def _run(
     todo = [number for number in job.order if number not in set(there)]
     total, rows = len(job.rows), sum(len(job.batches[number]) for number in there)
     if there:
-        screen.say(f"going on: {rows} of {total} prompts are answered")
+        screen.say(f"resuming: {rows} of {total} prompts are answered")
     if not todo:
         return True
     session = processes.together(lambda: answers.open_job(config, model, job))
@@ -135,7 +135,7 @@ def _run(
         if processes.from_first(bool(over)):
             screen.say(
                 f"{config.minutes:g} minutes are over: {rows} of {total} prompts are answered, "
-                f"{len(todo) - count} batches are left; the same command goes on"
+                f"{len(todo) - count} batches are left; the same command resumes it"
             )
             return False
         responses = answers.answer(session, programs, index, speed, screen, rows, total)

@@ -26,11 +26,11 @@ _STOP_TOKEN_IDS = Items(Whole(), remedy="use token ids, whole numbers of at leas
 class SamplingParams:
     """One request's sampling, with the names and meanings that vLLM uses.
 
-    The law is warped by temperature, then top_k, top_p and min_p; temperature 0 is greedy. Output
-    ends at an end-of-sequence token of the model (unless `ignore_eos`), at one of `stop_token_ids`,
-    where the text contains one of the `stop` strings (which is cut off), or after `max_new_tokens`.
+    The distribution is warped by temperature, then top_k, top_p and min_p; temperature 0 is greedy.
+    Output ends at an end-of-sequence token of the model (unless `ignore_eos`), at one of
+    `stop_token_ids`, where the text contains one of the `stop` strings (which is cut off), or after `max_new_tokens`.
     `seed` gives the request a key of its own; `logprobs` returns each token's log-probability under
-    the target's unwarped law. Raises InputError for values out of range.
+    the target's unwarped distribution. Raises InputError for values out of range.
     """
 
     temperature: Annotated[float, TEMPERATURE] = 0.0

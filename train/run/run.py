@@ -53,7 +53,7 @@ def main(
 def run(config: ConfigDict, make_method: MakeMethod, console: Console | None = None) -> int:
     """Train what a config says and export it; returns the exit code. Raises InputError.
 
-    `make_method(target, data, config)` gives the method. The same call goes on with a run that was
+    `make_method(target, data, config)` gives the method. The same call resumes a run that was
     stopped before.
     """
     begin = time.perf_counter()
@@ -91,7 +91,7 @@ def _train(
         if saved and saved.damaged:
             journal.say(f"the checkpoint of step {saved.damaged[0]} is damaged", "yellow")
         if progress.step:
-            journal.say(f"going on behind step {progress.step}, {progress.tokens} tokens")
+            journal.say(f"resuming after step {progress.step}, {progress.tokens} tokens")
         if settings.eval_prompts and not prompts:
             journal.say(
                 "no prompt is held out, or none fits: nothing is decoded for a measured tau"
@@ -190,10 +190,10 @@ def _end(
     if outcome.step:
         journal.say(f"exported: {workdir.export}")
     if outcome.reason == loop.INTERRUPTED:
-        journal.say(f"interrupted at {where}; saved. The same command goes on: {workdir.root}")
+        journal.say(f"interrupted at {where}; saved. The same command resumes it: {workdir.root}")
         return command_line.INTERRUPTED
     if outcome.reason == loop.TIME:
-        journal.say(f"the minutes are over at {where}; saved. The same command goes on")
+        journal.say(f"the minutes are over at {where}; saved. The same command resumes it")
     else:
         journal.say(f"trained: {where}, {seconds:.0f} s in this run")
     return 0

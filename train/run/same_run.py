@@ -44,5 +44,5 @@ def check_same_run(
         told += f" ({remark})"
     raise InputError(
         f"workdir={str(file.parent)!r}: another run was begun there: {told}; "
-        "use the same command to go on with it, or another workdir"
+        "use the same command to resume it, or another workdir"
     )

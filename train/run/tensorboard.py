@@ -18,7 +18,7 @@ from specjax.errors import InputError
 
 
 class Board:
-    """A new file of events in a directory, for a run that goes on behind `step`.
+    """A new file of events in a directory, for a run that resumes after `step`.
 
     Raises InputError where it cannot be written, as `write` does.
     """
