@@ -12,6 +12,7 @@ import pytest
 from checkpointing import CONFIG, assert_same, mesh_of
 
 from specjax.errors import InputError
+from specjax.files import folders
 from specjax.loading import checkpoint_directory, model_metadata
 from specjax.loading.checkpoints import load_drafter, save_checkpoint, save_drafter
 from specjax.loading.load import load_model, random_model, save_model
@@ -152,6 +153,7 @@ def test_an_unknown_envelope_is_refused(key, value, said, saved):
     content = json.loads(file.read_text())
     content["custom_metadata"][key] = value
     file.write_text(json.dumps(content))
+    folders.seal(saved / "specjax-1", "model")
     with pytest.raises(InputError, match=said):
         load_model(saved)
 
@@ -167,9 +169,10 @@ def test_directories_that_are_no_checkpoint_say_so(tmp_path, model, saved):
     from orbax.checkpoint import v1 as ocp
 
     ocp.save(tmp_path / "foreign" / "specjax-7", {"a": jnp.ones(3)}, checkpointable_name="params")
-    with pytest.raises(InputError, match="foreign: not saved by specjax, or damaged"):
+    with pytest.raises(InputError, match="foreign: .*: not saved by specjax, or damaged"):
         load_model(tmp_path / "foreign")
     ocp.save(tmp_path / "unlike" / "specjax-7", {"a": jnp.ones(3)})
+    folders.seal(tmp_path / "unlike" / "specjax-7", "model")
     with pytest.raises(InputError, match="unlike: the checkpoint is damaged"):
         load_model(tmp_path / "unlike")
 
@@ -194,6 +197,7 @@ def test_one_kind_is_not_taken_for_the_other(saved, tmp_path):
         ({"a": np.array(["x"])}, {}, "params.a is ndarray"),
         ({"a.b": np.ones(2)}, {}, "'a.b' in params: parameters are named by text without dots"),
         ({"a": {1: np.ones(2)}}, {}, "1 in params.a: parameters are named"),
+        ({"a": {"\ud800": np.ones(2)}}, {}, r"'\\ud800' in params.a: parameters are named by text"),
         ({"a": np.ones(2)}, {"f": {1, 2}}, "the facts are not JSON .*set"),
         ({"a": np.ones(2)}, {"f": np.float32(1)}, "the facts are not JSON .*float32"),
         ({"a": np.ones(2)}, {"f": float("inf")}, "the facts are not JSON"),
@@ -241,5 +245,12 @@ def test_files_that_are_too_small_are_found_before_reading(saved, monkeypatch):
     monkeypatch.setattr(checkpoint_directory, "restore", None)
     largest = max(saved.rglob("*"), key=lambda path: path.stat().st_size)
     os.truncate(largest, largest.stat().st_size // 2)
+    folders.seal(saved / "specjax-1", "model")
     with pytest.raises(InputError, match=r"cut short \(\d+ bytes are there, its arrays take \d+\)"):
+        load_model(saved)
+
+
+def test_the_marker_of_another_kind_is_damage(saved):
+    folders.seal(saved / "specjax-1", "drafter")
+    with pytest.raises(InputError, match="specjax-1/specjax_folder.json is of a drafter"):
         load_model(saved)

@@ -15,6 +15,9 @@ from specjax.errors import InputError, shown
 _DEVICES = ("/dev", "/proc", "/sys")
 """Below these a name stands for a device or a process, also where it looks like a file."""
 
+_SHARED_MEMORY = "/dev/shm"
+"""But here are ordinary files."""
+
 
 def user_path(field: str, value: str | os.PathLike[str]) -> Path:
     """The absolute path that a text means, `~` expanded; it need not exist.
@@ -74,16 +77,19 @@ def output_file(field: str, value: str | os.PathLike[str]) -> Path:
     be replaced by a file.
     """
     path = user_path(field, value)
-    if any(path.is_relative_to(folder) for folder in _DEVICES):
+    # As it is written too: /dev/stdout may lead to an ordinary file.
+    if any(map(_is_device, (Path(os.path.normpath(path)), path.resolve()))):
         raise _refusal(field, value, " is a device: name a file")
     status = _status(field, value, path)
-    if status is not None and stat.S_ISDIR(status.st_mode):
+    ends_as_folder = os.path.basename(os.fspath(value)) in ("", ".", "..")
+    if ends_as_folder or (status is not None and stat.S_ISDIR(status.st_mode)):
         raise _refusal(field, value, " is a folder: name a file in it")
     if status is not None and not stat.S_ISREG(status.st_mode):
         raise _refusal(field, value, " is no regular file: name another")
-    path = path.resolve()
+    link, path = path.is_symlink(), path.resolve()
     if not path.parent.is_dir():
-        raise _refusal(field, value, ": its folder does not exist; make it first")
+        leads = f" leads to {shown(str(path), 200)}" if link else ""
+        raise _refusal(field, value, f"{leads}: its folder does not exist; make it first")
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise _refusal(field, value, ": its folder may not be written to; choose another one")
     return path
@@ -108,6 +114,11 @@ def cache_folder(part: str) -> Path:
     """
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return output_folder("XDG_CACHE_HOME", f"{home}/specjax/{part}")
+
+
+def _is_device(path: Path) -> bool:
+    in_memory = path.is_relative_to(_SHARED_MEMORY) and path != Path(_SHARED_MEMORY)
+    return not in_memory and any(path.is_relative_to(folder) for folder in _DEVICES)
 
 
 def _status(field: str, value: str | os.PathLike[str], path: Path) -> os.stat_result | None:

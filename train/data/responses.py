@@ -152,7 +152,8 @@ def _read_facts(path: Path) -> dict[str, Any]:
             "give a directory that train.generate wrote"
         )
     marker = folders.read_marker(path)
-    if marker is not None and (damage := folders.find_damage(path, marker, share=None)):
+    needed = (FACTS, RECORDS)
+    if marker is not None and (damage := folders.find_damage(path, marker, None, needed)):
         raise _damaged(path, damage)
     try:
         facts = json.loads((path / FACTS).read_text(encoding="utf-8"))
