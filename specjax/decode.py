@@ -38,7 +38,7 @@ from specjax.loading.model import Model
 from specjax.metrics import ExpectedAcceptance
 from specjax.reporting import decode_report
 from specjax.reporting.decode_report import Batch, Clock, Setting, Totals
-from specjax.reporting.report_file import ReportFile, check_writable
+from specjax.reporting.report_file import ReportFile, check_room, check_writable
 
 CONFIG = "configs/decode_smollm2.py"
 _RULES = {
@@ -75,12 +75,7 @@ def decode(config: ml_collections.ConfigDict, console: Console) -> int:
 
     def check() -> tuple[Job, Path | None]:
         job = read_job(config)
-        if job.report is None or not writes:
-            return job, None
-        rows = sum(len(job.turn(turn)) for turn in range(job.num_turns))
-        sampling = job.sampling
-        size = decode_report.largest_size(rows, sampling.max_new_tokens, logprobs=sampling.logprobs)
-        return job, check_writable(job.report, size)
+        return job, check_writable(job.report) if job.report is not None and writes else None
 
     job, path = processes.together(check)
     processes.agree({"prompts": hashlib.sha256(repr(job.questions).encode()).hexdigest()[:16]})
@@ -89,6 +84,8 @@ def decode(config: ml_collections.ConfigDict, console: Console) -> int:
 
     def load() -> tuple[Model, Drafter]:
         model = load_model(job.target, dtype=job.dtype, mesh=mesh, field="target")
+        if path is not None:
+            check_room(path, _largest_report(job, model), f"report={str(job.report)!r}")
         return model, job_drafter(job, model)
 
     with screen.working(f"loading {job.target}"):
@@ -146,6 +143,13 @@ def decode(config: ml_collections.ConfigDict, console: Console) -> int:
         raise refused
     exact = all(excusable and one.margin < EXCUSED_MARGIN for _, one in totals.differences)
     return 0 if exact else DIFFERENT
+
+
+def _largest_report(job: Job, model: Model) -> int:
+    """About how many bytes the report has at most; a row ends at the model's last position."""
+    rows = sum(len(job.turn(turn)) for turn in range(job.num_turns))
+    new_tokens = min(job.sampling.max_new_tokens, model.config.max_positions)
+    return decode_report.largest_size(rows, new_tokens, logprobs=job.sampling.logprobs)
 
 
 def _identity(job: Job, totals: Totals) -> str | None:

@@ -81,7 +81,7 @@ def export(asked: argparse.Namespace) -> int:
             f"one that comes with specjax ({', '.join(KINDS)})"
         )
     if asked.format == OWN:
-        check_free(output, overwrite=False)
+        check_free(output, "drafter", overwrite=False)
     else:
         check_target(output)
     head = None

@@ -13,7 +13,7 @@ Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 
 from __future__ import annotations
 
-import json
+import math
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -24,15 +24,19 @@ from typing import Any
 from specjax.cli import command_line, predicted_speedup
 from specjax.errors import InputError, one_line
 from specjax.fields import Flag, OutputFolder
+from specjax.files import temporary
+from specjax.files.json_files import read_json_file
 from specjax.files.paths import output_folder
 from specjax.files.written_files import WrittenFiles
 from specjax.reporting import csv_jsonl, picture_files, plots, tables
 from specjax.reporting.read import read_report
-from specjax.reporting.report_file import write_json
+from specjax.reporting.report_file import json_text
 from specjax.reporting.runs import Bench, Run, check_together, labels
 from specjax.reporting.statistics import Entry, by_conditions, in_order
 
 _ALWAYS, _COSTS = ("report.md", "report.csv"), "costs.json"
+_DRAWN = "pictures"
+_TIME_AGAIN = "delete it to time again"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,8 +74,13 @@ def write(
     files = _open_folder(out)
     names = [f"{name}.jsonl" for name in _file_names(labels(runs))] if runs else []
     groups = len({run.conditions for run in runs})
-    files.check([*_ALWAYS, *names, *(picture_files.file_names(groups) if pictures else ())])
-    predictions = _predictions(runs, files.folder / _COSTS) if predict and runs else {}
+    predict = predict and bool(runs)
+    names += [*(picture_files.file_names(groups) if pictures else ()), *([_COSTS] * predict)]
+    files.check([*_ALWAYS, *names])
+    try:
+        predictions = _predictions(runs, files) if predict else {}
+    except OSError as error:
+        raise _unwritable(out, error) from None
     entries = [
         Entry.of(run, label, predictions.get(place))
         for place, (run, label) in enumerate(zip(runs, labels(runs) if runs else (), strict=True))
@@ -79,7 +88,7 @@ def write(
     try:
         return _write_all(files, in_order(entries), benches, pictures)
     except OSError as error:
-        raise InputError(f"out={str(out)!r} cannot be written: {one_line(error)}") from None
+        raise _unwritable(out, error) from None
 
 
 def _write_all(
@@ -94,11 +103,14 @@ def _write_all(
                 _file_names([entry.label for entry in entries]), entries, strict=True
             )
         }
-    with tempfile.TemporaryDirectory(dir=files.folder, prefix=".specjax-") as drawing:
-        drawn = picture_files.draw(Path(drawing), entries) if pictures else {}
+    for _ in temporary.left_behind(files.folder, _DRAWN):
+        pass  # each is deleted after its turn
+    with temporary.unfinished(files.folder, _DRAWN) as drawing:
+        drawing.mkdir()
+        drawn = picture_files.draw(drawing, entries) if pictures else {}
         texts = {"report.md": tables.markdown(entries, benches, drawn), **texts}
         written = [files.write(name, text) for name, text in texts.items()]
-        written += [files.move(picture) for picture in sorted(Path(drawing).iterdir())]
+        written += [files.move(picture) for picture in sorted(drawing.iterdir())]
     for conditions, group in by_conditions(entries).items():
         print(f"{conditions}\n\n{tables.leaderboard(group)}")
         if note := tables.interrupted(group):
@@ -109,9 +121,9 @@ def _write_all(
     return written
 
 
-def _predictions(runs: Sequence[Run], path: Path) -> dict[int, float | None]:
+def _predictions(runs: Sequence[Run], files: WrittenFiles) -> dict[int, float | None]:
     """The predicted speed-up of each run that drafts, by its place; times what is not known."""
-    kept = _read_costs(path)
+    kept = _read_costs(files.folder / _COSTS)
     found: dict[int, predicted_speedup.RoundCosts] = {}
     drafting = {place: run for place, run in enumerate(runs) if run.drafter != "none"}
     for entry in kept:
@@ -129,7 +141,7 @@ def _predictions(runs: Sequence[Run], path: Path) -> dict[int, float | None]:
     for place, (run, parts) in zip(left, timed, strict=True):
         found[place] = parts
         kept.append({"of": predicted_speedup.key(run), **asdict(parts)})
-        write_json(path, kept)
+        files.write(_COSTS, json_text(kept))
     return {
         place: predicted_speedup.predicted_speedup(runs[place], parts)
         for place, parts in found.items()
@@ -139,13 +151,22 @@ def _predictions(runs: Sequence[Run], path: Path) -> dict[int, float | None]:
 def _read_costs(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
-    try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        if not all(entry.keys() == {"of", "draft_s", "width_s"} for entry in kept):
-            raise ValueError("other fields")
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise InputError(f"{str(path)!r} is damaged ({one_line(error)}): delete it") from None
+    kept = read_json_file(path, _TIME_AGAIN)
+    if not isinstance(kept, list) or not all(map(_is_cost, kept)):
+        raise InputError(f"{path}: not what --predict wrote; {_TIME_AGAIN}")
     return kept
+
+
+def _is_cost(entry: Any) -> bool:
+    if not isinstance(entry, dict) or entry.keys() != {"of", "draft_s", "width_s"}:
+        return False
+    widths = entry["width_s"]
+    if not isinstance(entry["of"], dict) or not isinstance(widths, dict) or "1" not in widths:
+        return False
+    seconds = [entry["draft_s"], *widths.values()]
+    # A bool is an int to Python, and is none here.
+    numbers = all(type(one) in (int, float) and 0 <= one < math.inf for one in seconds)
+    return numbers and all(re.fullmatch(r"[1-9]\d{0,8}", width, re.ASCII) for width in widths)
 
 
 def _file_names(names: Sequence[str]) -> list[str]:
@@ -158,16 +179,18 @@ def _file_names(names: Sequence[str]) -> list[str]:
     ]
 
 
+def _unwritable(out: str | Path, error: OSError) -> InputError:
+    return InputError(f"out={str(out)!r} cannot be written: {one_line(error)}; name another folder")
+
+
 def _open_folder(out: str | Path) -> WrittenFiles:
     folder = output_folder("out", out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".specjax-"):
+        with tempfile.NamedTemporaryFile(dir=folder, **temporary.NAMES):
             pass
     except OSError as error:
-        raise InputError(
-            f"out={str(out)!r} cannot be written: {one_line(error)}; name another folder"
-        ) from None
+        raise _unwritable(out, error) from None
     return WrittenFiles("out", folder, "report")
 
 

@@ -153,7 +153,7 @@ def test_an_unknown_envelope_is_refused(key, value, said, saved):
     content = json.loads(file.read_text())
     content["custom_metadata"][key] = value
     file.write_text(json.dumps(content))
-    folders.seal(file.parent, "model")
+    folders.seal(saved / "specjax-1", "model")
     with pytest.raises(InputError, match=said):
         load_model(saved)
 
@@ -172,7 +172,7 @@ def test_directories_that_are_no_checkpoint_say_so(tmp_path, model, saved):
     with pytest.raises(InputError, match="foreign: specjax-7 lacks its commit marker, .*not saved"):
         load_model(tmp_path / "foreign")
     folders.seal(tmp_path / "foreign" / "specjax-7", "model")
-    with pytest.raises(InputError, match="foreign: not saved by specjax, or damaged"):
+    with pytest.raises(InputError, match="foreign: .*: not saved by specjax, or damaged"):
         load_model(tmp_path / "foreign")
     ocp.save(tmp_path / "unlike" / "specjax-7", {"a": jnp.ones(3)})
     folders.seal(tmp_path / "unlike" / "specjax-7", "model")
@@ -200,6 +200,7 @@ def test_one_kind_is_not_taken_for_the_other(saved, tmp_path):
         ({"a": np.array(["x"])}, {}, "params.a is ndarray"),
         ({"a.b": np.ones(2)}, {}, "'a.b' in params: parameters are named by text without dots"),
         ({"a": {1: np.ones(2)}}, {}, "1 in params.a: parameters are named"),
+        ({"a": {"\ud800": np.ones(2)}}, {}, r"'\\ud800' in params.a: parameters are named by text"),
         ({"a": np.ones(2)}, {"f": {1, 2}}, "the facts are not JSON .*set"),
         ({"a": np.ones(2)}, {"f": np.float32(1)}, "the facts are not JSON .*float32"),
         ({"a": np.ones(2)}, {"f": float("inf")}, "the facts are not JSON"),
@@ -255,4 +256,10 @@ def test_files_that_are_too_small_are_found_before_reading(saved, monkeypatch):
     os.truncate(largest, largest.stat().st_size // 2)
     folders.seal(saved / "specjax-1", "model")
     with pytest.raises(InputError, match=r"cut short \(\d+ bytes are there, its arrays take \d+\)"):
+        load_model(saved)
+
+
+def test_the_marker_of_another_kind_is_damage(saved):
+    folders.seal(saved / "specjax-1", "drafter")
+    with pytest.raises(InputError, match="specjax-1/specjax_folder.json is of a drafter"):
         load_model(saved)

@@ -1,11 +1,14 @@
 """Folders that specjax makes: what is changed in them is found, what is not ours is left alone."""
 
+import contextlib
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -217,27 +220,213 @@ def test_deleting_takes_what_is_listed_and_no_more(tmp_path):
     assert not (tmp_path / "other").exists()
 
 
-def test_what_a_killed_save_left_is_cleared_away(model, tmp_path):
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    save_model(model, tmp_path / "model")
-    before = sorted(contents(tmp_path / "model"))
-    name = folders._beside(tmp_path / "model", "part").name
-    left = tmp_path / name.replace(f"-{os.getpid()}.", f"-{ended.pid}.")
-    left.mkdir()
-    (left / "model.safetensors").touch()
-    others = tmp_path / name.replace(f"-{os.getpid()}.", "-1.")  # of a process that runs
-    others.mkdir()
-    # Killed after the earlier save was moved aside, and before the new one took its place.
-    (tmp_path / "model").rename(left.with_suffix(".earlier"))
-    save_model(model, tmp_path / "model")
-    assert sorted(contents(tmp_path / "model")) == before
-    load_model(tmp_path / "model")
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([others.name, "model"])
+SAVES = """
+import sys
+from pathlib import Path
+from specjax.files import folders, temporary
+
+def write(part):
+    (part / "file").write_text("new")
+    print("written", flush=True)
+    sys.stdin.read()
+
+def rename(left, right, given=Path.rename):
+    given(left, right)
+    if right.name == "earlier" and sys.argv[2] == "moved":
+        print("moved", flush=True)
+        sys.stdin.read()
+
+Path.rename = rename
+if sys.argv[2] == "moved":
+    write = lambda part: (part / "file").write_text("new")
+folders.write_folder(Path(sys.argv[1]), "model", write)
+"""
+
+
+@pytest.mark.parametrize("stage", ["written", "moved"])
+def test_what_a_killed_save_left_is_cleared_away(stage, tmp_path):
+    def save(text):
+        folders.write_folder(tmp_path / "m", "model", lambda part: write_one(part, text))
+
+    def write_one(part, text):
+        (part / "file").write_text(text)
+
+    save("old")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", SAVES, str(tmp_path / "m"), stage]
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment, text=True, **streams) as process:
+        assert process.stdout.readline() == f"{stage}\n"
+        if stage == "written":
+            # One that is at work is left alone, whatever its number is.
+            save("between")
+            assert len(list(tmp_path.glob(".specjax-*.tmp/new/file"))) == 1
+        process.kill()
+    assert (tmp_path / "m").exists() == (stage == "written")
+    (left,) = (path for path in tmp_path.glob(".specjax-*.tmp") if path.is_dir())
+    if stage == "moved":
+        (left / "thesis.txt").write_text("mine")
+    with pytest.raises(ZeroDivisionError):
+        folders.write_folder(tmp_path / "m", "model", lambda part: 1 / 0)
+    text = "old" if stage == "moved" else "between"
+    assert (tmp_path / "m" / "file").read_text() == text
+    save("last")
+    assert (tmp_path / "m" / "file").read_text() == "last"
+    kept = {f"{left.name}/thesis.txt", f"{left.name}/specjax_unfinished.json"}
+    others = {name for name in contents(tmp_path) if not name.startswith("m/")}
+    assert others == (kept if stage == "moved" else set())
+
+
+def test_saves_of_one_folder_at_once_all_succeed(tmp_path):
+    meet = threading.Barrier(6)
+
+    def save(number):
+        def write(part):
+            (part / "file").write_text(str(number))
+            meet.wait(60)
+
+        folders.write_folder(tmp_path / "thr", "model", write)
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(save, range(6)))
+    assert (tmp_path / "thr" / "file").read_text() in map(str, range(6))
+    assert [path.name for path in tmp_path.iterdir()] == ["thr"]
+    marker = folders.read_marker(tmp_path / "thr")
+    assert folders.find_damage(tmp_path / "thr", marker) is None
+
+
+def test_names_of_any_length_that_a_disk_takes(tmp_path):
+    write = lambda part: (part / "file").write_text("x")  # noqa: E731
+    for name in ("n" * 240, "n" * 255):
+        folders.write_folder(tmp_path / name, "model", write)
+        folders.write_folder(tmp_path / name, "model", write)
+        assert folders.read_marker(tmp_path / name).kind == "model"
+    with pytest.raises(InputError, match=r"nn: cannot be written \(File name too long\)"):
+        folders.write_folder(tmp_path / ("n" * 256), "model", write)
+    assert sorted(len(path.name) for path in tmp_path.iterdir()) == [240, 255]
+
+
+@pytest.mark.parametrize("kind", AGAIN)
+def test_a_changed_file_is_not_replaced(kind, model, tmp_path):
+    save, path = AGAIN[kind], tmp_path / "saved"
+    save(model, path)
+    (marker,) = path.rglob(MARKER)
+    name = min(json.loads(marker.read_text())["files"])
+    edited = marker.parent / name
+    content = edited.read_bytes()
+    for other in (content + b" ", bytes([content[0] ^ 1]) + content[1:]):
+        edited.write_bytes(other)
+        with pytest.raises(InputError, match=rf"saved.*: {name} .* writ") as caught:
+            save(model, path)
+        assert "\n" not in str(caught.value)
+        assert "move it away" in str(caught.value)
+        assert edited.read_bytes() == other
+    # What is gone is no loss.
+    edited.unlink()
+    save(model, path)
+    assert len(list(path.rglob(name))) == 1
+
+
+def test_an_orbax_save_replaces_its_own_kind_only(model, tmp_path):
+    save_checkpoint(model, tmp_path / "model")
+    save_drafter(tmp_path / "drafter", {"a": np.ones(9)}, {})
+    before = contents(tmp_path)
+    with pytest.raises(InputError, match="specjax for: model, not drafter"):
+        save_drafter(tmp_path / "model", {"a": np.ones(9)}, {}, overwrite=True)
+    with pytest.raises(InputError, match="specjax for: drafter, not model"):
+        save_checkpoint(model, tmp_path / "drafter", overwrite=True)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["specjax-1.unfinished.backup", "specjax-1.unfinished", "specjax-2.unfinished.orbax-old"],
+)
+def test_folders_with_names_like_ours_are_not_deleted(name, tmp_path):
+    (tmp_path / "o" / name).mkdir(parents=True)
+    (tmp_path / "o" / name / "thesis.txt").write_text("mine")
+    for _ in range(2):
+        with pytest.raises(InputError, match=f"o: holds '{name}', which is no part of a"):
+            save_drafter(tmp_path / "o", {"a": np.ones(9)}, {}, overwrite=True)
+        assert contents(tmp_path) == {f"o/{name}/thesis.txt": b"mine"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_marker_that_does_not_list_what_is_read_is_refused(kind, model, tmp_path):
+    load = save_and_load(kind, model, tmp_path / "saved")
+    (marker,) = (tmp_path / "saved").rglob(MARKER)
+    content = json.loads(marker.read_text())
+    weights = "params/manifest.ocdbt" if "orbax" in kind else "model.safetensors"
+    config = "_CHECKPOINT_METADATA" if "orbax" in kind else "config.json"
+    for without in ([weights], [config], list(content["files"])):
+        files = {key: value for key, value in content["files"].items() if key not in without}
+        marker.write_text(json.dumps({**content, "files": files}))
+        with pytest.raises(InputError, match="saved: .* is not listed in specjax_folder.json"):
+            load(tmp_path / "saved")
+    marker.write_text(json.dumps({**content, "kind": "answers"}))
+    with pytest.raises(InputError, match="saved: .*"):
+        load(tmp_path / "saved")
+    marker.write_text(json.dumps(content))
+    load(tmp_path / "saved")
+
+
+def test_a_file_that_was_put_beside_a_model_is_not_read(saved_model, tmp_path):
+    shutil.copytree(saved_model, tmp_path / "model")
+    assert not (tmp_path / "model" / "generation_config.json").exists()
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": 3}')
+    with pytest.raises(InputError, match="generation_config.json is not listed"):
+        load_model(tmp_path / "model")
+
+
+def test_a_claim_deletes_nothing_in_a_folder_that_is_not_yet_ours(tmp_path):
+    for name in (".specjax-notes.tmp", ".specjax-notes123.tmp"):
+        (tmp_path / name).mkdir()
+        file = tmp_path / name / ".specjax-notes123.tmp"
+        file.write_text("mine")
+        with contextlib.suppress(InputError):
+            folders.claim(file.parent, "training run", "workdir='w'")
+        assert file.read_text() == "mine"
+        # Of a folder that is ours, it is what a killed process left.
+        folders.claim(file.parent, "training run", "workdir='w'")
+        assert not file.exists()
+        (file.parent / ".specjax-notes.tmp").write_text("mine")
+        folders.claim(file.parent, "training run", "workdir='w'")
+        assert (file.parent / ".specjax-notes.tmp").exists()
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_lock_that_is_not_ours_stays_as_it_is(marked, tmp_path):
+    folder = tmp_path / "w"
+    folder.mkdir()
+    (tmp_path / "precious.txt").write_text("mine")
+    if marked:
+        folders.claim(folder, "training run", "w")
+    lock = folder / LOCK
+    makers = [
+        lambda: lock.symlink_to("../precious.txt"),
+        lambda: lock.symlink_to("nowhere"),
+        lambda: lock.write_text("mine"),
+        lambda: os.mkfifo(lock),
+    ]
+    for make in makers:
+        make()
+        with (
+            pytest.raises(InputError, match="^workdir='w': holds .*specjax.lock"),
+            folder_lock.lock(folder, "training run", "workdir='w'"),
+        ):
+            pass
+        if not marked:
+            with pytest.raises(InputError, match="holds 'specjax.lock', which specjax has no"):
+                folders.write_folder(folder, "model", lambda part: None)
+        if lock.is_file():
+            assert lock.read_text() == "mine"
+        lock.unlink()
+        assert (tmp_path / "precious.txt").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["precious.txt", "w"]
 
 
 def test_a_killed_claim_does_not_make_a_folder_foreign(tmp_path):
-    (tmp_path / ".specjax-abcd.tmp").write_text("{")
+    (tmp_path / ".specjax-abcd_123.tmp").write_text("{")
     (tmp_path / LOCK).touch()
     folders.claim(tmp_path, "training run", "workdir='w'")
     assert folders.read_marker(tmp_path) == folders.Marker("training run", None)
@@ -250,7 +439,7 @@ def test_a_killed_claim_does_not_make_a_folder_foreign(tmp_path):
 HOLDS = """
 import sys, time
 from pathlib import Path
-from specjax import folder_lock
+from specjax.distributed import folder_lock
 
 with folder_lock.hold(Path(sys.argv[1]), "training run", "workdir"):
     print("held", flush=True)

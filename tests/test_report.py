@@ -10,6 +10,7 @@ from reports import ROWS, content, row
 
 from specjax import decode, report
 from specjax.cli import predicted_speedup
+from specjax.files.written_files import WrittenFiles
 from specjax.loading.load import save_model
 from specjax.reporting import plots
 from specjax.reporting.plots import Curve
@@ -214,9 +215,10 @@ def test_the_prediction_adds_up_the_parts(write, tmp_path, monkeypatch):
     paths = write(a=content(length="16"), b=longer, c=content())
     out = tmp_path / "out"
     out.mkdir()
+    files = WrittenFiles("out", out, "report")
     parts = {"draft_s": 0.05, "width_s": {"1": 0.1, "3": 0.2}}
     kept = [{"of": predicted_speedup.key(read_report(path)), **parts} for path in paths]
-    (out / "costs.json").write_text(json.dumps(kept))
+    files.write("costs.json", json.dumps(kept))
     drawn = {}
     monkeypatch.setattr(
         report.report_pictures,
@@ -400,7 +402,7 @@ def test_bad_arguments(write, tmp_path, capsys, monkeypatch):
     ):
         assert report.main(argv) == 2, argv
         assert says in capsys.readouterr().err
-    (tmp_path / "out" / "costs.json").write_text("[3]")
+    WrittenFiles("out", tmp_path / "out", "report").write("costs.json", "[3]")
     assert report.main([path, out, "--predict"]) == 2
     assert "delete it" in capsys.readouterr().err
     assert report.main(["--help"]) == 0

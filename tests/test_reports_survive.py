@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,10 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
+import reports
 
 from specjax import bench, decode, report
 from specjax.cli import decode_run
 from specjax.errors import InputError
+from specjax.files.paths import output_file
 from specjax.loading.load import save_model
 from specjax.reporting import report_file
 from specjax.reporting.read import read_report
@@ -56,6 +60,113 @@ def test_devices_and_pipes_stay_what_they_are(tmp_path, capsys):
         assert "is a device: name a file" in told or "is no regular file: name another" in told
         assert os.stat(path).st_mode == before.st_mode
     assert sorted(os.listdir(tmp_path)) == ["link", "pipe"]
+
+
+def test_what_is_no_report_is_not_replaced(folder, tmp_path, capsys):
+    shutil.copytree(folder / "model", tmp_path / "model")
+    shutil.copyfile(folder / "prompts.jsonl", tmp_path / "q.jsonl")
+    (tmp_path / "one.jsonl").write_text('{"turns": ["abc"]}\n')
+    (tmp_path / "config.py").write_text("x = 1\n")
+    (tmp_path / "m.gguf").write_bytes(b"GGUF" + bytes(100))
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "rows.json").write_text('{"rows": 3, "summary": {}}')
+    (tmp_path / "bench.json").write_text('{"contests": []}')
+    (tmp_path / "model" / "notes.json").write_text('{"rows": [], "summary": {}}')
+    (tmp_path / "link").symlink_to("model/config.json")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for path in before:
+        if path.name in ("notes.json", "specjax_folder.json"):
+            continue
+        assert decode.main([f"--config.report={path}"]) == 2, path
+        told = capsys.readouterr().err
+        kept = path.parent.name == "model" or path.name == "link"
+        says = "is a file that specjax keeps for itself" if kept else "is a file that is no report"
+        assert told.startswith("error: report='"), told
+        assert says in told
+        assert told.count("\n") == 1
+    for name in ("specjax_folder.json", "specjax.lock", ".specjax-abcd1234.tmp"):
+        for place in (tmp_path, tmp_path / "model"):
+            assert (
+                bench.main(["--config=configs/bench_smollm2.py", f"--config.report={place / name}"])
+                == 2
+            )
+            assert "is a file that specjax keeps for itself" in capsys.readouterr().err
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    check_writable(tmp_path / "model" / "notes.json")
+    # A folder's marker that cannot be read says nothing of the other files.
+    (tmp_path / "specjax_folder.json").write_text("{")
+    check_writable(tmp_path / "new.json")
+
+
+def test_reports_and_empty_files_are_replaced(tmp_path):
+    (tmp_path / "empty.json").touch()
+    check_writable(tmp_path / "empty.json")
+    for content in (
+        {"rows": [], "summary": {}},
+        bench.Measured().content(True),
+        bench.Measured().content(False),
+    ):
+        report_file.write_json(tmp_path / "r.json", content)
+        check_writable(tmp_path / "r.json")
+
+
+def test_paths_that_are_no_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "devices").symlink_to("/dev")
+    (tmp_path / "dangling.json").symlink_to("nowhere/r.json")
+    for path, says in (
+        ("/tmp/../dev/zz", "is a device: name a file"),
+        ("devices/zz", "is a device: name a file"),
+        ("/dev/shm/../zz", "is a device: name a file"),
+        ("/dev/shm", "is a device: name a file"),
+        ("/dev/stdout", "is a device: name a file"),
+        ("newdir/", "'newdir/' is a folder: name a file in it"),
+        ("newdir/.", "is a folder: name a file in it"),
+        ("newdir/r.json", "'newdir/r.json': its folder does not exist; make it first"),
+        (
+            "dangling.json",
+            f"leads to '{tmp_path}/nowhere/r.json': its folder does not exist; make it first",
+        ),
+    ):
+        with pytest.raises(InputError, match=f"^report=.*{re.escape(says)}"):
+            check_writable(path)
+    assert output_file("report", "/dev/shm/specjax-r.json") == Path("/dev/shm/specjax-r.json")
+    assert output_file("report", "/dev/../tmp/r.json") == Path("/tmp/r.json")
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path, capsys, monkeypatch):
+    nan, inf = float("nan"), float("inf")
+    content = {"rows": [{"logprobs": [0.5, nan, -inf]}], "summary": {"a": inf, "b": (nan, 1)}}
+    with ReportFile(tmp_path / "r.json", lambda interrupted: content) as file:
+        file.grew()
+        assert file.finish()
+    expected = {"rows": [{"logprobs": [0.5, None, None]}], "summary": {"a": None, "b": [None, 1]}}
+    assert json.loads((tmp_path / "r.json").read_text()) == expected
+
+    def full(path, content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(report_file, "write_json", full)
+    with pytest.raises(InputError, match="above, on stdout"):
+        ReportFile(tmp_path / "r.json", lambda interrupted: content).finish()
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert printed == [*expected["rows"], expected["summary"]]
+
+
+def test_a_report_with_logprobs_that_are_null_is_read(tmp_path):
+    given = reports.content()
+    given["rows"][0]["logprobs"] = [None, -0.5]
+    (tmp_path / "a.json").write_text(json.dumps(given))
+    assert len(read_report(tmp_path / "a.json").rows) == len(given["rows"])
+
+
+def test_the_trial_of_the_disk_is_small(tmp_path, monkeypatch):
+    if not hasattr(os, "posix_fallocate"):
+        pytest.skip("not on this system")
+    taken = []
+    monkeypatch.setattr(os, "posix_fallocate", lambda handle, start, size: taken.append(size))
+    check_writable(tmp_path / "r.json", 200_000_000)
+    assert taken == [64 << 20]
 
 
 def test_a_link_is_followed(tmp_path):
@@ -188,6 +299,22 @@ class TestDecode:
         assert "\\udfff" in capsys.readouterr().out
         lines = (tmp_path / "out" / "none.jsonl").read_text().splitlines()
         assert [json.loads(line)["category"] for line in lines] == ["qa\udfff"] * 3
+
+    def test_the_room_follows_the_positions(self, folder, tmp_path, capsys, monkeypatch):
+        asked = []
+
+        def check_room(path, size, said):
+            asked.append((size, said))
+            raise InputError("enough")
+
+        monkeypatch.setattr(decode, "check_room", check_room)
+        for wish in (10**9, 6):
+            more = f"--config.sampling.max_new_tokens={wish}"
+            assert decode.main(arguments(folder, tmp_path / "r.json", more)) == 2
+            assert capsys.readouterr().err == "error: enough\n"
+        (large, said), (small, _) = asked
+        assert said == f"report='{tmp_path / 'r.json'}'"
+        assert small < large < 200_000
 
     def test_rows_are_there_as_they_finish(self, folder, tmp_path, monkeypatch, capsys):
         path, found = tmp_path / "r.json", []

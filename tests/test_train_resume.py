@@ -374,9 +374,10 @@ def test_what_a_user_puts_beside_a_checkpoint_is_kept(target, tmp_path):
 
 def test_an_interrupted_first_save_counts_for_nothing(target, tmp_path):
     run = Run(tmp_path / "w", target, settings_of())
-    (
-        run.workdir.checkpoints / "step-000000005" / "specjax-1.unfinished.orbax-checkpoint-tmp"
-    ).mkdir(parents=True)
+    left = run.workdir.checkpoints / "step-000000005" / "specjax-1.unfinished"
+    (left / "new.orbax-checkpoint-tmp").mkdir(parents=True)
+    note = {"specjax_unfinished": "drafter specjax-1.unfinished"}
+    (left / "specjax_unfinished.json").write_text(json.dumps(note) + "\n")
     assert checkpoints.last_checkpoint(run.workdir) is None
     run.train()
     assert run.steps() == [10, 12]

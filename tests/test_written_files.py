@@ -1,12 +1,15 @@
 """`specjax.report` replaces what it wrote itself, and nothing else."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from reports import content
 
 from specjax import report
+from specjax.cli import predicted_speedup
 from specjax.errors import InputError
+from specjax.files import folders
 from specjax.files.folders import MARKER
 from specjax.files.written_files import WrittenFiles
 
@@ -31,13 +34,36 @@ def test_only_its_own_files_are_replaced(tmp_path):
 def test_a_file_that_a_kill_left_behind_is_known(tmp_path, monkeypatch):
     files = WrittenFiles("out", tmp_path, "report")
 
-    def killed(name):
+    def killed(file):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(files, "_listed", killed)
+    monkeypatch.setattr(folders, "record_of", killed)
     with pytest.raises(KeyboardInterrupt):
         files.write("b.md", "ours")
+    assert (tmp_path / "b.md").read_text() == "ours"
+    monkeypatch.undo()
     WrittenFiles("out", tmp_path, "report").check(["b.md"])
+
+
+def test_two_reports_into_one_folder_are_both_listed(tmp_path):
+    both = [WrittenFiles("out", tmp_path, "report") for _ in range(2)]
+    both[0].write("a.md", "a")
+    both[1].write("b.md", "b")
+    with pytest.raises(InputError, match="holds a report, not a corpus"):
+        WrittenFiles("out", tmp_path, "corpus")
+    assert sorted(folders.read_marker(tmp_path).files) == ["a.md", "b.md"]
+    both[0].write("b.md", "c")
+
+    def write(number):
+        files = WrittenFiles("out", tmp_path, "report")
+        for name in range(5):
+            files.write(f"{number}-{name}.md", "x")
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(write, range(8)))
+    names = {path.name for path in tmp_path.iterdir()} - {MARKER}
+    assert len(names) == 42
+    assert folders.read_marker(tmp_path).files.keys() == names
 
 
 def test_links_and_folders_are_not_ours(tmp_path):
@@ -100,3 +126,65 @@ def test_pictures_draw_any_text(tmp_path, capsys):
     assert report.main([str(run), f"--out={tmp_path / 'out'}"]) == 0
     assert (tmp_path / "out" / "tau_by_task.png").exists()
     assert "a\\ud800b" in (tmp_path / "out" / "report.md").read_text().lower()
+
+
+def test_costs_are_written_like_the_other_files(tmp_path, capsys, monkeypatch):
+    run, out = tmp_path / "a.json", tmp_path / "out"
+    run.write_text(json.dumps(content()))
+    parts = predicted_speedup.RoundCosts(0.05, {1: 0.1, 3: 0.2})
+    measured = []
+
+    def measure(runs, say):
+        for one in runs:
+            measured.append(one)
+            yield one, parts
+
+    monkeypatch.setattr(predicted_speedup, "measure", measure)
+    monkeypatch.setattr(predicted_speedup, "check_measurable", lambda runs: None)
+    arguments = [str(run), f"--out={out}", "--predict", "--nopictures"]
+    out.mkdir()
+    (out / "costs.json").write_text("mine")
+    assert report.main(arguments) == 2
+    assert "costs.json there was not written as part of a report" in capsys.readouterr().err
+    assert [path.name for path in out.iterdir()] == ["costs.json"]
+    (out / "costs.json").unlink()
+    for _ in range(2):
+        assert report.main(arguments) == 0
+        assert len(measured) == 1
+    assert "costs.json" in folders.read_marker(out).files
+    (kept,) = json.loads((out / "costs.json").read_text())
+    for changed in (
+        {},
+        "",
+        [3],
+        [{}],
+        [{**kept, "draft_s": "1"}],
+        [{**kept, "draft_s": -1.0}],
+        [{**kept, "width_s": [1]}],
+        [{**kept, "width_s": {"a": 1.0}}],
+        [{**kept, "width_s": {"3": 1.0}}],
+        [{**kept, "width_s": {"1": None}}],
+        [{**kept, "of": 3}],
+    ):
+        WrittenFiles("out", out, "report").write("costs.json", json.dumps(changed))
+        capsys.readouterr()
+        assert report.main(arguments) == 2, changed
+        told = capsys.readouterr().err
+        assert "costs.json" in told
+        assert "delete it" in told
+        assert told.count("\n") == 1
+
+
+def test_pictures_of_a_killed_report_are_cleared_away(tmp_path, monkeypatch):
+    run, out = tmp_path / "a.json", tmp_path / "out"
+    run.write_text(json.dumps(content()))
+    left = out / ".specjax-abcd1234.tmp"
+    (left / "new").mkdir(parents=True)
+    (left / "new" / "tau.png").write_text("half")
+    (left / "specjax_unfinished.json").write_text('{"specjax_unfinished": "pictures"}\n')
+    theirs = out / ".specjax-notes123.tmp"
+    theirs.mkdir()
+    assert report.main([str(run), f"--out={out}"]) == 0
+    assert theirs.exists()
+    assert not left.exists()
+    assert len(list(out.glob(".specjax-*"))) == 1

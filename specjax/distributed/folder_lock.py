@@ -19,6 +19,7 @@ from specjax.distributed import processes
 from specjax.errors import InputError
 from specjax.files import folders
 from specjax.files.folders import LOCK, Kind
+from specjax.files.temporary import open_regular
 
 _LONGEST_COMMAND = 200
 _WAIT_FOR_TEXT_S = 1.0
@@ -48,11 +49,13 @@ def lock(folder: Path, kind: Kind, where: str) -> Iterator[int]:
     folders.check_claimable(folder, kind, where)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # "a+": the text of who holds the lock must not be lost by opening.
-        file = (folder / LOCK).open("a+", encoding="utf-8")
+        # Opening must not lose the text of who holds the lock, nor a file that a link leads to.
+        handle = open_regular(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     except OSError as error:
+        if os.path.lexists(folder / LOCK) and not _is_plain(folder / LOCK):
+            raise _not_ours(where) from None
         raise folders.unwritable(where, error) from None
-    with file:
+    with open(handle, "a+", encoding="utf-8") as file:
         _lock(file, where)
         folders.claim(folder, kind, where)
         yield file.fileno()
@@ -72,6 +75,8 @@ def _lock(file: IO[str], where: str) -> None:
             f"{where}: cannot be locked ({error.strerror or error}); use a folder on a file system "
             "with locks"
         ) from None
+    if not folders.is_lock(file.fileno()):
+        raise _not_ours(where)
     content = {
         "pid": os.getpid(),
         "host": socket.gethostname(),
@@ -84,6 +89,16 @@ def _lock(file: IO[str], where: str) -> None:
         file.flush()
     except OSError as error:
         raise folders.unwritable(where, error) from None
+
+
+def _is_plain(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
+
+
+def _not_ours(where: str) -> InputError:
+    return InputError(
+        f"{where}: holds a {LOCK} that is no lock of specjax; move it away, or use another folder"
+    )
 
 
 def _holder(file: IO[str]) -> str:

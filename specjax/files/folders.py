@@ -11,10 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
-import shutil
-import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -22,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from specjax.errors import InputError, one_line, shown
-from specjax.files import text_files
+from specjax.files import temporary, text_files
 from specjax.files.json_files import read_json_file
 
 Kind = Literal[
@@ -43,8 +40,7 @@ LOCK = "specjax.lock"
 """The file that `distributed.folder_lock` locks; it may stay after its process has ended."""
 
 _FORMAT = 1
-_TEMPORARY = re.compile(r"\.specjax-.+\.tmp")
-"""What `text_files.write_text` leaves where it is killed."""
+_LOCK_BEGINS = b'{"pid": '
 _REMEDY = "give a new or empty folder"
 
 
@@ -93,7 +89,8 @@ def check_claimable(folder: Path, kind: Kind, where: str) -> None:
     check_is_folder(folder, where)
     marker = read_marker(folder)
     if marker is None:
-        if found := _first_foreign(folder, {}):
+        # A claim that was killed leaves the temporary file of its marker.
+        if found := _first_foreign(folder, ()):
             raise InputError(f"{where}: holds {found!r}, and no {kind} of specjax; {_REMEDY}")
     elif marker.kind != kind or marker.files is not None:
         raise _another_kind(where, marker, kind)
@@ -102,15 +99,17 @@ def check_claimable(folder: Path, kind: Kind, where: str) -> None:
 def claim(folder: Path, kind: Kind, where: str) -> None:
     """Make a folder that of a run, before anything else is written there.
 
-    Temporary files that a killed process left are deleted: the run is to hold the folder's lock.
-    Raises InputError as `check_claimable` does, and where the folder cannot be written.
+    Temporary files that a killed process left in an earlier run's folder are deleted: the run is to
+    hold the folder's lock. Raises InputError as `check_claimable` does, and where the folder cannot
+    be written.
     """
     check_claimable(folder, kind, where)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        delete_temporary(folder)
         if read_marker(folder) is None:
             write_marker(folder, Marker(kind, None))
+        else:
+            delete_temporary(folder)
     except OSError as error:
         raise unwritable(where, error) from None
 
@@ -123,12 +122,21 @@ def seal(folder: Path, kind: Kind) -> None:
     write_marker(folder, Marker(kind, dict(zip(names, records, strict=True))))
 
 
-def find_damage(folder: Path, marker: Marker, share: tuple[int, int] | None = (0, 1)) -> str | None:
+def find_damage(
+    folder: Path,
+    marker: Marker,
+    share: tuple[int, int] | None = (0, 1),
+    needed: Iterable[str] = (),
+) -> str | None:
     """What is wrong with the files that a marker lists, in words that name the file; None: nothing.
 
-    `share` is (i, n) to read the i-th of n parts of the files, None to compare sizes alone.
+    `share` is (i, n) to read the i-th of n parts of the files, None to compare sizes alone. Files
+    that are `needed` must be listed.
     """
     files = marker.files or {}
+    for name in needed:
+        if name not in files:
+            return f"{name} is not listed in {MARKER}"
     for name, record in files.items():
         try:
             size = (folder / name).stat().st_size
@@ -151,11 +159,14 @@ def find_damage(folder: Path, marker: Marker, share: tuple[int, int] | None = (0
     return None
 
 
-def verify(folder: Path, kinds: tuple[Kind, ...], written_by_us: bool) -> None:
+def verify(
+    folder: Path, kinds: tuple[Kind, ...], written_by_us: bool, needed: Iterable[str]
+) -> None:
     """Raise InputError, naming the file, where a folder is not what specjax saved there.
 
-    A folder without a marker is somebody else's and passes, unless its files say that specjax wrote
-    them. Each process reads all files: the folder may be on a disk of its own.
+    `needed` are the files that will be read, by their names: the marker must list them. A folder
+    without a marker is somebody else's and passes, unless its files say that specjax wrote them.
+    Each process reads all files: the folder may be on a disk of its own.
     """
     marker = read_marker(folder)
     if marker is None or marker.kind not in kinds or marker.files is None:
@@ -165,27 +176,31 @@ def verify(folder: Path, kinds: tuple[Kind, ...], written_by_us: bool) -> None:
             f"{folder}: specjax wrote its weights, and {MARKER}, which it writes last, is missing "
             "or of another folder; copy the folder again, whole, or save again"
         )
-    if damage := find_damage(folder, marker):
+    if damage := find_damage(folder, marker, needed=needed):
         raise InputError(f"{folder}: {damage}; copy it again or save again")
 
 
-def check_replaceable(folder: Path, kind: Kind | None, where: str) -> None:
-    """Raise InputError unless a folder is new, empty, or sealed with nothing else in it.
+def check_replaceable(folder: Path, kind: Kind, where: str) -> None:
+    """Raise InputError unless a folder is new, empty, or sealed as that kind and unchanged since.
 
-    It must be of that kind, if one is given. The message names a file that specjax has not written.
+    Files that were deleted since do no harm. The message names a file that specjax has not
+    written, or that was changed.
     """
     if not folder.exists():
         return
     check_is_folder(folder, where)
     marker = read_marker(folder)
     files = {} if marker is None or marker.files is None else marker.files
-    if marker is not None and (marker.files is None or kind not in (None, marker.kind)):
+    if marker is not None and (marker.files is None or kind != marker.kind):
         raise _another_kind(where, marker, kind)
-    if found := _first_foreign(folder, files):
+    if found := _first_foreign(folder, files, temporary_too=marker is None):
         raise InputError(
             f"{where}: holds {found!r}, which specjax has no record of writing; move it away, or "
             f"{_REMEDY}"
         )
+    there = {name: record for name, record in files.items() if os.path.lexists(folder / name)}
+    if changed := find_damage(folder, Marker(kind, there)):
+        raise InputError(f"{where}: {changed}; move it away, or {_REMEDY}")
 
 
 def delete(folder: Path) -> None:
@@ -198,7 +213,7 @@ def delete(folder: Path) -> None:
     if marker is None or marker.files is None:
         return
     inside = {parent for name in marker.files for parent in PurePosixPath(name).parents}
-    ours = [*marker.files, *(name for name in os.listdir(folder) if _TEMPORARY.fullmatch(name))]
+    ours = [*marker.files, *filter(temporary.is_temporary, os.listdir(folder))]
     # The marker last: what is left after an interruption is still known to be ours.
     for name in (*ours, MARKER):
         with suppress(OSError):
@@ -221,38 +236,65 @@ def write_folder(
     not right, and takes the earlier one's place. Raises InputError as `check_replaceable` does, and
     where the disk refuses; what was there before is then still there.
     """
-    folder = folder.resolve()
     where = str(folder)
-    check_replaceable(folder, kind, where)
-    part, earlier = _beside(folder, "part"), _beside(folder, "earlier")
     try:
+        folder = folder.resolve()
+        check_replaceable(folder, kind, where)
+        folder.parent.mkdir(parents=True, exist_ok=True)
         _tidy(folder)
-        part.mkdir(parents=True)
-        write(part)
-        seal(part, kind)
-        if check is not None:
-            check(part)
-        check_replaceable(folder, kind, where)  # `write` may have taken hours
-        if read_marker(folder) is not None:
-            folder.rename(earlier)
-        elif folder.exists():
-            delete_temporary(folder)
-            (folder / LOCK).unlink(missing_ok=True)
-        part.rename(folder)
-        delete(earlier)
+        with temporary.unfinished(folder.parent, folder.name) as part:
+            part.mkdir()
+            write(part)
+            seal(part, kind)
+            if check is not None:
+                check(part)
+            _put(part, folder, kind, where)
     except OSError as error:
         raise unwritable(where, error) from None
-    finally:
-        if earlier.exists() and not folder.exists():
-            earlier.rename(folder)
-        shutil.rmtree(part, ignore_errors=True)
+
+
+def _put(part: Path, folder: Path, kind: Kind, where: str) -> None:
+    """Give a sealed folder its name, and delete the one that had it."""
+    earlier = part.with_name(temporary.EARLIER)
+    with temporary.exclusive(folder.parent, folder.name):
+        check_replaceable(folder, kind, where)  # writing may have taken hours
+        try:
+            if read_marker(folder) is not None:
+                folder.rename(earlier)
+            else:
+                with suppress(FileNotFoundError):
+                    (folder / LOCK).unlink()
+            part.rename(folder)
+        finally:
+            if earlier.exists() and not folder.exists():
+                earlier.rename(folder)
+    delete(earlier)
 
 
 def delete_temporary(folder: Path) -> None:
     """Delete the temporary files that killed processes left in a folder; raises OSError."""
-    for name in os.listdir(folder):
-        if _TEMPORARY.fullmatch(name):
+    for name in filter(temporary.is_temporary, os.listdir(folder)):
+        if (folder / name).is_file():
             (folder / name).unlink()
+
+
+def is_kept(file: Path) -> bool:
+    """Whether a file's name is one that specjax keeps for itself, or its folder's marker lists it.
+
+    A marker that cannot be read lists nothing.
+    """
+    if file.name in (MARKER, LOCK) or temporary.is_temporary(file.name):
+        return True
+    try:
+        marker = read_marker(file.parent)
+    except InputError:
+        return False
+    return marker is not None and file.name in (marker.files or {})
+
+
+def is_lock(handle: int) -> bool:
+    """Whether an open file is a lock of ours: empty, or what `folder_lock` writes."""
+    return os.pread(handle, len(_LOCK_BEGINS), 0) in (b"", _LOCK_BEGINS)
 
 
 def unwritable(where: str, error: OSError) -> InputError:
@@ -261,7 +303,7 @@ def unwritable(where: str, error: OSError) -> InputError:
     return InputError(f"{where}: cannot be written ({reason}); make room or write elsewhere")
 
 
-def _another_kind(where: str, marker: Marker, wanted: Kind | None) -> InputError:
+def _another_kind(where: str, marker: Marker, wanted: Kind) -> InputError:
     return InputError(
         f"{where}: is a folder of specjax for: {marker.kind}, not {wanted}; {_REMEDY}"
     )
@@ -312,8 +354,11 @@ def check_is_folder(folder: Path, where: str) -> None:
         raise InputError(f"{where}: is a file; {_REMEDY}")
 
 
-def _contents(folder: Path) -> Iterator[str]:
-    """All files below a folder, and folders that are empty, with a slash; not marker and lock."""
+def _contents(folder: Path, temporary_too: bool = False) -> Iterator[str]:
+    """All files below a folder, and folders that are empty, with a slash.
+
+    Its marker is left out, its lock, and its temporary files unless asked for.
+    """
     for root, folders, files in os.walk(folder, onerror=_raise):
         here = Path(root).relative_to(folder)
         folders.sort()
@@ -322,51 +367,45 @@ def _contents(folder: Path) -> Iterator[str]:
             yield f"{here.as_posix()}/"
         for one in sorted((*files, *links)):
             name = (here / one).as_posix()
-            if name not in (MARKER, LOCK) and not _TEMPORARY.fullmatch(name):
+            if name == MARKER or (name == LOCK and _is_our_lock(folder / name)):
+                continue
+            if temporary_too or not temporary.is_temporary(name):
                 yield name
+
+
+def _is_our_lock(file: Path) -> bool:
+    try:
+        handle = temporary.open_regular(file, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        return is_lock(handle)
+    finally:
+        os.close(handle)
 
 
 def _raise(error: OSError) -> None:
     raise error
 
 
-def _first_foreign(folder: Path, files: dict[str, Record]) -> str | None:
+def _first_foreign(
+    folder: Path, listed: Collection[str], temporary_too: bool = False
+) -> str | None:
     """The first entry that is not listed."""
     try:
-        return next((name for name in _contents(folder) if name not in files), None)
+        names = _contents(folder, temporary_too)
+        return next((name for name in names if name not in listed), None)
     except OSError as error:
         raise InputError(f"{folder}: cannot be read ({error.strerror or error})") from None
 
 
-def _beside(folder: Path, what: str) -> Path:
-    return folder.with_name(f".{folder.name}.{socket.gethostname()}-{os.getpid()}.{what}")
-
-
 def _tidy(folder: Path) -> None:
-    """Clear away what a killed `write_folder` of this machine left beside a folder."""
-    name = re.escape(f".{folder.name}.{socket.gethostname()}-")
-    left = re.compile(rf"{name}(\d+)\.(part|earlier)")
-    for path in list(folder.parent.iterdir()) if folder.parent.is_dir() else []:
-        match = left.fullmatch(path.name)
-        if match is None or _runs(int(match[1])):
-            continue
-        if match[2] == "part":
-            shutil.rmtree(path, ignore_errors=True)
-        elif folder.exists():
-            with suppress(InputError):
-                delete(path)
-        else:
-            path.rename(folder)
-
-
-def _runs(process: int) -> bool:
-    """Whether another process of this machine has that number."""
-    if process == os.getpid():
-        return False
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):
-        return True
-    return True
+    """Clear away what a killed `write_folder` left beside a folder."""
+    with temporary.exclusive(folder.parent, folder.name):
+        for left in temporary.left_behind(folder.parent, folder.name):
+            earlier = left / temporary.EARLIER
+            if earlier.exists() and not folder.exists():
+                earlier.rename(folder)
+            else:
+                with suppress(InputError):
+                    delete(earlier)

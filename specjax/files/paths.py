@@ -24,6 +24,8 @@ _DEVICES = ("/dev", "/proc", "/sys")
 WRITER_SECONDS = 10
 """How long a pipe may be without a writer."""
 _FIRST_BYTES = 8
+_SHARED_MEMORY = "/dev/shm"
+"""But here are ordinary files."""
 
 
 def user_path(field: str, value: str | os.PathLike[str]) -> Path:
@@ -90,16 +92,19 @@ def output_file(field: str, value: str | os.PathLike[str]) -> Path:
     be replaced by a file.
     """
     path = user_path(field, value)
-    if any(path.is_relative_to(folder) for folder in _DEVICES):
+    # As it is written too: /dev/stdout may lead to an ordinary file.
+    if any(map(_is_device, (Path(os.path.normpath(path)), path.resolve()))):
         raise _refusal(field, value, " is a device: name a file")
     status = _status(field, value, path)
-    if status is not None and stat.S_ISDIR(status.st_mode):
+    ends_as_folder = os.path.basename(os.fspath(value)) in ("", ".", "..")
+    if ends_as_folder or (status is not None and stat.S_ISDIR(status.st_mode)):
         raise _refusal(field, value, " is a folder: name a file in it")
     if status is not None and not stat.S_ISREG(status.st_mode):
         raise _refusal(field, value, " is no regular file: name another")
-    path = path.resolve()
+    link, path = path.is_symlink(), path.resolve()
     if not path.parent.is_dir():
-        raise _refusal(field, value, ": its folder does not exist; make it first")
+        leads = f" leads to {shown(str(path), 200)}" if link else ""
+        raise _refusal(field, value, f"{leads}: its folder does not exist; make it first")
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise _refusal(field, value, ": its folder may not be written to; choose another one")
     return path
@@ -226,6 +231,11 @@ def _check_regular(path: Path, status: os.stat_result, remedy: str) -> None:
         kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
         what = kinds.get(stat.S_IFMT(status.st_mode), "a device")
         raise InputError(f"{path} is {what}, not a file; {remedy}")
+
+
+def _is_device(path: Path) -> bool:
+    in_memory = path.is_relative_to(_SHARED_MEMORY) and path != Path(_SHARED_MEMORY)
+    return not in_memory and any(path.is_relative_to(folder) for folder in _DEVICES)
 
 
 def _status(field: str, value: str | os.PathLike[str], path: Path) -> os.stat_result | None:

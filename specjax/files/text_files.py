@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-from contextlib import suppress
 from pathlib import Path
+
+from specjax.files.temporary import replacing
 
 
 def write_text(path: Path, text: str) -> None:
@@ -14,18 +13,5 @@ def write_text(path: Path, text: str) -> None:
     What UTF-8 cannot encode (half of a surrogate pair) is escaped as \udXXX, which JSON reads
     back as it was. Raises OSError where that fails; the earlier file is then still there.
     """
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".specjax-", suffix=".tmp")
-    try:
-        with open(handle, "w", encoding="utf-8", errors="backslashreplace", newline="") as file:
-            # mkstemp keeps others out; what we write is an ordinary file.
-            mask = os.umask(0)
-            os.umask(mask)
-            os.fchmod(handle, 0o666 & ~mask)
-            file.write(text)
-            file.flush()
-            os.fsync(handle)
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
+    with replacing(path) as file:
+        file.write(text.encode("utf-8", "backslashreplace"))

@@ -6,12 +6,13 @@ The folder's marker (`specjax.files.folders`) lists what was written; other file
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from specjax.errors import InputError
 from specjax.files import folders
 from specjax.files.folders import Kind, Marker, Record
+from specjax.files.temporary import exclusive
 from specjax.files.text_files import write_text
 
 _ANNOUNCED = Record(-1, "")
@@ -26,12 +27,7 @@ class WrittenFiles:
 
     def __init__(self, field: str, folder: Path, kind: Kind) -> None:
         self.folder, self._said, self._kind = folder, f"{field}={str(folder)!r}", kind
-        marker = folders.read_marker(folder)
-        if marker is not None and marker.kind != kind:
-            raise InputError(
-                f"{self._said} holds a {marker.kind}, not a {kind}; name another folder"
-            )
-        self._records = {} if marker is None else dict(marker.files or {})
+        self._records = self._listed_there()
 
     def check(self, names: Iterable[str]) -> None:
         """Raise InputError where a file of such a name is there that was not written from here."""
@@ -52,23 +48,29 @@ class WrittenFiles:
 
     def write(self, name: str, text: str) -> Path:
         """Write a text file; as `check`, and raises OSError where it cannot be written."""
-        self._announce(name)
-        write_text(self.folder / name, text)
-        return self._listed(name)
+        return self._put(name, lambda path: write_text(path, text))
 
     def move(self, file: Path) -> Path:
         """Move a file here from a folder on the same disk; as `write`."""
-        self._announce(file.name)
-        os.replace(file, self.folder / file.name)
-        return self._listed(file.name)
+        return self._put(file.name, lambda path: os.replace(file, path))
 
-    def _announce(self, name: str) -> None:
-        self.check([name])
-        self._list(name, _ANNOUNCED)
-
-    def _listed(self, name: str) -> Path:
-        self._list(name, folders.record_of(self.folder / name))
+    def _put(self, name: str, put: Callable[[Path], object]) -> Path:
+        # Another process may have written other files since, and may write this one now.
+        with exclusive(self.folder, folders.MARKER):
+            self._records = self._listed_there()
+            self.check([name])
+            self._list(name, _ANNOUNCED)
+            put(self.folder / name)
+            self._list(name, folders.record_of(self.folder / name))
         return self.folder / name
+
+    def _listed_there(self) -> dict[str, Record]:
+        marker = folders.read_marker(self.folder)
+        if marker is not None and marker.kind != self._kind:
+            raise InputError(
+                f"{self._said} holds a {marker.kind}, not a {self._kind}; name another folder"
+            )
+        return {} if marker is None else dict(marker.files or {})
 
     def _list(self, name: str, record: Record) -> None:
         self._records[name] = record

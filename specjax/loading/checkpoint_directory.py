@@ -1,8 +1,9 @@
 """Arrays and facts in an Orbax directory: saved whole or not at all, restored onto any mesh.
 
 The directory holds one Orbax checkpoint, `specjax-1`, with the marker of `files.folders`, which
-lists its files. A save over it writes `specjax-2.unfinished`, which gets its marker and then its
-name, and deletes the earlier one afterwards: wherever a save dies, a whole checkpoint is left.
+lists its files. A save over it writes into `specjax-2.unfinished`, from where the checkpoint is
+moved once it has its marker, and deletes the earlier one afterwards: wherever a save dies, a whole
+checkpoint is left, and the next save clears away what was not finished.
 Every process makes these calls, on a file system that all of them see.
 """
 
@@ -12,12 +13,11 @@ import gc
 import json
 import logging
 import re
-import shutil
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -27,7 +27,7 @@ import numpy as np
 
 from specjax.distributed import processes
 from specjax.errors import InputError, one_line
-from specjax.files import folders
+from specjax.files import folders, temporary
 from specjax.files.json_files import parse_json
 from specjax.files.paths import regular_files
 
@@ -37,8 +37,10 @@ _FORMAT = 1
 _ARRAYS = "params"
 _NAME = "specjax-{}"
 _UNFINISHED = ".unfinished"
-_OURS = re.compile(rf"specjax-([1-9]\d*)({re.escape(_UNFINISHED)}(?:\..+)?)?", re.ASCII)
-"""A checkpoint's name; Orbax adds a suffix of its own while it writes."""
+_OURS = re.compile(rf"specjax-([1-9]\d*)({re.escape(_UNFINISHED)})?", re.ASCII)
+"""A checkpoint's name, or that of the folder in which it is written."""
+_INDEX = ("_CHECKPOINT_METADATA", f"{_ARRAYS}/_METADATA", f"{_ARRAYS}/manifest.ocdbt")
+"""The files that say what the others hold."""
 _READERS = {"model": "specjax.load_model", "drafter": "specjax.loading.checkpoints.load_drafter"}
 
 _CHUNK_BYTES = 64 << 20
@@ -82,38 +84,39 @@ def save(
         return {"specjax_checkpoint": _FORMAT, "kind": kind, "facts": known}
 
     envelope = processes.together(check, {"the checkpoint's directory": str(directory)})
-    # One process looks, since file systems may show the others an older listing.
-    number = processes.together(
-        lambda: _make_room(directory, overwrite) if processes.speaks() else 0
-    )
-    number = processes.from_first(number)
-    processes.together(lambda: _check_shared(directory))
-    if processes.count() > 1:
-        params = jax.tree.map(_for_the_first, params)
+    with ExitStack() as stack:
+        # One process looks, since file systems may show the others an older listing.
+        number = processes.together(
+            lambda: _begin(directory, kind, overwrite, stack) if processes.speaks() else 0
+        )
+        number = processes.from_first(number)
+        path = directory / _NAME.format(number)
+        unfinished = temporary.path_of(directory, path.name + _UNFINISHED)
+        processes.together(lambda: _check_shared(unfinished.parent))
+        if processes.count() > 1:
+            params = jax.tree.map(_for_the_first, params)
 
-    def write(ocp: Any, context: Any) -> None:
-        context.array.saving.use_compression = False
-        context.array.saving.enable_write_sharding_file = False
-        context.array.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
-        with context:
-            ocp.save(unfinished, params, checkpointable_name=_ARRAYS, custom_metadata=envelope)
+        def write(ocp: Any, context: Any) -> None:
+            context.array.saving.use_compression = False
+            context.array.saving.enable_write_sharding_file = False
+            context.array.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
+            with context:
+                ocp.save(unfinished, params, checkpointable_name=_ARRAYS, custom_metadata=envelope)
 
-    def commit() -> None:
+        def commit() -> None:
+            try:
+                folders.seal(unfinished, kind)
+                unfinished.rename(path)
+            except OSError as error:
+                raise _unwritable(directory, one_line(error)) from None
+
         try:
-            folders.seal(unfinished, kind)
-            unfinished.rename(path)
-        except OSError as error:
-            raise _unwritable(directory, one_line(error)) from None
-
-    path = directory / _NAME.format(number)
-    unfinished = path.with_name(path.name + _UNFINISHED)
-    try:
-        _, failure = _attempt(write)
-        processes.agree({}, failure and str(_unwritable(directory, failure)))
-        processes.together(lambda: commit() if processes.speaks() else None)
-    finally:
-        if processes.speaks():
-            _delete_all_but_newest(directory)
+            _, failure = _attempt(write)
+            processes.agree({}, failure and str(_unwritable(directory, failure)))
+            processes.together(lambda: commit() if processes.speaks() else None)
+        finally:
+            if processes.speaks():
+                _delete_all_but_newest(directory, kind)
 
 
 def look(directory: Path, kind: Kind) -> Found:
@@ -132,7 +135,7 @@ def look(directory: Path, kind: Kind) -> Found:
     path = directory / _NAME.format(numbers[-1])
     marker = _marker(directory, path)
     regular_files(path, "copy the checkpoint again or save again")
-    if damage := folders.find_damage(path, marker, share=None):
+    if damage := folders.find_damage(path, marker, share=None, needed=_INDEX):
         raise damaged(directory, f"{path.name}/{damage}")
 
     def read(ocp: Any, context: Any) -> Any:
@@ -147,6 +150,8 @@ def look(directory: Path, kind: Kind) -> Found:
     if failure is not None:
         raise damaged(directory, failure)
     facts = _open_envelope(directory, kind, metadata.custom_metadata)
+    if marker.kind != kind:
+        raise damaged(directory, f"{path.name}/{folders.MARKER} is of a {marker.kind}")
     arrays = metadata.metadata
     leaves = jax.tree.leaves(arrays)
     named = isinstance(arrays, dict) and leaves
@@ -268,8 +273,8 @@ def _check_params(directory: Path, params: dict[str, Any]) -> None:
     def check(name: str, node: Any) -> None:
         if isinstance(node, dict) and node:
             for key, child in node.items():
-                # Orbax joins names by dots.
-                if not isinstance(key, str) or not key or "." in key:
+                # Orbax joins names by dots, and writes them as UTF-8.
+                if not isinstance(key, str) or not key or "." in key or not _is_unicode(key):
                     raise InputError(
                         f"{directory}: {key!r} in {name}: parameters are named by text without "
                         "dots; rename it"
@@ -286,6 +291,14 @@ def _check_params(directory: Path, params: dict[str, Any]) -> None:
     check("params", params)
 
 
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return True
+
+
 def _to_json(directory: Path, facts: dict[str, Any]) -> str:
     try:
         text = json.dumps(facts, ensure_ascii=False, allow_nan=False)
@@ -298,22 +311,23 @@ def _to_json(directory: Path, facts: dict[str, Any]) -> str:
     return text
 
 
-def check_free(directory: Path, overwrite: bool) -> None:
+def check_free(directory: Path, kind: Kind, overwrite: bool) -> None:
     """Raise InputError where `save` would: a directory that holds anything else than `save` wrote.
 
-    A checkpoint that is there is an error unless it is to be replaced, and then too where it holds
-    a file that `save` did not write.
+    A checkpoint that is there is an error unless it is to be replaced, and then too where it is of
+    another kind, was changed, or holds a file that `save` did not write.
     """
     if not directory.exists():
         return
     folders.check_is_folder(directory, str(directory))
-    names = _names(directory)
-    foreign = [name for name in names if not _OURS.fullmatch(name) and name[0] != "."]
-    if foreign:
-        raise InputError(
-            f"{directory}: holds {foreign[0]!r}, which is no part of a checkpoint; "
-            "give a new or empty directory"
-        )
+    for name in _names(directory):
+        match = _OURS.fullmatch(name)
+        ours = match and (not match[2] or _is_unfinished(directory / name, kind))
+        if not ours and name[0] != ".":
+            raise InputError(
+                f"{directory}: holds {name!r}, which is no part of a checkpoint; "
+                "give a new or empty directory"
+            )
     if _numbers(directory) and not overwrite:
         raise InputError(
             f"{directory}: holds a checkpoint already; give another directory, or overwrite=True "
@@ -327,18 +341,30 @@ def check_free(directory: Path, overwrite: bool) -> None:
             marker = None
         # What lacks a marker that can be read is not ours to delete, and stays.
         if marker is not None:
-            folders.check_replaceable(path, None, str(path))
+            folders.check_replaceable(path, kind, str(path))
 
 
-def _make_room(directory: Path, overwrite: bool) -> int:
-    """The number of the next save, after a look at what is there; makes the directory."""
+def _is_unfinished(path: Path, kind: Kind) -> bool:
+    return temporary.is_unfinished(path, f"{kind} {path.name}")
+
+
+def _begin(directory: Path, kind: Kind, overwrite: bool, stack: ExitStack) -> int:
+    """The number of a new save, whose folder is made; it is deleted at the end of the context."""
     try:
-        check_free(directory, overwrite)
+        check_free(directory, kind, overwrite)
         directory.mkdir(parents=True, exist_ok=True)
+        matches = (_OURS.fullmatch(name) for name in _names(directory))
+        number = 1 + max((int(match[1]) for match in matches if match), default=0)
+        while True:
+            name = _NAME.format(number) + _UNFINISHED
+            try:
+                stack.enter_context(temporary.unfinished(directory, f"{kind} {name}", name))
+            except FileExistsError:  # another save was faster
+                number += 1
+                continue
+            return number
     except OSError as error:
         raise InputError(f"{directory}: cannot be written ({error.strerror or error})") from None
-    matches = (_OURS.fullmatch(name) for name in _names(directory))
-    return 1 + max((int(match[1]) for match in matches if match), default=0)
 
 
 def _check_shared(directory: Path) -> None:
@@ -354,26 +380,29 @@ def _for_the_first(leaf: Any) -> Any:
     return np.asarray(leaf) if isinstance(leaf, jax.Array) and leaf.is_fully_addressable else leaf
 
 
-def _delete_all_but_newest(directory: Path) -> None:
-    with suppress(InputError):
-        _delete_checkpoints(directory, keep=max(_numbers(directory), default=0))
-
-
-def delete(directory: Path) -> None:
-    """Delete a directory's checkpoints, and itself if nothing else is in it."""
+def _delete_all_but_newest(directory: Path, kind: Kind) -> None:
     with suppress(InputError, OSError):
-        _delete_checkpoints(directory, keep=None)
+        _delete_checkpoints(directory, kind, keep=max(_numbers(directory), default=0))
+
+
+def delete(directory: Path, kind: Kind) -> None:
+    """Delete a directory's checkpoints of a kind, and itself if nothing else is in it."""
+    with suppress(InputError, OSError):
+        _delete_checkpoints(directory, kind, keep=None)
         directory.rmdir()
 
 
-def _delete_checkpoints(directory: Path, keep: int | None) -> None:
+def _delete_checkpoints(directory: Path, kind: Kind, keep: int | None) -> None:
     for name in _names(directory):
         match = _OURS.fullmatch(name)
         if match and match[2]:
-            shutil.rmtree(directory / name, ignore_errors=True)
+            # Taking one deletes it.
+            list(temporary.left_behind(directory, f"{kind} {name}", name.__eq__))
         elif match and int(match[1]) != keep:
             with suppress(InputError):
-                folders.delete(directory / name)
+                marker = folders.read_marker(directory / name)
+                if marker is not None and marker.kind == kind:
+                    folders.delete(directory / name)
 
 
 def _marker(directory: Path, path: Path) -> folders.Marker:

@@ -67,6 +67,28 @@ def read_report(path: str | Path) -> Run | Bench:
         raise InputError(f"{str(path)!r} is not a report: {misfit}; {_REMEDY}") from None
 
 
+def is_report(path: Path) -> bool:
+    """Whether a file is a report by its outline, finished or not; its fields are not checked.
+
+    Raises OSError where it cannot be read.
+    """
+    with path.open("rb") as file:
+        if not file.read(1 << 10).lstrip().startswith(b"{"):
+            return False  # no need to read a model
+    try:
+        content = read_json_file(path, _REMEDY)
+    except InputError:
+        return False
+    if not isinstance(content, dict):
+        return False
+    decoded = {"rows": list, "summary": dict}
+    measured = {"rounds": list, "contests": list}
+    return any(
+        all(isinstance(content.get(name), kind) for name, kind in outline.items())
+        for outline in (decoded, measured)
+    )
+
+
 class _Misfit(Exception):
     """What of a file is not as a report has it."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import sys
@@ -17,9 +18,14 @@ from typing import Any
 
 from specjax import signals
 from specjax.errors import NO_ROOM, InputError, one_line
+from specjax.files import folders
 from specjax.files.paths import output_file
+from specjax.files.temporary import NAMES
 from specjax.files.text_files import write_text
+from specjax.reporting.read import is_report
 
+_TRIED_BYTES = 64 << 20
+"""At most so much of the disk is taken to see that there is room; more is asked of the system."""
 _SHARE = 1 / 20
 """At most this share of the run's time goes into writing the report while it grows."""
 
@@ -27,14 +33,35 @@ _SHARE = 1 / 20
 def check_writable(value: str | os.PathLike[str], size: int = 0, field: str = "report") -> Path:
     """The path of a report of about `size` bytes, which can be written; before the long work.
 
-    Raises InputError for what is no regular file, a folder that may not be written to, and a disk,
-    a quota or a limit that leaves no room. A file that is there stays as it is.
+    Raises InputError for what is no regular file, a file that is there and is neither empty nor a
+    report, one that specjax keeps in a folder of its own, and as `check_room`. A file that is there
+    stays as it is.
     """
     path = output_file(field, value)
-    size = max(size, 4096)
     said = f"{field}={os.fspath(value)!r}"
+    if folders.is_kept(path):
+        raise InputError(f"{said} is a file that specjax keeps for itself; name another file")
     try:
-        with tempfile.TemporaryFile(dir=path.parent, prefix=".specjax-") as file:
+        ours = not path.exists() or not path.stat().st_size or is_report(path)
+    except OSError as error:
+        raise InputError(f"{said} cannot be read: {one_line(error)}; choose another file") from None
+    if not ours:
+        raise InputError(
+            f"{said} is a file that is no report, and would be replaced; move it away, or name "
+            "another file"
+        )
+    check_room(path, size, said)
+    return path
+
+
+def check_room(path: Path, size: int, said: str) -> None:
+    """Raise InputError where a folder, a disk, a quota or a limit takes no file of that size.
+
+    `said` begins the message: the field that named the file, with its value.
+    """
+    size = max(size, 4096)
+    try:
+        with tempfile.TemporaryFile(dir=path.parent, **NAMES) as file:
             _reserve(file.fileno(), size)
     except OSError as error:
         if error.errno in NO_ROOM:
@@ -45,30 +72,45 @@ def check_writable(value: str | os.PathLike[str], size: int = 0, field: str = "r
         raise InputError(
             f"{said} cannot be written: {one_line(error)}; choose another folder"
         ) from None
-    return path
 
 
 def _reserve(handle: int, size: int) -> None:
     """Raise OSError unless a file can grow to a size."""
+    os.ftruncate(handle, size)  # takes no room, but is refused above a limit on files' sizes
+    room = os.fstatvfs(handle)
+    if room.f_bavail * room.f_frsize < size:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     try:
-        os.posix_fallocate(handle, 0, size)
-        return
+        # Nothing but taking the room shows what a quota leaves.
+        os.posix_fallocate(handle, 0, min(size, _TRIED_BYTES))
     except AttributeError:  # not on this system
         pass
     except OSError as error:
         if error.errno in NO_ROOM:
             raise
-    room = os.fstatvfs(handle)
-    if room.f_bavail * room.f_frsize < size:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON, whole or not at all. Raises OSError, and ValueError for what is not JSON."""
-    text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
+    """Write `json_text`, whole or not at all. Raises OSError, and ValueError as that does."""
+    write_text(path, json_text(content))
+
+
+def json_text(content: Any) -> str:
+    """A value as JSON, numbers that are not finite as null. Raises ValueError for what has none."""
+    text = json.dumps(_with_finite_numbers(content), indent=1, ensure_ascii=False, allow_nan=False)
     # A list of numbers on one line: token ids are read across.
     text = re.sub(r"\[[\s\d.,eE+-]*\]", lambda match: " ".join(match[0].split()), text)
-    write_text(path, text + "\n")
+    return text + "\n"
+
+
+def _with_finite_numbers(content: Any) -> Any:
+    if isinstance(content, float):
+        return content if math.isfinite(content) else None
+    if isinstance(content, Mapping):
+        return {name: _with_finite_numbers(value) for name, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_with_finite_numbers(value) for value in content]
+    return content
 
 
 def _tell(line: str) -> None:
@@ -166,6 +208,6 @@ def _kept_elsewhere(name: str, content: Mapping[str, Any]) -> str:
                 folder.rmdir()
     for value in content.values():
         for one in value if isinstance(value, list) else [value]:
-            print(json.dumps(one))
+            print(json.dumps(_with_finite_numbers(one)))
     sys.stdout.flush()
     return "above, on stdout, as JSON lines"

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import zipfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from specjax.distributed import processes
 from specjax.errors import InputError
 from specjax.files import folders
 from specjax.files.paths import open_regular
+from specjax.files.temporary import replacing
 from train.run.same_run import check_same_run
 from train.run.workdir import write_file
 
@@ -43,20 +42,16 @@ class Pieces:
     def write(self, number: int, ids: Sequence[int], responses: Sequence[Sequence[int]]) -> None:
         """Keep a batch: each prompt's number and its response. Raises InputError on a full disk."""
         path = self.path(number)
-        beside = path.with_name(f".specjax-{os.getpid()}.tmp")  # as folders.delete_temporary knows
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            with beside.open("wb") as file:
+            with replacing(path) as file:
                 np.savez(
                     file,
                     ids=np.array(ids, np.int64),
                     lengths=np.array([len(one) for one in responses], np.int64),
                     tokens=np.concatenate([np.array(one, np.int32) for one in responses]),
                 )
-            os.replace(beside, path)
         except OSError as error:
-            with suppress(OSError):
-                beside.unlink()
             raise InputError(
                 f"{path}: cannot be written ({error.strerror or error}); make room, then start "
                 "again: finished batches are kept"

@@ -154,7 +154,8 @@ def _read_facts(path: Path) -> dict[str, Any]:
             "give a directory that train.generate wrote"
         )
     marker = folders.read_marker(path)
-    if marker is not None and (damage := folders.find_damage(path, marker, share=None)):
+    needed = (FACTS, RECORDS)
+    if marker is not None and (damage := folders.find_damage(path, marker, None, needed)):
         raise _damaged(path, damage)
     facts = read_json_file(path / FACTS, "a damaged dataset: write it again")
     if not isinstance(facts, dict) or facts.get("specjax_responses") != FORMAT:

@@ -74,7 +74,7 @@ def save_checkpoint(workdir: Workdir, step: int, state: Any, facts: dict[str, An
     if processes.speaks():
         whole = [one for one in steps(workdir) if _is_whole(workdir, one)]
         for other in set(steps(workdir)) - set(whole[-KEPT:]):
-            checkpoint_directory.delete(_directory(workdir, other))
+            checkpoint_directory.delete(_directory(workdir, other), _KIND)
 
 
 def restore(saved: Saved, state: Any) -> Any:

@@ -127,8 +127,8 @@ def _train(
 
 def _check_exports(method: Method, workdir: files.Workdir) -> None:
     """Raise InputError where what is to be exported at the end could not be written."""
-    for directory in _exports(method, workdir):
-        checkpoint_directory.check_free(directory, overwrite=True)
+    for directory, kind in zip(_exports(method, workdir), ("drafter", "model"), strict=False):
+        checkpoint_directory.check_free(directory, kind, overwrite=True)
 
 
 def _exports(method: Method, workdir: files.Workdir) -> tuple[Path, ...]:

@@ -32,6 +32,15 @@ _INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Suffixes of files that run code when they are read."""
 
+_READ_IF_THERE = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
+"""Files that change what a model says."""
+
 _FLOATS = ("F32", "F16", "BF16", "F64")
 PRODUCER = {"format": "pt", "producer": "specjax"}
 """The header of the safetensors files that specjax writes."""
@@ -130,7 +139,9 @@ def read_params(
     unexpected or mis-shaped, and a directory that is not what `save` wrote there.
     """
     shards_found = _find_shards(directory)
-    folders.verify(directory, ("model",), any(map(is_ours, shards_found)))
+    read = [*(path.name for path in shards_found), "config.json"]
+    read += [name for name in _READ_IF_THERE if (directory / name).exists()]
+    folders.verify(directory, ("model",), any(map(is_ours, shards_found)), read)
     where, shapes = _read_headers(shards_found)
     tied_copy = config.tie_word_embeddings and "lm_head.weight" in where
     places = parameter_names.match(

@@ -61,7 +61,8 @@ def read_checkpoint(directory: Path) -> Checkpoint:
                 f"{path}: not safetensors that can be read ({one_line(error)}); download it again"
             ) from None
     found = Checkpoint(directory, config, tensors, notes)
-    folders.verify(directory, ("head",), found.is_ours)
+    read = [_CONFIG, *(path.name for path in files)]
+    folders.verify(directory, ("head",), found.is_ours, read)
     for name, tensor in tensors.items():
         if tensor.dtype.kind not in "iub" and not np.isfinite(tensor.astype(np.float32)).all():
             raise InputError(
