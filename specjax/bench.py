@@ -56,7 +56,7 @@ _SIZES = Items(Whole(1), least=1, remedy="use whole numbers of at least 1, such 
 FIELDS: Fields = {
     "target": PathOrName(),
     "dtype": DTYPE,
-    "prompts": optional(InputFile()),
+    "prompts": optional(InputFile(pipe=True)),
     "per_task": Whole(1),
     "max_new_tokens": Whole(1),
     "widths": _SIZES,

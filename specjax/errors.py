@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import errno
+import reprlib
 from typing import Any
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """The numbers of an OSError for a full disk, a used up quota, and a limit on the size of files."""
 _LONGEST = 2000
 """Characters of a message."""
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 400
+_SHORT.maxlevel = 3
 
 
 class InputError(ValueError):
@@ -41,7 +47,7 @@ def one_line(error: Exception) -> str:
 def shown(value: Any, limit: int = 60) -> str:
     """A value as an error shows it: its repr on one line, shortened, whatever the value is."""
     try:
-        text = " ".join(repr(value).split())
+        text = " ".join(_SHORT.repr(value).split())
     except Exception:  # a repr is the value's own code; Python prints no number of 5,000 digits
         text = f"<{type(value).__name__} that cannot be printed>"
     return text if len(text) <= limit else f"{text[: limit - 4]} ..."

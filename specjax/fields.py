@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,8 +25,6 @@ from typing import (
     get_type_hints,
     runtime_checkable,
 )
-
-import numpy as np
 
 from specjax.errors import InputError, shown
 from specjax.files import paths
@@ -50,7 +47,7 @@ Fields = Mapping[str, "Kind | Fields | OptionalSection"]
 
 @dataclass(frozen=True)
 class Whole:
-    """A whole number from `least` to `most`; NumPy's integers are whole numbers too."""
+    """A whole number from `least` to `most`; NumPy's and JAX's integers are whole numbers too."""
 
     least: int = 0
     most: int = INT32_MAX
@@ -58,14 +55,15 @@ class Whole:
 
     def check(self, name: str, value: Any) -> int:
         """The number as an int."""
-        whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+        value = _plain(value)
+        whole = isinstance(value, int) and not isinstance(value, bool)
         if not whole or not self.least <= value <= self.most:
             range_ = f"from {self.least} to {self.most}"
             if self.most >= INT32_MAX and whole and value < self.least:
                 range_ = f"of at least {self.least}"
             remedy = self.remedy or f"use a whole number {range_}"
             raise InputError(f"{name}={shown(value)}: {remedy}")
-        return int(value)
+        return value
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,8 @@ class Number:
 
     def check(self, name: str, value: Any) -> float:
         """The number as a float."""
-        real = isinstance(value, int | float | np.integer | np.floating)
+        value = _plain(value)
+        real = isinstance(value, int | float)
         if not real or isinstance(value, bool) or not self._holds(value):
             raise InputError(f"{name}={shown(value)}: {self.remedy or self._remedy()}")
         return float(value)
@@ -106,9 +105,10 @@ class Flag:
 
     def check(self, name: str, value: Any) -> bool:
         """The value as a bool."""
-        if not isinstance(value, bool | np.bool_):
+        value = _plain(value)
+        if not isinstance(value, bool):
             raise InputError(f"{name}={shown(value)}: use true or false")
-        return bool(value)
+        return value
 
 
 @dataclass(frozen=True)
@@ -148,26 +148,40 @@ class Text:
 
 @dataclass(frozen=True)
 class Instance:
-    """An object of a class, or a callable where the class is None."""
+    """An object of a class; what only code can give."""
 
-    type: type | None
+    type: type
     remedy: str
 
     def check(self, name: str, value: Any) -> Any:
         """The object."""
-        fits = callable(value) if self.type is None else isinstance(value, self.type)
-        if not fits:
+        if not isinstance(value, self.type):
+            raise InputError(f"{name}={shown(value)}: {self.remedy}")
+        return value
+
+
+@dataclass(frozen=True)
+class Function:
+    """Something that can be called."""
+
+    remedy: str = "use a function"
+
+    def check(self, name: str, value: Any) -> Any:
+        """The function."""
+        if not callable(value):
             raise InputError(f"{name}={shown(value)}: {self.remedy}")
         return value
 
 
 @dataclass(frozen=True)
 class InputFile:
-    """The path of a file to read."""
+    """The path of a file to read; of a pipe too where `pipe` is set, for `paths.open_pipe`."""
+
+    pipe: bool = False
 
     def check(self, name: str, value: Any) -> Path:
         """The absolute path."""
-        return paths.input_file(name, value)
+        return paths.input_file(name, value, pipe=self.pipe)
 
 
 @dataclass(frozen=True)
@@ -209,7 +223,7 @@ class PathOrName:
 
 @dataclass(frozen=True)
 class Items:
-    """A list or tuple of values of one kind; `length` is how many, if that is fixed."""
+    """A list, tuple or array of one axis, of values of one kind; `length` is how many, if fixed."""
 
     kind: Kind
     length: int | None = None
@@ -218,7 +232,9 @@ class Items:
 
     def check(self, name: str, value: Any) -> tuple:
         """The values as a tuple."""
-        listed = isinstance(value, Sequence | np.ndarray) and not isinstance(value, str | bytes)
+        if getattr(value, "ndim", None) == 1:
+            value = value.tolist()
+        listed = isinstance(value, Sequence) and not isinstance(value, str | bytes)
         if not listed or len(value) < self.least or self.length not in (None, len(value)):
             count = self.length or (f"at least {self.least}" if self.least else None)
             default = f"use a list{f' of {count} values' if count else ''}, such as (1, 2)"
@@ -260,13 +276,21 @@ class OptionalSection:
     fields: Fields
 
 
+def _plain(value: Any) -> Any:
+    """A number of NumPy or JAX as Python's own; anything else as it is."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
 def optional(*kinds: Kind) -> Either:
     """One of these kinds, or None."""
     return Either(kinds, none=True)
 
 
 def kind_of(annotation: Any) -> Kind | None:
-    """The kind that an annotation declares; None where it declares none."""
+    """The kind that an annotation declares; None where it declares none.
+
+    Raises TypeError for a number or a text without one: nothing could be checked.
+    """
     origin, inside = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return next((one for one in inside[1:] if isinstance(one, Kind)), None)
@@ -274,6 +298,11 @@ def kind_of(annotation: Any) -> Kind | None:
         return Choice(tuple(map(str, inside)))
     if annotation is bool:
         return Flag()
+    if annotation in (int, float, str):
+        raise TypeError(
+            f"an option or a field of type {annotation.__name__} needs a kind: annotate it as "
+            f"Annotated[{annotation.__name__}, ...] with one of specjax.fields, such as Whole()"
+        )
     if origin in (Union, types.UnionType):
         kinds = [kind_of(one) for one in inside if one is not types.NoneType]
         if all(kind is not None for kind in kinds):
@@ -281,16 +310,10 @@ def kind_of(annotation: Any) -> Kind | None:
     return None
 
 
-def fields_of(source: type | Callable[..., Any]) -> dict[str, Kind]:
-    """The kinds of a dataclass's fields, or of a function's arguments, as they are annotated."""
-    if dataclasses.is_dataclass(source):
-        names = [field.name for field in dataclasses.fields(source)]
-        hints = get_type_hints(source, include_extras=True)
-    else:
-        function = inspect.unwrap(source)
-        names = list(inspect.signature(function).parameters)
-        hints = get_type_hints(function, include_extras=True)
-    kinds = {name: kind_of(hints[name]) for name in names if name in hints}
+def fields_of(source: type) -> dict[str, Kind]:
+    """The kinds of a dataclass's fields, as they are annotated."""
+    hints = get_type_hints(source, include_extras=True)
+    kinds = {field.name: kind_of(hints[field.name]) for field in dataclasses.fields(source)}
     return {name: kind for name, kind in kinds.items() if kind is not None}
 
 
@@ -305,9 +328,9 @@ def check_instance(value: Any, prefix: str) -> None:
 
 def check_arguments(function: Callable[..., Any], prefix: str = "", **given: Any) -> None:
     """Check arguments against the kinds that a function's annotations declare."""
-    kinds = fields_of(function)
+    hints = get_type_hints(function, include_extras=True)
     for name, value in given.items():
-        kinds[name].check(prefix + name, value)
+        kind_of(hints[name]).check(prefix + name, value)
 
 
 def check_values(fields: Fields, values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from specjax import fields
 from specjax.cli import decode_config
+from specjax.decoding import plan
 from train.run import config as train_config
 
 MANY_DIGITS = "9" * 5000
@@ -20,6 +21,10 @@ TEXTS = {
     fields.InputFolder: [*_PATHS, "nosuch", "file", "/dev/null"],
     fields.OutputFile: [*_PATHS, "folder", "nosuch/x", "/dev/full", "/dev/stdout", "/proc/x"],
     fields.OutputFolder: [*_PATHS, "file", "file/x/y", "/dev/full"],
+    plan.Ladder: [
+        *["5", "x", "(1,", "(1, 2)", "((1, 2),)", "((None,),)", "((4, 2, 1),)", "((0, 2, 1),)"],
+        *["((1, 4, 1025),)", "((1, 4, -1),)", "((1, 4, 2), (3, 9, 1))", "(('a', 2, 3),)"],
+    ],
     decode_config.DraftLengthText: ["", "x", "-1", "1.5", "1025", str(10**6), MANY_DIGITS],
     train_config.DataFolders: [*_PATHS, "nosuch", "file", "folder,", "folder,nosuch"],
     train_config.Scales: ["x", "a:", ":1", "a:-1", "a:nan", "a:1,a:2"],
@@ -30,13 +35,11 @@ def texts(kind):
     """Bad values of a kind, as texts for a command line."""
     if isinstance(kind, fields.Either):
         # What one of the kinds refuses another might take.
-        return texts(kind.kinds[0]) if len(kind.kinds) == 1 else ["x\udcff"]
+        first, *others = map(texts, kind.kinds)
+        return [value for value in first if all(value in other for other in others)]
     if isinstance(kind, fields.Items):
-        inside = kind.kind
-        if isinstance(inside, fields.Items):
-            return ["5", "x", "(1,", "(1, 2)", "((1, 2),)", "((None,),)"]
         wrong = ["(None,)", "((),)"]
-        if isinstance(inside, fields.Text):
+        if isinstance(kind.kind, fields.Text):
             return [*wrong, "5", "(5,)", "('',)"]
         return [*wrong, "(1,", "('a',)", "(-1,)", "(1e400,)", *(["()"] if kind.least else [])]
     if isinstance(kind, fields.Text):
@@ -48,7 +51,7 @@ def flat(kinds, prefix=""):
     """The kinds of all fields by their dotted names."""
     for name, kind in kinds.items():
         if isinstance(kind, fields.OptionalSection):
-            continue
+            kind = kind.fields
         if isinstance(kind, dict):
             yield from flat(kind, f"{prefix}{name}.")
         else:

@@ -20,7 +20,7 @@ COMMANDS = {
     "specjax.decode": (decode.main, decode_fields(), "decode_smollm2.py"),
     "specjax.bench": (bench.main, bench.FIELDS, "bench_smollm2.py"),
     "train.generate": (generate.main, answers.FIELDS, "generate_smollm2.py"),
-    "train.medusa": (medusa.main, medusa.FIELDS, "train_medusa.py"),
+    "train.medusa": (medusa.main, medusa.FIELDS, "train_medusa2.py"),
     "train.eagle": (eagle.main, eagle.FIELDS, "train_eagle3.py"),
     "train.distill": (distill.main, distill.FIELDS, "train_distill.py"),
 }

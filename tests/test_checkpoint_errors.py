@@ -153,7 +153,7 @@ def test_an_unknown_envelope_is_refused(key, value, said, saved):
     content = json.loads(file.read_text())
     content["custom_metadata"][key] = value
     file.write_text(json.dumps(content))
-    folders.seal(saved / "specjax-1", "model")
+    folders.seal(file.parent, "model")
     with pytest.raises(InputError, match=said):
         load_model(saved)
 
@@ -169,7 +169,10 @@ def test_directories_that_are_no_checkpoint_say_so(tmp_path, model, saved):
     from orbax.checkpoint import v1 as ocp
 
     ocp.save(tmp_path / "foreign" / "specjax-7", {"a": jnp.ones(3)}, checkpointable_name="params")
-    with pytest.raises(InputError, match="foreign: .*: not saved by specjax, or damaged"):
+    with pytest.raises(InputError, match="foreign: specjax-7 lacks its commit marker, .*not saved"):
+        load_model(tmp_path / "foreign")
+    folders.seal(tmp_path / "foreign" / "specjax-7", "model")
+    with pytest.raises(InputError, match="foreign: not saved by specjax, or damaged"):
         load_model(tmp_path / "foreign")
     ocp.save(tmp_path / "unlike" / "specjax-7", {"a": jnp.ones(3)})
     folders.seal(tmp_path / "unlike" / "specjax-7", "model")
@@ -209,8 +212,12 @@ def test_what_cannot_be_kept_is_refused(params, about, said, tmp_path):
     assert not (tmp_path / "drafter").exists()
 
 
-def test_damage_is_an_error_of_one_line(saved, model, tmp_path, capfd, caplog):
-    """Each file is deleted, emptied and halved in turn; what still loads is what was saved."""
+@pytest.mark.parametrize("sealed", [True, False])
+def test_damage_is_an_error_of_one_line(sealed, saved, model, tmp_path, capfd, caplog):
+    """Each file is deleted, emptied and halved in turn; what still loads is what was saved.
+
+    Also where the marker lists the files as they are after that, so that Orbax reads them.
+    """
     noticed = set()
     for file in sorted(path for path in saved.rglob("*") if path.is_file()):
         for size in (None, 0, file.stat().st_size // 2):
@@ -218,6 +225,8 @@ def test_damage_is_an_error_of_one_line(saved, model, tmp_path, capfd, caplog):
             shutil.copytree(saved, copy)
             target = copy / file.relative_to(saved)
             target.unlink() if size is None else os.truncate(target, size)
+            if not sealed:
+                folders.seal(copy / "specjax-1", "model")
             said = None
             try:
                 loaded = load_model(copy, dtype="float32")

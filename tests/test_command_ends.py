@@ -159,7 +159,7 @@ def test_no_stdout_at_all():
 @pytest.mark.parametrize("main", [export.main, features.main, import_responses.main])
 def test_flags_that_do_not_fit_are_one_line(main, capsys):
     for argv, says in (
-        ([], "the following arguments are required: "),
+        ([], "output is missing: pass --output=VALUE"),
         (["--nosuch=1", "--input=a", "--output=b", "--head=c", "--format=specjax"], "unrecognized"),
     ):
         assert main(argv) == 2
@@ -168,8 +168,7 @@ def test_flags_that_do_not_fit_are_one_line(main, capsys):
         assert says in told
         assert told.endswith("; --help lists the flags\n")
         assert told.count("\n") == 1
-    with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
+    assert main(["--help"]) == 0
     assert "--output" in capsys.readouterr().out
 
 

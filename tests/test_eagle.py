@@ -199,5 +199,5 @@ def test_greedy_rows_and_the_end_of_room(tiny):
 
 
 def test_options_are_checked(tiny):
-    with pytest.raises(InputError, match="draft_p_min=1.5: must lie in"):
+    with pytest.raises(InputError, match=r"draft_p_min=1.5: use a number in \[0, 1\)"):
         head_drafter(eagle_head(tiny), tiny, draft_p_min=1.5)

@@ -9,16 +9,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import ml_collections
 import numpy as np
 import pytest
+from rich.console import Console
 from test_processes import finish, free_port, joined, start
 
+from specjax.cli.console import Screen
 from specjax.decoding import generate as decoding
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.distributed import folder_lock
 from specjax.loading.load import load_model, save_model
 from train import generate
-from train.data import pieces
+from train.data import answers, pieces
 from train.data.examples import Example, target_facts
 from train.data.prompts import read_requests
 from train.data.responses import open_responses
@@ -303,6 +306,8 @@ def test_a_tfds_directory_as_prompts(model_path, tmp_path, tiny, capsys):
         (["--config.prompts=no_such_dataset_at_all"], "no_such_dataset_at_all"),
         (["--config.chat=false"], "a conversation, and chat=false"),
         (["--config.drafter.name=telepathy"], "telepathy"),
+        (["--config.prompts=~nosuchuser/x"], "prompts='~nosuchuser/x': Could not determine home"),
+        (["--config.prompts=/dev/null"], "prompts='/dev/null' is a device: name a file"),
     ],
 )
 def test_bad_input_before_anything_is_decoded(model_path, prompts, tmp_path, capsys, more, said):
@@ -311,6 +316,24 @@ def test_bad_input_before_anything_is_decoded(model_path, prompts, tmp_path, cap
     assert error.startswith("error: ")
     assert said in error
     assert not (tmp_path / "run" / "batches").exists()
+
+
+@pytest.mark.parametrize("inside", ["batches", "batches/x", "responses/x", "config.json"])
+def test_an_output_in_the_work_folder_is_refused_first(
+    inside, model_path, prompts, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(generate, "load_model", None)
+    more = f"--config.output={tmp_path / 'run' / inside}"
+    assert generate.main(arguments(model_path, prompts, tmp_path / "run", more)) == 2
+    error = capsys.readouterr().err
+    assert f"/run/{inside}': in the work folder only 'responses' is free for it" in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_home_folder_of_prompts(prompts, monkeypatch):
+    monkeypatch.setenv("HOME", str(prompts.parent))
+    config = ml_collections.ConfigDict({"prompts": f"~/{prompts.name}"})
+    assert answers.find_requests(config, Screen(Console(quiet=True))) == read_requests(prompts)
 
 
 @pytest.mark.parametrize(

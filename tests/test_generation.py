@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
@@ -12,11 +13,14 @@ from decoding import PROMPTS, decode, drafters, greedy, make_session, mixed, rep
 from test_decoder import one_pass
 
 import specjax
+from specjax import sampling
+from specjax.decoding import executor
 from specjax.decoding.executor import compile_session, run_session
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.errors import InputError
 from specjax.loading.load import random_model
 from specjax.loading.tokenizers.tokenizer import Tokenizer
+from specjax.sampling import Decision
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -388,6 +392,49 @@ def test_bad_input_names_field_value_and_remedy(way, name, tiny):
     with pytest.raises(InputError, match=message) as caught:
         way(tiny, arguments.pop("prompts"), **arguments)
     assert "\n" not in str(caught.value)
+
+
+def returns(*parts):
+    """A rule that returns zeros of these shapes and types, whatever was drafted."""
+    return lambda tokens, *rest: Decision(*(jnp.zeros(shape, kind) for shape, kind in parts))
+
+
+def fails_at_three(tokens, *rest):
+    assert 1 // (3 - tokens.shape[1]) >= 0
+    return sampling.rejection(tokens, *rest)
+
+
+class Unhashable:
+    __hash__ = None
+
+    def __call__(self, *arguments):
+        return sampling.rejection(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        (lambda *arguments: 1, "returns 1; return Decision"),
+        (print, "returns None; return Decision"),
+        (lambda *arguments: "text", "returns 'text'; return Decision"),
+        (returns(((1,), float), ((1, 61), float)), "returns Decision"),
+        (returns(((1,), int), ((1, 60), float)), "returns Decision"),
+        (returns(((1,), int), ((1, 61), int)), "returns Decision"),
+        (lambda tokens: tokens, "fails for drafts of 0 tokens .TypeError"),
+        (fails_at_three, "fails for drafts of 3 tokens .ZeroDiv"),
+        (lambda tokens, *rest: bool(tokens.sum()), "fails for drafts of 0 tokens .TracerBool"),
+        (Unhashable(), "fails for drafts of 0 tokens .TypeError: unhashable"),
+    ],
+)
+def test_a_rule_of_ones_own_that_is_none(rule, said, tiny, monkeypatch):
+    """It is refused before anything is compiled, with its own error as the cause."""
+    monkeypatch.setattr(executor, "_compile", None)
+    drafter = specjax.make_drafter("ngram", tiny)
+    options = {"drafter": drafter, "num_speculative_tokens": 3}
+    with pytest.raises(InputError, match=f"^verify=.*: {said}") as caught:
+        specjax.generate(tiny, [[1, 2]], verify=rule, **options)
+    assert "\n" not in str(caught.value)
+    assert (caught.value.__cause__ is not None) == ("fails" in said)
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -234,7 +234,7 @@ def test_a_pickle_is_refused_with_the_command_that_converts_it(directory, suffix
 
 def test_other_names_are_errors(tmp_path, monkeypatch):
     assert "smollm2-135m-instruct" in refusal("no-such-model")
-    assert "cannot be read" in refusal(str(tmp_path / "missing.gguf"))
+    assert "no such file" in refusal(str(tmp_path / "missing.gguf"))
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert "pip install huggingface_hub" in refusal("org/name")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -299,7 +299,7 @@ def test_an_earlier_save_is_replaced_and_nothing_else_is(tmp_path):
     shutil.copytree(GOLDENS / "linear", foreign)
     for place, said in (
         (foreign, "foreign: holds 'config.json', which specjax has no record of writing"),
-        (foreign / "config.json", "config.json: is a file; give a new or empty folder"),
+        (foreign / "config.json", "config.json' is a file: name a folder"),
     ):
         with pytest.raises(InputError, match=said):
             save_model(first, place)

@@ -5,10 +5,13 @@ import dataclasses
 import numpy as np
 import pytest
 from exports import VOCABULARY, eagle_head, edit, medusa_head, written
+from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from specjax.errors import InputError
+from specjax.files import folders
 from specjax.loading.head_formats import eagle, read_foreign, write_foreign
+from specjax.loading.heads.find_head import open_head
 from specjax.loading.load import random_model
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -116,6 +119,32 @@ def test_a_head_of_another_target(tiny, chatty, tmp_path):
     stranger = dataclasses.replace(head.target, tokenizer="0" * 64)
     with pytest.raises(InputError, match="tokenizer=000"):
         write_foreign(dataclasses.replace(head, target=stranger), path, "eagle3", chatty)
+
+
+@pytest.mark.parametrize("notes", ["", "5", "{", "[" * 100_000, '{"target": 1, "target": 2}'])
+def test_notes_in_a_header_may_be_anything(notes, tiny, tmp_path):
+    folder = tmp_path / "head"
+    write_foreign(eagle_head(tiny), folder, "eagle3", tiny, verify=False)
+    with safe_open(folder / "model.safetensors", framework="numpy") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        header = file.metadata() | {"specjax": notes}
+    save_file(tensors, folder / "model.safetensors", metadata=header)
+    folders.seal(folder, "head")
+    with pytest.raises(InputError, match=r"head: its notes cannot be read \(") as raised:
+        read_foreign(folder, tiny)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("path", ["~nosuchuser/x", "a" * 300, "", "a\0b"])
+def test_texts_that_are_no_paths(path, tiny):
+    head = eagle_head(tiny)
+    for field, use in (
+        ("directory", lambda: read_foreign(path, tiny)),
+        ("directory", lambda: write_foreign(head, path, "eagle3", tiny)),
+        ("drafter.path", lambda: open_head("eagle3", path, tiny)),
+    ):
+        with pytest.raises(InputError, match=f"^{field}='"):
+            use()
 
 
 def test_directories_that_are_no_heads(tiny, tmp_path):

@@ -4,6 +4,8 @@ import ast
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 # From the top down; modules at the root of specjax are named by themselves.
 ORDER = [
@@ -71,6 +73,34 @@ def test_no_circles():
         for name in leaves:
             del edges[name]
     assert not edges
+
+
+# What reads JSON that this program wrote itself, or is a program of its own.
+OWN_JSON = {
+    "specjax/distributed/processes.py",
+    "specjax/distributed/folder_lock.py",
+    "specjax/loading/tokenizers/template_renderer.py",
+    "specjax/report.py",
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "home", "exceptions"),
+    [
+        (("json.loads(", "json.load("), "specjax/files/json_files.py", OWN_JSON),
+        (("expanduser",), "specjax/files/paths.py", set()),
+    ],
+)
+def test_one_reader_of_json_and_one_of_paths(words, home, exceptions):
+    """Whatever may be wrong with a text from outside is an error of its one reader."""
+    users = {
+        file.relative_to(ROOT).as_posix()
+        for root in ("specjax", "train")
+        for file in (ROOT / root).rglob("*.py")
+        if any(word in file.read_text() for word in words)
+    }
+    assert home in users
+    assert users - exceptions == {home}
 
 
 def test_no_folder_is_crowded():

@@ -64,7 +64,7 @@ def test_values_are_shown_whatever_they_are():
             raise RuntimeError
 
     assert shown(10**5000) == "<int that cannot be printed>"
-    assert shown(Odd()) == "<Odd that cannot be printed>"
+    assert shown(Odd()).startswith("<Odd ")
     assert shown("a\nb") == "'a\\nb'"
     assert len(shown("x" * 10_000)) == 60
     assert Number().check("n", np.float32(0.5)) == 0.5

@@ -298,7 +298,7 @@ def test_bad_input_names_the_remedy(tables, tiny):
         check_drafter(none.make(), tables[0], num_speculative_tokens=-1)
     with pytest.raises(InputError, match="rows=0"):
         check_drafter(none.make(), tables[0], rows=0)
-    with pytest.raises(InputError, match="prompt is empty"):
+    with pytest.raises(InputError, match=r"prompt=\(\): use a list of at least 1"):
         check_drafter(none.make(), tables[0], prompt=())
     with pytest.raises(InputError, match="token id 8 is outside"):
         check_drafter(none.make(), tables[0], prompt=(8,))

@@ -7,6 +7,7 @@ import pytest
 
 from specjax.decoding.prompts import encode_prompt, read_questions
 from specjax.errors import InputError
+from specjax.files import json_files
 
 
 def question(**changes):
@@ -81,10 +82,37 @@ def test_files_that_cannot_be_read(tmp_path):
         read_questions(tmp_path / "torn")
 
 
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):
+    path = tmp_path / "q.jsonl"
+    path.write_text(question() + "\n", encoding="utf-8-sig")
+    assert len(read_questions(path)) == 1
+    path.write_text('{"a": 1}', encoding="utf-8-sig")
+    assert json_files.read_json_file(path) == {"a": 1}
+    assert json_files.parse_json(path.read_text(), "here") == {"a": 1}
+
+
+def test_a_key_that_is_there_twice_is_refused_by_name(tmp_path):
+    path = tmp_path / "q.jsonl"
+    path.write_text('{"turns": ["a"], "turns": ["b"]}\n')
+    with pytest.raises(InputError, match=r"q.jsonl, line 1 is not JSON \(the key 'turns' is there"):
+        read_questions(path)
+    path.write_text('{"a": [{"b": 1, "c": 2, "b": 1}]}')
+    with pytest.raises(InputError, match=r"is not JSON \(the key 'b' is there twice\); mend it"):
+        json_files.read_json_file(path, "mend it")
+
+
+def test_a_file_that_is_too_large_is_not_to_be_restored(tmp_path, monkeypatch):
+    monkeypatch.setattr(json_files, "_LARGEST_FILE", 1 << 20)
+    path = tmp_path / "a.json"
+    path.write_bytes(b" " * ((1 << 20) + 1))
+    with pytest.raises(InputError, match="a.json: too large .* at most 1 MiB .* a smaller file$"):
+        json_files.read_json_file(path, "restore it")
+
+
 def test_what_a_prompt_is_called_is_in_every_error(chatty):
     with pytest.raises(InputError, match=r"^q\.jsonl, line 7: chat template"):
         encode_prompt(chatty, [{"role": "user\n", "content": "x"}], "q.jsonl, line 7")
     with pytest.raises(InputError, match="^here: text: .*half of a surrogate"):
         encode_prompt(chatty, "\ud800", "here")
-    with pytest.raises(InputError, match="^here: token id 1000000000.* is outside"):
+    with pytest.raises(InputError, match="^here=.*: use text, token ids, or messages"):
         encode_prompt(chatty, [10**4000], "here")

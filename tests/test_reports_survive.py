@@ -407,8 +407,9 @@ class TestDecode:
 def test_sigterm_leaves_what_was_finished(folder, tmp_path):
     path = tmp_path / "r.json"
     more = ["--config.sampling.max_new_tokens=60", "--config.sampling.ignore_eos=true"]
-    lines = (folder / "prompts.jsonl").read_text().splitlines()
-    (tmp_path / "many.jsonl").write_text("".join(f"{line}\n" for line in lines * 300))
+    question = json.loads((folder / "prompts.jsonl").read_text().splitlines()[0])
+    lines = [json.dumps({**question, "question_id": f"\ud800{number}"}) for number in range(900)]
+    (tmp_path / "many.jsonl").write_text("\n".join(lines))
     more += [f"--config.prompts={tmp_path / 'many.jsonl'}"]
     command = [sys.executable, "-m", "specjax.decode", *arguments(folder, path, *more)]
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "XLA_FLAGS": ""}

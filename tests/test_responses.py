@@ -46,6 +46,17 @@ def example(number, length=20, prompt=6, names=(), **changes):
     return made
 
 
+@pytest.mark.parametrize("path", ["~nosuchuser/x", "a" * 300, "", "a\0b"])
+def test_texts_that_are_no_paths(path, facts):
+    for field, use in (
+        ("data", lambda: open_responses(path)),
+        ("data", lambda: open_sources([path])),
+        ("output", lambda: write_responses(path, [], facts)),
+    ):
+        with pytest.raises(InputError, match=f"^{field}='"):
+            use()
+
+
 def same(one, other):
     assert set(one.features) == set(other.features)
     for name in one.features:

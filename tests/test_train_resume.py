@@ -37,7 +37,7 @@ from specjax.loading.heads.head import read_head
 from train.data.batches import Packing, Shape
 from train.run import checkpoints, run, setup
 from train.run import workdir as files
-from train.run.config import record_of
+from train.run.config import TRAINING_FIELDS, record_of
 from train.run.step import make_program
 from train.run.tensorboard import Board
 
@@ -179,7 +179,7 @@ def test_a_bad_loss_is_one_line_on_the_command_line(tmp_path, monkeypatch, capsy
     def make(target, data, config):
         return toy_method(target, poison=6)
 
-    assert run.main(make, str(SCRIPT), fields) == 2
+    assert run.main(make, TRAINING_FIELDS, str(SCRIPT), fields) == 2
     out, err = capsys.readouterr()
     assert err.startswith("error: step 1: the loss is nan")
     assert err.count("\n") == 1
@@ -255,7 +255,7 @@ def test_fields_that_change_no_curve_may_differ(tmp_path):
 
 def test_a_workdir_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(InputError, match="cannot be written"):
+    with pytest.raises(InputError, match="^workdir=.*: a part of it is a file"):
         files.open_workdir(tmp_path / "notes.txt" / "w", record())
 
 
@@ -268,6 +268,43 @@ def test_metrics_behind_the_checkpoint_are_dropped(tmp_path):
     files.truncate_metrics(workdir, 3)
     assert [row["step"] for row in files.read_metrics(workdir)] == [1, 2, 3]
     assert [path.name for path in workdir.root.iterdir() if path.name[0] == "."] == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"5",
+        b"null",
+        b'{"train/loss": 1.0}',
+        b'{"step": true}',
+        b'{"step": "3"}',
+        b'{"step": 3, "train/tokens": "many"}',
+        b'{"step": 3, "eval/loss": null}',
+        b'{"step": 3, "eval/loss": NaN}',
+        b"\xff\xfe",
+        b"[" * 100_000,
+    ],
+)
+def test_damaged_metrics_end_where_they_are_damaged(line, tmp_path):
+    workdir = files.open_workdir(tmp_path / "w", record())
+    files.append_metrics(workdir, {"step": 1, "train/loss": 0.5})
+    files.append_metrics(workdir, {"step": 2, "eval/loss": 0.5, "eval/tau": float("nan")})
+    with workdir.metrics.open("ab") as file:
+        file.write(line + b"\n" + b'{"step": 3}\n')
+    assert files.is_evaluated(workdir, 2)
+    assert files.learning_curve(workdir) == [{"step": 2, "tokens": 0.0, "loss": 0.5}]
+    files.truncate_metrics(workdir, 9)
+    assert [row["step"] for row in files.read_metrics(workdir)] == [1, 2]
+    assert workdir.metrics.read_bytes().count(b"\n") == 2
+
+
+@pytest.mark.parametrize("text", ["5", "[]", "{", '{"config": ' * 100_000, '{"a": 1, "a": 2}'])
+def test_a_damaged_record_of_a_run_is_an_error(text, tmp_path):
+    begun = files.open_workdir(tmp_path / "w", record())
+    (begun.checkpoints / "step-000000001").mkdir(parents=True)
+    begun.config.write_text(text)
+    with pytest.raises(InputError, match=r"config.json is .*; restore it, or use another workdir"):
+        files.open_workdir(tmp_path / "w", record())
 
 
 def test_a_full_disk_leaves_the_earlier_checkpoint(target, tmp_path):
@@ -451,8 +488,8 @@ def test_bad_settings_are_named_before_any_work(tmp_path, monkeypatch):
     refused("data is missing", data=None)
     refused("workdir is missing", workdir=None)
     refused("features='stored': .* has no final_norm .*there are none", features="stored")
-    refused("no such directory", data=str(tmp_path / "nowhere"))
-    refused("row_tokens=3: use a whole number of at least 4", row_tokens=3)
+    refused("no such", data=str(tmp_path / "nowhere"))
+    refused("row_tokens=3: use a whole number from 4 to", row_tokens=3)
     too_many = {"eval.prompts": 1, "eval.new_tokens": 200}
     refused("eval.new_tokens=200: random-0 has 200 positions.* at most 199", **too_many)
     monkeypatch.setattr(

@@ -124,6 +124,11 @@ def test_models_and_heads(name, tiny, plain, heads):
         ({"prompt_lookup_max": 2, "prompt_lookup_min": 3}, "prompt_lookup_max=2: must be at least"),
         ({"prompt_lookup_max": "many"}, "prompt_lookup_max='many'"),
         ({"method": "eagle3"}, "model=None: eagle3 needs a directory"),
+        (
+            {"method": "draft_model", "model": "~nosuchuser/x"},
+            r"^speculative_config.model='~nosuchuser/x': Could not determine home",
+        ),
+        ({"method": "eagle3", "model": "a" * 300}, "^speculative_config.model='a.*: File name too"),
         ({"method": "eagle3", "model": "/nowhere"}, "model='/nowhere': no such directory"),
         (
             {"method": "eagle", "model": "x", "prompt_lookup_max": 3},
@@ -138,7 +143,7 @@ def test_what_is_not_understood_is_named(change, message, tiny):
 
 
 def test_not_a_config_and_not_that_method(tiny, heads):
-    for config in ("{", "[1]", '"ngram"'):
+    for config in ("{", "[1]", '"ngram"', "[" * 100_000, '{"model": "a", "model": "b"}'):
         with pytest.raises(InputError, match="speculative_config"):
             from_vllm_speculative_config(config, tiny)
     config = {"method": "eagle", "model": str(heads / "eagle3"), "num_speculative_tokens": 2}

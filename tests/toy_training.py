@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.fields import Text
 from specjax.loading.heads.head import Head, TargetFacts
 from specjax.loading.load import random_model
 from specjax.models.config import DecoderConfig
@@ -20,7 +21,7 @@ from train.data.examples import Example, target_facts
 from train.data.responses import write_responses
 from train.methods.labels import at_rows
 from train.methods.method import Method, measure
-from train.run.config import read_settings, training_fields
+from train.run.config import TRAINING_FIELDS, read_settings, training_fields
 
 DEPTHS = 2
 TOKENS, LABELS = 32, 28
@@ -173,7 +174,7 @@ def settings_of(**changes):
 if __name__ == "__main__":
     from train.run import run, setup
 
-    setup.load_model = lambda name, mesh=None: toy_target(mesh)
+    setup.load_model = lambda name, *, field, mesh=None: toy_target(mesh)
 
     # `--config.data=memory` needs no dataset on disk.
     toys = Listed(conversations())
@@ -185,4 +186,4 @@ if __name__ == "__main__":
         """The method of this file's config."""
         return toy_method(target)
 
-    raise SystemExit(run.main(make, __file__, sys.argv[1:]))
+    raise SystemExit(run.main(make, TRAINING_FIELDS | {"data": Text()}, __file__, sys.argv[1:]))

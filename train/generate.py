@@ -37,6 +37,8 @@ from train.data.responses import open_responses
 from train.data.writing import check_free, write_responses
 
 CONFIG = "configs/generate_smollm2.py"
+RESPONSES = "responses"
+"""The dataset in the work folder."""
 _KIND = "answers"
 
 
@@ -56,7 +58,7 @@ def generate(config: ml_collections.ConfigDict, console: Console | None = None) 
     screen = Screen(console if writes else Console(quiet=True))
     processes.together(lambda: answers.check(config))
     root, where = output_folder("workdir", config.workdir), f"workdir={config.workdir!r}"
-    output = output_folder("output", config.output or root / "responses")
+    output = output_folder("output", config.output or root / RESPONSES)
     # Before minutes of loading.
     processes.together(lambda: _check_folders(root, where, output) if writes else None)
     with screen.working(f"loading {config.target}"):
@@ -91,6 +93,11 @@ def _check_folders(root: Path, where: str, output: Path) -> None:
         raise InputError(
             f"output={str(output)!r}: the work folder is in it; name a folder of its own, or leave "
             "it out"
+        )
+    if output.is_relative_to(root) and output != root / RESPONSES:
+        raise InputError(
+            f"output={str(output)!r}: in the work folder only {RESPONSES!r} is free for it; name a "
+            "folder elsewhere, or leave it out"
         )
     folders.check_claimable(root, _KIND, where)
     if not (output / FACTS).exists():  # what to do with a dataset that is there is found out later

@@ -9,7 +9,6 @@ and response_token_ids. Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGT
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import numpy as np
 from specjax.cli import command_line
 from specjax.errors import InputError, shown
 from specjax.fields import InputFile, OutputFolder, PathOrName, Text, Whole, optional
-from specjax.files.json_files import read_json_lines
+from specjax.files.json_files import read_json_file, read_json_lines
 from specjax.files.paths import input_file
 from specjax.loading.load import DEFAULT_MODEL, load_model
 from train.data.examples import FACTS, Example, target_facts
@@ -53,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> command_line.Parser:
     """The flags."""
     flags = command_line.Parser("python -m train.import_responses", __doc__)
-    flags.add_field("input", InputFile(), "a JSONL file, gzipped or not")
+    flags.add_field("input", InputFile(pipe=True), "a JSONL file, gzipped or not")
     flags.add_field("output", OutputFolder(), "the dataset's directory")
     flags.add_field("limit", optional(Whole(1)), "take the first rows only", default=None)
     flags.add_field("target", PathOrName(), "what wrote the rows", default=DEFAULT_MODEL)
@@ -69,7 +68,7 @@ def _import(input: Path, output: Path, limit: int | None, target: str) -> None:
     facts = target_facts(load_model(target, field="target"))
     examples = itertools.chain([first], rows)
     write_responses(output, examples, facts, generation={"imported": input.name})
-    written = json.loads((output / FACTS).read_text(encoding="utf-8"))
+    written = read_json_file(output / FACTS)
     print(
         f"{written['num_records']} conversations, {written['num_tokens']} tokens, "
         f"{written['num_labels']} of them the target's: {output}"
@@ -79,7 +78,7 @@ def _import(input: Path, output: Path, limit: int | None, target: str) -> None:
 def read_rows(path: str | Path) -> Iterator[Example]:
     """The conversations of a file, line by line; raises InputError with file and line."""
     first: dict[int, str] = {}
-    for where, row in read_json_lines(input_file("input", path), "input"):
+    for where, row in read_json_lines(input_file("input", path, pipe=True), "input"):
         example = _example(row, where)
         earlier = first.setdefault(example.id, where)
         if earlier is not where:

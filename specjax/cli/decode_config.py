@@ -109,7 +109,7 @@ def decode_fields() -> Fields:
         "target": PathOrName(),
         "dtype": DTYPE,
         "prompt": optional(Text()),
-        "prompts": optional(InputFile()),
+        "prompts": optional(InputFile(pipe=True)),
         "turns": Choice(("first", "all")),
         "limit": optional(Whole(1)),
         "per_task": optional(Whole(1)),

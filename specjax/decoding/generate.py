@@ -17,7 +17,7 @@ from specjax.decoding.prompts import Prompt
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.state import FULL, STOPPED, Rounds
 from specjax.drafters import Drafter, make_drafter
-from specjax.fields import Instance, Whole, optional
+from specjax.fields import Function, Whole, optional
 from specjax.loading.load import place_model
 from specjax.loading.model import Model
 from specjax.loading.tokenizers.tokenizer import StreamDecoder
@@ -118,7 +118,7 @@ def generate(
     default where the target was loaded) rows are spread over `data`, weights, caches and logits
     over `model`. Raises InputError for bad input.
     """
-    optional(Instance(None, "use a function of a Snapshot")).check("progress", progress)
+    optional(Function("use a function of a Snapshot")).check("progress", progress)
     target = target if mesh is None else place_model(target, mesh)
     session = open_session(
         target,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,12 +18,13 @@ from specjax.decoding.draft_length import DraftLength
 from specjax.decoding.prompts import Prompt, encode_prompt
 from specjax.decoding.sampling_params import SEED, SamplingParams, one_a_prompt
 from specjax.decoding.state import RUNNING, STOPPED, Plan, Rows
+from specjax.decoding.verify import check_rule
 from specjax.distributed.sharding import DATA, axis_size, place_keys, place_rows, spread
 from specjax.drafters import DRAFT_TOKENS, DRAFTER_KIND, Drafter
 from specjax.drafters import none as no_drafter
 from specjax.drafters.base import Sampling
 from specjax.errors import InputError, shown
-from specjax.fields import Choice, Either, Items, Whole, optional
+from specjax.fields import Choice, Either, Instance, Items, Whole, optional
 from specjax.loading.model import MODEL_KIND, Model
 from specjax.models.layers.attention import CACHE_BLOCK
 
@@ -31,11 +33,41 @@ RULE = Choice(RULES)
 BATCH_SIZE = Whole(1)
 MAX_LENGTH = Whole(2, remedy="use at least 2, a prompt and a new token")
 DRAFT_LENGTH = Either((Choice(("auto",)), DRAFT_TOKENS), remedy=DRAFT_TOKENS.remedy)
-LADDER = Items(
-    Items(Whole(), length=3),
-    remedy="use steps of (low, high, k), such as ((1, 4, 8), (5, 16, 2))",
-)
-"""`num_speculative_tokens_per_batch_size`: (low, high, k), k draft tokens for low..high rows."""
+
+
+@dataclass(frozen=True)
+class LadderStep:
+    """(low, high, k): at most k draft tokens while low..high rows are unfinished."""
+
+    def check(self, name: str, value: Any) -> tuple[int, int, int]:
+        """The three numbers."""
+        low, high, count = Items(Whole(), length=3).check(name, value)
+        if not (1 <= low <= high and count <= DRAFT_TOKENS.most):
+            raise InputError(
+                f"{name}={shown(value)}: must be (low, high, k) with 1 <= low <= high and "
+                f"0 <= k <= {DRAFT_TOKENS.most}"
+            )
+        return low, high, count
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """`num_speculative_tokens_per_batch_size`: steps for numbers of rows that do not overlap."""
+
+    def check(self, name: str, value: Any) -> tuple[tuple[int, int, int], ...]:
+        """The steps."""
+        remedy = "use steps of (low, high, k), such as ((1, 4, 8), (5, 16, 2))"
+        Items(Instance(Sequence, remedy), remedy=remedy).check(name, value)
+        steps = Items(LadderStep()).check(name, value)
+        for (_, before, _), (low, *_) in itertools.pairwise(sorted(steps)):
+            if low <= before:
+                raise InputError(
+                    f"{name}={shown(value)}: two steps hold for {low} rows; let them not overlap"
+                )
+        return steps
+
+
+LADDER = Ladder()
 MOST_ROWS = 16
 """Rows of a batch where the caller does not say."""
 _PREFILL_CHUNKS = (32, 128, 256, 512)
@@ -99,7 +131,9 @@ def plan_session(
     MODEL_KIND.check("target", target)
     if isinstance(prompts, str):
         prompts = [prompts]
-    if not isinstance(prompts, Sequence | np.ndarray) or isinstance(prompts, bytes):
+    if getattr(prompts, "ndim", None) == 2:
+        prompts = list(prompts)
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise InputError(f"prompts={shown(prompts)}: give a list of prompts")
     if not len(prompts):
         raise InputError("prompts is empty: give at least one")
@@ -127,12 +161,6 @@ def plan_session(
     ladder = LADDER.check(
         "num_speculative_tokens_per_batch_size", num_speculative_tokens_per_batch_size
     )
-    for low, high, count in ladder:
-        if not 1 <= low <= high:
-            raise InputError(
-                f"num_speculative_tokens_per_batch_size: ({low}, {high}, {count}) must be "
-                "(low, high, k) with 1 <= low <= high and k >= 0"
-            )
     if ladder and asked is None:
         most = max(most, *(count for _, _, count in ladder))
     # Of a longer draft no row could emit all, with the target's own token after it.
@@ -152,6 +180,8 @@ def plan_session(
         chunk=chunk,
         logprobs=any(request.logprobs for request in requests),
     )
+    if not isinstance(verify, str):
+        check_rule(verify, batch_size, plan.widths, target.config.vocab_size)
     return Session(
         target,
         drafter,

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from specjax.errors import InputError, shown
 from specjax.fields import INT32_MAX, Choice, Items, Text, Whole
@@ -33,12 +30,8 @@ def encode_prompt(model: Model, prompt: Prompt, name: str = "prompt") -> list[in
 
     Raises InputError for an empty prompt, ids outside the vocabulary, or a missing tokenizer.
     """
-    listed = isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes)
-    if not listed and not isinstance(prompt, Mapping):
-        raise InputError(
-            f"{name}={shown(prompt)}: use text, token ids, or messages with role and content"
-        )
-    if isinstance(prompt, str | Mapping) or (len(prompt) and isinstance(prompt[0], Mapping)):
+    messages = isinstance(prompt, Sequence) and len(prompt) and isinstance(prompt[0], Mapping)
+    if isinstance(prompt, str | Mapping) or messages:
         if model.tokenizer is None:
             raise InputError(f"{name}: {model.name} has no tokenizer; give token ids")
         encode = model.tokenizer.encode if isinstance(prompt, str) else model.tokenizer.encode_chat
@@ -47,9 +40,7 @@ def encode_prompt(model: Model, prompt: Prompt, name: str = "prompt") -> list[in
         except InputError as error:
             raise InputError(f"{name}: {error}") from None
     else:
-        # Any type of integers will do: Python's, NumPy's, JAX's.
-        whole = [operator.index(one) if hasattr(one, "__index__") else one for one in prompt]
-        ids = list(_TOKEN_IDS.check(name, whole))
+        ids = list(_TOKEN_IDS.check(name, prompt))
     if not ids:
         raise InputError(f"{name} is empty: give at least one token")
     for token in (min(ids), max(ids)):
@@ -78,7 +69,7 @@ def read_questions(path: str | os.PathLike) -> list[Question]:
     """
     questions = []
     first: dict[int | str, str] = {}
-    for where, row in read_json_lines(input_file("prompts", path), "prompts"):
+    for where, row in read_json_lines(input_file("prompts", path, pipe=True), "prompts"):
         question = _question(row, where)
         earlier = first.setdefault(question.question_id, where)
         if earlier is not where:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ from specjax.cache import Window
 from specjax.decoding.state import Plan, State
 from specjax.distributed.sharding import constrain
 from specjax.drafters.base import warp_rows
+from specjax.errors import InputError, one_line, shown
 from specjax.trees import Draft, ancestors, depths
 
 
@@ -27,6 +29,44 @@ class Judged(NamedTuple):
     features: dict[str, Float[Array, "B P+1 D"]]
     logprobs: Float[Array, "B P+1"] | None
     overlaps: Float[Array, "B P"] | None
+
+
+def check_rule(rule: sampling.Rule, rows: int, widths: Sequence[int], vocab_size: int) -> None:
+    """Raise InputError unless a rule of a user's own returns what a rule must, in every window.
+
+    It is called as a round calls it, with shapes instead of numbers, so that nothing is computed.
+    """
+    remedy = (
+        "return Decision(num_accepted [B] of whole numbers, law [B, V] of log-probabilities), as "
+        "specjax.testing.check_rule describes"
+    )
+    for width in widths:
+        tokens = jax.ShapeDtypeStruct((rows, width - 1), jnp.int32)
+        count = jax.ShapeDtypeStruct((rows,), jnp.int32)
+        logp = jax.ShapeDtypeStruct((rows, width, vocab_size), jnp.float32)
+        uniforms = jax.ShapeDtypeStruct((rows, width - 1), jnp.float32)
+        returned: Any = None
+
+        def call(tokens: Any, count: Any, logp: Any, uniforms: Any) -> None:
+            nonlocal returned
+            draft = sampling.one_hot_laws(tokens, vocab_size, jnp.float32)
+            returned = rule(tokens, count, sampling.by_slot(logp), draft, uniforms)
+
+        try:
+            hash(rule)  # compiled programs are kept by it
+            jax.eval_shape(call, tokens, count, logp, uniforms)
+        except Exception as error:  # a rule is the user's own code and may raise anything
+            raise InputError(
+                f"verify={shown(rule)}: fails for drafts of {width - 1} tokens "
+                f"({type(error).__name__}: {one_line(error):.200}); {remedy}"
+            ) from error
+        kinds = ((jnp.integer, (rows,)), (jnp.floating, (rows, vocab_size)))
+        parts = [getattr(returned, name, None) for name in sampling.Decision._fields]
+        if not all(
+            getattr(part, "shape", None) == shape and jnp.issubdtype(part.dtype, kind)
+            for part, (kind, shape) in zip(parts, kinds, strict=True)
+        ):
+            raise InputError(f"verify={shown(rule)}: returns {shown(returned, 120)}; {remedy}")
 
 
 def judge(

@@ -199,8 +199,8 @@ def check_options(
         return checked
     if ":" in name:
         try:
-            given = {} if path is None else {"path": path}
-            inspect.signature(_constructor(name)).bind(None, **given, **options)
+            function, given = _constructor(name), {} if path is None else {"path": path}
+            inspect.signature(function).bind(None, **given, **options)
         except (TypeError, ValueError) as error:  # ValueError: a function of C without a signature
             if isinstance(error, InputError):
                 raise
@@ -208,7 +208,10 @@ def check_options(
                 f"drafter={name!r} is no drafter ({one_line(error)}): use a function that takes "
                 "the target and the drafter's options, and returns a Drafter"
             ) from None
-        return dict(options)
+        hints = _hints(function)
+        return {
+            option: _checked(hints.get(option), option, value) for option, value in options.items()
+        }
     known = drafter_options(name)
     checked = dict(options)
     for option, value in options.items():
@@ -223,6 +226,23 @@ def check_options(
     if name not in TRAINED and path is not None:
         raise InputError(f"drafter.path={shown(str(path))}: {name} does not take it; leave it out")
     return checked
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    """The annotations of a function of somebody's own, as far as they can be resolved."""
+    try:
+        return get_type_hints(function, include_extras=True)
+    except Exception:  # annotations are code, and may name what is not there
+        return {}
+
+
+def _checked(annotation: Any, option: str, value: Any) -> Any:
+    """An option's value, checked if its annotation declares a kind."""
+    try:
+        kind = kind_of(annotation)
+    except TypeError:  # a plain number or text
+        kind = None
+    return value if kind is None else kind.check(f"drafter.{option}", value)
 
 
 def _divide(

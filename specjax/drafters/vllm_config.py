@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from specjax.drafters import Drafter, make_drafter
 from specjax.drafters.trained import head_drafter
-from specjax.errors import InputError, one_line
+from specjax.errors import InputError, shown
+from specjax.files.json_files import parse_json
+from specjax.files.paths import user_path
 from specjax.loading.checkpoint_directory import is_checkpoint
 from specjax.loading.head_formats import read_foreign
 from specjax.loading.heads.find_head import holds_head
@@ -116,12 +116,9 @@ def from_vllm_speculative_config(config: Mapping[str, Any] | str, target: Model)
 def _parse(config: Mapping[str, Any] | str) -> dict[str, Any]:
     """The keys that ask for something."""
     if isinstance(config, str):
-        try:
-            config = json.loads(config)
-        except ValueError as error:
-            raise InputError(f"speculative_config: not valid JSON ({one_line(error)})") from None
+        config = parse_json(config, "speculative_config", "write a JSON object")
     if not isinstance(config, Mapping):
-        raise InputError(f"speculative_config={config!r:.60}: must be a JSON object")
+        raise InputError(f"speculative_config={shown(config)}: must be a JSON object")
     for key, value in config.items():
         if key in _NEUTRAL:
             if value is not None and value not in _NEUTRAL[key]:
@@ -134,7 +131,7 @@ def _parse(config: Mapping[str, Any] | str) -> dict[str, Any]:
 
 
 def _fail(config: Mapping[str, Any], key: str, remedy: str) -> InputError:
-    return InputError(f"speculative_config.{key}={config.get(key)!r:.80}: {remedy}")
+    return InputError(f"speculative_config.{key}={shown(config.get(key), 80)}: {remedy}")
 
 
 def _whole(given: dict[str, Any], key: str) -> int | None:
@@ -197,7 +194,7 @@ def _with_model(given: dict[str, Any], method: str, sample: str, target: Model) 
     model = given.get("model")
     if not isinstance(model, str) or not model:
         raise _fail(given, "model", f"{method} needs a directory or a name")
-    path = Path(model).expanduser()
+    path = user_path("speculative_config.model", model)
     if method == "draft_model" and not holds_head(path):
         return make_drafter(method, target, path=model, draft_sample_method=sample)
     if not path.is_dir():

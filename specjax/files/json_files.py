@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import math
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from specjax.errors import InputError, one_line, shown
+from specjax.files import paths
 
 _LONGEST_LINE = 64 << 20
 """Bytes: a file without line ends is not read whole."""
-
 
 _LARGEST_FILE = 256 << 20
 """Bytes: Python's values of a JSON text take many times its size."""
@@ -25,12 +26,15 @@ def parse_json(text: str | bytes, where: str, remedy: str = "repair it") -> Any:
     """The value of a JSON text; `where` names the file, and the line if there are lines.
 
     Raises InputError for anything that is not JSON: NaN, numbers of thousands of digits or beyond
-    what a float holds, nesting that is too deep, and bytes that are not UTF-8 included.
+    what a float holds, nesting that is too deep, a key that is twice in one object, and bytes that
+    are not UTF-8 included.
     """
     try:
-        if isinstance(text, bytes):
-            text = text.decode("utf-8")
-        return json.loads(text, parse_constant=_refuse, parse_float=_finite)
+        # Some editors begin a file with a byte order mark.
+        text = text.decode("utf-8-sig") if isinstance(text, bytes) else text.removeprefix("\ufeff")
+        return json.loads(
+            text, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_object
+        )
     except (ValueError, RecursionError) as error:  # decoding errors are ValueErrors too
         raise InputError(f"{where} is not JSON ({one_line(error):.160}); {remedy}") from None
 
@@ -41,12 +45,15 @@ def read_json_file(path: Path, remedy: str = "restore it") -> Any:
     A file of more than 256 MiB is refused before it is read whole.
     """
     try:
-        with path.open("rb") as file:
+        with paths.open_regular(path, remedy) as file:
             content = bytearray()  # in pieces: Python makes room first for all that is asked for
             while len(content) <= _LARGEST_FILE and (piece := file.read(1 << 20)):
                 content += piece
         if len(content) > _LARGEST_FILE:
-            raise InputError(f"{path}: larger than {_LARGEST_FILE >> 20} MiB; {remedy}")
+            raise InputError(
+                f"{path}: too large to be read: JSON of at most {_LARGEST_FILE >> 20} MiB is; give "
+                "a smaller file"
+            )
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror or error}); {remedy}") from None
     return parse_json(bytes(content), str(path), remedy)
@@ -55,8 +62,8 @@ def read_json_file(path: Path, remedy: str = "restore it") -> Any:
 def read_json_lines(path: Path, field: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """The objects of a JSONL file, gzipped or not, each with "FILE, line N"; empty lines are left.
 
-    The file is read line by line. Raises InputError with file and line for a line that is not a
-    JSON object, and with `field` for a file that cannot be read.
+    The file, which may be a pipe, is read line by line. Raises InputError with file and line for a
+    line that is not a JSON object, and with `field` for a file that cannot be read.
     """
     number = 0
     try:
@@ -82,14 +89,23 @@ def read_json_lines(path: Path, field: str) -> Iterator[tuple[str, dict[str, Any
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO | gzip.GzipFile]:
-    with path.open("rb") as file:
+def _opened(path: Path) -> Iterator[io.BufferedReader | gzip.GzipFile]:
+    with paths.open_pipe(path) as file:
         # A look ahead, not a second opening: the file may be a pipe.
         if file.peek(2)[:2] != b"\x1f\x8b":
             yield file
             return
         with gzip.GzipFile(fileobj=file) as unpacked:
             yield unpacked
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise ValueError(f"the key {shown(twice)} is there twice")
+    return value
 
 
 def _refuse(constant: str) -> None:

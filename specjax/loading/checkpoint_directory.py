@@ -28,6 +28,8 @@ import numpy as np
 from specjax.distributed import processes
 from specjax.errors import InputError, one_line
 from specjax.files import folders, temporary
+from specjax.files.json_files import parse_json
+from specjax.files.paths import regular_files
 
 Kind = Literal["model", "drafter"]
 
@@ -78,7 +80,7 @@ def save(
 
     def check() -> dict[str, Any]:
         _check_params(directory, params)
-        known = json.loads(_to_json(directory, facts))
+        known = parse_json(_to_json(directory, facts), f"{directory}: the facts")
         return {"specjax_checkpoint": _FORMAT, "kind": kind, "facts": known}
 
     envelope = processes.together(check, {"the checkpoint's directory": str(directory)})
@@ -132,6 +134,7 @@ def look(directory: Path, kind: Kind) -> Found:
         raise InputError(f"{directory}: holds no checkpoint; give a directory that specjax saved")
     path = directory / _NAME.format(numbers[-1])
     marker = _marker(directory, path)
+    regular_files(path, "copy the checkpoint again or save again")
     if damage := folders.find_damage(path, marker, share=None, needed=_INDEX):
         raise damaged(directory, f"{path.name}/{damage}")
 

@@ -21,7 +21,7 @@ from specjax.decoding.state import RUNNING, Plan, Rows, State
 from specjax.drafters import DRAFT_TOKENS, DRAFTER_KIND, Drafter
 from specjax.drafters.base import Sampling, warp_rows
 from specjax.errors import InputError
-from specjax.fields import Either, Instance, Items, Whole, optional
+from specjax.fields import Either, Function, Instance, Items, Whole, optional
 from specjax.loading.model import Model
 from specjax.models.interface import LanguageModel
 
@@ -99,7 +99,7 @@ def check_drafter(
     prompt = Items(Whole(), least=1).check("prompt", prompt)
     DRAFT_TOKENS.check("num_speculative_tokens", num_speculative_tokens)
     optional(Instance(DraftLength, "use a DraftLength")).check("draft_length", draft_length)
-    Either((Instance(None, ""), RULE)).check("verify", verify)
+    Either((Function(), RULE)).check("verify", verify)
     Instance(SamplingParams, "use SamplingParams").check("request", request)
     seed = SEED.check("seed", seed)
     length = num_speculative_tokens + 2

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from specjax import sampling
-from specjax.fields import Choice, Instance, Items, Whole, optional
+from specjax.fields import Choice, Function, Instance, Items, Whole, optional
 from specjax.testing.enumeration import (
     Drafts,
     NotAStepFunction,
@@ -276,4 +276,4 @@ def _check_input(
     Whole(2, 5, remedy="every output is enumerated, so use 2 to 5").check("vocab", vocab)
     Whole(1, 3, remedy="every draft is enumerated, so use 1 to 3").check("length", length)
     optional(Items(Instance(Laws, "use Laws"), least=1)).check("laws", laws)
-    optional(Instance(None, "use a function")).check("valid", valid)
+    optional(Function()).check("valid", valid)

@@ -6,7 +6,6 @@ import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import ml_collections
@@ -35,6 +34,7 @@ from specjax.fields import (
     check_values,
     optional,
 )
+from specjax.files.paths import user_path
 from specjax.loading.load import DTYPE
 from specjax.loading.model import Model
 from train.data.corpus_tasks import DEFAULT_MIX
@@ -47,6 +47,8 @@ from train.data.prompts import (
     read_requests,
 )
 
+CORPUS = "specjax_corpus"
+"""The name of our own dataset of prompts, which has a section of settings."""
 _ROUNDS_PER_STEP = 16
 _CHUNK = 32
 """Tokens a row that are prefilled at once: a batch has many rows, and prompts are short."""
@@ -145,11 +147,13 @@ def _samplings(config: ml_collections.ConfigDict) -> list[SamplingParams]:
 
 def find_requests(config: ml_collections.ConfigDict, screen: Screen) -> list[Request]:
     """The prompts that a config names; by default those of `specjax_corpus`."""
-    if config.prompts is not None and not _is_corpus(config.prompts):
-        if Path(config.prompts).is_file():
-            return read_requests(config.prompts)
-        with screen.working(f"reading the dataset {config.prompts}"):
-            return read_dataset(config.prompts, **config.tfds)
+    path = None if config.prompts is None else user_path("prompts", config.prompts)
+    if path is not None and (path.exists() or config.prompts != CORPUS):
+        if path.exists() and not path.is_dir():
+            return read_requests(path)
+        name = str(path) if path.is_dir() else config.prompts
+        with screen.working(f"reading the dataset {name}"):
+            return read_dataset(name, **config.tfds)
     from train.data import corpus, corpus_sources
     from train.data.corpus_tasks import Texts
 
@@ -174,11 +178,6 @@ def find_requests(config: ml_collections.ConfigDict, screen: Screen) -> list[Req
             corpus.prepare_corpus(made, config.tfds.data_dir, screen.say)
         processes.agree({})
         return read_dataset(str(corpus.prepare_corpus(made, config.tfds.data_dir, screen.say)))
-
-
-def _is_corpus(prompts: str) -> bool:
-    """Whether that is the name of our own dataset, which has a section of settings."""
-    return prompts == "specjax_corpus" and not Path(prompts).exists()
 
 
 def plan(config: ml_collections.ConfigDict, model: Model, requests: Sequence[Request]) -> Job:

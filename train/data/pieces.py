@@ -15,6 +15,7 @@ import numpy as np
 from specjax.distributed import processes
 from specjax.errors import InputError
 from specjax.files import folders
+from specjax.files.paths import open_regular
 from specjax.files.temporary import replacing
 from train.run.same_run import check_same_run
 from train.run.workdir import write_file
@@ -60,7 +61,7 @@ class Pieces:
         """The responses of a batch by the prompts' numbers; None for a file that is damaged."""
         try:
             # A damaged archive would be left open by np.load.
-            with self.path(number).open("rb") as file, np.load(file) as stored:
+            with open_regular(self.path(number)) as file, np.load(file) as stored:
                 ids, lengths, tokens = stored["ids"], stored["lengths"], stored["tokens"]
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
             return None

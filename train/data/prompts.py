@@ -14,7 +14,7 @@ from specjax.decoding.prompts import encode_prompt
 from specjax.errors import InputError, one_line, shown
 from specjax.fields import Text
 from specjax.files.json_files import read_json_lines
-from specjax.files.paths import input_file
+from specjax.files.paths import input_file, regular_files
 from specjax.loading.model import Model
 from train.data.examples import import_tfds
 
@@ -47,7 +47,7 @@ def read_requests(path: str | Path) -> list[Request]:
     They are numbered in order. Raises InputError with file and line for anything else.
     """
     requests: list[Request] = []
-    for where, row in read_json_lines(input_file("prompts", path), "prompts"):
+    for where, row in read_json_lines(input_file("prompts", path, pipe=True), "prompts"):
         requests.append(_request(row, len(requests), Path(path).name, where))
     if not requests:
         raise InputError(f"prompts={str(path)!r} holds no prompts: one JSON object a line")
@@ -109,6 +109,7 @@ def read_dataset(
     tfds = import_tfds()
     try:
         if Path(name).is_dir():
+            regular_files(Path(name), "prepare the dataset again")
             builder = tfds.builder_from_directory(name)
         else:
             builder = prepare(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,6 +13,8 @@ from jaxtyping import Bool, Int32, Int64
 
 from specjax.errors import InputError, one_line
 from specjax.files import folders
+from specjax.files.json_files import read_json_file
+from specjax.files.paths import regular_files, user_path
 from train.data.examples import (
     FACTS,
     FORMAT,
@@ -121,7 +122,7 @@ def open_responses(directory: str | Path, target: Mapping[str, Any] | None = Non
     Raises InputError where it is no such dataset or damaged, holds no conversation or no label, or
     was written by another target than the one whose `target_facts` are given.
     """
-    path = Path(directory).expanduser().absolute()
+    path = user_path("data", directory)
     facts = _read_facts(path)
     try:
         records = np.load(path / RECORDS, allow_pickle=False)
@@ -146,6 +147,7 @@ def open_responses(directory: str | Path, target: Mapping[str, Any] | None = Non
 def _read_facts(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise InputError(f"{path}: no such directory; give one that train.generate wrote")
+    regular_files(path, "write the dataset again")
     if not (path / FACTS).is_file():
         raise InputError(
             f"{path}: not a dataset of responses ({FACTS} is missing); "
@@ -155,10 +157,7 @@ def _read_facts(path: Path) -> dict[str, Any]:
     needed = (FACTS, RECORDS)
     if marker is not None and (damage := folders.find_damage(path, marker, None, needed)):
         raise _damaged(path, damage)
-    try:
-        facts = json.loads((path / FACTS).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise _damaged(path, f"{FACTS}: {one_line(error)[:80]}") from None
+    facts = read_json_file(path / FACTS, "a damaged dataset: write it again")
     if not isinstance(facts, dict) or facts.get("specjax_responses") != FORMAT:
         raise InputError(f"{path}: not of a format that this version reads; write it again")
     kinds = {"target": dict, "features": list, "num_records": int, "generation": dict}

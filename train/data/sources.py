@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Int32
 
 from specjax.errors import InputError
+from specjax.files.paths import user_path
 from train.data.examples import FACTS, Example
 from train.data.responses import Responses, open_responses
 
@@ -65,7 +66,7 @@ def open_sources(
         raise InputError("data is empty: name a dataset's directory")
     found: list[Path] = []
     for directory in directories:
-        path = Path(directory).expanduser()
+        path = user_path("data", directory)
         inside = sorted(path.glob(f"*/{FACTS}")) if not (path / FACTS).exists() else []
         inside = [one for one in inside if not one.parent.name.startswith(".")]
         found += [one.parent for one in inside] or [path]

@@ -13,6 +13,7 @@ import numpy as np
 
 from specjax.errors import InputError, one_line
 from specjax.files import folders
+from specjax.files.paths import output_folder
 from train.data.examples import (
     FACTS,
     FORMAT,
@@ -45,7 +46,7 @@ def write_responses(
     examples that are not of this target, no examples or labels at all, as `check_free` does, and
     for a disk that is full; what the directory held is then still there.
     """
-    path = Path(directory).expanduser().absolute()
+    path = output_folder("output", directory)
     check_free(path, overwrite)
 
     def write(beside: Path) -> None:
@@ -80,7 +81,7 @@ def check_free(directory: str | Path, overwrite: bool = False) -> None:
 
     One that holds a file that `write_responses` did not write may not.
     """
-    path = Path(directory).expanduser().absolute()
+    path = output_folder("output", directory)
     if not overwrite and (path / FACTS).is_file():
         raise InputError(f"{path}: holds a dataset already; delete it, or write elsewhere")
     folders.check_replaceable(path, "dataset", str(path))

@@ -170,10 +170,14 @@ TRAINING_FIELDS: Fields = {
 """What the fields of `training_fields` may hold; a method adds its own sections."""
 
 
+_READ_ELSEWHERE = ("target", "dtype", "data", "workdir", "start_from", "mesh", "distributed")
+
+
 def read_settings(config: ConfigDict, data_devices: int = 1) -> Settings:
     """The settings of a config; raises InputError for values that make no sense."""
     own = config.to_dict()
-    check_values(TRAINING_FIELDS, {name: own[name] for name in TRAINING_FIELDS if name in own})
+    read = {name: kind for name, kind in TRAINING_FIELDS.items() if name not in _READ_ELSEWHERE}
+    check_values(read, {name: own[name] for name in read})
     if config.batch_size % config.accumulate:
         raise InputError(
             f"accumulate={config.accumulate}: batch_size={config.batch_size} rows cannot be split "

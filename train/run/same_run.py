@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specjax.errors import InputError
+from specjax.errors import InputError, shown
 from specjax.fields import dotted
+from specjax.files.json_files import parse_json, read_json_file
 
 _SHOWN = 8
 
@@ -21,11 +22,11 @@ def check_same_run(
     `may_differ` are fields of the config, or sections where they end with a dot. The remark is
     added where it concerns a field that differs: it begins with that field's name.
     """
-    try:
-        was = dotted(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, AttributeError):
-        raise InputError(f"{file}: cannot be read; restore it, or use another workdir") from None
-    now = dotted(json.loads(json.dumps(record)))
+    remedy = "restore it, or use another workdir"
+    earlier = read_json_file(file, remedy)
+    if not isinstance(earlier, dict):
+        raise InputError(f"{file} is {shown(earlier)}, not the record of a run; {remedy}")
+    was, now = dotted(earlier), dotted(parse_json(json.dumps(record), "the run's record"))
     free = tuple(f"config.{name}" for name in may_differ)
     different = [
         name

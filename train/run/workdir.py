@@ -7,8 +7,10 @@ checkpoint: `train.run.checkpoints`.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from typing import Any
 from specjax.distributed import processes
 from specjax.errors import InputError
 from specjax.files import text_files
+from specjax.files.json_files import parse_json
+from specjax.files.paths import open_regular, output_folder
 from train.run.same_run import check_same_run
 
 MAY_DIFFER = (
@@ -32,6 +36,7 @@ MAY_DIFFER = (
 )
 """Fields, and sections with a dot behind, that a resumed run may set anew."""
 
+_RESTORE = "restore it, or delete it"
 _STEP = re.compile(r"step-(\d{9})", re.ASCII)
 
 
@@ -75,17 +80,12 @@ def open_workdir(directory: str | Path, record: Mapping[str, Any]) -> Workdir:
     again. Raises InputError where the earlier run was another one, naming the fields, and where
     the directory cannot be written.
     """
-    workdir = Workdir(Path(directory).expanduser().absolute())
+    workdir = Workdir(output_folder("workdir", directory))
     text = json.dumps(record, indent=2, sort_keys=True) + "\n"
 
     def check() -> None:
         if steps(workdir):
-            check_same_run(
-                workdir.config,
-                json.loads(text),
-                MAY_DIFFER,
-                "decay_steps is steps unless set",
-            )
+            check_same_run(workdir.config, record, MAY_DIFFER, "decay_steps is steps unless set")
         write_file(workdir.config, text)
 
     # The others must not look before the first one has, nor write.
@@ -123,14 +123,31 @@ def is_evaluated(workdir: Workdir, step: int) -> bool:
 
 
 def read_metrics(workdir: Workdir) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, up to the first that is no JSON."""
-    rows = []
-    for line in workdir.metrics.read_text(encoding="utf-8").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break
+    """The lines of metrics.jsonl, up to the first that is not whole as `append_metrics` wrote it.
+
+    Raises InputError where the file cannot be read.
+    """
+    rows: list[dict[str, Any]] = []
+    try:
+        with open_regular(workdir.metrics, _RESTORE) as file:
+            for line in file:
+                with suppress(InputError):
+                    if _is_row(row := parse_json(line, str(workdir.metrics))):
+                        rows.append(row)
+                        continue
+                break
+    except OSError as error:
+        reason = error.strerror or error
+        raise InputError(f"{workdir.metrics}: cannot be read ({reason}); {_RESTORE}") from None
     return rows
+
+
+def _is_row(row: Any) -> bool:
+    return (
+        isinstance(row, dict)
+        and type(row.get("step")) is int
+        and all(type(value) in (int, float) for value in row.values())
+    )
 
 
 def learning_curve(workdir: Workdir) -> list[dict[str, float]]:
@@ -149,7 +166,8 @@ def learning_curve(workdir: Workdir) -> list[dict[str, float]]:
 
 
 def append_metrics(workdir: Workdir, row: Mapping[str, Any]) -> None:
-    """Add a line; raises InputError where the disk is full."""
+    """Add a line, without numbers that are not finite; raises InputError where the disk is full."""
+    row = {name: value for name, value in row.items() if math.isfinite(value)}
     try:
         with workdir.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")

@@ -21,6 +21,7 @@ from gguf.quants import dequantize
 from jaxtyping import Float, UInt8
 
 from specjax.errors import InputError
+from specjax.files.paths import open_regular
 
 _SCALARS = {
     0: "<u1",
@@ -159,8 +160,10 @@ def open_gguf(path: Path) -> Iterator[GgufFile]:
     inconsistent with its own size.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path, "give a GGUF file") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except InputError:
+        raise
     except ValueError:
         raise InputError(f"{path}: the file is empty; download it again") from None
     except OSError as error:

@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 
 from specjax.errors import InputError, one_line, shown
 from specjax.files import folders
+from specjax.files.paths import regular_file
 from specjax.loading.formats import build_parameters, parameter_names
 from specjax.loading.formats.huggingface_config import write_config
 from specjax.loading.tokenizers.huggingface_tokenizer import (
@@ -89,7 +90,7 @@ def _find_shards(directory: Path) -> dict[Path, list[str] | None]:
 @contextmanager
 def _open_shard(path: Path) -> Iterator[Any]:
     try:
-        file = safe_open(path, framework="numpy")
+        file = safe_open(regular_file(path, "download it again"), framework="numpy")
     except (SafetensorError, OSError) as error:
         raise InputError(
             f"{path}: not a safetensors file ({one_line(error)}); download it again"

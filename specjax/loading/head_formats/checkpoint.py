@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from specjax.errors import InputError, one_line
 from specjax.files import folders
+from specjax.files.paths import regular_file
 from specjax.loading.formats.huggingface import PICKLES, PRODUCER, write_tensors
 from specjax.loading.tokenizers.huggingface_tokenizer import read_json, write_json
 
@@ -50,6 +51,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     tensors: dict[str, np.ndarray] = {}
     notes: dict[str, str] = {}
     for path in files:
+        regular_file(path, "download it again")
         try:
             with safe_open(path, framework="numpy") as file:
                 notes |= file.metadata() or {}

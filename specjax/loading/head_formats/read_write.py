@@ -7,7 +7,9 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from specjax.errors import InputError
+from specjax.errors import InputError, shown
+from specjax.files.json_files import parse_json
+from specjax.files.paths import output_folder, user_path
 from specjax.loading.head_formats import eagle, medusa, speculators, taps
 from specjax.loading.head_formats.checkpoint import (
     MEDUSA_WEIGHTS,
@@ -43,7 +45,7 @@ def read_foreign(
     missing, unexpected, out of range or made for another target.
     """
     taps.check_convention(layer_ids)
-    checkpoint = read_checkpoint(Path(directory).expanduser())
+    checkpoint = read_checkpoint(user_path("directory", directory))
     form = detect(checkpoint)
     facts, training, written = _notes(checkpoint, target, form)
     if written is not None and layer_ids not in (None, written):
@@ -87,7 +89,7 @@ def write_foreign(
     Raises InputError for a head that the layout cannot hold, a head of another target, and a
     directory that holds anything else.
     """
-    path = Path(directory).expanduser().absolute()
+    path = output_folder("directory", directory)
     check_format(head, format)
     taps.check_convention(layer_ids)
     check_head(head, target, "head")
@@ -178,9 +180,11 @@ def _notes(
         imported = {"format": form, "path": str(checkpoint.directory)}
         return TargetFacts.of(target), {"imported": imported}, None
     try:
-        notes = json.loads(checkpoint.notes.get(_NOTES, ""))
+        notes = parse_json(checkpoint.notes.get(_NOTES, ""), f"{_NOTES} in the header")
+        if not isinstance(notes, dict):
+            raise InputError(f"{shown(notes)} where an object is expected")
         notes = check_fields("notes", notes, _NOTED)
         facts = TargetFacts(**dataclass_fields("target", notes["target"], TargetFacts))
-    except (ValueError, AttributeError) as error:  # InputError is a ValueError
+    except ValueError as error:  # InputError is one
         raise InputError(f"{checkpoint.directory}: its notes cannot be read ({error})") from None
     return facts, notes["training"], notes["layer_ids"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from specjax.errors import InputError
+from specjax.files.paths import user_path
 from specjax.loading.checkpoint_directory import is_checkpoint, look
 from specjax.loading.head_formats import read_foreign
 from specjax.loading.heads.head import KINDS, Head, TargetFacts, read_head
@@ -56,7 +57,7 @@ def read_any_head(path: str | Path, target: Model, field: str) -> Head:
 
     Raises InputError where there is no such directory, and as the readers do.
     """
-    path = Path(path).expanduser()
+    path = user_path(field, path)
     if not path.is_dir():
         raise InputError(
             f"{field}={str(path)!r}: no such directory; give what training exported, or a "

@@ -10,6 +10,7 @@ import tokenizers
 
 from specjax.errors import InputError, one_line, shown
 from specjax.files import json_files
+from specjax.files.paths import open_regular, regular_file
 from specjax.loading.tokenizers import chat_templates
 from specjax.loading.tokenizers.tokenizer import Tokenizer, refused, set_bos
 
@@ -44,6 +45,7 @@ def read_tokenizer(directory: Path) -> Tokenizer | None:
                     f".save_pretrained({str(directory)!r})"
                 )
         return None
+    regular_file(path, "download it again")
     with refused(f"{path}: not a tokenizer", "download it again"):
         backend = tokenizers.Tokenizer.from_file(str(path))
         backend.no_padding()
@@ -107,7 +109,9 @@ def _template(directory: Path, settings: dict[str, Any]) -> str | None:
     path = directory / "chat_template.jinja"
     if path.exists():
         try:
-            return chat_templates.check_template(str(path), path.read_text(encoding="utf-8"))
+            with open_regular(path, "download it again") as file:
+                text = file.read().decode("utf-8")
+            return chat_templates.check_template(str(path), text)
         except InputError:
             raise
         except (ValueError, OSError) as error:

@@ -3,10 +3,10 @@
 jinja2's sandbox keeps a template away from Python's internals, but bounds neither time nor memory:
 nested loops run for minutes, and `'x'.ljust(3000000000)` is one call that nothing can interrupt
 from within. A process can be stopped from without, so templates run in one: a fresh interpreter
-that holds jinja2 and nothing of specjax (`chat_renderer.py`). It is started at the first template
-and serves all later ones, so that its start is paid once. It is not forked, since JAX has threads
-by then. It ends with this process, whose end of the connection closes, and is replaced after a
-template that went over the limits.
+that holds jinja2 and nothing of specjax (`template_renderer.py`). It is started at the first
+template and serves all later ones, so that its start is paid once. It is not forked, since JAX has
+threads by then. It ends with this process, whose end of the connection closes, and is replaced
+after a template that went over the limits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 
 from specjax.errors import InputError
 
-_PROGRAM = Path(__file__).with_name("chat_renderer.py")
+_PROGRAM = Path(__file__).with_name("template_renderer.py")
 _START_SECONDS = 60.0
 _REMEDY = "use chat=false or another template"
 
@@ -77,7 +77,7 @@ def close() -> None:
 
 
 class _Child:
-    """A running `chat_renderer.py` and the connection to it."""
+    """A running `template_renderer.py` and the connection to it."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits, self.owner = limits, os.getpid()

@@ -1,6 +1,6 @@
 """The program of the process in which chat templates run; started by `chat_process`.
 
-    python chat_renderer.py SECONDS MEMORY TEXT     (a socket as standard input)
+    python template_renderer.py SECONDS MEMORY TEXT     (a socket as standard input)
 
 The globals and filters are those that transformers gives a template, so that a template renders
 here as it does there. Nothing of specjax is imported: the start has to be quick.
