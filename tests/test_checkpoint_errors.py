@@ -153,7 +153,7 @@ def test_an_unknown_envelope_is_refused(key, value, said, saved):
     content = json.loads(file.read_text())
     content["custom_metadata"][key] = value
     file.write_text(json.dumps(content))
-    folders.seal(saved / "specjax-1", "model")
+    folders.seal(file.parent, "model")
     with pytest.raises(InputError, match=said):
         load_model(saved)
 
@@ -172,7 +172,7 @@ def test_directories_that_are_no_checkpoint_say_so(tmp_path, model, saved):
     with pytest.raises(InputError, match="foreign: specjax-7 lacks its commit marker, .*not saved"):
         load_model(tmp_path / "foreign")
     folders.seal(tmp_path / "foreign" / "specjax-7", "model")
-    with pytest.raises(InputError, match="foreign: .*: not saved by specjax, or damaged"):
+    with pytest.raises(InputError, match="foreign: not saved by specjax, or damaged"):
         load_model(tmp_path / "foreign")
     ocp.save(tmp_path / "unlike" / "specjax-7", {"a": jnp.ones(3)})
     folders.seal(tmp_path / "unlike" / "specjax-7", "model")

@@ -12,7 +12,7 @@ from specjax import decode, report
 from specjax.cli import predicted_speedup
 from specjax.files.written_files import WrittenFiles
 from specjax.loading.load import save_model
-from specjax.reporting import plots
+from specjax.reporting import csv_jsonl, picture_files, plots
 from specjax.reporting.plots import Curve
 from specjax.reporting.read import read_report
 from specjax.reporting.runs import batch_widths, labels
@@ -163,7 +163,7 @@ def test_turns_of_a_question_are_one_line(write):
     later = row(0, "writing", [(2, 1, 2)], 0.5, 0.5, turn=1, batch=3, text="second")
     (path,) = write(a=content(rows=[dict(ROWS[0], turn=0), ROWS[1], later]))
     entry = Entry.of(read_report(path), "label")
-    lines = [json.loads(line) for line in report.report_data.jsonl_text(entry).splitlines()]
+    lines = [json.loads(line) for line in csv_jsonl.jsonl_text(entry).splitlines()]
     assert [line["question_id"] for line in lines] == [0, 1]
     choice = lines[0]["choices"][0]
     assert choice["turns"] == ["answer 0", "second"]
@@ -221,7 +221,7 @@ def test_the_prediction_adds_up_the_parts(write, tmp_path, monkeypatch):
     files.write("costs.json", json.dumps(kept))
     drawn = {}
     monkeypatch.setattr(
-        report.report_pictures,
+        picture_files,
         "draw_curves",
         lambda path, panels, **rest: drawn.update({path.name: panels}),
     )

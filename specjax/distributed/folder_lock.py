@@ -19,7 +19,7 @@ from specjax.distributed import processes
 from specjax.errors import InputError
 from specjax.files import folders
 from specjax.files.folders import LOCK, Kind
-from specjax.files.temporary import open_regular
+from specjax.files.temporary import open_without_links
 
 _LONGEST_COMMAND = 200
 _WAIT_FOR_TEXT_S = 1.0
@@ -50,7 +50,7 @@ def lock(folder: Path, kind: Kind, where: str) -> Iterator[int]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # Opening must not lose the text of who holds the lock, nor a file that a link leads to.
-        handle = open_regular(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        handle = open_without_links(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     except OSError as error:
         if os.path.lexists(folder / LOCK) and not _is_plain(folder / LOCK):
             raise _not_ours(where) from None

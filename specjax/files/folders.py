@@ -21,6 +21,7 @@ from typing import Any, Literal
 from specjax.errors import InputError, one_line, shown
 from specjax.files import temporary, text_files
 from specjax.files.json_files import read_json_file
+from specjax.files.paths import open_regular
 
 Kind = Literal[
     "model",
@@ -329,8 +330,8 @@ def _records(file: Path, files: Any) -> dict[str, Record]:
 
 
 def record_of(file: Path) -> Record:
-    """What a marker says of a file as it is now; raises OSError."""
-    with file.open("rb") as opened:
+    """What a marker says of a file as it is now; raises as `paths.open_regular` does."""
+    with open_regular(file) as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
         return Record(os.fstat(opened.fileno()).st_size, digest)
 
@@ -375,7 +376,7 @@ def _contents(folder: Path, temporary_too: bool = False) -> Iterator[str]:
 
 def _is_our_lock(file: Path) -> bool:
     try:
-        handle = temporary.open_regular(file, os.O_RDONLY)
+        handle = temporary.open_without_links(file, os.O_RDONLY)
     except OSError:
         return False
     try:

@@ -149,7 +149,7 @@ def exclusive(folder: Path, what: str) -> Iterator[None]:
         os.close(handle)
 
 
-def open_regular(path: Path, flags: int) -> int:
+def open_without_links(path: Path, flags: int) -> int:
     """A descriptor of a regular file that is no link; raises OSError for anything else."""
     flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     handle = os.open(path, flags, 0o666)
@@ -167,7 +167,7 @@ def _open_note(folder: Path) -> int | None:
     if folder.is_symlink():
         return None
     try:
-        return open_regular(folder / _NOTE, os.O_RDWR)
+        return open_without_links(folder / _NOTE, os.O_RDWR)
     except OSError:
         return None
 
