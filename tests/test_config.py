@@ -86,6 +86,50 @@ def test_broken_config_files_are_named(tmp_path, body):
         read(f"--config={path}")
 
 
+MADE = """
+import ml_collections
+from ml_collections import config_dict
+def get_config():
+    config = ml_collections.ConfigDict({{"a": 1, "section": {{"b": 2}}}})
+    {}
+    return config
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("config[5] = 3", "has names that are texts and names that are none"),
+        ("config.section = ml_collections.ConfigDict({5: 3})", "the name 5, which is no text"),
+        ("config.section[5] = 3", "has names that are texts and names that are none"),
+        ("config.me = config", "cannot be used (RecursionError"),
+        ("config.section.c = config_dict.required_placeholder(int)", "section.c has no value"),
+        ("config.c = 1 // config.get_ref('a'); config.a = 0", "c fails (ZeroDivisionError"),
+    ],
+)
+def test_configs_whose_values_are_none(change, says, tmp_path):
+    path = tmp_path / "made.py"
+    path.write_text(MADE.format(change))
+    with pytest.raises(InputError) as raised:
+        read(f"--config={path}")
+    assert says in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_frozen_config_may_be_overridden(tmp_path):
+    path = tmp_path / "made.py"
+    path.write_text(MADE.format("config = ml_collections.FrozenConfigDict(config)"))
+    assert read(f"--config={path}", "--config.section.b=5").section.b == 5
+
+
+def test_values_that_are_computed_from_overrides(tmp_path):
+    path = tmp_path / "made.py"
+    path.write_text(MADE.format("config.c = 6 // config.get_ref('a')"))
+    assert read(f"--config={path}", "--config.a=2").c == 3
+    with pytest.raises(InputError, match=r"made.py': c fails \(ZeroDivisionError.* overrides its"):
+        read(f"--config={path}", "--config.a=0")
+
+
 def test_config_is_asked_for_where_there_is_no_default(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=r"pass --config=configs/decode_smollm2\.py"):

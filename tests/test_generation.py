@@ -352,6 +352,7 @@ REFUSED = {
     "drafter": (dict(drafter="ngramm"), "drafter='ngramm' is unknown: did you mean ngram"),
     "own_drafter": (dict(drafter="nowhere.to:find"), "drafter='nowhere.to:find': .*importable"),
     "own_function": (dict(drafter="os:getcwdd"), "drafter='os:getcwdd': .*importable"),
+    "own_exit": (dict(drafter="sys:exit"), r"drafter='sys:exit' calls sys.exit\(.{1,60}\); call"),
     "missing_path": (dict(drafter="draft_model"), "drafter.path is missing"),
     "missing_option": (dict(drafter="simulated"), "drafter.continuations is missing"),
     "field": (dict(sampling={"temprature": 1.0}), "sampling.temprature=1.0 .*did you mean temper"),

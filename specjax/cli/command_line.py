@@ -212,7 +212,9 @@ def read_config(argv: list[str], default: str) -> ml_collections.ConfigDict:
     config = _load(path)
     for override in overrides:
         _check_override(config, override)
-    return _overridden(config, overrides)
+    config = _overridden(config, overrides)
+    _check_values(path, config)  # some may be computed from what was overridden
+    return config
 
 
 MESH_FIELDS: Fields = {"data": sharding.DEVICES, "model": sharding.DEVICES}
@@ -303,6 +305,12 @@ def _load(path: str) -> ml_collections.ConfigDict:
             raise InputError(f"config={path!r} has no function get_config(); mend the config file")
         what = "get_config() fails"
         config = get_config(*size)
+        if isinstance(config, ml_collections.FrozenConfigDict):
+            config = ml_collections.ConfigDict(config)  # overrides are written into it
+        if isinstance(config, ml_collections.ConfigDict):
+            what = "cannot be used"
+            _check_names(path, config)
+            _check_values(path, config)
     except InputError:
         raise
     except SystemExit as ended:  # not an Exception, and it would end the command without a word
@@ -320,6 +328,40 @@ def _load(path: str) -> ml_collections.ConfigDict:
             "mend the config file"
         )
     return config
+
+
+def _check_names(path: str, config: ml_collections.ConfigDict) -> None:
+    """Raise InputError unless all names in a config are texts; whatever else walking it raises."""
+    try:
+        odd = [name for name in config if not isinstance(name, str)]
+    except TypeError:  # they are sorted, and some cannot be compared with others
+        raise InputError(
+            f"config={path!r} has names that are texts and names that are none; mend the config "
+            "file"
+        ) from None
+    if odd:
+        raise InputError(
+            f"config={path!r} has the name {shown(odd[0])}, which is no text; mend the config file"
+        )
+    for section in _sections(config):
+        _check_names(path, config[section])
+
+
+def _check_values(path: str, config: ml_collections.ConfigDict) -> None:
+    """Raise InputError for a value that is required and not set, or computed and fails."""
+    for name in _fields(config):
+        try:
+            _value(config, name)
+        except config_dict.RequiredValueError:  # no flags can be made of a config without it
+            raise InputError(
+                f"config={path!r}: {name} has no value, and its placeholder needs one; give it one "
+                "in the config file, or use config_dict.placeholder"
+            ) from None
+        except Exception as error:  # it may be a function of the config file's own
+            raise InputError(
+                f"config={path!r}: {name} fails ({type(error).__name__}: {one_line(error):.200}); "
+                "mend the config file, or what overrides its values"
+            ) from None
 
 
 def _overridden(config: ml_collections.ConfigDict, overrides: list[str]) -> Any:
@@ -362,15 +404,22 @@ def _check_override(config: ml_collections.ConfigDict, override: str) -> None:
 
 
 def _fields(config: ml_collections.ConfigDict, prefix: str = "") -> Iterator[str]:
-    """The dotted names of all fields, a section's behind those outside of it."""
-    sections = []
-    for name in config:
-        if isinstance(config[name], ml_collections.ConfigDict):
-            sections.append(name)
-        else:
-            yield prefix + name
+    """The dotted names of all fields, a section's after those outside of it."""
+    sections = _sections(config)
+    yield from (prefix + name for name in config if name not in sections)
     for name in sections:
         yield from _fields(config[name], f"{prefix}{name}.")
+
+
+def _sections(config: ml_collections.ConfigDict) -> list[str]:
+    """The names of a config's sections; no value is computed."""
+    found = []
+    for name, value in config.items(preserve_field_references=True):
+        reference = isinstance(value, config_dict.FieldReference)
+        kind = value.get_type() if reference else type(value)
+        if issubclass(kind, ml_collections.ConfigDict):
+            found.append(name)
+    return found
 
 
 def use_compilation_cache() -> None:

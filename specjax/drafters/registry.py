@@ -128,7 +128,11 @@ def _call_own(
         drafter = _constructor(name)(target, **path, **options)
     except InputError:
         raise
-    except (Exception, SystemExit) as error:  # whatever a function of somebody's own raises
+    except SystemExit as ended:  # its text may be any value's, the model's among them
+        raise InputError(
+            f"drafter={name!r} calls sys.exit({shown(ended.code)}); call it in Python to see where"
+        ) from ended
+    except Exception as error:  # whatever a function of somebody's own raises
         raise InputError(
             f"drafter={name!r} fails ({type(error).__name__}: {one_line(error):.120}); call it in "
             "Python to see where"
