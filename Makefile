@@ -44,10 +44,10 @@ decode: setup
 	$(RUN) -m specjax.report build/decode/ngram.json build/decode/eagle3.json build/decode/both.json --out=build/decode --nopictures
 
 test: setup
-	$(RUN) -m pytest -q -n 2 --dist loadfile
+	$(RUN) -m pytest -q -n 2 --dist loadfile --durations=10
 
 test-all: setup
-	$(RUN) -m pytest -q -n 2 --dist loadfile --slow
+	$(RUN) -m pytest -q -n 2 --dist loadfile --durations=10 --slow
 
 # Properties of untrusted input (SECURITY.md), with new random inputs for that long.
 fuzz: setup
