@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 from specjax.cli import command_line
 from specjax.errors import InputError
-from specjax.fields import Choice, Flag, OutputFolder, PathOrName, optional
-from specjax.files.paths import user_path
+from specjax.fields import Choice, Flag, PathOrName, optional
+from specjax.files.paths import output_folder, user_path
 from specjax.loading import head_formats
 from specjax.loading.checkpoint_directory import check_free, is_checkpoint
 from specjax.loading.head_formats.checkpoint import check_target
@@ -37,7 +37,7 @@ def parser() -> command_line.Parser:
     flags = command_line.Parser("python -m specjax.export", __doc__)
     flags.add_field("head", PathOrName(), "the head to write")
     flags.add_field("format", Choice(FORMATS), "the layout to write")
-    flags.add_field("output", OutputFolder(), "where to write it")
+    flags.add_field("output", PathOrName(), "where to write it")
     flags.add_field("target", PathOrName(), "the head's target model", default=DEFAULT_MODEL)
     flags.add_field("dtype", DTYPE, "in which the target is loaded", default="float32")
     flags.add_field(
@@ -73,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def export(asked: argparse.Namespace) -> int:
     """Run parsed flags; returns the exit code. Raises InputError."""
-    source, output = user_path("head", asked.head), asked.output
+    source, output = user_path("head", asked.head), output_folder("output", asked.output)
+    where = f"output={asked.output!r}"
     shipped = asked.head in KINDS
     if not shipped and not source.is_dir():
         raise InputError(
@@ -81,9 +82,9 @@ def export(asked: argparse.Namespace) -> int:
             f"one that comes with specjax ({', '.join(KINDS)})"
         )
     if asked.format == OWN:
-        check_free(output, "drafter", overwrite=False)
+        check_free(output, "drafter", overwrite=False, where=where)
     else:
-        check_target(output)
+        check_target(output, where)
     head = None
     if not shipped and is_checkpoint(source):
         head = _prepared(read_head(source), asked)

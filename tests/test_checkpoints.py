@@ -277,7 +277,7 @@ def test_a_drafter_comes_back_with_its_facts(tmp_path):
 
 IN_TWO = """
 import sys
-from specjax import processes, sharding
+from specjax.distributed import processes, sharding
 from specjax.loading.checkpoints import load_drafter, save_checkpoint, save_drafter
 from specjax.errors import InputError
 from specjax.loading.load import load_model, save_model

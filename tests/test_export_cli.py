@@ -96,17 +96,18 @@ def test_whole_vocabulary(target, tmp_path, capsys):
         (["--format=eagle"], "format='eagle': this head is eagle3; use eagle3 or speculators"),
         (["--head=/nowhere"], "head='/nowhere': no such directory"),
         (["--head=eagle3"], "no eagle3 comes with specjax for"),
-        (["--output={mine}"], "mine: holds 'notes', which specjax has no record"),
+        (["--output=./mine"], "output='./mine': holds 'notes', which specjax has no record"),
         (
-            ["--format=specjax", "--output={mine}", "--target=nothing"],
-            "mine: holds 'notes', which is",
+            ["--format=specjax", "--output=./mine", "--target=nothing"],
+            "output='./mine': holds 'notes', which is",
         ),
         (["--target=nothing"], "target='nothing': no such file"),
         (["--dtype=int8"], "dtype='int8'"),
         (["--heads=1"], "unrecognized arguments: --heads=1"),
     ],
 )
-def test_refusals_take_one_line(flags, message, target, saved, tmp_path, capsys):
+def test_refusals_take_one_line(flags, message, target, saved, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes").touch()
     given = {
@@ -115,7 +116,7 @@ def test_refusals_take_one_line(flags, message, target, saved, tmp_path, capsys)
         "--output": tmp_path / "out",
         "--target": target[0],
     }
-    given |= dict(flag.format(mine=tmp_path / "mine").split("=", 1) for flag in flags)
+    given |= dict(flag.split("=", 1) for flag in flags)
     line = [f"{name}={value}" for name, value in given.items()] if flags else []
     assert run(*line) == 2
     printed = capsys.readouterr()

@@ -509,6 +509,10 @@ def test_no_run_takes_a_folder_that_holds_a_model(saved_model, tmp_path, monkeyp
 
         given = [f"--input={tmp_path}", f"--output={model}", "--target=nothing"]
         assert f"model': {said}features" in refused_by(features.main, given, capsys)
+        with monkeypatch.context() as patch:
+            patch.chdir(tmp_path)
+            given[1] = "--output=./model"  # as it was typed
+            assert f"output='./model': {said}features" in refused_by(features.main, given, capsys)
         assert contents(tmp_path) == before
 
 

@@ -25,7 +25,7 @@ from specjax.cli import command_line
 from specjax.cli.console import Screen
 from specjax.distributed import folder_lock
 from specjax.errors import InputError
-from specjax.fields import InputFolder, OutputFolder, PathOrName, Text, Whole, optional
+from specjax.fields import InputFolder, PathOrName, Text, Whole, optional
 from specjax.files import folders
 from specjax.files.paths import output_folder
 from specjax.loading.load import DEFAULT_MODEL, load_model
@@ -57,7 +57,7 @@ def parser() -> command_line.Parser:
     """The flags."""
     flags = command_line.Parser("python -m train.features", __doc__)
     flags.add_field("input", InputFolder(), "a dataset of conversations")
-    flags.add_field("output", OutputFolder(), "the folder of datasets with features")
+    flags.add_field("output", PathOrName(), "the folder of datasets with features")
     flags.add_field("target", PathOrName(), "who wrote them", default=DEFAULT_MODEL)
     flags.add_field(
         "features",

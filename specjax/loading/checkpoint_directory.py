@@ -311,26 +311,28 @@ def _to_json(directory: Path, facts: dict[str, Any]) -> str:
     return text
 
 
-def check_free(directory: Path, kind: Kind, overwrite: bool) -> None:
+def check_free(directory: Path, kind: Kind, overwrite: bool, where: str | None = None) -> None:
     """Raise InputError where `save` would: a directory that holds anything else than `save` wrote.
 
     A checkpoint that is there is an error unless it is to be replaced, and then too where it is of
-    another kind, was changed, or holds a file that `save` did not write.
+    another kind, was changed, or holds a file that `save` did not write. `where` begins the
+    message, the path if it is left out.
     """
+    where = where or str(directory)
     if not directory.exists():
         return
-    folders.check_is_folder(directory, str(directory))
+    folders.check_is_folder(directory, where)
     for name in _names(directory):
         match = _OURS.fullmatch(name)
         ours = match and (not match[2] or _is_unfinished(directory / name, kind))
         if not ours and name[0] != ".":
             raise InputError(
-                f"{directory}: holds {name!r}, which is no part of a checkpoint; "
+                f"{where}: holds {name!r}, which is no part of a checkpoint; "
                 "give a new or empty directory"
             )
     if _numbers(directory) and not overwrite:
         raise InputError(
-            f"{directory}: holds a checkpoint already; give another directory, or overwrite=True "
+            f"{where}: holds a checkpoint already; give another directory, or overwrite=True "
             "to replace it"
         )
     for number in _numbers(directory):

@@ -98,12 +98,13 @@ def _weight_files(directory: Path) -> list[Path]:
     raise InputError(f"{directory}: no weights; it needs {WEIGHTS} or {MEDUSA_WEIGHTS}")
 
 
-def check_target(path: Path) -> None:
+def check_target(path: Path, where: str | None = None) -> None:
     """Raise InputError unless a directory can be written: it is new, empty, or an earlier export.
 
-    Writing replaces an earlier export, in which there must be nothing else.
+    Writing replaces an earlier export, in which there must be nothing else. `where` begins the
+    message, the path if it is left out.
     """
-    folders.check_replaceable(path, "head", str(path))
+    folders.check_replaceable(path, "head", where or str(path))
 
 
 def write_checkpoint(
