@@ -1,7 +1,7 @@
 """What no field takes, by its kind, as a command line writes it."""
 
 from specjax import fields
-from specjax.cli import decode_config
+from specjax.cli import command_line, decode_config
 from train.run import config as train_config
 
 MANY_DIGITS = "9" * 5000
@@ -31,6 +31,9 @@ def texts(kind):
     if isinstance(kind, fields.Either):
         # What one of the kinds refuses another might take.
         return texts(kind.kinds[0]) if len(kind.kinds) == 1 else ["x\udcff"]
+    if isinstance(kind, command_line.Listed):
+        wrong = [one for one in texts(kind.kind) if one or not kind.empty]
+        return [*wrong, *(f"{one}," for one in wrong)]
     if isinstance(kind, fields.Items):
         inside = kind.kind
         if isinstance(inside, fields.Items):
