@@ -27,16 +27,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from absl import flags
 from rich.console import Console
 from rich.table import Table
 
 from specjax.cli import command_line
-from specjax.errors import InputError, one_line
-from specjax.fields import dotted
+from specjax.errors import InputError
+from specjax.fields import Choice, OutputFolder, Whole, dotted, optional
 from specjax.files.folders import LOCK
 from specjax.loading import checkpoints
 from train.data.examples import FACTS
@@ -75,41 +75,35 @@ class Result:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    act = lambda arguments: _run(_options(arguments))  # noqa: E731
-    return command_line.command(act, argv, __doc__)
+    act = lambda arguments: _run(SimpleNamespace(**parser().read(arguments)))  # noqa: E731
+    return command_line.command(act, argv)
 
 
-def _options(argv: Sequence[str]) -> Any:
-    values = flags.FlagValues()
-    own = {"flag_values": values}
-    flags.DEFINE_integer("kills", 20, "How often each command is killed.", 0, **own)
-    flags.DEFINE_list("what", list(WHAT), "Which commands.", **own)
-    flags.DEFINE_integer("seed", 0, "The moments come from it.", **own)
-    flags.DEFINE_string("folder", None, "Where to work; none: a temporary folder.", **own)
-    try:
-        rest = values(["kill_and_resume", *argv])[1:]
-    except flags.Error as error:
-        raise InputError(f"{one_line(error)}; see --help") from None
-    if rest:
-        raise InputError(f"{rest[0]!r} is not understood; see --help")
-    if unknown := sorted(set(values.what) - set(WHAT)):
-        raise InputError(f"what={unknown[0]!r}: use {', '.join(WHAT)}")
-    return values
+def parser() -> command_line.Parser:
+    """The flags."""
+    flags = command_line.Parser("python scripts/kill_and_resume.py", __doc__)
+    flags.add_field("kills", Whole(), "how often each command is killed", default=20)
+    kind = command_line.Listed(Choice(WHAT))
+    flags.add_field("what", kind, "which commands", default=",".join(WHAT))
+    flags.add_field("seed", Whole(), "the moments come from it", default=0)
+    where = "where to work, else in a temporary folder"
+    flags.add_field("folder", optional(OutputFolder()), where, default=None)
+    return flags
 
 
-def _run(options: Any) -> int:
+def _run(options: SimpleNamespace) -> int:
     with tempfile.TemporaryDirectory(prefix="kill_and_resume-") as temporary:
-        root = Path(options.folder or temporary).expanduser().absolute()
-        root.mkdir(parents=True, exist_ok=True)
-        if any(root.iterdir()):
+        root = options.folder or Path(temporary)
+        if root.exists() and any(root.iterdir()):
             raise InputError(f"folder={str(root)!r}: give a new or empty folder")
+        root.mkdir(parents=True, exist_ok=True)
         answers = root / "answers"
         try:
             if set(options.what) - {"generation"}:
                 _say("generation, for the others to work on")
                 _end(_start(generation(answers), root / "answers.log"), root / "answers.log")
             results = [
-                torment(what, COMMANDS[what](answers / "responses"), root / what, options)
+                kill_and_compare(what, COMMANDS[what](answers / "responses"), root / what, options)
                 for what in options.what
             ]
         except Failed as error:
@@ -155,7 +149,9 @@ COMMANDS: Mapping[str, Callable[[Path], Callable[[Path], list[str]]]] = {
 }
 
 
-def torment(what: str, command: Callable[[Path], list[str]], root: Path, options: Any) -> Result:
+def kill_and_compare(
+    what: str, command: Callable[[Path], list[str]], root: Path, options: SimpleNamespace
+) -> Result:
     """Kill a command as often as asked for, and compare what it leaves each time it has ended."""
     root.mkdir(parents=True)
     log = root / "log"

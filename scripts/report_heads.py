@@ -17,16 +17,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import sweep
-from absl import flags
 from cards import card, curve, table
 from children import INTERRUPTED
 
 from specjax import report
 from specjax.cli import command_line
-from specjax.errors import InputError, one_line
+from specjax.decoding.plan import BATCH_SIZE
+from specjax.drafters import DRAFT_TOKENS
+from specjax.errors import InputError
+from specjax.fields import Flag, InputFile, InputFolder, Number, OutputFolder, Text, Whole, optional
 from specjax.loading.heads.find_head import SHIPPED, shipped_heads
 from specjax.loading.heads.head import read_head
 from specjax.loading.load import DEFAULT_MODEL
@@ -42,40 +44,36 @@ _CONFIG = "configs/decode_smollm2.py"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    act = lambda arguments: run(_options(arguments))  # noqa: E731
-    return command_line.command(act, argv, __doc__, interrupted=INTERRUPTED)
+    act = lambda arguments: run(SimpleNamespace(**parser().read(arguments)))  # noqa: E731
+    return command_line.command(act, argv, interrupted=INTERRUPTED)
 
 
-def _options(argv: Sequence[str]) -> Any:
-    values = flags.FlagValues()
-    own = {"flag_values": values}
-    flags.DEFINE_string("out", None, "Folder of the report.", **own)
-    flags.DEFINE_string("prompts", None, "JSONL in Spec-Bench's schema; else built in.", **own)
-    flags.DEFINE_integer("per_task", None, "Prompts of a task; else all.", **own)
-    flags.DEFINE_string("heads", None, "Folder with a checkpoint a kind; else the shipped.", **own)
-    flags.DEFINE_list("drafters", None, "Which; else ngram, all heads, ngram+eagle3.", **own)
-    flags.DEFINE_integer("num_speculative_tokens", 4, "K of a head by itself.", **own)
-    flags.DEFINE_float("draft_p_min", None, "Where a head stops drafting.", **own)
-    flags.DEFINE_integer("new_tokens", 96, "Tokens an answer.", **own)
-    flags.DEFINE_integer("batch_size", 8, "Of the runs whose speed is not asked for.", **own)
-    flags.DEFINE_string("data", "", "For the cards: where prompts come from.", **own)
-    flags.DEFINE_bool("compare", True, "Else tau alone, without plain decoding.", **own)
-    flags.DEFINE_bool("speed", True, "Compare greedy runs one by one; else in batches.", **own)
-    flags.DEFINE_bool("pictures", True, "Draw pictures.", **own)
-    try:
-        rest = values(["report_heads", *argv])[1:]
-    except flags.Error as error:
-        raise InputError(f"{one_line(error)}; see --help") from None
-    if rest:
-        raise InputError(f"{rest[0]!r} is not understood; see --help")
-    if not values.out:
-        raise InputError("out is missing: pass --out=DIR, the folder of the report")
-    return values
+def parser() -> command_line.Parser:
+    """The flags."""
+    flags = command_line.Parser("python scripts/report_heads.py", __doc__)
+    add = flags.add_field
+    add("out", OutputFolder(), "folder of the report")
+    schema = "JSONL in Spec-Bench's schema; else built in"
+    add("prompts", optional(InputFile()), schema, default=None)
+    add("per_task", optional(Whole(1)), "prompts of a task; else all", default=None)
+    kinds = "folder with a checkpoint for each kind; else the shipped"
+    add("heads", optional(InputFolder()), kinds, default=None)
+    which = "which; else ngram, all heads, ngram+eagle3"
+    add("drafters", optional(command_line.Listed(Text())), which, default=None)
+    add("num_speculative_tokens", DRAFT_TOKENS, "K of a head by itself", default=4)
+    add("draft_p_min", optional(Number(0.0, 1.0)), "where a head stops drafting", default=None)
+    add("new_tokens", Whole(1), "tokens per answer", default=96)
+    add("batch_size", BATCH_SIZE, "of the runs whose speed is not asked for", default=8)
+    add("data", Text(empty=True), "for the cards: where prompts come from", default="")
+    add("compare", Flag(), "else tau alone, without plain decoding", default=True)
+    add("speed", Flag(), "compare greedy runs one by one; else in batches", default=True)
+    add("pictures", Flag(), "draw pictures", default=True)
+    return flags
 
 
-def run(options: Any) -> int:
+def run(options: SimpleNamespace) -> int:
     """Decode what is not decoded yet and write the tables; returns the exit code."""
-    out, places = Path(options.out), _places(options.heads)
+    out, places = options.out, _places(options.heads)
     known = [*_UNTRAINED, *places]
     both = ["+".join(_TOGETHER)] if set(_TOGETHER) <= set(known) else []
     drafters = options.drafters or [*known, *both]
@@ -112,11 +110,11 @@ def run(options: Any) -> int:
     return code
 
 
-def _places(given: str | None) -> dict[str, Path]:
+def _places(given: Path | None) -> dict[str, Path]:
     """The checkpoint of each kind of head."""
-    folder = Path(given).expanduser() if given else SHIPPED / DEFAULT_MODEL
+    folder = given or SHIPPED / DEFAULT_MODEL
     if given:
-        kinds = [path.name for path in sorted(folder.iterdir())] if folder.is_dir() else []
+        kinds = [path.name for path in sorted(folder.iterdir()) if path.is_dir()]
     else:
         kinds = shipped_heads().get(DEFAULT_MODEL, [])
     if not kinds:
@@ -125,12 +123,12 @@ def _places(given: str | None) -> dict[str, Path]:
 
 
 def _runs(
-    options: Any, drafter: str, places: Mapping[str, Path]
+    options: SimpleNamespace, drafter: str, places: Mapping[str, Path]
 ) -> Iterator[tuple[list[str], dict[str, list[str]]]]:
     """The arguments of a drafter's runs, and what tells them apart."""
     fixed = [f"--config={_CONFIG}", f"--config.sampling.max_new_tokens={options.new_tokens}"]
     if options.prompts:
-        fixed.append(f"--config.prompts={Path(options.prompts).expanduser()}")
+        fixed.append(f"--config.prompts={options.prompts}")
     if options.per_task:
         fixed.append(f"--config.per_task={options.per_task}")
     trained = [part for part in drafter.split("+") if part in places]
@@ -154,7 +152,7 @@ def _runs(
     yield [*fixed, "--config.compare=false"], grid | sampled | batch
 
 
-def _by_task(options: Any, runs: Sequence[Run]) -> list[str]:
+def _by_task(options: SimpleNamespace, runs: Sequence[Run]) -> list[str]:
     """Tau of each run, by task."""
     if not runs:
         return []

@@ -21,16 +21,16 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from absl import flags
 from cards import TRAINERS, card
 from children import INTERRUPTED, run_child
 
 from specjax.cli import command_line
 from specjax.distributed import folder_lock
-from specjax.errors import InputError, one_line
-from specjax.files.paths import output_folder
+from specjax.errors import InputError
+from specjax.fields import Choice, Flag, Number, OutputFolder, PathOrName, optional
 from train.run.workdir import write_file
 
 
@@ -49,38 +49,37 @@ class Stage(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     act = lambda arguments: reproduce(_options(arguments))  # noqa: E731
-    return command_line.command(act, argv, __doc__, interrupted=INTERRUPTED)
+    return command_line.command(act, argv, interrupted=INTERRUPTED)
 
 
-def _options(argv: Sequence[str]) -> Any:
-    values = flags.FlagValues()
-    own = {"flag_values": values}
-    usual = [kind for kind in TRAINERS if kind != "eagle"]
-    flags.DEFINE_string("workdir", "runs/heads", "Where all stages keep their files.", **own)
-    flags.DEFINE_float("minutes", None, "Stop cleanly after so long.", lower_bound=0.1, **own)
-    flags.DEFINE_list("responses", [], "Datasets of answers that exist already.", **own)
-    flags.DEFINE_bool("generate", True, "Let the target answer prompts.", **own)
-    flags.DEFINE_bool("store_features", True, "Else each step computes them.", **own)
-    flags.DEFINE_list("kinds", usual, "Drafters to train.", **own)
-    flags.DEFINE_enum("size", "", ["", "debug"], "debug, or nothing for the real thing.", **own)
-    flags.DEFINE_bool("install", False, "Put the heads where specjax looks for them.", **own)
-    try:
-        rest = values(["reproduce_heads", *argv])[1:]
-    except flags.Error as error:
-        raise InputError(f"{one_line(error)}; see --help") from None
-    if rest:
-        raise InputError(f"{rest[0]!r} is not understood; see --help")
-    if unknown := sorted(set(values.kinds) - set(TRAINERS)):
-        raise InputError(f"kinds={unknown[0]!r}: use {', '.join(TRAINERS)}")
+def parser() -> command_line.Parser:
+    """The flags."""
+    flags = command_line.Parser("python scripts/reproduce_heads.py", __doc__)
+    add, listed = flags.add_field, command_line.Listed
+    usual = ",".join(kind for kind in TRAINERS if kind != "eagle")
+    add("workdir", OutputFolder(), "where all stages keep their files", default="runs/heads")
+    add("minutes", optional(Number(0.1, 1e9)), "stop cleanly after so long", default=None)
+    there = "datasets of answers that exist already"
+    add("responses", listed(PathOrName(), empty=True), there, default="")
+    add("generate", Flag(), "let the target answer prompts", default=True)
+    add("store_features", Flag(), "else each step computes them", default=True)
+    add("kinds", listed(Choice(tuple(TRAINERS))), "drafters to train", default=usual)
+    add("size", optional(Choice(("debug",))), "debug, or else the real thing", default=None)
+    add("install", Flag(), "put the heads where specjax looks for them", default=False)
+    return flags
+
+
+def _options(argv: Sequence[str]) -> SimpleNamespace:
+    values = SimpleNamespace(**parser().read(argv))
     if not values.generate and not values.responses:
         raise InputError("responses is missing: --nogenerate needs --responses=DIRECTORY")
     return values
 
 
-def reproduce(options: Any) -> int:
+def reproduce(options: SimpleNamespace) -> int:
     """Run what is left of the recipe; returns the exit code."""
     until = math.inf if options.minutes is None else time.monotonic() + 60 * options.minutes
-    root = output_folder("workdir", options.workdir)
+    root = options.workdir
     # The stages inherit the lock: one that outlives this process keeps a second one from its files.
     with folder_lock.lock(root, "recipe", f"workdir={str(root)!r}") as lock:
         code = run_stages(recipe(options, root), root, until, [lock])
@@ -89,7 +88,7 @@ def reproduce(options: Any) -> int:
     return code or 0
 
 
-def recipe(options: Any, root: Path) -> list[Stage]:
+def recipe(options: SimpleNamespace, root: Path) -> list[Stage]:
     """The stages that make what is exported, in order."""
     python, size = [sys.executable, "-m"], f":{options.size}" if options.size else ""
     stages, answers = [], list(options.responses)
@@ -177,7 +176,7 @@ def _read(record: Path) -> dict[str, Any]:
         ) from None
 
 
-def export(options: Any, root: Path) -> None:
+def export(options: SimpleNamespace, root: Path) -> None:
     """Each head in half precision, and what they weigh together."""
     import jax
     import numpy as np

@@ -23,17 +23,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from types import SimpleNamespace
 
 import ml_collections
-from absl import flags
 from children import INTERRUPTED, run_child
 
 from specjax import decode, report
 from specjax.cli import command_line
 from specjax.cli.decode_config import read_job
 from specjax.errors import InputError, one_line
-from specjax.fields import dotted
+from specjax.fields import Flag, OutputFolder, dotted
 from specjax.reporting import plots
 from specjax.reporting.read import read_report
 from specjax.reporting.report_file import check_writable
@@ -64,11 +63,11 @@ def _sweep(argv: list[str]) -> int:
     options, fixed, grid = _options(argv)
     if options.pictures:
         plots.require_matplotlib()
-    cells = make_cells(Path(options.out), fixed, grid)
+    cells = make_cells(options.out, fixed, grid)
     return sweep(cells, options)
 
 
-def sweep(cells: Sequence[Cell], options: Any) -> int:
+def sweep(cells: Sequence[Cell], options: SimpleNamespace) -> int:
     """Run what is not finished, then report; returns the exit code."""
     code = run_cells(cells)
     runs = {cell: finished(cell) for cell in cells}
@@ -78,7 +77,7 @@ def sweep(cells: Sequence[Cell], options: Any) -> int:
             key = (run.config["target"], run.summary["prompts"])
             groups.setdefault(key, []).append(cell.report)
     for number, paths in enumerate(groups.values(), start=1):
-        folder = Path(options.out) / (f"report-{number}" if len(groups) > 1 else "")
+        folder = options.out / (f"report-{number}" if len(groups) > 1 else "")
         for path in report.write(paths, folder, predict=options.predict, pictures=options.pictures):
             _say(f"wrote {path}")
     return code
@@ -168,7 +167,16 @@ def _outcome(cell: Cell, run: Run | None, status: int | None) -> str:
     return f"tau {figures.counts.acceptance_length:.2f}{speedup}{warning}"
 
 
-def _options(argv: list[str]) -> tuple[Any, list[str], dict[str, list[str]]]:
+def parser() -> command_line.Parser:
+    """The sweep's own flags."""
+    flags = command_line.Parser("python scripts/sweep.py", __doc__)
+    flags.add_field("out", OutputFolder(), "folder of the sweep")
+    flags.add_field("predict", Flag(), "time the parts of rounds", default=False)
+    flags.add_field("pictures", Flag(), "draw pictures", default=True)
+    return flags
+
+
+def _options(argv: list[str]) -> tuple[SimpleNamespace, list[str], dict[str, list[str]]]:
     """The sweep's own options, the arguments of every cell, and the grid."""
     own = [one for one in argv if re.match(r"--?(out|(no)?predict|(no)?pictures)\b", one)]
     fixed = [one for one in argv if re.match(r"--?(no)?config\b", one)]
@@ -186,16 +194,7 @@ def _options(argv: list[str]) -> tuple[Any, list[str], dict[str, list[str]]]:
         if name in grid or f"--{name}" in _names(fixed):
             why = "every cell has one of its own" if name == "config.report" else "it is swept"
             raise InputError(f"--{name}: {why}; leave it out")
-    values = flags.FlagValues()
-    flags.DEFINE_string("out", None, "Folder of the sweep.", flag_values=values)
-    flags.DEFINE_bool("predict", False, "Time the parts of rounds.", flag_values=values)
-    flags.DEFINE_bool("pictures", True, "Draw pictures.", flag_values=values)
-    try:
-        values(["sweep", *own])
-    except flags.Error as error:
-        raise InputError(f"{one_line(error)}; see --help") from None
-    if not values.out:
-        raise InputError("out is missing: pass --out=DIR, the folder of the sweep")
+    values = SimpleNamespace(**parser().read(own))
     return values, fixed, grid
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import bad_inputs
 import pytest
+from script_modules import script_module
 
 from specjax import bench, decode, export, report
 from specjax.cli.decode_config import decode_fields
@@ -44,6 +45,17 @@ FLAGS = {
         {"input": "file", "output": "new"},
     ),
 }
+
+# The same of commands that are files.
+SCRIPTS = {
+    "kill_and_resume": {},
+    "reproduce_heads": {},
+    "report_heads": {"out": "new"},
+    "sweep": {},
+}
+for name, needed in SCRIPTS.items():
+    with script_module(name) as script:
+        FLAGS[f"scripts/{name}.py"] = (script.main, script.parser(), needed)
 
 
 @pytest.fixture
@@ -109,7 +121,7 @@ def test_every_flag(command, folder, capsys, monkeypatch):
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, *FLAGS])
+@pytest.mark.parametrize("command", [*COMMANDS, *(name for name in FLAGS if "/" not in name)])
 def test_as_a_process(command, folder):
     """What a person sees: one line, and no traceback."""
     flag = "--config.nosuch=1" if command in COMMANDS else "--nosuch=1"

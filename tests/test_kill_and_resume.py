@@ -162,7 +162,7 @@ def test_a_command_is_killed_and_compared(resumed, script, tmp_path, monkeypatch
     monkeypatch.setattr(script.sys, "executable", str(tmp_path / "python"))
     options = types.SimpleNamespace(kills=4, seed=0)
     command = lambda folder: [str(tmp_path / "stage.py"), str(folder)]  # noqa: E731
-    result = script.torment("toy", command, tmp_path / "work", options)
+    result = script.kill_and_compare("toy", command, tmp_path / "work", options)
     assert result.kills == 4
     assert result.starts >= result.runs + 4
     assert bool(result.different) == (resumed == "in two")
@@ -176,15 +176,19 @@ def test_a_run_that_fails_is_an_error_of_its_own(script, tmp_path):
     command = lambda folder: ["json.tool", str(tmp_path / "none")]  # noqa: E731
     options = types.SimpleNamespace(kills=1, seed=0)
     with pytest.raises(script.Failed, match="ended with code"):
-        script.torment("toy", command, tmp_path / "work", options)
+        script.kill_and_compare("toy", command, tmp_path / "work", options)
 
 
 @pytest.mark.parametrize(
     ("flag", "said"),
     [
         ("--kills=-1", "kills"),
-        ("--what=training,baking", "what='baking': use training, generation, features"),
-        ("more", "'more' is not understood"),
+        ("--what=training,baking", "what='baking' is unknown: use training, generation, features"),
+        ("--what=", "what='' is unknown: use training"),
+        ("more", "unrecognized arguments: more"),
+        ("--folder=setup.cfg", "folder='setup.cfg' is a file: name a folder"),
+        ("--folder=~nosuchuser/x", "folder='~nosuchuser/x': Could not determine home"),
+        ("--folder=" + "a" * 300, "File name too long"),
         ("--folder=tests", "give a new or empty folder"),
     ],
 )

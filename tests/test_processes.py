@@ -161,7 +161,7 @@ def test_an_error_of_one_process_ends_both(model, prompts, tmp_path):
     script = tmp_path / "one.py"
     script.write_text(
         "import sys\n"
-        "from specjax import processes\n"
+        "from specjax.distributed import processes\n"
         "from specjax.errors import InputError\n"
         "number = int(sys.argv[2])\n"
         "processes.join(coordinator_address=sys.argv[1], num_processes=2, process_id=number)\n"
@@ -198,7 +198,7 @@ def test_a_number_that_is_taken_is_refused():
     port = free_port()
     address = f"127.0.0.1:{port}"
     call = (
-        "from specjax import processes\n"
+        "from specjax.distributed import processes\n"
         f"processes.join(coordinator_address='{address}', num_processes=3, process_id=1, "
         "timeout_s=20)"
     )

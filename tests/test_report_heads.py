@@ -174,12 +174,13 @@ def test_a_card_says_what_later_fields_were_when_a_head_was_trained(report_heads
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ([], "out is missing: pass --out=DIR"),
-        (["--out=x", "--heads=nowhere"], "heads='nowhere': no head is there"),
+        ([], "out is missing: pass --out=VALUE"),
+        (["--out=x", "--heads=nowhere"], "heads='nowhere': no such folder"),
+        (["--out=x", "--heads=tests/goldens/linear"], "linear': no head is there"),
         (["--out=x", "--heads={heads}", "--drafters=eagle"], "drafters='eagle': there are ngram,"),
         (["--out=x", "--heads={heads}", "--drafters=ngram+eagle"], "joined by +"),
-        (["--out=x", "what"], "'what' is not understood"),
-        (["--out=x", "--batch_size=many"], "--batch_size"),
+        (["--out=x", "what"], "unrecognized arguments: what"),
+        (["--out=x", "--batch_size=many"], "batch_size='many': use a whole number"),
     ],
 )
 def test_bad_input(argv, said, report_heads, heads, capsys):

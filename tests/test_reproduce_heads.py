@@ -268,11 +268,14 @@ def test_a_full_disk_is_one_line(script, main, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--kinds=eagle3,nosuch"], "kinds='nosuch': use eagle3, draft_model, medusa, eagle"),
+        (
+            ["--kinds=eagle3,nosuch"],
+            "kinds='nosuch' is unknown: use eagle3, draft_model, medusa, eagle",
+        ),
         (["--nogenerate"], "--nogenerate needs --responses=DIRECTORY"),
         (["--size=huge"], "size"),
         (["--minutes=0"], "minutes"),
-        (["what"], "'what' is not understood"),
+        (["what"], "unrecognized arguments: what"),
     ],
 )
 def test_bad_input(argv, said, script, tmp_path, capsys):

@@ -149,7 +149,7 @@ def test_bad_input_is_one_line_before_any_cell(argv, says, sweep, cells_run, tmp
 
 def test_out_is_needed_and_writable(sweep, cells_run, tmp_path, capsys):
     assert sweep.main(["config.seed=1"]) == 2
-    assert "--out=DIR" in capsys.readouterr().err
+    assert "out is missing: pass --out=" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
     assert sweep.main(["config.seed=1", f"--out={tmp_path / 'file'}"]) == 2
     assert "is a file: name a folder" in capsys.readouterr().err

@@ -10,6 +10,7 @@ import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -120,6 +121,21 @@ def command(
         if isinstance(ended.__context__, BrokenPipeError):
             return _without_reader()
         raise
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Values of one kind between commas, as a flag has them; none at all where `empty` is set."""
+
+    kind: Kind
+    empty: bool = False
+
+    def check(self, name: str, value: Any) -> tuple:
+        """The values as a tuple."""
+        parts = value.split(",") if isinstance(value, str) else value
+        if self.empty and value == "":
+            return ()
+        return tuple(self.kind.check(name, part) for part in parts)
 
 
 class Parser(argparse.ArgumentParser):
