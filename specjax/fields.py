@@ -175,7 +175,7 @@ class Function:
 
 @dataclass(frozen=True)
 class InputFile:
-    """The path of a file to read; of a pipe too where `pipe` is set, for `paths.open_pipe`."""
+    """The path of a file to read; of a pipe too where `pipe` is set, for `open_files.open_pipe`."""
 
     pipe: bool = False
 

@@ -80,7 +80,6 @@ OWN_JSON = {
     "specjax/distributed/processes.py",
     "specjax/distributed/folder_lock.py",
     "specjax/loading/tokenizers/template_renderer.py",
-    "specjax/report.py",
 }
 
 

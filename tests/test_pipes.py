@@ -18,7 +18,7 @@ from specjax import decode
 from specjax.decoding.prompts import read_questions
 from specjax.errors import InputError
 from specjax.fields import InputFile
-from specjax.files import json_files, paths
+from specjax.files import json_files, open_files
 from specjax.loading.formats.gguf_header import open_gguf
 from specjax.loading.head_formats import read_foreign, write_foreign
 from specjax.loading.heads.head import read_head, save_head
@@ -145,7 +145,7 @@ READERS = pytest.mark.parametrize(
 
 @READERS
 def test_a_pipe_without_a_writer_is_an_error(read, tmp_path, monkeypatch):
-    monkeypatch.setattr(paths, "WRITER_SECONDS", 0.1)
+    monkeypatch.setattr(open_files, "WRITER_SECONDS", 0.1)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(InputError, match=r"pipe: a pipe that nobody has written to for 0.1 s"):
         read(tmp_path / "pipe")
@@ -168,7 +168,7 @@ def written_to(path, pieces):
 @pytest.mark.parametrize("pack", [lambda text: text, gzip.compress])
 def test_a_pipe_is_read_to_its_end(pack, tmp_path, monkeypatch):
     """Its writer takes longer than a writer may take to come."""
-    monkeypatch.setattr(paths, "WRITER_SECONDS", 0.2)
+    monkeypatch.setattr(open_files, "WRITER_SECONDS", 0.2)
     os.mkfifo(tmp_path / "pipe")
     content = pack(LINE + LINE.replace(b"1", b"2") + b"\n" * 200_000)
     first, second, third = threading.Event(), threading.Event(), threading.Event()

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from specjax.errors import InputError, one_line, shown
 from specjax.files import temporary, text_files
 from specjax.files.json_files import read_json_file
-from specjax.files.paths import open_regular
+from specjax.files.open_files import open_regular
 
 Kind = Literal[
     "model",
@@ -330,7 +330,7 @@ def _records(file: Path, files: Any) -> dict[str, Record]:
 
 
 def record_of(file: Path) -> Record:
-    """What a marker says of a file as it is now; raises as `paths.open_regular` does."""
+    """What a marker says of a file as it is now; raises as `open_files.open_regular` does."""
     with open_regular(file) as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
         return Record(os.fstat(opened.fileno()).st_size, digest)

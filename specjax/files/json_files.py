@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from specjax.errors import InputError, one_line, shown
-from specjax.files import paths
+from specjax.files import open_files
 
 _LONGEST_LINE = 64 << 20
 """Bytes: a file without line ends is not read whole."""
@@ -45,7 +45,7 @@ def read_json_file(path: Path, remedy: str = "restore it") -> Any:
     A file of more than 256 MiB is refused before it is read whole.
     """
     try:
-        with paths.open_regular(path, remedy) as file:
+        with open_files.open_regular(path, remedy) as file:
             content = bytearray()  # in pieces: Python makes room first for all that is asked for
             while len(content) <= _LARGEST_FILE and (piece := file.read(1 << 20)):
                 content += piece
@@ -90,7 +90,7 @@ def read_json_lines(path: Path, field: str) -> Iterator[tuple[str, dict[str, Any
 
 @contextmanager
 def _opened(path: Path) -> Iterator[io.BufferedReader | gzip.GzipFile]:
-    with paths.open_pipe(path) as file:
+    with open_files.open_pipe(path) as file:
         # A look ahead, not a second opening: the file may be a pipe.
         if file.peek(2)[:2] != b"\x1f\x8b":
             yield file

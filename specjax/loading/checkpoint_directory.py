@@ -29,7 +29,7 @@ from specjax.distributed import processes
 from specjax.errors import InputError, one_line
 from specjax.files import folders, temporary
 from specjax.files.json_files import parse_json
-from specjax.files.paths import regular_files
+from specjax.files.open_files import regular_files
 
 Kind = Literal["model", "drafter"]
 

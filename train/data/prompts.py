@@ -14,7 +14,8 @@ from specjax.decoding.prompts import encode_prompt
 from specjax.errors import InputError, one_line, shown
 from specjax.fields import Text
 from specjax.files.json_files import read_json_lines
-from specjax.files.paths import input_file, regular_files
+from specjax.files.open_files import regular_files
+from specjax.files.paths import input_file
 from specjax.loading.model import Model
 from train.data.examples import import_tfds
 

@@ -14,7 +14,8 @@ from jaxtyping import Bool, Int32, Int64
 from specjax.errors import InputError, one_line
 from specjax.files import folders
 from specjax.files.json_files import read_json_file
-from specjax.files.paths import regular_files, user_path
+from specjax.files.open_files import regular_files
+from specjax.files.paths import user_path
 from train.data.examples import (
     FACTS,
     FORMAT,

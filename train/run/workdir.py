@@ -19,7 +19,8 @@ from specjax.distributed import processes
 from specjax.errors import InputError
 from specjax.files import text_files
 from specjax.files.json_files import parse_json
-from specjax.files.paths import open_regular, output_folder
+from specjax.files.open_files import open_regular
+from specjax.files.paths import output_folder
 from train.run.same_run import check_same_run
 
 MAY_DIFFER = (

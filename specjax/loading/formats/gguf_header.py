@@ -21,7 +21,7 @@ from gguf.quants import dequantize
 from jaxtyping import Float, UInt8
 
 from specjax.errors import InputError
-from specjax.files.paths import open_regular
+from specjax.files.open_files import open_regular
 
 _SCALARS = {
     0: "<u1",

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from specjax.errors import InputError, one_line, shown
 from specjax.files import folders
-from specjax.files.paths import regular_file
+from specjax.files.open_files import regular_file
 from specjax.loading.formats import build_parameters, parameter_names
 from specjax.loading.formats.huggingface_config import write_config
 from specjax.loading.tokenizers.huggingface_tokenizer import (

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from specjax.errors import InputError, one_line
 from specjax.files import folders
-from specjax.files.paths import regular_file
+from specjax.files.open_files import regular_file
 from specjax.loading.formats.huggingface import PICKLES, PRODUCER, write_tensors
 from specjax.loading.tokenizers.huggingface_tokenizer import read_json, write_json
 

@@ -10,7 +10,7 @@ import tokenizers
 
 from specjax.errors import InputError, one_line, shown
 from specjax.files import json_files
-from specjax.files.paths import open_regular, regular_file
+from specjax.files.open_files import open_regular, regular_file
 from specjax.loading.tokenizers import chat_templates
 from specjax.loading.tokenizers.tokenizer import Tokenizer, refused, set_bos
 
