@@ -175,10 +175,10 @@ def verify(
             return
         raise InputError(
             f"{folder}: specjax wrote its weights, and {MARKER}, which it writes last, is missing "
-            "or of another folder; copy the folder again, whole, or save again"
+            "or of another folder; copy the folder again, whole, or save elsewhere"
         )
     if damage := find_damage(folder, marker, needed=needed):
-        raise InputError(f"{folder}: {damage}; copy it again or save again")
+        raise InputError(f"{folder}: {damage}; copy it again, or save elsewhere")
 
 
 def check_replaceable(folder: Path, kind: Kind, where: str) -> None:

@@ -134,7 +134,7 @@ def look(directory: Path, kind: Kind) -> Found:
         raise InputError(f"{directory}: holds no checkpoint; give a directory that specjax saved")
     path = directory / _NAME.format(numbers[-1])
     marker = _marker(directory, path)
-    regular_files(path, "copy the checkpoint again or save again")
+    regular_files(path, "copy the checkpoint again, or save elsewhere")
     if damage := folders.find_damage(path, marker, share=None, needed=_INDEX):
         raise damaged(directory, f"{path.name}/{damage}")
 
@@ -199,7 +199,7 @@ def restore(found: Found, wanted: dict[str, Any]) -> dict[str, Any]:
 def damaged(directory: Path, how: str) -> InputError:
     """The error for a checkpoint that is not what was saved."""
     return InputError(
-        f"{directory}: the checkpoint is damaged or cut short ({how}); copy it again or save again"
+        f"{directory}: the checkpoint is damaged or cut short ({how}); copy it again, or save elsewhere"
     )
 
 
@@ -416,7 +416,7 @@ def _marker(directory: Path, path: Path) -> folders.Marker:
     if marker is None or marker.files is None:
         raise InputError(
             f"{directory}: {path.name} lacks its commit marker, {folders.MARKER}: not saved by "
-            "specjax, or damaged; copy it again, whole, or save again"
+            "specjax, or damaged; copy it again, whole, or save elsewhere"
         )
     return marker
 
