@@ -145,7 +145,7 @@ def finished(cell: Cell) -> Run | None:
     try:
         run = read_report(cell.report)
     except InputError:
-        # Half of a file, or another version's: the cell is run again.
+        # Another version's: the cell is run again.
         return None
     return run if isinstance(run, Run) and not run.interrupted else None
 

@@ -89,9 +89,9 @@ def test_an_interrupted_answer_is_not_the_next_ones(monkeypatch):
 def test_the_process_ends_with_the_one_that_started_it():
     program = """
         import os
-        from specjax.models import chat, chat_process
-        chat.render("x", [{"role": "user", "content": "y"}], {})
-        print(chat_process._child.process.pid, flush=True)
+        from specjax.loading.tokenizers import chat_templates, template_process
+        chat_templates.render("x", [{"role": "user", "content": "y"}], {})
+        print(template_process._child.process.pid, flush=True)
         os._exit(0)  # no clean-up of any kind
     """
     done = subprocess.run(

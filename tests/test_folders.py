@@ -101,7 +101,9 @@ def test_a_save_without_its_marker_is_refused(kind, model, tmp_path):
     (marker,) = (tmp_path / "saved").rglob(MARKER)
     content = marker.read_text()
     marker.unlink()
-    with pytest.raises(InputError, match=f"saved: .*{MARKER}.*copy .* again, whole, or save elsewhere"):
+    with pytest.raises(
+        InputError, match=f"saved: .*{MARKER}.*copy .* again, whole, or save elsewhere"
+    ):
         load(tmp_path / "saved")
     marker.write_text(content[: len(content) // 2])
     with pytest.raises(InputError, match=f"{MARKER} is not JSON"):

@@ -160,16 +160,14 @@ def test_another_seed_gives_other_answers_where_they_are_drawn(model_path, promp
 KILLED = """
 import os, signal, sys
 from train import generate
-from train.data import pieces
 replace, calls = os.replace, []
 def dies(one, other):
-    calls.append(other)
+    if str(other).endswith(".npz"):
+        calls.append(other)
     if len(calls) == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     replace(one, other)
-class Module:
-    getpid, replace = os.getpid, staticmethod(dies)
-pieces.os = Module
+os.replace = dies
 sys.exit(generate.main(sys.argv[1:]))
 """
 

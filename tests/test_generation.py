@@ -346,7 +346,7 @@ REFUSED = {
     "length_word": (dict(num_speculative_tokens="max"), "num_speculative_tokens='max': use a whol"),
     "ladder": (
         dict(num_speculative_tokens_per_batch_size=[(4, 2, 1)]),
-        r"num_speculative_tokens_per_batch_size: \(4, 2, 1\) must be .*low <= high",
+        r"per_batch_size\[0\]=\(4, 2, 1\): must be .*1 <= low <= high",
     ),
     "rule": (dict(verify="typical"), "verify='typical' is unknown: use rejection, block, coupled"),
     "drafter": (dict(drafter="ngramm"), "drafter='ngramm' is unknown: did you mean ngram"),

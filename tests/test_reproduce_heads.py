@@ -16,8 +16,8 @@ import pytest
 from heads import eagle_head
 from script_modules import SCRIPTS, script_module
 
+from specjax.distributed import folder_lock
 from specjax.files import folders, text_files
-from specjax.files.folders import LOCK
 from specjax.loading.heads import find_head
 from specjax.loading.heads.head import read_head, save_head
 
@@ -251,13 +251,8 @@ def test_a_full_disk_is_one_line(script, main, tmp_path, monkeypatch, capsys):
     error = capsys.readouterr().err
     assert f"{tmp_path / 'finished.json'}: cannot be written (No space left" in error
     assert error.count("\n") == 1
-    opened = Path.open
-
-    def full_lock(path, *arguments, **rest):
-        return (full if path.name == LOCK else opened)(path, *arguments, **rest)
-
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", full_lock)
+        patch.setattr(folder_lock, "open_without_links", full)
         assert main(stage(script, "one", "")) == 2
     assert "make room or write elsewhere" in capsys.readouterr().err
     (tmp_path / "file").write_text("")

@@ -62,12 +62,16 @@ def test_a_grid_is_decoded_resumed_and_reported(sweep, cells_run, tmp_path, caps
     assert (tmp_path / "speedup_by_k.png").exists()
     assert len(list((tmp_path / "cells").glob("*.json"))) == 4
 
-    # Nothing is left; then one cell is half written, and one was interrupted.
+    # Nothing is left; then one cell is half written, which is said, and one was interrupted.
     cells_run.clear()
     assert sweep.main(argv) == 0
     assert cells_run == []
     first, second, *_ = sorted((tmp_path / "cells").glob("*.json"))
     first.write_text(first.read_text()[:100])
+    capsys.readouterr()
+    assert sweep.main(argv) == 2
+    assert f"{first.name}' is a file that is no report" in capsys.readouterr().err
+    first.unlink()
     broken = json.loads(second.read_text())
     broken["summary"]["interrupted"] = True
     second.write_text(json.dumps(broken))

@@ -199,7 +199,8 @@ def restore(found: Found, wanted: dict[str, Any]) -> dict[str, Any]:
 def damaged(directory: Path, how: str) -> InputError:
     """The error for a checkpoint that is not what was saved."""
     return InputError(
-        f"{directory}: the checkpoint is damaged or cut short ({how}); copy it again, or save elsewhere"
+        f"{directory}: the checkpoint is damaged or cut short ({how}); copy it again, or save "
+        "elsewhere"
     )
 
 

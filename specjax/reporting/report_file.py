@@ -91,12 +91,12 @@ def _reserve(handle: int, size: int) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write `json_text`, whole or not at all. Raises OSError, and ValueError as that does."""
+    """Write `json_text`, whole or not at all. Raises OSError, and TypeError as that does."""
     write_text(path, json_text(content))
 
 
 def json_text(content: Any) -> str:
-    """A value as JSON, numbers that are not finite as null. Raises ValueError for what has none."""
+    """A value as JSON, numbers that are not finite as null. Raises TypeError for what is none."""
     text = json.dumps(_with_finite_numbers(content), indent=1, ensure_ascii=False, allow_nan=False)
     # A list of numbers on one line: token ids are read across.
     text = re.sub(r"\[[\s\d.,eE+-]*\]", lambda match: " ".join(match[0].split()), text)

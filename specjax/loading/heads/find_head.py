@@ -57,10 +57,10 @@ def read_any_head(path: str | Path, target: Model, field: str) -> Head:
 
     Raises InputError where there is no such directory, and as the readers do.
     """
-    path = user_path(field, path)
+    typed, path = str(path), user_path(field, path)
     if not path.is_dir():
         raise InputError(
-            f"{field}={str(path)!r}: no such directory; give what training exported, or a "
+            f"{field}={typed!r}: no such directory; give what training exported, or a "
             "downloaded head"
         )
     if is_checkpoint(path):
