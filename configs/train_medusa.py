@@ -27,7 +27,9 @@ def get_config(size=""):
     config.medusa.draft_vocab_size = 8192  # the commonest tokens of the data; V = all
 
     config.loss = config_dict.ConfigDict()
-    config.loss.labels = "laws"  # laws of the target | tokens of the data, as published
+    config.loss.labels = (
+        "distributions"  # distributions of the target | tokens of the data, as published
+    )
     config.loss.decay = 0.8  # the weight of head i is decay ** i
 
     if size == "debug":

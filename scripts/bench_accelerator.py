@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
     context = multiprocessing.get_context("spawn")
     try:
         with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
-            outcome = pool.submit(bench.measure, options).result()
+            result = pool.submit(bench.measure, options).result()
     except concurrent.futures.process.BrokenProcessPool:
         print(
             f"error: the measuring process died; what it measured is in {options.out}: leave out "
@@ -76,11 +76,11 @@ def main(argv: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 1
-    rows = Rows(options.out, outcome.settings)
+    rows = Rows(options.out, result.settings)
     size = SIZES[options.size]
-    left = list(outcome.left)
+    left = list(result.left)
     if "transformers" in options.kinds:
-        left += peers.compare(options, size, outcome, rows, _PEER.value)
+        left += peers.compare(options, size, result, rows, _PEER.value)
     console = Console(width=None if sys.stdout.isatty() else 140)
     report.print_summary(rows, size, console)
     if _PICTURES.value is not None:

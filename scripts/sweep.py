@@ -100,7 +100,7 @@ def run_cells(cells: Sequence[Cell]) -> int:
             raise KeyboardInterrupt
         runs[cell] = finished(cell)
         failed |= status != 0
-        _say(f"    {_outcome(cell, runs[cell], status)}, {_duration(seconds[-1])}")
+        _say(f"    {_result(cell, runs[cell], status)}, {_duration(seconds[-1])}")
     return int(failed or not all(run.exact for run in runs.values() if run is not None))
 
 
@@ -157,7 +157,7 @@ def run_cell(cell: Cell) -> int | None:
         return run_child([*command, f"--config.report={cell.report}"], log=log)
 
 
-def _outcome(cell: Cell, run: Run | None, status: int | None) -> str:
+def _result(cell: Cell, run: Run | None, status: int | None) -> str:
     if run is None:
         lines = cell.log.read_text(encoding="utf-8").splitlines() if cell.log.exists() else []
         return f"FAILED with exit code {status}: {lines[-1] if lines else 'no word'} ({cell.log})"

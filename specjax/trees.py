@@ -14,14 +14,14 @@ class Draft:
 
     Node i sits in window slot i + 1, the root in slot 0; `parents` are slots, and parents come
     before children, so a chain has parents 0, 1, 2, ... A row's node that is not `valid` was never
-    proposed; `valid` is closed under ancestors. `law` names the row of `logq` a node was drawn
+    proposed; `valid` is closed under ancestors. `logq_row` names the row of `logq` a node was drawn
     from, before any sibling was removed; -1 says the node is deterministic (q is one-hot).
     """
 
     tokens: Int[Array, "B N"]
     parents: Int[Array | np.ndarray, "N"]
     valid: Bool[Array, "B N"]
-    law: Int[Array, "B N"]
+    logq_row: Int[Array, "B N"]
     logq: Float[Array, "B Q V"] | None = None
 
 
@@ -40,7 +40,7 @@ def chain(
         tokens=tokens,
         parents=np.arange(length),
         valid=step < num_valid[:, None],
-        law=jnp.full_like(step, -1) if logq is None else step,
+        logq_row=jnp.full_like(step, -1) if logq is None else step,
         logq=logq,
     )
 

@@ -100,28 +100,28 @@ def shifting(target, step=7):
     return Drafter("shifting", stateless, propose, unmoved, num_speculative_tokens=4)
 
 
-def random_law(target, spread=1.0):
-    """A drafter of one's own: tokens from laws that only depend on depth, some rows short."""
+def random_distribution(target, spread=1.0):
+    """A drafter of one's own: distributions that only depend on depth, some rows short."""
     vocab = target.config.vocab_size
     table = spread * np.random.default_rng(0).standard_normal((16, vocab)).astype(np.float32)
 
     def propose(params, state, context, noise):
-        tokens, laws = [], []
+        tokens, distributions = [], []
         for depth in range(context.num_tokens):
             logits = jnp.broadcast_to(params[depth][None, :], (context.length.shape[0], vocab))
-            token, law = context.draw(logits, noise, depth)
+            token, distribution = context.draw(logits, noise, depth)
             tokens.append(token)
-            laws.append(law)
+            distributions.append(distribution)
         if not tokens:
             return trees.chain(
                 jnp.zeros((context.length.shape[0], 0), jnp.int32), context.limit
             ), state
         count = jnp.minimum(context.limit, context.length % (context.num_tokens + 1))
-        logq = jnp.stack(laws, axis=1) if context.laws else None
+        logq = jnp.stack(distributions, axis=1) if context.needs_logq else None
         return trees.chain(jnp.stack(tokens, axis=1), count, logq), state
 
     return Drafter(
-        "random_law",
+        "random_distribution",
         stateless,
         propose,
         unmoved,
@@ -146,7 +146,7 @@ def drafters(tiny, unrelated, similar):
         "early_exit_p_min": early_exit.make(layers, exit_layer=2, draft_p_min=0.15),
         "fallback": fallback.make(ngram.make(), early_exit.make(layers, exit_layer=2)),
         "shifting": shifting(tiny),
-        "random_law": random_law(tiny),
+        "random_distribution": random_distribution(tiny),
     }
 
 

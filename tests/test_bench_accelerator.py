@@ -390,9 +390,9 @@ def test_the_peer_is_asked_for_every_cell(tmp_path):
     python.write_text(PEER.format(python=sys.executable))
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
     asked = options(tmp_path / "rows.jsonl")
-    outcome = bench.Outcome({"label": ""}, "cpu", None, {"tiny": 2}, ())
-    rows = Rows(asked.out, outcome.settings)
-    assert peers.compare(asked, DEBUG, outcome, rows, str(python)) == []
+    result = bench.Result({"label": ""}, "cpu", None, {"tiny": 2}, ())
+    rows = Rows(asked.out, result.settings)
+    assert peers.compare(asked, DEBUG, result, rows, str(python)) == []
     one, two = read_rows(asked.out)
     assert one["round_s"] == median([0.3, 0.1, 0.2])
     assert one["tokens_per_second"] == pytest.approx(1 / 0.2)
@@ -402,8 +402,8 @@ def test_the_peer_is_asked_for_every_cell(tmp_path):
 @pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="torch is installed")
 def test_a_peer_without_torch_is_skipped(tmp_path):
     asked = options(tmp_path / "rows.jsonl", batches=(1,))
-    outcome = bench.Outcome({}, "cpu", None, {"tiny": 2}, ())
-    peers.compare(asked, DEBUG, outcome, Rows(asked.out, {}), sys.executable)
+    result = bench.Result({}, "cpu", None, {"tiny": 2}, ())
+    peers.compare(asked, DEBUG, result, Rows(asked.out, {}), sys.executable)
     (row,) = read_rows(asked.out)
     assert row["status"] == SKIPPED
     assert "No module named 'torch'" in row["reason"]

@@ -8,14 +8,14 @@ import pytest
 from specjax import sampling
 from specjax.errors import InputError
 from specjax.sampling import Decision, excess, log_ratio, pick, rejection
-from specjax.testing import Laws, check_rule
+from specjax.testing import DistributionPair, check_rule
 
 
 @pytest.mark.parametrize(
     ("vocab", "length"), [(2, 1), (3, 3), pytest.param(4, 3, marks=pytest.mark.slow), (5, 2)]
 )
 @pytest.mark.parametrize("rule", ["rejection", "block", "coupled"])
-def test_rules_emit_the_target_law(rule, vocab, length):
+def test_rules_emit_the_target_distribution(rule, vocab, length):
     check = check_rule(rule, vocab=vocab, length=length)
     assert check.passed, check.counterexample
     assert check.max_error < 1e-12
@@ -35,7 +35,7 @@ def residual_bonus(tokens, num_valid, target, draft, uniforms):
 
 
 def unwarped_draft(tokens, num_valid, target, draft, uniforms):
-    """Takes q as it was before temperature 0.5, not the law that the tokens were drawn from."""
+    """Takes q as it was before temperature 0.5, not what the tokens were drawn from."""
     return rejection(
         tokens, num_valid, target, lambda slots: jax.nn.log_softmax(draft(slots) / 2), uniforms
     )
@@ -45,9 +45,13 @@ def softmax_for_certain(tokens, num_valid, target, draft, uniforms):
     """Accepts by a softmax although the token was sure to be proposed."""
 
     def softened(slots):
-        law = draft(slots)
-        certain = jnp.max(law, axis=-1, keepdims=True) == 0
-        return jnp.where(certain, jnp.log(jnp.where(law == 0, 0.7, 0.3 / (law.shape[-1] - 1))), law)
+        distribution = draft(slots)
+        certain = jnp.max(distribution, axis=-1, keepdims=True) == 0
+        return jnp.where(
+            certain,
+            jnp.log(jnp.where(distribution == 0, 0.7, 0.3 / (distribution.shape[-1] - 1))),
+            distribution,
+        )
 
     return rejection(tokens, num_valid, target, softened, uniforms)
 
@@ -61,10 +65,10 @@ def one_uniform(tokens, num_valid, target, draft, uniforms):
 def blind_to_length(tokens, num_valid, target, draft, uniforms):
     """Takes undrafted tokens for drafted ones."""
     every = jnp.full_like(num_valid, tokens.shape[1])
-    accepted, law = rejection(tokens, every, target, draft, uniforms)
+    accepted, distribution = rejection(tokens, every, target, draft, uniforms)
     cut = accepted > num_valid
     return Decision(
-        jnp.minimum(accepted, num_valid), jnp.where(cut[:, None], target(num_valid), law)
+        jnp.minimum(accepted, num_valid), jnp.where(cut[:, None], target(num_valid), distribution)
     )
 
 
@@ -136,13 +140,13 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_twins_fail(name):
+def test_broken_variants_fail(name):
     check = check_rule(BROKEN[name], vocab=3, length=3 if name.startswith("block") else 2)
     assert not check.passed
     assert check.counterexample
 
 
-def test_the_twins_fail_for_their_mistake_alone():
+def test_the_broken_variants_fail_for_their_mistake_alone():
     check = check_rule(block_with(), vocab=3)
     assert check.passed, check.counterexample
 
@@ -163,7 +167,7 @@ def test_accepting_more_than_was_drafted_is_refused():
     assert check.counterexample == "num_accepted is 2 where 0 tokens were drafted"
 
 
-UNEVEN = [Laws.constant("uneven", np.array([0.5, 0.5]), np.array([0.9, 0.1]), 1)]
+UNEVEN = [DistributionPair.constant("uneven", np.array([0.5, 0.5]), np.array([0.9, 0.1]), 1)]
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
@@ -172,7 +176,7 @@ def test_dropping_a_draft_by_its_own_probability_is_biased(rule):
         own = np.take_along_axis(logq, tokens[:, :, None], axis=2)[..., 0]
         return (own[:, 0] > np.log(0.5)).astype(int)
 
-    check = check_rule(rule, laws=UNEVEN, valid=keep_if_likely)
+    check = check_rule(rule, distributions=UNEVEN, valid=keep_if_likely)
     assert not check.passed
     # Kept with 0.9 and then accepted with 5/9; dropped with 0.1 and then drawn from p: 0.55.
     assert check.max_error == pytest.approx(0.05)
@@ -180,7 +184,7 @@ def test_dropping_a_draft_by_its_own_probability_is_biased(rule):
     assert "q after [] = [0.9, 0.1]" in check.counterexample
 
 
-def stop_at_flat_law(tokens, logq):
+def stop_at_flat_distribution(tokens, logq):
     flat = logq.max(axis=-1) < np.log(0.6)
     return np.where(flat.any(axis=1), flat.argmax(axis=1), tokens.shape[1])
 
@@ -190,7 +194,7 @@ def stop_behind_token_one(tokens, logq):
     return np.where(stop.any(axis=1), stop.argmax(axis=1) + 1, tokens.shape[1])
 
 
-@pytest.mark.parametrize("valid", [stop_at_flat_law, stop_behind_token_one])
+@pytest.mark.parametrize("valid", [stop_at_flat_distribution, stop_behind_token_one])
 @pytest.mark.parametrize("rule", ["rejection", "block", "coupled"])
 def test_stopping_by_what_came_before_is_exact(rule, valid):
     check = check_rule(rule, vocab=3, valid=valid)

@@ -43,7 +43,7 @@ def draft_head(target, layers=(0, 2), ids=None, size=0.3, seed=0):
     return method.head(shaken(method.init(jax.random.key(0)), seed, size), {})
 
 
-def laws_of(model, params, tokens):
+def distributions_of(model, params, tokens):
     """Logits behind each token of one conversation, a token at a time through the cache."""
     config = model.config
     cache = make_cache(
@@ -73,7 +73,7 @@ def slow_loss(target, draft, batch, ids, loss):
         for segment in set(segments[row]) - {0}:
             where = np.flatnonzero(segments[row] == segment)
             theirs, ours = (
-                laws_of(model.architecture, model.params, tokens[row, where])[:, ids]
+                distributions_of(model.architecture, model.params, tokens[row, where])[:, ids]
                 for model in (target, draft)
             )
             for label in set(labels[row]) & set(where):
@@ -120,7 +120,7 @@ def test_all_layers_are_the_target_itself(tiny, batch):
     total, measures = loss(params, tiny.params, batch, jax.random.key(0))
     np.testing.assert_allclose(total / measures.weight, 0, atol=1e-5)
     np.testing.assert_array_equal(measures.prefix_correct, measures.counts)
-    # The broken twin learns each label from the wrong row.
+    # The broken variant learns each label from the wrong row.
     late = {"final_norm": jnp.roll(batch.features["final_norm"], 1, axis=1)}
     total, measures = loss(params, tiny.params, batch.replace(features=late), jax.random.key(0))
     assert total / measures.weight > 0.1
@@ -276,7 +276,7 @@ def test_the_end_of_room_and_of_sequence(tiny, plain):
 
 
 @pytest.mark.parametrize("rule", ["rejection", pytest.param("block", marks=pytest.mark.slow)])
-def test_the_law_is_the_targets(rule):
+def test_the_distribution_is_the_targets(rule):
     """The chi-square test, behind a prompt of one token, which the first round drafts from."""
     shape = dict(hidden_size=8, intermediate_size=8, num_heads=1, num_kv_heads=1, head_dim=4)
     config = tiny_config(vocab_size=8, num_layers=2, max_positions=64, **shape)

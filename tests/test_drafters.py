@@ -1,4 +1,4 @@
-"""Each drafter by itself: what it proposes, from which law, and how it follows the tokens."""
+"""Each drafter by itself: its proposals, their distributions, and how it observes tokens."""
 
 import dataclasses
 
@@ -43,7 +43,7 @@ def context_of(rows, limit, num_tokens, vocab=61):
         target=model,
         flags=sampling.WarpFlags.of(0.0),
         num_tokens=num_tokens,
-        laws=False,
+        needs_logq=False,
     )
 
 
@@ -94,7 +94,7 @@ def test_ngram_copies_what_followed_and_goes_on_in_the_copy():
     assert draft.tokens[0].tolist() == [3, 4, 1, 2, 3, 4]
     assert draft.tokens[1].tolist() == [7] * 6
     assert draft.tokens[2, :3].tolist() == [1, 2, 1]
-    assert (draft.law == -1).all()
+    assert (draft.logq_row == -1).all()
     assert draft.logq is None
 
 
@@ -121,8 +121,8 @@ def test_a_round_without_a_match_is_a_plain_round(tiny):
 
 
 @pytest.mark.parametrize("name", ["similar", "early_exit", "early_exit_p_min"])
-def test_drafts_come_from_the_laws_that_they_name(name, tiny, unrelated, similar):
-    """The stored law is the drafter's warped law at that prefix, and can give that token."""
+def test_drafts_come_from_the_distributions_that_they_name(name, tiny, unrelated, similar):
+    """The stored distribution is the drafter's, warped, at that prefix, and can give that token."""
     drafter = drafters(tiny, unrelated, similar)[name]
     session = make_session(
         tiny,
@@ -141,7 +141,7 @@ def test_drafts_come_from_the_laws_that_they_name(name, tiny, unrelated, similar
         limit = np.maximum(np.minimum(3, state.rows.max_length - state.length - 1), 0)
         counts = draft.valid.sum(axis=1)
         assert (counts <= np.where(state.status == 0, limit, 0)).all()
-        assert draft.law.tolist() == [[0, 1, 2]] * 8
+        assert draft.logq_row.tolist() == [[0, 1, 2]] * 8
         paths = np.array(state.tokens)[:, :64]
         for row, length in enumerate(state.length.tolist()):
             paths[row, length : length + 3] = draft.tokens[row]
@@ -195,8 +195,8 @@ def test_a_tree_is_refused(tiny):
         draft = trees.chain(tokens, context.limit)
         return draft.replace(parents=np.array([0, 0])), state
 
-    drafter = dataclasses.replace(ngram.make(), name="twins", propose=propose)
-    with pytest.raises(ValueError, match="'twins' proposes a tree: .* build drafts with tr"):
+    drafter = dataclasses.replace(ngram.make(), name="siblings", propose=propose)
+    with pytest.raises(ValueError, match="'siblings' proposes a tree: .* build drafts with tr"):
         decode(tiny, [[1]], drafter=drafter, num_speculative_tokens=2)
 
 

@@ -143,7 +143,7 @@ def test_the_state_equals_a_fresh_one_after_every_round(form, tiny):
 
 
 def test_a_state_that_keeps_drafted_features_is_found_out(tiny):
-    """The broken twin feeds what the round emitted, but a feature late."""
+    """The broken variant feeds what the round emitted, but a feature late."""
     drafter = eagle_drafter(tiny)
 
     def late(params, state, context, accepted):
@@ -173,15 +173,15 @@ def eight():
         pytest.param(3, "coupled", marks=pytest.mark.slow),
     ],
 )
-def test_sampled_rows_have_the_targets_law(version, rule, eight):
+def test_sampled_rows_have_the_targets_distribution(version, rule, eight):
     drafter = eagle_drafter(eight, version=version, vocabulary=7, seed=1)
     check = check_drafter(drafter, eight, 60_000, verify=rule)
     assert check.passed, check
     assert check.acceptance_length > 1.2
 
 
-def test_a_law_that_was_not_drawn_from_is_found_out(eight):
-    """The broken twin hands over its laws one step late."""
+def test_a_distribution_that_was_not_drawn_from_is_found_out(eight):
+    """The broken variant hands over its distributions one step late."""
     drafter = eagle_drafter(eight, vocabulary=7, seed=1)
 
     def late(params, state, context, noise):

@@ -1,4 +1,4 @@
-"""Two drafters that take turns: which of them drafts, from which law, and who is refused."""
+"""Two drafters that take turns: which one drafts, from which distribution; who is refused."""
 
 import dataclasses
 
@@ -7,7 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import tiny_config
-from decoding import PROMPTS, decode, first_state, greedy, make_session, mixed, random_law, rounds
+from decoding import (
+    PROMPTS,
+    decode,
+    first_state,
+    greedy,
+    make_session,
+    mixed,
+    random_distribution,
+    rounds,
+)
 from heads import eagle_drafter
 from test_drafters import context_of, silence
 from test_eagle import assert_fresh
@@ -60,7 +69,7 @@ def test_the_second_drafts_where_the_first_has_nothing_to_say():
     assert draft.tokens[0].tolist() == [3, 4, 1, 2, 3, 4]
     assert draft.tokens[1, :3].tolist() == [9, 9, 9]
     assert draft.tokens[3, 0] == 1
-    assert (draft.law == -1).all()
+    assert (draft.logq_row == -1).all()
     assert draft.logq is None
     assert trees.is_chain(draft)
 
@@ -73,22 +82,22 @@ def test_three_take_turns():
 
 
 @pytest.mark.parametrize("rule", ["rejection", pytest.param("block", marks=pytest.mark.slow)])
-def test_the_law_is_the_targets(rule, target):
+def test_the_distribution_is_the_targets(rule, target):
     check = check_drafter(fallback.make(lookup(), model()), target, ROWS, verify=rule)
     assert check.passed, check
     assert check.acceptance_length > 1.3
 
 
-def test_two_that_draw_from_laws(target):
-    """Some rows stop before the first token, and the other one's laws stand behind theirs."""
-    first = dataclasses.replace(random_law(target), num_speculative_tokens=2)
+def test_two_that_draw_from_distributions(target):
+    """Some rows stop before the first token, and the other's distributions come after."""
+    first = dataclasses.replace(random_distribution(target), num_speculative_tokens=2)
     check = check_drafter(fallback.make(first, model()), target, ROWS)
     assert check.passed, check
     assert check.acceptance_length > 1.2
 
 
 def draws_in_secret(table):
-    """A law that nobody is told: its tokens are drawn, and it goes on by what it drew."""
+    """A distribution that nobody is told: its tokens are drawn, and it goes on by what it drew."""
 
     def propose(params, state, context, noise):
         token = jnp.argmax(table[None, :] + noise(0), axis=-1).astype(jnp.int32)
@@ -115,13 +124,13 @@ def same_noise(first, second):
 
 
 def every_node_was_drawn(first, second):
-    """Says of a copy, too, that it was drawn from a law."""
+    """Says of a copy, too, that it was drawn from a distribution."""
     drafter = fallback.make(first, second)
 
     def propose(params, state, context, noise):
         draft, state = drafter.propose(params, state, context, noise)
-        law = jnp.broadcast_to(jnp.arange(draft.law.shape[1]), draft.law.shape)
-        return draft.replace(law=law), state
+        distribution = jnp.broadcast_to(jnp.arange(draft.logq_row.shape[1]), draft.logq_row.shape)
+        return draft.replace(logq_row=distribution), state
 
     return dataclasses.replace(drafter, propose=propose)
 
@@ -141,7 +150,7 @@ def chooses_by_what_was_drawn(first, second):
 
 
 @pytest.mark.parametrize("broken", [every_node_was_drawn, chooses_by_what_was_drawn, same_noise])
-def test_broken_twins_fail(broken, target):
+def test_broken_variants_fail(broken, target):
     check = check_drafter(broken(lookup(), model()), target, ROWS)
     assert not check.passed
     assert check.chi2 > 2 * check.threshold

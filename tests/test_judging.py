@@ -8,11 +8,11 @@ import pytest
 from train.data.batches import Batch
 from train.methods import draft_losses
 from train.methods.draft_losses import (
-    Judge,
+    Scoring,
     Teacher,
     cross_entropy,
-    judge,
     kl_divergence,
+    score_drafts,
     variation,
 )
 
@@ -50,16 +50,16 @@ def whole(states, kernel, teacher, counted, weights):
         own = kernel if kernel.ndim == 2 else kernel[draft]
         q = jax.nn.softmax(jnp.einsum("bad,dv->bav", states[draft], own))
         # The truth of the label `draft` places further; what is rolled over the end never counts.
-        law, token = jnp.roll(p, -draft, axis=1), jnp.roll(teacher.token, -draft, axis=1)
+        distribution, token = jnp.roll(p, -draft, axis=1), jnp.roll(teacher.token, -draft, axis=1)
         parts = (
-            jnp.sum(law * (jnp.log(law) - jnp.log(q)), axis=-1),
-            1 - jnp.minimum(law, q).sum(axis=-1),
+            jnp.sum(distribution * (jnp.log(distribution) - jnp.log(q)), axis=-1),
+            1 - jnp.minimum(distribution, q).sum(axis=-1),
             -jnp.log(jnp.take_along_axis(q, token[:, :, None], axis=-1)[:, :, 0]),
         )
         sums = jnp.stack([jnp.where(counted[draft], part, 0.0).sum() for part in parts])
         total += weights[draft] * jnp.dot(sums, jnp.array([weight for _, weight in PARTS]))
         losses.append(sums)
-        right.append(counted[draft] & (q.argmax(axis=-1) == law.argmax(axis=-1)))
+        right.append(counted[draft] & (q.argmax(axis=-1) == distribution.argmax(axis=-1)))
     return total, (jnp.stack(losses), jnp.stack(right))
 
 
@@ -70,7 +70,7 @@ def test_blocks_change_nothing(block, shared, case, monkeypatch):
     kernel = kernel[0] if shared else kernel
 
     def blocked(states, kernel):
-        return judge(Judge(PARTS, True), states, kernel, teacher, counted, weights)
+        return score_drafts(Scoring(PARTS, True), states, kernel, teacher, counted, weights)
 
     def slowly(states, kernel):
         return whole(states, kernel, teacher, counted, weights)
@@ -95,8 +95,8 @@ def test_a_frozen_kernel_has_no_gradient(case):
     states, kernel, teacher, counted, weights = case
 
     def loss(trains, states, kernel, factor):
-        plan = Judge(PARTS[:1], trains)
-        return factor * judge(plan, states, kernel, teacher, counted, weights)[0]
+        plan = Scoring(PARTS[:1], trains)
+        return factor * score_drafts(plan, states, kernel, teacher, counted, weights)[0]
 
     gradient = jax.jit(jax.grad(loss, (1, 2)), static_argnums=0)
     to_states, to_kernel = gradient(True, states, kernel, 1.0)

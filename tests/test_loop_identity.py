@@ -53,7 +53,7 @@ DRAFTERS = [
     "early_exit_p_min",
     "fallback",
     "shifting",
-    "random_law",
+    "random_distribution",
 ]
 
 
@@ -119,7 +119,7 @@ def test_draft_lengths(name, length, tiny, every, plain_mixed):
         ("similar_greedy", "rejection"),
         pytest.param("early_exit", "rejection", marks=pytest.mark.slow),
         ("ngram", "block"),
-        pytest.param("random_law", "block", marks=pytest.mark.slow),
+        pytest.param("random_distribution", "block", marks=pytest.mark.slow),
     ],
 )
 def test_greedy_rows_beside_sampled_ones(name, rule, tiny, every, plain_mixed):

@@ -1,4 +1,4 @@
-"""Acceptance and tokens per round are what the laws of target and draft imply."""
+"""Acceptance and tokens per round are what the distributions of target and draft imply."""
 
 import functools
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from decoding import PROMPTS, decode, drafters, make_session
-from test_loop_law import small_model
+from test_loop_distribution import small_model
 
 from specjax import theory
 from specjax.decoding.draft_length import DraftLength
@@ -15,7 +15,7 @@ from specjax.decoding.executor import expected_acceptance
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.drafters import draft_model
 from specjax.testing import Tabular
-from specjax.testing.drafters import conditional_laws, make_plan
+from specjax.testing.drafters import conditional_distributions, make_plan
 from specjax.testing.drafters import decode as decode_rows
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -44,7 +44,7 @@ def assert_close(values, expected, errors=5):
 
 @pytest.fixture(scope="module")
 def free():
-    """Two context-free models, and the overlap of their laws."""
+    """Two context-free models, and the overlap of their distributions."""
     p = jax.random.normal(jax.random.key(0), (VOCAB,))
     q = p + 0.8 * jax.random.normal(jax.random.key(1), (VOCAB,))
     alpha = float(jnp.minimum(jax.nn.softmax(p), jax.nn.softmax(q)).sum())
@@ -93,26 +93,32 @@ def test_the_target_as_its_own_draft_accepts_everything(free):
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_the_first_round_of_a_transformer(rule):
-    """The number of accepted tokens has the expectation that follows from all laws involved."""
+    """The number of accepted tokens has the expectation that follows from the distributions."""
     target, draft = small_model(0, 2), small_model(1, 1)
     prompt, length = (1, 2, 3), 2
     drafter = draft_model.make(draft.architecture, draft.params)
     pair = (target.architecture, target.params)
     accepted = counts(pair, drafter, rule, prompt, length, rounds=1)
-    p = conditional_laws(*pair, prompt, AS_IS, length)
-    q = conditional_laws(draft.architecture, draft.params, prompt, AS_IS, length)
+    p = conditional_distributions(*pair, prompt, AS_IS, length)
+    q = conditional_distributions(draft.architecture, draft.params, prompt, AS_IS, length)
     if rule == "rejection":
         both = functools.reduce(
-            lambda done, laws: done.reshape(-1, 1) * np.minimum(*laws),
+            lambda done, distributions: done.reshape(-1, 1) * np.minimum(*distributions),
             zip(p, q, strict=True),
             np.ones(1),
         )
         expected = np.minimum(p[0], q[0]).sum() + both.sum()
     else:
-        # Block verification is optimal: E = the sum over i of the overlap of the joint laws.
+        # Block verification is optimal: E = the sum over i of the overlap of the joint
+        # distributions.
         joint = [(p[0].ravel(), q[0].ravel())]
-        joint.append(tuple((law[0].reshape(-1, 1) * law[1]).ravel() for law in (p, q)))
-        expected = sum(np.minimum(*laws).sum() for laws in joint)
+        joint.append(
+            tuple(
+                (distribution[0].reshape(-1, 1) * distribution[1]).ravel()
+                for distribution in (p, q)
+            )
+        )
+        expected = sum(np.minimum(*distributions).sum() for distributions in joint)
     assert_close(accepted, expected)
 
 

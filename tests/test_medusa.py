@@ -134,12 +134,12 @@ def small():
     return random_model(config, 0, dtype="float32")
 
 
-def first_law_for_all(drafter):
-    """The broken twin claims that every token was drawn from the first head's law."""
+def first_distribution_for_all(drafter):
+    """The broken variant claims that every token was drawn from the first head's distribution."""
 
     def propose(params, state, context, noise):
         draft, state = drafter.propose(params, state, context, noise)
-        return draft.replace(law=0 * draft.law), state
+        return draft.replace(logq_row=0 * draft.logq_row), state
 
     return dataclasses.replace(drafter, propose=propose)
 
@@ -152,12 +152,12 @@ def first_law_for_all(drafter):
         pytest.param("block", False, marks=pytest.mark.slow),
     ],
 )
-def test_the_law_is_the_targets(rule, broken, small):
+def test_the_distribution_is_the_targets(rule, broken, small):
     head = medusa_head(
         small, heads=2, original_lm_head=False, spread=3.0, ids=np.arange(7, dtype=np.int32)
     )
     drafter = head_drafter(head, small)
-    drafter = first_law_for_all(drafter) if broken else drafter
+    drafter = first_distribution_for_all(drafter) if broken else drafter
     check = check_drafter(drafter, small, 60_000, verify=rule)
     assert check.passed != broken, check
     assert 1.2 < check.acceptance_length < 2.5

@@ -202,7 +202,7 @@ def test_a_number_that_is_taken_is_refused():
         f"processes.join(coordinator_address='{address}', num_processes=3, process_id=1, "
         "timeout_s=20)"
     )
-    twins = [
+    workers = [
         subprocess.Popen(
             [sys.executable, "-c", call], cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE
         )
@@ -212,9 +212,9 @@ def test_a_number_that_is_taken_is_refused():
         with pytest.raises(InputError, match="process_id=1: two processes say so"):
             processes.join(coordinator_address=address, num_processes=3, process_id=0, timeout_s=60)
     finally:
-        for twin in twins:
-            twin.kill()
-            twin.communicate()
+        for worker in workers:
+            worker.kill()
+            worker.communicate()
 
 
 @pytest.mark.parametrize(

@@ -114,14 +114,14 @@ def slow_loss(head, params, tiny, ids, batch, loss):
                     batch.features["final_norm"][row, label + step - 1], np.float64
                 )
                 teacher = feature @ columns[:, every]
-                law = np.exp(teacher - teacher.max())
-                law /= law.sum()
+                distribution = np.exp(teacher - teacher.max())
+                distribution /= distribution.sum()
                 logits = np.asarray(head.logits(params, output)[row, place], np.float64)
                 logq = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
                 known = tokens[row, label + step] in every
                 if known:
-                    entropy -= (law * logq).sum()
-                    total -= loss.decay**step * loss.cross_entropy * (law * logq).sum()
+                    entropy -= (distribution * logq).sum()
+                    total -= loss.decay**step * loss.cross_entropy * (distribution * logq).sum()
                 if loss.feature:
                     apart = np.abs(np.asarray(output[row, place], np.float64) - feature)
                     huber = np.where(apart < 1, apart**2 / 2, apart - 0.5).mean()

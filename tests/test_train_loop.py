@@ -29,7 +29,7 @@ from train.data.batches import Packing, Position, Shape, build
 from train.run import checkpoints, loop
 from train.run import workdir as files
 from train.run.config import read_settings
-from train.run.metrics import Journal, add, scalars, sums_of
+from train.run.metrics import MetricsWriter, add, scalars, sums_of
 from train.run.step import loss_function, make_program, placer
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -199,7 +199,7 @@ def test_the_state_is_donated_and_the_target_kept(target):
 
 
 class Run:
-    """A run in a directory, with a silent journal."""
+    """A run in a directory, with a silent writer."""
 
     def __init__(self, directory, target, settings, source=None, method=None, mesh=None):
         self.workdir = files.open_workdir(directory, {"config": {"seed": settings.seed}})
@@ -208,21 +208,23 @@ class Run:
         self.program = make_program(
             method or toy_method(target), target.architecture, settings, mesh
         )
-        self.progress = loop.Standing()
+        self.progress = loop.Progress()
         if saved := checkpoints.last_checkpoint(self.workdir):
             self.program, self.progress = loop.resumed(self.program, saved)
         files.truncate_metrics(self.workdir, self.progress.step)
 
     def train(self, evaluate=None):
         console = Console(quiet=True)
-        with Journal(self.workdir, console, self.settings.steps, self.progress.step) as journal:
+        with MetricsWriter(
+            self.workdir, console, self.settings.steps, self.progress.step
+        ) as writer:
             return loop.train(
                 self.program,
                 self.params,
                 self.feed,
                 self.settings,
                 self.workdir,
-                journal,
+                writer,
                 self.progress,
                 evaluate,
             )

@@ -37,7 +37,7 @@ def batch(tiny):
     return with_features(tiny, two_rows(V))
 
 
-def method_of(target, labels="laws", **options) -> Method:
+def method_of(target, labels="distributions", **options) -> Method:
     config = medusa_config(target, **options)
     loss = MedusaLoss(labels=labels, decay=0.5)
     return medusa_method(target, config, options.get("ids"), loss)
@@ -78,7 +78,7 @@ def slow_loss(params, target, batch, ids, own, labels):
                 counts[number] += 1
                 token = int(batch.tokens[row, label + number])
                 right = token in ids and p.argmax() == q.argmax()
-                if token in ids and labels == "laws":
+                if token in ids and labels == "distributions":
                     losses[number] += np.sum(p * np.log(p / q))
                 elif token in ids:
                     losses[number] -= np.log(q[ids.tolist().index(token)])
@@ -89,7 +89,8 @@ def slow_loss(params, target, batch, ids, own, labels):
 
 
 @pytest.mark.parametrize(
-    ("form", "labels"), [("shared", "laws"), ("own", "tokens"), ("projected", "laws")]
+    ("form", "labels"),
+    [("shared", "distributions"), ("own", "tokens"), ("projected", "distributions")],
 )
 def test_the_loss_by_definition(form, labels, tiny, batch):
     options = FORMS[form]
@@ -300,7 +301,10 @@ def test_bad_input_names_the_remedy(monkeypatch):
     # As users have it: no type checker stands before specjax's own messages.
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     for make, message in (
-        (lambda: MedusaLoss(labels="soft"), r"loss\.labels='soft' is unknown: use tokens, laws"),
+        (
+            lambda: MedusaLoss(labels="soft"),
+            r"loss\.labels='soft' is unknown: use tokens, distributions",
+        ),
         (lambda: JointLoss(target="both"), r"joint\.target='both' is unknown: use self, tokens"),
         (lambda: MedusaLoss(decay=0.0), r"loss\.decay=0\.0"),
         (lambda: MedusaLoss(decay=float("nan")), r"loss\.decay=nan"),

@@ -39,7 +39,7 @@ from train.run import checkpoints, run, setup
 from train.run import workdir as files
 from train.run.config import TRAINING_FIELDS, record_of
 from train.run.step import make_program
-from train.run.tensorboard import Board
+from train.run.tensorboard import TensorBoardWriter
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 SCRIPT = ROOT / "tests" / "toy_training.py"
@@ -194,8 +194,8 @@ def test_a_run_goes_on_on_another_mesh(before, after, target, tmp_path):
         mesh = None if place is None else mesh_of(place[0])
         settings = settings_of(steps=steps, fsdp=place is not None, decay_steps=12)
         one = Run(tmp_path / "w", target, settings, mesh=mesh)
-        outcome = one.train()
-        return outcome.state
+        result = one.train()
+        return result.state
 
     part(before, 6)
     state = part(after, 12)
@@ -320,14 +320,14 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(target, tmp_path):
 
 
 def test_a_board_on_a_full_disk_is_an_error(tmp_path):
-    board = Board(tmp_path, 0)
+    board = TensorBoardWriter(tmp_path, 0)
     board.write(1, {"train/loss": 1.0})
     size = next(tmp_path.iterdir()).stat().st_size
     with files_limited_to(size + 10), pytest.raises(InputError, match="cannot be written"):
         board.write(2, {"train/loss": 2.0})
     board.close()
     with pytest.raises(InputError, match="cannot be written"):
-        Board(next(tmp_path.iterdir()), 0)
+        TensorBoardWriter(next(tmp_path.iterdir()), 0)
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(target, tmp_path):

@@ -15,12 +15,15 @@ ROWS = 64  # one shape for most tests, so that each rule compiles once
 RULES = ["rejection", "block", "coupled"]
 
 
-def random_laws(seed, *shape):
+def random_distributions(seed, *shape):
     return jax.nn.log_softmax(1.5 * jax.random.normal(jax.random.key(seed), (*shape, VOCAB)))
 
 
 def round_of(rows=ROWS, seed=0):
-    logp, logq = random_laws(seed, rows, LENGTH + 1), random_laws(seed + 1, rows, LENGTH)
+    logp, logq = (
+        random_distributions(seed, rows, LENGTH + 1),
+        random_distributions(seed + 1, rows, LENGTH),
+    )
     keys = jax.random.split(jax.random.key(seed + 2), rows)
     tokens = draw_drafts(sampling.split_keys(keys).draft, logq)
     return keys, tokens, logq, logp
@@ -42,15 +45,15 @@ def same(one, other):
 @pytest.mark.parametrize("logq", [True, False])
 @pytest.mark.parametrize("rule", RULES)
 def test_a_row_does_not_depend_on_its_neighbours(rule, logq):
-    keys, tokens, laws, logp = round_of()
-    laws = laws if logq else None
+    keys, tokens, distributions, logp = round_of()
+    distributions = distributions if logq else None
     num_valid, positions = jnp.arange(ROWS) % (LENGTH + 1), jnp.arange(ROWS) + 100
 
     def rows(cut):
         return sampling.verify_chain(
             keys[cut],
             tokens[cut],
-            None if laws is None else laws[cut],
+            None if distributions is None else distributions[cut],
             logp[cut],
             positions=positions[cut],
             rule=rule,
@@ -81,8 +84,8 @@ def test_coupled_gives_what_plain_decoding_gives(shared):
     rows = ROWS
     keys, tokens, logq, _ = round_of()
     positions = jnp.arange(rows) * 7
-    # One law whatever came before, so that plain decoding needs no model.
-    logp = jnp.broadcast_to(random_laws(9, rows, 1), (rows, LENGTH + 1, VOCAB))
+    # One distribution whatever came before, so that plain decoding needs no model.
+    logp = jnp.broadcast_to(random_distributions(9, rows, 1), (rows, LENGTH + 1, VOCAB))
     plain = jnp.stack(
         [
             sampling.argmax(logp[:, 0] + sampling.position_gumbel(keys, positions + i, VOCAB))
@@ -95,20 +98,22 @@ def test_coupled_gives_what_plain_decoding_gives(shared):
             sampling.position_gumbel(keys, positions + depth, VOCAB) for depth in range(LENGTH)
         ]
         tokens = sampling.argmax(logq + jnp.stack(noise, axis=1))
-    verdict = sampling.verify_chain(keys, tokens, logq, logp, positions=positions, rule="coupled")
-    accepted = verdict.num_accepted
+    verification = sampling.verify_chain(
+        keys, tokens, logq, logp, positions=positions, rule="coupled"
+    )
+    accepted = verification.num_accepted
     slot = jnp.arange(LENGTH)[None, :]
     stands = slot < accepted[:, None]
     assert jnp.all(jnp.where(stands, tokens == plain[:, :LENGTH], True))
-    assert jnp.all(verdict.next_token == sampling.pick(plain, accepted))
-    assert jnp.all(verdict.path_slots == jnp.where(stands, slot + 1, -1))
+    assert jnp.all(verification.next_token == sampling.pick(plain, accepted))
+    assert jnp.all(verification.path_slots == jnp.where(stands, slot + 1, -1))
     # Where a draft was refused, it was not the plain token.
     refused = (slot == accepted[:, None]) & (tokens == plain[:, :LENGTH])
     assert not jnp.any(refused)
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_two_tokens_have_the_joint_law_of_the_target(rule):
+def test_two_tokens_have_the_joint_distribution_of_the_target(rule):
     chi2, threshold = joint_chi2(rule, lambda keys: sampling.split_keys(keys).draft)
     assert chi2 < threshold
 
@@ -121,17 +126,17 @@ def test_drafting_from_the_key_of_the_final_token_is_found_out(rule):
 
 def joint_chi2(rule, draft_keys, rows=200_000):
     """Chi-square of the first two tokens that come out, K = 1, against p, and its 1e-6 quantile."""
-    p, q = random_laws(3, 2), random_laws(4, 1)
+    p, q = random_distributions(3, 2), random_distributions(4, 1)
     keys = jax.random.split(jax.random.key(5), rows)
     logq = jnp.broadcast_to(q[None], (rows, 1, VOCAB))
     logp = jnp.broadcast_to(p[None], (rows, 2, VOCAB))
     tokens = draw_drafts(draft_keys(keys), logq)
-    verdict = sampling.verify_chain(keys, tokens, logq, logp, rule=rule)
-    one = verdict.num_accepted == 1
-    first = jnp.where(one, tokens[:, 0], verdict.next_token)
+    verification = sampling.verify_chain(keys, tokens, logq, logp, rule=rule)
+    one = verification.num_accepted == 1
+    first = jnp.where(one, tokens[:, 0], verification.next_token)
     # A row that emitted one token goes on as plain decoding does.
     more = jax.random.categorical(jax.random.key(6), p[1], shape=(rows,))
-    second = jnp.where(one, verdict.next_token, more)
+    second = jnp.where(one, verification.next_token, more)
     seen = np.bincount(np.asarray(first * VOCAB + second), minlength=VOCAB**2)
     want = np.exp(np.asarray(p[0])[:, None] + np.asarray(p[1])[None, :]).ravel() * rows
     assert want.min() > 20
@@ -139,22 +144,22 @@ def joint_chi2(rule, draft_keys, rows=200_000):
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_a_draft_from_the_target_law_is_accepted_whole(rule):
+def test_a_draft_from_the_target_distribution_is_accepted_whole(rule):
     keys, tokens, _, logp = round_of()
     logq = logp[:, :LENGTH]
     tokens = draw_drafts(sampling.split_keys(keys).draft, logq)
-    verdict = sampling.verify_chain(keys, tokens, logq, logp, rule=rule)
-    assert jnp.all(verdict.num_accepted == LENGTH)
+    verification = sampling.verify_chain(keys, tokens, logq, logp, rule=rule)
+    assert jnp.all(verification.num_accepted == LENGTH)
 
 
 def test_block_accepts_no_fewer_than_rejection():
     rows = 20_000
-    logp, logq = random_laws(0, rows, LENGTH + 1), random_laws(1, rows, LENGTH)
+    logp, logq = random_distributions(0, rows, LENGTH + 1), random_distributions(1, rows, LENGTH)
     tokens = jax.random.categorical(jax.random.key(2), logq)
     uniforms = jax.random.uniform(jax.random.key(3), (rows, LENGTH))
-    laws = sampling.by_slot(logp), sampling.by_slot(logq)
+    distributions = sampling.by_slot(logp), sampling.by_slot(logq)
     means = [
-        float(jnp.mean(rule(tokens, jnp.full(rows, LENGTH), *laws, uniforms).num_accepted))
+        float(jnp.mean(rule(tokens, jnp.full(rows, LENGTH), *distributions, uniforms).num_accepted))
         for rule in (sampling.rejection, sampling.block)
     ]
     assert means[1] > means[0] > 0
@@ -164,16 +169,16 @@ def test_block_accepts_no_fewer_than_rejection():
 def test_an_empty_draft_is_plain_sampling(rule):
     keys, _, logq, logp = round_of()
     none = jnp.zeros((ROWS, 0), jnp.int32)
-    for laws in (None, logq[:, :0]):
-        verdict = sampling.verify_chain(
-            keys, none, laws, logp[:, :1], positions=jnp.arange(ROWS), rule=rule
+    for distributions in (None, logq[:, :0]):
+        verification = sampling.verify_chain(
+            keys, none, distributions, logp[:, :1], positions=jnp.arange(ROWS), rule=rule
         )
         source = keys if rule == "coupled" else sampling.split_keys(keys).final
         at = jnp.arange(ROWS) if rule == "coupled" else jnp.zeros(ROWS, int)
         noise = sampling.position_gumbel(source, at, VOCAB)
-        assert jnp.all(verdict.next_token == sampling.argmax(logp[:, 0] + noise))
-        assert verdict.path_slots.shape == (ROWS, 0)
-        assert not verdict.num_accepted.any()
+        assert jnp.all(verification.next_token == sampling.argmax(logp[:, 0] + noise))
+        assert verification.path_slots.shape == (ROWS, 0)
+        assert not verification.num_accepted.any()
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -187,9 +192,9 @@ def test_greedy_rows_follow_the_argmax(rule):
     want = sampling.walk_greedy(tokens, num_valid, best)
     logp = sampling.warp(logits, 0.0)
     logq = jnp.where(jax.nn.one_hot(tokens, VOCAB, dtype=bool), 0.0, -jnp.inf)
-    for laws in (None, logq):
+    for distributions in (None, logq):
         got = sampling.verify_chain(
-            keys, tokens, laws, logp, positions=num_valid, rule=rule, num_valid=num_valid
+            keys, tokens, distributions, logp, positions=num_valid, rule=rule, num_valid=num_valid
         )
         assert same(got, want)
     assert set(np.asarray(want.num_accepted).tolist()) == {0, 1, 2, 3}
@@ -201,9 +206,12 @@ def test_impossible_tokens_and_extreme_uniforms():
     top = float(np.nextafter(np.float32(1), np.float32(0)))
 
     def accepted(rule, token, p, q, u):
-        laws = [sampling.by_slot(jnp.stack([law, law], axis=1)) for law in (p, q)]
-        decision = rule(jnp.array([[token]]), jnp.array([1]), *laws, jnp.array([[u]]))
-        assert float(jnp.exp(decision.law).sum()) == pytest.approx(1)
+        distributions = [
+            sampling.by_slot(jnp.stack([distribution, distribution], axis=1))
+            for distribution in (p, q)
+        ]
+        decision = rule(jnp.array([[token]]), jnp.array([1]), *distributions, jnp.array([[u]]))
+        assert float(jnp.exp(decision.next_logp).sum()) == pytest.approx(1)
         return int(decision.num_accepted[0])
 
     for rule in (sampling.rejection, sampling.block):
@@ -217,13 +225,13 @@ def test_impossible_tokens_and_extreme_uniforms():
     assert accepted(sampling.rejection, 0, tiny, half, 0.0) == 1  # p > 0 below float32's range
 
 
-def test_nodes_name_their_laws():
+def test_nodes_name_their_distributions():
     tokens = jnp.array([[2, 0, 1]])
-    logq = random_laws(0, 1, 2)
-    laws = sampling.draft_laws(tokens, jnp.array([[1, -1, 0]]), logq)
-    assert jnp.all(laws(jnp.array([0])) == logq[:, 1])
-    assert jnp.all(jnp.exp(laws(jnp.array([1]))) == jax.nn.one_hot(tokens[:, 1], VOCAB))
-    assert jnp.all(laws(jnp.array([2])) == logq[:, 0])
+    logq = random_distributions(0, 1, 2)
+    distributions = sampling.draft_distributions(tokens, jnp.array([[1, -1, 0]]), logq)
+    assert jnp.all(distributions(jnp.array([0])) == logq[:, 1])
+    assert jnp.all(jnp.exp(distributions(jnp.array([1]))) == jax.nn.one_hot(tokens[:, 1], VOCAB))
+    assert jnp.all(distributions(jnp.array([2])) == logq[:, 0])
 
 
 def test_keys_of_a_round_are_all_different():
@@ -261,8 +269,8 @@ def test_a_rule_of_ones_own():
         return sampling.Decision(none, target(none))
 
     keys, tokens, logq, logp = round_of()
-    verdict = sampling.verify_chain(keys, tokens, logq, logp, rule=reject_all)
-    assert not verdict.num_accepted.any()
+    verification = sampling.verify_chain(keys, tokens, logq, logp, rule=reject_all)
+    assert not verification.num_accepted.any()
 
 
 def test_bad_input_names_the_remedy():
@@ -274,13 +282,13 @@ def test_bad_input_names_the_remedy():
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_the_program_holds_no_copy_of_all_warped_laws(rule):
+def test_the_program_holds_no_copy_of_all_warped_distributions(rule):
     rows, vocab = 2, 1000
     logits, logq = jnp.zeros((rows, LENGTH + 1, vocab)), jnp.zeros((rows, LENGTH, vocab))
 
     def program(keys):
         at = sampling.by_slot(logits)
-        return sampling.verify_laws(
+        return sampling.verify_by_slot(
             keys,
             jnp.zeros((rows, LENGTH), jnp.int32),
             jnp.full(rows, LENGTH, jnp.int32),

@@ -118,7 +118,7 @@ def test_models_and_heads(name, tiny, plain, heads):
         ({"num_speculative_tokens_per_batch_size": [[1, 2]]}, r"use a list of \[low, high, k\]"),
         ({"rejection_sample_method": "synthetic"}, "there is the drafter 'simulated'"),
         ({"rejection_sample_method": "typical"}, "use standard or block$"),
-        ({"draft_sample_method": "probabilistic"}, "ngram has no law to draw from"),
+        ({"draft_sample_method": "probabilistic"}, "ngram has no distribution to draw from"),
         ({"draft_sample_method": "beam"}, "use greedy or probabilistic"),
         ({"model": "some/model"}, "ngram takes no model"),
         ({"prompt_lookup_max": 2, "prompt_lookup_min": 3}, "prompt_lookup_max=2: must be at least"),

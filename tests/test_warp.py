@@ -1,4 +1,4 @@
-"""The warp against a plain sort-based one, and the identities of two laws."""
+"""The warp against a plain sort-based one, and the identities of two distributions."""
 
 import functools
 
@@ -90,7 +90,7 @@ def test_warp_is_the_sorted_one(logits, temperature, top_k, top_p, min_p):
 
 @QUICK
 @given(logits_of, temperatures, top_ks, top_ps, min_ps)
-def test_warp_makes_laws_in_single_precision(logits, temperature, top_k, top_p, min_p):
+def test_warp_makes_distributions_in_single_precision(logits, temperature, top_k, top_p, min_p):
     assume(np.all(logits.max(axis=1) > -np.inf))
     logits = logits.astype(np.float32)
     logp = np.asarray(compiled(WarpFlags())(logits, temperature, top_k, top_p, min_p))
@@ -125,7 +125,8 @@ def test_ties_at_the_threshold_are_kept():
 
 def test_temperature_comes_before_top_p():
     logits = jnp.log(jnp.array([0.6, 0.3, 0.1]))
-    # At temperature 0.5 the laws are (0.783, 0.196, 0.022): one token reaches 0.7, not two.
+    # At temperature 0.5 the distributions are (0.783, 0.196, 0.022): one token reaches 0.7, not
+    # two.
     np.testing.assert_array_equal(warp(logits, 0.5, 0, 0.7) > -np.inf, [True, False, False])
     np.testing.assert_array_equal(warp(logits, 1.0, 0, 0.7) > -np.inf, [True, True, False])
 
@@ -196,7 +197,7 @@ weights = hnp.arrays(
 @example(np.ones(VOCAB), np.ones(VOCAB))
 @example(np.eye(VOCAB)[0], np.eye(VOCAB)[1])
 @example(np.eye(VOCAB)[0], np.eye(VOCAB)[0])
-def test_identities_of_two_laws(p, q):
+def test_identities_of_two_distributions(p, q):
     p, q = p / p.sum(), q / q.sum()
     with np.errstate(divide="ignore"), jax.enable_x64(True):
         logp, logq = jnp.asarray(np.log(p)), jnp.asarray(np.log(q))
@@ -212,6 +213,6 @@ def test_identities_of_two_laws(p, q):
     assert np.all(accept[(q == 0) & (p > 0)] == 1)
 
 
-def test_residual_of_equal_laws_is_the_law():
+def test_residual_of_equal_distributions_is_the_distribution():
     logp = jnp.log(jnp.array([[0.2, 0.8, 0.0], [0.5, 0.0, 0.5]]))
     np.testing.assert_array_equal(residual(logp, logp), logp)

@@ -3,9 +3,9 @@
     python -m train.distill --config=configs/train_distill.py --config.workdir=W
 
 The draft model starts as some of the target's layers between the target's own embedding and head,
-which it shares, and learns the target's law at every token of its own responses, by KL divergence,
-total variation, or both (DistillSpec: Zhou et al. 2310.08461). Exit codes: 0; 2 for bad input; 130
-after Ctrl-C or SIGTERM.
+which it shares, and learns the target's distribution at every token of its own responses, by KL
+divergence, total variation, or both (DistillSpec: Zhou et al. 2310.08461). Exit codes: 0; 2 for bad
+input; 130 after Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from specjax.models.heads.draft_decoder import DraftModelConfig, ReducedDecoder
 from specjax.models.heads.shared_parameters import share
 from train.data.batches import Batch
 from train.data.vocabulary import Vocabulary
-from train.methods.draft_losses import Judge, Teacher, judge, kl_divergence, variation
+from train.methods.draft_losses import Scoring, Teacher, kl_divergence, score_drafts, variation
 from train.methods.labels import ahead, at_rows, label_ahead, visible
 from train.methods.method import Measures, Method, measure
 from train.run import run
@@ -149,19 +149,19 @@ def distill_loss(
     )
     columns = params["shared"]["draft_head"]["kernel"]
     teacher = Teacher.of(batch, columns, draft_ids)
-    total, verdict = judge(
-        Judge(tuple(loss.parts.values()), False, model.decoder.multiply),
+    total, scores = score_drafts(
+        Scoring(tuple(loss.parts.values()), False, model.decoder.multiply),
         at_rows(result.features["final_norm"], labels - 1)[None],
         columns,
         teacher,
         teacher.counts(labels, 1),
         jnp.ones(1),
     )
-    losses = dict(zip(loss.parts, verdict.losses[0], strict=True))
+    losses = dict(zip(loss.parts, scores.losses[0], strict=True))
     depths = range(loss.depths)
-    right = jnp.stack([ahead(verdict.right[0], depth) for depth in depths])
-    judged = jnp.stack([label_ahead(labels, depth) for depth in depths])
-    return total, measure(losses, right, judged)
+    right = jnp.stack([ahead(scores.right[0], depth) for depth in depths])
+    scored = jnp.stack([label_ahead(labels, depth) for depth in depths])
+    return total, measure(losses, right, scored)
 
 
 FIELDS: Fields = {

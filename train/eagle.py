@@ -45,7 +45,7 @@ from specjax.models.heads.shared_parameters import share
 from specjax.models.layers.attention import Partial, attend_in_blocks, merge
 from train.data.batches import Batch
 from train.data.vocabulary import Vocabulary
-from train.methods.draft_losses import Judge, Teacher, Truth, judge
+from train.methods.draft_losses import Scoring, Teacher, Truth, score_drafts
 from train.methods.labels import ahead, at_rows, label_ahead
 from train.methods.losses import smooth_l1, soft_cross_entropy
 from train.methods.method import Measures, Method, measure
@@ -163,8 +163,8 @@ def eagle_loss(
     """The sum of the loss over the batch's labels, and measures of each draft step.
 
     Step i counts where the token i places behind a label is a label too, and its cross-entropy
-    where that token is in the draft's vocabulary, over which the target's law is renormalised.
-    Without a key there is no noise.
+    where that token is in the draft's vocabulary, over which the target's distribution is
+    renormalised. Without a key there is no noise.
     """
     labels = batch.labels
     features = {name: value.astype(jnp.float32) for name, value in batch.features.items()}
@@ -181,12 +181,12 @@ def eagle_loss(
     teacher = Teacher.of(batch, columns, draft_ids)
     outputs = jnp.stack(list(unroll(head, params, batch, taps, loss.steps)))
     weights = jnp.asarray([loss.decay**step for step in range(loss.steps)])
-    plan = Judge(
-        parts=((_against_law, loss.cross_entropy),),
+    plan = Scoring(
+        parts=((_against_distribution, loss.cross_entropy),),
         trains_kernel=head.config.version == 3,
         multiply=head.multiply,
     )
-    total, verdict = judge(
+    total, scores = score_drafts(
         plan,
         jax.vmap(head.readout, in_axes=(None, 0))(params, outputs),
         head.logit_kernel(params),
@@ -194,19 +194,19 @@ def eagle_loss(
         teacher.counts(labels, loss.steps),
         weights,
     )
-    judged = jnp.stack([label_ahead(labels, step) for step in range(loss.steps)])
-    parts = {"cross_entropy": verdict.losses[:, 0].sum()}
+    scored = jnp.stack([label_ahead(labels, step) for step in range(loss.steps)])
+    parts = {"cross_entropy": scores.losses[:, 0].sum()}
     if loss.feature:
         truth = at_rows(features["final_norm"], labels - 1)
         truth = lax.stop_gradient(jnp.stack([ahead(truth, step) for step in range(loss.steps)]))
-        distances = jnp.where(judged, smooth_l1(outputs, truth), 0.0).sum(axis=(1, 2))
+        distances = jnp.where(scored, smooth_l1(outputs, truth), 0.0).sum(axis=(1, 2))
         parts["feature"] = distances.sum()
         total += loss.feature * jnp.dot(weights, distances)
-    return total, measure(parts, verdict.right, judged)
+    return total, measure(parts, scores.right, scored)
 
 
-def _against_law(logits: Float[Array, "B A Vd"], truth: Truth) -> Float[Array, "B A"]:
-    return soft_cross_entropy(logits, jnp.exp(truth.log_law))
+def _against_distribution(logits: Float[Array, "B A Vd"], truth: Truth) -> Float[Array, "B A"]:
+    return soft_cross_entropy(logits, jnp.exp(truth.log_probs))
 
 
 def unroll(

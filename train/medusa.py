@@ -59,10 +59,10 @@ def medusa_method(
         del key
         columns = share(target_params, ids, head=True)["draft_head"]["kernel"]
         teacher = Teacher.of(batch, columns, ids)
-        total, verdict = heads_loss(
+        total, scores = heads_loss(
             head, params, columns, batch.features["final_norm"], batch.labels, teacher, loss
         )
-        return total, heads_measures(verdict, batch.labels, {})
+        return total, heads_measures(scores, batch.labels, {})
 
     def finished(params: Any, training: dict[str, Any]) -> Head:
         return Head("medusa", config, params, draft_ids, TargetFacts.of(target), training)

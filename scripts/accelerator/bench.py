@@ -50,7 +50,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Result:
     """What it found out: the rows' settings, the device, each model's layers, cells left."""
 
     settings: dict[str, Any]
@@ -60,7 +60,7 @@ class Outcome:
     left: tuple[str, ...]
 
 
-def measure(options: Options) -> Outcome:
+def measure(options: Options) -> Result:
     """Measure what is left, in a process that holds the device's memory until it ends."""
     # The default leaves a quarter of the memory unused.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")
@@ -103,7 +103,7 @@ class Bench:
         self._compile_s = 0.0
         self._broken = False
 
-    def run(self) -> Outcome:
+    def run(self) -> Result:
         """Measure job after job, until all is done or the time is over."""
         jobs = [job for job in self.work.jobs() if self.options.wants(job.cells[0])]
         total = sum(len(job.cells) for job in jobs)
@@ -131,7 +131,7 @@ class Bench:
             print(f"[{total - remaining + 1}/{total}] {_together(cells)}{eta}", flush=True)
             tried += self._measure(job, cells)
             remaining -= len(cells)
-        return Outcome(self.settings, self.platform, self.memory_bytes, layers, tuple(over))
+        return Result(self.settings, self.platform, self.memory_bytes, layers, tuple(over))
 
     def compiled(self, event: str, seconds: float, **_: Any) -> None:
         """Listens to JAX's events, to count what compiling takes and to say so."""

@@ -89,7 +89,7 @@ class Loop:
             target=plan.target,
             flags=plan.flags,
             num_tokens=plan.draft_length.max_tokens,
-            laws=False,
+            needs_logq=False,
         )
         started = plan.drafter.init(self.drafter.params, context, {})
         # The loop's state is donated, and no buffer may be given away twice.

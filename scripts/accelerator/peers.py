@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from accelerator.bench import Options, Outcome
+from accelerator.bench import Options, Result
 from accelerator.rows import FAILED, MEASURED, NO_FIT, NO_MEMORY, SKIPPED, Cell, Rows, describe
 from accelerator.sizes import Size
 from specjax.models.config import DecoderConfig
@@ -71,11 +71,11 @@ class Peer:
         return json.loads(line) if line else {"error": "the peer process ended"}
 
 
-def compare(options: Options, size: Size, outcome: Outcome, rows: Rows, python: str) -> list[str]:
+def compare(options: Options, size: Size, result: Result, rows: Rows, python: str) -> list[str]:
     """Rows of the peer, for every model, batch and context; returns the cells left by time."""
     left: list[str] = []
     for name in options.models:
-        config = replace(size.models[name], num_layers=outcome.layers[name])
+        config = replace(size.models[name], num_layers=result.layers[name])
         waiting = [
             cell
             for cell in _cells(name, config, size)
@@ -84,12 +84,12 @@ def compare(options: Options, size: Size, outcome: Outcome, rows: Rows, python: 
         fitting = []
         for cell in waiting:
             needed = size.needed_bytes(config, cell["batch"], cell["context"], 1)
-            if outcome.memory_bytes is not None and needed > outcome.memory_bytes:
+            if result.memory_bytes is not None and needed > result.memory_bytes:
                 rows.add(cell, NO_FIT, reason="does not fit", needed_bytes=needed)
             else:
                 fitting.append(cell)
         if fitting and time.time() < options.deadline:
-            fitting = _compare_model(options, size, outcome.platform, config, rows, fitting, python)
+            fitting = _compare_model(options, size, result.platform, config, rows, fitting, python)
         left += map(describe, fitting)
     return left
 

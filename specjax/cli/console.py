@@ -154,7 +154,7 @@ class Screen:
             self._console.print(shown, end="", soft_wrap=True, highlight=False)
             self._inside = True
 
-    def outcome(self, ours: Generation, row: int, plain: Generation | None, same: str) -> None:
+    def row_result(self, ours: Generation, row: int, plain: Generation | None, same: str) -> None:
         """The line behind a text: what was drafted and accepted, and the speeds."""
         accepted = int(ours.accepted[row][ours.accepted[row] > 0].sum())
         drafted = int(ours.drafted[row][ours.drafted[row] > 0].sum())

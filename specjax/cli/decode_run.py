@@ -109,7 +109,7 @@ def decode_batches(
         ours = _prepare(job.drafter, session, screen, clock)
         yield from _turn(job, turn, ours, plain, screen, clock, progress, answers)
         if job.has_expectation:
-            with screen.working("expected acceptance: the laws of the same run once more"):
+            with screen.working("expected acceptance: the distributions of the same run once more"):
                 expected.append(expected_acceptance(session))
 
 
@@ -153,7 +153,7 @@ def _turn(
             same = ""
             if differences is not None:
                 same = "same tokens" if differences[row] is None else "DIFFERENT TOKENS"
-            screen.outcome(result, row, baseline, same)
+            screen.row_result(result, row, baseline, same)
         yield Batch(progress.batches, turn, questions, result, baseline, differences)
         progress.batches += 1
         if interrupted:

@@ -109,14 +109,13 @@ def generate(
     `num_speculative_tokens` is the longest draft (K; the drafter's own by default), or "auto": each
     row then drafts what its acceptance so far and the measured time of each width make fastest.
     `num_speculative_tokens_per_batch_size` caps it by the number of unfinished rows, as (low, high,
-    k). With either, a row of `rejection` or `block` may draw other tokens (of the same law) beside
-    other neighbours or on another machine. `verify` is "rejection", "block", "coupled"
-    (the output depends on seed and prompt only, never on the drafter), or a rule of one's own.
-    `sampling` is one for all prompts or one a prompt. `batch_size` rows decode together (all,
-    at most 16, by default); `max_length` bounds
-    prompt and output. `progress` is called between steps. On a `mesh` (`sharding.make_mesh`; by
-    default where the target was loaded) rows are spread over `data`, weights, caches and logits
-    over `model`. Raises InputError for bad input.
+    k). With either, a row of `rejection` or `block` may draw other tokens (of the same
+    distribution) beside other neighbours or on another machine. `verify` is "rejection", "block",
+    "coupled" (the output depends on seed and prompt only, never on the drafter), or a rule of one's
+    own. `sampling` is one for all prompts or one a prompt. `batch_size` rows decode together (all,
+    at most 16, by default); `max_length` bounds prompt and output. `progress` is called between
+    steps. On a `mesh` (`sharding.make_mesh`; by default where the target was loaded) rows are
+    spread over `data`, weights, caches and logits over `model`. Raises InputError for bad input.
     """
     optional(Function("use a function of a Snapshot")).check("progress", progress)
     target = target if mesh is None else place_model(target, mesh)

@@ -19,7 +19,7 @@ from specjax import sampling
 from specjax.cache import commit, put
 from specjax.decoding.draft_length import no_history, remember
 from specjax.decoding.state import FULL, RUNNING, STOPPED, Plan, Rounds, Rows, State
-from specjax.decoding.verify import Judged, judge
+from specjax.decoding.verify import VerifiedDraft, verify_draft
 from specjax.distributed.sharding import constrain_rows
 from specjax.drafters.base import Accepted, Context, Noise
 from specjax.models.prefill import prefill
@@ -96,15 +96,15 @@ def one_round(plan: Plan, params: Any, state: State) -> State:
 
     # The narrowest compiled width that holds every row's draft.
     branch = jnp.searchsorted(np.asarray(plan.widths), 1 + drafted.max())
-    judges = [
-        functools.partial(judge, plan, target_params, state, draft, drafted, keys, width)
+    branches = [
+        functools.partial(verify_draft, plan, target_params, state, draft, drafted, keys, width)
         for width in plan.widths
     ]
-    judged = lax.switch(branch, judges)
+    verified = lax.switch(branch, branches)
 
-    count, status = _cut(state, judged)
+    count, status = _truncate(state, verified)
     took_part = count > 0
-    accepted_count = jnp.where(took_part, judged.verdict.num_accepted, 0)
+    accepted_count = jnp.where(took_part, verified.verification.num_accepted, 0)
     column = {
         "width": jnp.broadcast_to(jnp.asarray(plan.widths, jnp.int32)[branch], count.shape),
         "drafted": drafted,
@@ -115,7 +115,7 @@ def one_round(plan: Plan, params: Any, state: State) -> State:
         name: getattr(state.rounds, name).at[:, state.round].set(jnp.where(took_part, new, -1))
         for name, new in column.items()
     }
-    state = _commit(state, judged, count, status).replace(
+    state = _commit(state, verified, count, status).replace(
         round=state.round + 1,
         rounds=Rounds(**recorded),
         history=remember(state.history, drafted, accepted_count),
@@ -123,11 +123,11 @@ def one_round(plan: Plan, params: Any, state: State) -> State:
             None
             if state.overlaps is None
             else state.overlaps.at[:, state.round].set(
-                jnp.where(took_part[:, None], judged.overlaps, jnp.nan)
+                jnp.where(took_part[:, None], verified.overlaps, jnp.nan)
             )
         ),
     )
-    accepted = Accepted(judged.verdict.path_slots, judged.tokens, count, judged.features)
+    accepted = Accepted(verified.verification.path_slots, verified.tokens, count, verified.features)
     context = _context(plan, target_params, state)
     return state.replace(
         drafter=plan.drafter.observe(draft_params, drafter_state, context, accepted)
@@ -149,14 +149,14 @@ def propose(plan: Plan, params: Any, state: State) -> tuple[Draft, Any]:
     return draft.replace(valid=draft.valid & within), drafter_state
 
 
-def _cut(state: State, judged: Judged) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
+def _truncate(state: State, verified: VerifiedDraft) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
     """How many tokens each row commits, and its status then.
 
     The path ends behind the first stop token, and at the row's longest length.
     """
-    step = jnp.arange(judged.tokens.shape[1])[None, :]
-    count = judged.verdict.num_accepted + 1
-    stops = (judged.tokens[:, :, None] == state.rows.stop_ids[:, None, :]).any(axis=2)
+    step = jnp.arange(verified.tokens.shape[1])[None, :]
+    count = verified.verification.num_accepted + 1
+    stops = (verified.tokens[:, :, None] == state.rows.stop_ids[:, None, :]).any(axis=2)
     stops &= step < count[:, None]
     count = jnp.where(stops.any(axis=1), jnp.argmax(stops, axis=1) + 1, count)
     count = jnp.minimum(count, state.rows.max_length - state.length)
@@ -169,19 +169,21 @@ def _cut(state: State, judged: Judged) -> tuple[Int[Array, "B"], Int[Array, "B"]
     )
 
 
-def _commit(state: State, judged: Judged, count: Int[Array, "B"], status: Int[Array, "B"]) -> State:
+def _commit(
+    state: State, verified: VerifiedDraft, count: Int[Array, "B"], status: Int[Array, "B"]
+) -> State:
     """Append the root's and the path's keys to the cache, and the new tokens to the row."""
-    step = jnp.arange(judged.tokens.shape[1])[None, :]
+    step = jnp.arange(verified.tokens.shape[1])[None, :]
     where = jnp.where(step < count[:, None], state.length[:, None] + step, state.tokens.shape[1])
-    slots = jnp.pad(jnp.maximum(judged.verdict.path_slots, 0), ((0, 0), (1, 0)))
+    slots = jnp.pad(jnp.maximum(verified.verification.path_slots, 0), ((0, 0), (1, 0)))
     logprobs = state.logprobs
     if logprobs is not None:
-        logprobs = put(logprobs, where, judged.logprobs)
+        logprobs = put(logprobs, where, verified.logprobs)
     return state.replace(
-        tokens=put(state.tokens, where, judged.tokens),
+        tokens=put(state.tokens, where, verified.tokens),
         length=state.length + count,
         status=status,
-        cache=commit(state.cache, judged.window, slots, count),
+        cache=commit(state.cache, verified.window, slots, count),
         logprobs=logprobs,
     )
 
@@ -201,7 +203,7 @@ def _context(plan: Plan, params: Any, state: State) -> Context:
         target=plan.target,
         flags=plan.flags,
         num_tokens=plan.draft_length.max_tokens,
-        laws=plan.flags.sampled and plan.rule != "coupled",
+        needs_logq=plan.flags.sampled and plan.rule != "coupled",
     )
 
 

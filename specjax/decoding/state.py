@@ -24,8 +24,8 @@ class Plan:
     """What is fixed when a loop is compiled.
 
     `widths` are the window sizes a round can run at, ascending, the last one N + 1. `max_rounds`
-    (R) bounds the recorded rounds. `overlaps` also records what share of p each verified node's law
-    has, which costs a warp a node.
+    (R) bounds the recorded rounds. `overlaps` also records what share of p each verified node's
+    distribution has, which costs a warp a node.
     """
 
     target: LanguageModel

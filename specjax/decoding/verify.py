@@ -20,10 +20,10 @@ from specjax.errors import InputError, one_line, shown
 from specjax.trees import Draft, ancestors, depths
 
 
-class Judged(NamedTuple):
+class VerifiedDraft(NamedTuple):
     """What one compiled width says of a draft, padded to the widest."""
 
-    verdict: sampling.Verdict
+    verification: sampling.Verification
     tokens: Int[Array, "B P+1"]
     window: Window
     features: dict[str, Float[Array, "B P+1 D"]]
@@ -37,8 +37,8 @@ def check_rule(rule: sampling.Rule, rows: int, widths: Sequence[int], vocab_size
     It is called as a round calls it, with shapes instead of numbers, so that nothing is computed.
     """
     remedy = (
-        "return Decision(num_accepted [B] of whole numbers, law [B, V] of log-probabilities), as "
-        "specjax.testing.check_rule describes"
+        "return Decision(num_accepted [B] whole numbers, next_logp [B, V] log-probabilities), "
+        "as specjax.testing.check_rule describes"
     )
     for width in widths:
         tokens = jax.ShapeDtypeStruct((rows, width - 1), jnp.int32)
@@ -49,7 +49,7 @@ def check_rule(rule: sampling.Rule, rows: int, widths: Sequence[int], vocab_size
 
         def call(tokens: Any, count: Any, logp: Any, uniforms: Any) -> None:
             nonlocal returned
-            draft = sampling.one_hot_laws(tokens, vocab_size, jnp.float32)
+            draft = sampling.one_hot_distributions(tokens, vocab_size, jnp.float32)
             returned = rule(tokens, count, sampling.by_slot(logp), draft, uniforms)
 
         try:
@@ -69,7 +69,7 @@ def check_rule(rule: sampling.Rule, rows: int, widths: Sequence[int], vocab_size
             raise InputError(f"verify={shown(rule)}: returns {shown(returned, 120)}; {remedy}")
 
 
-def judge(
+def verify_draft(
     plan: Plan,
     params: Any,
     state: State,
@@ -77,7 +77,7 @@ def judge(
     drafted: Int[Array, "B"],
     keys: Key[Array, "B"],
     width: int,
-) -> Judged:
+) -> VerifiedDraft:
     """Extend over the root and the first `width` - 1 nodes, and verify them."""
     nodes = width - 1
     root = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
@@ -95,26 +95,26 @@ def judge(
     )
     logits = result.logits
     if plan.flags.sampled or not isinstance(plan.rule, str):
-        # A draw needs all of a row's law; without one, each device looks at its own part.
+        # A draw needs all of a row's distribution; without one, each device looks at its own part.
         logits = constrain(logits, "batch", None, None)
-    target, laws = _laws(plan, state, draft, logits)
-    verdict = _verify(plan, state, draft, drafted, keys, logits, target, laws)
+    target, distributions = _distributions(plan, state, draft, logits)
+    verification = _verify(plan, state, draft, drafted, keys, logits, target, distributions)
 
     longest = draft.tokens.shape[1]
-    path = jnp.pad(verdict.path_slots, ((0, 0), (0, longest - nodes)), constant_values=-1)
+    path = jnp.pad(verification.path_slots, ((0, 0), (0, longest - nodes)), constant_values=-1)
     slots = jnp.pad(jnp.maximum(path, 0), ((0, 0), (1, 0)))
-    behind = jnp.arange(longest + 1)[None, :] >= verdict.num_accepted[:, None]
+    behind = jnp.arange(longest + 1)[None, :] >= verification.num_accepted[:, None]
     proposed = jnp.take_along_axis(draft.tokens, jnp.maximum(path, 1) - 1, axis=1)
     proposed = jnp.pad(proposed, ((0, 0), (0, 1)))
-    tokens = jnp.where(behind, verdict.next_token[:, None], proposed)
+    tokens = jnp.where(behind, verification.next_token[:, None], proposed)
     logprobs = None
     if plan.logprobs:
         norm = jax.scipy.special.logsumexp(logits, axis=-1, keepdims=True)
         along = jnp.take_along_axis(logits - norm, slots[:, :, None], axis=1)
         logprobs = jnp.take_along_axis(along, tokens[:, :, None], axis=2)[:, :, 0]
     room = ((0, 0), (0, 0), (0, 0), (0, plan.widths[-1] - width), (0, 0))
-    return Judged(
-        verdict._replace(path_slots=path),
+    return VerifiedDraft(
+        verification._replace(path_slots=path),
         tokens,
         jax.tree.map(lambda part: jnp.pad(part, room), result.window),
         {
@@ -122,40 +122,44 @@ def judge(
             for name, value in result.features.items()
         },
         logprobs,
-        _overlaps(plan, draft, drafted, verdict, target, laws, nodes) if plan.overlaps else None,
+        _overlaps(plan, draft, drafted, verification, target, distributions, nodes)
+        if plan.overlaps
+        else None,
     )
 
 
-def _laws(
+def _distributions(
     plan: Plan, state: State, draft: Draft, logits: Float[Array, "B W V"]
-) -> tuple[sampling.Laws, sampling.Laws | None]:
-    """P by slot, worked out when it is visited, and q if nodes were drawn from laws."""
+) -> tuple[sampling.Distributions, sampling.Distributions | None]:
+    """P by slot, worked out when it is visited, and q if nodes were drawn from distributions."""
     logits_at, nodes = sampling.by_slot(logits), logits.shape[1] - 1
-    laws = None
+    distributions = None
     if draft.logq is not None and nodes:
-        tokens, law = draft.tokens[:, :nodes], draft.law[:, :nodes]
-        laws = sampling.draft_laws(tokens, law, draft.logq)
-    return lambda slots: warp_rows(logits_at(slots), state.rows.sampling, plan.flags), laws
+        tokens, distribution = draft.tokens[:, :nodes], draft.logq_row[:, :nodes]
+        distributions = sampling.draft_distributions(tokens, distribution, draft.logq)
+    return lambda slots: warp_rows(logits_at(slots), state.rows.sampling, plan.flags), distributions
 
 
 def _overlaps(
     plan: Plan,
     draft: Draft,
     drafted: Int[Array, "B"],
-    verdict: sampling.Verdict,
-    target: sampling.Laws,
-    laws: sampling.Laws | None,
+    verification: sampling.Verification,
+    target: sampling.Distributions,
+    distributions: sampling.Distributions | None,
     nodes: int,
 ) -> Float[Array, "B P"]:
     """sum_x min(p, q) at each node that was put to the test, NaN at the others."""
     batch, longest = draft.tokens.shape
-    if laws is None:
-        laws = sampling.one_hot_laws(draft.tokens, plan.target.vocab_size, jnp.float32)
+    if distributions is None:
+        distributions = sampling.one_hot_distributions(
+            draft.tokens, plan.target.vocab_size, jnp.float32
+        )
 
     def visit(node: Int[Array, ""], found: Float[Array, "B P"]) -> Float[Array, "B P"]:
         slots = jnp.broadcast_to(node, (batch,))
-        tested = (slots < drafted) & (slots <= verdict.num_accepted)
-        share = sampling.overlap(target(slots), laws(slots))
+        tested = (slots < drafted) & (slots <= verification.num_accepted)
+        share = sampling.overlap(target(slots), distributions(slots))
         return found.at[:, node].set(jnp.where(tested, share, jnp.nan))
 
     return lax.fori_loop(0, nodes, visit, jnp.full((batch, longest), jnp.nan))
@@ -168,20 +172,20 @@ def _verify(
     drafted: Int[Array, "B"],
     keys: Key[Array, "B"],
     logits: Float[Array, "B W V"],
-    target: sampling.Laws,
-    laws: sampling.Laws | None,
-) -> sampling.Verdict:
+    target: sampling.Distributions,
+    distributions: sampling.Distributions | None,
+) -> sampling.Verification:
     nodes = logits.shape[1] - 1
     tokens = draft.tokens[:, :nodes]
     if not plan.flags.sampled and isinstance(plan.rule, str):
-        # Every exact rule says this of one-hot laws.
+        # Every exact rule says this of one-hot distributions.
         return sampling.walk_greedy(tokens, drafted, sampling.argmax(logits))
-    return sampling.verify_laws(
+    return sampling.verify_by_slot(
         keys,
         tokens,
         drafted,
         target,
-        laws,
+        distributions,
         positions=state.length,
         rule=plan.rule,
         vocab=logits.shape[2],

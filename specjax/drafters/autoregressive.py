@@ -35,7 +35,7 @@ def draft_chain(
     p_min: float = 0.0,
     draft_ids: Int[Array, "Vd"] | None = None,
 ) -> tuple[Draft, Any]:
-    """A chain of up to K tokens a row, drawn from the law that `step` gives, or its likeliest.
+    """A chain of up to K tokens per row, drawn from the distribution of `step`, or its likeliest.
 
     A row stops at its limit, or where the likeliest next token has a probability below `p_min`
     (before any warp, and before the token is drawn: the draft stays exact). The loop ends with its
@@ -43,27 +43,31 @@ def draft_chain(
     gives logits of a part of the vocabulary, `draft_ids` say which.
     """
     batch, most = context.length.shape[0], context.num_tokens
-    keeps_laws = sampled and context.laws and most > 0
+    keeps_logq = sampled and context.needs_logq and most > 0
     root = context.token_at(context.length - 1)
 
     def grow(depth: Int[Array, ""] | int, state: tuple) -> tuple:
-        token, count, tokens, laws, carry = state
+        token, count, tokens, distributions, carry = state
         logits, carry = step(depth, token, carry)
         wanted = depth < context.limit
         if p_min > 0:
             confidence = jnp.exp(logits.max(axis=-1) - logsumexp(logits, axis=-1))
             wanted &= confidence >= p_min
         count = jnp.where((count == depth) & wanted, count + 1, count)
-        token, law = choose(logits, context, noise, depth, sampled=sampled, draft_ids=draft_ids)
-        if keeps_laws:
-            laws = lax.dynamic_update_slice(laws, law[:, None], (0, depth, 0))
+        token, distribution = choose(
+            logits, context, noise, depth, sampled=sampled, draft_ids=draft_ids
+        )
+        if keeps_logq:
+            distributions = lax.dynamic_update_slice(
+                distributions, distribution[:, None], (0, depth, 0)
+            )
         if most:
             tokens = lax.dynamic_update_slice(tokens, token[:, None], (0, depth))
-        return token, count, tokens, laws, carry
+        return token, count, tokens, distributions, carry
 
-    laws = jnp.zeros((batch, most, context.target.vocab_size)) if keeps_laws else None
+    distributions = jnp.zeros((batch, most, context.target.vocab_size)) if keeps_logq else None
     tokens, count = jnp.zeros((batch, most), jnp.int32), jnp.zeros(batch, jnp.int32)
-    state = grow(0, (root, count, tokens, laws, carry))
+    state = grow(0, (root, count, tokens, distributions, carry))
 
     def going(loop: tuple) -> Array:
         depth, (_, count, *_) = loop
@@ -73,8 +77,8 @@ def draft_chain(
         depth, state = loop
         return depth + 1, grow(depth, state)
 
-    _, (_, count, tokens, laws, carry) = lax.while_loop(going, more, (jnp.int32(1), state))
-    return trees.chain(tokens, count, laws), carry
+    _, (_, count, tokens, distributions, carry) = lax.while_loop(going, more, (jnp.int32(1), state))
+    return trees.chain(tokens, count, distributions), carry
 
 
 def choose(
@@ -86,7 +90,7 @@ def choose(
     sampled: bool,
     draft_ids: Int[Array, "Vd"] | None,
 ) -> tuple[Int[Array, "B"], Float[Array, "B V"] | None]:
-    """A token a row, drawn where it is `sampled`, and its law; the likeliest without one else."""
+    """One token per row and its distribution where it is `sampled`; else the likeliest, None."""
     if sampled and context.flags.sampled:
         return context.draw(expand(logits, draft_ids, context.target.vocab_size), noise, depth)
     token = argmax(logits)

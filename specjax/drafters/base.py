@@ -50,8 +50,8 @@ class Context:
     target: LanguageModel = struct.field(pytree_node=False)
     flags: WarpFlags = struct.field(pytree_node=False)
     num_tokens: int = struct.field(pytree_node=False)
-    laws: bool = struct.field(pytree_node=False)
-    """Whether the rule reads q, so that a draft that was sampled must bring its laws."""
+    needs_logq: bool = struct.field(pytree_node=False)
+    """Whether the rule reads q, so that a draft that was sampled must bring its distributions."""
 
     def token_at(self, position: Int[Array, "B"]) -> Int[Array, "B"]:
         """Each row's committed token at a position; positions below 0 give the first token."""
@@ -59,17 +59,17 @@ class Context:
         return jnp.take_along_axis(self.tokens, position, axis=1)[:, 0]
 
     def warp(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        """The log-law that each row's sampling parameters make of logits, whole on each device."""
+        """Log-probabilities under each row's sampling parameters, whole on each device."""
         return warp_rows(constrain(logits, "batch", None), self.sampling, self.flags)
 
     def draw(
         self, logits: Float[Array, "B V"], noise: Noise, depth: Int[Array, ""] | int
     ) -> tuple[Int[Array, "B"], Float[Array, "B V"]]:
-        """A token a row, and the log-law it was drawn from (the logits, where no row samples)."""
+        """One token per row, and the log-probabilities it was drawn from (else the logits)."""
         if not self.flags.sampled:
             return argmax(logits), logits
-        law = self.warp(logits)
-        return argmax(law + noise(depth)), law
+        distribution = self.warp(logits)
+        return argmax(distribution + noise(depth)), distribution
 
 
 def warp_rows(
@@ -110,8 +110,8 @@ class Drafter:
     more valid ones than `context.limit`. `observe(params, state, context, accepted) -> state`
     follows the commit; its context is the one after it. All three are traced and draw no keys.
 
-    Whether a node is proposed may depend on committed tokens, on its ancestors and on the law it
-    will be drawn from, never on its own token, unless nodes are deterministic.
+    Whether a node is proposed may depend on committed tokens, on its ancestors and on the
+    distribution it will be drawn from, never on its own token, unless nodes are deterministic.
     """
 
     name: str
@@ -123,7 +123,7 @@ class Drafter:
     params: Any = field(default=None, compare=False)
     features: tuple[str, ...] = ()
     sampled: bool = False
-    """Whether nodes are drawn from laws (sampled rows) rather than chosen."""
+    """Whether nodes are drawn from distributions (sampled rows) rather than chosen."""
     lengths: tuple[int, ...] = ()
     """Drafts shorter than the longest that are worth a compiled width of their own."""
     follows_own_drafts: bool = False

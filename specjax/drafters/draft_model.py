@@ -41,10 +41,10 @@ def make(
 ) -> Drafter:
     """A drafter that decodes with a model of its own, which must share the target's tokenizer.
 
-    `probabilistic` draws each token from the model's law under the row's own warp, which the rules
-    then know exactly; `greedy` takes the likeliest. Where the model gives logits of a part of the
-    vocabulary, "draft_ids" among its parameters say which. A row stops drafting where the likeliest
-    token has a probability below `draft_p_min`. Raises InputError for bad options.
+    `probabilistic` draws each token from the model's distribution under the row's own warp, which
+    the rules then know exactly; `greedy` takes the likeliest. Where the model gives logits of a
+    part of the vocabulary, "draft_ids" among its parameters say which. A row stops drafting where
+    the likeliest token has a probability below `draft_p_min`. Raises InputError for bad options.
     """
     check_arguments(
         make, "drafter.", draft_sample_method=draft_sample_method, draft_p_min=draft_p_min

@@ -2,7 +2,7 @@
 
 The pair at position t is (x_{t+1}, f_t). The head's cache holds the pairs at 0 .. n-2, all with the
 target's true features: `observe` runs the head once over what a round committed, and its output at
-the last pair is the law of the first draft token. Later steps read the head's own outputs.
+the last pair is the distribution of the first draft token. Later steps read the head's own outputs.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ def make(first: Drafter, second: Drafter) -> Drafter:
     """`first`'s chain in the rows where it proposes one, `second`'s in the others.
 
     Neither drafts more than its own `num_speculative_tokens`, whatever is asked for. Exact if both
-    are: what the first one's choice to draft depends on (tokens that it does not draw, laws, noise
-    of its own) is independent of what the second one draws. Raises InputError for a drafter that
-    cannot follow what another one drafted.
+    are: what the first one's choice to draft depends on (tokens that it does not draw,
+    distributions, noise of its own) is independent of what the second one draws. Raises InputError
+    for a drafter that cannot follow what another one drafted.
     """
     both = (first, second)
     for drafter in both:
@@ -83,14 +83,14 @@ def _narrowed(context: Context, drafter: Drafter) -> Context:
 
 def _noise_of(place: int, noise: Noise, context: Context) -> Noise:
     """Noise that the other drafter does not see; under `coupled` both see the target's own."""
-    return (lambda depth: noise(2 * depth + place)) if context.laws else noise
+    return (lambda depth: noise(2 * depth + place)) if context.needs_logq else noise
 
 
 def joined(first: Draft, second: Draft, length: int) -> Draft:
     """A chain of `length` nodes: each row's from the first draft that proposes any."""
-    laws = [draft.logq for draft in (first, second) if draft.logq is not None]
+    distributions = [draft.logq for draft in (first, second) if draft.logq is not None]
     offset = 0 if first.logq is None else first.logq.shape[1]
-    second = second.replace(law=jnp.where(second.law < 0, -1, second.law + offset))
+    second = second.replace(logq_row=jnp.where(second.logq_row < 0, -1, second.logq_row + offset))
     here = first.valid.any(axis=1, keepdims=True)
 
     def either(name: str, filler: int | bool) -> Array:
@@ -110,6 +110,6 @@ def joined(first: Draft, second: Draft, length: int) -> Draft:
         tokens=either("tokens", 0),
         parents=np.arange(length),
         valid=either("valid", False),
-        law=either("law", -1),
-        logq=jnp.concatenate(laws, axis=1) if laws else None,
+        logq_row=either("logq_row", -1),
+        logq=jnp.concatenate(distributions, axis=1) if distributions else None,
     )

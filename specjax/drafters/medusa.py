@@ -1,7 +1,7 @@
 """Medusa heads draft from the target's last feature, all at once (Cai et al. 2401.10774).
 
-Head i predicts the token i + 2 places behind the feature it reads, f_{n-2}; its law does not depend
-on what the heads before it drew. A chain is drafted, one token a head.
+Head i predicts the token i + 2 places behind the feature it reads, f_{n-2}; its distribution does
+not depend on what the heads before it drew. A chain is drafted, one token a head.
 """
 
 from __future__ import annotations

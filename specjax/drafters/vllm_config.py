@@ -176,7 +176,9 @@ def _ngram(given: dict[str, Any], target: Model) -> Drafter:
     if given.get("model", "ngram") not in _NGRAM_MODELS:
         raise _fail(given, "model", "ngram takes no model; leave it out")
     if given.get("draft_sample_method", "greedy") != "greedy":
-        raise _fail(given, "draft_sample_method", "ngram has no law to draw from; leave it out")
+        raise _fail(
+            given, "draft_sample_method", "ngram has no distribution to draw from; leave it out"
+        )
     high, low = _whole(given, "prompt_lookup_max"), _whole(given, "prompt_lookup_min")
     return make_drafter(
         "ngram",

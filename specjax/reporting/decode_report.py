@@ -71,7 +71,7 @@ class Totals:
     acceptance_of_tested: float | None = None
     """Accepted over tested draft tokens: of a draft, the accepted ones and one more were tested."""
     expected: metrics.ExpectedAcceptance | None = None
-    """What the laws of the run let expect of it, where that was worked out."""
+    """What the distributions of the run let expect of it, where that was worked out."""
 
 
 def total(batches: Sequence[Batch], expected: Sequence[metrics.ExpectedAcceptance] = ()) -> Totals:

@@ -116,7 +116,7 @@ def figures_by_task(run: Run) -> dict[str, Figures]:
 
 def _figures(rows: Sequence[Row], timed: Sequence[Row]) -> Figures:
     both = [row for row in timed if row.plain is not None]
-    verdicts = [row.identical for row in rows if row.identical is not None]
+    identical = [row.identical for row in rows if row.identical is not None]
     plain = _speed(both, _plain, _decode)
     alone = len({row.batch for row in both}) == len(both)
     each = [_ratio(_speed([row], _ours, _decode), _speed([row], _plain, _decode)) for row in both]
@@ -129,8 +129,8 @@ def _figures(rows: Sequence[Row], timed: Sequence[Row]) -> Figures:
         speedup_with_prefill=_ratio(_speed(both, _ours, _all), _speed(both, _plain, _all)),
         speedup_per_request=fmean(defined) if alone and defined else None,
         timed_requests=len(timed),
-        identical_rows=sum(verdicts) if verdicts else None,
-        compared_rows=len(verdicts),
+        identical_rows=sum(identical) if identical else None,
+        compared_rows=len(identical),
     )
 
 

@@ -6,41 +6,47 @@ specjax.
 
 from specjax.sampling.chain import (
     Decision,
-    Laws,
+    Distributions,
     Rule,
-    Verdict,
+    Verification,
     block,
     by_slot,
     conclude,
-    draft_laws,
-    one_hot_laws,
+    draft_distributions,
+    one_hot_distributions,
     pick,
     rejection,
     walk,
     walk_greedy,
 )
-from specjax.sampling.laws import acceptance_probability, excess, log_ratio, overlap, residual
+from specjax.sampling.distributions import (
+    acceptance_probability,
+    excess,
+    log_ratio,
+    overlap,
+    residual,
+)
 from specjax.sampling.noise import RoundKeys, position_gumbel, round_keys, split_keys, uniforms
-from specjax.sampling.verify import CHAIN_RULES, verify_chain, verify_laws
+from specjax.sampling.verify import CHAIN_RULES, verify_by_slot, verify_chain
 from specjax.sampling.warp import WarpFlags, argmax, warp
 
 __all__ = [
     "CHAIN_RULES",
     "Decision",
-    "Laws",
+    "Distributions",
     "RoundKeys",
     "Rule",
-    "Verdict",
+    "Verification",
     "WarpFlags",
     "acceptance_probability",
     "argmax",
     "block",
     "by_slot",
     "conclude",
-    "draft_laws",
+    "draft_distributions",
     "excess",
     "log_ratio",
-    "one_hot_laws",
+    "one_hot_distributions",
     "overlap",
     "pick",
     "position_gumbel",
@@ -49,8 +55,8 @@ __all__ = [
     "round_keys",
     "split_keys",
     "uniforms",
+    "verify_by_slot",
     "verify_chain",
-    "verify_laws",
     "walk",
     "walk_greedy",
     "warp",

@@ -1,9 +1,10 @@
 """Verification of a drafted chain: how much of it stands, and the token that follows.
 
 The functions here take explicit uniforms and noise; `specjax.sampling.verify` draws them from
-keys. Slot 0 is the last committed token and slot i the i-th drafted one. A rule sees laws through
-two functions of slots: `target(slots)` is p and `draft(slots)` is q of the token that follows slot
-`slots[b]` in row b. So a decoding loop warps the slots it visits and never all of [B, W, V].
+keys. Slot 0 is the last committed token and slot i the i-th drafted one. A rule sees distributions
+through two functions of slots: `target(slots)` is p and `draft(slots)` is q of the token that
+follows slot `slots[b]` in row b. So a decoding loop warps the slots it visits and never all of [B,
+W, V].
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from jax import lax
 from jax.scipy.special import logsumexp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from specjax.sampling.laws import excess, log_ratio, residual
+from specjax.sampling.distributions import excess, log_ratio, residual
 from specjax.sampling.warp import argmax
 
-Laws = Callable[[Int[Array, "B"]], Float[Array, "B V"]]
+Distributions = Callable[[Int[Array, "B"]], Float[Array, "B V"]]
 
 
-class Verdict(NamedTuple):
+class Verification(NamedTuple):
     """What verification says of a draft.
 
     `path_slots` are the window slots of the accepted nodes in order, -1 behind them; `num_accepted`
@@ -36,27 +37,30 @@ class Verdict(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What a rule decides: how many drafted tokens stand, and the log-law of the next one."""
+    """A rule's decision: the number of accepted tokens, and log-probabilities of the next one."""
 
     num_accepted: Int[Array, "B"]
-    law: Float[Array, "B V"]
+    next_logp: Float[Array, "B V"]
 
 
-Rule = Callable[[Int[Array, "B K"], Int[Array, "B"], Laws, Laws, Float[Array, "B K"]], Decision]
+Rule = Callable[
+    [Int[Array, "B K"], Int[Array, "B"], Distributions, Distributions, Float[Array, "B K"]],
+    Decision,
+]
 
 
 def rejection(
     tokens: Int[Array, "B K"],
     num_valid: Int[Array, "B"],
-    target: Laws,
-    draft: Laws,
+    target: Distributions,
+    draft: Distributions,
     uniforms: Float[Array, "B K"],
 ) -> Decision:
     """Token-wise rejection sampling (Leviathan et al. 2211.17192; Chen et al. 2302.01318).
 
     Row b drafted `num_valid[b]` tokens, each from `draft` of the slot before it. They are accepted
-    up to the first with u q >= p, where the law of the next token is norm(max(0, p - q)); where all
-    stand it is p. It visits as many slots as the luckiest row accepts, and one more.
+    up to the first with u q >= p, where the distribution of the next token is norm(max(0, p - q));
+    where all stand it is p. It visits as many slots as the luckiest row accepts, and one more.
     """
 
     def visit(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -80,21 +84,21 @@ def rejection(
 def block(
     tokens: Int[Array, "B K"],
     num_valid: Int[Array, "B"],
-    target: Laws,
-    draft: Laws,
+    target: Distributions,
+    draft: Distributions,
     uniforms: Float[Array, "B K"],
 ) -> Decision:
     """Block verification: accepts no fewer than `rejection` on average (Sun et al. 2403.10444).
 
     With w_0 = 1 and w_i = min(1, w_{i-1} p(x_i) / q(x_i)), the accepted length is the largest i
-    with u_i < h_i. There h_i = r / (r + 1 - w_i), r the sum of max(0, w_i p - q) over the laws
-    behind x_i, and h_i = w_i at the row's own last token. The law of the next token is
-    norm(max(0, w_i p - q)), or p behind the last. It visits the slots of the longest valid draft
-    while some row's w is above 0.
+    with u_i < h_i. There h_i = r / (r + 1 - w_i), r the sum of max(0, w_i p - q) over the
+    distributions behind x_i, and h_i = w_i at the row's own last token. The distribution of the
+    next token is norm(max(0, w_i p - q)), or p behind the last. It visits the slots of the longest
+    valid draft while some row's w is above 0.
     """
 
     def visit(state: tuple[Array, ...]) -> tuple[Array, ...]:
-        slot, logw, accepted, law = state
+        slot, logw, accepted, distribution = state
         slots = jnp.full_like(num_valid, slot)
         logp, logq = target(slots), draft(slots)
         left = excess(logp + logw[:, None], logq)
@@ -118,28 +122,36 @@ def block(
             slot + 1,
             logw,
             jnp.where(stands, slots, accepted),
-            jnp.where(stands[:, None], here, law),
+            jnp.where(stands[:, None], here, distribution),
         )
 
     def going(state: tuple[Array, ...]) -> Bool[Array, ""]:
         slot, logw, _, _ = state
         return jnp.any((slot <= num_valid) & (logw > -jnp.inf))
 
-    slots, law = _start(num_valid, target)
-    state = (jnp.zeros((), slots.dtype), jnp.zeros(slots.shape, law.dtype), slots, law)
-    _, _, accepted, law = lax.while_loop(going, visit, state)
-    return Decision(accepted, law)
+    slots, distribution = _start(num_valid, target)
+    state = (
+        jnp.zeros((), slots.dtype),
+        jnp.zeros(slots.shape, distribution.dtype),
+        slots,
+        distribution,
+    )
+    _, _, accepted, distribution = lax.while_loop(going, visit, state)
+    return Decision(accepted, distribution)
 
 
-def conclude(decision: Decision, gumbel: Float[Array, "B V"], longest: int) -> Verdict:
+def conclude(decision: Decision, gumbel: Float[Array, "B V"], longest: int) -> Verification:
     """Draw the next token of a decision with Gumbel noise; `longest` is the P of `path_slots`."""
-    next_token = argmax(decision.law + gumbel)
-    return _verdict(decision.num_accepted, next_token, longest)
+    next_token = argmax(decision.next_logp + gumbel)
+    return _verification(decision.num_accepted, next_token, longest)
 
 
 def walk(
-    tokens: Int[Array, "B K"], num_valid: Int[Array, "B"], target: Laws, noise: Laws
-) -> Verdict:
+    tokens: Int[Array, "B K"],
+    num_valid: Int[Array, "B"],
+    target: Distributions,
+    noise: Distributions,
+) -> Verification:
     """Draw the target's own token at each slot, and go on while the draft has said the same.
 
     `noise(slots)` is Gumbel noise of its own for each slot. Exact for any draft whose tokens do not
@@ -157,17 +169,17 @@ def walk(
     slots = jnp.zeros_like(num_valid)
     state = (slots, jnp.ones(slots.shape, bool), jnp.zeros(slots.shape, jnp.int32))
     slots, _, choice = lax.while_loop(lambda state: jnp.any(state[1]), visit, state)
-    return _verdict(slots, choice, tokens.shape[1])
+    return _verification(slots, choice, tokens.shape[1])
 
 
 def walk_greedy(
     tokens: Int[Array, "B K"], num_valid: Int[Array, "B"], choices: Int[Array, "B K+1"]
-) -> Verdict:
+) -> Verification:
     """The walk where every row is greedy; `choices` are the target's likeliest tokens by slot."""
     longest = tokens.shape[1]
     agrees = (tokens == choices[:, :longest]) & (jnp.arange(longest)[None, :] < num_valid[:, None])
     accepted = jnp.sum(jnp.cumprod(agrees, axis=1, dtype=num_valid.dtype), axis=1)
-    return _verdict(accepted, pick(choices, accepted), longest)
+    return _verification(accepted, pick(choices, accepted), longest)
 
 
 def pick(rows: Shaped[Array, "B N *rest"], index: Int[Array, "B"]) -> Shaped[Array, "B *rest"]:
@@ -179,26 +191,28 @@ def pick(rows: Shaped[Array, "B N *rest"], index: Int[Array, "B"]) -> Shaped[Arr
     return jnp.take_along_axis(rows, index, axis=1, mode="clip")[:, 0]
 
 
-def by_slot(rows: Float[Array, "B N V"]) -> Laws:
-    """Laws that are kept in an array, one a slot."""
+def by_slot(rows: Float[Array, "B N V"]) -> Distributions:
+    """Distributions that are kept in an array, one a slot."""
     return lambda slots: pick(rows, slots)
 
 
-def draft_laws(
-    tokens: Int[Array, "B K"], law: Int[Array, "B K"], logq: Float[Array, "B Q V"]
-) -> Laws:
-    """The laws of a chain whose nodes name theirs: row `law[b, i]` of `logq`, or -1 = one-hot."""
+def draft_distributions(
+    tokens: Int[Array, "B K"], logq_row: Int[Array, "B K"], logq: Float[Array, "B Q V"]
+) -> Distributions:
+    """The distributions of a chain: node i has row `logq_row[:, i]` of `logq`, -1 being one-hot."""
 
-    def laws(slots: Int[Array, "B"]) -> Float[Array, "B V"]:
-        which = pick(law, slots)
+    def distributions(slots: Int[Array, "B"]) -> Float[Array, "B V"]:
+        which = pick(logq_row, slots)
         certain = _one_hot(pick(tokens, slots), logq.shape[-1], logq.dtype)
         return jnp.where((which < 0)[:, None], certain, pick(logq, jnp.maximum(which, 0)))
 
-    return laws
+    return distributions
 
 
-def one_hot_laws(tokens: Int[Array, "B K"], vocab: int, dtype: jnp.dtype | type) -> Laws:
-    """The laws of deterministic drafts: each token is certain."""
+def one_hot_distributions(
+    tokens: Int[Array, "B K"], vocab: int, dtype: jnp.dtype | type
+) -> Distributions:
+    """The distributions of deterministic drafts: each token is certain."""
     return lambda slots: _one_hot(pick(tokens, slots), vocab, jnp.dtype(dtype))
 
 
@@ -207,13 +221,17 @@ def _one_hot(tokens: Int[Array, "B"], vocab: int, dtype: jnp.dtype) -> Float[Arr
     return jnp.where(hit, 0.0, -jnp.inf).astype(dtype)
 
 
-def _start(num_valid: Int[Array, "B"], target: Laws) -> tuple[Int[Array, "B"], Float[Array, "B V"]]:
+def _start(
+    num_valid: Int[Array, "B"], target: Distributions
+) -> tuple[Int[Array, "B"], Float[Array, "B V"]]:
     slots = jnp.zeros_like(num_valid)
-    law = jax.eval_shape(target, slots)
-    return slots, jnp.zeros(law.shape, law.dtype)
+    distribution = jax.eval_shape(target, slots)
+    return slots, jnp.zeros(distribution.shape, distribution.dtype)
 
 
-def _verdict(accepted: Int[Array, "B"], next_token: Int[Array, "B"], longest: int) -> Verdict:
+def _verification(
+    accepted: Int[Array, "B"], next_token: Int[Array, "B"], longest: int
+) -> Verification:
     depth = jnp.arange(longest, dtype=accepted.dtype)[None, :]
     path = jnp.where(depth < accepted[:, None], depth + 1, -1)
-    return Verdict(path, accepted, next_token.astype(jnp.int32))
+    return Verification(path, accepted, next_token.astype(jnp.int32))

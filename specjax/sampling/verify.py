@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from specjax.sampling.chain import (
-    Laws,
+    Distributions,
     Rule,
-    Verdict,
+    Verification,
     block,
     by_slot,
     conclude,
-    one_hot_laws,
+    one_hot_distributions,
     rejection,
     walk,
 )
@@ -34,14 +34,14 @@ def verify_chain(
     positions: Int[Array, "B"] | None = None,
     rule: str | Rule = "rejection",
     num_valid: Int[Array, "B"] | None = None,
-) -> Verdict:
+) -> Verification:
     """Accept a prefix of each row's drafted chain and draw the token behind it, exactly from p.
 
-    `logq[:, i]` is the log-law that `tokens[:, i]` was drawn from, after all warping; None says the
-    tokens are deterministic. `logp[:, i]` is the target's warped log-law of the token at the place
-    of `tokens[:, i]`, and `logp[:, K]` of the one behind. `num_valid[b]` (K by default) of row b's
-    tokens were really drafted. `keys` are one a row, used for this call alone by every rule but
-    `coupled`; a single key is split.
+    `logq[:, i]` is the log-probabilities that `tokens[:, i]` was drawn from, after all warping;
+    None says the tokens are deterministic. `logp[:, i]` is the target's warped log-probabilities of
+    the token at the place of `tokens[:, i]`, and `logp[:, K]` of the one behind. `num_valid[b]` (K
+    by default) of row b's tokens were really drafted. `keys` are one a row, used for this call
+    alone by every rule but `coupled`; a single key is split.
 
     `rule` is "rejection", "block", "coupled", or a function as `specjax.testing.check_rule`
     describes. `coupled` needs `positions`, the absolute position of each row's first drafted token:
@@ -59,12 +59,12 @@ def verify_chain(
     if logp.ndim != 3 or logp.shape[:2] != (batch, length + 1):
         raise ValueError(
             f"logp has shape {logp.shape} for tokens {tokens.shape}: it must be "
-            f"({batch}, {length + 1}, V), one law for each token and one for the token behind"
+            f"({batch}, {length + 1}, V), one distribution per token and one for the next"
         )
     if logq is not None and logq.shape != (batch, length, logp.shape[2]):
         wanted = (batch, length, logp.shape[2])
         raise ValueError(
-            f"logq has shape {logq.shape}: it must be {wanted}, one law for each token"
+            f"logq has shape {logq.shape}: it must be {wanted}, one distribution for each token"
         )
     if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) or keys.shape not in ((), (batch,)):
         raise ValueError(
@@ -90,8 +90,8 @@ def _verify_arrays(
     num_valid: Int[Array, "B"],
     *,
     rule: str | Rule,
-) -> Verdict:
-    return verify_laws(
+) -> Verification:
+    return verify_by_slot(
         keys,
         tokens,
         num_valid,
@@ -104,19 +104,19 @@ def _verify_arrays(
     )
 
 
-def verify_laws(
+def verify_by_slot(
     keys: Key[Array, "B"],
     tokens: Int[Array, "B K"],
     num_valid: Int[Array, "B"],
-    target: Laws,
-    draft: Laws | None,
+    target: Distributions,
+    draft: Distributions | None,
     *,
     positions: Int[Array, "B"],
     rule: str | Rule,
     vocab: int,
     dtype: jnp.dtype | type = jnp.float32,
-) -> Verdict:
-    """`verify_chain` on laws that are worked out slot by slot, as the decoding loop needs it.
+) -> Verification:
+    """`verify_chain` on distributions that are computed slot by slot, as the decoding loop does.
 
     `draft` None says that the tokens are deterministic.
     """
@@ -134,7 +134,7 @@ def verify_laws(
         )
     length = tokens.shape[1]
     if draft is None:
-        draft = one_hot_laws(tokens, vocab, dtype)
+        draft = one_hot_distributions(tokens, vocab, dtype)
     decide = CHAIN_RULES[rule] if isinstance(rule, str) else rule
     decision = decide(tokens, num_valid, target, draft, uniforms(accept, length, dtype))
     gumbel = position_gumbel(final, jnp.zeros_like(num_valid), vocab, dtype)

@@ -1,4 +1,4 @@
-"""From logits to the law that is sampled: temperature, top-k, top-p, min-p."""
+"""From logits to the distribution that is sampled: temperature, top-k, top-p, min-p."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class WarpFlags:
     """What at least one row asks for, known before compiling; the rest stays out of the program.
 
     `greedy` says that some row has temperature 0, `sampled` that some row has not. A flag that is
-    True without need costs time; one that is False against the parameters gives wrong laws, so let
-    `of` derive them.
+    True without need costs time; one that is False against the parameters gives wrong
+    distributions, so let `of` derive them.
     """
 
     greedy: bool = True
@@ -61,7 +61,7 @@ def warp(
     *,
     flags: WarpFlags | None = None,
 ) -> Float[Array, "*rows V"]:
-    """Log-probabilities of the law that these sampling parameters make of `logits`.
+    """Log-probabilities of the distribution that these sampling parameters make of `logits`.
 
     Applied in this order, each to what the one before has left: temperature, top-k, top-p, min-p.
     Each parameter is one number or an array with one entry a row. `temperature` 0 is greedy: 0.0
@@ -70,9 +70,9 @@ def warp(
     tokens whose mass reaches `top_p`, min-p all of at least `min_p` times the largest probability;
     tokens that tie at a threshold are all kept.
 
-    Half precision is computed in float32. A row without a finite logit has no law and stays -inf.
-    `flags` leaves out of the program what no row asks for; they are derived where None. Raises
-    ValueError for numbers out of range and for arrays that do not match the rows.
+    Half precision is computed in float32. A row without a finite logit has no distribution and
+    stays -inf. `flags` leaves out of the program what no row asks for; they are derived where None.
+    Raises ValueError for numbers out of range and for arrays that do not match the rows.
     """
     _check_numbers(temperature, top_k, top_p, min_p)
     if flags is None:

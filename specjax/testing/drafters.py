@@ -1,4 +1,4 @@
-"""Does decoding with a drafter keep the target's law? Answered by counting many outputs."""
+"""Whether decoding with a drafter keeps the target's distribution: a test by counting outputs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class DrafterCheck:
 
 
 class ChiSquare(NamedTuple):
-    """The distance of counts from their law, and what exact ones exceed once in a million."""
+    """Distance of counts from their distribution, and the threshold exceeded once in a million."""
 
     statistic: float
     threshold: float
@@ -81,15 +81,16 @@ def check_drafter(
     request: SamplingParams = SamplingParams(temperature=1.0),  # noqa: B008 - frozen
     seed: int = 0,
 ) -> DrafterCheck:
-    """Whether `rows` outputs of the real loop with a drafter have the target's law.
+    """Whether `rows` outputs of the real loop with a drafter have the target's distribution.
 
     A chi-square test of three successive tokens jointly, which never come from one round: K =
-    `num_speculative_tokens`, and the tokens are the K-th to the (K+2)-th behind the prompt. The law
-    is enumerated, so the target must be small: a `specjax.loading.load.random_model` or a
-    `Tabular` with its logits, of at most 16 tokens. `draft_length` lets the length adapt, and
-    `request` says how rows are warped. Give the drafter a law that differs from the target's by a
-    total variation of 0.2 to 0.6, so that accepting and refusing both count. An exact drafter fails
-    once in a million seeds. Raises InputError for a target that is too large, or bad sizes.
+    `num_speculative_tokens`, and the tokens are the K-th to the (K+2)-th behind the prompt. The
+    distribution is enumerated, so the target must be small: a `specjax.loading.load.random_model`
+    or a `Tabular` with its logits, of at most 16 tokens. `draft_length` lets the length adapt, and
+    `request` says how rows are warped. Give the drafter a distribution that differs from the
+    target's by a total variation of 0.2 to 0.6, so that accepting and refusing both count. An exact
+    drafter fails once in a million seeds. Raises InputError for a target that is too large, or bad
+    sizes.
     """
     DRAFTER_KIND.check("drafter", drafter)
     if isinstance(target, Model):
@@ -123,9 +124,9 @@ def check_drafter(
         counted += np.bincount(code, minlength=len(counted))
         accepted = np.asarray(state.rounds.accepted)
         tested.append(accepted[accepted >= 0] + 1)
-    law = output_law(model, params, prompt, request, length)
-    law = law.reshape(-1, model.vocab_size**3).sum(axis=0)
-    found = chi_square(counted, law)
+    distribution = output_distribution(model, params, prompt, request, length)
+    distribution = distribution.reshape(-1, model.vocab_size**3).sum(axis=0)
+    found = chi_square(counted, distribution)
     return DrafterCheck(
         passed=bool(found.statistic < found.threshold),
         chi2=found.statistic,
@@ -208,7 +209,7 @@ def first_rows(
     return tokens, rows, every(len(prompt), jnp.int32), every(RUNNING, jnp.int32)
 
 
-def output_law(
+def output_distribution(
     model: LanguageModel,
     params: Any,
     prompt: Sequence[int],
@@ -217,14 +218,14 @@ def output_law(
     num_layers: int | None = None,
 ) -> Float[np.ndarray, "outputs"]:
     """P(next `length` tokens) of plain decoding, the first token slowest."""
-    laws = conditional_laws(model, params, prompt, request, length, num_layers)
+    distributions = conditional_distributions(model, params, prompt, request, length, num_layers)
     done = np.ones(1)
-    for law in laws:
-        done = (done[:, None] * law).ravel()
+    for distribution in distributions:
+        done = (done[:, None] * distribution).ravel()
     return done
 
 
-def conditional_laws(
+def conditional_distributions(
     model: LanguageModel,
     params: Any,
     prompt: Sequence[int],
@@ -232,9 +233,9 @@ def conditional_laws(
     length: int,
     num_layers: int | None = None,
 ) -> list[Float[np.ndarray, "_ V"]]:
-    """The warped law of each of `length` tokens; entry d has V**d rows, one for each d tokens.
+    """The warped distribution of each of `length` tokens; entry d has V**d rows, one per d tokens.
 
-    With `num_layers` it is the law of an early exit.
+    With `num_layers` it is the distribution of an early exit.
     """
     vocab = model.vocab_size
     tails = np.indices((vocab,) * (length - 1)).reshape(length - 1, -1).T
@@ -259,21 +260,24 @@ def conditional_laws(
         )
         return warp_rows(flat, warp, flags).reshape(result.logits.shape)
 
-    laws = np.exp(np.asarray(forward(params, jnp.asarray(tokens, jnp.int32)), np.float64))
-    laws /= laws.sum(axis=-1, keepdims=True)
+    distributions = np.exp(np.asarray(forward(params, jnp.asarray(tokens, jnp.int32)), np.float64))
+    distributions /= distributions.sum(axis=-1, keepdims=True)
     # Entry d is the same for every continuation behind its d tokens: take the first.
     return [
-        laws[:: vocab ** (length - 1 - depth), len(prompt) - 1 + depth] for depth in range(length)
+        distributions[:: vocab ** (length - 1 - depth), len(prompt) - 1 + depth]
+        for depth in range(length)
     ]
 
 
-def chi_square(counted: Int[np.ndarray, "outputs"], law: Float[np.ndarray, "outputs"]) -> ChiSquare:
-    """Pearson's statistic of counts under a law; thin outputs are counted together.
+def chi_square(
+    counted: Int[np.ndarray, "outputs"], distribution: Float[np.ndarray, "outputs"]
+) -> ChiSquare:
+    """Pearson's statistic of counts under a distribution; thin outputs are counted together.
 
-    It is infinite where an output was seen that the law rules out.
+    It is infinite where an output was seen that the distribution rules out.
     """
-    impossible = bool(counted[law == 0].any())
-    expected = law * counted.sum()
+    impossible = bool(counted[distribution == 0].any())
+    expected = distribution * counted.sum()
     order = np.argsort(expected)
     expected, counted = expected[order], counted[order]
     thin = int(np.searchsorted(expected, THIN))

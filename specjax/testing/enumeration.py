@@ -1,8 +1,8 @@
-"""The law of what a chain rule emits, computed exactly: no sampling, float64.
+"""The distribution of what a chain rule emits, computed exactly: no sampling, float64.
 
 A rule is a function of uniforms, and for given drafted tokens a step function of each. Bisection
 finds the steps, every cell between them is visited once and weighs its volume. The tokens are
-weighted by the draft's law, the final token by the law that the rule gives it.
+weighted by the draft's distribution, the final token by the distribution that the rule gives it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ THIN = 1e-15
 TOP = 1 - 2.0**-53
 
 Table = tuple[Float[np.ndarray, "_ V"], ...]
-"""Laws by context: entry d has V**d rows, one for each d tokens before, the first token slowest."""
+"""Distributions by context: entry d has V**d rows, one per d earlier tokens, the first slowest."""
 
 
 class Drafts(NamedTuple):
-    """Drafted chains, their laws, and the group whose output law each belongs to, with its weight.
+    """Drafted chains, their distributions, and the group each belongs to, with its weight.
 
-    A group is what one law of outputs is computed for: all drafts of a sampled law together, or one
-    deterministic draft alone.
+    A group is what one distribution of outputs is computed for: all drafts of a sampled
+    distribution together, or one deterministic draft alone.
     """
 
     tokens: Int[np.ndarray, "I K"]
@@ -49,7 +49,7 @@ class Outcomes(NamedTuple):
     item: Int[np.ndarray, "cells"]
     volume: Float[np.ndarray, "cells"]
     num_accepted: Int[np.ndarray, "cells"]
-    law: Float[np.ndarray, "cells V"]
+    distribution: Float[np.ndarray, "cells V"]
 
 
 class NotAStepFunction(ValueError):
@@ -71,24 +71,24 @@ def contexts(tokens: Int[np.ndarray, "I K"], vocab: int, depth: int) -> Int[np.n
     return row
 
 
-def laws_along(
+def distributions_along(
     table: Table, tokens: Int[np.ndarray, "I K"], count: int
 ) -> Float[np.ndarray, "I N V"]:
-    """The first `count` laws that each sequence of tokens meets."""
+    """The first `count` distributions that each sequence of tokens meets."""
     vocab = table[0].shape[-1]
-    laws = [table[depth][contexts(tokens, vocab, depth)] for depth in range(count)]
-    return np.stack(laws, axis=1) if laws else np.zeros((len(tokens), 0, vocab))
+    distributions = [table[depth][contexts(tokens, vocab, depth)] for depth in range(count)]
+    return np.stack(distributions, axis=1) if distributions else np.zeros((len(tokens), 0, vocab))
 
 
 def decisions(rule: sampling.Rule, drafts: Drafts) -> Outcomes:
     """Every cell of the uniforms on which the rule decides alike, for every draft."""
     run = _Run.of(rule, drafts)
     item, low, high = _cells(run, drafts.tokens.shape[1], len(drafts.tokens))
-    num_accepted, law = run(item, (low + high) / 2)
+    num_accepted, distribution = run(item, (low + high) / 2)
     elsewhere = low + (high - low) * np.random.default_rng(0).uniform(0.01, 0.99, low.shape)
-    if not np.all(_same((num_accepted, law), run(item, elsewhere))):
+    if not np.all(_same((num_accepted, distribution), run(item, elsewhere))):
         raise NotAStepFunction
-    return Outcomes(item, np.prod(high - low, axis=1), num_accepted, law)
+    return Outcomes(item, np.prod(high - low, axis=1), num_accepted, distribution)
 
 
 def walks(drafts: Drafts) -> Outcomes:
@@ -102,7 +102,7 @@ def walks(drafts: Drafts) -> Outcomes:
         num_valid: Int[Array, "R"],
         logp: Float[Array, "R K+1 V"],
         winners: Int[Array, "R K+1"],
-    ) -> sampling.Verdict:
+    ) -> sampling.Verification:
         noise = jnp.where(winners[:, :, None] == jnp.arange(vocab)[None, None, :], 0.0, -jnp.inf)
         return sampling.walk(tokens, num_valid, sampling.by_slot(logp), sampling.by_slot(noise))
 
@@ -123,14 +123,14 @@ def walks(drafts: Drafts) -> Outcomes:
     return Outcomes(item, volume, num_accepted, np.eye(vocab)[next_token])
 
 
-def output_laws(
+def output_distributions(
     drafts: Drafts, outcomes: Outcomes, tables: list[Table]
 ) -> Float[np.ndarray, "G outputs"]:
     """P(first K+1 tokens that come out) of each group, shorter outputs completed with p.
 
-    `tables[g]` is group g's target law.
+    `tables[g]` is group g's target distribution.
     """
-    length, vocab = drafts.tokens.shape[1], outcomes.law.shape[-1]
+    length, vocab = drafts.tokens.shape[1], outcomes.distribution.shape[-1]
     weight = outcomes.volume * drafts.weight[outcomes.item]
     done = np.ones((len(tables), 1))
     for depth in range(length + 1):
@@ -140,12 +140,14 @@ def output_laws(
         here = outcomes.num_accepted == depth
         item = outcomes.item[here]
         prefix = contexts(drafts.tokens[item], vocab, depth)
-        np.add.at(done, (drafts.group[item], prefix), weight[here, None] * outcomes.law[here])
+        np.add.at(
+            done, (drafts.group[item], prefix), weight[here, None] * outcomes.distribution[here]
+        )
         done = done.reshape(len(tables), -1)
     return done
 
 
-def target_laws(tables: list[Table]) -> Float[np.ndarray, "G outputs"]:
+def target_distributions(tables: list[Table]) -> Float[np.ndarray, "G outputs"]:
     """P(first K+1 tokens) of plain decoding, group by group."""
     want = np.ones((len(tables), 1))
     for depth in range(len(tables[0])):
@@ -173,7 +175,7 @@ class _Run:
         ) -> tuple[Int[Array, "R"], Float[Array, "R V"]]:
             target, draft = sampling.by_slot(logp), sampling.by_slot(logq)
             decision = rule(tokens, num_valid, target, draft, uniforms)
-            return decision.num_accepted, jnp.exp(decision.law)
+            return decision.num_accepted, jnp.exp(decision.next_logp)
 
         return cls(call, drafts)
 
@@ -206,7 +208,7 @@ def _chunked(
 
 
 def _same(one: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-    # The same law may differ in its last bits between lanes of a vector unit.
+    # The same distribution may differ in its last bits between lanes of a vector unit.
     close = np.abs(one[1] - other[1]) <= 1e-9
     return (one[0] == other[0]) & np.all(close, axis=-1)
 

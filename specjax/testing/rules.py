@@ -18,9 +18,9 @@ from specjax.testing.enumeration import (
     all_tokens,
     contexts,
     decisions,
-    laws_along,
-    output_laws,
-    target_laws,
+    distributions_along,
+    output_distributions,
+    target_distributions,
     walks,
 )
 
@@ -39,8 +39,8 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Laws:
-    """A target law p and a draft law q of a chain, by context.
+class DistributionPair:
+    """A target distribution p and a draft distribution q of a chain, by context.
 
     Entry d is [V**d, V], one row for each d tokens before, the first token slowest; p has one entry
     more than q, for the token behind the draft.
@@ -53,7 +53,7 @@ class Laws:
     @classmethod
     def constant(
         cls, name: str, p: Float[np.ndarray, "V"], q: Float[np.ndarray, "V"], length: int
-    ) -> Laws:
+    ) -> DistributionPair:
         """The same p and q whatever came before."""
         rows = [len(p) ** depth for depth in range(length + 1)]
         return cls(
@@ -65,9 +65,9 @@ class Laws:
 
 @dataclass(frozen=True)
 class _Group:
-    """Drafts whose outputs have one law, and how to name them."""
+    """Drafts whose outputs have one distribution, and how to name them."""
 
-    laws: Laws
+    distributions: DistributionPair
     drafted: str
     sampled: bool
 
@@ -78,34 +78,36 @@ def check_rule(
     vocab: int = 4,
     *,
     length: int = 3,
-    laws: list[Laws] | None = None,
+    distributions: list[DistributionPair] | None = None,
     valid: Valid | None = None,
 ) -> Check:
-    """Whether what a rule emits has the target's law: P(output prefix) = product of p, to 1e-10.
+    """Whether a rule keeps the target's distribution: P(output prefix) = product of p, to 1e-10.
 
     `rule` is the name of one, or a function `rule(tokens [B,K], num_valid [B], target, draft,
-    uniforms [B,K]) -> Decision(num_accepted [B], law [B,V])` that can be compiled by `jax.jit`:
+    uniforms [B,K]) -> Decision(num_accepted [B], next_logp [B,V])` that can be compiled by
+    `jax.jit`:
 
     - row b drafted `tokens[b, :num_valid[b]]`; what stands behind them was never drafted;
-    - `target(slots [B])` and `draft(slots [B])` are log-laws [B,V], p and q of the token that
-      follows slot `slots[b]`: slot 0 is the last committed token, slot i is `tokens[:, i - 1]`;
-      a deterministic draft has one-hot q;
+    - `target(slots [B])` and `draft(slots [B])` are log-probabilities [B,V], p and q of the token
+      that follows slot `slots[b]`: slot 0 is the last committed token, slot i is `tokens[:, i -
+      1]`; a deterministic draft has one-hot q;
     - `uniforms` in [0, 1) are independent of each other and of all else, and the decision is a
       step function of each, with one step at most while the others stay;
-    - the first `num_accepted` tokens come out, then one more, drawn from `law` (log-probabilities).
+    - the first `num_accepted` tokens come out, then one more, drawn from `next_logp`
+      (log-probabilities).
 
-    All drafts of up to `length` tokens are tried on many laws (p = q, disjoint supports, zeros,
-    one-hot, reduced draft vocabularies, random ones by context), sampled and deterministic, with
-    every number of valid tokens; or on your own `laws`, whose sizes then count. A drafter that
-    stops early is checked by `valid(tokens [I,K], logq [I,K,V]) -> [I]`, the number of tokens that
-    it keeps of each draft. Raises InputError for an unknown rule or topology and for sizes that are
-    out of range.
+    All drafts of up to `length` tokens are tried on many distributions (p = q, disjoint supports,
+    zeros, one-hot, reduced draft vocabularies, random ones by context), sampled and deterministic,
+    with every number of valid tokens; or on your own `distributions`, whose sizes then count. A
+    drafter that stops early is checked by `valid(tokens [I,K], logq [I,K,V]) -> [I]`, the number of
+    tokens that it keeps of each draft. Raises InputError for an unknown rule or topology and for
+    sizes that are out of range.
     """
-    _check_input(rule, topology, vocab, length, laws, valid)
-    laws = example_laws(vocab, length) if laws is None else laws
-    sampled, fixed = _sampled(laws, valid), _deterministic(laws, valid)
+    _check_input(rule, topology, vocab, length, distributions, valid)
+    distributions = example_distributions(vocab, length) if distributions is None else distributions
+    sampled, fixed = _sampled(distributions, valid), _deterministic(distributions, valid)
     if rule == "coupled":
-        return _judge([(fixed, walks(fixed[0]))])
+        return _compare([(fixed, walks(fixed[0]))])
     decide = sampling.CHAIN_RULES[rule] if isinstance(rule, str) else rule
     try:
         found = [(sampled, decisions(decide, sampled[0])), (fixed, decisions(decide, fixed[0]))]
@@ -116,54 +118,56 @@ def check_rule(
         )
         return Check(False, float("nan"), story)
     if rule == "rejection":
-        # Deterministic drafts take this way when no law is stored.
+        # Deterministic drafts take this way when no distribution is stored.
         found.append((fixed, walks(fixed[0])))
-    return _judge(found)
+    return _compare(found)
 
 
-def example_laws(vocab: int, length: int) -> list[Laws]:
-    """Pairs of laws that between them reach every corner of a rule."""
+def example_distributions(vocab: int, length: int) -> list[DistributionPair]:
+    """Pairs of distributions that between them reach every corner of a rule."""
     rng = np.random.default_rng(0)
 
     def table(spread: float, depths: int, keep: float = 1.0) -> Table:
-        laws = []
+        distributions = []
         for depth in range(depths):
-            law = rng.dirichlet(np.full(vocab, spread), vocab**depth)
-            mask = rng.uniform(size=law.shape) < keep
-            mask[np.arange(len(law)), rng.integers(vocab, size=len(law))] = True
-            laws.append(_normal(law * mask))
-        return tuple(laws)
+            distribution = rng.dirichlet(np.full(vocab, spread), vocab**depth)
+            mask = rng.uniform(size=distribution.shape) < keep
+            mask[np.arange(len(distribution)), rng.integers(vocab, size=len(distribution))] = True
+            distributions.append(_normal(distribution * mask))
+        return tuple(distributions)
 
     def only(table: Table, tokens: slice) -> Table:
         mask = np.zeros(vocab)
         mask[tokens] = 1
-        return tuple(_normal((law + 0.1) * mask) for law in table)
+        return tuple(_normal((distribution + 0.1) * mask) for distribution in table)
 
     half = vocab // 2
     p, q = table(1.0, length + 1), table(1.0, length)
     return [
-        Laws("random", p, q),
-        Laws("sharp", table(0.3, length + 1), table(0.3, length)),
-        Laws("p = q", p, p[:-1]),
-        Laws("close", p, tuple(0.9 * a + 0.1 * b for a, b in zip(p, q, strict=False))),
-        Laws("zeros", table(1.0, length + 1, keep=0.4), table(1.0, length, keep=0.4)),
-        Laws("disjoint", only(p, slice(half)), only(q, slice(half, None))),
-        Laws("reduced draft vocabulary", p, only(q, slice(half))),
-        Laws("reduced target vocabulary", only(p, slice(half)), q),
-        Laws("one-hot p", table(1.0, length + 1, keep=0.0), q),
-        Laws("one-hot q", p, table(1.0, length, keep=0.0)),
-        Laws("both one-hot", table(1.0, length + 1, keep=0.0), table(1.0, length, keep=0.0)),
-        Laws.constant("constant", p[0][0], q[0][0], length),
+        DistributionPair("random", p, q),
+        DistributionPair("sharp", table(0.3, length + 1), table(0.3, length)),
+        DistributionPair("p = q", p, p[:-1]),
+        DistributionPair("close", p, tuple(0.9 * a + 0.1 * b for a, b in zip(p, q, strict=False))),
+        DistributionPair("zeros", table(1.0, length + 1, keep=0.4), table(1.0, length, keep=0.4)),
+        DistributionPair("disjoint", only(p, slice(half)), only(q, slice(half, None))),
+        DistributionPair("reduced draft vocabulary", p, only(q, slice(half))),
+        DistributionPair("reduced target vocabulary", only(p, slice(half)), q),
+        DistributionPair("one-hot p", table(1.0, length + 1, keep=0.0), q),
+        DistributionPair("one-hot q", p, table(1.0, length, keep=0.0)),
+        DistributionPair(
+            "both one-hot", table(1.0, length + 1, keep=0.0), table(1.0, length, keep=0.0)
+        ),
+        DistributionPair.constant("constant", p[0][0], q[0][0], length),
     ]
 
 
-def _normal(law: Float[np.ndarray, "contexts V"]) -> Float[np.ndarray, "contexts V"]:
-    return law / law.sum(axis=-1, keepdims=True)
+def _normal(distribution: Float[np.ndarray, "contexts V"]) -> Float[np.ndarray, "contexts V"]:
+    return distribution / distribution.sum(axis=-1, keepdims=True)
 
 
-def _log(law: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
+def _log(distribution: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
     with np.errstate(divide="ignore"):
-        return np.log(law)
+        return np.log(distribution)
 
 
 def _kept(
@@ -176,16 +180,18 @@ def _kept(
     return [(f"{n} of {length} tokens", np.full(count, n)) for n in range(length + 1)]
 
 
-def _sampled(laws: list[Laws], valid: Valid | None) -> tuple[Drafts, list[_Group]]:
+def _sampled(
+    distributions: list[DistributionPair], valid: Valid | None
+) -> tuple[Drafts, list[_Group]]:
     """Every draft that q can propose, weighted by q."""
     drafts, groups = [], []
-    for pair in laws:
+    for pair in distributions:
         length, vocab = len(pair.q), pair.p[0].shape[-1]
         tokens = all_tokens(vocab, length)
-        q = laws_along(pair.q, tokens, length)
+        q = distributions_along(pair.q, tokens, length)
         weight = np.take_along_axis(q, tokens[:, :, None], axis=2)[..., 0].prod(axis=1)
         tokens, q, weight = tokens[weight > 0], q[weight > 0], weight[weight > 0]
-        p = laws_along(pair.p, tokens, length + 1)
+        p = distributions_along(pair.p, tokens, length + 1)
         for name, num_valid in _kept(valid, tokens, q):
             group = np.full(len(tokens), len(groups))
             groups.append(_Group(pair, f"{name} from q", sampled=True))
@@ -195,14 +201,16 @@ def _sampled(laws: list[Laws], valid: Valid | None) -> tuple[Drafts, list[_Group
     return _join(drafts), groups
 
 
-def _deterministic(laws: list[Laws], valid: Valid | None) -> tuple[Drafts, list[_Group]]:
+def _deterministic(
+    distributions: list[DistributionPair], valid: Valid | None
+) -> tuple[Drafts, list[_Group]]:
     """Every draft, each on its own: a deterministic drafter may propose any."""
     drafts, groups = [], []
-    for pair in laws:
+    for pair in distributions:
         length, vocab = len(pair.q), pair.p[0].shape[-1]
         tokens = all_tokens(vocab, length)
         q = np.eye(vocab)[tokens]
-        p = laws_along(pair.p, tokens, length + 1)
+        p = distributions_along(pair.p, tokens, length + 1)
         for name, num_valid in _kept(valid, tokens, q):
             group = len(groups) + np.arange(len(tokens))
             groups.extend(
@@ -220,7 +228,7 @@ def _join(drafts: list[Drafts]) -> Drafts:
     return Drafts(*(np.concatenate(parts) for parts in zip(*drafts, strict=True)))
 
 
-def _judge(found: list[tuple[tuple[Drafts, list[_Group]], Outcomes]]) -> Check:
+def _compare(found: list[tuple[tuple[Drafts, list[_Group]], Outcomes]]) -> Check:
     worst, story = 0.0, None
     for (drafts, groups), outcomes in found:
         accepted, allowed = outcomes.num_accepted, drafts.num_valid[outcomes.item]
@@ -229,9 +237,9 @@ def _judge(found: list[tuple[tuple[Drafts, list[_Group]], Outcomes]]) -> Check:
             first = np.argmax(wrong)
             story = f"num_accepted is {accepted[first]} where {allowed[first]} tokens were drafted"
             return Check(False, float("nan"), story)
-        tables = [group.laws.p for group in groups]
-        got, want = output_laws(drafts, outcomes, tables), target_laws(tables)
-        vocab = outcomes.law.shape[-1]
+        tables = [group.distributions.p for group in groups]
+        got, want = output_distributions(drafts, outcomes, tables), target_distributions(tables)
+        vocab = outcomes.distribution.shape[-1]
         for depth in range(1, len(tables[0]) + 1):
             shape = (len(groups), vocab**depth, -1)
             here, there = got.reshape(shape).sum(axis=2), want.reshape(shape).sum(axis=2)
@@ -247,17 +255,20 @@ def _judge(found: list[tuple[tuple[Drafts, list[_Group]], Outcomes]]) -> Check:
 
 
 def _story(group: _Group, prefix: list[int], got: float, want: float) -> str:
-    """What came out wrong, in words, with the laws of its last token."""
+    """What came out wrong, in words, with the distributions of its last token."""
     before = prefix[:-1]
-    context = contexts(np.array([before], np.int32), group.laws.p[0].shape[-1], len(before))[0]
+    context = contexts(
+        np.array([before], np.int32), group.distributions.p[0].shape[-1], len(before)
+    )[0]
     lines = [
-        f"laws {group.laws.name!r}, drafting {group.drafted}: the output begins with {prefix} "
+        f"distributions {group.distributions.name!r}, drafting {group.drafted}: the output begins "
+        f"with {prefix} "
         f"with probability {got:.6g}, and should with {want:.6g}",
-        f"p after {before} = {np.round(group.laws.p[len(before)][context], 4).tolist()}",
+        f"p after {before} = {np.round(group.distributions.p[len(before)][context], 4).tolist()}",
     ]
-    if group.sampled and len(before) < len(group.laws.q):
-        law = group.laws.q[len(before)][context]
-        lines.append(f"q after {before} = {np.round(law, 4).tolist()}")
+    if group.sampled and len(before) < len(group.distributions.q):
+        distribution = group.distributions.q[len(before)][context]
+        lines.append(f"q after {before} = {np.round(distribution, 4).tolist()}")
     return "\n".join(lines)
 
 
@@ -266,7 +277,7 @@ def _check_input(
     topology: str,
     vocab: int,
     length: int,
-    laws: list[Laws] | None,
+    distributions: list[DistributionPair] | None,
     valid: Valid | None,
 ) -> None:
     known = (*sampling.CHAIN_RULES, "coupled")
@@ -275,5 +286,7 @@ def _check_input(
     Choice(("chain",)).check("topology", topology)
     Whole(2, 5, remedy="every output is enumerated, so use 2 to 5").check("vocab", vocab)
     Whole(1, 3, remedy="every draft is enumerated, so use 1 to 3").check("length", length)
-    optional(Items(Instance(Laws, "use Laws"), least=1)).check("laws", laws)
+    optional(Items(Instance(DistributionPair, "use DistributionPair"), least=1)).check(
+        "distributions", distributions
+    )
     optional(Function()).check("valid", valid)

@@ -1,4 +1,4 @@
-"""A language model that is a table of logits: its laws are known in closed form."""
+"""A language model that is a table of logits: its distributions are known in closed form."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from specjax.models.interface import Extension
 class Tabular:
     """A `LanguageModel` whose parameters are its logits, without layers and so without a cache.
 
-    Parameters of shape [V] are a context-free model: one law, whatever came before. With [V, V] row
-    i is the law behind token i (a bigram model).
+    Parameters of shape [V] are a context-free model: one distribution, whatever came before. With
+    [V, V] row i is the distribution behind token i (a bigram model).
     """
 
     vocab_size: int

@@ -79,7 +79,7 @@ def memory(
     capacity: Count,
     num_nodes: Count = 0,
     draft: ModelShape | None = None,
-    num_laws: Count = 0,
+    num_distributions: Count = 0,
     weight_itemsize: int = 2,
     cache_itemsize: int = 2,
     logit_itemsize: int = 4,
@@ -87,14 +87,14 @@ def memory(
     """Bytes that speculative decoding keeps alive in a round, activations left out.
 
     Weights of target and `draft`; for each of them a cache of 2 L G C S B numbers (S = `capacity`,
-    B = `batch`) and a window of W = `num_nodes` + 1 slots; logits [B, W, V] and the draft laws
-    [B, Q, V] (Q = `num_laws`, 0 for deterministic drafts). Plain decoding has no nodes, no draft
-    and no laws. Item sizes in bytes.
+    B = `batch`) and a window of W = `num_nodes` + 1 slots; logits [B, W, V] and the draft
+    distributions [B, Q, V] (Q = `num_distributions`, 0 for deterministic drafts). Plain decoding
+    has no nodes, no draft and no distributions. Item sizes in bytes.
     """
     batch = checked_count("batch", batch, 1)
     capacity = checked_count("capacity", capacity, 1)
     num_nodes = checked_count("num_nodes", num_nodes, 0)
-    num_laws = checked_count("num_laws", num_laws, 0)
+    num_distributions = checked_count("num_distributions", num_distributions, 0)
     weight_itemsize = checked_count("weight_itemsize", weight_itemsize, 1)
     cache_itemsize = checked_count("cache_itemsize", cache_itemsize, 1)
     logit_itemsize = checked_count("logit_itemsize", logit_itemsize, 1)
@@ -107,7 +107,7 @@ def memory(
         target_cache=capacity * target_slot,
         draft_cache=capacity * draft_slot,
         windows=window * (target_slot + draft_slot),
-        logits=batch * (window + num_laws) * target.vocab_size * logit_itemsize,
+        logits=batch * (window + num_distributions) * target.vocab_size * logit_itemsize,
     )
 
 
@@ -222,7 +222,7 @@ def roofline(
         capacity=context + k + 1,
         num_nodes=k,
         draft=draft,
-        num_laws=k if draft else 0,
+        num_distributions=k if draft else 0,
         weight_itemsize=itemsize,
         cache_itemsize=itemsize,
     )

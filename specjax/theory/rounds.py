@@ -27,10 +27,10 @@ def expected_tokens(alpha: Real, k: int) -> Result:
 
 
 def acceptance_from_tv(tv: Real) -> Result:
-    """Acceptance probability of a token drafted from q when the target's law is p.
+    """Acceptance probability of a token drafted from q when the target's distribution is p.
 
     1 - TV(p, q) = sum_x min(p(x), q(x)) (Leviathan et al. 2023, section 3.2): the most that any
-    rule that keeps the target's law can accept of one draft.
+    rule that keeps the target's distribution can accept of one draft.
     """
     return unwrap(1.0 - checked("tv", tv, high=1.0))
 

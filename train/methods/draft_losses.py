@@ -1,4 +1,4 @@
-"""Drafts at labels against the target's law, a block of labels at a time.
+"""Drafts at labels against the target's distribution, a block of labels at a time.
 
 Logits over a vocabulary are the largest arrays of a step, and passing over them what it waits for.
 Here they live for one block only: its gradients are made along with its losses (as Liger kernels
@@ -27,21 +27,23 @@ _BLOCK = 512
 
 
 class Truth(NamedTuple):
-    """What a draft is judged by: the target's log-law, and where the data's token is in it."""
+    """What a draft is scored by: the target's log-probabilities, and the data's token's index."""
 
-    log_law: Float[Array, "B A Vd"]
+    log_probs: Float[Array, "B A Vd"]
     token: Int[Array, "B A"]
 
 
 def kl_divergence(logits: Float[Array, "B A Vd"], truth: Truth) -> Float[Array, "B A"]:
     """KL(p || q)."""
-    law = jnp.exp(truth.log_law)
-    return soft_cross_entropy(logits, law) + jnp.sum(law * truth.log_law, axis=-1)
+    distribution = jnp.exp(truth.log_probs)
+    return soft_cross_entropy(logits, distribution) + jnp.sum(
+        distribution * truth.log_probs, axis=-1
+    )
 
 
 def variation(logits: Float[Array, "B A Vd"], truth: Truth) -> Float[Array, "B A"]:
     """The total variation of p and q, both over the draft vocabulary."""
-    return total_variation(logits, jnp.exp(truth.log_law))
+    return total_variation(logits, jnp.exp(truth.log_probs))
 
 
 def cross_entropy(logits: Float[Array, "B A Vd"], truth: Truth) -> Float[Array, "B A"]:
@@ -51,8 +53,8 @@ def cross_entropy(logits: Float[Array, "B A Vd"], truth: Truth) -> Float[Array, 
 
 
 @dataclass(frozen=True)
-class Judge:
-    """How drafts are judged: `parts` are (loss of a label, its weight), and products as `multiply`.
+class Scoring:
+    """How drafts are scored: `parts` are (loss of a label, its weight), and products as `multiply`.
 
     Without `trains_kernel` no gradient is made for the kernel that gives the logits.
     """
@@ -94,7 +96,7 @@ class Teacher(NamedTuple):
         )
 
 
-class Verdict(NamedTuple):
+class Scores(NamedTuple):
     """Sums of each part over the counted labels by draft, and which drafts are right.
 
     Right is the token that the target finds likeliest of those that can be drafted.
@@ -104,14 +106,14 @@ class Verdict(NamedTuple):
     right: Bool[Array, "K B A"]
 
 
-def judge(
-    plan: Judge,
+def score_drafts(
+    plan: Scoring,
     states: Float[Array, "K B A D"],
     kernel: Float[Array, "*K D Vd"],
     teacher: Teacher,
     counted: Bool[Array, "K B A"],
     weights: Float[Array, "K"],
-) -> tuple[Float[Array, ""], Verdict]:
+) -> tuple[Float[Array, ""], Scores]:
     """The loss, which is differentiable, and what it is made of.
 
     Draft i of a label stands for the token i places further, which is i places further among the
@@ -137,14 +139,14 @@ def judge(
         blocks(teacher.token, 1, drafts - 1),
         blocks(counted, 2),
     )
-    total, losses, right = _judged(plan, parts[0], kernel, parts[1:], teacher.columns, weights)
+    total, losses, right = _scores(plan, parts[0], kernel, parts[1:], teacher.columns, weights)
     right = jnp.moveaxis(right, 0, 2).reshape(drafts, batch, count * size)[:, :, :labels]
-    return total, Verdict(losses, right)
+    return total, Scores(losses, right)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _judged(
-    plan: Judge, states: Array, kernel: Array, rest: tuple, columns: Array, weights: Array
+def _scores(
+    plan: Scoring, states: Array, kernel: Array, rest: tuple, columns: Array, weights: Array
 ) -> tuple[Array, Array, Array]:
     def one(block: tuple) -> tuple[Array, tuple[Array, Array]]:
         return _block(plan, block[0], kernel, block[1], columns, weights)
@@ -154,7 +156,7 @@ def _judged(
 
 
 def _forward(
-    plan: Judge, states: Array, kernel: Array, rest: tuple, columns: Array, weights: Array
+    plan: Scoring, states: Array, kernel: Array, rest: tuple, columns: Array, weights: Array
 ) -> tuple[Any, Any]:
     inputs = (0, 1) if plan.trains_kernel else (0,)
 
@@ -172,17 +174,17 @@ def _forward(
     return (total.sum(), losses.sum(axis=0), right), (to_states, to_kernel)
 
 
-def _backward(plan: Judge, kept: tuple, gradient: tuple) -> tuple:
+def _backward(plan: Scoring, kept: tuple, gradient: tuple) -> tuple:
     to_states, to_kernel = kept
     to_kernel = gradient[0] * to_kernel if plan.trains_kernel else None
     return gradient[0] * to_states, to_kernel, None, None, None
 
 
-_judged.defvjp(_forward, _backward)
+_scores.defvjp(_forward, _backward)
 
 
 def _block(
-    plan: Judge, states: Array, kernel: Array, rest: tuple, columns: Array, weights: Array
+    plan: Scoring, states: Array, kernel: Array, rest: tuple, columns: Array, weights: Array
 ) -> tuple[Array, tuple[Array, Array]]:
     features, tokens, counted = rest
     size = states.shape[2]
@@ -191,12 +193,12 @@ def _block(
         return product("bad,dv->bav", x, kernel, multiply=plan.multiply, out=jnp.float32)
 
     logits = logits_of(features, columns)
-    likeliest, log_law = jnp.argmax(logits, axis=-1), jax.nn.log_softmax(logits, axis=-1)
+    likeliest, log_probs = jnp.argmax(logits, axis=-1), jax.nn.log_softmax(logits, axis=-1)
     total, losses, right = jnp.float32(0), [], []
     for draft in range(states.shape[0]):
         logits = logits_of(states[draft], kernel if kernel.ndim == 2 else kernel[draft])
         here = slice(draft, draft + size)
-        truth = Truth(log_law[:, here], tokens[:, here])
+        truth = Truth(log_probs[:, here], tokens[:, here])
         parts = [
             jnp.where(counted[draft], part(logits, truth), 0.0).sum() for part, _ in plan.parts
         ]

@@ -1,4 +1,4 @@
-"""The frozen target, as a teacher: features where the data set has none, and its laws."""
+"""The frozen target, as a teacher: features where the data set has none, and its distributions."""
 
 from __future__ import annotations
 

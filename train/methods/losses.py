@@ -1,4 +1,4 @@
-"""Losses between a draft's law and the target's, a value a row; nothing is summed here."""
+"""Losses between a draft's distribution and the target's, a value a row; nothing is summed here."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from jaxtyping import Array, Float
 
 
 def soft_cross_entropy(
-    logits: Float[Array, "... Vd"], law: Float[Array, "... Vd"]
+    logits: Float[Array, "... Vd"], distribution: Float[Array, "... Vd"]
 ) -> Float[Array, "..."]:
-    """-sum p log q for the logits of q and the law p; its gradient is that of KL(p || q)."""
-    return jax.nn.logsumexp(logits, axis=-1) - jnp.sum(law * logits, axis=-1)
+    """-sum p log q from the logits of q and a distribution p: the gradient of KL(p || q)."""
+    return jax.nn.logsumexp(logits, axis=-1) - jnp.sum(distribution * logits, axis=-1)
 
 
 def total_variation(
-    logits: Float[Array, "... Vd"], law: Float[Array, "... Vd"]
+    logits: Float[Array, "... Vd"], distribution: Float[Array, "... Vd"]
 ) -> Float[Array, "..."]:
     """Half of sum |p - q|: one minus the chance that rejection accepts (Leviathan 2211.17192).
 
-    Over a part of the vocabulary, of the tokens in it: p is their law, given one of them.
+    Over a part of the vocabulary, of the tokens in it: p is their distribution, given one of them.
     """
-    return 0.5 * jnp.sum(jnp.abs(law - jax.nn.softmax(logits, axis=-1)), axis=-1)
+    return 0.5 * jnp.sum(jnp.abs(distribution - jax.nn.softmax(logits, axis=-1)), axis=-1)
 
 
 def smooth_l1(x: Float[Array, "... D"], y: Float[Array, "... D"]) -> Float[Array, "..."]:

@@ -22,7 +22,7 @@ from specjax.loading.model import Model
 from specjax.models.decoder import Decoder
 from specjax.models.heads.medusa import Medusa, MedusaConfig
 from train.data.batches import Batch
-from train.methods.draft_losses import Judge, Teacher, cross_entropy, judge, kl_divergence
+from train.methods.draft_losses import Scoring, Teacher, cross_entropy, kl_divergence, score_drafts
 from train.methods.labels import at_rows, visible
 from train.methods.medusa_loss import MedusaLoss, first_params, heads_loss, heads_measures
 from train.methods.method import Measures, Method
@@ -111,8 +111,8 @@ def joint_loss(
 ) -> tuple[Float[Array, ""], Measures]:
     """The sum of the loss over the batch's labels at a step, and measures of the heads.
 
-    Laws, and what counts as right, are those of the `frozen` target, whose features the batch
-    brings.
+    Distributions, and what counts as right, are those of the `frozen` target, whose features the
+    batch brings.
     """
 
     def columns(kernel: Float[Array, "D V"]) -> Float[Array, "D Vd"]:
@@ -123,10 +123,10 @@ def joint_loss(
 
     def alone(params: dict[str, Any]) -> tuple[Array, Measures]:
         before = batch.features["final_norm"]
-        total, verdict = heads_loss(
+        total, scores = heads_loss(
             head, params["heads"], teacher.columns, before, labels, teacher, loss
         )
-        return total, heads_measures(verdict, labels, {"target": jnp.float32(0)})
+        return total, heads_measures(scores, labels, {"target": jnp.float32(0)})
 
     def together(params: dict[str, Any]) -> tuple[Array, Measures]:
         now = decoder.extend(
@@ -143,18 +143,18 @@ def joint_loss(
         kernel = params["target"]["head"]["kernel"]
         before = Teacher.of(batch, frozen["head"]["kernel"], None)
         part = kl_divergence if joint.target == "self" else cross_entropy
-        own, spoken = judge(
-            Judge(((part, 1.0),), True, head.multiply),
+        own, spoken = score_drafts(
+            Scoring(((part, 1.0),), True, head.multiply),
             at_rows(now, labels - 1)[None],
             kernel,
             before,
             before.counts(labels, 1),
             jnp.ones(1),
         )
-        heads, verdict = heads_loss(
+        heads, scores = heads_loss(
             head, params["heads"], columns(kernel), now, labels, teacher, loss, trains_columns=True
         )
-        measures = heads_measures(verdict, labels, {"target": spoken.losses[0, 0]})
+        measures = heads_measures(scores, labels, {"target": spoken.losses[0, 0]})
         return own + joint.weight(step) * heads, measures
 
     if not joint.warm_steps:

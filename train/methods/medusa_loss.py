@@ -17,19 +17,26 @@ from jaxtyping import Array, Float, Int, Key
 from specjax.fields import Number, check_instance
 from specjax.loading.model import Model
 from specjax.models.heads.medusa import Medusa
-from train.methods.draft_losses import Judge, Teacher, Verdict, cross_entropy, judge, kl_divergence
+from train.methods.draft_losses import (
+    Scores,
+    Scoring,
+    Teacher,
+    cross_entropy,
+    kl_divergence,
+    score_drafts,
+)
 from train.methods.labels import at_rows, label_ahead
 from train.methods.method import Measures, measure
 
 
 @dataclass(frozen=True)
 class MedusaLoss:
-    """What the heads learn: `labels` are the data's "tokens", or the target's "laws" at them.
+    """The loss: `labels` are the data's "tokens", or the target's "distributions" at them.
 
     Head i (0-based) counts `decay` ** i. Raises InputError for values that make no sense.
     """
 
-    labels: Literal["tokens", "laws"] = "laws"
+    labels: Literal["tokens", "distributions"] = "distributions"
     decay: Annotated[float, Number(above=True)] = 0.8
 
     def __post_init__(self) -> None:
@@ -39,7 +46,7 @@ class MedusaLoss:
 def first_params(
     head: Medusa, target: Model, draft_ids: np.ndarray | None, key: Key[Array, ""]
 ) -> dict[str, Any]:
-    """Blocks that change nothing, and heads that are copies of the target's: all say its law."""
+    """Initial parameters: blocks that are zero, and heads that are copies of the target's."""
     params = meta.unbox(head.init(key))
     if not head.config.original_lm_head:
         kernel = np.asarray(target.params["head"]["kernel"], np.float32)
@@ -57,18 +64,18 @@ def heads_loss(
     teacher: Teacher,
     loss: MedusaLoss,
     trains_columns: bool = False,
-) -> tuple[Float[Array, ""], Verdict]:
+) -> tuple[Float[Array, ""], Scores]:
     """The weighted sum over heads and labels, and what it is made of.
 
-    For label j all heads read row j - 2; head i is judged at label j + i, where there is one.
+    For label j all heads read row j - 2; head i is scored at label j + i, where there is one.
     `columns` are those of the target's head, which heads without one of their own use.
     """
     own = not head.config.original_lm_head
     kernel = params["head"]["kernel"] if own else columns
-    part = kl_divergence if loss.labels == "laws" else cross_entropy
+    part = kl_divergence if loss.labels == "distributions" else cross_entropy
     states = head.states(params, at_rows(final_norm, labels - 2))
-    return judge(
-        Judge(((part, 1.0),), own or trains_columns, head.multiply),
+    return score_drafts(
+        Scoring(((part, 1.0),), own or trains_columns, head.multiply),
         states,
         kernel,
         teacher,
@@ -78,10 +85,10 @@ def heads_loss(
 
 
 def heads_measures(
-    verdict: Verdict, labels: Int[Array, "B A"], others: dict[str, Float[Array, ""]]
+    scores: Scores, labels: Int[Array, "B A"], others: dict[str, Float[Array, ""]]
 ) -> Measures:
     """Measures of all heads; `others` are parts of the loss beside theirs."""
-    heads = verdict.right.shape[0]
-    judged = jnp.stack([label_ahead(labels, head) for head in range(heads)])
-    each = {f"head_{head}": verdict.losses[head, 0] for head in range(heads)}
-    return measure({**others, **each}, verdict.right, judged)
+    heads = scores.right.shape[0]
+    scored = jnp.stack([label_ahead(labels, head) for head in range(heads)])
+    each = {f"head_{head}": scores.losses[head, 0] for head in range(heads)}
+    return measure({**others, **each}, scores.right, scored)

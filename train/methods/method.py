@@ -54,16 +54,16 @@ class Method(NamedTuple):
 def measure(
     losses: dict[str, Float[Array, ""]],
     right: Bool[Array, "K B A"],
-    judged: Bool[Array, "K B A"],
+    scored: Bool[Array, "K B A"],
 ) -> Measures:
-    """Measures of drafts that are `right`, among those that can be `judged`."""
-    right = right & judged
+    """Measures of drafts that are `right`, among those that can be `scored`."""
+    right = right & scored
     along = jax.lax.cumprod(right.astype(jnp.int32), axis=0)
     total = lambda x: x.sum(axis=(1, 2), dtype=jnp.float32)  # noqa: E731
     return Measures(
-        weight=judged[0].sum(dtype=jnp.float32),
+        weight=scored[0].sum(dtype=jnp.float32),
         losses=losses,
         correct=total(right),
         prefix_correct=total(along),
-        counts=total(judged),
+        counts=total(scored),
     )

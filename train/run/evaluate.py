@@ -14,7 +14,7 @@ from specjax.loading.model import Model
 from train.data.batches import Batch, Packing, Shape, Source, build
 from train.methods.method import Method
 from train.run.config import Settings
-from train.run.metrics import Journal, add, scalars, shown, sums_of
+from train.run.metrics import MetricsWriter, add, scalars, shown, sums_of
 from train.run.step import Program, gathered, placer
 
 
@@ -31,18 +31,18 @@ class Evaluation:
     shape: Shape
     prompts: Sequence[Sequence[int]]
     settings: Settings
-    journal: Journal
+    writer: MetricsWriter
 
     def __call__(self, params: Any, step: int, last: bool) -> dict[str, float]:
         """Numbers of held-out losses (`eval/...`) and of decoding (`eval/tau` ...)."""
         numbers: dict[str, float] = {}
-        with self.journal.working(f"step {step}: evaluating, which compiles at first"):
+        with self.writer.working(f"step {step}: evaluating, which compiles at first"):
             if self.packing is not None and self.settings.eval_batches:
                 numbers |= self._losses(params)
             if self.prompts:
                 numbers |= self._decode(params, last)
         if numbers:
-            self.journal.say(f"step {step}, held out: {_told(numbers)}")
+            self.writer.say(f"step {step}, held out: {_told(numbers)}")
         return numbers
 
     def _losses(self, params: Any) -> dict[str, float]:

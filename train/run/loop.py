@@ -23,7 +23,7 @@ from train.run import checkpoints
 from train.run import workdir as files
 from train.run.checkpoints import Saved
 from train.run.config import Settings
-from train.run.metrics import Journal, add, scalars, shown, sums_of
+from train.run.metrics import MetricsWriter, add, scalars, shown, sums_of
 from train.run.step import Placer, Program, Report, State, placer
 from train.run.workdir import Workdir
 
@@ -42,7 +42,7 @@ Evaluate = Callable[[Any, int, bool], dict[str, float]]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Result:
     """Where a run ended, and why."""
 
     state: State
@@ -65,7 +65,7 @@ class Feed:
 
 
 @dataclass
-class Standing:
+class Progress:
     """What a checkpoint keeps beside arrays: the sums since the last line of metrics included."""
 
     step: int = 0
@@ -84,7 +84,7 @@ class Standing:
         }
 
     @classmethod
-    def of(cls, saved: Saved) -> Standing:
+    def of(cls, saved: Saved) -> Progress:
         """What `facts` wrote."""
         facts = saved.facts
         return cls(
@@ -98,10 +98,10 @@ def train(
     feed: Feed,
     settings: Settings,
     workdir: Workdir,
-    journal: Journal,
-    progress: Standing,
+    writer: MetricsWriter,
+    progress: Progress,
     evaluate: Evaluate | None = None,
-) -> Outcome:
+) -> Result:
     """Train from `progress` on until the steps are made, the minutes are over, or a signal comes.
 
     `program.state` is taken over. Each end but an error leaves a checkpoint of the last step.
@@ -118,12 +118,12 @@ def train(
             step, position, report = pending.popleft()
             _take(progress, step, position, report, workdir, saved_step)
             window.tokens += int(report.tokens)
-            journal.step(step)
+            writer.step(step)
             if step % settings.log_every == 0 or step == settings.steps:
                 numbers = _numbers(progress, report, window)
-                if (left := journal.seconds_left(step)) is not None:
+                if (left := writer.seconds_left(step)) is not None:
                     numbers["train/seconds_left"] = left
-                journal.log(step, numbers, shown(numbers))
+                writer.log(step, numbers, shown(numbers))
                 progress.sums = None
 
     def save() -> None:
@@ -146,7 +146,7 @@ def train(
             batch, position = next(ahead)
             window.waited += time.perf_counter() - begin
             if compiled is None:
-                with window.paused(), journal.working("compiling the training step"):
+                with window.paused(), writer.working("compiling the training step"):
                     compiled = program.compile(target_params, batch)
             state, report = compiled(state, target_params, batch)
             step += 1
@@ -156,15 +156,15 @@ def train(
             if evaluate and due and step < settings.steps:
                 settle(0)
                 with window.paused():
-                    journal.log(step, evaluate(state.params, step, False))
+                    writer.log(step, evaluate(state.params, step, False))
             # After the evaluation, so that no checkpoint is ahead of a line of metrics.
             if step % settings.checkpoint_every == 0:
                 with window.paused():
                     save()
         save()
     if evaluate and reason == DONE and not files.is_evaluated(workdir, step):
-        journal.log(step, evaluate(state.params, step, True))
-    return Outcome(state, progress.step, reason, progress.tokens)
+        writer.log(step, evaluate(state.params, step, True))
+    return Result(state, progress.step, reason, progress.tokens)
 
 
 class _Window:
@@ -201,7 +201,7 @@ class _Window:
 
 
 def _take(
-    progress: Standing,
+    progress: Progress,
     step: int,
     position: Position,
     report: Report,
@@ -225,7 +225,7 @@ def _take(
     progress.sums = add(progress.sums, sums_of(loss, report.measures))
 
 
-def _numbers(progress: Standing, report: Report, window: _Window) -> dict[str, float]:
+def _numbers(progress: Progress, report: Report, window: _Window) -> dict[str, float]:
     """A line of metrics; begins a new window."""
     speed, waited = window.speeds()
     numbers = scalars(progress.sums, "train")
@@ -264,8 +264,8 @@ def _listening() -> Iterator[threading.Event]:
         yield asked
 
 
-def resumed(program: Program, saved: Saved) -> tuple[Program, Standing]:
+def resumed(program: Program, saved: Saved) -> tuple[Program, Progress]:
     """The program with the arrays of a checkpoint, each device reading its own part."""
     state = checkpoints.restore(saved, program.state)
     jax.block_until_ready(state)
-    return program._replace(state=state), Standing.of(saved)
+    return program._replace(state=state), Progress.of(saved)

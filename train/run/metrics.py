@@ -19,7 +19,7 @@ from rich.progress import (
 from rich.text import Text
 
 from train.run import workdir as files
-from train.run.tensorboard import Board
+from train.run.tensorboard import TensorBoardWriter
 from train.run.workdir import Workdir
 
 
@@ -76,7 +76,7 @@ def _added(one: Any, other: Any) -> Any:
     return one + other
 
 
-class Journal:
+class MetricsWriter:
     """One run's records; `quiet` ones write nothing (processes other than the first)."""
 
     def __init__(
@@ -85,7 +85,7 @@ class Journal:
         self._workdir, self._quiet = workdir, quiet
         self._console = Console(quiet=True) if quiet else console
         self._steps, self._since = steps, None
-        self._board = None if quiet else Board(workdir.tensorboard, step)
+        self._tensorboard = None if quiet else TensorBoardWriter(workdir.tensorboard, step)
         self._bar: Progress | None = None
         if self._console.is_terminal and not quiet:
             self._bar = Progress(
@@ -100,7 +100,7 @@ class Journal:
             )
             self._task = self._bar.add_task("training", total=steps, completed=step, numbers="")
 
-    def __enter__(self) -> Journal:
+    def __enter__(self) -> MetricsWriter:
         if self._bar is not None:
             self._bar.start()
         return self
@@ -108,8 +108,8 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
-        if self._board is not None:
-            self._board.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
 
     def say(self, line: str, style: str = "") -> None:
         """One line."""
@@ -136,7 +136,7 @@ class Journal:
         if self._quiet:
             return
         files.append_metrics(self._workdir, {"step": step, **numbers})
-        self._board.write(step, numbers)
+        self._tensorboard.write(step, numbers)
         if show is None:
             return
         if self._bar is not None:

@@ -28,7 +28,7 @@ from train.methods.method import Method
 from train.run import checkpoints, loop
 from train.run import workdir as files
 from train.run.evaluate import Evaluation, held_out_prompts
-from train.run.metrics import Journal
+from train.run.metrics import MetricsWriter
 from train.run.setup import MakeMethod, Setup, set_up
 from train.run.step import Program, gathered, make_program
 
@@ -79,23 +79,21 @@ def _train(
 ) -> int:
     settings, method, mesh = setup.settings, setup.method, setup.mesh
     processes.together(lambda: _check_exports(method, workdir) if processes.speaks() else None)
-    progress = loop.Standing()
+    progress = loop.Progress()
     if saved := checkpoints.last_checkpoint(workdir):
         program, progress = loop.resumed(program, saved)
     files.truncate_metrics(workdir, progress.step)
 
     quiet = not processes.speaks()
     console = console or Console(width=None if sys.stdout.isatty() else 160)
-    with Journal(workdir, console, settings.steps, progress.step, quiet) as journal:
-        _introduce(journal, setup, program.state.params)
+    with MetricsWriter(workdir, console, settings.steps, progress.step, quiet) as writer:
+        _introduce(writer, setup, program.state.params)
         if saved and saved.damaged:
-            journal.say(f"the checkpoint of step {saved.damaged[0]} is damaged", "yellow")
+            writer.say(f"the checkpoint of step {saved.damaged[0]} is damaged", "yellow")
         if progress.step:
-            journal.say(f"resuming after step {progress.step}, {progress.tokens} tokens")
+            writer.say(f"resuming after step {progress.step}, {progress.tokens} tokens")
         if settings.eval_prompts and not prompts:
-            journal.say(
-                "no prompt is held out, or none fits: nothing is decoded for a measured tau"
-            )
+            writer.say("no prompt is held out, or none fits: nothing is decoded for a measured tau")
         evaluation = Evaluation(
             method=method,
             program=program,
@@ -106,23 +104,23 @@ def _train(
             shape=setup.feed.shape,
             prompts=prompts,
             settings=settings,
-            journal=journal,
+            writer=writer,
         )
-        outcome = loop.train(
+        result = loop.train(
             program,
             setup.target_params,
             setup.feed,
             settings,
             workdir,
-            journal,
+            writer,
             progress,
             evaluation,
         )
-        if outcome.step:
-            facts = setup.facts(outcome.step, outcome.tokens)
+        if result.step:
+            facts = setup.facts(result.step, result.tokens)
             facts["curve"] = files.learning_curve(workdir)
-            _export(method, gathered(outcome.state.params, mesh), facts, workdir)
-        return _end(journal, workdir, outcome, settings.steps, time.perf_counter() - begin)
+            _export(method, gathered(result.state.params, mesh), facts, workdir)
+        return _end(writer, workdir, result, settings.steps, time.perf_counter() - begin)
 
 
 def _check_exports(method: Method, workdir: files.Workdir) -> None:
@@ -157,43 +155,43 @@ def _prompts(setup: Setup) -> list[list[int]]:
     return held_out_prompts(data, chosen, settings.eval_prompts, room)
 
 
-def _introduce(journal: Journal, setup: Setup, params: Any) -> None:
+def _introduce(writer: MetricsWriter, setup: Setup, params: Any) -> None:
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     settings, packing, shape = setup.settings, setup.feed.packing, setup.feed.shape
     rows, tokens = len(packing.rows(0)), packing.tokens
     source = "stored" if shape.features else "computed in the step"
     full, labelled = packing.fill_rate(), packing.label_fill_rate()
     trained = "frozen" if setup.method.tuned is None else "trained along"
-    journal.say(
+    writer.say(
         f"{setup.method.name} for {setup.target.name} ({setup.target.num_params / 1e6:.1f}M "
         f"parameters, {trained}): {count / 1e6:.2f}M parameters, on "
         f"{decode_report.device_name(setup.mesh)}, products in {setup.products}"
     )
-    journal.say(
+    writer.say(
         f"{packing.conversations} conversations, {tokens} tokens, in {rows} rows of "
         f"{shape.tokens}, {full:.1%} full (labels {labelled:.1%} of {shape.labels}); "
         f"{packing.left_out} without a label left out; features {source}"
     )
     epochs = settings.steps * settings.batch_size / rows
-    journal.say(
+    writer.say(
         f"{settings.steps} steps of {settings.batch_size} rows: {epochs:.1f} epochs, about "
         f"{tokens * epochs / 1e6:.2f}M tokens"
     )
     if setup.held_out is None:
-        journal.say("no conversation is held out: losses are of the training data only")
+        writer.say("no conversation is held out: losses are of the training data only")
 
 
 def _end(
-    journal: Journal, workdir: files.Workdir, outcome: loop.Outcome, steps: int, seconds: float
+    writer: MetricsWriter, workdir: files.Workdir, result: loop.Result, steps: int, seconds: float
 ) -> int:
-    where = f"step {outcome.step} of {steps}, {outcome.tokens} tokens"
-    if outcome.step:
-        journal.say(f"exported: {workdir.export}")
-    if outcome.reason == loop.INTERRUPTED:
-        journal.say(f"interrupted at {where}; saved. The same command resumes it: {workdir.root}")
+    where = f"step {result.step} of {steps}, {result.tokens} tokens"
+    if result.step:
+        writer.say(f"exported: {workdir.export}")
+    if result.reason == loop.INTERRUPTED:
+        writer.say(f"interrupted at {where}; saved. The same command resumes it: {workdir.root}")
         return command_line.INTERRUPTED
-    if outcome.reason == loop.TIME:
-        journal.say(f"the minutes are over at {where}; saved. The same command resumes it")
+    if result.reason == loop.TIME:
+        writer.say(f"the minutes are over at {where}; saved. The same command resumes it")
     else:
-        journal.say(f"trained: {where}, {seconds:.0f} s in this run")
+        writer.say(f"trained: {where}, {seconds:.0f} s in this run")
     return 0

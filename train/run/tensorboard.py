@@ -17,7 +17,7 @@ from typing import Any
 from specjax.errors import InputError
 
 
-class Board:
+class TensorBoardWriter:
     """A new file of events in a directory, for a run that resumes after `step`.
 
     Raises InputError where it cannot be written, as `write` does.

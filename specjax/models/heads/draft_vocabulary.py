@@ -1,6 +1,6 @@
 """Draft logits over a part of the vocabulary (FR-Spec: Zhao et al. 2502.14856; EAGLE-3's d2t).
 
-The draft's law is zero at all other tokens, so that every rule stays exact.
+The draft's distribution is zero at all other tokens, so that every rule stays exact.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two laws of one token, the target's p and the draft's q: what they share and what p has left."""
+"""Two distributions of one token, the target's p and the draft's q: overlap, ratio, residual."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def overlap(logp: Float[Array, "*rows V"], logq: Float[Array, "*rows V"]) -> Flo
 def residual(
     logp: Float[Array, "*rows V"], logq: Float[Array, "*rows V"]
 ) -> Float[Array, "*rows V"]:
-    """The log-law norm(max(0, p - q)) of the token that follows a rejected draft.
+    """The log-probabilities norm(max(0, p - q)) of the token that follows a rejected draft.
 
     Where nothing is left (p = q) it is p.
     """
@@ -42,7 +42,7 @@ def log_ratio(logp: Float[Array, "*rows"], logq: Float[Array, "*rows"]) -> Float
 
 
 def excess(logp: Float[Array, "*rows V"], logq: Float[Array, "*rows V"]) -> Float[Array, "*rows V"]:
-    """The logarithm of max(0, p - q), of laws that need not be normalised."""
+    """The logarithm of max(0, p - q), of distributions that need not be normalised."""
     above = logp > logq
     gap = jnp.where(above, logq - jnp.where(above, logp, 0), -1)
     return jnp.where(above, logp + jnp.log(-jnp.expm1(gap)), -jnp.inf)

@@ -1,4 +1,4 @@
-"""Three tokens that never come from one round have the target's joint law; broken twins do not."""
+"""Three tokens over several rounds have the target's joint distribution; broken variants fail."""
 
 import dataclasses
 import functools
@@ -20,10 +20,10 @@ from specjax.sampling import Decision, RoundKeys
 from specjax.testing import Tabular, check_drafter
 from specjax.testing.drafters import (
     chi_square,
-    conditional_laws,
+    conditional_distributions,
     first_rows,
     make_plan,
-    output_law,
+    output_distribution,
 )
 
 pytestmark = pytest.mark.usefixtures("fairly_quick_compile")
@@ -41,12 +41,12 @@ def small_model(seed, layers):
 
 
 def distance(target, draft, prompt=PROMPT, request=AS_IS, **draft_options):
-    """The mean total variation between the laws of target and draft, over all of four tokens."""
+    """The mean total variation between target and draft, over all of four tokens."""
     model = [
         (m.architecture, m.params) if hasattr(m, "architecture") else m for m in (target, draft)
     ]
-    p = conditional_laws(*model[0], prompt, request, 4)
-    q = conditional_laws(*model[1], prompt, request, 4, **draft_options)
+    p = conditional_distributions(*model[0], prompt, request, 4)
+    q = conditional_distributions(*model[1], prompt, request, 4, **draft_options)
     reach = 1.0
     distances = []
     for here, there in zip(p, q, strict=True):
@@ -141,7 +141,7 @@ def test_tables(name, rule, tables):
     assert (check.acceptance_length > 1.2) == (name != "plain")
 
 
-def test_coupled_at_many_seeds_is_the_target_law(tables):
+def test_coupled_at_many_seeds_is_the_target_distribution(tables):
     target, draft = tables
     check = check_drafter(draft_model.make(*draft), target, verify="coupled")
     assert check.passed, check
@@ -179,7 +179,8 @@ def test_a_length_that_follows_the_neighbours_is_exact(tables):
     outputs = np.asarray(tokens)[:, len(PROMPT) : len(PROMPT) + length]
     code = np.ravel_multi_index(tuple(outputs.T), (VOCAB,) * length)
     found = chi_square(
-        np.bincount(code, minlength=VOCAB**length), output_law(*target, PROMPT, AS_IS, length)
+        np.bincount(code, minlength=VOCAB**length),
+        output_distribution(*target, PROMPT, AS_IS, length),
     )
     assert found.statistic < found.threshold
 
@@ -195,7 +196,7 @@ def changed(drafter, change):
 
 
 def unwarped(draft, context):
-    """Claims the law as it was before the temperature."""
+    """Claims the distribution as it was before the temperature."""
     heat = context.sampling.temperature[:, None, None]
     return draft.replace(logq=jax.nn.log_softmax(draft.logq * heat))
 
@@ -207,8 +208,8 @@ def stops_at_unlikely_tokens(draft, context):
     return draft.replace(valid=draft.valid & keep)
 
 
-def claims_a_law(drafter):
-    """Takes the likeliest token, and says that it was drawn from the law."""
+def claims_a_distribution(drafter):
+    """Takes the likeliest token, and says that it was drawn from the distribution."""
 
     def propose(params, state, context, noise):
         return drafter.propose(params, state, context, lambda depth: 0 * noise(depth))
@@ -238,7 +239,7 @@ def same_noise_every_round(monkeypatch):
     )
 
 
-TWINS = {
+BROKEN = {
     "draft_and_final_share_a_key": {
         "patch": with_keys(lambda keys: RoundKeys(keys.final, keys.accept, keys.final))
     },
@@ -246,35 +247,35 @@ TWINS = {
         "patch": with_keys(lambda keys: RoundKeys(keys.accept, keys.accept, keys.final))
     },
     "noise_once_a_prompt": {"patch": same_noise_every_round},
-    "unwarped_law": {"request": COLD, "drafter": lambda d: changed(d, unwarped)},
+    "unwarped_distribution": {"request": COLD, "drafter": lambda d: changed(d, unwarped)},
     "own_probability": {"drafter": lambda d: changed(d, stops_at_unlikely_tokens)},
-    "law_of_a_sure_token": {"drafter": claims_a_law},
+    "distribution_of_a_sure_token": {"drafter": claims_a_distribution},
     "residual_is_p": {"rule": residual_is_p},
 }
 
 
-@pytest.mark.parametrize("name", TWINS)
-def test_broken_twins_fail(name, tables, monkeypatch):
-    twin = TWINS[name]
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_variants_fail(name, tables, monkeypatch):
+    variant = BROKEN[name]
     target, draft = tables
     drafter = draft_model.make(*draft)
-    if "drafter" in twin:
-        drafter = twin["drafter"](drafter)
-    if "patch" in twin:
-        twin["patch"](monkeypatch)
+    if "drafter" in variant:
+        drafter = variant["drafter"](drafter)
+    if "patch" in variant:
+        variant["patch"](monkeypatch)
     check = check_drafter(
         drafter,
         target,
         prompt=PROMPT,
-        verify=twin.get("rule", "rejection"),
-        request=twin.get("request", AS_IS),
+        verify=variant.get("rule", "rejection"),
+        request=variant.get("request", AS_IS),
     )
     assert not check.passed
     assert check.chi2 > 2 * check.threshold
 
 
-def test_the_twins_fail_for_their_mistake_alone(tables):
-    """Untouched, and at the twins' own temperature, the same drafter passes."""
+def test_the_broken_variants_fail_for_their_mistake_alone(tables):
+    """Untouched, and at their own temperature, the same drafter passes."""
     target, draft = tables
     same = changed(draft_model.make(*draft), lambda draft, context: draft)
     check = check_drafter(same, target, prompt=PROMPT, request=COLD)
