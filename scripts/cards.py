@@ -120,9 +120,9 @@ def _recipe(method: str) -> list[str]:
 
 
 def _stages(head: Head) -> list[dict[str, Any]]:
-    """The training facts of the runs that led to a head, the first one first."""
+    """The training metadata of the runs that led to a head, the first one first."""
     stages, about = [], head.training
-    # A head that was not trained here brings no facts, or others.
+    # A head that was not trained here brings no metadata, or others.
     while about.keys() >= {"method", "data", "config", "step", "tokens"}:
         stages.insert(0, about)
         about = about.get("earlier", {})

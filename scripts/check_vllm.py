@@ -11,7 +11,7 @@ random blocks. vLLM needs torch and a virtual environment of its own
 differ, and both acceptances by position. Exit codes: 0; 1 where a plain row, or a row of vLLM with
 and without a head, differs; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 
-vLLM's first token comes with its prefill, and its last draft may reach behind the last token that
+vLLM's first token comes with its prefill, and its last draft may reach after the last token that
 it may generate. So specjax is given that first token as a part of the prompt, and room for one more
 draft: the rounds of both are then the same rounds.
 """
@@ -86,12 +86,16 @@ def made(kind: str, model: Any, ids: np.ndarray) -> Any:
     import jax.numpy as jnp
     from flax.core import meta
 
-    from specjax.loading.heads.head import Head, TargetFacts
+    from specjax.loading.heads.head import Head, TargetMetadata
     from specjax.models.heads.eagle import Eagle, EagleConfig, default_taps
     from specjax.models.heads.medusa import MedusaConfig
     from train.eagle import from_target
 
-    width, facts, training = model.config.hidden_size, TargetFacts.of(model), {"made": "untrained"}
+    width, metadata, training = (
+        model.config.hidden_size,
+        TargetMetadata.of(model),
+        {"made": "untrained"},
+    )
     if kind == "medusa":
         heads = _LENGTH.value
         rng = np.random.default_rng(0)
@@ -100,7 +104,7 @@ def made(kind: str, model: Any, ids: np.ndarray) -> Any:
             "bias": 0.1 * rng.standard_normal((heads, 1, width), np.float32),
         }
         shape = MedusaConfig(width, model.config.vocab_size, heads, 1, len(ids), True)
-        return Head(kind, shape, {"blocks": blocks}, ids, facts, training)
+        return Head(kind, shape, {"blocks": blocks}, ids, metadata, training)
     version = 3 if kind == "eagle3" else 1
     config = EagleConfig(
         decoder=dataclasses.replace(model.config, num_layers=1),
@@ -111,7 +115,7 @@ def made(kind: str, model: Any, ids: np.ndarray) -> Any:
     )
     params = meta.unbox(Eagle(config, jnp.dtype("float32")).init(jax.random.key(0)))
     params = jax.tree.map(np.asarray, from_target(params, model, config, ids))
-    return Head(kind, config, params, ids, facts, training)
+    return Head(kind, config, params, ids, metadata, training)
 
 
 def acceptance(accepted: Sequence[float], drafts: float) -> str:
@@ -150,16 +154,16 @@ def differences(name: str, mine: list[list[int]], theirs: list[list[int]], decod
     print(f"{name}: {len(mine) - len(parted)}/{len(mine)} rows identical")
     for row in parted:
         a, b = mine[row], theirs[row]
-        place = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
-        if place is None:
+        index = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+        if index is None:
             print(f"  row {row}: {len(a)} against {len(b)} tokens, alike as far as both go")
             continue
-        context = decode(a[max(place - 6, 0) : place])
+        context = decode(a[max(index - 6, 0) : index])
         print(
-            f"  row {row}, token {place}: {decode([a[place]])!r} against {decode([b[place]])!r}",
+            f"  row {row}, token {index}: {decode([a[index]])!r} against {decode([b[index]])!r}",
             end="",
         )
-        print(f" behind {context!r}")
+        print(f" after {context!r}")
     return len(parted)
 
 

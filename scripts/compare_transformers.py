@@ -38,7 +38,7 @@ class Peer:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.facts = self._answer()
+        self.metadata = self._answer()
 
     def _answer(self) -> dict[str, Any]:
         line = self._process.stdout.readline()
@@ -110,7 +110,7 @@ def main(argv: list[str]) -> None:
 
     print(
         f"\n{len(ids)} prompts, {_NEW_TOKENS.value} new tokens, greedy, float32, "
-        f"{peer.facts['threads']} threads; decode tokens/s, median (min..max) of {_RUNS.value}"
+        f"{peer.metadata['threads']} threads; decode tokens/s, median (min..max) of {_RUNS.value}"
     )
     for name, values in rates.items():
         print(

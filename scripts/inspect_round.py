@@ -5,7 +5,7 @@
 
 Needs the platform's compiler (`pip install -e '.[cuda13]'` or `.[tpu]`), not the device: XLA
 compiles for a description of it. The target is Llama-8B-shaped with `--layers` layers, in bfloat16,
-behind an n-gram drafter. Printed are the collectives, and every instruction outside of a matrix
+after an n-gram drafter. Printed are the collectives, and every instruction outside of a matrix
 product that only moves data and makes at least `--megabytes`: a copy of a weight or of the cache
 shows up here. Exit code 1 if there is one in the loop.
 """
@@ -77,9 +77,9 @@ def main(argv: list[str]) -> int:
     for (kind, shape), count in sorted(sent.items()):
         print(f"sent:   {count} x {kind} {shape}")
     moved = collections.Counter(big_moves(text, _MEGABYTES.value * 1e6))
-    for (place, kind, shape), count in sorted(moved.items()):
-        print(f"copied: {count} x {kind} {shape}, {place}")
-    inside = sum(count for (place, _, _), count in moved.items() if place == "in the loop")
+    for (where, kind, shape), count in sorted(moved.items()):
+        print(f"copied: {count} x {kind} {shape}, {where}")
+    inside = sum(count for (where, _, _), count in moved.items() if where == "in the loop")
     print(f"{inside} large copies in the loop, {sum(moved.values()) - inside} before it")
     return 1 if inside else 0
 
@@ -134,7 +134,7 @@ def compile_round(devices: list[Any]) -> Any:
     build_parameters.check_shards(config, model)
     form = Form.of(_PLATFORM.value)
     params = jax.tree.map(
-        lambda shape, place: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place),
+        lambda shape, sharding: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding),
         parameter_names.param_shapes(config, form.scan_layers),
         build_parameters.parameter_shardings(config, mesh, model, form.scan_layers),
         is_leaf=lambda node: isinstance(node, tuple),
@@ -153,8 +153,8 @@ def compile_round(devices: list[Any]) -> Any:
     )
 
     def rows(dtype: Any, *rest: int) -> jax.ShapeDtypeStruct:
-        place = NamedSharding(mesh, PartitionSpec("data", *[None] * len(rest)))
-        return jax.ShapeDtypeStruct((batch, *rest), dtype, sharding=place)
+        sharding = NamedSharding(mesh, PartitionSpec("data", *[None] * len(rest)))
+        return jax.ShapeDtypeStruct((batch, *rest), dtype, sharding=sharding)
 
     real, whole = functools.partial(rows, np.float32), functools.partial(rows, np.int32)
     described = Rows(
@@ -202,12 +202,12 @@ def big_moves(text: str, smallest: float) -> Iterator[tuple[str, str, str]]:
                 opcode = "moving fusion"
             elif opcode not in _WRITERS:
                 continue
-            place = "before the loop" if name == entry else "in the loop"
+            where = "before the loop" if name == entry else "in the loop"
             arrays = re.findall(r"(\w+)\[([\d,]*)\]", match[1])
             # The first of a copy under way is its result, the next one its source.
             for kind, shape in arrays[:1] if opcode.endswith("-start") else arrays:
                 if math.prod(int(n) for n in shape.split(",") if n) * _width(kind) >= smallest:
-                    yield place, opcode, f"{kind}[{shape}]"
+                    yield where, opcode, f"{kind}[{shape}]"
 
 
 def _only_moves(lines: list[str]) -> bool:

@@ -6,7 +6,7 @@ Each command runs in its debug size: once undisturbed, for the reference, and on
 two runs give the same and how long one takes. Then it is killed (SIGKILL, the whole process group)
 at moments spread over that time and started again with the same command until it ends; where it
 ends before all kills are done, the rest go to a fresh folder. Compared bit by bit: the
-conversations of datasets with their features, the arrays and facts of exports and checkpoints,
+conversations of datasets with their features, the arrays and metadata of exports and checkpoints,
 batches of answers, lines of metrics without their timings, and the names of all files that a run
 keeps. Exit codes: 0; 1 where anything differs or a run fails; 2 for bad input; 130 after Ctrl-C.
 """
@@ -39,7 +39,7 @@ from specjax.errors import InputError
 from specjax.fields import Choice, OutputFolder, Whole, dotted, optional
 from specjax.files.folders import LOCK
 from specjax.loading import checkpoints
-from train.data.examples import FACTS
+from train.data.examples import METADATA
 from train.data.responses import open_responses
 from train.run import checkpoints as run_checkpoints
 from train.run.workdir import Workdir, read_metrics, steps
@@ -251,7 +251,7 @@ def _features(folder: Path) -> Content:
 
 def _dataset(folder: Path) -> Content:
     responses = open_responses(folder)
-    found = {FACTS: _record(responses.facts)}
+    found = {METADATA: _record(responses.metadata)}
     for index in range(len(responses)):
         example = vars(responses[index])
         for name, value in {**example, **example["features"]}.items():
@@ -263,15 +263,15 @@ def _dataset(folder: Path) -> Content:
 
 def _training(folder: Path) -> Content:
     workdir = Workdir(folder)
-    arrays, facts = checkpoints.load_drafter(workdir.export)
+    arrays, metadata = checkpoints.load_drafter(workdir.export)
     found = {f"export {name}": _digest(value) for name, value in dotted(arrays).items()}
-    found["export's facts"] = _record(facts)
+    found["export's metadata"] = _record(metadata)
     found["steps of checkpoints"] = str(steps(workdir))
     last = run_checkpoints.last_checkpoint(workdir)
     if last is not None:
-        arrays, facts = checkpoints.load_drafter(last.found.directory)
+        arrays, metadata = checkpoints.load_drafter(last.found.directory)
         found |= {f"checkpoint {name}": _digest(value) for name, value in dotted(arrays).items()}
-        found["checkpoint's facts"] = _record(facts)
+        found["checkpoint's metadata"] = _record(metadata)
     for number, row in enumerate(read_metrics(workdir)):
         timeless = {name: value for name, value in row.items() if name not in _TIMES}
         found[f"metrics, line {number + 1}"] = json.dumps(timeless)
@@ -285,11 +285,11 @@ def _digest(array: Any) -> str:
     return f"{shape} {hashlib.sha256(array.tobytes()).hexdigest()[:16]}"
 
 
-def _record(facts: Mapping[str, Any]) -> str:
+def _record(metadata: Mapping[str, Any]) -> str:
     """Facts as a text, without the run's own folders."""
     flat = {
         name: value
-        for name, value in dotted(facts).items()
+        for name, value in dotted(metadata).items()
         if not (name.split(".")[-1] in _FOLDERS and "config" in name.split("."))
     }
     return json.dumps(flat, sort_keys=True, default=str)

@@ -33,7 +33,7 @@ from specjax.reporting import decode_report
 from train.data.batches import Batch, Position, ReadAhead
 from train.methods.labels import fill_features
 from train.run.setup import Setup, set_up
-from train.run.step import LATE, State, loss_function, make_program, placer
+from train.run.step import LATE, State, loss_function, make_program, placement_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,8 +69,8 @@ def profile(setup: Setup, steps: int) -> None:
     """Time the parts of a run's step and print a table."""
     settings, mesh = setup.settings, setup.mesh
     program = make_program(setup.method, setup.decoder, settings, mesh)
-    place = placer(settings, mesh)
-    rows = setup.feed.batches(Position(0, 0), place)
+    placement = placement_of(settings, mesh)
+    rows = setup.feed.batches(Position(0, 0), placement)
     read_s = [_seconds(lambda: next(rows))[0] for _ in range(steps + 1)][1:]
     batch: Batch = next(rows)[0]
     tokens, labels = (int(_count(leaf)) for leaf in (batch.segments > 0, batch.labels >= 0))
@@ -135,9 +135,9 @@ def _forward(setup: Setup, params: Any, target_params: Any, batches: Batch) -> A
 
 def _looped(setup: Setup, compiled: Callable, state: State, steps: int) -> tuple[float, float]:
     """The median of whole steps, and of what each waits for its batch."""
-    feed, place = setup.feed, placer(setup.settings, setup.mesh)
+    feed, placement = setup.feed, placement_of(setup.settings, setup.mesh)
     whole, waited = [], []
-    with ReadAhead(feed.batches(Position(0, 0), place)) as ahead:
+    with ReadAhead(feed.batches(Position(0, 0), placement)) as ahead:
         for _ in range(steps + 2):
             begin = time.perf_counter()
             batch, _ = next(ahead)

@@ -73,8 +73,8 @@ def parser() -> command_line.Parser:
 
 def run(options: SimpleNamespace) -> int:
     """Decode what is not decoded yet and write the tables; returns the exit code."""
-    out, places = options.out, _places(options.heads)
-    known = [*_UNTRAINED, *places]
+    out, folders = options.out, _folders(options.heads)
+    known = [*_UNTRAINED, *folders]
     both = ["+".join(_TOGETHER)] if set(_TOGETHER) <= set(known) else []
     drafters = options.drafters or [*known, *both]
     for drafter in drafters:
@@ -83,13 +83,13 @@ def run(options: SimpleNamespace) -> int:
             raise InputError(
                 f"drafters={unknown[0]!r}: there are {', '.join(known)}, and those joined by +"
             )
-        if options.heads and len(set(places).intersection(parts)) > 1:
+        if options.heads and len(set(folders).intersection(parts)) > 1:
             raise InputError(f"drafters={drafter!r}: with heads, join one head only")
-    heads = {kind: read_head(place) for kind, place in places.items() if kind in drafters}
+    heads = {kind: read_head(folder) for kind, folder in folders.items() if kind in drafters}
     cells = [
         cell
         for drafter in drafters
-        for fixed, grid in _runs(options, drafter, places)
+        for fixed, grid in _runs(options, drafter, folders)
         for cell in sweep.make_cells(out, fixed, grid)
     ]
     code = sweep.run_cells(cells)
@@ -102,15 +102,15 @@ def run(options: SimpleNamespace) -> int:
     for kind, head in heads.items():
         own = [run for run in runs if run.drafter == kind]
         texts[out / "cards" / f"{kind}.md"] = card(head, options.data, _by_task(options, own))
-    for place, text in texts.items():
-        place.parent.mkdir(exist_ok=True)
-        place.write_text(text, encoding="utf-8")
+    for folder, text in texts.items():
+        folder.parent.mkdir(exist_ok=True)
+        folder.write_text(text, encoding="utf-8")
     for path in (*paths, *texts):
         print(f"wrote {path}")
     return code
 
 
-def _places(given: Path | None) -> dict[str, Path]:
+def _folders(given: Path | None) -> dict[str, Path]:
     """The checkpoint of each kind of head."""
     folder = given or SHIPPED / DEFAULT_MODEL
     if given:
@@ -123,7 +123,7 @@ def _places(given: Path | None) -> dict[str, Path]:
 
 
 def _runs(
-    options: SimpleNamespace, drafter: str, places: Mapping[str, Path]
+    options: SimpleNamespace, drafter: str, folders: Mapping[str, Path]
 ) -> Iterator[tuple[list[str], dict[str, list[str]]]]:
     """The arguments of a drafter's runs, and what tells them apart."""
     fixed = [f"--config={_CONFIG}", f"--config.sampling.max_new_tokens={options.new_tokens}"]
@@ -131,13 +131,13 @@ def _runs(
         fixed.append(f"--config.prompts={options.prompts}")
     if options.per_task:
         fixed.append(f"--config.per_task={options.per_task}")
-    trained = [part for part in drafter.split("+") if part in places]
+    trained = [part for part in drafter.split("+") if part in folders]
     if options.heads:
-        fixed += [f"--config.drafter.path={places[part]}" for part in trained]
+        fixed += [f"--config.drafter.path={folders[part]}" for part in trained]
     grid = {"config.drafter.name": [drafter]}
     if trained and options.draft_p_min is not None:
         grid["config.drafter.draft_p_min"] = [str(options.draft_p_min)]
-    if drafter in places:
+    if drafter in folders:
         grid["config.num_speculative_tokens"] = [str(options.num_speculative_tokens)]
     batch = {"config.batch_size": [str(options.batch_size)]}
     alone = {"config.batch_size": ["1"]} if options.speed else batch

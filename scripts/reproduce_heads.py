@@ -95,8 +95,8 @@ def recipe(options: SimpleNamespace, root: Path) -> list[Stage]:
     if options.generate:
         output = root / "responses"
         config = f"--config=configs/generate_smollm2.py{size}"
-        places = [f"--config.workdir={root / 'generate'}", f"--config.output={output}"]
-        stages.append(Stage("generate", [*python, "train.generate", config, *places]))
+        folders = [f"--config.workdir={root / 'generate'}", f"--config.output={output}"]
+        stages.append(Stage("generate", [*python, "train.generate", config, *folders]))
         answers.append(str(output))
     data = answers
     if options.store_features:
@@ -132,7 +132,7 @@ def run_stages(
                 f"workdir={str(root)!r}: {stage.name} was done there with another command, "
                 f"{earlier!r} for {stage.told!r}; use that one, or another workdir"
             )
-    for place, stage in enumerate(stages):
+    for folder, stage in enumerate(stages):
         if stage.name in finished:
             print(f"[{stage.name}] done earlier, {finished[stage.name]['seconds']:.0f} s")
             continue
@@ -143,7 +143,7 @@ def run_stages(
         except KeyboardInterrupt:
             code = command_line.INTERRUPTED
         if code != 0:
-            return _ended(code, [one.name for one in stages[place:]])
+            return _ended(code, [one.name for one in stages[folder:]])
         finished[stage.name] = {"command": stage.told, "seconds": time.monotonic() - begin}
         write_file(record, json.dumps(finished, indent=1) + "\n")
     return None
@@ -194,11 +194,11 @@ def export(options: SimpleNamespace, root: Path) -> None:
                 "another workdir, at a lower learning_rate"
             )
         head = dataclasses.replace(head, params=half)
-        place = root / "heads" / kind
-        save_head(head, place, overwrite=True)
-        size = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
+        folder = root / "heads" / kind
+        save_head(head, folder, overwrite=True)
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         total += size
-        print(f"{place}: {size / 1e6:.1f} MB")
+        print(f"{folder}: {size / 1e6:.1f} MB")
         if options.install:
             shipped = SHIPPED / head.target.name / kind
             save_head(head, shipped, overwrite=True)

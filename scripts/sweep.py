@@ -205,11 +205,11 @@ def _names(arguments: Sequence[str]) -> set[str]:
 def _split(values: str) -> Iterator[str]:
     """The values between commas that no bracket encloses."""
     depth, begin = 0, 0
-    for place, letter in enumerate(values):
+    for index, letter in enumerate(values):
         depth += (letter in "([{") - (letter in ")]}")
         if letter == "," and depth == 0:
-            yield values[begin:place]
-            begin = place + 1
+            yield values[begin:index]
+            begin = index + 1
     yield values[begin:]
 
 

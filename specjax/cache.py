@@ -88,6 +88,6 @@ def put(
     where: Int[Array, "#B T"],
     new: Shaped[Array, "B T *rest"],
 ) -> Shaped[Array, "B S *rest"]:
-    """Each row with `new` written at its own places; those out of range are dropped."""
+    """Each row with `new` written at its own slots; those out of range are dropped."""
     where = jnp.broadcast_to(where, new.shape[:2])
     return jax.vmap(lambda row, at, values: row.at[at].set(values, mode="drop"))(into, where, new)

@@ -132,27 +132,28 @@ def per_request_mean(metric: Callable[..., float | None], *counts: Counts) -> fl
     return _mean(np.array([value for value in values if value is not None]))
 
 
-def cut_rounds(
+def truncate_rounds(
     drafted: Counts,
     accepted: Counts,
     emitted: Counts,
     width: Widths,
     kept_tokens: Int[np.ndarray, "B"],
 ) -> tuple[Counts, Counts, Counts, Counts]:
-    """The counts after each row's output is cut to its first `kept_tokens`, as by a stop string.
+    """The counts once each row's output is truncated to `kept_tokens`, as by a stop string.
 
-    Passes that emitted nothing that was kept become -1. The pass where the cut falls keeps
-    `drafted` and `width`, which were verified and paid for, and loses the cut tokens from `emitted`
-    and `accepted`; all it keeps are draft tokens, since its own token comes last. Returns (drafted,
-    accepted, emitted, width), each [B, R]. Raises ValueError where the counts do not fit together.
+    Passes that emitted nothing that was kept become -1. The pass where the truncation falls keeps
+    `drafted` and `width`, which were verified and paid for, and loses the dropped tokens from
+    `emitted` and `accepted`; all it keeps are draft tokens, since its own token comes last. Returns
+    (drafted, accepted, emitted, width), each [B, R]. Raises ValueError where the counts do not fit
+    together.
     """
     width = _checked_width(drafted, accepted, emitted, width)
     sizes = np.maximum(emitted, 0)
     left = kept_tokens[:, None] - (sizes.cumsum(axis=1) - sizes)
     stays = (drafted >= 0) & (left > 0)
     accepted = np.where(left < emitted, np.minimum(accepted, left), accepted)
-    cut = (drafted, accepted, np.minimum(emitted, left), width)
-    drafted, accepted, emitted, width = (np.where(stays, array, -1) for array in cut)
+    kept = (drafted, accepted, np.minimum(emitted, left), width)
+    drafted, accepted, emitted, width = (np.where(stays, array, -1) for array in kept)
     return drafted, accepted, emitted, width
 
 
@@ -263,7 +264,7 @@ def expected_acceptance(overlaps: Float[np.ndarray, "B *nodes"]) -> ExpectedAcce
     """The pooled mean of the overlaps sum_x min(p(x), q(x)) of drafted nodes, with its errors.
 
     The first axis is the request; NaN and negative entries are padding. Keep the nodes that a
-    decision was taken at and mask the ones behind a rejection, if the result is to be compared with
+    decision was taken at and mask the ones after a rejection, if the result is to be compared with
     accepted / tested. Nodes of one request resemble each other, so `standard_error` is that of a
     ratio of sums over independent requests (Cochran, Sampling Techniques, section 6.4), and equals
     the usual one where each request has one node. Source of the overlap: Leviathan et al. 2023,

@@ -82,8 +82,8 @@ def write(
     except OSError as error:
         raise _unwritable(out, error) from None
     entries = [
-        Entry.of(run, label, predictions.get(place))
-        for place, (run, label) in enumerate(zip(runs, labels(runs) if runs else (), strict=True))
+        Entry.of(run, label, predictions.get(index))
+        for index, (run, label) in enumerate(zip(runs, labels(runs) if runs else (), strict=True))
     ]
     try:
         return _write_all(files, in_order(entries), benches, pictures)
@@ -122,29 +122,29 @@ def _write_all(
 
 
 def _predictions(runs: Sequence[Run], files: WrittenFiles) -> dict[int, float | None]:
-    """The predicted speed-up of each run that drafts, by its place; times what is not known."""
+    """The predicted speed-up of each run that drafts, by its index; times what is not known."""
     kept = _read_costs(files.folder / _COSTS)
     found: dict[int, predicted_speedup.RoundCosts] = {}
-    drafting = {place: run for place, run in enumerate(runs) if run.drafter != "none"}
+    drafting = {index: run for index, run in enumerate(runs) if run.drafter != "none"}
     for entry in kept:
         parts = predicted_speedup.RoundCosts(
             entry["draft_s"], {int(width): value for width, value in entry["width_s"].items()}
         )
         found |= {
-            place: parts
-            for place, run in drafting.items()
+            index: parts
+            for index, run in drafting.items()
             if predicted_speedup.key(run) == entry["of"]
         }
-    left = {place: run for place, run in drafting.items() if place not in found}
+    left = {index: run for index, run in drafting.items() if index not in found}
     predicted_speedup.check_measurable(list(left.values()))
     timed = predicted_speedup.measure(list(left.values()), lambda doing: print(f"{doing} ..."))
-    for place, (run, parts) in zip(left, timed, strict=True):
-        found[place] = parts
+    for index, (run, parts) in zip(left, timed, strict=True):
+        found[index] = parts
         kept.append({"of": predicted_speedup.key(run), **asdict(parts)})
         files.write(_COSTS, json_text(kept))
     return {
-        place: predicted_speedup.predicted_speedup(runs[place], parts)
-        for place, parts in found.items()
+        index: predicted_speedup.predicted_speedup(runs[index], parts)
+        for index, parts in found.items()
     }
 
 
@@ -174,8 +174,8 @@ def _file_names(names: Sequence[str]) -> list[str]:
     names = [re.sub(r"[^\w.=+-]+", "_", name).strip("_.") or "run" for name in names]
     taken: Mapping[str, int] = {name.lower(): names.index(name) for name in reversed(names)}
     return [
-        name if taken[name.lower()] == place else f"{name}-{place + 1}"
-        for place, name in enumerate(names)
+        name if taken[name.lower()] == index else f"{name}-{index + 1}"
+        for index, name in enumerate(names)
     ]
 
 

@@ -24,7 +24,7 @@ BAD = {
     "rows": [0, "a", None],
     "target": [None, 3, "smollm2", (1, 2, 3)],
     "params": [None, [], {}, {"a": 1}, {"a.b": np.ones(2)}],
-    "facts": [None, [], {"a": float("nan")}, {"a": object()}],
+    "metadata": [None, [], {"a": float("nan")}, {"a": object()}],
     "field": [None, "", 5],
     "replicated": [2, "yes"],
     "rule": ["nosuch", 3, None],
@@ -112,7 +112,7 @@ CALLS = {
     ),
     "checkpoints.save_drafter": (
         checkpoints.save_drafter,
-        {"directory": "new", "params": {"a": np.ones(3)}, "facts": {}},
+        {"directory": "new", "params": {"a": np.ones(3)}, "metadata": {}},
     ),
     "checkpoints.load_drafter": (checkpoints.load_drafter, {"directory": "new"}),
     "testing.check_drafter": (

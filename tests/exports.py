@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from specjax.files.folders import MARKER
 from specjax.loading.head_formats import write_foreign
-from specjax.loading.heads.head import Head, TargetFacts
+from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.models.heads.medusa import Medusa, MedusaConfig
 
 VOCABULARY = 40
@@ -30,7 +30,7 @@ def medusa_head(target, vocabulary=None, original=False, layers=1, seed=0):
     if vocabulary is not None:
         rng = np.random.default_rng(seed)
         ids = np.sort(rng.choice(size, vocabulary, replace=False)).astype(np.int32)
-    return Head("medusa", config, scaled(params, seed, 0.3), ids, TargetFacts.of(target))
+    return Head("medusa", config, scaled(params, seed, 0.3), ids, TargetMetadata.of(target))
 
 
 def written(tmp_path, head, form, target, **options):

@@ -52,10 +52,10 @@ def tensors(config=CONFIG, seed=0):
     """Every tensor of a random model, as the file names and lays them out."""
     params = random_model(config, seed, dtype="float32").params
     found = {}
-    for place in parameter_names.places(parameter_names.GGUF, config):
-        leaf = np.asarray(parameter_names.lookup(params, place.slot.path))
-        value = leaf if place.layer is None else leaf[place.layer]
-        found[place.name] = np.ascontiguousarray(parameter_names.to_stored(value, place))
+    for location in parameter_names.locations(parameter_names.GGUF, config):
+        leaf = np.asarray(parameter_names.lookup(params, location.slot.path))
+        value = leaf if location.layer is None else leaf[location.layer]
+        found[location.name] = np.ascontiguousarray(parameter_names.to_stored(value, location))
     return found
 
 

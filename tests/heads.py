@@ -8,7 +8,7 @@ import numpy as np
 from flax.core import meta
 
 from specjax.drafters.trained import head_drafter
-from specjax.loading.heads.head import Head, TargetFacts
+from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.models.heads.eagle import Eagle, EagleConfig, default_taps
 from specjax.models.heads.medusa import Medusa, MedusaConfig, parameter_table
 from specjax.models.parameters import Parameter
@@ -51,7 +51,7 @@ def eagle_head(target, version=3, vocabulary=None, seed=0, spread=1.0, **flags):
         ids = np.sort(rng.choice(target.config.vocab_size, vocabulary, replace=False))
         ids = ids.astype(np.int32)
     kind = "eagle3" if version == 3 else "eagle"
-    return Head(kind, config, scaled(params, seed, spread), ids, TargetFacts.of(target))
+    return Head(kind, config, scaled(params, seed, spread), ids, TargetMetadata.of(target))
 
 
 def eagle_drafter(target, **options):
@@ -82,4 +82,4 @@ def medusa_head(target, ids=None, spread=1.0, seed=0, **options):
         params["projection"] = jax.tree.map(jnp.add, params["projection"], start["projection"])
     if not config.original_lm_head:
         params["head"] = start["head"]
-    return Head("medusa", config, params, ids, TargetFacts.of(target))
+    return Head("medusa", config, params, ids, TargetMetadata.of(target))

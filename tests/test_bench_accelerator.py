@@ -167,7 +167,7 @@ def test_a_second_call_measures_only_what_is_left(runs, first):
     assert again.returncode == 0, again.stderr
     assert "0 of 18 cells to measure" in again.stdout
     assert runs.out.read_bytes() == before
-    # A row that was cut short, as by a call that was killed, is measured again.
+    # A row that was truncated, as by a call that was killed, is measured again.
     lines = before.splitlines(keepends=True)
     place = max(i for i, line in enumerate(lines) if b'"kind": "form"' in line)
     cut = [*lines[:place], *lines[place + 1 :], lines[place][:40]]

@@ -29,7 +29,7 @@ def plain_resample(tokens, num_valid, target, draft, uniforms):
 
 
 def residual_bonus(tokens, num_valid, target, draft, uniforms):
-    """Draws from a residual behind the last token too, as if there had been a rejection."""
+    """Draws from a residual after the last token too, as if there had been a rejection."""
     accepted, _ = rejection(tokens, num_valid, target, draft, uniforms)
     return Decision(accepted, sampling.residual(target(accepted), draft(accepted)))
 
@@ -119,8 +119,8 @@ def block_with(stop_at_first=False, inner_end=False, unweighted=False):
         scaled = logp if unweighted else logp + logw[:, None]
         left = excess(scaled, draft(accepted))
         mass = jax.scipy.special.logsumexp(left, axis=-1, keepdims=True)
-        behind = jnp.where(mass > -jnp.inf, left - jnp.where(mass > -jnp.inf, mass, 0), logp)
-        return Decision(accepted, jnp.where((accepted < num_valid)[:, None], behind, logp))
+        after = jnp.where(mass > -jnp.inf, left - jnp.where(mass > -jnp.inf, mass, 0), logp)
+        return Decision(accepted, jnp.where((accepted < num_valid)[:, None], after, logp))
 
     return rule
 

@@ -32,7 +32,7 @@ def saved(model, tmp_path):
 
 
 def facts_of(model):
-    config, dtype = model_metadata.config_facts(model.config), np.dtype(model.dtype).name
+    config, dtype = model_metadata.config_metadata(model.config), np.dtype(model.dtype).name
     return {"config": config, "dtype": dtype, "scan_layers": True, "tokenizer": None}
 
 
@@ -81,7 +81,7 @@ def changed(*path, to):
         (changed("scan_layers", to=False), "missing: layers.0"),
         (many_layers_apart, "asks for 60000 layers, which are not there"),
         (changed("scan_layers", to=0), "scan_layers=0 is of no use"),
-        (changed("config", to=None), "facts: 'config' is missing"),
+        (changed("config", to=None), "metadata: 'config' is missing"),
         (changed("tokenizer", to={}), "tokenizer: 'add_bos' is missing"),
         (changed("tokenizer", to="x"), "tokenizer='x' is of no use"),
     ],
@@ -108,7 +108,7 @@ def test_a_config_that_does_not_fit_is_refused(change, said, model, tmp_path, mo
     ],
 )
 def test_a_tokenizer_that_is_none_is_refused(change, said, chatty, tmp_path):
-    content = {**facts_of(chatty), "tokenizer": model_metadata.tokenizer_facts(chatty.tokenizer)}
+    content = {**facts_of(chatty), "tokenizer": model_metadata.tokenizer_metadata(chatty.tokenizer)}
     change(content)
     checkpoint_directory.save(tmp_path / "odd", "model", chatty.params, content, overwrite=False)
     with pytest.raises(InputError, match=said):
@@ -116,7 +116,7 @@ def test_a_tokenizer_that_is_none_is_refused(change, said, chatty, tmp_path):
 
 
 def test_a_tokenizer_of_a_larger_model_is_refused(model, chatty, tmp_path):
-    content = {**facts_of(model), "tokenizer": model_metadata.tokenizer_facts(chatty.tokenizer)}
+    content = {**facts_of(model), "tokenizer": model_metadata.tokenizer_metadata(chatty.tokenizer)}
     checkpoint_directory.save(tmp_path / "odd", "model", model.params, content, overwrite=False)
     with pytest.raises(InputError, match=r"tokenizer has \d+ tokens, the model 64; save the model"):
         load_model(tmp_path / "odd")
@@ -141,11 +141,11 @@ def test_a_mesh_that_does_not_fit_is_refused_before_reading(saved, monkeypatch):
     [
         ("specjax_checkpoint", 2, "checkpoint format 2, and only 1 is known; use the version"),
         ("specjax_checkpoint", True, "checkpoint format True, and only 1 is known"),
-        ("kind", "elephant", "damaged or cut short"),
-        ("kind", ["model"], "damaged or cut short"),
-        ("facts", [], "damaged or cut short"),
-        ("facts", {"a": float("nan")}, "the facts are not JSON"),
-        ("facts", {"a": "\ud800"}, "the facts are not JSON"),
+        ("kind", "elephant", "damaged or truncated"),
+        ("kind", ["model"], "damaged or truncated"),
+        ("metadata", [], "damaged or truncated"),
+        ("metadata", {"a": float("nan")}, "the metadata are not JSON"),
+        ("metadata", {"a": "\ud800"}, "the metadata are not JSON"),
     ],
 )
 def test_an_unknown_envelope_is_refused(key, value, said, saved):
@@ -201,9 +201,9 @@ def test_one_kind_is_not_taken_for_the_other(saved, tmp_path):
         ({"a.b": np.ones(2)}, {}, "'a.b' in params: parameters are named by text without dots"),
         ({"a": {1: np.ones(2)}}, {}, "1 in params.a: parameters are named"),
         ({"a": {"\ud800": np.ones(2)}}, {}, r"'\\ud800' in params.a: parameters are named by text"),
-        ({"a": np.ones(2)}, {"f": {1, 2}}, "the facts are not JSON .*set"),
-        ({"a": np.ones(2)}, {"f": np.float32(1)}, "the facts are not JSON .*float32"),
-        ({"a": np.ones(2)}, {"f": float("inf")}, "the facts are not JSON"),
+        ({"a": np.ones(2)}, {"f": {1, 2}}, "the metadata are not JSON .*set"),
+        ({"a": np.ones(2)}, {"f": np.float32(1)}, "the metadata are not JSON .*float32"),
+        ({"a": np.ones(2)}, {"f": float("inf")}, "the metadata are not JSON"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(params, about, said, tmp_path):
@@ -255,7 +255,7 @@ def test_files_that_are_too_small_are_found_before_reading(saved, monkeypatch):
     largest = max(saved.rglob("*"), key=lambda path: path.stat().st_size)
     os.truncate(largest, largest.stat().st_size // 2)
     folders.seal(saved / "specjax-1", "model")
-    with pytest.raises(InputError, match=r"cut short \(\d+ bytes are there, its arrays take \d+\)"):
+    with pytest.raises(InputError, match=r"truncated \(\d+ bytes are there, its arrays take \d+\)"):
         load_model(saved)
 
 

@@ -79,7 +79,7 @@ def test_every_field_of_a_config_comes_back(scaling):
         attention_bias=True,
         mlp_bias=True,
     )
-    text = json.dumps(model_metadata.config_facts(config))
+    text = json.dumps(model_metadata.config_metadata(config))
     assert model_metadata.read_config(json.loads(text)) == config
 
 

@@ -27,7 +27,7 @@ def causal(length):
 
 
 def one_pass(model, tokens, **options):
-    """All tokens at once behind an empty cache."""
+    """All tokens at once after an empty cache."""
     decoder = model.architecture
     batch, length = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
@@ -108,7 +108,7 @@ def test_tokens_at_once_behind_a_cache(committed, tiny, whole):
 
 
 def test_one_by_one_is_at_once(tiny, whole):
-    """Through the window alone, each token in its slot, the cache behind them as it was."""
+    """Through the window alone, each token in its slot, the cache after them as it was."""
     committed, count = [250, 3, 0], 6
     cache, _ = prefilled(tiny, committed)
     window = tiny.architecture.make_window(3, count)

@@ -44,7 +44,7 @@ def draft_head(target, layers=(0, 2), ids=None, size=0.3, seed=0):
 
 
 def distributions_of(model, params, tokens):
-    """Logits behind each token of one conversation, a token at a time through the cache."""
+    """Logits after each token of one conversation, a token at a time through the cache."""
     config = model.config
     cache = make_cache(
         config.num_layers, 1, config.num_kv_heads, 32, config.head_dim, jnp.dtype("float32")
@@ -146,7 +146,7 @@ def test_gradients(part, tiny, batch):
         close = [np.allclose(mine, other, atol=1e-6) for mine, other in pairs]
         return bool(np.isclose(value, total, rtol=1e-6)) and all(close)
 
-    # What stands behind the last label of its conversation, and padding, has no influence.
+    # What stands after the last label of its conversation, and padding, has no influence.
     tokens = batch.tokens.at[0, 20].set(3).at[0, 21:].set(9)
     assert same(batch.replace(tokens=tokens))
     # Nor have features of rows that no label is predicted from.
@@ -259,7 +259,7 @@ def test_the_end_of_room_and_of_sequence(tiny, plain):
     got = decode(tiny, prompts, sampling=requests, **options)
     assert got.token_ids == decode(tiny, prompts, sampling=requests).token_ids
     assert [len(tokens) for tokens in got.token_ids] == [30, 10, 2, 1]
-    # A stop token at each place of a path.
+    # A stop token at each position of a path.
     (row,) = (row for row in (1,) if len(set(plain.token_ids[row])) > 4)
     stops = sorted(set(plain.token_ids[row]))[:8]
     requests = [
@@ -277,7 +277,7 @@ def test_the_end_of_room_and_of_sequence(tiny, plain):
 
 @pytest.mark.parametrize("rule", ["rejection", pytest.param("block", marks=pytest.mark.slow)])
 def test_the_distribution_is_the_targets(rule):
-    """The chi-square test, behind a prompt of one token, which the first round drafts from."""
+    """The chi-square test, after a prompt of one token, which the first round drafts from."""
     shape = dict(hidden_size=8, intermediate_size=8, num_heads=1, num_kv_heads=1, head_dim=4)
     config = tiny_config(vocab_size=8, num_layers=2, max_positions=64, **shape)
     target = random_model(config, 0, dtype="float32")

@@ -7,7 +7,7 @@ import pytest
 
 from specjax.errors import InputError
 from train.data import vocabulary
-from train.data.examples import Example, target_facts
+from train.data.examples import Example, target_metadata
 from train.data.sources import open_sources
 from train.data.vocabulary import COUNTS, count_labels, draft_vocabulary
 from train.data.writing import write_responses
@@ -28,7 +28,7 @@ def folder(tiny, tmp_path):
         [conversation(51, [8] * 7, [7, 5, 3, 3])],
     )
     for number, part in enumerate(parts):
-        write_responses(tmp_path / f"part-{number}", part, target_facts(tiny))
+        write_responses(tmp_path / f"part-{number}", part, target_metadata(tiny))
     return tmp_path
 
 

@@ -132,7 +132,7 @@ def test_drafts_come_from_the_distributions_that_they_name(name, tiny, unrelated
         num_speculative_tokens=3,
     )
     propose = jax.jit(loop.propose, static_argnums=0)
-    # Behind one-token prompts, and behind rounds that ended in many ways.
+    # After one-token prompts, and after rounds that ended in many ways.
     states = [first_state(session)]
     states += list(rounds(session, states[0]))[:2]
     warps = [state.rows.sampling for state in states]
@@ -147,8 +147,8 @@ def test_drafts_come_from_the_distributions_that_they_name(name, tiny, unrelated
             paths[row, length : length + 3] = draft.tokens[row]
         source = {"num_layers": 2} if name.startswith("early_exit") else {}
         logits = one_pass(tiny if source else similar, paths, **source).logits
-        places = (state.length - 1)[:, None] + jnp.arange(3)[None, :]
-        logits = jnp.take_along_axis(logits, places[:, :, None], axis=1)
+        positions = (state.length - 1)[:, None] + jnp.arange(3)[None, :]
+        logits = jnp.take_along_axis(logits, positions[:, :, None], axis=1)
         every = (warp.temperature, warp.top_k, warp.top_p, warp.min_p)
         want = sampling.warp(logits, *(jnp.tile(part[:, None], (1, 3)) for part in every))
         proposed = np.asarray(draft.valid)

@@ -27,7 +27,7 @@ from specjax.loading.head_formats import read_foreign, write_foreign
 from specjax.loading.heads.head import read_head, save_head
 from specjax.loading.load import load_model, save_model
 from train import features, generate
-from train.data.examples import Example, target_facts
+from train.data.examples import Example, target_metadata
 from train.data.responses import open_responses
 from train.data.writing import write_responses
 from train.run import run, setup
@@ -159,7 +159,7 @@ def test_each_file_is_read_by_one_of_the_shares(tmp_path):
 def save_dataset(model, path):
     tokens = np.arange(9, dtype=np.int32)
     one = Example(tokens=tokens, loss_mask=tokens > 3)
-    write_responses(path, [one], target_facts(model), overwrite=True)
+    write_responses(path, [one], target_metadata(model), overwrite=True)
 
 
 AGAIN = {

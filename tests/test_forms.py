@@ -41,7 +41,7 @@ def biased():
 
 
 def extended(model, tokens, lengths, capacity=512):
-    """Logits and features of some tokens behind a cache of random keys."""
+    """Logits and features of some tokens after a cache of random keys."""
     decoder = model.architecture
     rng = np.random.default_rng(0)
     batch = len(lengths)

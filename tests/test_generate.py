@@ -22,7 +22,7 @@ from specjax.distributed import folder_lock
 from specjax.loading.load import load_model, save_model
 from train import generate
 from train.data import answers, pieces
-from train.data.examples import Example, target_facts
+from train.data.examples import Example, target_metadata
 from train.data.prompts import read_requests
 from train.data.responses import open_responses
 from train.data.writing import write_responses
@@ -88,7 +88,7 @@ def contents(directory):
 
 
 def test_answers_are_those_of_generate(done, prompts, target):
-    responses = open_responses(done / "responses", target_facts(target))
+    responses = open_responses(done / "responses", target_metadata(target))
     assert responses.ids.tolist() == list(range(10))
     requests, rows = read_requests(prompts), [responses[index] for index in range(10)]
     starts, samplings = [], []
@@ -269,7 +269,7 @@ def test_a_tfds_directory_as_prompts(model_path, tmp_path, tiny, capsys):
     # A dataset of responses has texts too: its categories serve as prompts here.
     one = Example(np.arange(5, dtype=np.int32), np.ones(5, bool), category="why?", licence="MIT")
     examples = [dataclasses.replace(one, id=number) for number in range(4)]
-    write_responses(tmp_path / "data", examples, target_facts(tiny))
+    write_responses(tmp_path / "data", examples, target_metadata(tiny))
     more = ("--config.tfds.split=conversations", "--config.tfds.prompt_field=category")
     command = arguments(model_path, tmp_path / "data", tmp_path / "run", *more)
     assert generate.main(command) == 0

@@ -52,7 +52,7 @@ def speaking(tiny, letters):
 
 @pytest.fixture(scope="module")
 def plain(tiny):
-    """What plain decoding draws behind the prompt, with the noise of `coupled`."""
+    """What plain decoding draws after the prompt, with the noise of `coupled`."""
     return decode(tiny, [PROMPT], verify="coupled", sampling=drawn())
 
 
@@ -114,10 +114,10 @@ def test_max_new_tokens_is_never_overshot(tiny, plain, right):
 
 def test_a_stop_token_as_the_last_one_allowed(tiny, plain):
     (tokens,) = plain.token_ids
-    place = next(i for i in range(3, LENGTH) if tokens[i] not in tokens[:i])
-    request = drawn(max_new_tokens=place + 1, stop_token_ids=(tokens[place],))
+    index = next(i for i in range(3, LENGTH) if tokens[i] not in tokens[:i])
+    request = drawn(max_new_tokens=index + 1, stop_token_ids=(tokens[index],))
     got = decode(tiny, [PROMPT], verify="coupled", sampling=request)
-    assert got.token_ids == [tokens[: place + 1]]
+    assert got.token_ids == [tokens[: index + 1]]
     assert got.finish_reasons == ["stop"]
 
 
@@ -129,8 +129,8 @@ def test_max_length_counts_the_prompt(tiny, plain):
 
 def test_the_models_own_end_of_sequence(speaking, plain):
     (tokens,) = plain.token_ids
-    place = next(i for i in range(2, LENGTH) if tokens[i] not in tokens[:i])
-    ends = dataclasses.replace(speaking.tokenizer, eos_ids=(tokens[place],))
+    index = next(i for i in range(2, LENGTH) if tokens[i] not in tokens[:i])
+    ends = dataclasses.replace(speaking.tokenizer, eos_ids=(tokens[index],))
     model = dataclasses.replace(speaking, tokenizer=ends)
     got = decode(
         model,
@@ -138,7 +138,7 @@ def test_the_models_own_end_of_sequence(speaking, plain):
         verify="coupled",
         sampling=[drawn(), drawn(ignore_eos=True)],
     )
-    assert got.token_ids == [tokens[: place + 1], tokens]
+    assert got.token_ids == [tokens[: index + 1], tokens]
     assert got.finish_reasons == ["stop", "length"]
 
 
@@ -147,11 +147,11 @@ def spelled(tokens):
 
 
 def stop_cases(text):
-    """Stop strings of one to three letters at each place, with the text and tokens they leave."""
+    """Stop strings of one to three letters at each index, with the text and tokens they leave."""
     cases = []
     for size in (1, 2, 3):
-        for place in range(len(text) - size + 1):
-            stop = text[place : place + size]
+        for index in range(len(text) - size + 1):
+            stop = text[index : index + size]
             first = text.find(stop)
             cases.append(((stop, "never"), text[:first], first + size))
     return cases
@@ -174,7 +174,7 @@ def test_stop_strings_that_span_rounds(rounds, speaking, plain, right):
         assert got.texts == [text for _, text, _ in cases]
         assert got.token_ids == [tokens[:count] for _, _, count in cases]
         assert set(got.finish_reasons) == {"stop"}
-        # Tokens behind the stop string are in no count.
+        # Tokens after the stop string are in no count.
         emitted = np.maximum(got.emitted, 0).sum(axis=1)
         assert emitted.tolist() == [count for _, _, count in cases]
         assert list(map(len, got.logprobs)) == emitted.tolist()
@@ -254,8 +254,8 @@ def test_logprobs_are_those_of_a_full_forward(rule, tiny, unrelated, similar):
         if row == 2:
             assert got.logprobs[row] is None
             continue
-        places = len(prompt) - 1 + np.arange(16)
-        wanted = logp[row, places, got.token_ids[row]]
+        indices = len(prompt) - 1 + np.arange(16)
+        wanted = logp[row, indices, got.token_ids[row]]
         np.testing.assert_allclose(got.logprobs[row], wanted, atol=2e-5)
 
 

@@ -35,14 +35,14 @@ def test_a_written_model_is_loaded_with_its_dequantised_weights(tmp_path, kind):
     model = load_model(path, dtype="float32")
     assert model.config == gguf_files.CONFIG
     quantised = gguf.GGMLQuantizationType[kind]
-    for place in parameter_names.places(parameter_names.GGUF, model.config):
-        stored = arrays[place.name]
+    for location in parameter_names.locations(parameter_names.GGUF, model.config):
+        stored = arrays[location.name]
         if stored.ndim > 1:
             raw = gguf.quants.quantize(stored, quantised)
             stored = gguf.quants.dequantize(raw, quantised).reshape(stored.shape)
-        leaf = parameter_names.lookup(model.params, place.slot.path)
-        value = leaf if place.layer is None else leaf[place.layer]
-        np.testing.assert_array_equal(value, parameter_names.from_stored(stored, place))
+        leaf = parameter_names.lookup(model.params, location.slot.path)
+        value = leaf if location.layer is None else leaf[location.layer]
+        np.testing.assert_array_equal(value, parameter_names.from_stored(stored, location))
 
 
 def test_untied_biased_and_scaled_models_are_read(tmp_path):
@@ -75,16 +75,16 @@ def test_frequency_factors_are_read(tmp_path):
 
 def test_query_rows_are_unpaired():
     """Rows (0, 1), (2, 3), ... of each head are the pairs; the tree keeps them half apart."""
-    place = next(
-        place
-        for place in parameter_names.places(parameter_names.GGUF, gguf_files.CONFIG)
-        if "attn_k" in place.name
+    location = next(
+        location
+        for location in parameter_names.locations(parameter_names.GGUF, gguf_files.CONFIG)
+        if "attn_k" in location.name
     )
     rows = np.arange(32.0).reshape(32, 1).repeat(64, 1)
-    kernel = parameter_names.from_stored(rows, place)
+    kernel = parameter_names.from_stored(rows, location)
     assert kernel[0, 0].tolist() == [*range(0, 16, 2), *range(1, 16, 2)]
     assert kernel[0, 1].tolist() == [*range(16, 32, 2), *range(17, 32, 2)]
-    np.testing.assert_array_equal(parameter_names.to_stored(kernel, place), rows)
+    np.testing.assert_array_equal(parameter_names.to_stored(kernel, location), rows)
 
 
 def test_rows_beyond_the_vocabulary_are_cut(tmp_path):
@@ -229,27 +229,27 @@ def tensor(shape, kind=0, offset=0):
         (b"", "empty"),
         (b"GG", "no GGUF magic"),
         (b"PK\x03\x04 a zip file", "no GGUF magic"),
-        (b"GGUF\x03\x00", "cut short"),
+        (b"GGUF\x03\x00", "truncated"),
         (header(version=1), "version 1"),
         (header(version=99), "version 99"),
         (b"GGUF" + struct.pack(">IQQ", 3, 1, 1), "big-endian"),
         (header(tensors=2**63), "claims 9223372036854775808 tensors"),
         (header(keys=2**40), "claims 1099511627776 keys"),
-        (header(keys=1, rest=struct.pack("<Q", 2**62) + b"x" * 20), "cut short"),
-        (header(keys=1, rest=array_key(4, 2**61)), "cut short"),
+        (header(keys=1, rest=struct.pack("<Q", 2**62) + b"x" * 20), "truncated"),
+        (header(keys=1, rest=array_key(4, 2**61)), "truncated"),
         (header(keys=1, rest=array_key(8, 2**61)), "claims 2305843009213693952 strings"),
-        (header(keys=1, rest=array_key(8, 1) + struct.pack("<Q", 99)), "cut short inside"),
+        (header(keys=1, rest=array_key(8, 1) + struct.pack("<Q", 99)), "truncated inside"),
         (header(keys=1, rest=array_key(9, 1) + b"x" * 40), "unknown value type 9"),
         (header(keys=1, rest=text(b"key") + struct.pack("<I", 77)), "unknown value type 77"),
         (header(keys=1, rest=text(b"\xff\xfe") + b"x" * 8), "not UTF-8"),
         (header(keys=2, rest=(text(b"k") + struct.pack("<IB", 0, 1)) * 2), "appears twice"),
-        (header(tensors=1, rest=tensor((2**40, 2**40))), "cut short"),
-        (header(tensors=1, rest=tensor((2**63, 2**63, 2**63, 2**63))), "cut short"),
+        (header(tensors=1, rest=tensor((2**40, 2**40))), "truncated"),
+        (header(tensors=1, rest=tensor((2**63, 2**63, 2**63, 2**63))), "truncated"),
         (header(tensors=1, rest=tensor((1,) * 5)), "has 5 axes"),
         (header(tensors=1, rest=tensor((32,), kind=999)), "unknown ggml type 999"),
         (header(tensors=1, rest=tensor((33,), kind=2)), "rows of 33 values"),
-        (header(tensors=1, rest=tensor((8,), offset=2**62)), "cut short"),
-        (header(tensors=1, rest=tensor((8,), offset=3) + b"x" * 99), "cut short"),
+        (header(tensors=1, rest=tensor((8,), offset=2**62)), "truncated"),
+        (header(tensors=1, rest=tensor((8,), offset=3) + b"x" * 99), "truncated"),
         (header(tensors=2, rest=tensor((0,)) * 2 + b"x" * 99), "appears twice"),
     ],
 )
@@ -264,5 +264,5 @@ def test_a_file_cut_in_its_weights_says_where_it_ends(tmp_path):
     whole = path.read_bytes()
     path.write_bytes(whole[:-100])
     message = refusal(path)
-    assert "cut short" in message
+    assert "truncated" in message
     assert str(len(whole) - 100) in message

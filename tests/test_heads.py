@@ -16,7 +16,7 @@ from specjax.errors import InputError
 from specjax.files import folders
 from specjax.loading.checkpoints import save_checkpoint, save_drafter
 from specjax.loading.heads.find_head import SHIPPED, open_head, shipped_heads
-from specjax.loading.heads.head import Head, TargetFacts, read_head, save_head
+from specjax.loading.heads.head import Head, TargetMetadata, read_head, save_head
 from specjax.loading.load import random_model
 from specjax.models.heads.draft_vocabulary import check_draft_ids, expand, most_frequent
 from specjax.models.heads.eagle import EagleConfig
@@ -142,20 +142,20 @@ def test_only_heads_of_the_kind_asked_for(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda facts: facts.pop("target"), "'target' is missing"),
-        (lambda facts: facts.update(more=1), "'more' is unknown"),
-        (lambda facts: facts["config"].pop("taps"), "'taps' is missing"),
-        (lambda facts: facts["config"].update(version="x"), "version='x' is of no use"),
-        (lambda facts: facts["config"]["decoder"].update(num_heads=0), "num_heads=0"),
-        (lambda facts: facts.update(kind="other"), "kind='other' is unknown"),
+        (lambda metadata: metadata.pop("target"), "'target' is missing"),
+        (lambda metadata: metadata.update(more=1), "'more' is unknown"),
+        (lambda metadata: metadata["config"].pop("taps"), "'taps' is missing"),
+        (lambda metadata: metadata["config"].update(version="x"), "version='x' is of no use"),
+        (lambda metadata: metadata["config"]["decoder"].update(num_heads=0), "num_heads=0"),
+        (lambda metadata: metadata.update(kind="other"), "kind='other' is unknown"),
     ],
 )
 def test_damaged_facts_are_refused(change, says, tiny, tmp_path):
     save_head(eagle_head(tiny), tmp_path / "head")
-    params, facts = specjax.loading.checkpoints.load_drafter(tmp_path / "head")
-    facts = json.loads(json.dumps(facts))
-    change(facts)
-    save_drafter(tmp_path / "other", params, facts)
+    params, metadata = specjax.loading.checkpoints.load_drafter(tmp_path / "head")
+    metadata = json.loads(json.dumps(metadata))
+    change(metadata)
+    save_drafter(tmp_path / "other", params, metadata)
     with pytest.raises(InputError, match=says):
         read_head(tmp_path / "other")
 
@@ -198,8 +198,8 @@ def test_what_is_shipped():
 
 
 def test_a_targets_facts(chatty):
-    facts = TargetFacts.of(chatty)
-    assert len(facts.tokenizer) == 64
-    assert facts == TargetFacts.of(dataclasses.replace(chatty, params={}))
+    metadata = TargetMetadata.of(chatty)
+    assert len(metadata.tokenizer) == 64
+    assert metadata == TargetMetadata.of(dataclasses.replace(chatty, params={}))
     assert isinstance(eagle_head(chatty), Head)
     assert tiny_config().vocab_size == 61

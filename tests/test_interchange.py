@@ -89,9 +89,9 @@ def test_the_comparison_sees_one_changed_weight(tiny):
     for _, make in FORMS.values():
         head = make(tiny)
         leaves, tree = jax.tree.flatten(head.params)
-        for place, leaf in enumerate(leaves):
+        for index, leaf in enumerate(leaves):
             other = list(leaves)
-            other[place] = np.asarray(leaf) * np.float32(1.01)
+            other[index] = np.asarray(leaf) * np.float32(1.01)
             changed = dataclasses.replace(head, params=jax.tree.unflatten(tree, other))
             with pytest.raises(InputError, match="logits differ"):
                 check_same(head, changed, tiny, "export")

@@ -14,7 +14,7 @@ from toy_training import SHAPE, conversations, get_config, toy_method, toy_targe
 
 from specjax.files import folders
 from specjax.loading.heads.head import read_head, save_head
-from train.data.examples import target_facts
+from train.data.examples import target_metadata
 from train.data.pieces import open_pieces
 from train.data.writing import write_responses
 from train.run import run, setup
@@ -96,8 +96,8 @@ def test_a_change_in_a_run_is_found(change, found, script, trained, tmp_path):
 
 def generated(folder, examples, names=(), workdir="w"):
     generation = {"config": {"workdir": workdir, "seed": 0}}
-    facts = target_facts(toy_target())
-    write_responses(folder, examples, facts, names, generation=generation)
+    metadata = target_metadata(toy_target())
+    write_responses(folder, examples, metadata, names, generation=generation)
 
 
 def test_a_change_in_answers_is_found(script, tmp_path):

@@ -35,8 +35,8 @@ def assert_caches(session, state, draft=None):
     target, params = session.plan.target, session.params[0]
     assert_holds(state.cache, tokens, length - 1, target, params)
     if draft is not None:
-        behind = jnp.maximum(length - 2, 0)
-        assert_holds(state.drafter.cache, tokens, behind, draft.architecture, draft.params)
+        after = jnp.maximum(length - 2, 0)
+        assert_holds(state.drafter.cache, tokens, after, draft.architecture, draft.params)
 
 
 CASES = {

@@ -86,7 +86,7 @@ def test_the_end_of_room_and_of_sequence(tiny):
     options = dict(verify="coupled", batch_size=16)
     plain = decode(tiny, [*prompts, PROMPTS[1]], sampling=requests, **options)
     tokens = plain.token_ids[4]
-    # A stop token at each place of a path.
+    # A stop token at each position of a path.
     requests[4:] = [dataclasses.replace(drawn, stop_token_ids=(stop,)) for stop in tokens]
     prompts += [PROMPTS[1]] * len(tokens)
     got = decode(tiny, prompts, sampling=requests, drafter=drafter, **options)
@@ -120,7 +120,7 @@ def test_the_state_equals_a_fresh_one_after_every_round(tiny):
     for state in rounds(session, before):
         assert_fresh(session, state)
         late, before = state.replace(drafter=before.drafter, status=0 * state.status), state
-    # The comparison finds a feature of another place.
+    # The comparison finds a feature of another position.
     with pytest.raises(AssertionError):
         assert_fresh(session, late)
     took_part = np.asarray(state.rounds.emitted) > 0

@@ -92,7 +92,7 @@ def test_relations_between_the_numbers(run):
 def test_cutting_keeps_exactly_the_kept_tokens(run, kept):
     drafted, accepted, emitted, width = run
     limit = np.full(len(drafted), kept)
-    cut = metrics.cut_rounds(drafted, accepted, emitted, width, limit)
+    cut = metrics.truncate_rounds(drafted, accepted, emitted, width, limit)
     totals = np.maximum(emitted, 0).sum(axis=1)
     np.testing.assert_array_equal(np.maximum(cut[2], 0).sum(axis=1), np.minimum(totals, kept))
     stays = cut[2] >= 0
@@ -101,7 +101,7 @@ def test_cutting_keeps_exactly_the_kept_tokens(run, kept):
         assert (after[~stays] == -1).all()
         assert (after[stays] <= before[stays]).all()
     assert (cut[1][stays] <= cut[2][stays]).all()
-    again = metrics.cut_rounds(*cut, limit)
+    again = metrics.truncate_rounds(*cut, limit)
     for once, twice in zip(cut, again, strict=True):
         np.testing.assert_array_equal(once, twice)
     assert metrics.summarize(*cut).num_emitted_tokens == np.minimum(totals, kept).sum()
@@ -109,7 +109,9 @@ def test_cutting_keeps_exactly_the_kept_tokens(run, kept):
 
 def test_the_cut_pass_loses_what_was_cut_and_keeps_its_cost():
     kept = np.array([6, 1])
-    drafted, accepted, emitted, width = metrics.cut_rounds(DRAFTED, ACCEPTED, EMITTED, WIDTH, kept)
+    drafted, accepted, emitted, width = metrics.truncate_rounds(
+        DRAFTED, ACCEPTED, EMITTED, WIDTH, kept
+    )
     np.testing.assert_array_equal(emitted, [[4, 1, 1, -1], [1, -1, -1, -1]])
     np.testing.assert_array_equal(accepted, [[3, 0, 1, -1], [0, -1, -1, -1]])
     np.testing.assert_array_equal(drafted, [[3, 0, 3, -1], [3, -1, -1, -1]])
@@ -119,13 +121,13 @@ def test_the_cut_pass_loses_what_was_cut_and_keeps_its_cost():
 def test_a_cut_at_the_very_end_changes_nothing():
     run = (DRAFTED, ACCEPTED, EMITTED, WIDTH)
     for kept in ([8, 2], [100, 100]):
-        for before, after in zip(run, metrics.cut_rounds(*run, np.array(kept)), strict=True):
+        for before, after in zip(run, metrics.truncate_rounds(*run, np.array(kept)), strict=True):
             np.testing.assert_array_equal(before, after)
 
 
 def test_a_cut_inside_accepted_drafts_takes_them_out():
     round_of_four = (np.array([[3]]), np.array([[3]]), np.array([[4]]), np.array([[4]]))
-    _, accepted, emitted, _ = metrics.cut_rounds(*round_of_four, np.array([2]))
+    _, accepted, emitted, _ = metrics.truncate_rounds(*round_of_four, np.array([2]))
     assert (accepted.item(), emitted.item()) == (2, 2)
 
 

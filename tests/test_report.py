@@ -426,13 +426,13 @@ def test_pictures_show_all_that_they_are_given(tmp_path, monkeypatch):
         bottom, top = axes.get_ylim()
         assert bottom == 0
         assert top >= 4.0
-    bars = {str(place): [1.0, None, 2.0] for place in range(9)}
+    bars = {str(index): [1.0, None, 2.0] for index in range(9)}
     families = ["one"] * 3 + ["two"] * 6
     plots.draw_bars(
         tmp_path / "b.png", ["p", "q", "r"], bars, title="t", y_label="y", families=families
     )
     (axes,) = figures[1].axes
     assert len(axes.patches) == 18
-    colours = [axes.containers[place][0].get_facecolor() for place in range(9)]
+    colours = [axes.containers[index][0].get_facecolor() for index in range(9)]
     assert len(set(colours)) == 9
     assert [text.get_text() for text in axes.texts] == ["1.00", "2.00"] * 9

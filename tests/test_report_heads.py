@@ -91,7 +91,7 @@ def test_runs_tables_and_cards(report_heads, cells_run, heads, tmp_path, capsys)
     told = (tmp_path / "heads.md").read_text()
     assert "temperature 0.8" in told
     assert "| 2.00M | 1.750 | 1.500 | 1.375 |" in told
-    # The second run goes on behind the first one's tokens.
+    # The second run goes on after the first one's tokens.
     assert "| 4.00M | 1.750 | 1.500 | 1.375 |" in told
     card = (tmp_path / "cards" / "eagle3.md").read_text()
     assert "over 40 of" in card

@@ -15,7 +15,7 @@ from specjax.errors import InputError
 from specjax.files import folders
 from specjax.loading.load import random_model
 from train import import_responses
-from train.data.examples import Example, target_facts
+from train.data.examples import Example, target_metadata
 from train.data.responses import open_responses
 from train.data.sources import open_sources
 from train.data.writing import write_responses
@@ -25,8 +25,8 @@ NAMES = ("layer_input:2", "final_norm")
 
 
 @pytest.fixture(scope="module")
-def facts(tiny):
-    return target_facts(tiny)
+def metadata(tiny):
+    return target_metadata(tiny)
 
 
 def example(number, length=20, prompt=6, names=(), **changes):
@@ -47,11 +47,11 @@ def example(number, length=20, prompt=6, names=(), **changes):
 
 
 @pytest.mark.parametrize("path", ["~nosuchuser/x", "a" * 300, "", "a\0b"])
-def test_texts_that_are_no_paths(path, facts):
+def test_texts_that_are_no_paths(path, metadata):
     for field, use in (
         ("data", lambda: open_responses(path)),
         ("data", lambda: open_sources([path])),
-        ("output", lambda: write_responses(path, [], facts)),
+        ("output", lambda: write_responses(path, [], metadata)),
     ):
         with pytest.raises(InputError, match=f"^{field}='"):
             use()
@@ -70,17 +70,17 @@ def same(one, other):
     assert one.temperature == pytest.approx(other.temperature)
 
 
-def test_round_trip_in_order_over_several_files(tmp_path, facts):
+def test_round_trip_in_order_over_several_files(tmp_path, metadata):
     examples = [example(7 * i, 10 + i, 4, NAMES) for i in range(40)]
     settings = {"seed": 3}
     write_responses(
-        tmp_path / "d", iter(examples), facts, NAMES, generation=settings, shard_bytes=10_000
+        tmp_path / "d", iter(examples), metadata, NAMES, generation=settings, shard_bytes=10_000
     )
     assert len(list((tmp_path / "d").glob("*array_record*"))) > 3
-    responses = open_responses(tmp_path / "d", facts)
+    responses = open_responses(tmp_path / "d", metadata)
     assert len(responses) == 40
     assert responses.feature_names == NAMES
-    assert responses.target == facts
+    assert responses.target == metadata
     assert responses.generation == settings
     assert responses.lengths.tolist() == [10 + i for i in range(40)]
     assert responses.num_labels.tolist() == [6 + i for i in range(40)]
@@ -92,11 +92,11 @@ def test_round_trip_in_order_over_several_files(tmp_path, facts):
         responses[40]
 
 
-def test_a_dataset_named_twice_counts_twice(tmp_path, facts):
+def test_a_dataset_named_twice_counts_twice(tmp_path, metadata):
     parts = {"a": [example(50), example(1)], "b": [example(2), example(3, 30), example(4)]}
     for name, part in parts.items():
-        write_responses(tmp_path / name, part, facts, NAMES[:0])
-    data = open_sources([tmp_path / name for name in ("a", "b", "a")], facts)
+        write_responses(tmp_path / name, part, metadata, NAMES[:0])
+    data = open_sources([tmp_path / name for name in ("a", "b", "a")], metadata)
     order = [*parts["a"], *parts["b"], *parts["a"]]
     assert len(data) == 7
     assert data.lengths.tolist() == [20, 20, 20, 30, 20, 20, 20]
@@ -106,17 +106,17 @@ def test_a_dataset_named_twice_counts_twice(tmp_path, facts):
         same(one, data[index])
 
 
-def test_any_reader_of_tfds_opens_it(tmp_path, facts):
+def test_any_reader_of_tfds_opens_it(tmp_path, metadata):
     import tensorflow_datasets as tfds
 
-    write_responses(tmp_path / "d", [example(i) for i in range(5)], facts)
+    write_responses(tmp_path / "d", [example(i) for i in range(5)], metadata)
     source = tfds.builder_from_directory(tmp_path / "d").as_data_source("conversations")
     assert len(source) == 5
     np.testing.assert_array_equal(source[3]["tokens"], example(3).tokens)
 
 
-def test_tensorflow_is_never_imported_and_tfds_only_to_read_a_record(tmp_path, facts):
-    write_responses(tmp_path / "d", [example(1)], facts)
+def test_tensorflow_is_never_imported_and_tfds_only_to_read_a_record(tmp_path, metadata):
+    write_responses(tmp_path / "d", [example(1)], metadata)
     script = (
         "import sys; from train.data.responses import open_responses; "
         f"data = open_responses({str(tmp_path / 'd')!r}); data.lengths, data.num_labels; "
@@ -140,21 +140,21 @@ def test_tensorflow_is_never_imported_and_tfds_only_to_read_a_record(tmp_path, f
         ({"features": {"final_norm": np.full((20, WIDTH), np.inf, np.float16)}}, "not finite"),
     ],
 )
-def test_what_is_not_the_targets_is_refused_and_nothing_left(tmp_path, facts, changes, said):
+def test_what_is_not_the_targets_is_refused_and_nothing_left(tmp_path, metadata, changes, said):
     names = ("final_norm",)
     wrong = example(1, names=names, **changes)
     with pytest.raises(InputError, match=said):
-        write_responses(tmp_path / "d", [example(0, names=names), wrong], facts, names)
+        write_responses(tmp_path / "d", [example(0, names=names), wrong], metadata, names)
     assert not list(tmp_path.iterdir())
 
 
-def test_empty_and_fully_masked_data(tmp_path, facts):
+def test_empty_and_fully_masked_data(tmp_path, metadata):
     with pytest.raises(InputError, match="not a single conversation"):
-        write_responses(tmp_path / "d", [], facts)
+        write_responses(tmp_path / "d", [], metadata)
     masked = example(0, loss_mask=np.zeros(20, bool))
     with pytest.raises(InputError, match="no token of any"):
-        write_responses(tmp_path / "d", [masked], facts)
-    write_responses(tmp_path / "d", [masked, example(1)], facts)
+        write_responses(tmp_path / "d", [masked], metadata)
+    write_responses(tmp_path / "d", [masked, example(1)], metadata)
     table = np.load(tmp_path / "d" / "records.npy")
     np.save(tmp_path / "d" / "records.npy", table * np.array([[1, 1, 0]]))
     with pytest.raises(InputError, match="fully masked"):
@@ -165,21 +165,21 @@ def test_empty_and_fully_masked_data(tmp_path, facts):
         open_responses(tmp_path / "d")
 
 
-def test_not_a_dataset(tmp_path, facts):
+def test_not_a_dataset(tmp_path, metadata):
     with pytest.raises(InputError, match="no such directory"):
         open_responses(tmp_path / "nowhere")
     with pytest.raises(InputError, match="not a dataset of responses"):
         open_responses(tmp_path)
-    write_responses(tmp_path / "d", [example(1)], facts)
+    write_responses(tmp_path / "d", [example(1)], metadata)
     (tmp_path / "d" / "specjax.json").write_text("{}")
     folders.seal(tmp_path / "d", "dataset")
     with pytest.raises(InputError, match="not of a format"):
         open_responses(tmp_path / "d")
 
 
-def test_damaged_files_are_found(tmp_path, facts):
+def test_damaged_files_are_found(tmp_path, metadata):
     path = tmp_path / "d"
-    write_responses(path, [example(i) for i in range(4)], facts)
+    write_responses(path, [example(i) for i in range(4)], metadata)
     table = (path / "records.npy").read_bytes()
     (path / "records.npy").write_bytes(table[:-9])
     with pytest.raises(InputError, match="damaged"):
@@ -202,47 +202,47 @@ def test_damaged_files_are_found(tmp_path, facts):
         open_responses(path)[0]
 
 
-def test_another_target(tmp_path, facts, chatty):
-    write_responses(tmp_path / "d", [example(1)], facts)
+def test_another_target(tmp_path, metadata, chatty):
+    write_responses(tmp_path / "d", [example(1)], metadata)
     for changes in ({"hidden_size": 32}, {"num_layers": 2}, {"vocab_size": 62}):
         with pytest.raises(InputError, match=f"another target.*{next(iter(changes))}"):
-            open_responses(tmp_path / "d", facts | changes)
-    open_responses(tmp_path / "d", facts | {"name": "a copy elsewhere"})
-    theirs = target_facts(chatty)
+            open_responses(tmp_path / "d", metadata | changes)
+    open_responses(tmp_path / "d", metadata | {"name": "a copy elsewhere"})
+    theirs = target_metadata(chatty)
     write_responses(tmp_path / "e", [example(1)], theirs)
     with pytest.raises(InputError, match="another target.*tokenizer"):
         open_responses(tmp_path / "e", theirs | {"tokenizer": "0" * 64})
 
 
-def test_an_earlier_dataset_is_never_lost(tmp_path, facts):
+def test_an_earlier_dataset_is_never_lost(tmp_path, metadata):
     path = tmp_path / "d"
-    write_responses(path, [example(1)], facts)
+    write_responses(path, [example(1)], metadata)
     with pytest.raises(InputError, match="holds a dataset already"):
-        write_responses(path, [example(2)], facts)
+        write_responses(path, [example(2)], metadata)
 
     def dies():
         yield example(3)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write_responses(path, dies(), facts, overwrite=True)
+        write_responses(path, dies(), metadata, overwrite=True)
     assert open_responses(path)[0].id == 1
-    write_responses(path, [example(2)], facts, overwrite=True)
+    write_responses(path, [example(2)], metadata, overwrite=True)
     assert open_responses(path)[0].id == 2
     assert [entry.name for entry in tmp_path.iterdir()] == ["d"]
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "letter.txt").write_text("keep me")
     with pytest.raises(InputError, match="other: holds 'letter.txt', which specjax has"):
-        write_responses(tmp_path / "other", [example(2)], facts, overwrite=True)
+        write_responses(tmp_path / "other", [example(2)], metadata, overwrite=True)
 
 
-def test_a_full_disk_is_named(tmp_path, facts):
+def test_a_full_disk_is_named(tmp_path, metadata):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     examples = (example(i, 300, names=("final_norm",)) for i in range(200))
     resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, limits[1]))
     try:
         with pytest.raises(InputError, match="cannot be written"):
-            write_responses(tmp_path / "d", examples, facts, ("final_norm",))
+            write_responses(tmp_path / "d", examples, metadata, ("final_norm",))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not list(tmp_path.iterdir())

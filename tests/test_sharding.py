@@ -291,21 +291,21 @@ def test_the_host_never_holds_the_model(mesh, eight, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     alive, most = [], []
 
-    def fill(place, target):
+    def fill(location, target):
         alive.append(weakref.ref(target))
         most.append(sum(one() is not None for one in alive))
         target[...] = 1
 
-    places = list(parameter_names.places(parameter_names.HUGGING_FACE, eight.config))
+    locations = list(parameter_names.locations(parameter_names.HUGGING_FACE, eight.config))
     shape = mesh and mesh_of(*mesh)
     # What was handed over is copied, as on other devices: the CPU adopts it.
     monkeypatch.setattr(
         build_parameters, "_put", lambda tensor, target: jax.device_put(tensor + 0, target)
     )
     params = build_parameters.build(
-        eight.config, np.dtype("float32"), places, fill, shape, 2 if mesh else 1
+        eight.config, np.dtype("float32"), locations, fill, shape, 2 if mesh else 1
     )
-    assert max(most) <= 4 < len(places)
+    assert max(most) <= 4 < len(locations)
     assert all((np.asarray(leaf) == 1).all() for leaf in jax.tree.leaves(params))
 
 

@@ -74,7 +74,7 @@ def test_a_row_holds_conversations_whole(source):
             assert (batch.tokens[row, here] == example.tokens).all()
             assert (batch.positions[row, here] == np.arange(len(example.tokens))).all()
             assert (batch.segments[row, here] == number).all()
-            expected |= {start + place for place in np.flatnonzero(example.loss_mask) if place >= 2}
+            expected |= {start + index for index in np.flatnonzero(example.loss_mask) if index >= 2}
             start = here.stop
         assert labelled == set(sorted(expected)[:20])
         assert (batch.segments[row, start:] == 0).all()

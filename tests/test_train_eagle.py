@@ -84,10 +84,10 @@ def test_training_runs_what_decoding_runs(version, flags, tiny):
     outputs = [
         np.asarray(output) for output in unroll(head, params, batch, taps_of(head, batch), 3)
     ]
-    for row, place in ((0, 0), (0, 7), (1, 0), (1, 12)):
-        label = int(batch.labels[row, place])
+    for row, column in ((0, 0), (0, 7), (1, 0), (1, 12)):
+        label = int(batch.labels[row, column])
         for got, want in zip(outputs, drafted(head, params, batch, row, label, 3), strict=True):
-            np.testing.assert_allclose(got[row, place], want, atol=2e-5, rtol=2e-4)
+            np.testing.assert_allclose(got[row, column], want, atol=2e-5, rtol=2e-4)
 
 
 def slow_loss(head, params, tiny, ids, batch, loss):
@@ -100,7 +100,7 @@ def slow_loss(head, params, tiny, ids, batch, loss):
     prefix, counts = np.zeros(loss.steps), np.zeros(loss.steps)
     for row in range(2):
         there = set(labels[row].tolist()) - {-1}
-        for place, label in enumerate(labels[row].tolist()):
+        for column, label in enumerate(labels[row].tolist()):
             if label < 0:
                 continue
             weight += 1
@@ -116,14 +116,14 @@ def slow_loss(head, params, tiny, ids, batch, loss):
                 teacher = feature @ columns[:, every]
                 distribution = np.exp(teacher - teacher.max())
                 distribution /= distribution.sum()
-                logits = np.asarray(head.logits(params, output)[row, place], np.float64)
+                logits = np.asarray(head.logits(params, output)[row, column], np.float64)
                 logq = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
                 known = tokens[row, label + step] in every
                 if known:
                     entropy -= (distribution * logq).sum()
                     total -= loss.decay**step * loss.cross_entropy * (distribution * logq).sum()
                 if loss.feature:
-                    apart = np.abs(np.asarray(output[row, place], np.float64) - feature)
+                    apart = np.abs(np.asarray(output[row, column], np.float64) - feature)
                     huber = np.where(apart < 1, apart**2 / 2, apart - 0.5).mean()
                     total += loss.decay**step * loss.feature * huber
                 all_right &= bool(known and logits.argmax() == teacher.argmax())
@@ -174,7 +174,7 @@ def test_every_parameter_learns_and_masked_tokens_teach_nothing(tiny):
     for path, leaf in jax.tree_util.tree_leaves_with_path(learned):
         assert np.isfinite(leaf).all(), path
         assert np.abs(leaf).max() > 0, path
-    # Padding, and what lies behind the last row that a label is predicted from.
+    # Padding, and what lies after the last row that a label is predicted from.
     for name in head.config.taps:
         moved = np.abs(np.asarray(felt[name])).max(axis=2) > 0
         assert not moved[0, 18:].any()

@@ -12,7 +12,7 @@ from specjax.distributed import folder_lock
 from specjax.files.folders import LOCK, MARKER
 from specjax.loading.load import random_model
 from train import features
-from train.data.examples import target_facts
+from train.data.examples import target_metadata
 from train.data.sources import open_sources
 from train.data.writing import write_responses
 
@@ -31,7 +31,7 @@ def store(target, tmp_path, monkeypatch):
     monkeypatch.setattr(features, "load_model", lambda name, *, field: target)
     lengths = (20, 70, 33, 64, 100, 8, 21)
     said = [example(number, length, 5) for number, length in enumerate(lengths)]
-    write_responses(tmp_path / "said", said, target_facts(target), ())
+    write_responses(tmp_path / "said", said, target_metadata(target), ())
 
     def run(*more, source="said"):
         places = [f"--input={tmp_path / source}", f"--output={tmp_path / 'out'}"]
@@ -52,7 +52,7 @@ def test_features_are_those_of_each_conversation_alone(store, target):
     assert run("--products=float32") == 0
     made = [f"part-0000{n}" for n in range(3)]
     assert sorted(path.name for path in out.iterdir()) == [*made, LOCK, MARKER]
-    stored = open_sources([out], target_facts(target))
+    stored = open_sources([out], target_metadata(target))
     assert stored.feature_names == NAMES
     assert len(stored) == len(said)
     for index in range(len(stored)):

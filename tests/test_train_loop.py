@@ -30,7 +30,7 @@ from train.run import checkpoints, loop
 from train.run import workdir as files
 from train.run.config import read_settings
 from train.run.metrics import MetricsWriter, add, scalars, sums_of
-from train.run.step import loss_function, make_program, placer
+from train.run.step import loss_function, make_program, placement_of
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -53,9 +53,9 @@ def run_steps(target, settings, mesh=None, steps=5, method=None):
     method = method or toy_method(target)
     program = make_program(method, target.architecture, settings, mesh)
     params = sharding.spread(target.params, mesh)
-    place = placer(settings, mesh)
+    placement = placement_of(settings, mesh)
     state, losses, compiled = program.state, [], None
-    for batch, _ in itertools.islice(feed_of(settings).batches(Position(0, 0), place), steps):
+    for batch, _ in itertools.islice(feed_of(settings).batches(Position(0, 0), placement), steps):
         compiled = compiled or program.compile(params, batch)
         state, report = compiled(state, params, batch)
         losses.append(float(report.loss) / float(report.measures.weight))
@@ -176,7 +176,7 @@ def test_remat_gives_the_same_and_keeps_less(target, alone):
     np.testing.assert_allclose(losses, alone[0], rtol=1e-6)
     program = make_program(toy_method(target), target.architecture, settings_of(remat=True), None)
     settings = settings_of(remat=True)
-    batch, _ = next(feed_of(settings).batches(Position(0, 0), placer(settings, None)))
+    batch, _ = next(feed_of(settings).batches(Position(0, 0), placement_of(settings, None)))
     assert "remat" in str(jax.make_jaxpr(program.step)(program.state, target.params, batch))
 
 
@@ -190,7 +190,7 @@ def test_the_state_is_donated_and_the_target_kept(target):
 
     borrowing = method._replace(init=init)
     program = make_program(borrowing, target.architecture, settings, None)
-    batch, _ = next(feed_of(settings).batches(Position(0, 0), placer(settings, None)))
+    batch, _ = next(feed_of(settings).batches(Position(0, 0), placement_of(settings, None)))
     compiled = program.compile(target.params, batch)
     before = program.state
     compiled(before, target.params, batch)

@@ -161,7 +161,7 @@ def test_gradients(form, tiny, batch):
 
 
 def cycling():
-    """A target that only counts: behind x comes x + 7, whatever was before."""
+    """A target that only counts: after x comes x + 7, whatever was before."""
     config = tiny_config(num_layers=1)
     target = random_model(config, 0, dtype="float32")
     params = jax.tree.map(jnp.zeros_like, target.params)

@@ -11,7 +11,7 @@ from specjax import decode
 from specjax.loading.heads.head import read_head
 from specjax.loading.load import load_model, save_model
 from train import distill, eagle, medusa
-from train.data.examples import Example, target_facts
+from train.data.examples import Example, target_metadata
 from train.data.responses import write_responses
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -30,7 +30,7 @@ RUNS = {
 
 
 @pytest.fixture(scope="module")
-def places(chatty, tmp_path_factory):
+def folders(chatty, tmp_path_factory):
     """A saved model and conversations of it, 8 tokens of prompt and 24 of answer."""
     folder = tmp_path_factory.mktemp("training")
     save_model(chatty, folder / "model")
@@ -44,22 +44,22 @@ def places(chatty, tmp_path_factory):
         for number in range(60)
     ]
     target = load_model(str(folder / "model"), dtype="float32")
-    write_responses(folder / "data", examples, target_facts(target))
+    write_responses(folder / "data", examples, target_metadata(target))
     return folder
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_debug_size(name, places, tmp_path, capsys):
+def test_debug_size(name, folders, tmp_path, capsys):
     module, kind, options = RUNS[name]
     command = [
         f"--config=configs/{name}.py:debug",
-        f"--config.target={places / 'model'}",
-        f"--config.data={places / 'data'}",
+        f"--config.target={folders / 'model'}",
+        f"--config.data={folders / 'data'}",
         f"--config.workdir={tmp_path / 'run'}",
         *options,
     ]
     assert module.main(command) == 0
-    export, target = tmp_path / "run" / "export", places / "model"
+    export, target = tmp_path / "run" / "export", folders / "model"
     if name == "train_medusa2":
         export, target = export / "head", export / "target"
     assert module.main(command) == 0
@@ -77,13 +77,13 @@ def test_debug_size(name, places, tmp_path, capsys):
     assert decode.main(decoding) == 0
 
 
-def started_from(places, workdir, name, *options):
+def started_from(folders, workdir, name, *options):
     module, _, usual = RUNS[name]
     return module.main(
         [
             f"--config=configs/{name}.py:debug",
-            f"--config.target={places / 'model'}",
-            f"--config.data={places / 'data'}",
+            f"--config.target={folders / 'model'}",
+            f"--config.data={folders / 'data'}",
             f"--config.workdir={workdir}",
             "--config.eval.prompts=0",
             "--config.steps=3",
@@ -94,26 +94,26 @@ def started_from(places, workdir, name, *options):
 
 
 @pytest.fixture(scope="module")
-def medusa_export(places):
+def medusa_export(folders):
     """Medusa heads that were trained for three steps."""
-    workdir = places / "medusa"
-    assert started_from(places, workdir, "train_medusa") == 0
+    workdir = folders / "medusa"
+    assert started_from(folders, workdir, "train_medusa") == 0
     return workdir / "export"
 
 
-def test_a_run_starts_from_a_trained_head(places, medusa_export, tmp_path):
+def test_a_run_starts_from_a_trained_head(folders, medusa_export, tmp_path):
     rng = np.random.default_rng(5)
     # Other tokens are common in this data: the draft vocabulary is the head's all the same.
     others = [
         Example(rng.integers(0, 30, 32).astype(np.int32), np.arange(32) >= 8, id=number)
         for number in range(60)
     ]
-    target = load_model(str(places / "model"), dtype="float32")
-    write_responses(tmp_path / "data", others, target_facts(target))
+    target = load_model(str(folders / "model"), dtype="float32")
+    write_responses(tmp_path / "data", others, target_metadata(target))
     options = [f"--config.start_from={medusa_export}", f"--config.data={tmp_path / 'data'}"]
     still = [*options, "--config.learning_rate=1e-12"]
-    assert started_from(places, tmp_path / "still", "train_medusa", *still) == 0
-    assert started_from(places, tmp_path / "moved", "train_medusa", *options) == 0
+    assert started_from(folders, tmp_path / "still", "train_medusa", *still) == 0
+    assert started_from(folders, tmp_path / "moved", "train_medusa", *options) == 0
     first, same, moved = (
         read_head(path)
         for path in (medusa_export, tmp_path / "still" / "export", tmp_path / "moved" / "export")
@@ -126,7 +126,7 @@ def test_a_run_starts_from_a_trained_head(places, medusa_export, tmp_path):
         for mine, theirs in zip(*map(jax.tree.leaves, (moved.params, first.params)), strict=True)
     )
     assert same.training["earlier"] == first.training
-    assert str(places) not in str(same.training)
+    assert str(folders) not in str(same.training)
 
 
 @pytest.mark.parametrize(
@@ -144,9 +144,9 @@ def test_a_run_starts_from_a_trained_head(places, medusa_export, tmp_path):
         ("train_eagle3", ["--config.start_from=eagle3"], "no eagle3 comes with specjax for"),
     ],
 )
-def test_an_earlier_head_of_another_kind(name, options, said, places, medusa_export, capsys):
+def test_an_earlier_head_of_another_kind(name, options, said, folders, medusa_export, capsys):
     options = [f"--config.start_from={medusa_export}", *options]
-    assert started_from(places, places / "refused", name, *options) == 2
+    assert started_from(folders, folders / "refused", name, *options) == 2
     assert said in capsys.readouterr().err
 
 
@@ -162,7 +162,7 @@ def losses_of(workdir):
         *(pytest.param(name, marks=pytest.mark.slow) for name in RUNS if name != "train_eagle3"),
     ],
 )
-def test_the_curve_is_the_same_on_other_meshes(name, places, tmp_path):
+def test_the_curve_is_the_same_on_other_meshes(name, folders, tmp_path):
     """On one device, and begun on 8 x 1 and gone on with on 4 x 2 (data x model), all split."""
 
     def losses(workdir, *runs):
@@ -170,7 +170,7 @@ def test_the_curve_is_the_same_on_other_meshes(name, places, tmp_path):
         for steps, data, model, fsdp in runs:
             options = [f"--config.steps={steps}", f"--config.mesh.data={data}"]
             options += [f"--config.mesh.model={model}", f"--config.fsdp={fsdp}", *always]
-            assert started_from(places, workdir, name, *options) == 0
+            assert started_from(folders, workdir, name, *options) == 0
         return losses_of(workdir)
 
     alone = losses(tmp_path / "alone", (3, 1, 1, "false"))
@@ -181,13 +181,13 @@ def test_the_curve_is_the_same_on_other_meshes(name, places, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
-def test_two_processes_give_the_curve_of_one(name, places, tmp_path):
+def test_two_processes_give_the_curve_of_one(name, folders, tmp_path):
     """A target that is split over two devices in each of them, which hold it twice."""
     module, kind, usual = RUNS[name]
     options = [
         f"--config=configs/{name}.py:debug",
-        f"--config.target={places / 'model'}",
-        f"--config.data={places / 'data'}",
+        f"--config.target={folders / 'model'}",
+        f"--config.data={folders / 'data'}",
         "--config.dtype=float32",
         "--config.eval.prompts=0",
         *usual,

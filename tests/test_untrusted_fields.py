@@ -67,7 +67,7 @@ def test_a_template_file_of_no_use(directory):
 
 def test_a_template_in_our_own_checkpoint_is_bounded(directory):
     tokenizer = read_tokenizer(directory)
-    content = model_metadata.tokenizer_facts(tokenizer) | {"chat_template": "x" * 2**21}
+    content = model_metadata.tokenizer_metadata(tokenizer) | {"chat_template": "x" * 2**21}
     with pytest.raises(InputError, match="chat_template has 2097152 characters"):
         model_metadata.read_tokenizer(content)
 

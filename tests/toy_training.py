@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.fields import Text
-from specjax.loading.heads.head import Head, TargetFacts
+from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.load import random_model
 from specjax.models.config import DecoderConfig
 from specjax.models.heads.medusa import MedusaConfig
-from train.data.examples import Example, target_facts
+from train.data.examples import Example, target_metadata
 from train.data.responses import write_responses
 from train.methods.labels import at_rows
 from train.methods.method import Method, measure
@@ -93,13 +93,13 @@ class Listed(list):
     @property
     def target(self):
         """Who is said to have written them."""
-        return target_facts(toy_target())
+        return target_metadata(toy_target())
 
 
 def write_data(directory, **options):
     """A dataset of them."""
     names = options.get("features", ())
-    write_responses(directory, conversations(**options), target_facts(toy_target()), names)
+    write_responses(directory, conversations(**options), target_metadata(toy_target()), names)
 
 
 def toy_method(target, config=None, *, poison=None):
@@ -142,7 +142,7 @@ def toy_method(target, config=None, *, poison=None):
         return total, measure({"ce": total}, jnp.stack(right), jnp.stack(judged))
 
     def head(params, training):
-        return Head("medusa", head_config, params, None, TargetFacts.of(target), training)
+        return Head("medusa", head_config, params, None, TargetMetadata.of(target), training)
 
     return Method("toy", ("final_norm",), init, loss, head)
 

@@ -24,7 +24,7 @@ from ml_collections import ConfigDict
 from specjax.cli.command_line import use_compilation_cache
 from specjax.errors import InputError
 from specjax.fields import Fields, Items, Number, Whole, check_instance, fields_of
-from specjax.loading.heads.head import Head, TargetFacts
+from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.model import Model
 from specjax.models.decoder import Decoder
 from specjax.models.heads.draft_decoder import DraftModelConfig, ReducedDecoder
@@ -106,7 +106,7 @@ def distill_method(
         return distill_loss(model, params, ids, batch, loss)
 
     def finished(params: Any, training: dict[str, Any]) -> Head:
-        return Head("draft_model", config, params, draft_ids, TargetFacts.of(target), training)
+        return Head("draft_model", config, params, draft_ids, TargetMetadata.of(target), training)
 
     return Method("draft_model", ("final_norm",), init, summed, finished)
 

@@ -37,7 +37,7 @@ from specjax.fields import (
     fields_of,
 )
 from specjax.loading.head_formats.borrowed import target_embedding
-from specjax.loading.heads.head import Head, TargetFacts
+from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.model import Model
 from specjax.models.decoder import check_features
 from specjax.models.heads.eagle import Eagle, EagleConfig, default_taps
@@ -104,7 +104,7 @@ def eagle_method(
         return eagle_loss(head, params, target_params, ids, batch, key, loss)
 
     def finished(params: Any, training: dict[str, Any]) -> Head:
-        return Head(kind, config, params, draft_ids, TargetFacts.of(target), training)
+        return Head(kind, config, params, draft_ids, TargetMetadata.of(target), training)
 
     features = tuple(dict.fromkeys((*config.taps, "final_norm")))
     return Method(kind, features, init, summed, finished)
@@ -162,7 +162,7 @@ def eagle_loss(
 ) -> tuple[Float[Array, ""], Measures]:
     """The sum of the loss over the batch's labels, and measures of each draft step.
 
-    Step i counts where the token i places behind a label is a label too, and its cross-entropy
+    Step i counts where the token i positions after a label is a label too, and its cross-entropy
     where that token is in the draft's vocabulary, over which the target's distribution is
     renormalised. Without a key there is no noise.
     """

@@ -31,7 +31,7 @@ from specjax.files.paths import output_folder
 from specjax.loading.load import DEFAULT_MODEL, load_model
 from specjax.models.decoder import Decoder, check_features
 from specjax.models.heads.eagle import default_taps
-from train.data.examples import FACTS, Example, target_facts
+from train.data.examples import METADATA, Example, target_metadata
 from train.data.responses import Responses, open_responses
 from train.data.writing import write_responses
 from train.run.precision import MULTIPLY, as_multiplied, multiply_dtype
@@ -86,8 +86,8 @@ def store_features(
     folder, where = output_folder("output", output), f"output={str(output)!r}"
     folders.check_claimable(folder, _KIND, where)
     model = load_model(target, field="target")
-    facts = target_facts(model)
-    data = open_responses(input, facts)
+    metadata = target_metadata(model)
+    data = open_responses(input, metadata)
     names = ("final_norm", *default_taps(model.config.num_layers))
     if features is not None:
         names = tuple(name.strip() for name in features.split(","))
@@ -114,12 +114,12 @@ def store_features(
         )
         for number, members in enumerate(parts):
             directory = folder / f"part-{number:05d}"
-            if (directory / FACTS).exists():
+            if (directory / METADATA).exists():
                 _check_part(directory, data, members, names, generation)
                 progress.skip(data.lengths[members])
                 continue
             examples = _examples(decoder, params, data, members, names, tokens, progress)
-            write_responses(directory, examples, facts, names, generation=generation)
+            write_responses(directory, examples, metadata, names, generation=generation)
         screen.rest()
         screen.say(f"{folder}: features of {len(chosen)} conversations")
 

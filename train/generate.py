@@ -31,7 +31,7 @@ from specjax.loading.model import Model
 from specjax.reporting import decode_report
 from train.data import answers
 from train.data.answers import Job
-from train.data.examples import FACTS, target_facts
+from train.data.examples import METADATA, target_metadata
 from train.data.pieces import Pieces, open_pieces
 from train.data.responses import open_responses
 from train.data.writing import check_free, write_responses
@@ -72,12 +72,12 @@ def generate(config: ml_collections.ConfigDict, console: Console | None = None) 
         screen.say(line)
     record = {
         "config": config.to_dict(),
-        "target": target_facts(model),
+        "target": target_metadata(model),
         "prompts": {"count": len(job.rows), "sha256": job.digest},
     }
     with folder_lock.hold(root, _KIND, where):
         pieces = open_pieces(root, record)
-        if processes.from_first((output / FACTS).exists() if writes else False):
+        if processes.from_first((output / METADATA).exists() if writes else False):
             return _already(output, record, screen)
         finished = _run(config, model, job, pieces, screen, begin)
         if not finished:
@@ -100,7 +100,9 @@ def _check_folders(root: Path, where: str, output: Path) -> None:
             "folder elsewhere, or leave it out"
         )
     folders.check_claimable(root, _KIND, where)
-    if not (output / FACTS).exists():  # what to do with a dataset that is there is found out later
+    if not (
+        output / METADATA
+    ).exists():  # what to do with a dataset that is there is found out later
         check_free(output)
 
 

@@ -21,7 +21,7 @@ from specjax.fields import InputFile, OutputFolder, PathOrName, Text, Whole, opt
 from specjax.files.json_files import read_json_file, read_json_lines
 from specjax.files.paths import input_file
 from specjax.loading.load import DEFAULT_MODEL, load_model
-from train.data.examples import FACTS, Example, target_facts
+from train.data.examples import METADATA, Example, target_metadata
 from train.data.writing import check_free, write_responses
 
 _KINDS = {
@@ -65,10 +65,10 @@ def _import(input: Path, output: Path, limit: int | None, target: str) -> None:
     first = next(rows, None)  # a file that is none is refused before the model is loaded
     if first is None:
         raise InputError(f"input={str(input)!r} holds no rows: one JSON object a line")
-    facts = target_facts(load_model(target, field="target"))
+    metadata = target_metadata(load_model(target, field="target"))
     examples = itertools.chain([first], rows)
-    write_responses(output, examples, facts, generation={"imported": input.name})
-    written = read_json_file(output / FACTS)
+    write_responses(output, examples, metadata, generation={"imported": input.name})
+    written = read_json_file(output / METADATA)
     print(
         f"{written['num_records']} conversations, {written['num_tokens']} tokens, "
         f"{written['num_labels']} of them the target's: {output}"

@@ -2,11 +2,11 @@
 
     python -m train.medusa --config=configs/train_medusa.py --config.workdir=W
 
-Cai et al. 2401.10774. Head i predicts the token i + 1 places behind the one that the target itself
-predicts from the same feature; the loss is the sum over heads of KL(p || q) there, or of the
-cross-entropy with the data's token as published, weighed decay ** i.
-With configs/train_medusa2.py the target is trained too (`methods.medusa2`), and is exported beside
-the heads. Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
+Cai et al. 2401.10774. Head i predicts the token i + 1 positions after the one that the target
+itself predicts from the same feature; the loss is the sum over heads of KL(p || q) there, or of the
+cross-entropy with the data's token as published, weighed decay ** i. With configs/train_medusa2.py
+the target is trained too (`methods.medusa2`), and is exported beside the heads. Exit codes: 0; 2
+for bad input; 130 after Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ml_collections import ConfigDict
 
 from specjax.cli.command_line import use_compilation_cache
 from specjax.fields import Fields, Flag, OptionalSection, Whole, fields_of
-from specjax.loading.heads.head import Head, TargetFacts
+from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.model import Model
 from specjax.models.heads.medusa import Medusa, MedusaConfig
 from specjax.models.heads.shared_parameters import share
@@ -65,7 +65,7 @@ def medusa_method(
         return total, heads_measures(scores, batch.labels, {})
 
     def finished(params: Any, training: dict[str, Any]) -> Head:
-        return Head("medusa", config, params, draft_ids, TargetFacts.of(target), training)
+        return Head("medusa", config, params, draft_ids, TargetMetadata.of(target), training)
 
     return Method("medusa", ("final_norm",), init, summed, finished)
 

@@ -1,4 +1,4 @@
-"""Rounds of the compiled loop behind a given context, and what they are predicted to take."""
+"""Rounds of the compiled loop after a given context, and what they are predicted to take."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from specjax.loading.model import Model
 
 
 class Loop:
-    """The compiled loop of one drafter, behind a context of random keys and values.
+    """The compiled loop of one drafter, after a context of random keys and values.
 
     No row ever finishes, so that every round does the same work; `none` drafts nothing.
     """

@@ -45,11 +45,11 @@ class Size:
 
     @property
     def reach(self) -> int:
-        """The most tokens that a timed run can commit behind its context."""
+        """The most tokens that a timed run can commit after its context."""
         return (self.rounds + 1) * (self.num_speculative_tokens + 1)
 
     def capacity(self, context: int) -> int:
-        """Cache slots a row, for a timed run behind a context."""
+        """Cache slots a row, for a timed run after a context."""
         return -(-(context + self.reach) // CACHE_BLOCK) * CACHE_BLOCK
 
     def committed(self, context: int) -> int:

@@ -50,22 +50,24 @@ def random_model(name: str, config: DecoderConfig, dtype: str, form: Form) -> Mo
     """
     params: dict[str, Any] = {}
     one_layer = replace(config, num_layers=1)
-    for number, place in enumerate(parameter_names.places(parameter_names.HUGGING_FACE, one_layer)):
-        inputs = math.prod(place.shape[: place.slot.in_axes])
-        if place.slot.path[-1] == "scale":
-            draw = functools.partial(_ones, place.shape, dtype)
+    for number, location in enumerate(
+        parameter_names.locations(parameter_names.HUGGING_FACE, one_layer)
+    ):
+        inputs = math.prod(location.shape[: location.slot.in_axes])
+        if location.slot.path[-1] == "scale":
+            draw = functools.partial(_ones, location.shape, dtype)
         else:
-            draw = functools.partial(normal, shape=place.shape, dtype=dtype, scale=inputs**-0.5)
+            draw = functools.partial(normal, shape=location.shape, dtype=dtype, scale=inputs**-0.5)
         seed = key(number)
-        if place.slot.path == ("head", "kernel"):
-            _put(params, place.slot.path, _successor_head(params["embed"]["embedding"]))
-        elif place.layer is None:
-            _put(params, place.slot.path, draw(seed))
+        if location.slot.path == ("head", "kernel"):
+            _put(params, location.slot.path, _successor_head(params["embed"]["embedding"]))
+        elif location.layer is None:
+            _put(params, location.slot.path, draw(seed))
         elif form.scan_layers:
-            _put(params, place.slot.path, draw(seed, layers=config.num_layers))
+            _put(params, location.slot.path, draw(seed, layers=config.num_layers))
         else:
             for layer, own in enumerate(jax.random.split(seed, config.num_layers)):
-                _put(params, place._replace(layer=layer).within(False)[0], draw(own))
+                _put(params, location._replace(layer=layer).within(False)[0], draw(own))
     params = jax.block_until_ready(params)
     return Model(name, config, params, None, jnp.dtype(dtype), form=form)
 

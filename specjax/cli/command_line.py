@@ -171,8 +171,8 @@ class Parser(argparse.ArgumentParser):
         """The values of all flags, checked, and of other arguments; raises InputError."""
         given = vars(self.parse_args(argv))
         if missing := [name for name in self.needed if given[name] is None]:
-            told = [f"{name} is missing: pass --{name}=VALUE" for name in missing]
-            raise InputError(f"{'; '.join(told)}; --help lists the flags")
+            listed = [f"{name} is missing: pass --{name}=VALUE" for name in missing]
+            raise InputError(f"{'; '.join(listed)}; --help lists the flags")
         others = {name: value for name, value in given.items() if name not in self.fields}
         values = {name: _typed(kind, given[name]) for name, kind in self.fields.items()}
         return {**others, **check_values(self.fields, values)}
@@ -272,10 +272,10 @@ def open_mesh(config: ml_collections.ConfigDict) -> Mesh | None:
     data, model = config.mesh.data, config.mesh.model
     if processes.count() == 1 and data == model == 1:
         return None
-    return processes.together(lambda: sharding.make_mesh(data, model), shared_facts(config))
+    return processes.together(lambda: sharding.make_mesh(data, model), shared_fields(config))
 
 
-def shared_facts(config: ml_collections.ConfigDict) -> dict[str, Any]:
+def shared_fields(config: ml_collections.ConfigDict) -> dict[str, Any]:
     """What every process of a run must have alike: all fields but those that tell them apart."""
     apart = ("distributed.process_id",)
     return {name: repr(_value(config, name)) for name in _fields(config) if name not in apart}

@@ -50,7 +50,7 @@ def keep(tell: Callable[[str], Any]) -> None:
 
 def _mend_entries(folder: Path, tell: Callable[[str], Any]) -> None:
     """From now on answer JAX's warnings of entries in a folder by deleting what is damaged."""
-    show, told = warnings.showwarning, set()
+    show, shown = warnings.showwarning, set()
 
     def answer(
         message: Warning | str,
@@ -66,9 +66,9 @@ def _mend_entries(folder: Path, tell: Callable[[str], Any]) -> None:
             return
         doing, name, reason = found.groups()
         deleted = _delete_damaged(folder, name, reading=doing == "reading")
-        if doing in told:
+        if doing in shown:
             return
-        told.add(doing)
+        shown.add(doing)
         if doing == "reading" and deleted:
             tell(f"compiled programs in {folder}: damaged entries are replaced")
         else:

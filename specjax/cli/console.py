@@ -44,8 +44,8 @@ class Marker:
             for token, drafted in zip(delta.token_ids, delta.drafted, strict=True):
                 self._drafted += [drafted] * len(self._decoder.feed([token]))
         pieces: list[tuple[str, bool]] = []
-        for place, character in enumerate(delta.text):
-            drafted = self._drafted[place] if place < len(self._drafted) else False
+        for index, character in enumerate(delta.text):
+            drafted = self._drafted[index] if index < len(self._drafted) else False
             if pieces and pieces[-1][1] == drafted:
                 pieces[-1] = (pieces[-1][0] + character, drafted)
             else:
@@ -87,12 +87,12 @@ class Screen:
         if drafter == "none":
             return
         if self._console.is_terminal:
-            told = Text.assemble(("Text like this", ACCEPTED), " was drafted and accepted.")
+            legend = Text.assemble(("Text like this", ACCEPTED), " was drafted and accepted.")
         elif self._marks:
-            told = Text(f"{_OPEN}Text like this{_CLOSE} was drafted and accepted.")
+            legend = Text(f"{_OPEN}Text like this{_CLOSE} was drafted and accepted.")
         else:
             return
-        self._console.print(told)
+        self._console.print(legend)
 
     def progress(self, label: str, rows: int, total: int, speed: float, share: float) -> None:
         """Rows done, tokens/s, and the time left, `share` being what is done of all work."""
@@ -132,7 +132,7 @@ class Screen:
         return self._console.is_terminal
 
     def question(self, number: int, total: int, question: Question, turn: int) -> None:
-        """The heading of a prompt: its place and how it begins."""
+        """The heading of a prompt: its index and how it begins."""
         self.say("")
         words = " ".join(question.turns[turn].split())
         head = f"[{number}/{total}] " + (f"{question.category}: " if question.category else "")
@@ -155,7 +155,7 @@ class Screen:
             self._inside = True
 
     def row_result(self, ours: Generation, row: int, plain: Generation | None, same: str) -> None:
-        """The line behind a text: what was drafted and accepted, and the speeds."""
+        """The line after a text: what was drafted and accepted, and the speeds."""
         accepted = int(ours.accepted[row][ours.accepted[row] > 0].sum())
         drafted = int(ours.drafted[row][ours.drafted[row] > 0].sum())
         parts = [f"{len(ours.token_ids[row])} tokens"]
@@ -169,8 +169,8 @@ class Screen:
             parts.append(same)
         self.say("    " + ", ".join(parts), "dim")
 
-    def table(self, drafter: str, totals: Totals, title: str, identity: str | None) -> None:
-        """The closing table; `identity` is what it says of the comparison, if there was one."""
+    def table(self, drafter: str, totals: Totals, title: str, comparison: str | None) -> None:
+        """The closing table; `comparison` is what it says of the comparison, if there was one."""
         counts = totals.metrics
         if counts is None:
             self.say("No batch was finished.")
@@ -195,14 +195,14 @@ class Screen:
                 "draft tokens accepted",
                 f"{counts.num_accepted_tokens} of {counts.num_draft_tokens}",
             )
-            places = " ".join(_number(rate) for rate in counts.acceptance_at_pos)
-            add("acceptance by position", places)
+            indices = " ".join(_number(rate) for rate in counts.acceptance_at_pos)
+            add("acceptance by position", indices)
         if totals.expected is not None:
             error = totals.expected.decision_error
             add("accepted of tested", _number(totals.acceptance_of_tested, 3))
             add("  expected from p and q", f"{_number(totals.expected.mean, 3)} +- {error:.3f}")
-        if identity is not None:
-            add("identical to plain", identity)
+        if comparison is not None:
+            add("identical to plain", comparison)
         self.say("")
         self._console.print(table)
 

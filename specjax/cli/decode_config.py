@@ -85,7 +85,7 @@ class Job:
         return self.compare and sampled and self.drafter != "none"
 
     def turn(self, number: int) -> list[int]:
-        """The places of the questions that have a turn of that number (from 0)."""
+        """The indices of the questions that have a turn of that number (from 0)."""
         return [i for i, question in enumerate(self.questions) if number < len(question.turns)]
 
     def turn_seeds(self, number: int) -> tuple[int, SamplingParams]:
@@ -196,8 +196,8 @@ def job_drafter(
         if path == job.target and not job.drafter_replicated:
             path = target
         else:
-            places = {"mesh": target.mesh, "replicated": job.drafter_replicated}
-            path = load_model(path, dtype=job.dtype, field="drafter.path", **places)
+            indices = {"mesh": target.mesh, "replicated": job.drafter_replicated}
+            path = load_model(path, dtype=job.dtype, field="drafter.path", **indices)
     length = job.session["num_speculative_tokens"]
     options["num_speculative_tokens"] = length if isinstance(length, int) else None
     return make_drafter(job.drafter, target, path, **options)
@@ -206,7 +206,7 @@ def job_drafter(
 def job_prompts(
     job: Job, target: Model, turn: int, answers: Mapping[int, Sequence[str]]
 ) -> list[Prompt]:
-    """The prompts of a turn; `answers` are those given so far, by the question's place.
+    """The prompts of a turn; `answers` are those given so far, by the question's index.
 
     Raises InputError where a chat template is needed and the model has none.
     """
@@ -218,8 +218,8 @@ def job_prompts(
             + (" or chat=auto" if has_template else f", since {target.name} has none")
         )
     prompts: list[Prompt] = []
-    for place in job.turn(turn):
-        said = job.questions[place].turns[: turn + 1]
+    for index in job.turn(turn):
+        said = job.questions[index].turns[: turn + 1]
         if not chat:
             prompts.append(said[0])
             continue
@@ -227,7 +227,7 @@ def job_prompts(
         for number, text in enumerate(said):
             messages.append({"role": "user", "content": text})
             if number < turn:
-                messages.append({"role": "assistant", "content": answers[place][number]})
+                messages.append({"role": "assistant", "content": answers[index][number]})
         prompts.append(messages)
     return prompts
 

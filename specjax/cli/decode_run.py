@@ -18,8 +18,8 @@ from specjax.decoding.executor import (
     Programs,
     Snapshot,
     compile_session,
-    cut,
     expected_acceptance,
+    kept_rounds,
     run_batch,
 )
 from specjax.decoding.generate import Follower, Generation, collect
@@ -123,15 +123,15 @@ def _turn(
     progress: Progress,
     answers: dict[int, list[str]],
 ) -> Iterator[Batch]:
-    places = job.turn(turn)
+    indices = job.turn(turn)
     for index in ours.session.batches():
-        questions = [job.questions[places[prompt]] for prompt in index]
+        questions = [job.questions[indices[prompt]] for prompt in index]
         live = progress.shown and screen.live and len(index) == 1
         if live:
-            screen.question(places[index[0]] + 1, len(job.questions), questions[0], turn)
+            screen.question(indices[index[0]] + 1, len(job.questions), questions[0], turn)
         result, last = _decode(ours, index, screen, clock, progress, live=live)
         for row, prompt in enumerate(index):
-            answers[places[prompt]].append(result.texts[row])
+            answers[indices[prompt]].append(result.texts[row])
         baseline = _finished(plain, index) if plain else None
         interrupted = False
         if plain is not None and baseline is None:
@@ -147,7 +147,7 @@ def _turn(
             ]
         for row, prompt in enumerate(index if progress.shown else []):
             if not live:
-                number = places[prompt] + 1
+                number = indices[prompt] + 1
                 screen.question(number, len(job.questions), questions[row], turn)
                 screen.text(_pieces(ours.session, prompt, last, row))
             same = ""
@@ -185,7 +185,7 @@ def _decode(
     for snapshot in run_batch(side.session, side.programs, index, ROUNDS_PER_STEP):
         if clock.first_token_s is None:
             clock.first_token_s = process_age()
-        if live and (delta := follower.follow(snapshot, cut(snapshot), 0)) is not None:
+        if live and (delta := follower.follow(snapshot, kept_rounds(snapshot), 0)) is not None:
             screen.text(marker.mark(delta))
         ended = int((snapshot.status != RUNNING).sum())
         limits = [side.session.requests[prompt].max_new_tokens for prompt in index]
@@ -212,7 +212,7 @@ def _finished(plain: _Side, index: Sequence[int]) -> Generation | None:
 
 
 def _pieces(session: Session, prompt: int, snapshot: Snapshot, row: int) -> list[tuple[str, bool]]:
-    delta = Follower(session, prompt).follow(snapshot, cut(snapshot), row)
+    delta = Follower(session, prompt).follow(snapshot, kept_rounds(snapshot), row)
     return [] if delta is None else Marker(session.model.tokenizer).mark(delta)
 
 

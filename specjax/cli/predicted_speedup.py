@@ -75,26 +75,26 @@ def measure(runs: Sequence[Run], say: Callable[[str], None]) -> Iterator[tuple[R
     for run in runs:
         job = _job(run)
         mesh = command_line.open_mesh(_config(run))
-        place = repr((job.target, job.dtype, mesh))
-        if place not in models:
+        key = repr((job.target, job.dtype, mesh))
+        if key not in models:
             # One at a time: there may be no room for two.
             models.clear()
             say(f"loading {job.target}")
-            models[place] = load_model(job.target, dtype=job.dtype, mesh=mesh)
+            models[key] = load_model(job.target, dtype=job.dtype, mesh=mesh)
         say(f"timing a draft and passes of {run.path.name}")
         with sharding.use(mesh):
-            session = _session(run, job, models[place])
-            yield run, _round_costs(session, run, place, passes)
+            session = _session(run, job, models[key])
+            yield run, _round_costs(session, run, key, passes)
 
 
-def _round_costs(session: Session, run: Run, place: str, passes: dict[Any, float]) -> RoundCosts:
+def _round_costs(session: Session, run: Run, key: str, passes: dict[Any, float]) -> RoundCosts:
     mean = np.mean([len(ids) for ids in session.prompts])
     new = np.mean([row.ours.new_tokens for row in run.rows])
     committed = min(int(mean + new / 2), session.plan.capacity - max(session.plan.widths))
     width_s = {}
     for width in sorted({1, *session.plan.widths}):
         # A few tokens more or less in the cache cost nothing that could be measured.
-        known = (place, session.num_rows, width, committed // 64, session.plan.capacity)
+        known = (key, session.num_rows, width, committed // 64, session.plan.capacity)
         if known not in passes:
             passes[known] = costs.extend_seconds(
                 session.plan.target,

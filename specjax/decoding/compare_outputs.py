@@ -49,7 +49,7 @@ def compare_row(
 
 
 def top2_margin(session: Session, prompt: int, new_tokens: Sequence[int]) -> float:
-    """How far the best next token leads the second behind a prompt and its first new tokens.
+    """How far the best next token leads the second after a prompt and its first new tokens.
 
     In units of logits; under `coupled` at a positive temperature, of log p plus the Gumbel noise
     that decides there.

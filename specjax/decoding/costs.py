@@ -31,7 +31,7 @@ _RUNS, _REPEATS = 5, 4
 def extend_seconds(
     model: LanguageModel, params: Any, *, batch: int, width: int, committed: int, capacity: int
 ) -> float:
-    """T(width): one `extend` of B x width tokens behind `committed` tokens, logits included."""
+    """T(width): one `extend` of B x width tokens after `committed` tokens, logits included."""
     cache = model.make_cache(batch, capacity)
     cache = cache.replace(length=cache.length + committed)
     visible = jnp.tril(jnp.ones((1, width, width), bool))
@@ -64,7 +64,7 @@ def widths_seconds(
 
 
 def propose_seconds(session: Session) -> float:
-    """The time a full draft takes, on the session's first batch behind its prompts."""
+    """The time a full draft takes, on the session's first batch after its prompts."""
     plan = replace(session.plan, draft_length=replace(session.plan.draft_length, costs=()))
     arguments = batch_arguments(session, session.batches()[0])
     state = jax.jit(loop.start, static_argnums=0)(plan, session.params, *arguments)

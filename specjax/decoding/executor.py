@@ -183,17 +183,17 @@ def _stop_string(session: Session, prompt: int, tokens: np.ndarray) -> int:
 
 def first_stop(text: str, stops: Sequence[str]) -> int | None:
     """Where the first stop string begins in a text, if one does."""
-    places = [place for place in (text.find(stop) for stop in stops) if place >= 0]
-    return min(places, default=None)
+    starts = [start for start in (text.find(stop) for stop in stops) if start >= 0]
+    return min(starts, default=None)
 
 
-def cut(snapshot: Snapshot) -> Rounds:
-    """The snapshot's counts without what lies behind a stop string."""
+def kept_rounds(snapshot: Snapshot) -> Rounds:
+    """The snapshot's counts without what lies after a stop string."""
     if (snapshot.kept < 0).all():
         return snapshot.rounds
     counts = snapshot.rounds
     new = np.where(snapshot.kept < 0, np.iinfo(np.int32).max, snapshot.kept)
-    drafted, accepted, emitted, width = metrics.cut_rounds(
+    drafted, accepted, emitted, width = metrics.truncate_rounds(
         counts.drafted, counts.accepted, counts.emitted, counts.width, new
     )
     return Rounds(width=width, drafted=drafted, accepted=accepted, emitted=emitted)

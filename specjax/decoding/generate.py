@@ -10,7 +10,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specjax import metrics, sampling
-from specjax.decoding.executor import Snapshot, compile_session, cut, first_stop, run_session
+from specjax.decoding.executor import (
+    Snapshot,
+    compile_session,
+    first_stop,
+    kept_rounds,
+    run_session,
+)
 from specjax.decoding.open_session import open_session
 from specjax.decoding.plan import Session
 from specjax.decoding.prompts import Prompt
@@ -143,7 +149,7 @@ def generate(
 
 def collect(session: Session, batches: Sequence[Snapshot], compile_s: float = 0.0) -> Generation:
     """The result of finished batches, in input order."""
-    counts = [cut(snapshot) for snapshot in batches]
+    counts = [kept_rounds(snapshot) for snapshot in batches]
     rows: dict[str, list] = {
         name: []
         for name in (
@@ -220,7 +226,7 @@ def stream_session(session: Session, rounds_per_step: int = 1) -> Iterator[Delta
     """The deltas of a session, batch by batch; within a step rows come in input order."""
     followers: dict[int, Follower] = {}
     for snapshot in run_session(session, rounds_per_step):
-        counts = cut(snapshot)
+        counts = kept_rounds(snapshot)
         for row, prompt in enumerate(snapshot.index):
             follower = followers.setdefault(prompt, Follower(session, prompt))
             delta = follower.follow(snapshot, counts, row)
@@ -239,7 +245,7 @@ class Follower:
         self._tokens, self._text, self._shown, self._ended = 0, "", 0, False
 
     def follow(self, snapshot: Snapshot, counts: Rounds, row: int) -> Delta | None:
-        """What the snapshot adds in that row, if anything; `counts` are `cut(snapshot)`."""
+        """What the snapshot adds in that row, if anything; `counts` are `kept_rounds(snapshot)`."""
         if self._ended:
             return None
         tokens = _new_tokens(self._session, snapshot, row)
@@ -284,7 +290,7 @@ def _text(session: Session, tokens: list[int], stops: Sequence[str]) -> str:
 
 def _was_drafted(accepted: np.ndarray, emitted: np.ndarray) -> list[bool]:
     return [
-        place < passed
+        index < passed
         for passed, count in zip(accepted.tolist(), emitted.tolist(), strict=True)
-        for place in range(max(count, 0))
+        for index in range(max(count, 0))
     ]

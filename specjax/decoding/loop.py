@@ -152,7 +152,7 @@ def propose(plan: Plan, params: Any, state: State) -> tuple[Draft, Any]:
 def _truncate(state: State, verified: VerifiedDraft) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
     """How many tokens each row commits, and its status then.
 
-    The path ends behind the first stop token, and at the row's longest length.
+    The path ends after the first stop token, and at the row's longest length.
     """
     step = jnp.arange(verified.tokens.shape[1])[None, :]
     count = verified.verification.num_accepted + 1

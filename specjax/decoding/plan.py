@@ -238,7 +238,7 @@ def batch_arguments(session: Session, index: list[int]) -> tuple:
 
 
 def row_key(session: Session, prompt: int) -> Key[Array, ""]:
-    """The key that all of a prompt's draws come from: its own seed's, or its place's."""
+    """The key that all of a prompt's draws come from: its own seed's, or its index's."""
     seed = session.requests[prompt].seed
     if seed is not None:
         return jax.random.key(seed)

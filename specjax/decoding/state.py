@@ -43,7 +43,7 @@ class Plan:
 
 @struct.dataclass
 class Rows:
-    """What the caller fixed for each row: its prompt's place in the input, key, and limits."""
+    """What the caller fixed for each row: its prompt's index in the input, key, and limits."""
 
     index: Int[Array, "B"]
     key: Key[Array, "B"]

@@ -103,10 +103,10 @@ def verify_draft(
     longest = draft.tokens.shape[1]
     path = jnp.pad(verification.path_slots, ((0, 0), (0, longest - nodes)), constant_values=-1)
     slots = jnp.pad(jnp.maximum(path, 0), ((0, 0), (1, 0)))
-    behind = jnp.arange(longest + 1)[None, :] >= verification.num_accepted[:, None]
+    after = jnp.arange(longest + 1)[None, :] >= verification.num_accepted[:, None]
     proposed = jnp.take_along_axis(draft.tokens, jnp.maximum(path, 1) - 1, axis=1)
     proposed = jnp.pad(proposed, ((0, 0), (0, 1)))
-    tokens = jnp.where(behind, verification.next_token[:, None], proposed)
+    tokens = jnp.where(after, verification.next_token[:, None], proposed)
     logprobs = None
     if plan.logprobs:
         norm = jax.scipy.special.logsumexp(logits, axis=-1, keepdims=True)

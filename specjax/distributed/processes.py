@@ -179,8 +179,8 @@ def speaks() -> bool:
     return number() == 0
 
 
-def together(work: Callable[[], Result], facts: Mapping[str, Any] | None = None) -> Result:
-    """What `work` returns; an InputError of one process, or other facts, becomes one of all."""
+def together(work: Callable[[], Result], values: Mapping[str, Any] | None = None) -> Result:
+    """What `work` returns; an InputError of one process, or other values, becomes one of all."""
     result, error = None, None
     try:
         result = work()
@@ -188,7 +188,7 @@ def together(work: Callable[[], Result], facts: Mapping[str, Any] | None = None)
         raise
     except InputError as raised:
         error = str(raised)
-    agree(facts or {}, error)
+    agree(values or {}, error)
     return result
 
 
@@ -196,8 +196,8 @@ class _Agreed(InputError):
     """An error that every process has been told of, so that a call around it must not ask again."""
 
 
-def agree(facts: Mapping[str, Any], error: str | None = None) -> None:
-    """Raise InputError on every process where the (JSON-ready) facts of two of them differ.
+def agree(values: Mapping[str, Any], error: str | None = None) -> None:
+    """Raise InputError on every process where the (JSON-ready) values of two of them differ.
 
     A process that has found an error of its own hands it over, so that all of them stop.
     """
@@ -205,11 +205,11 @@ def agree(facts: Mapping[str, Any], error: str | None = None) -> None:
         if error is not None:
             raise InputError(error)
         return
-    everyone = _exchange({"facts": dict(facts), "error": error})
-    first = everyone[0]["facts"]
+    everyone = _exchange({"values": dict(values), "error": error})
+    first = everyone[0]["values"]
     for number, said in enumerate(everyone):
-        for name in first.keys() & said["facts"].keys():
-            mine, other = first[name], said["facts"][name]
+        for name in first.keys() & said["values"].keys():
+            mine, other = first[name], said["values"][name]
             if mine != other:
                 raise _Agreed(
                     f"{name}={mine!r} on process 0, {other!r} on process {number}: "

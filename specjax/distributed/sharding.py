@@ -71,7 +71,7 @@ def partition(axes: Axes, shape: Sequence[int], mesh: Any) -> PartitionSpec:
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """The array, told to lie by its logical axes while a program for a mesh is traced."""
+    """The array, constrained by its logical axes while a program for a mesh is traced."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x

@@ -1,4 +1,4 @@
-"""What a drafter is: three pure functions and a few static facts, as optax has two."""
+"""What a drafter is: three pure functions and a few static fields, as optax has two."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Context:
 
     `tokens[b, :length[b]]` are row b's committed tokens (n of them), prompt included; `cache` holds
     the keys and values of the first n - 1. `limit` is the longest draft each row may make in this
-    round, at most `num_tokens` (K) and 0 in rows that are finished. `index` is the place of a row's
+    round, at most `num_tokens` (K) and 0 in rows that are finished. `index` is the index of a row's
     prompt in the whole input.
     """
 
@@ -90,7 +90,7 @@ def warp_rows(
 class Accepted:
     """What a round committed: `count` tokens a row, the last of them the target's own.
 
-    `path_slots` are the window slots of the accepted nodes, -1 behind them; `features` hold the
+    `path_slots` are the window slots of the accepted nodes, -1 after them; `features` hold the
     target's named features at the root and at those nodes.
     """
 

@@ -40,11 +40,11 @@ def make(first: Drafter, second: Drafter) -> Drafter:
 
     def propose(params: Any, state: Any, context: Context, noise: Noise) -> tuple[Draft, Any]:
         taken, drafts, states = jnp.zeros(context.length.shape, bool), [], []
-        for place, drafter in enumerate(both):
+        for number, drafter in enumerate(both):
             narrowed = _narrowed(context, drafter)
             narrowed = narrowed.replace(limit=jnp.where(taken, 0, narrowed.limit))
             draft, after = drafter.propose(
-                params[place], state[place], narrowed, _noise_of(place, noise, context)
+                params[number], state[number], narrowed, _noise_of(number, noise, context)
             )
             if not is_chain(draft):
                 raise ValueError(f"drafter {drafter.name!r} proposes a tree: use one of chains")
@@ -81,9 +81,9 @@ def _narrowed(context: Context, drafter: Drafter) -> Context:
     return context.replace(limit=jnp.minimum(context.limit, length), num_tokens=length)
 
 
-def _noise_of(place: int, noise: Noise, context: Context) -> Noise:
+def _noise_of(number: int, noise: Noise, context: Context) -> Noise:
     """Noise that the other drafter does not see; under `coupled` both see the target's own."""
-    return (lambda depth: noise(2 * depth + place)) if context.needs_logq else noise
+    return (lambda depth: noise(2 * depth + number)) if context.needs_logq else noise
 
 
 def joined(first: Draft, second: Draft, length: int) -> Draft:

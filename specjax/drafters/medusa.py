@@ -1,6 +1,6 @@
 """Medusa heads draft from the target's last feature, all at once (Cai et al. 2401.10774).
 
-Head i predicts the token i + 2 places behind the feature it reads, f_{n-2}; its distribution does
+Head i predicts the token i + 2 positions after the feature it reads, f_{n-2}; its distribution does
 not depend on what the heads before it drew. A chain is drafted, one token a head.
 """
 
@@ -100,7 +100,7 @@ def _logits(
     return jnp.concatenate(each, axis=1)
 
 
-def _at(features: Float[Array, "B T D"], place: Int[Array, "B"]) -> Float[Array, "B D"]:
-    """Each row's feature at its own place; below 0, the first."""
-    places = jnp.maximum(place, 0)[:, None, None]
-    return jnp.take_along_axis(features, places, axis=1)[:, 0]
+def _at(features: Float[Array, "B T D"], position: Int[Array, "B"]) -> Float[Array, "B D"]:
+    """Each row's feature at its own position; below 0, the first."""
+    positions = jnp.maximum(position, 0)[:, None, None]
+    return jnp.take_along_axis(features, positions, axis=1)[:, 0]

@@ -50,7 +50,7 @@ def make(
         end, found = find_match(
             context.tokens, context.length, prompt_lookup_max, prompt_lookup_min, match == "latest"
         )
-        # Behind the last committed token the copy goes on in what it has copied: a loop stays one.
+        # After the last committed token the copy goes on in what it has copied: a loop stays one.
         period = jnp.maximum(context.length - 1 - end, 1)
         step = jnp.arange(context.num_tokens)[None, :] % period[:, None]
         tokens = jnp.take_along_axis(context.tokens, end[:, None] + 1 + step, axis=1)
@@ -75,7 +75,7 @@ def find_match(
         last = jnp.take_along_axis(tokens, jnp.maximum(length - 1 - back, 0)[:, None], axis=1)
         unbroken &= (shifted == last) & (back < length)[:, None]
         matched += unbroken
-    place = position if latest else count - 1 - position
-    score = jnp.where(matched >= shortest, matched * count + place, -1)
+    recency = position if latest else count - 1 - position
+    score = jnp.where(matched >= shortest, matched * count + recency, -1)
     best = jnp.argmax(score, axis=1)
     return best.astype(jnp.int32), score.max(axis=1) >= 0

@@ -34,7 +34,7 @@ def make(
 
     The continuations are the token ids that plain decoding gave, greedy or `coupled` at the same
     seed, in the order of the prompts. Which tokens are wrong depends on `mistake_seed`, the prompt
-    and the place alone. Raises InputError for a rate outside [0, 1] or no continuations.
+    and the position alone. Raises InputError for a rate outside [0, 1] or no continuations.
     """
     check_arguments(
         make,

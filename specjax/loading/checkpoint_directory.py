@@ -1,4 +1,4 @@
-"""Arrays and facts in an Orbax directory: saved whole or not at all, restored onto any mesh.
+"""Arrays and metadata in an Orbax directory: saved whole or not at all, restored onto any mesh.
 
 The directory holds one Orbax checkpoint, `specjax-1`, with the marker of `files.folders`, which
 lists its files. A save over it writes into `specjax-2.unfinished`, from where the checkpoint is
@@ -54,11 +54,11 @@ _LAST_WORDS_S = 0.2
 
 
 class Found(NamedTuple):
-    """A checkpoint whose facts and index were read: `arrays` are shapes and dtypes so far."""
+    """A checkpoint whose metadata and index were read: `arrays` are shapes and dtypes so far."""
 
     directory: Path
     path: Path
-    facts: dict[str, Any]
+    metadata: dict[str, Any]
     arrays: dict[str, Any]
 
 
@@ -70,18 +70,18 @@ def is_checkpoint(directory: Path) -> bool:
 
 
 def save(
-    directory: Path, kind: Kind, params: dict[str, Any], facts: dict[str, Any], overwrite: bool
+    directory: Path, kind: Kind, params: dict[str, Any], metadata: dict[str, Any], overwrite: bool
 ) -> None:
-    """Write a nested dict of arrays and a dict of facts, replacing an earlier checkpoint if asked.
+    """Write a nested dict of arrays and its metadata, replacing an earlier checkpoint if asked.
 
     Raises InputError where the directory holds anything else, cannot be written, or is not seen by
-    all processes, for parameters that are not arrays and facts that JSON does not know.
+    all processes, for parameters that are not arrays and metadata that JSON does not know.
     """
 
     def check() -> dict[str, Any]:
         _check_params(directory, params)
-        known = parse_json(_to_json(directory, facts), f"{directory}: the facts")
-        return {"specjax_checkpoint": _FORMAT, "kind": kind, "facts": known}
+        known = parse_json(_to_json(directory, metadata), f"{directory}: the metadata")
+        return {"specjax_checkpoint": _FORMAT, "kind": kind, "metadata": known}
 
     envelope = processes.together(check, {"the checkpoint's directory": str(directory)})
     with ExitStack() as stack:
@@ -120,7 +120,7 @@ def save(
 
 
 def look(directory: Path, kind: Kind) -> Found:
-    """The facts of a checkpoint, with the shapes and dtypes of its arrays; none of them is read.
+    """The metadata of a checkpoint, with the shapes and dtypes of its arrays; none of them is read.
 
     Raises InputError where there is no whole checkpoint of that kind and of a known format.
     """
@@ -140,24 +140,24 @@ def look(directory: Path, kind: Kind) -> Found:
 
     def read(ocp: Any, context: Any) -> Any:
         with context:
-            content = ocp.metadata(path, checkpointable_name=_ARRAYS)
+            content = ocp.index(path, checkpointable_name=_ARRAYS)
         # Orbax logs what went wrong and goes on.
-        if content.metadata is None:
+        if content.index is None:
             raise ValueError("its index cannot be read")
         return content
 
-    metadata, failure = _attempt(read)
+    index, failure = _attempt(read)
     if failure is not None:
         raise damaged(directory, failure)
-    facts = _open_envelope(directory, kind, metadata.custom_metadata)
+    metadata = _open_envelope(directory, kind, index.custom_metadata)
     if marker.kind != kind:
         raise damaged(directory, f"{path.name}/{folders.MARKER} is of a {marker.kind}")
-    arrays = metadata.metadata
+    arrays = index.index
     leaves = jax.tree.leaves(arrays)
     named = isinstance(arrays, dict) and leaves
     if not named or not all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves):
         raise damaged(directory, "its index lists more than arrays")
-    found = Found(directory, path, facts, shapes(arrays))
+    found = Found(directory, path, metadata, shapes(arrays))
     _weigh(found)
     return found
 
@@ -199,7 +199,7 @@ def restore(found: Found, wanted: dict[str, Any]) -> dict[str, Any]:
 def damaged(directory: Path, how: str) -> InputError:
     """The error for a checkpoint that is not what was saved."""
     return InputError(
-        f"{directory}: the checkpoint is damaged or cut short ({how}); copy it again, or save "
+        f"{directory}: the checkpoint is damaged or truncated ({how}); copy it again, or save "
         "elsewhere"
     )
 
@@ -286,7 +286,7 @@ def _check_params(directory: Path, params: dict[str, Any]) -> None:
         if not plain or not (jnp.issubdtype(node.dtype, jnp.number) or node.dtype == bool):
             raise InputError(
                 f"{directory}: {name} is {type(node).__name__}{list(np.shape(node))}: a checkpoint "
-                "holds a nested dict of arrays of numbers, none empty; put others into the facts"
+                "holds a nested dict of arrays of numbers, none empty; put others into the metadata"
             )
 
     check("params", params)
@@ -300,13 +300,13 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _to_json(directory: Path, facts: dict[str, Any]) -> str:
+def _to_json(directory: Path, metadata: dict[str, Any]) -> str:
     try:
-        text = json.dumps(facts, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(metadata, ensure_ascii=False, allow_nan=False)
         text.encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(
-            f"{directory}: the facts are not JSON ({_brief(error)}); use dicts, lists, text, "
+            f"{directory}: the metadata are not JSON ({_brief(error)}); use dicts, lists, text, "
             "finite numbers, true, false and null"
         ) from None
     return text
@@ -440,16 +440,16 @@ def _open_envelope(directory: Path, kind: Kind, envelope: Any) -> dict[str, Any]
             f"{directory}: checkpoint format {version!r:.40}, and only {_FORMAT} is known; "
             "use the version of specjax that saved it"
         )
-    facts = envelope.get("facts")
-    if not isinstance(held, str) or held not in _READERS or not isinstance(facts, dict):
-        raise damaged(directory, "its kind or its facts are missing")
+    metadata = envelope.get("metadata")
+    if not isinstance(held, str) or held not in _READERS or not isinstance(metadata, dict):
+        raise damaged(directory, "its kind or its metadata are missing")
     if held != kind:
         raise InputError(
             f"{directory}: holds a {held}, not a {kind}; give another directory, or read it with "
             f"{_READERS[held]}"
         )
-    _to_json(directory, facts)
-    return facts
+    _to_json(directory, metadata)
+    return metadata
 
 
 def _weigh(found: Found) -> None:

@@ -18,14 +18,14 @@ from specjax.errors import InputError
 from specjax.fields import Flag, Instance
 from specjax.files.paths import output_folder, user_path
 from specjax.loading import checkpoint_directory as disk
-from specjax.loading import model_metadata as model_facts
+from specjax.loading import model_metadata
 from specjax.loading.formats import build_parameters, parameter_names
 from specjax.loading.model import MODEL_KIND, Model
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from specjax.models.config import DecoderConfig
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_MODEL_FACTS = {"config": dict, "dtype": str, "scan_layers": bool, "tokenizer": dict | None}
+_MODEL_METADATA = {"config": dict, "dtype": str, "scan_layers": bool, "tokenizer": dict | None}
 
 
 def save_checkpoint(model: Model, directory: str | Path, *, overwrite: bool = False) -> None:
@@ -38,13 +38,13 @@ def save_checkpoint(model: Model, directory: str | Path, *, overwrite: bool = Fa
     path = _writable(directory, overwrite)
     dtype, scan_layers = np.dtype(model.dtype), model.form.scan_layers
     _compare(path, disk.shapes(model.params), _arrays(model.config, dtype, scan_layers))
-    facts = {
-        "config": model_facts.config_facts(model.config),
+    metadata = {
+        "config": model_metadata.config_metadata(model.config),
         "dtype": dtype.name,
         "scan_layers": scan_layers,
-        "tokenizer": model.tokenizer and model_facts.tokenizer_facts(model.tokenizer),
+        "tokenizer": model.tokenizer and model_metadata.tokenizer_metadata(model.tokenizer),
     }
-    disk.save(path, "model", model.params, facts, overwrite)
+    disk.save(path, "model", model.params, metadata, overwrite)
 
 
 def read_model(
@@ -70,7 +70,7 @@ def read_model(
 
     found, config, tokenizer = processes.together(look)
     disk.verify(found)
-    stacked = found.facts["scan_layers"]
+    stacked = found.metadata["scan_layers"]
     params = disk.restore(found, _placed_arrays(config, dtype, mesh, shards, stacked))
     if stacked != scan_layers:
         wanted = _placed_arrays(config, dtype, mesh, shards, scan_layers)
@@ -81,61 +81,61 @@ def read_model(
 def save_drafter(
     directory: str | Path,
     params: Mapping[str, Any],
-    facts: Mapping[str, Any],
+    metadata: Mapping[str, Any],
     *,
     overwrite: bool = False,
 ) -> None:
-    """Write a drafter's nested dict of arrays, and JSON-ready facts about it, for `load_drafter`.
+    """Write a drafter's nested dict of arrays and JSON-ready metadata, for `load_drafter`.
 
     Every process makes the call. Raises InputError as `save_checkpoint` does, and for names with
-    dots, leaves that are not arrays of numbers, and facts that JSON does not know.
+    dots, leaves that are not arrays of numbers, and metadata that JSON does not know.
     """
     path = _writable(directory, overwrite)
-    for name, value in (("params", params), ("facts", facts)):
+    for name, value in (("params", params), ("metadata", metadata)):
         Instance(Mapping, "use a dict").check(name, value)
-    disk.save(path, "drafter", dict(params), dict(facts), overwrite)
+    disk.save(path, "drafter", dict(params), dict(metadata), overwrite)
 
 
 def load_drafter(
     directory: str | Path, mesh: Mesh | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The params and facts of `save_drafter`; on a mesh the arrays are whole on each device.
+    """The params and metadata of `save_drafter`; on a mesh the arrays are whole on each device.
 
-    Every process makes the call. Tuples in the facts come back as lists. Raises InputError for a
+    Every process makes the call. Tuples in the metadata come back as lists. Raises InputError for a
     directory that is not an intact checkpoint of a drafter.
     """
     MESH_KIND.check("mesh", mesh)
     path = user_path("directory", directory)
     found = processes.together(lambda: disk.look(path, "drafter"))
     disk.verify(found)
-    place = _default_device() if mesh is None else NamedSharding(mesh, PartitionSpec())
-    return disk.restore(found, _all_placed(found.arrays, place)), found.facts
+    sharding = _default_device() if mesh is None else NamedSharding(mesh, PartitionSpec())
+    return disk.restore(found, _all_placed(found.arrays, sharding)), found.metadata
 
 
 def _look_at_model(path: Path) -> tuple[disk.Found, DecoderConfig, Tokenizer | None]:
     """What a checkpoint says about its model, after a comparison with the arrays it lists."""
     found = disk.look(path, "model")
-    facts = model_facts.check_fields("facts", found.facts, _MODEL_FACTS)
-    config, tokenizer = model_facts.read_config(facts["config"]), None
-    if facts["tokenizer"] is not None:
-        tokenizer = model_facts.read_tokenizer(facts["tokenizer"])
+    metadata = model_metadata.check_fields("metadata", found.metadata, _MODEL_METADATA)
+    config, tokenizer = model_metadata.read_config(metadata["config"]), None
+    if metadata["tokenizer"] is not None:
+        tokenizer = model_metadata.read_tokenizer(metadata["tokenizer"])
         if tokenizer.vocab_size > config.vocab_size:
             raise InputError(
                 f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, the model "
                 f"{config.vocab_size}; save the model with its own tokenizer"
             )
-    if facts["dtype"] not in _DTYPES:
+    if metadata["dtype"] not in _DTYPES:
         raise InputError(
-            f"{path}: dtype={facts['dtype']!r:.40}: use a checkpoint in {', '.join(_DTYPES)}"
+            f"{path}: dtype={metadata['dtype']!r:.40}: use a checkpoint in {', '.join(_DTYPES)}"
         )
     # Layers that lie apart have entries of their own, so that their number has to be bounded first.
-    if not facts["scan_layers"] and config.num_layers > len(jax.tree.leaves(found.arrays)):
+    if not metadata["scan_layers"] and config.num_layers > len(jax.tree.leaves(found.arrays)):
         raise InputError(
             f"{path}: the config asks for {config.num_layers} layers, which are not there; "
             "take parameters and config from one model"
         )
-    stored = np.dtype(jnp.dtype(facts["dtype"]))
-    _compare(path, found.arrays, _arrays(config, stored, facts["scan_layers"]))
+    stored = np.dtype(jnp.dtype(metadata["dtype"]))
+    _compare(path, found.arrays, _arrays(config, stored, metadata["scan_layers"]))
     return found, config, tokenizer
 
 
@@ -160,20 +160,20 @@ def _placed_arrays(
     arrays = _arrays(config, dtype, scan_layers)
     if mesh is None:
         return _all_placed(arrays, _default_device())
-    places = build_parameters.parameter_shardings(config, mesh, shards, scan_layers)
-    return jax.tree.map(_placed, arrays, places)
+    shardings = build_parameters.parameter_shardings(config, mesh, shards, scan_layers)
+    return jax.tree.map(_placed, arrays, shardings)
 
 
 def _default_device() -> Sharding:
     return jnp.zeros(()).sharding
 
 
-def _placed(leaf: jax.ShapeDtypeStruct, place: Sharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+def _placed(leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def _all_placed(tree: Any, place: Sharding) -> Any:
-    return jax.tree.map(lambda leaf: _placed(leaf, place), tree)
+def _all_placed(tree: Any, sharding: Sharding) -> Any:
+    return jax.tree.map(lambda leaf: _placed(leaf, sharding), tree)
 
 
 def _stack(layers: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
@@ -217,9 +217,9 @@ def _compare(path: Path, found: Any, wanted: Any) -> None:
         ],
     }
     if any(problems.values()):
-        told = "; ".join(f"{label}: {_some(names)}" for label, names in problems.items() if names)
+        listed = "; ".join(f"{label}: {_some(names)}" for label, names in problems.items() if names)
         raise InputError(
-            f"{path}: the parameters do not fit the config ({told}); take both from one model"
+            f"{path}: the parameters do not fit the config ({listed}); take both from one model"
         )
 
 

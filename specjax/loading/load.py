@@ -101,10 +101,10 @@ def place_model(model: Model, mesh: Mesh | None, *, replicated: bool = False) ->
             model, params=jax.device_put(model.params, jax.devices()[0]), mesh=None, shards=1
         )
     build_parameters.check_shards(model.config, shards)
-    places = build_parameters.parameter_shardings(
+    shardings = build_parameters.parameter_shardings(
         model.config, mesh, shards, model.form.scan_layers
     )
-    return replace(model, params=jax.device_put(model.params, places), mesh=mesh, shards=shards)
+    return replace(model, params=jax.device_put(model.params, shardings), mesh=mesh, shards=shards)
 
 
 def save_model(model: Model, directory: str | Path) -> None:
@@ -140,18 +140,18 @@ def random_model(
     target = _Target(resolve_dtype(dtype), mesh, _shards(mesh, replicated=False), form)
     rng = np.random.default_rng(seed)
 
-    def fill(place: parameter_names.Place, target: np.ndarray) -> None:
-        noise = rng.standard_normal(place.shape, np.float32)
-        kind, inputs = place.slot.path[-1], math.prod(place.shape[: place.slot.in_axes])
+    def fill(location: parameter_names.Location, target: np.ndarray) -> None:
+        noise = rng.standard_normal(location.shape, np.float32)
+        kind, inputs = location.slot.path[-1], math.prod(location.shape[: location.slot.in_axes])
         if kind == "kernel":
             noise *= np.float32(inputs**-0.5)
         elif kind != "embedding":
             noise = np.float32(kind == "scale") + np.float32(0.1) * noise
         np.copyto(target, noise, casting="same_kind")
 
-    places = list(parameter_names.places(parameter_names.HUGGING_FACE, config))
+    locations = list(parameter_names.locations(parameter_names.HUGGING_FACE, config))
     params = build_parameters.build(
-        config, target.dtype, places, fill, mesh, target.shards, form.scan_layers, threads=1
+        config, target.dtype, locations, fill, mesh, target.shards, form.scan_layers, threads=1
     )
     return target.model(f"random-{seed}", config, params, tokenizer)
 

@@ -25,14 +25,14 @@ _TOKENIZER = {
 }
 
 
-def config_facts(config: DecoderConfig) -> dict[str, Any]:
+def config_metadata(config: DecoderConfig) -> dict[str, Any]:
     """What `read_config` reads."""
     return dataclasses.asdict(config)
 
 
-def read_config(facts: dict[str, Any]) -> DecoderConfig:
+def read_config(metadata: dict[str, Any]) -> DecoderConfig:
     """The config; raises InputError for unknown, missing and senseless fields."""
-    fields = dataclass_fields("config", facts, DecoderConfig)
+    fields = dataclass_fields("config", metadata, DecoderConfig)
     if fields.get("rope_scaling") is not None:
         scaling = dataclass_fields("rope_scaling", fields["rope_scaling"], RopeScaling)
         factors = tuple(scaling.get("factors", ()))
@@ -40,7 +40,7 @@ def read_config(facts: dict[str, Any]) -> DecoderConfig:
     return DecoderConfig(**fields)
 
 
-def tokenizer_facts(tokenizer: Tokenizer) -> dict[str, Any]:
+def tokenizer_metadata(tokenizer: Tokenizer) -> dict[str, Any]:
     """What `read_tokenizer` reads."""
     return {
         "backend": tokenizer.backend.to_str(),
@@ -52,9 +52,9 @@ def tokenizer_facts(tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def read_tokenizer(facts: dict[str, Any]) -> Tokenizer:
+def read_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
     """The tokenizer; raises InputError for fields or a backend that are none."""
-    fields = check_fields("tokenizer", facts, _TOKENIZER)
+    fields = check_fields("tokenizer", metadata, _TOKENIZER)
     with refused("tokenizer: not one that can be read", "save the model again"):
         backend = tokenizers.Tokenizer.from_str(fields["backend"])
     template = fields["chat_template"]
@@ -71,31 +71,31 @@ def read_tokenizer(facts: dict[str, Any]) -> Tokenizer:
 
 
 def check_fields(
-    where: str, facts: dict[str, Any], kinds: Mapping[str, Any], optional: Collection[str] = ()
+    where: str, metadata: dict[str, Any], kinds: Mapping[str, Any], optional: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The facts, where their names and types are these; raises InputError otherwise."""
-    unknown = sorted(facts.keys() - kinds.keys())
-    missing = sorted(kinds.keys() - facts.keys() - set(optional))
+    """The metadata, where their names and types are these; raises InputError otherwise."""
+    unknown = sorted(metadata.keys() - kinds.keys())
+    missing = sorted(kinds.keys() - metadata.keys() - set(optional))
     for label, names in (("unknown", unknown), ("missing", missing)):
         if names:
             raise InputError(
                 f"{where}: {names[0]!r:.40} is {label} ({len(names)} in all); "
                 "use the version of specjax that saved it"
             )
-    for name, value in facts.items():
+    for name, value in metadata.items():
         if not _fits(value, kinds[name]):
             raise InputError(
                 f"{where}: {name}={value!r:.40} is of no use; use a checkpoint as it was saved"
             )
-    return facts
+    return metadata
 
 
-def dataclass_fields(where: str, facts: dict[str, Any], kind: type) -> dict[str, Any]:
+def dataclass_fields(where: str, metadata: dict[str, Any], kind: type) -> dict[str, Any]:
     """The fields of a dataclass; those with a default may be missing."""
     optional = [
         field.name for field in dataclasses.fields(kind) if field.default is not dataclasses.MISSING
     ]
-    return check_fields(where, facts, get_type_hints(kind), optional)
+    return check_fields(where, metadata, get_type_hints(kind), optional)
 
 
 def _fits(value: Any, kind: Any) -> bool:

@@ -185,7 +185,7 @@ class Decoder:
         return Window(empty, empty)
 
     def constrain_heads(self, keys: Float[Array, "L B G S C"]) -> Float[Array, "L B G S C"]:
-        """Keys or values, told where they lie on a mesh."""
+        """Keys or values, with their sharding constraint on a mesh."""
         return constrain(keys, None, "batch", "kv_heads" if self.shards > 1 else None, None, None)
 
     def init(self, key: Key[Array, ""]) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def _csv_row(entry: Entry, task: str, longest: int) -> dict[str, Any]:
     row["efficiency"] = entry.efficiency if task == OVERALL else None
     for name in ("acceptance_at_pos", "cond_acceptance_at_pos"):
         values = summary[name] + [None] * longest
-        row |= {f"{name}_{place}": values[place] for place in range(longest)}
+        row |= {f"{name}_{index}": values[index] for index in range(longest)}
     return row
 
 

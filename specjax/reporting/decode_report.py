@@ -164,46 +164,46 @@ def largest_size(num_rows: int, new_tokens: int, *, logprobs: bool) -> int:
 def _rows(batch: Batch, setting: Setting) -> list[dict[str, Any]]:
     lengths = metrics.accept_lengths(batch.ours.emitted)
     rows = []
-    for place, question in enumerate(batch.questions):
-        difference = batch.differences[place] if batch.differences is not None else None
+    for index, question in enumerate(batch.questions):
+        difference = batch.differences[index] if batch.differences is not None else None
         row = {
             "question_id": question.question_id,
             "category": question.category,
             "drafter": setting.drafter,
-            "token_ids": batch.ours.token_ids[place],
-            "text": batch.ours.texts[place],
-            "new_tokens": len(batch.ours.token_ids[place]),
-            "accept_lengths": lengths[place],
-            "rounds": _rounds(batch.ours, place),
-            "prefill_s": batch.ours.prefill_s[place],
-            "decode_s": batch.ours.decode_s[place],
+            "token_ids": batch.ours.token_ids[index],
+            "text": batch.ours.texts[index],
+            "new_tokens": len(batch.ours.token_ids[index]),
+            "accept_lengths": lengths[index],
+            "rounds": _rounds(batch.ours, index),
+            "prefill_s": batch.ours.prefill_s[index],
+            "decode_s": batch.ours.decode_s[index],
             "batch": batch.number,
-            "plain": None if batch.plain is None else _plain(batch.plain, place),
+            "plain": None if batch.plain is None else _plain(batch.plain, index),
             "identical": None if batch.differences is None else difference is None,
             "first_difference": None if difference is None else difference.first,
             "margin_at_difference": None if difference is None else difference.margin,
         }
-        if batch.ours.logprobs[place] is not None:
-            row["logprobs"] = batch.ours.logprobs[place]
+        if batch.ours.logprobs[index] is not None:
+            row["logprobs"] = batch.ours.logprobs[index]
         if setting.turns:
             row["turn"] = batch.turn
         rows.append(row)
     return rows
 
 
-def _rounds(run: Generation, place: int) -> dict[str, list[int]]:
+def _rounds(run: Generation, index: int) -> dict[str, list[int]]:
     """The raw counts of the rounds that a row took part in; emitted is `accept_lengths`."""
-    took_part = run.emitted[place] >= 0
+    took_part = run.emitted[index] >= 0
     names = ("drafted", "accepted", "width")
-    return {name: getattr(run, name)[place][took_part].tolist() for name in names}
+    return {name: getattr(run, name)[index][took_part].tolist() for name in names}
 
 
-def _plain(run: Generation, place: int) -> dict[str, Any]:
+def _plain(run: Generation, index: int) -> dict[str, Any]:
     """What plain decoding took for a row; seconds are those of its batch."""
     return {
-        "new_tokens": len(run.token_ids[place]),
-        "prefill_s": run.prefill_s[place],
-        "decode_s": run.decode_s[place],
+        "new_tokens": len(run.token_ids[index]),
+        "prefill_s": run.prefill_s[index],
+        "decode_s": run.decode_s[index],
     }
 
 

@@ -47,7 +47,7 @@ def _draw_acceptance(path: Path, group: Sequence[Entry], where: str) -> bool:
             (counts.acceptance_at_pos, counts.cond_acceptance_at_pos),
             strict=True,
         ):
-            known = [(place, value) for place, value in enumerate(values, 1) if value is not None]
+            known = [(index, value) for index, value in enumerate(values, 1) if value is not None]
             if known:
                 x, y = map(list, zip(*known, strict=True))
                 curves.append(Curve(entry.label, x, y, family=entry.family))

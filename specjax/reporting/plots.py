@@ -135,9 +135,9 @@ def draw_bars(
         axes.axhline(level, color="0.6", linewidth=0.8)
     styles = _styles(families or [""] * len(bars))
     for number, (label, values) in enumerate(bars.items()):
-        places = [place + (number + 0.5) * bar - 0.4 for place in range(len(groups))]
-        known = [pair for pair in zip(places, values, strict=True) if pair[1] is not None]
-        x, heights = [place for place, _ in known], [height for _, height in known]
+        indices = [index + (number + 0.5) * bar - 0.4 for index in range(len(groups))]
+        known = [pair for pair in zip(indices, values, strict=True) if pair[1] is not None]
+        x, heights = [index for index, _ in known], [height for _, height in known]
         colour, _, hatch = styles[number]
         drawn = axes.bar(x, heights, 0.92 * bar, color=colour, hatch=hatch, label=_literal(label))
         upright = 90 * (inches < 0.3)
@@ -161,11 +161,11 @@ def _styles(families: Sequence[str]) -> list[tuple[Any, str, str]]:
     """Colour, marker and hatch of each; the last of a family has the full colour."""
     from matplotlib.colors import to_rgb
 
-    names = [family or f"\0{place}" for place, family in enumerate(families)]
+    names = [family or f"\0{index}" for index, family in enumerate(families)]
     order = list(dict.fromkeys(names))
     styles = []
-    for place, name in enumerate(names):
-        number, before = order.index(name), names[:place].count(name)
+    for index, name in enumerate(names):
+        number, before = order.index(name), names[:index].count(name)
         paleness = 0.65 * (1 - (before + 1) / names.count(name))
         colour = to_rgb(_COLOURS[number % len(_COLOURS)])
         colour = tuple(part + (1 - part) * paleness for part in colour)

@@ -9,7 +9,7 @@ from typing import Any
 
 from specjax.errors import InputError, one_line, shown
 from specjax.files.json_files import read_json_file
-from specjax.reporting.runs import Bench, Row, Run, Took, summarize
+from specjax.reporting.runs import Bench, Row, Run, Timing, summarize
 
 _NUMBER = (int, float)
 _LARGEST, _MOST_COUNTS, _DEEPEST = 2**53, 1 << 26, 20
@@ -59,8 +59,8 @@ def read_report(path: str | Path) -> Run | Bench:
     try:
         if isinstance(content, dict) and "contests" in content:
             contests = _list(content, "contests", "the report")
-            for place, contest in enumerate(contests):
-                _check(contest, _CONTEST, f"contests[{place}]")
+            for index, contest in enumerate(contests):
+                _check(contest, _CONTEST, f"contests[{index}]")
             return Bench(path, tuple(contests), bool(content.get("interrupted")))
         return _run(path, content)
     except _Misfit as misfit:
@@ -105,8 +105,8 @@ def _run(path: Path, content: Any) -> Run:
     if _deeper(summary["config"], _DEEPEST):
         raise _Misfit(f"summary.config has more than {_DEEPEST} levels")
     rows = tuple(
-        _row(row, f"rows[{place}]")
-        for place, row in enumerate(_list(content, "rows", "the report"))
+        _row(row, f"rows[{index}]")
+        for index, row in enumerate(_list(content, "rows", "the report"))
     )
     if not rows:
         raise _Misfit("it holds no rows")
@@ -138,7 +138,7 @@ def _row(row: Any, where: str) -> Row:
     plain = row["plain"]
     if plain is not None:
         _check(plain, _PLAIN, f"{where}.plain")
-        plain = Took(*(plain[name] for name in _PLAIN))
+        plain = Timing(*(plain[name] for name in _PLAIN))
     return Row(
         question_id=row["question_id"],
         category=row["category"],
@@ -146,7 +146,7 @@ def _row(row: Any, where: str) -> Row:
         text=row["text"],
         token_ids=tuple(row["token_ids"]),
         batch=row["batch"],
-        ours=Took(row["new_tokens"], row["prefill_s"], row["decode_s"]),
+        ours=Timing(row["new_tokens"], row["prefill_s"], row["decode_s"]),
         plain=plain,
         identical=row["identical"],
         margin=row["margin_at_difference"],

@@ -17,7 +17,7 @@ from specjax.fields import dotted
 
 
 @dataclass(frozen=True)
-class Took:
+class Timing:
     """Tokens and seconds of one decoding; the seconds are those of the row's whole batch."""
 
     new_tokens: int
@@ -35,8 +35,8 @@ class Row:
     text: str
     token_ids: tuple[int, ...]
     batch: int
-    ours: Took
-    plain: Took | None
+    ours: Timing
+    plain: Timing | None
     identical: bool | None
     margin: float | None
     drafted: tuple[int, ...]
@@ -205,6 +205,6 @@ def _told_apart(run: Run) -> dict[str, Any]:
 def _padded(rows: Iterable[Sequence[int]]) -> np.ndarray:
     rows = list(rows)
     array = np.full((len(rows), max(map(len, rows), default=0)), -1, np.int64)
-    for place, row in enumerate(rows):
-        array[place, : len(row)] = row
+    for index, row in enumerate(rows):
+        array[index, : len(row)] = row
     return array

@@ -13,7 +13,7 @@ from statistics import fmean
 
 from specjax import metrics
 from specjax.fields import dotted
-from specjax.reporting.runs import Conditions, Row, Run, Took, summarize
+from specjax.reporting.runs import Conditions, Row, Run, Timing, summarize
 
 OVERALL = "overall"
 TASKS = {
@@ -79,7 +79,7 @@ class Entry:
 def in_order(entries: Sequence[Entry]) -> list[Entry]:
     """The entries by family, in the order given, and by K within one."""
     families = list(dict.fromkeys(entry.family for entry in entries))
-    order = {family: place for place, family in enumerate(families)}
+    order = {family: index for index, family in enumerate(families)}
     return sorted(entries, key=lambda one: (order[one.family], one.run.draft_length or 0))
 
 
@@ -134,32 +134,32 @@ def _figures(rows: Sequence[Row], timed: Sequence[Row]) -> Figures:
     )
 
 
-def _ours(row: Row) -> Took | None:
+def _ours(row: Row) -> Timing | None:
     return row.ours
 
 
-def _plain(row: Row) -> Took | None:
+def _plain(row: Row) -> Timing | None:
     return row.plain
 
 
-def _decode(took: Took) -> float:
-    return took.decode_s
+def _decode(timing: Timing) -> float:
+    return timing.decode_s
 
 
-def _all(took: Took) -> float:
-    return took.prefill_s + took.decode_s
+def _all(timing: Timing) -> float:
+    return timing.prefill_s + timing.decode_s
 
 
 def _speed(
-    rows: Iterable[Row], side: Callable[[Row], Took | None], seconds: Callable[[Took], float]
+    rows: Iterable[Row], side: Callable[[Row], Timing | None], seconds: Callable[[Timing], float]
 ) -> float | None:
     """Tokens/s, each batch's seconds counted once."""
     tokens, batches = 0, {}
     for row in rows:
-        took = side(row)
-        if took is not None:
-            tokens += took.new_tokens
-            batches[row.batch] = seconds(took)
+        timing = side(row)
+        if timing is not None:
+            tokens += timing.new_tokens
+            batches[row.batch] = seconds(timing)
     total = sum(batches.values())
     return tokens / total if total else None
 

@@ -43,13 +43,13 @@ def markdown(
 
 def interrupted(group: Sequence[Entry]) -> str:
     """Which runs are not complete, and how many answers they hold; empty where all are."""
-    told = [
+    listed = [
         f"{_plain_text(entry.label)} ({_answers(len(entry.run.rows))})"
         for entry in group
         if entry.run.interrupted
     ]
     end = "ended, or was killed, before all of its prompts were answered"
-    return f"Interrupted: {', '.join(told)}. Such a run {end}.\n" if told else ""
+    return f"Interrupted: {', '.join(listed)}. Such a run {end}.\n" if listed else ""
 
 
 def _answers(count: int) -> str:
@@ -132,7 +132,7 @@ def _positions(group: Sequence[Entry]) -> str:
         ):
             cells = [_cell(value, lambda one: f"{one:.2f}") for value in values]
             rows.append([_plain_text(entry.label), name, *cells, *[""] * (most - len(cells))])
-    return _table(["Drafter", "accepted", *(str(1 + place) for place in range(most))], rows)
+    return _table(["Drafter", "accepted", *(str(1 + index) for index in range(most))], rows)
 
 
 _Column = tuple[str, Callable[[Figures], float | None], Callable[[float], str]]
@@ -161,8 +161,8 @@ def _by_task(
         values = [value_of(entry.figures[OVERALL]) for entry in group]
         columns.append((name, _best_bold([_cell(one, form_of) for one in values], values)))
     rows = [
-        [_plain_text(entry.label), *(cells[place] for _, cells in columns)]
-        for place, entry in enumerate(group)
+        [_plain_text(entry.label), *(cells[index] for _, cells in columns)]
+        for index, entry in enumerate(group)
     ]
     return _table(["Drafter", *(name for name, _ in columns)], rows)
 

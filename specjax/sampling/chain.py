@@ -27,7 +27,7 @@ Distributions = Callable[[Int[Array, "B"]], Float[Array, "B V"]]
 class Verification(NamedTuple):
     """What verification says of a draft.
 
-    `path_slots` are the window slots of the accepted nodes in order, -1 behind them; `num_accepted`
+    `path_slots` are the window slots of the accepted nodes in order, -1 after them; `num_accepted`
     counts them; `next_token` is the target's own token that follows the last of them.
     """
 
@@ -92,8 +92,8 @@ def block(
 
     With w_0 = 1 and w_i = min(1, w_{i-1} p(x_i) / q(x_i)), the accepted length is the largest i
     with u_i < h_i. There h_i = r / (r + 1 - w_i), r the sum of max(0, w_i p - q) over the
-    distributions behind x_i, and h_i = w_i at the row's own last token. The distribution of the
-    next token is norm(max(0, w_i p - q)), or p behind the last. It visits the slots of the longest
+    distributions after x_i, and h_i = w_i at the row's own last token. The distribution of the
+    next token is norm(max(0, w_i p - q)), or p after the last. It visits the slots of the longest
     valid draft while some row's w is above 0.
     """
 
@@ -112,8 +112,8 @@ def block(
         stands = (slot == 0) | (pick(uniforms, slots - 1) < height)
         stands &= slots <= num_valid
 
-        behind = left - jnp.where(some_left, logr, 0)[:, None]
-        here = jnp.where((last | ~some_left)[:, None], logp, behind)
+        after = left - jnp.where(some_left, logr, 0)[:, None]
+        here = jnp.where((last | ~some_left)[:, None], logp, after)
         token = pick(tokens, slots)
         odds = log_ratio(pick(logp, token), pick(logq, token))
         alive = (logw > -jnp.inf) & (odds > -jnp.inf)

@@ -35,13 +35,13 @@ def verify_chain(
     rule: str | Rule = "rejection",
     num_valid: Int[Array, "B"] | None = None,
 ) -> Verification:
-    """Accept a prefix of each row's drafted chain and draw the token behind it, exactly from p.
+    """Accept a prefix of each row's drafted chain and draw the token after it, exactly from p.
 
     `logq[:, i]` is the log-probabilities that `tokens[:, i]` was drawn from, after all warping;
     None says the tokens are deterministic. `logp[:, i]` is the target's warped log-probabilities of
-    the token at the place of `tokens[:, i]`, and `logp[:, K]` of the one behind. `num_valid[b]` (K
-    by default) of row b's tokens were really drafted. `keys` are one a row, used for this call
-    alone by every rule but `coupled`; a single key is split.
+    the token at the position of `tokens[:, i]`, and `logp[:, K]` of the one after it.
+    `num_valid[b]` (K by default) of row b's tokens were really drafted. `keys` are one a row, used
+    for this call alone by every rule but `coupled`; a single key is split.
 
     `rule` is "rejection", "block", "coupled", or a function as `specjax.testing.check_rule`
     describes. `coupled` needs `positions`, the absolute position of each row's first drafted token:

@@ -84,7 +84,7 @@ def check_drafter(
     """Whether `rows` outputs of the real loop with a drafter have the target's distribution.
 
     A chi-square test of three successive tokens jointly, which never come from one round: K =
-    `num_speculative_tokens`, and the tokens are the K-th to the (K+2)-th behind the prompt. The
+    `num_speculative_tokens`, and the tokens are the K-th to the (K+2)-th after the prompt. The
     distribution is enumerated, so the target must be small: a `specjax.loading.load.random_model`
     or a `Tabular` with its logits, of at most 16 tokens. `draft_length` lets the length adapt, and
     `request` says how rows are warped. Give the drafter a distribution that differs from the
@@ -262,7 +262,7 @@ def conditional_distributions(
 
     distributions = np.exp(np.asarray(forward(params, jnp.asarray(tokens, jnp.int32)), np.float64))
     distributions /= distributions.sum(axis=-1, keepdims=True)
-    # Entry d is the same for every continuation behind its d tokens: take the first.
+    # Entry d is the same for every continuation after its d tokens: take the first.
     return [
         distributions[:: vocab ** (length - 1 - depth), len(prompt) - 1 + depth]
         for depth in range(length)

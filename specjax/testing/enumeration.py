@@ -106,7 +106,7 @@ def walks(drafts: Drafts) -> Outcomes:
         noise = jnp.where(winners[:, :, None] == jnp.arange(vocab)[None, None, :], 0.0, -jnp.inf)
         return sampling.walk(tokens, num_valid, sampling.by_slot(logp), sampling.by_slot(noise))
 
-    # What would win behind the last valid node is never looked at: one choice stands for all.
+    # What would win after the last valid node is never looked at: one choice stands for all.
     looked_at = np.arange(length + 1) <= drafts.num_valid[:, None]
     chosen = winners[None] * looked_at[:, None] == winners[None]
     item, which = np.nonzero(chosen.all(axis=-1))
@@ -240,11 +240,11 @@ def _cells(
 def _steps(
     run: _Run, count: int, axis: int, corner: tuple[float, ...]
 ) -> tuple[Int[np.ndarray, "steps"], Float[np.ndarray, "steps"]]:
-    """Where the decision changes along one uniform, the others held at a corner: drafts, places."""
+    """Where the decision changes along one uniform, the others held at a corner: drafts, points."""
 
-    def at(item: np.ndarray, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def at(item: np.ndarray, point: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         others = np.broadcast_to(np.array(corner, float), (len(item), len(corner)))
-        return run(item, np.insert(others, axis, place, axis=1))
+        return run(item, np.insert(others, axis, point, axis=1))
 
     item = np.arange(count)
     start = at(item, np.zeros(count))

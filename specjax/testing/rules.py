@@ -43,7 +43,7 @@ class DistributionPair:
     """A target distribution p and a draft distribution q of a chain, by context.
 
     Entry d is [V**d, V], one row for each d tokens before, the first token slowest; p has one entry
-    more than q, for the token behind the draft.
+    more than q, for the token after the draft.
     """
 
     name: str
@@ -87,7 +87,7 @@ def check_rule(
     uniforms [B,K]) -> Decision(num_accepted [B], next_logp [B,V])` that can be compiled by
     `jax.jit`:
 
-    - row b drafted `tokens[b, :num_valid[b]]`; what stands behind them was never drafted;
+    - row b drafted `tokens[b, :num_valid[b]]`; what stands after them was never drafted;
     - `target(slots [B])` and `draft(slots [B])` are log-probabilities [B,V], p and q of the token
       that follows slot `slots[b]`: slot 0 is the last committed token, slot i is `tokens[:, i -
       1]`; a deterministic draft has one-hot q;
@@ -112,11 +112,11 @@ def check_rule(
     try:
         found = [(sampled, decisions(decide, sampled[0])), (fixed, decisions(decide, fixed[0]))]
     except NotAStepFunction:
-        story = (
+        counterexample = (
             "the decision changes more than once while one uniform goes from 0 to 1: "
             "use each uniform once, against one threshold"
         )
-        return Check(False, float("nan"), story)
+        return Check(False, float("nan"), counterexample)
     if rule == "rejection":
         # Deterministic drafts take this way when no distribution is stored.
         found.append((fixed, walks(fixed[0])))
@@ -229,14 +229,16 @@ def _join(drafts: list[Drafts]) -> Drafts:
 
 
 def _compare(found: list[tuple[tuple[Drafts, list[_Group]], Outcomes]]) -> Check:
-    worst, story = 0.0, None
+    worst, counterexample = 0.0, None
     for (drafts, groups), outcomes in found:
         accepted, allowed = outcomes.num_accepted, drafts.num_valid[outcomes.item]
         wrong = (accepted < 0) | (accepted > allowed)
         if np.any(wrong):
             first = np.argmax(wrong)
-            story = f"num_accepted is {accepted[first]} where {allowed[first]} tokens were drafted"
-            return Check(False, float("nan"), story)
+            counterexample = (
+                f"num_accepted is {accepted[first]} where {allowed[first]} tokens were drafted"
+            )
+            return Check(False, float("nan"), counterexample)
         tables = [group.distributions.p for group in groups]
         got, want = output_distributions(drafts, outcomes, tables), target_distributions(tables)
         vocab = outcomes.distribution.shape[-1]
@@ -249,12 +251,14 @@ def _compare(found: list[tuple[tuple[Drafts, list[_Group]], Outcomes]]) -> Check
             if error.max() > 1.01 * worst:
                 worst = float(error.max())
                 prefix = [int(i) for i in np.unravel_index(output, (vocab,) * depth)]
-                story = _story(groups[group], prefix, here[group, output], there[group, output])
+                counterexample = _counterexample(
+                    groups[group], prefix, here[group, output], there[group, output]
+                )
     passed = worst <= TOLERANCE
-    return Check(passed, worst, None if passed else story)
+    return Check(passed, worst, None if passed else counterexample)
 
 
-def _story(group: _Group, prefix: list[int], got: float, want: float) -> str:
+def _counterexample(group: _Group, prefix: list[int], got: float, want: float) -> str:
     """What came out wrong, in words, with the distributions of its last token."""
     before = prefix[:-1]
     context = contexts(

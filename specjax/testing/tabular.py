@@ -16,7 +16,7 @@ class Tabular:
     """A `LanguageModel` whose parameters are its logits, without layers and so without a cache.
 
     Parameters of shape [V] are a context-free model: one distribution, whatever came before. With
-    [V, V] row i is the distribution behind token i (a bigram model).
+    [V, V] row i is the distribution after token i (a bigram model).
     """
 
     vocab_size: int

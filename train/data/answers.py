@@ -223,8 +223,8 @@ def plan(config: ml_collections.ConfigDict, model: Model, requests: Sequence[Req
     batches = tuple(tuple(by_length[first : first + size]) for first in range(0, len(rows), size))
     # Mixed, so that the time left is well guessed and a part of the work is like the whole.
     order = np.random.default_rng((config.seed, 2)).permutation(len(batches))
-    told = [(row.request.id, row.prompt, row.sampling) for row in rows]
-    digest = hashlib.sha256(repr(told).encode()).hexdigest()
+    content = [(row.request.id, row.prompt, row.sampling) for row in rows]
+    digest = hashlib.sha256(repr(content).encode()).hexdigest()
     return Job(rows, batches, tuple(order.tolist()), digest, tuple(remarks))
 
 

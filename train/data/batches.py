@@ -32,8 +32,8 @@ class Batch:
     """Packed conversations; losses are computed at `labels` only.
 
     `positions` count from 0 in each conversation; `segments` are 0 for padding and 1, 2, ... for
-    the conversations of a row. `labels` are the places in the row of the tokens to be predicted, in
-    order, -1 where there are no more. `features` are the target's, of the same places.
+    the conversations of a row. `labels` are the positions in the row of the tokens to be predicted,
+    in order, -1 where there are no more. `features` are the target's, of the same positions.
     """
 
     tokens: Int[Rows, "B T"]
@@ -92,7 +92,7 @@ class Packing:
 
     def __init__(self, source: Source, chosen: np.ndarray, shape: Shape, seed: int) -> None:
         lengths, labels = source.lengths.astype(np.int64), source.num_labels.astype(np.int64)
-        # A conversation that is cut loses labels from its end.
+        # A conversation that is truncated loses labels from its end.
         useful = chosen[(labels - np.maximum(lengths - shape.tokens, 0))[chosen] > 0]
         self.left_out = len(chosen) - len(useful)
         if not len(useful):
@@ -113,7 +113,7 @@ class Packing:
             rows: list[list[int]] = []
             for first in range(0, len(order), _WINDOW):
                 rows += self._pack(order[first : first + _WINDOW])
-            self._known = (epoch, [rows[place] for place in rng.permutation(len(rows))])
+            self._known = (epoch, [rows[index] for index in rng.permutation(len(rows))])
         return self._known[1]
 
     def advance(self, position: Position) -> Iterator[tuple[list[int], Position]]:
@@ -133,7 +133,7 @@ class Packing:
 
     @property
     def tokens(self) -> int:
-        """Their tokens, cut at a row's length."""
+        """Their tokens, truncated at a row's length."""
         return int(self._lengths[self._chosen].sum())
 
     def fill_rate(self, epoch: int = 0) -> float:
@@ -141,7 +141,7 @@ class Packing:
         return self.tokens / (len(self.rows(epoch)) * self._shape.tokens)
 
     def label_fill_rate(self, epoch: int = 0) -> float:
-        """The share of the rows' places for labels that are taken."""
+        """The share of the rows' room for labels that is used."""
         used = int(self._labels[self._chosen].sum())
         return used / (len(self.rows(epoch)) * self._shape.labels)
 
@@ -153,8 +153,8 @@ class Packing:
         share = (sizes / limits[None, :]).max(axis=1)
         room = np.broadcast_to(limits[None, :], (count, 2)).copy()
         rows: list[list[int]] = []
-        for place in np.argsort(-share, kind="stable"):
-            left = room[: len(rows)] - sizes[place][None, :]
+        for index in np.argsort(-share, kind="stable"):
+            left = room[: len(rows)] - sizes[index][None, :]
             fits = (left >= 0).all(axis=1)
             if fits.any():
                 waste = np.where(fits, (left / limits[None, :]).sum(axis=1), np.inf)
@@ -162,8 +162,8 @@ class Packing:
             else:
                 into = len(rows)
                 rows.append([])
-            room[into] -= sizes[place]
-            rows[into].append(int(order[place]))
+            room[into] -= sizes[index]
+            rows[into].append(int(order[index]))
         return rows
 
 
@@ -184,15 +184,15 @@ def build(source: Source, rows: Sequence[Sequence[int]], shape: Shape) -> Batch:
             segments[row, here] = number
             for name, into in features.items():
                 into[row, here] = example.features[name][:size]
-            found = _label_places(example.loss_mask, size)[: shape.labels - filled]
+            found = _label_positions(example.loss_mask, size)[: shape.labels - filled]
             labels[row, filled : filled + len(found)] = start + found
             start, filled = here.stop, filled + len(found)
     return Batch(tokens, positions, segments, labels, features)
 
 
-def _label_places(loss_mask: np.ndarray, tokens: int) -> np.ndarray:
-    places = np.flatnonzero(loss_mask[:tokens])
-    return places[places >= _CONTEXT]
+def _label_positions(loss_mask: np.ndarray, tokens: int) -> np.ndarray:
+    positions = np.flatnonzero(loss_mask[:tokens])
+    return positions[positions >= _CONTEXT]
 
 
 class ReadAhead:
@@ -253,9 +253,9 @@ def stream(
     shape: Shape,
     position: Position,
     own_rows: Sequence[int],
-    place: Callable[[Batch], Any],
+    placement: Callable[[Batch], Any],
 ) -> Iterator[tuple[Any, Position]]:
-    """Batches from a position on, without end: what `place` makes of the process's own rows.
+    """Batches from a position on, without end: what `placement` makes of the process's own rows.
 
     `own_rows` are the numbers, within a batch, of the rows that this process reads. Each batch
     comes with the position after it.
@@ -264,4 +264,4 @@ def stream(
     while True:
         taken = [next(following) for _ in range(shape.rows)]
         rows = [taken[number][0] for number in own_rows]
-        yield place(build(source, rows, shape)), taken[-1][1]
+        yield placement(build(source, rows, shape)), taken[-1][1]

@@ -162,8 +162,8 @@ class CorpusConfig(tfds.core.BuilderConfig):
     ) -> CorpusConfig:
         """The config with a name of its own, so that another one gets another directory."""
         values: dict[str, Any] = {"num_prompts": num_prompts, "seed": seed, "mix": dict(mix)}
-        told = json.dumps({**values, **dataclasses.asdict(texts)}, sort_keys=True).encode()
-        digest = hashlib.sha256(told + _recipe()).hexdigest()[:8]
+        content = json.dumps({**values, **dataclasses.asdict(texts)}, sort_keys=True).encode()
+        digest = hashlib.sha256(content + _recipe()).hexdigest()[:8]
         return cls(name=f"prompts{num_prompts}_seed{seed}_{digest}", texts=texts, **values)
 
 

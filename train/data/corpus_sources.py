@@ -40,7 +40,7 @@ class Passage:
 
     def sentences(self, most: int) -> str:
         """The first whole sentences, as many as fit into `most` characters; at least one."""
-        return _cut(self.text, most)
+        return _truncate(self.text, most)
 
 
 @functools.cache
@@ -156,7 +156,7 @@ def leads(language: str = "English") -> tuple[Passage, ...]:
     return tuple(one for one in passages if len(one.text) >= _CHARACTERS[0])
 
 
-def _cut(text: str, most: int) -> str:
+def _truncate(text: str, most: int) -> str:
     if len(text) <= most:
         return text
     ends = [match.start() + 1 for match in re.finditer(r"[.!?](?=\s)", text)]

@@ -149,12 +149,12 @@ def _given_text(tasks: Sequence[str], most: int) -> Stream:
 
     def stream(rng: random.Random, texts: Texts) -> Iterator[Draft]:
         passages = texts.passages()
-        places = range(len(passages))
-        for place in _shuffled(rng, places):
-            passage = passages[place]
+        indices = range(len(passages))
+        for index in _shuffled(rng, indices):
+            passage = passages[index]
             text = passage.sentences(rng.randint(most // 4, most))
             if rng.random() < texts.long:
-                text = _long_text(passages[place:], rng.randint(*_LONG_TEXT))
+                text = _long_text(passages[index:], rng.randint(*_LONG_TEXT))
             prompt = rng.choice(tasks).format(text=text, title=passage.title)
             yield Draft(prompt, passage.source, passage.licence)
 

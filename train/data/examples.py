@@ -15,14 +15,14 @@ import numpy as np
 from jaxtyping import Bool, Float16, Int32
 
 from specjax.errors import InputError
-from specjax.loading.heads.head import TargetFacts
+from specjax.loading.heads.head import TargetMetadata
 from specjax.loading.model import Model
 
 NAME, SPLIT = "specjax_responses", "conversations"
 """The dataset and its only split, as TFDS calls them."""
-FACTS, RECORDS = "specjax.json", "records.npy"
+METADATA, RECORDS = "specjax.json", "records.npy"
 FORMAT = 1
-TARGET_FIELDS = tuple(one.name for one in fields(TargetFacts))
+TARGET_FIELDS = tuple(one.name for one in fields(TargetMetadata))
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,14 +42,14 @@ class Example:
     licence: str = ""
 
 
-def target_facts(model: Model) -> dict[str, Any]:
+def target_metadata(model: Model) -> dict[str, Any]:
     """What a dataset keeps of the model that wrote it, JSON-ready."""
-    return asdict(TargetFacts.of(model))
+    return asdict(TargetMetadata.of(model))
 
 
 def check_target(where: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Raise InputError where two targets' facts differ in more than their names."""
-    mine, other = TargetFacts(**ours), TargetFacts(**theirs)
+    """Raise InputError where two targets' metadata differ in more than their names."""
+    mine, other = TargetMetadata(**ours), TargetMetadata(**theirs)
     if (name := mine.difference(other)) is not None:
         raise InputError(
             f"{where}: written by another target, {mine.name!r:.60} with "

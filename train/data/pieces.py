@@ -22,7 +22,7 @@ from train.run.workdir import write_file
 
 _RECORD = "config.json"
 _MAY_DIFFER = ("workdir", "minutes", "mesh.", "distributed.")
-"""Fields, and sections with a dot behind, that a resumed run may set anew."""
+"""Fields, and sections followed by a dot, that a resumed run may set anew."""
 _PIECE = re.compile(r"(\d{6})\.npz", re.ASCII)
 
 

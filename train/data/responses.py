@@ -17,8 +17,8 @@ from specjax.files.json_files import read_json_file
 from specjax.files.open_files import regular_files
 from specjax.files.paths import user_path
 from train.data.examples import (
-    FACTS,
     FORMAT,
+    METADATA,
     RECORDS,
     SPLIT,
     TARGET_FIELDS,
@@ -27,7 +27,7 @@ from train.data.examples import (
     feature_key,
     import_tfds,
 )
-from train.data.examples import target_facts as target_facts
+from train.data.examples import target_metadata as target_metadata
 from train.data.writing import write_responses as write_responses
 
 VALIDATION_EVERY = 50
@@ -43,23 +43,23 @@ class Responses:
     """
 
     directory: Path
-    facts: Mapping[str, Any] = field(repr=False)
+    metadata: Mapping[str, Any] = field(repr=False)
     _records: Int64[np.ndarray, "n 3"] = field(repr=False)
 
     @property
     def target(self) -> dict[str, Any]:
-        """The facts of the model that wrote the conversations."""
-        return dict(self.facts["target"])
+        """The metadata of the model that wrote the conversations."""
+        return dict(self.metadata["target"])
 
     @property
     def feature_names(self) -> tuple[str, ...]:
         """The target features that each record brings."""
-        return tuple(self.facts["features"])
+        return tuple(self.metadata["features"])
 
     @property
     def generation(self) -> dict[str, Any]:
         """How the conversations were made."""
-        return dict(self.facts["generation"])
+        return dict(self.metadata["generation"])
 
     @property
     def ids(self) -> Int64[np.ndarray, "n"]:
@@ -111,7 +111,7 @@ class Responses:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: self.__dict__[name] for name in ("directory", "facts", "_records")}
+        return {name: self.__dict__[name] for name in ("directory", "metadata", "_records")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -121,10 +121,10 @@ def open_responses(directory: str | Path, target: Mapping[str, Any] | None = Non
     """The conversations of a directory that `write_responses` wrote; reads no record yet.
 
     Raises InputError where it is no such dataset or damaged, holds no conversation or no label, or
-    was written by another target than the one whose `target_facts` are given.
+    was written by another target than the one whose `target_metadata` are given.
     """
     path = user_path("data", directory)
-    facts = _read_facts(path)
+    metadata = _read_metadata(path)
     try:
         records = np.load(path / RECORDS, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
@@ -138,36 +138,38 @@ def open_responses(directory: str | Path, target: Mapping[str, Any] | None = Non
             f"{path}: a fully masked dataset, without a token that the target wrote; "
             "generate responses"
         )
-    if len(records) != facts["num_records"]:
-        raise _damaged(path, f"{len(records)} records where {FACTS} says {facts['num_records']}")
+    if len(records) != metadata["num_records"]:
+        raise _damaged(
+            path, f"{len(records)} records where {METADATA} says {metadata['num_records']}"
+        )
     if target is not None:
-        check_target(str(path), facts["target"], target)
-    return Responses(path, facts, records)
+        check_target(str(path), metadata["target"], target)
+    return Responses(path, metadata, records)
 
 
-def _read_facts(path: Path) -> dict[str, Any]:
+def _read_metadata(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise InputError(f"{path}: no such directory; give one that train.generate wrote")
     regular_files(path, "write the dataset again")
-    if not (path / FACTS).is_file():
+    if not (path / METADATA).is_file():
         raise InputError(
-            f"{path}: not a dataset of responses ({FACTS} is missing); "
+            f"{path}: not a dataset of responses ({METADATA} is missing); "
             "give a directory that train.generate wrote"
         )
     marker = folders.read_marker(path)
-    needed = (FACTS, RECORDS)
+    needed = (METADATA, RECORDS)
     if marker is not None and (damage := folders.find_damage(path, marker, None, needed)):
         raise _damaged(path, damage)
-    facts = read_json_file(path / FACTS, "a damaged dataset: write it again")
-    if not isinstance(facts, dict) or facts.get("specjax_responses") != FORMAT:
+    metadata = read_json_file(path / METADATA, "a damaged dataset: write it again")
+    if not isinstance(metadata, dict) or metadata.get("specjax_responses") != FORMAT:
         raise InputError(f"{path}: not of a format that this version reads; write it again")
     kinds = {"target": dict, "features": list, "num_records": int, "generation": dict}
     for name, kind in kinds.items():
-        if not isinstance(facts.get(name), kind):
-            raise _damaged(path, f"{FACTS} has no {name!r} of use")
-    if odd := sorted(set(TARGET_FIELDS) ^ set(facts["target"])):
-        raise _damaged(path, f"{FACTS}: the target's {odd[0]!r} is missing or unknown")
-    return facts
+        if not isinstance(metadata.get(name), kind):
+            raise _damaged(path, f"{METADATA} has no {name!r} of use")
+    if odd := sorted(set(TARGET_FIELDS) ^ set(metadata["target"])):
+        raise _damaged(path, f"{METADATA}: the target's {odd[0]!r} is missing or unknown")
+    return metadata
 
 
 def _damaged(path: Path, what: str) -> InputError:

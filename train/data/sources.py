@@ -12,7 +12,7 @@ from jaxtyping import Bool, Int32
 
 from specjax.errors import InputError
 from specjax.files.paths import user_path
-from train.data.examples import FACTS, Example
+from train.data.examples import METADATA, Example
 from train.data.responses import Responses, open_responses
 
 
@@ -67,7 +67,7 @@ def open_sources(
     found: list[Path] = []
     for directory in directories:
         path = user_path("data", directory)
-        inside = sorted(path.glob(f"*/{FACTS}")) if not (path / FACTS).exists() else []
+        inside = sorted(path.glob(f"*/{METADATA}")) if not (path / METADATA).exists() else []
         inside = [one for one in inside if not one.parent.name.startswith(".")]
         found += [one.parent for one in inside] or [path]
     parts = tuple(open_responses(path, target) for path in found)

@@ -15,8 +15,8 @@ from specjax.errors import InputError, one_line
 from specjax.files import folders
 from specjax.files.paths import output_folder
 from train.data.examples import (
-    FACTS,
     FORMAT,
+    METADATA,
     NAME,
     RECORDS,
     SPLIT,
@@ -32,14 +32,14 @@ SHARD_BYTES = 128 << 20
 def write_responses(
     directory: str | Path,
     examples: Iterable[Example],
-    facts: Mapping[str, Any],
+    metadata: Mapping[str, Any],
     feature_names: Sequence[str] = (),
     *,
     generation: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write conversations with their `feature_names`; `facts` are the `target_facts` of the writer.
+    """Write conversations with their `feature_names`; `metadata` is the writer's `target_metadata`.
 
     They are written beside the directory, which appears, or replaces an earlier dataset where
     `overwrite` is set, when all are there. `generation` is kept as it is. Raises InputError for
@@ -50,16 +50,16 @@ def write_responses(
     check_free(path, overwrite)
 
     def write(beside: Path) -> None:
-        counts = _write(path, beside, examples, facts, tuple(feature_names), shard_bytes)
+        counts = _write(path, beside, examples, metadata, tuple(feature_names), shard_bytes)
         content = {
             "specjax_responses": FORMAT,
-            "target": dict(facts),
+            "target": dict(metadata),
             "features": list(feature_names),
             "generation": dict(generation or {}),
             **counts,
         }
         with _disk(path):
-            (beside / FACTS).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            (beside / METADATA).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     folders.write_folder(path, "dataset", write)
 
@@ -82,7 +82,7 @@ def check_free(directory: str | Path, overwrite: bool = False) -> None:
     One that holds a file that `write_responses` did not write may not.
     """
     path = output_folder("output", directory)
-    if not overwrite and (path / FACTS).is_file():
+    if not overwrite and (path / METADATA).is_file():
         raise InputError(f"{path}: holds a dataset already; delete it, or write elsewhere")
     folders.check_replaceable(path, "dataset", str(path))
 
@@ -91,14 +91,14 @@ def _write(
     path: Path,
     beside: Path,
     examples: Iterable[Example],
-    facts: Mapping[str, Any],
+    metadata: Mapping[str, Any],
     names: tuple[str, ...],
     shard_bytes: int,
 ) -> dict[str, int]:
-    """The records and TFDS's metadata; returns the counts for the facts."""
+    """The records and TFDS's metadata; returns the counts for the metadata."""
     tfds = import_tfds()
 
-    width, vocab_size = facts["hidden_size"], facts["vocab_size"]
+    width, vocab_size = metadata["hidden_size"], metadata["vocab_size"]
     features = _features(tfds, width, names)
     shards = _Shards(beside, compress=not names, shard_bytes=shard_bytes)
     records: list[tuple[int, int, int]] = []

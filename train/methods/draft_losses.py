@@ -67,7 +67,7 @@ class Scoring:
 class Teacher(NamedTuple):
     """The target at each label: its last feature before, and its head's columns.
 
-    `token` is the data's token as a place among the columns, wherever `known`. Labels whose token
+    `token` is the data's token as an index among the columns, wherever `known`. Labels whose token
     the columns do not have teach nothing: as those tokens were drawn from the target, a label
     counts by how likely the draft vocabulary is there, without a pass over the whole one.
     """
@@ -86,8 +86,8 @@ class Teacher(NamedTuple):
         token = at_rows(batch.tokens, batch.labels)
         if draft_ids is None:
             return cls(features, columns, token, jnp.ones(token.shape, bool))
-        place = jnp.searchsorted(draft_ids, token).clip(0, len(draft_ids) - 1)
-        return cls(features, columns, place, draft_ids[place] == token)
+        index = jnp.searchsorted(draft_ids, token).clip(0, len(draft_ids) - 1)
+        return cls(features, columns, index, draft_ids[index] == token)
 
     def counts(self, labels: Int[Array, "B A"], drafts: int) -> Bool[Array, "K B A"]:
         """Where draft i stands for a label that the draft's vocabulary has."""
@@ -116,7 +116,7 @@ def score_drafts(
 ) -> tuple[Float[Array, ""], Scores]:
     """The loss, which is differentiable, and what it is made of.
 
-    Draft i of a label stands for the token i places further, which is i places further among the
+    Draft i of a label stands for the token i positions after, which is i positions after among the
     labels too where it is `counted`. `kernel` makes logits of `states`, one for all drafts or one
     for each. The loss is the sum over drafts and counted labels, each draft by its weight.
     """

@@ -44,17 +44,17 @@ def fill_features(
 def at_rows(
     values: Shaped[Array, "B T *rest"], rows: Int[Array, "B A"]
 ) -> Shaped[Array, "B A *rest"]:
-    """`values` [B, T, ...] at each row's own places; places below 0 give the first."""
+    """`values` [B, T, ...] at each row's own positions; positions below 0 give the first."""
     rows = jnp.maximum(rows, 0)
-    return jax.vmap(lambda value, places: value[places])(values, rows)
+    return jax.vmap(lambda value, positions: value[positions])(values, rows)
 
 
 def ahead(values: Shaped[Array, "B A *rest"], depth: int) -> Shaped[Array, "B A *rest"]:
-    """What stands `depth` places further in each row's list of labels; zeros behind its end."""
+    """What stands `depth` positions after in each row's list of labels; zeros after its end."""
     room = ((0, 0), (0, depth)) + ((0, 0),) * (values.ndim - 2)
     return jnp.pad(values, room)[:, depth:]
 
 
 def label_ahead(labels: Int[Array, "B A"], depth: int) -> Bool[Array, "B A"]:
-    """Whether the token `depth` further is a label too; it is then `depth` places further."""
+    """Whether the token `depth` further is a label too; it is then `depth` positions after."""
     return (labels >= 0) & (ahead(labels, depth) == labels + depth)

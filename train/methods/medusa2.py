@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
 from specjax.fields import Number, Whole, check_instance
-from specjax.loading.heads.head import Head, TargetFacts
+from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.model import Model
 from specjax.models.decoder import Decoder
 from specjax.models.heads.medusa import Medusa, MedusaConfig
@@ -52,7 +52,7 @@ class JointLoss:
         if not self.ramp:
             return jnp.float32(self.heads)
         span = max(self.steps - self.warm_steps, 1)
-        # As a float: behind the last int32 there is none.
+        # As a float: after the last int32 there is none.
         step = jnp.asarray(step, jnp.float32)
         done = jnp.clip((step - self.warm_steps + 1) / span, 0.0, 1.0)
         return self.heads * jnp.sin(0.5 * jnp.pi * done)
@@ -88,8 +88,8 @@ def medusa2_method(
         return joint_loss(head, decoder, params, target_params, ids, batch, step, loss, joint)
 
     def finished(params: Any, training: dict[str, Any]) -> Head:
-        facts = TargetFacts.of(target)
-        return Head("medusa", config, params["heads"], draft_ids, facts, training)
+        metadata = TargetMetadata.of(target)
+        return Head("medusa", config, params["heads"], draft_ids, metadata, training)
 
     def tuned(params: Any) -> Model:
         whole = jax.tree.map(lambda leaf: leaf.astype(target.dtype), params["target"])

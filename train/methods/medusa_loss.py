@@ -1,7 +1,7 @@
 """What Medusa heads learn, whether the target is frozen or trained too.
 
-Cai et al. 2401.10774. Head i predicts the token i + 1 places after the one that the target itself
-predicts from the same feature.
+Cai et al. 2401.10774. Head i predicts the token i + 1 positions after the one that the target
+itself predicts from the same feature.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class Measures:
     """Sums over labels, which add over micro-batches and devices.
 
     `weight` is what a loss is divided by; `losses` are its parts by name. Draft i (0-based) stands
-    for the token i places behind a label: `counts` are the labels where there is one, `correct`
+    for the token i positions after a label: `counts` are the labels where there is one, `correct`
     those where the draft is the target's likeliest token, `prefix_correct` those where all drafts
     before are right too.
     """

@@ -30,7 +30,7 @@ class Saved(NamedTuple):
     """
 
     step: int
-    facts: dict[str, Any]
+    metadata: dict[str, Any]
     found: checkpoint_directory.Found
     damaged: tuple[int, ...] = ()
 
@@ -58,14 +58,14 @@ def last_checkpoint(workdir: Workdir) -> Saved | None:
     return None
 
 
-def save_checkpoint(workdir: Workdir, step: int, state: Any, facts: dict[str, Any]) -> None:
-    """Write a tree of arrays and JSON-ready facts, then delete all but the newest two.
+def save_checkpoint(workdir: Workdir, step: int, state: Any, metadata: dict[str, Any]) -> None:
+    """Write a tree of arrays and JSON-ready metadata, then delete all but the newest two.
 
     Raises InputError where that cannot be done; what was saved before is then still there.
     """
     directory = _directory(workdir, step)
     try:
-        checkpoint_directory.save(directory, _KIND, _nested(state), facts, overwrite=True)
+        checkpoint_directory.save(directory, _KIND, _nested(state), metadata, overwrite=True)
     except InputError:
         if processes.speaks():
             with suppress(OSError):
@@ -114,7 +114,7 @@ def _finished(workdir: Workdir) -> list[int]:
 
 def _look(workdir: Workdir, step: int) -> Saved:
     found = checkpoint_directory.look(_directory(workdir, step), _KIND)
-    return Saved(step, found.facts, found)
+    return Saved(step, found.metadata, found)
 
 
 def _is_whole(workdir: Workdir, step: int) -> bool:

@@ -15,7 +15,7 @@ from train.data.batches import Batch, Packing, Shape, Source, build
 from train.methods.method import Method
 from train.run.config import Settings
 from train.run.metrics import MetricsWriter, add, scalars, shown, sums_of
-from train.run.step import Program, gathered, placer
+from train.run.step import Program, gathered, placement_of
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class Evaluation:
     def _losses(self, params: Any) -> dict[str, float]:
         rows = self.packing.rows(0)
         count = self.shape.rows
-        place = placer(self.settings, self.program.mesh)
+        placement = placement_of(self.settings, self.program.mesh)
         total = None
         for first in range(0, min(len(rows), count * self.settings.eval_batches), count):
             taken = rows[first : first + count]
             taken = taken + [[]] * (count - len(taken))
-            batch: Batch = place.put(
-                build(self.source, [taken[row] for row in place.rows], self.shape)
+            batch: Batch = placement.put(
+                build(self.source, [taken[row] for row in placement.rows], self.shape)
             )
             loss, measures = self.program.evaluate(params, self.target_params, batch)
             total = add(total, sums_of(loss, measures))
@@ -121,8 +121,8 @@ def held_out_prompts(source: Source, chosen: np.ndarray, count: int, room: int) 
     """
     found: list[list[int]] = []
     spread = np.unique(np.linspace(0, len(chosen) - 1, min(2 * count, len(chosen))).astype(int))
-    for place in spread if len(chosen) else ():
-        example = source[int(chosen[place])]
+    for index in spread if len(chosen) else ():
+        example = source[int(chosen[index])]
         answers = np.flatnonzero(example.loss_mask)
         end = int(answers[0]) if len(answers) else 0
         if 1 <= end <= room and len(found) < count:

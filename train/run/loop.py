@@ -24,7 +24,7 @@ from train.run import workdir as files
 from train.run.checkpoints import Saved
 from train.run.config import Settings
 from train.run.metrics import MetricsWriter, add, scalars, shown, sums_of
-from train.run.step import Placer, Program, Report, State, placer
+from train.run.step import Placement, Program, Report, State, placement_of
 from train.run.workdir import Workdir
 
 DONE, TIME, INTERRUPTED = "done", "time", "interrupted"
@@ -59,9 +59,11 @@ class Feed:
     packing: Packing
     shape: Shape
 
-    def batches(self, position: Position, place: Placer) -> Iterator[tuple[Any, Position]]:
+    def batches(self, position: Position, placement: Placement) -> Iterator[tuple[Any, Position]]:
         """Batches on the devices from a position on, each with the position after it."""
-        return stream(self.source, self.packing, self.shape, position, place.rows, place.put)
+        return stream(
+            self.source, self.packing, self.shape, position, placement.rows, placement.put
+        )
 
 
 @dataclass
@@ -73,7 +75,7 @@ class Progress:
     tokens: int = 0
     sums: dict[str, Any] | None = None
 
-    def facts(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """As JSON."""
         return {
             "training": 1,
@@ -85,10 +87,13 @@ class Progress:
 
     @classmethod
     def of(cls, saved: Saved) -> Progress:
-        """What `facts` wrote."""
-        facts = saved.facts
+        """What `metadata` wrote."""
+        metadata = saved.metadata
         return cls(
-            facts["step"], Position(*facts["position"]), facts["tokens"], facts["sums"] or None
+            metadata["step"],
+            Position(*metadata["position"]),
+            metadata["tokens"],
+            metadata["sums"] or None,
         )
 
 
@@ -130,11 +135,11 @@ def train(
         nonlocal saved_step
         settle(0)
         if saved_step != progress.step and progress.step:
-            checkpoints.save_checkpoint(workdir, progress.step, state, progress.facts())
+            checkpoints.save_checkpoint(workdir, progress.step, state, progress.metadata())
             saved_step = progress.step
 
     step, reason = progress.step, DONE
-    batches = feed.batches(progress.position, placer(settings, program.mesh))
+    batches = feed.batches(progress.position, placement_of(settings, program.mesh))
     compiled = None
     with _listening() as asked, ReadAhead(batches) as ahead:
         while step < settings.steps:

@@ -143,11 +143,11 @@ class MetricsWriter:
             self._bar.update(self._task, completed=step, numbers=show)
         else:
             left = self.seconds_left(step)
-            told = f"  {clock(left)} left" if left else ""
-            self.say(f"step {step}/{self._steps}  {show}{told}")
+            remaining = f"  {clock(left)} left" if left else ""
+            self.say(f"step {step}/{self._steps}  {show}{remaining}")
 
     def seconds_left(self, step: int) -> float | None:
-        """How long the steps behind this one will take; None while there is nothing to go by."""
+        """How long the steps after this one will take; None while there is nothing to go by."""
         first, begin = self._since or (step, 0.0)
         if step >= self._steps:
             return 0.0

@@ -117,9 +117,9 @@ def _train(
             evaluation,
         )
         if result.step:
-            facts = setup.facts(result.step, result.tokens)
-            facts["curve"] = files.learning_curve(workdir)
-            _export(method, gathered(result.state.params, mesh), facts, workdir)
+            metadata = setup.metadata(result.step, result.tokens)
+            metadata["curve"] = files.learning_curve(workdir)
+            _export(method, gathered(result.state.params, mesh), metadata, workdir)
         return _end(writer, workdir, result, settings.steps, time.perf_counter() - begin)
 
 
@@ -136,9 +136,9 @@ def _exports(method: Method, workdir: files.Workdir) -> tuple[Path, ...]:
     return workdir.export / "head", workdir.export / "target"
 
 
-def _export(method: Method, params: Any, facts: dict[str, Any], workdir: files.Workdir) -> None:
+def _export(method: Method, params: Any, metadata: dict[str, Any], workdir: files.Workdir) -> None:
     head, *target = _exports(method, workdir)
-    save_head(method.head(params, facts), head, overwrite=True)
+    save_head(method.head(params, metadata), head, overwrite=True)
     if method.tuned is not None:
         save_checkpoint(method.tuned(params), target[0], overwrite=True)
 

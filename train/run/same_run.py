@@ -36,13 +36,13 @@ def check_same_run(
     ]
     if not different:
         return
-    told = "; ".join(
+    listed = "; ".join(
         f"{name.removeprefix('config.')}={was.get(name)!r:.60} then, {now.get(name)!r:.60} now"
         for name in different[:_SHOWN]
     )
     if remark and f"config.{remark.split()[0]}" in different:
-        told += f" ({remark})"
+        listed += f" ({remark})"
     raise InputError(
-        f"workdir={str(file.parent)!r}: another run was begun there: {told}; "
+        f"workdir={str(file.parent)!r}: another run was begun there: {listed}; "
         "use the same command to resume it, or another workdir"
     )

@@ -23,7 +23,7 @@ from specjax.loading.load import load_model
 from specjax.loading.model import Model
 from specjax.models.decoder import Decoder
 from train.data.batches import Packing, Shape
-from train.data.examples import check_target, target_facts
+from train.data.examples import check_target, target_metadata
 from train.data.sources import Sources, open_sources
 from train.data.vocabulary import Vocabulary, draft_vocabulary
 from train.methods.method import Method
@@ -59,7 +59,7 @@ class Setup:
         """The dtype of products, in words."""
         return str(self.decoder.multiply or "float32")
 
-    def facts(self, step: int, tokens: int) -> dict[str, Any]:
+    def metadata(self, step: int, tokens: int) -> dict[str, Any]:
         """What an export says of its training; no path of this machine is in it."""
         here = ("data", "target", "workdir", "start_from", "distributed", "mesh")
         config = {name: value for name, value in self.record["config"].items() if name not in here}
@@ -87,7 +87,7 @@ def set_up(config: ConfigDict, make_method: MakeMethod) -> Setup:
         data = open_sources(directories)
         model = load_model(config.target, mesh=mesh, field="target")
         for part in data.parts:
-            check_target(f"data={str(part.directory)!r}", part.target, target_facts(model))
+            check_target(f"data={str(part.directory)!r}", part.target, target_metadata(model))
         if config.start_from is None:
             choose = functools.partial(draft_vocabulary, data, vocab_size=model.config.vocab_size)
             vocabulary = _Noted(choose)
@@ -118,7 +118,7 @@ def set_up(config: ConfigDict, make_method: MakeMethod) -> Setup:
         "config": record_of(config),
         "method": method.name,
         "data": about,
-        "target": target_facts(target),
+        "target": target_metadata(target),
         "draft_vocabulary": vocabulary,
     }
     processes.agree({"data": about})

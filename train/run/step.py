@@ -127,13 +127,13 @@ def make_program(
         sums = jax.lax.map(one, batches)
         return jax.tree.map(lambda leaf: leaf.sum(axis=0), sums)
 
-    places = None if mesh is None else jax.tree.map(lambda leaf: leaf.sharding, state)
-    told = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-    both = None if mesh is None else (places, told)
+    shardings = None if mesh is None else jax.tree.map(lambda leaf: leaf.sharding, state)
+    replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    both = None if mesh is None else (shardings, replicated)
     return Program(
         state=state,
         step=jax.jit(step, donate_argnums=0, out_shardings=both),
-        evaluate=jax.jit(evaluate, out_shardings=told),
+        evaluate=jax.jit(evaluate, out_shardings=replicated),
         gradients=jax.jit(gradients),
         update=jax.jit(update, donate_argnums=0, out_shardings=both),
         mesh=mesh,
@@ -165,7 +165,7 @@ def loss_function(method: Method, decoder: Decoder, remat: bool) -> Callable:
 
 
 @dataclass(frozen=True)
-class Placer:
+class Placement:
     """Puts host rows on the devices, as `micro` micro-batches of `per_micro` rows each.
 
     `rows` are the numbers of the rows of a whole batch that this process holds; `put` takes a host
@@ -192,15 +192,15 @@ class Placer:
             return jax.device_put(local)
         spread = NamedSharding(self.mesh, PartitionSpec(None, DATA))
         shape = (self.micro, self.per_micro, *leaf.shape[1:])
-        place_of = {row: place for place, row in enumerate(self.held)}
+        column_of = {row: column for column, row in enumerate(self.held)}
 
         def part(index: tuple[slice, ...]) -> np.ndarray:
-            return local[:, [place_of[row] for row in range(self.per_micro)[index[1]]]]
+            return local[:, [column_of[row] for row in range(self.per_micro)[index[1]]]]
 
         return jax.make_array_from_callback(shape, spread, part)
 
 
-def placer(settings: Settings, mesh: Mesh | None) -> Placer:
+def placement_of(settings: Settings, mesh: Mesh | None) -> Placement:
     """How batches of these settings lie on a mesh."""
     per_micro = settings.batch_size // settings.accumulate
     held = tuple(range(per_micro))
@@ -208,7 +208,7 @@ def placer(settings: Settings, mesh: Mesh | None) -> Placer:
         rows = NamedSharding(mesh, PartitionSpec(DATA))
         parts = rows.addressable_devices_indices_map((per_micro,)).values()
         held = tuple(sorted({row for (part,) in parts for row in range(per_micro)[part]}))
-    return Placer(settings.accumulate, per_micro, held, mesh)
+    return Placement(settings.accumulate, per_micro, held, mesh)
 
 
 def gathered(tree: Any, mesh: Mesh | None) -> Any:
@@ -238,11 +238,11 @@ def _copied(params: Any, mesh: Mesh | None, split: bool) -> Any:
     if mesh is None:
         return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params)
 
-    def spread(leaf: Any, place: NamedSharding) -> jax.Array:
+    def spread(leaf: Any, sharding: NamedSharding) -> jax.Array:
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-            return jax.jit(jnp.copy, out_shardings=place)(leaf)
+            return jax.jit(jnp.copy, out_shardings=sharding)(leaf)
         host = np.array(leaf)
-        return jax.make_array_from_callback(host.shape, place, lambda part: host[part])
+        return jax.make_array_from_callback(host.shape, sharding, lambda part: host[part])
 
     return jax.tree.map(spread, params, _shardings(params, mesh, split))
 
@@ -251,5 +251,5 @@ def _whole(value: np.ndarray | np.generic, mesh: Mesh | None) -> jax.Array:
     if mesh is None:
         return jnp.asarray(value)
     host = np.asarray(value)
-    place = NamedSharding(mesh, PartitionSpec())
-    return jax.make_array_from_callback(host.shape, place, lambda part: host[part])
+    sharding = NamedSharding(mesh, PartitionSpec())
+    return jax.make_array_from_callback(host.shape, sharding, lambda part: host[part])

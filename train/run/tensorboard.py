@@ -42,7 +42,7 @@ class TensorBoardWriter:
         except OSError as error:
             raise self._unwritable(error) from None
         self._add(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
-        # What an interrupted run wrote behind this step is no longer so.
+        # What an interrupted run wrote after this step is no longer so.
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._add(event_pb2.Event(wall_time=time.time(), step=step + 1, session_log=start))
 

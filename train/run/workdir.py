@@ -35,7 +35,7 @@ MAY_DIFFER = (
     "mesh.",
     "distributed.",
 )
-"""Fields, and sections with a dot behind, that a resumed run may set anew."""
+"""Fields, and sections followed by a dot, that a resumed run may set anew."""
 
 _RESTORE = "restore it, or delete it"
 _STEP = re.compile(r"step-(\d{9})", re.ASCII)
@@ -43,7 +43,7 @@ _STEP = re.compile(r"step-(\d{9})", re.ASCII)
 
 @dataclass(frozen=True)
 class Workdir:
-    """The places in a run's directory."""
+    """The paths in a run's directory."""
 
     root: Path
 
@@ -104,7 +104,7 @@ def steps(workdir: Workdir) -> list[int]:
 
 
 def truncate_metrics(workdir: Workdir, step: int) -> None:
-    """Drop the lines of steps behind `step`, and one that was cut short."""
+    """Drop the lines of steps after `step`, and one that was truncated."""
     if not processes.speaks() or not workdir.metrics.exists():
         return
     kept = [row for row in read_metrics(workdir) if row["step"] <= step]

@@ -20,8 +20,8 @@ from specjax.loading.formats import parameter_names
 from specjax.models.config import DecoderConfig
 from specjax.models.decoder import parameter_table
 
-Fill = Callable[[parameter_names.Place, np.ndarray], None]
-"""Writes one tensor's values into a host array of the tree's shape (`Place.shape`)."""
+Fill = Callable[[parameter_names.Location, np.ndarray], None]
+"""Writes one tensor's values into a host array of the tree's shape (`Location.shape`)."""
 
 _THREADS = 2
 
@@ -59,24 +59,24 @@ def parameter_shardings(
 def build(
     config: DecoderConfig,
     dtype: np.dtype,
-    places: Sequence[parameter_names.Place],
+    locations: Sequence[parameter_names.Location],
     fill: Fill,
     mesh: Mesh | None = None,
     shards: int = 1,
     scan_layers: bool = True,
     threads: int = _THREADS,
 ) -> dict[str, Any]:
-    """The parameter tree with every place filled, on the default device or split over a mesh.
+    """The parameter tree with every location filled, on the default device or split over a mesh.
 
     The host holds a tensor or two at a time, never the model, but where the CPU is the device:
-    without a mesh its memory is the device's. `threads` fill at once; with one, places are filled
-    in order. Raises InputError where the mesh does not fit the model.
+    without a mesh its memory is the device's. `threads` fill at once; with one, locations are
+    filled in order. Raises InputError where the mesh does not fit the model.
     """
     if mesh is not None:
         check_shards(config, shards)
         targets = parameter_shardings(config, mesh, shards, scan_layers)
     elif jax.default_backend() == "cpu":
-        return _adopted(config, dtype, places, fill, scan_layers, threads)
+        return _adopted(config, dtype, locations, fill, scan_layers, threads)
     else:
         device = SingleDeviceSharding(jax.devices()[0])
         targets = jax.tree.map(lambda _: device, parameter_table(config, scan_layers))
@@ -88,8 +88,8 @@ def build(
         targets,
         is_leaf=lambda node: isinstance(node, tuple),
     )
-    for place, tensor in _read_ahead(places, dtype, fill, threads):
-        path, layer = place.within(scan_layers)
+    for location, tensor in _read_ahead(locations, dtype, fill, threads):
+        path, layer = location.within(scan_layers)
         *parents, last = path
         node, target = params, parameter_names.lookup(targets, path)
         for key in parents:
@@ -112,42 +112,42 @@ def _one_layer(stacked: Sharding) -> Sharding:
 def _adopted(
     config: DecoderConfig,
     dtype: np.dtype,
-    places: Sequence[parameter_names.Place],
+    locations: Sequence[parameter_names.Location],
     fill: Fill,
     scan_layers: bool,
     threads: int,
 ) -> dict[str, Any]:
     params = parameter_names.allocate(config, dtype, scan_layers)
 
-    def write(place: parameter_names.Place) -> None:
-        path, layer = place.within(scan_layers)
+    def write(location: parameter_names.Location) -> None:
+        path, layer = location.within(scan_layers)
         leaf = parameter_names.lookup(params, path)
-        fill(place, leaf if layer is None else leaf[layer])
+        fill(location, leaf if layer is None else leaf[layer])
 
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(write, places))
+        list(pool.map(write, locations))
     # device_put adopts aligned host arrays on CPU, where jnp.asarray copies half a gigabyte.
     return jax.device_put(params)
 
 
 def _read_ahead(
-    places: Sequence[parameter_names.Place], dtype: np.dtype, fill: Fill, threads: int
-) -> Iterator[tuple[parameter_names.Place, np.ndarray]]:
-    """Each place with its tensor, in order: every process runs the same programs in turn."""
+    locations: Sequence[parameter_names.Location], dtype: np.dtype, fill: Fill, threads: int
+) -> Iterator[tuple[parameter_names.Location, np.ndarray]]:
+    """Each location with its tensor, in order: every process runs the same programs in turn."""
 
-    def read(place: parameter_names.Place) -> tuple[parameter_names.Place, np.ndarray]:
-        tensor = np.empty(place.shape, dtype)
-        fill(place, tensor)
-        return place, tensor
+    def read(location: parameter_names.Location) -> tuple[parameter_names.Location, np.ndarray]:
+        tensor = np.empty(location.shape, dtype)
+        fill(location, tensor)
+        return location, tensor
 
-    waiting = iter(places)
+    waiting = iter(locations)
     with ThreadPoolExecutor(threads) as pool:
         reading = collections.deque(
-            pool.submit(read, place) for place in itertools.islice(waiting, threads)
+            pool.submit(read, location) for location in itertools.islice(waiting, threads)
         )
         while reading:
             yield reading.popleft().result()
-            reading.extend(pool.submit(read, place) for place in itertools.islice(waiting, 1))
+            reading.extend(pool.submit(read, location) for location in itertools.islice(waiting, 1))
 
 
 def _put(tensor: np.ndarray, target: Sharding) -> jax.Array:

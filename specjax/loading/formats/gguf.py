@@ -72,7 +72,7 @@ def check_architecture(file: GgufFile) -> None:
 
 
 def read_config(file: GgufFile, vocab_size: int) -> DecoderConfig:
-    """The decoder that a llama-architecture file describes, with V cut to `vocab_size`.
+    """The decoder that a llama-architecture file describes, with V truncated to `vocab_size`.
 
     Raises InputError for settings that the decoder does not have.
     """
@@ -162,35 +162,39 @@ def read_params(
     shards: int = 1,
     scan_layers: bool = True,
 ) -> dict[str, Any]:
-    """The parameter tree of `layout.param_shapes`, dequantised straight into its place.
+    """The parameter tree of `layout.param_shapes`, dequantised straight into its location.
 
     Raises InputError listing tensors that are missing, unexpected, mis-shaped or of a type that
     cannot be dequantised; nothing is allocated before that is known.
     """
     found = {name: tensor.shape for name, tensor in file.tensors.items()}
-    places = parameter_names.match(
+    locations = parameter_names.match(
         str(file.path), parameter_names.GGUF, config, found, ignored=["rope_freqs.weight"]
     )
-    for name in {file.tensors[place.name].kind: place.name for place in places}.values():
+    for name in {
+        file.tensors[location.name].kind: location.name for location in locations
+    }.values():
         check_type(file, name)
 
-    def fill(place: parameter_names.Place, target: np.ndarray) -> None:
-        _fill(file, file.tensors[place.name], place, target)
+    def fill(location: parameter_names.Location, target: np.ndarray) -> None:
+        _fill(file, file.tensors[location.name], location, target)
 
     # Biggest first, so that the threads end together.
-    places.sort(key=lambda place: -file.tensors[place.name].size)
-    return build_parameters.build(config, dtype, places, fill, mesh, shards, scan_layers)
+    locations.sort(key=lambda location: -file.tensors[location.name].size)
+    return build_parameters.build(config, dtype, locations, fill, mesh, shards, scan_layers)
 
 
-def _fill(file: GgufFile, tensor: Tensor, place: parameter_names.Place, target: np.ndarray) -> None:
+def _fill(
+    file: GgufFile, tensor: Tensor, location: parameter_names.Location, target: np.ndarray
+) -> None:
     """Write one tensor into its part of the tree, rows beyond the vocabulary left out."""
-    if place.slot.paired:
+    if location.slot.paired:
         np.copyto(
-            target, parameter_names.from_stored(file.values(tensor), place), casting="same_kind"
+            target, parameter_names.from_stored(file.values(tensor), location), casting="same_kind"
         )
         return
-    rest = place.stored_shape[1:]
-    into = parameter_names.stored_view(target, place)
+    rest = location.stored_shape[1:]
+    into = parameter_names.stored_view(target, location)
     for first, values in file.chunks(tensor):
         # A chunk is whole rows, small enough to be turned in cache.
         start = first // math.prod(rest)

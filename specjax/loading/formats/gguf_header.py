@@ -93,7 +93,7 @@ class _Reader:
         """Advance over `count` bytes and give where they began."""
         if count > self.size - self.at:
             raise self.fail(
-                f"GGUF cut short: {what} needs {count} bytes at {self.at}, the file has {self.size}"
+                f"GGUF truncated: {what} needs {count} bytes at {self.at}, the file has {self.size}"
             )
         start, self.at = self.at, self.at + count
         return start
@@ -119,11 +119,11 @@ class _Reader:
                 (length,) = unpack(data, at)
                 at += 8
                 if length > size - at:
-                    raise self.fail(f"GGUF cut short inside {what}")
+                    raise self.fail(f"GGUF truncated inside {what}")
                 found.append(data[at : at + length].decode())
                 at += length
         except struct.error:
-            raise self.fail(f"GGUF cut short inside {what}") from None
+            raise self.fail(f"GGUF truncated inside {what}") from None
         except UnicodeDecodeError:
             raise self.fail(f"{what} holds a string that is not UTF-8") from None
         self.at = at
@@ -140,7 +140,7 @@ class _Reader:
         if kind != _STRING:
             return self.scalars(kind, count, what)
         if count > (self.size - self.at) // 8:
-            raise self.fail(f"GGUF cut short: {what} claims {count} strings")
+            raise self.fail(f"GGUF truncated: {what} claims {count} strings")
         return self.strings(count, what)
 
     def scalars(self, kind: int, count: int, what: str) -> np.ndarray:
@@ -156,7 +156,7 @@ class _Reader:
 def open_gguf(path: Path) -> Iterator[GgufFile]:
     """Map a GGUF file and scan its header.
 
-    Raises InputError where the file is missing, cut short, big-endian, of an unknown version, or
+    Raises InputError where the file is missing, truncated, big-endian, of an unknown version, or
     inconsistent with its own size.
     """
     try:
@@ -189,7 +189,7 @@ def _read_preamble(reader: _Reader) -> tuple[int, int]:
     # The shortest key is an empty name, a type and one byte; the shortest tensor has no axes.
     for what, count, least in (("tensors", tensor_count, 24), ("keys", key_count, 13)):
         if count > reader.size // least:
-            raise reader.fail(f"GGUF cut short: the header claims {count} {what}")
+            raise reader.fail(f"GGUF truncated: the header claims {count} {what}")
     return tensor_count, key_count
 
 
@@ -233,7 +233,7 @@ def _read_tensors(reader: _Reader, count: int, metadata: dict[str, Any]) -> dict
         size = math.prod(shape) // block * block_bytes
         if offset % alignment or base + offset + size > reader.size:
             raise reader.fail(
-                f"GGUF cut short: {label} ends at byte {base + offset + size}, "
+                f"GGUF truncated: {label} ends at byte {base + offset + size}, "
                 f"the file has {reader.size}"
             )
         tensors[name] = Tensor(tuple(shape), kind, base + offset, size)

@@ -144,7 +144,7 @@ def read_params(
     folders.verify(directory, ("model",), any(map(is_ours, shards_found)), read)
     where, shapes = _read_headers(shards_found)
     tied_copy = config.tie_word_embeddings and "lm_head.weight" in where
-    places = parameter_names.match(
+    locations = parameter_names.match(
         str(directory),
         parameter_names.HUGGING_FACE,
         config,
@@ -154,16 +154,18 @@ def read_params(
     if tied_copy:
         _check_tied(directory, where)
     # In the order of the shards, each of which is open once.
-    places.sort(key=lambda place: str(where[place.name]))
+    locations.sort(key=lambda location: str(where[location.name]))
     with ExitStack() as stack:
         files = {path: stack.enter_context(_open_shard(path)) for path in set(where.values())}
 
-        def fill(place: parameter_names.Place, target: np.ndarray) -> None:
-            stored = files[where[place.name]].get_tensor(place.name)[: place.stored_shape[0]]
-            target[...] = parameter_names.from_stored(stored, place).astype(dtype)
+        def fill(location: parameter_names.Location, target: np.ndarray) -> None:
+            stored = files[where[location.name]].get_tensor(location.name)[
+                : location.stored_shape[0]
+            ]
+            target[...] = parameter_names.from_stored(stored, location).astype(dtype)
 
         return build_parameters.build(
-            config, dtype, places, fill, mesh, shards, scan_layers, threads=1
+            config, dtype, locations, fill, mesh, shards, scan_layers, threads=1
         )
 
 
@@ -183,16 +185,16 @@ def _check_tied(directory: Path, where: dict[str, Path]) -> None:
 def write_params(params: dict[str, Any], config: DecoderConfig, path: Path) -> None:
     """Write the parameter tree as one safetensors file, in the names and axes of transformers."""
     tensors = {}
-    for place in parameter_names.places(parameter_names.HUGGING_FACE, config):
-        keys, layer = place.within(scan_layers="0" not in params["layers"])
+    for location in parameter_names.locations(parameter_names.HUGGING_FACE, config):
+        keys, layer = location.within(scan_layers="0" not in params["layers"])
         leaf = np.asarray(parameter_names.lookup(params, keys))
         value = leaf if layer is None else leaf[layer]
-        if value.size != math.prod(place.shape):
+        if value.size != math.prod(location.shape):
             raise InputError(
-                f"{place.name}: the parameter has shape {list(value.shape)}, "
-                f"the config says {list(place.shape)}"
+                f"{location.name}: the parameter has shape {list(value.shape)}, "
+                f"the config says {list(location.shape)}"
             )
-        tensors[place.name] = np.ascontiguousarray(parameter_names.to_stored(value, place))
+        tensors[location.name] = np.ascontiguousarray(parameter_names.to_stored(value, location))
     write_tensors(tensors, path, {})
 
 

@@ -16,7 +16,7 @@ _LARGEST = 10**30  # JSON knows whole numbers that no float holds
 
 
 def read_config(directory: Path, vocab_size: int | None) -> DecoderConfig:
-    """The decoder that config.json describes, with V cut to `vocab_size` where that is known.
+    """The decoder that config.json describes, with V truncated to `vocab_size` where that is known.
 
     Reads the fields of transformers 4 and 5. Raises InputError for another model type and for
     settings that the decoder does not have, by name.

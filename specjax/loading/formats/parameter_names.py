@@ -30,7 +30,7 @@ def param_shapes(config: DecoderConfig, scan_layers: bool = True) -> dict[str, A
 
 
 class Slot(NamedTuple):
-    """One row of a table: a tensor's name in the file and its place in the tree.
+    """One row of a table: a tensor's name in the file and its location in the tree.
 
     `name` holds `{layer}` for a tensor that exists once a layer. `in_axes` counts the axes of a
     kernel that the product sums over; 0 marks a scale, a bias or the embedding. `paired` marks
@@ -108,7 +108,7 @@ GGUF = _table(
 )
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """One tensor of one checkpoint: its file name, slot, layer, and unstacked tree shape."""
 
     name: str
@@ -117,7 +117,7 @@ class Place(NamedTuple):
     shape: Shape
 
     def within(self, scan_layers: bool) -> tuple[Path, int | None]:
-        """The leaf it belongs to, and its place on that leaf's first axis if layers are stacked."""
+        """The leaf it belongs to, and its index on that leaf's first axis if layers are stacked."""
         if self.layer is None or scan_layers:
             return self.slot.path, self.layer
         first, *rest = self.slot.path
@@ -134,7 +134,7 @@ class Place(NamedTuple):
         return self.shape
 
 
-def places(table: Iterable[Slot], config: DecoderConfig) -> Iterator[Place]:
+def locations(table: Iterable[Slot], config: DecoderConfig) -> Iterator[Location]:
     """Every tensor that a checkpoint of this config must hold, in table order."""
     shapes = param_shapes(config)
     for slot in table:
@@ -143,32 +143,32 @@ def places(table: Iterable[Slot], config: DecoderConfig) -> Iterator[Place]:
             continue
         if slot.path[0] == "layers":
             for layer in range(config.num_layers):
-                yield Place(slot.name.format(layer=layer), slot, layer, shape[1:])
+                yield Location(slot.name.format(layer=layer), slot, layer, shape[1:])
         else:
-            yield Place(slot.name, slot, None, shape)
+            yield Location(slot.name, slot, None, shape)
 
 
-def from_stored(stored: Shaped[np.ndarray, "..."], place: Place) -> Shaped[np.ndarray, "..."]:
+def from_stored(stored: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
     """The tree's array, as a view where that is possible, of one tensor as the file has it."""
-    if place.slot.paired:
-        stored = _unpair(stored, _head_width(place))
-    return (stored.T if place.slot.in_axes else stored).reshape(place.shape)
+    if location.slot.paired:
+        stored = _unpair(stored, _head_width(location))
+    return (stored.T if location.slot.in_axes else stored).reshape(location.shape)
 
 
-def stored_view(value: Shaped[np.ndarray, "..."], place: Place) -> Shaped[np.ndarray, "..."]:
+def stored_view(value: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
     """The tree's array in the axes of the file, still with half-split rows; a view."""
-    rows, *rest = place.stored_shape
-    return value.reshape(*rest, rows).T if place.slot.in_axes else value.reshape(rows, *rest)
+    rows, *rest = location.stored_shape
+    return value.reshape(*rest, rows).T if location.slot.in_axes else value.reshape(rows, *rest)
 
 
-def to_stored(value: Shaped[np.ndarray, "..."], place: Place) -> Shaped[np.ndarray, "..."]:
+def to_stored(value: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
     """The inverse of `from_stored`."""
-    stored = stored_view(value, place)
-    return _pair(stored, _head_width(place)) if place.slot.paired else stored
+    stored = stored_view(value, location)
+    return _pair(stored, _head_width(location)) if location.slot.paired else stored
 
 
-def _head_width(place: Place) -> int:
-    return place.shape[-1]
+def _head_width(location: Location) -> int:
+    return location.shape[-1]
 
 
 def _unpair(stored: Shaped[np.ndarray, "..."], width: int) -> Shaped[np.ndarray, "..."]:
@@ -215,10 +215,10 @@ def match(
     found: dict[str, Shape],
     *,
     ignored: Collection[str] = (),
-) -> list[Place]:
-    """The places of a checkpoint's tensors, after comparing them with what its config asks for.
+) -> list[Location]:
+    """The locations of a checkpoint's tensors, after comparing them with what its config asks for.
 
-    Embedding and head may have more rows than the vocabulary (padding, which is cut). Raises
+    Embedding and head may have more rows than the vocabulary (padding, which is dropped). Raises
     InputError listing what is missing, unexpected or mis-shaped; `ignored` names may be there.
     """
     if config.num_layers > len(found):
@@ -226,8 +226,8 @@ def match(
             f"{source}: the config asks for {config.num_layers} layers, the file holds only "
             f"{len(found)} tensors; use an intact checkpoint"
         )
-    expected = list(places(table, config))
-    wanted = {place.name: place for place in expected}
+    expected = list(locations(table, config))
+    wanted = {location.name: location for location in expected}
     missing = [name for name in wanted if name not in found]
     unexpected = [name for name in found if name not in wanted and name not in ignored]
     wrong = []

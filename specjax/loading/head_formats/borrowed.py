@@ -37,7 +37,7 @@ def same_numbers(stored: np.ndarray, own: np.ndarray) -> bool:
         )
 
 
-def cut_padding(tensor: np.ndarray, stated: int, vocab_size: int) -> np.ndarray:
+def drop_padding(tensor: np.ndarray, stated: int, vocab_size: int) -> np.ndarray:
     """The rows of the target's tokens, where a tensor has a row for each of `stated` tokens."""
     if tensor.ndim and tensor.shape[0] == stated:
         return tensor[:vocab_size]
@@ -87,9 +87,9 @@ def check_ids(where: Path, name: str, ids: np.ndarray, vocab_size: int) -> np.nd
     """The ids as they are; raises InputError unless they are tokens of the target, each once."""
     wrong = (ids < 0) | (ids >= vocab_size)
     if wrong.any():
-        place = int(np.argmax(wrong))
+        index = int(np.argmax(wrong))
         raise InputError(
-            f"{where}: {name}[{place}] is token {ids[place]}, out of range 0..{vocab_size - 1}; "
+            f"{where}: {name}[{index}] is token {ids[index]}, out of range 0..{vocab_size - 1}; "
             "use a head that was made for this target"
         )
     unique, counts = np.unique(ids, return_counts=True)

@@ -57,9 +57,9 @@ def _medusa_logits(medusa: Medusa, params: Any, feature: jax.Array) -> jax.Array
 
 @functools.partial(jax.jit, static_argnums=0)
 def _model_logits(model: ReducedDecoder, params: Any, tokens: jax.Array) -> jax.Array:
-    places = jnp.arange(_TOKENS)
-    seen = causal(places, _TOKENS)
-    return model.extend(params, tokens, places[None], None, None, 0, seen).logits
+    positions = jnp.arange(_TOKENS)
+    seen = causal(positions, _TOKENS)
+    return model.extend(params, tokens, positions[None], None, None, 0, seen).logits
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -67,15 +67,15 @@ def _eagle_logits(
     eagle: Eagle, params: Any, features: dict[str, jax.Array], tokens: jax.Array
 ) -> jax.Array:
     cache, window = eagle.make_cache(1, _TOKENS), eagle.make_window(1, _TOKENS + 1)
-    places = jnp.arange(_TOKENS + 1)
-    seen = causal(places, _TOKENS + 1)
+    positions = jnp.arange(_TOKENS + 1)
+    seen = causal(positions, _TOKENS + 1)
     hidden = eagle.fuse(params, features)
     output, window = eagle.extend(
-        params, tokens[:, :-1], hidden, places[None, :-1], cache, window, 0, seen[:, :-1]
+        params, tokens[:, :-1], hidden, positions[None, :-1], cache, window, 0, seen[:, :-1]
     )
     hidden = eagle.next_hidden(params, output[:, -1:])
     further, _ = eagle.extend(
-        params, tokens[:, -1:], hidden, places[None, -1:], cache, window, _TOKENS, seen[:, -1:]
+        params, tokens[:, -1:], hidden, positions[None, -1:], cache, window, _TOKENS, seen[:, -1:]
     )
     return jnp.concatenate([eagle.logits(params, output), eagle.logits(params, further)], axis=1)
 

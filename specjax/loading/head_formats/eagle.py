@@ -21,7 +21,7 @@ from specjax.loading.head_formats.eagle_tensors import (
     read_params,
     without_padding,
 )
-from specjax.loading.heads.head import Head, TargetFacts
+from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.model import Model
 from specjax.models.config import DecoderConfig
 from specjax.models.heads.eagle import EagleConfig
@@ -42,7 +42,7 @@ class Flags(NamedTuple):
 
 
 def read_eagle1(
-    checkpoint: Checkpoint, target: Model, facts: TargetFacts, training: dict[str, Any]
+    checkpoint: Checkpoint, target: Model, metadata: TargetMetadata, training: dict[str, Any]
 ) -> Head:
     """An EAGLE-1 or 2 head; an embedding or head beside it must be the target's own.
 
@@ -72,7 +72,7 @@ def read_eagle1(
             )
     extra = ("embed_tokens.weight", "lm_head.weight")
     params = read_params(checkpoint.directory, tensors, config, "layers.0", extra)
-    return Head("eagle", config, params, None, facts, training)
+    return Head("eagle", config, params, None, metadata, training)
 
 
 def write_eagle1(head: Head) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -96,7 +96,7 @@ def write_eagle1(head: Head) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 def read_eagle3(
     checkpoint: Checkpoint,
     target: Model,
-    facts: TargetFacts,
+    metadata: TargetMetadata,
     training: dict[str, Any],
     layer_ids: taps.Convention | None,
 ) -> Head:
@@ -117,7 +117,7 @@ def read_eagle3(
         norms,
     )
     layer = "layers.0" if "layers.0.hidden_norm.weight" in checkpoint.tensors else "midlayer"
-    return build_eagle3(checkpoint, fields, target, decoder, flags, layer, facts, training)
+    return build_eagle3(checkpoint, fields, target, decoder, flags, layer, metadata, training)
 
 
 def write_eagle3(
@@ -147,7 +147,7 @@ def build_eagle3(
     decoder: DecoderConfig,
     flags: Flags,
     layer: str,
-    facts: TargetFacts,
+    metadata: TargetMetadata,
     training: dict[str, Any],
 ) -> Head:
     """The head of a checkpoint's tensors and flags; `fields` are those of its layer.
@@ -189,7 +189,7 @@ def build_eagle3(
     params = read_params(where, tensors, config, layer, ("d2t", "t2d", named))
     ids, order = borrowed.ascending(ids)
     params["head"]["kernel"] = params["head"]["kernel"][:, order]
-    return Head("eagle3", config, params, ids, facts, training)
+    return Head("eagle3", config, params, ids, metadata, training)
 
 
 def check_eagle3(head: Head, form: str) -> EagleConfig:

@@ -1,4 +1,4 @@
-"""Tensors of EAGLE heads: their names in SafeAILab's and the speculators layout, and their places.
+"""Tensors of EAGLE heads: names in SafeAILab's and the speculators layout, and locations.
 
 Rotary halves are as in transformers, which is our own convention.
 """
@@ -37,7 +37,7 @@ _MODULES = {
 }
 
 
-def places(config: EagleConfig, layer: str) -> dict[str, parameter_names.Place]:
+def locations(config: EagleConfig, layer: str) -> dict[str, parameter_names.Location]:
     """Where each tensor of a head belongs, by name; its layer is "midlayer" or "layers.0"."""
     shapes = parameter_shapes(config)
     modules = {name.format(layer=layer): path for name, path in _MODULES.items()}
@@ -48,7 +48,7 @@ def places(config: EagleConfig, layer: str) -> dict[str, parameter_names.Place]:
             inputs = 0 if leaf != "kernel" else 2 if path[-1] == "output" else 1
             name = f"{module}.{'bias' if leaf == 'bias' else 'weight'}"
             slot = parameter_names.Slot(name, (*path, leaf), inputs)
-            found[name] = parameter_names.Place(name, slot, None, shape)
+            found[name] = parameter_names.Location(name, slot, None, shape)
     return found
 
 
@@ -58,9 +58,9 @@ def named_tensors(head: Head, layer: str) -> dict[str, np.ndarray]:
     assert isinstance(config, EagleConfig)
     tensors = {
         name: parameter_names.to_stored(
-            np.asarray(parameter_names.lookup(head.params, place.slot.path)), place
+            np.asarray(parameter_names.lookup(head.params, location.slot.path)), location
         )
-        for name, place in places(config, layer).items()
+        for name, location in locations(config, layer).items()
     }
     if config.decoder.attention_bias:
         # In transformers the flag also means a bias that our heads do not have.
@@ -74,11 +74,11 @@ def named_tensors(head: Head, layer: str) -> dict[str, np.ndarray]:
 def without_padding(
     stored: dict[str, np.ndarray], stated: int, target: Model
 ) -> dict[str, np.ndarray]:
-    """The tensors, those with a row for each of `stated` tokens cut to the target's."""
+    """The tensors, those with a row for each of `stated` tokens truncated to the target's."""
     tensors = dict(stored)
     for name in ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t"):
         if name in tensors:
-            tensors[name] = borrowed.cut_padding(tensors[name], stated, target.config.vocab_size)
+            tensors[name] = borrowed.drop_padding(tensors[name], stated, target.config.vocab_size)
     return tensors
 
 
@@ -100,18 +100,18 @@ def read_params(
     extra: tuple[str, ...],
 ) -> dict[str, Any]:
     """The parameter tree of the tensors; `extra` names are dealt with elsewhere."""
-    table = places(config, layer)
+    table = locations(config, layer)
     bias = f"{layer}.self_attn.o_proj.bias"
     if config.decoder.attention_bias:
         extra = (*extra, bias)
         if np.any(tensors.get(bias, 0)):
             raise InputError(f"{where}: {bias} is not zero, and heads with it are not supported")
-    match(where, tensors, {name: place.stored_shape for name, place in table.items()}, extra)
+    match(where, tensors, {name: location.stored_shape for name, location in table.items()}, extra)
     params: dict[str, Any] = {}
-    for name, place in table.items():
-        *path, leaf = place.slot.path
+    for name, location in table.items():
+        *path, leaf = location.slot.path
         node = params
         for key in path:
             node = node.setdefault(key, {})
-        node[leaf] = parameter_names.from_stored(tensors[name], place)
+        node[leaf] = parameter_names.from_stored(tensors[name], location)
     return params

@@ -21,7 +21,7 @@ from specjax.errors import InputError
 from specjax.loading.head_formats import borrowed
 from specjax.loading.head_formats.checkpoint import Checkpoint, match
 from specjax.loading.head_formats.config_fields import Fields
-from specjax.loading.heads.head import Head, TargetFacts
+from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.model import Model
 from specjax.models.heads.medusa import MedusaConfig
 
@@ -69,7 +69,7 @@ def _published(name: str, num_layers: int) -> str:
     return name
 
 
-def read(checkpoint: Checkpoint, target: Model, facts: TargetFacts, training: dict) -> Head:
+def read(checkpoint: Checkpoint, target: Model, metadata: TargetMetadata, training: dict) -> Head:
     """The head that a checkpoint holds. Raises InputError for whatever does not fit."""
     where = checkpoint.directory
     fields = Fields(str(where / "config.json"), checkpoint.config)
@@ -96,7 +96,7 @@ def read(checkpoint: Checkpoint, target: Model, facts: TargetFacts, training: di
         tensors["lm_head.weight"] = tensors.pop(head_names[0])
     for name in [*head_names, "lm_head.weight"]:
         if name in tensors:
-            tensors[name] = borrowed.cut_padding(tensors[name], stated, vocab_size)
+            tensors[name] = borrowed.drop_padding(tensors[name], stated, vocab_size)
             if ids is not None and tensors[name].shape[0] == vocab_size != rows:
                 tensors[name] = tensors[name][ids]
     blocks = [f"{head}.{layer}.linear" for head in range(heads) for layer in range(layers)]
@@ -124,7 +124,7 @@ def read(checkpoint: Checkpoint, target: Model, facts: TargetFacts, training: di
     if not original:
         params["head"] = {"kernel": np.stack([tensors[name][order].T for name in head_names])}
     config = MedusaConfig(width, vocab_size, heads, layers, rows, original)
-    return Head("medusa", config, params, draft_ids, facts, training)
+    return Head("medusa", config, params, draft_ids, metadata, training)
 
 
 def _either(fields: Fields, vllm: str, published: str, default: int | None = None) -> int:

@@ -20,7 +20,7 @@ from specjax.loading.head_formats.checkpoint import (
     write_checkpoint,
 )
 from specjax.loading.head_formats.compare_logits import check_same
-from specjax.loading.heads.head import Head, TargetFacts, check_head
+from specjax.loading.heads.head import Head, TargetMetadata, check_head
 from specjax.loading.model import Model
 from specjax.loading.model_metadata import check_fields, dataclass_fields
 from specjax.models.heads.eagle import EagleConfig
@@ -47,23 +47,23 @@ def read_foreign(
     taps.check_convention(layer_ids)
     checkpoint = read_checkpoint(user_path("directory", directory))
     form = detect(checkpoint)
-    facts, training, written = _notes(checkpoint, target, form)
+    metadata, training, written = _notes(checkpoint, target, form)
     if written is not None and layer_ids not in (None, written):
         raise InputError(
             f"{checkpoint.directory}: layer_ids={layer_ids!r}, and the export says {written!r}; "
             "leave it out"
         )
     layer_ids = written or layer_ids
-    facts.check(str(checkpoint.directory), target)
+    metadata.check(str(checkpoint.directory), target)
     try:
         if form == "medusa":
-            head = medusa.read(checkpoint, target, facts, training)
+            head = medusa.read(checkpoint, target, metadata, training)
         elif form == "eagle":
-            head = eagle.read_eagle1(checkpoint, target, facts, training)
+            head = eagle.read_eagle1(checkpoint, target, metadata, training)
         elif form == "eagle3":
-            head = eagle.read_eagle3(checkpoint, target, facts, training, layer_ids)
+            head = eagle.read_eagle3(checkpoint, target, metadata, training, layer_ids)
         else:
-            head = speculators.read(checkpoint, target, facts, training, layer_ids)
+            head = speculators.read(checkpoint, target, metadata, training, layer_ids)
     except InputError as error:
         if str(checkpoint.directory) in str(error):
             raise
@@ -171,20 +171,20 @@ def detect(checkpoint: Checkpoint) -> Format:
 
 def _notes(
     checkpoint: Checkpoint, target: Model, form: str
-) -> tuple[TargetFacts, dict[str, Any], taps.Convention | None]:
+) -> tuple[TargetMetadata, dict[str, Any], taps.Convention | None]:
     """Target, training and what layer ids count, from the header of a file of ours.
 
     For others the target that was given.
     """
     if not checkpoint.is_ours:
         imported = {"format": form, "path": str(checkpoint.directory)}
-        return TargetFacts.of(target), {"imported": imported}, None
+        return TargetMetadata.of(target), {"imported": imported}, None
     try:
         notes = parse_json(checkpoint.notes.get(_NOTES, ""), f"{_NOTES} in the header")
         if not isinstance(notes, dict):
             raise InputError(f"{shown(notes)} where an object is expected")
         notes = check_fields("notes", notes, _NOTED)
-        facts = TargetFacts(**dataclass_fields("target", notes["target"], TargetFacts))
+        metadata = TargetMetadata(**dataclass_fields("target", notes["target"], TargetMetadata))
     except ValueError as error:  # InputError is one
         raise InputError(f"{checkpoint.directory}: its notes cannot be read ({error})") from None
-    return facts, notes["training"], notes["layer_ids"]
+    return metadata, notes["training"], notes["layer_ids"]

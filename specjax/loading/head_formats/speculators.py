@@ -15,7 +15,7 @@ from specjax.loading.head_formats import eagle, taps
 from specjax.loading.head_formats.checkpoint import Checkpoint
 from specjax.loading.head_formats.config_fields import Fields, decoder_fields, read_decoder
 from specjax.loading.head_formats.eagle_tensors import named_tensors
-from specjax.loading.heads.head import Head, TargetFacts
+from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.model import Model
 
 _SPECULATIVE_TOKENS = 4
@@ -35,7 +35,7 @@ _FIELDS = (
 def read(
     checkpoint: Checkpoint,
     target: Model,
-    facts: TargetFacts,
+    metadata: TargetMetadata,
     training: dict[str, Any],
     layer_ids: taps.Convention | None,
 ) -> Head:
@@ -58,7 +58,7 @@ def read(
         {flag: fields.flag(flag) for flag in eagle.FLAGS},
     )
     return eagle.build_eagle3(
-        checkpoint, inner, target, decoder, flags, "layers.0", facts, training
+        checkpoint, inner, target, decoder, flags, "layers.0", metadata, training
     )
 
 

@@ -1,7 +1,7 @@
 """Which layers of the target an EAGLE-3 head reads: ids in files, feature names here.
 
 The off-by-one: EAGLE's own code, vLLM and speculators count the *input* of layer i, as our
-`layer_input:i` does (i = L, behind the last layer, is `pre_norm`). SpecForge and SGLang count the
+`layer_input:i` does (i = L, after the last layer, is `pre_norm`). SpecForge and SGLang count the
 *output* of layer i, which is the input of layer i + 1. A file does not say which it means.
 """
 

@@ -8,7 +8,7 @@ from specjax.errors import InputError
 from specjax.files.paths import user_path
 from specjax.loading.checkpoint_directory import is_checkpoint, look
 from specjax.loading.head_formats import read_foreign
-from specjax.loading.heads.head import KINDS, Head, TargetFacts, read_head
+from specjax.loading.heads.head import KINDS, Head, TargetMetadata, read_head
 from specjax.loading.model import Model
 
 SHIPPED = Path(__file__).parents[2] / "heads"
@@ -74,12 +74,12 @@ def read_any_head(path: str | Path, target: Model, field: str) -> Head:
 
 
 def _shipped(kind: str, target: Model) -> Head:
-    facts = TargetFacts.of(target)
+    metadata = TargetMetadata.of(target)
     for name, kinds in shipped_heads().items():
         if kind not in kinds:
             continue
         head = read_head(SHIPPED / name / kind, target.mesh)
-        if head.target.matches(facts):
+        if head.target.matches(metadata):
             return head
     raise InputError(
         f"drafter.path is missing: no {kind} comes with specjax for {target.name}; give what "

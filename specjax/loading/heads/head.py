@@ -17,7 +17,12 @@ from jax.sharding import Mesh
 from specjax.errors import InputError
 from specjax.loading import checkpoints
 from specjax.loading.model import Model
-from specjax.loading.model_metadata import check_fields, config_facts, dataclass_fields, read_config
+from specjax.loading.model_metadata import (
+    check_fields,
+    config_metadata,
+    dataclass_fields,
+    read_config,
+)
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from specjax.models.config import DecoderConfig
 from specjax.models.decoder import check_features
@@ -37,11 +42,11 @@ _CONFIGS: dict[str, type] = {
     "eagle3": EagleConfig,
 }
 KINDS = tuple(_CONFIGS)
-_FACTS = {"kind": str, "config": dict, "target": dict, "training": dict}
+_METADATA = {"kind": str, "config": dict, "target": dict, "training": dict}
 
 
 @dataclass(frozen=True)
-class TargetFacts:
+class TargetMetadata:
     """What tells a target from others; `tokenizer` is a hash of its token strings, or None."""
 
     name: str
@@ -51,8 +56,8 @@ class TargetFacts:
     tokenizer: str | None
 
     @classmethod
-    def of(cls, target: Model) -> TargetFacts:
-        """The facts of a loaded model."""
+    def of(cls, target: Model) -> TargetMetadata:
+        """The metadata of a loaded model."""
         config, tokenizer = target.config, target.tokenizer
         return cls(
             target.name,
@@ -62,13 +67,13 @@ class TargetFacts:
             None if tokenizer is None else vocabulary_hash(tokenizer),
         )
 
-    def matches(self, other: TargetFacts) -> bool:
+    def matches(self, other: TargetMetadata) -> bool:
         """Whether both can be the same target; names may differ."""
         return self.difference(other) is None
 
     def check(self, where: str, target: Model) -> None:
         """Raise InputError unless a model is such a target; names may differ."""
-        other = TargetFacts.of(target)
+        other = TargetMetadata.of(target)
         if (name := self.difference(other)) is not None:
             mine, theirs = getattr(self, name), getattr(other, name)
             raise InputError(
@@ -76,7 +81,7 @@ class TargetFacts:
                 f"has {theirs!s:.16}; use one that was made for this target"
             )
 
-    def difference(self, other: TargetFacts) -> str | None:
+    def difference(self, other: TargetMetadata) -> str | None:
         """The first field that tells them apart; a tokenizer that is unknown does not."""
         for name in ("hidden_size", "vocab_size", "num_layers", "tokenizer"):
             mine, theirs = getattr(self, name), getattr(other, name)
@@ -98,7 +103,7 @@ class Head:
     config: Config
     params: dict[str, Any] = field(repr=False)
     draft_ids: np.ndarray | None = field(repr=False)
-    target: TargetFacts
+    target: TargetMetadata
     training: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -154,13 +159,13 @@ def save_head(head: Head, directory: str | Path, *, overwrite: bool = False) -> 
     params = dict(head.params)
     if head.draft_ids is not None:
         params["draft_ids"] = np.asarray(head.draft_ids, np.int32)
-    facts = {
+    metadata = {
         "kind": head.kind,
-        "config": _config_facts(head.config),
+        "config": _config_metadata(head.config),
         "target": dataclasses.asdict(head.target),
         "training": head.training,
     }
-    checkpoints.save_drafter(directory, params, facts, overwrite=overwrite)
+    checkpoints.save_drafter(directory, params, metadata, overwrite=overwrite)
 
 
 def read_head(directory: str | Path, mesh: Mesh | None = None) -> Head:
@@ -168,16 +173,16 @@ def read_head(directory: str | Path, mesh: Mesh | None = None) -> Head:
 
     Every process makes the call. Raises InputError for anything that is not an intact head.
     """
-    params, facts = checkpoints.load_drafter(directory, mesh)
+    params, metadata = checkpoints.load_drafter(directory, mesh)
     try:
-        facts = check_fields("head", facts, _FACTS)
-        if facts["kind"] not in _CONFIGS:
-            raise InputError(f"kind={facts['kind']!r:.40} is unknown; use {', '.join(KINDS)}")
-        config = _read_config(_CONFIGS[facts["kind"]], facts["config"])
-        target = TargetFacts(**dataclass_fields("target", facts["target"], TargetFacts))
+        metadata = check_fields("head", metadata, _METADATA)
+        if metadata["kind"] not in _CONFIGS:
+            raise InputError(f"kind={metadata['kind']!r:.40} is unknown; use {', '.join(KINDS)}")
+        config = _read_config(_CONFIGS[metadata["kind"]], metadata["config"])
+        target = TargetMetadata(**dataclass_fields("target", metadata["target"], TargetMetadata))
         ids = params.pop("draft_ids", None)
         ids = None if ids is None else np.asarray(ids)
-        return Head(facts["kind"], config, params, ids, target, facts["training"])
+        return Head(metadata["kind"], config, params, ids, target, metadata["training"])
     except InputError as error:
         raise InputError(f"{directory}: {error}") from None
 
@@ -192,16 +197,16 @@ def check_head(head: Head, target: Model, where: str = "drafter.path") -> None:
             raise InputError(f"{where}: taps: {error}") from None
 
 
-def _config_facts(config: Config) -> dict[str, Any]:
-    facts = {entry.name: getattr(config, entry.name) for entry in dataclasses.fields(config)}
+def _config_metadata(config: Config) -> dict[str, Any]:
+    metadata = {entry.name: getattr(config, entry.name) for entry in dataclasses.fields(config)}
     return {
-        name: config_facts(value) if isinstance(value, DecoderConfig) else value
-        for name, value in facts.items()
+        name: config_metadata(value) if isinstance(value, DecoderConfig) else value
+        for name, value in metadata.items()
     }
 
 
-def _read_config(kind: type, facts: dict[str, Any]) -> Config:
-    fields = dict(dataclass_fields("config", facts, kind))
+def _read_config(kind: type, metadata: dict[str, Any]) -> Config:
+    fields = dict(dataclass_fields("config", metadata, kind))
     if "decoder" in get_type_hints(kind):
         fields["decoder"] = read_config(fields["decoder"])
     if "taps" in fields:

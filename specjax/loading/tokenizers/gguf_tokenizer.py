@@ -14,7 +14,7 @@ from specjax.loading.tokenizers import chat_templates
 from specjax.loading.tokenizers.tokenizer import Tokenizer, refused, set_bos
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
-_LONGEST = 1000  # characters; every way to cut a SentencePiece token in two is tried
+_LONGEST = 1000  # characters; every way to split a SentencePiece token in two is tried
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end_of_turn|>", "<end_of_turn>", "<|end|>")
 
 _QWEN2 = (
@@ -25,7 +25,7 @@ _LLAMA3 = _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 
 
 class _Splitting(NamedTuple):
-    """How a byte-level vocabulary cuts text before merging; without a pattern, as GPT-2 does."""
+    """How a byte-level vocabulary splits text before merging; without a pattern, as GPT-2 does."""
 
     digits: bool = False
     pattern: str | None = None
@@ -145,8 +145,8 @@ def _sentencepiece(
     plain = {token for token, kind in zip(tokens, kinds.tolist(), strict=True) if kind in merged}
     ranked = []
     for token in plain:
-        for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
+        for split in range(1, len(token)):
+            left, right = token[:split], token[split:]
             if left in plain and right in plain:
                 order = (-scores[vocabulary[token]], vocabulary[left], vocabulary[right])
                 ranked.append((order, (left, right)))

@@ -36,9 +36,9 @@ def check_draft_ids(draft_ids: np.ndarray, vocab_size: int) -> None:
             "was trained for this target"
         )
     if (np.diff(ids) <= 0).any():
-        place = int(np.argmax(np.diff(ids) <= 0))
+        index = int(np.argmax(np.diff(ids) <= 0))
         raise InputError(
-            f"draft vocabulary: ids must ascend, and {ids[place + 1]} follows {ids[place]}; "
+            f"draft vocabulary: ids must ascend, and {ids[index + 1]} follows {ids[index]}; "
             "export it again"
         )
 

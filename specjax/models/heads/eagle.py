@@ -194,8 +194,8 @@ class Eagle:
         eps = self.config.decoder.rms_norm_eps
         if self.config.fc_norm:
             taps = [
-                rms_norm(tap, params["fc_norm"][str(place)]["scale"], eps)
-                for place, tap in enumerate(taps)
+                rms_norm(tap, params["fc_norm"][str(index)]["scale"], eps)
+                for index, tap in enumerate(taps)
             ]
         fused = jnp.concatenate(taps, axis=-1)
         if self.config.norm_before_fc:

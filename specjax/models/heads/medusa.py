@@ -2,7 +2,7 @@
 
 Cai et al. 2401.10774. Head i (0-based) reads f_t, the target's `final_norm`, and predicts
 x_{t+2+i}; x_{t+1} is the target's own. Blocks are x + SiLU(W x + b) with W zero at first. SiLU is
-bounded below, so a block cannot take away what a feature says of x_{t+1}: the head behind it does,
+bounded below, so a block cannot take away what a feature says of x_{t+1}: the head after it does,
 or a projection before a head that is the target's and frozen.
 """
 

@@ -79,7 +79,7 @@ class Block:
         return self.whole(x + self.project("btf,fd->btd", gate, mlp["down"]))
 
     def whole(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """The residual stream, told to lie whole on each device of a row."""
+        """The residual stream, constrained to be whole on each device of a row."""
         return constrain(x, "batch", None, None)
 
     def _split(self, x: Float[Array, "B T N C"], heads: str) -> Float[Array, "B T N C"]:
