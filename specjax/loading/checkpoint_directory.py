@@ -140,9 +140,9 @@ def look(directory: Path, kind: Kind) -> Found:
 
     def read(ocp: Any, context: Any) -> Any:
         with context:
-            content = ocp.index(path, checkpointable_name=_ARRAYS)
+            content = ocp.metadata(path, checkpointable_name=_ARRAYS)
         # Orbax logs what went wrong and goes on.
-        if content.index is None:
+        if content.metadata is None:
             raise ValueError("its index cannot be read")
         return content
 
@@ -152,7 +152,7 @@ def look(directory: Path, kind: Kind) -> Found:
     metadata = _open_envelope(directory, kind, index.custom_metadata)
     if marker.kind != kind:
         raise damaged(directory, f"{path.name}/{folders.MARKER} is of a {marker.kind}")
-    arrays = index.index
+    arrays = index.metadata
     leaves = jax.tree.leaves(arrays)
     named = isinstance(arrays, dict) and leaves
     if not named or not all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves):
