@@ -196,8 +196,8 @@ def job_drafter(
         if path == job.target and not job.drafter_replicated:
             path = target
         else:
-            indices = {"mesh": target.mesh, "replicated": job.drafter_replicated}
-            path = load_model(path, dtype=job.dtype, field="drafter.path", **indices)
+            placement = {"mesh": target.mesh, "replicated": job.drafter_replicated}
+            path = load_model(path, dtype=job.dtype, field="drafter.path", **placement)
     length = job.session["num_speculative_tokens"]
     options["num_speculative_tokens"] = length if isinstance(length, int) else None
     return make_drafter(job.drafter, target, path, **options)
