@@ -7,10 +7,10 @@ import sys
 import pytest
 
 from specjax.errors import InputError
-from train.data import corpus, corpus_sources, corpus_tasks, corpus_templates
-from train.data.corpus import CorpusConfig, SpecjaxCorpus, make_corpus, sizes_of
-from train.data.corpus_tasks import DEFAULT_MIX, Texts
-from train.data.prompts import read_dataset
+from train.generation import corpus, corpus_sources, corpus_tasks, corpus_templates
+from train.generation.corpus import CorpusConfig, SpecjaxCorpus, make_corpus, sizes_of
+from train.generation.corpus_tasks import DEFAULT_MIX, Texts
+from train.generation.prompts import read_dataset
 
 PYTHON_ONLY = Texts(wikipedia=False)
 

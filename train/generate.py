@@ -29,12 +29,12 @@ from specjax.files.paths import output_folder
 from specjax.loading.load import load_model
 from specjax.loading.model import Model
 from specjax.reporting import decode_report
-from train.data import answers
-from train.data.answers import Job
 from train.data.examples import METADATA, target_metadata
-from train.data.pieces import Pieces, open_pieces
 from train.data.responses import open_responses
 from train.data.writing import check_free, write_responses
+from train.generation import answers
+from train.generation.answers import Job
+from train.generation.pieces import Pieces, open_pieces
 
 CONFIG = "configs/generate_smollm2.py"
 RESPONSES = "responses"

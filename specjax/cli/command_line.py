@@ -26,6 +26,7 @@ from specjax.distributed import processes, sharding
 from specjax.errors import NO_ROOM, InputError, one_line, shown
 from specjax.fields import (
     Choice,
+    CrossCheck,
     Either,
     Fields,
     Flag,
@@ -56,17 +57,19 @@ def run(
     *,
     default: str,
     fields: Fields,
+    cross_checks: Sequence[CrossCheck] = (),
     documentation: str | None = None,
 ) -> int:
     """Parse `--config=FILE[:size] --config.field=value ...`, call `main`, return the exit code.
 
-    `default` is the config file where none is given, `fields` says what each field may hold; the
-    rest as `command` does.
+    `default` is the config file where none is given, `fields` says what each field may hold, and
+    `cross_checks` how they must fit each other: all that is wrong is one error. The rest as
+    `command` does.
     """
 
     def act(argv: list[str]) -> int:
         config = read_config(argv, default)
-        check_values(fields, config.to_dict())
+        check_values(fields, config.to_dict(), cross_checks=cross_checks)
         return main(config)
 
     return command(act, argv, documentation)

@@ -139,6 +139,8 @@ def train(
             saved_step = progress.step
 
     step, reason = progress.step, DONE
+    if evaluate and settings.eval_at_start and not step and not files.is_evaluated(workdir, 0):
+        writer.log(0, evaluate(state.params, 0, False))
     batches = feed.batches(progress.position, placement_of(settings, program.mesh))
     compiled = None
     with _listening() as asked, ReadAhead(batches) as ahead:

@@ -37,10 +37,10 @@ from specjax.fields import (
 from specjax.files.paths import user_path
 from specjax.loading.load import DTYPE
 from specjax.loading.model import Model
-from train.data.corpus_tasks import DEFAULT_MIX
 from train.data.examples import Example
-from train.data.pieces import Pieces
-from train.data.prompts import (
+from train.generation.corpus_tasks import DEFAULT_MIX
+from train.generation.pieces import Pieces
+from train.generation.prompts import (
     Request,
     encode_requests,
     read_dataset,
@@ -154,8 +154,8 @@ def find_requests(config: ml_collections.ConfigDict, screen: Screen) -> list[Req
         name = str(path) if path.is_dir() else config.prompts
         with screen.working(f"reading the dataset {name}"):
             return read_dataset(name, **config.tfds)
-    from train.data import corpus, corpus_sources
-    from train.data.corpus_tasks import Texts
+    from train.generation import corpus, corpus_sources
+    from train.generation.corpus_tasks import Texts
 
     wikipedia = config.corpus.wikipedia == "true"
     if config.corpus.wikipedia == "auto":
