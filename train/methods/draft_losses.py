@@ -33,6 +33,10 @@ class Truth(NamedTuple):
     token: Int[Array, "B A"]
 
 
+LabelLoss = Callable[[Float[Array, "B A Vd"], Truth], Float[Array, "B A"]]
+"""The loss of each label, from a draft's logits and what it is scored by."""
+
+
 def kl_divergence(logits: Float[Array, "B A Vd"], truth: Truth) -> Float[Array, "B A"]:
     """KL(p || q)."""
     distribution = jnp.exp(truth.log_probs)
@@ -59,7 +63,7 @@ class Scoring:
     Without `trains_kernel` no gradient is made for the kernel that gives the logits.
     """
 
-    parts: tuple[tuple[Callable[[Array, Truth], Array], float], ...]
+    parts: tuple[tuple[LabelLoss, float], ...]
     trains_kernel: bool
     multiply: Any = None
 
