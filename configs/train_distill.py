@@ -37,5 +37,6 @@ def get_config(size=""):
         config.distill.layers = (0, 29)
     elif size == "quick":
         config.steps = 200
-        config.warmup = 10
+        config.warmup = 20
+        config.row_labels = 384  # answers are most of these conversations
     return config

@@ -47,5 +47,6 @@ def get_config(size=""):
         config.loss.steps = 2
     elif size == "quick":
         config.steps = 200
-        config.warmup = 10
+        config.warmup = 20
+        config.row_labels = 384  # answers are most of these conversations
     return config

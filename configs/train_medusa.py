@@ -43,5 +43,7 @@ def get_config(size=""):
     elif size == "quick":
         config.steps = 200
         config.batch_size = 2
-        config.warmup = 10
+        config.learning_rate = 2e-3
+        config.warmup = 20
+        config.row_labels = 384  # answers are most of these conversations
     return config

@@ -20,7 +20,7 @@ from train.run.step import Program, gathered, placement_of
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Evaluates parameters: called by the loop before the first step, between steps, and at the end."""
+    """Evaluates parameters, between steps and at the end of a run."""
 
     method: Method
     program: Program
