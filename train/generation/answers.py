@@ -51,7 +51,7 @@ CORPUS = "specjax_corpus"
 """The name of our own dataset of prompts, which has a section of settings."""
 _ROUNDS_PER_STEP = 16
 _CHUNK = 32
-"""Tokens a row that are prefilled at once: a batch has many rows, and prompts are short."""
+"""Tokens per row that are prefilled at once: a batch has many rows, and prompts are short."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from train.generation.corpus_tasks import CATEGORIES, DEFAULT_MIX, Draft, Texts
 from train.generation.prompts import prepare
 
 _PATIENCE = 2000
-"""A stream that has given so many known prompts in a row is taken to have no other."""
+"""After so many known prompts in succession a stream is assumed to have no other."""
 
 
 @dataclass(frozen=True)

@@ -133,8 +133,8 @@ def distill_loss(
 ) -> tuple[Float[Array, ""], Measures]:
     """The sum of the loss over the batch's labels, and measures of drafts `loss.depths` deep.
 
-    Label j is predicted from row j - 1. A draft further on is right where the model is right at
-    each label on the way: it reads its own drafts, which then are the target's tokens.
+    Label j is predicted from row j - 1. A later draft is right where the model is right at
+    each label up to it: it reads its own drafts, which then are the target's tokens.
     """
     labels = batch.labels
     result = model.extend(

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: a directory a step, whole or not at all; the last two are kept."""
+"""Checkpoints of a run: a directory per step, whole or not at all; the last two are kept."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def training_fields() -> ConfigDict:
 
     config.steps = 1000  # updates in all
     config.minutes = config_dict.placeholder(float)  # stop after so long, to be resumed
-    config.batch_size = 8  # rows an update
+    config.batch_size = 8  # rows per update
     config.accumulate = 1  # micro-batches that an update is computed in
     config.row_tokens = 1024  # T
     config.row_labels = 512  # A: labels beyond these are dropped
@@ -142,7 +142,7 @@ class Settings:
 
 
 DRAFT_VOCAB_SIZE = optional(Whole(1))
-"""How many of the target's tokens a head drafts from; None = all."""
+"""How many of the target's tokens a head can draft; None = all."""
 TRAINING_FIELDS: Fields = {
     "target": PathOrName(),
     "dtype": MULTIPLY,

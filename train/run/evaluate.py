@@ -1,4 +1,4 @@
-"""How good a drafter is on held-out conversations: its losses, and real decoding."""
+"""A drafter's losses on held-out conversations, and its acceptance length in real decoding."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ class _Window:
         self.begin, self.waited, self.tokens = time.perf_counter(), 0.0, 0
 
     def speeds(self) -> tuple[float, float]:
-        """Tokens a second and the share of time that data was waited for; ends the line."""
+        """Tokens per second, and the share of time spent waiting for data; ends the line."""
         self._lines.append((time.perf_counter() - self.begin, self.waited, self.tokens))
         while sum(line[0] for line in self._lines) - self._lines[0][0] >= _SPEED_OVER_S:
             self._lines.popleft()
@@ -259,7 +259,7 @@ def _anyone(step: int, mine: bool) -> bool:
 
 @contextmanager
 def _listening() -> Iterator[threading.Event]:
-    """An event that a request to end sets; a second Ctrl-C is an interrupt as ever."""
+    """An event that a request to end sets; a second Ctrl-C is an interrupt as usual."""
     asked = threading.Event()
 
     def receive(number: int) -> None:

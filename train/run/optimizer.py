@@ -107,7 +107,7 @@ def _matrix(name: str, rank: int) -> optax.contrib.MuonDimensionNumbers | None:
     """Which axes of a parameter are a matrix's inputs and outputs; None for other parameters.
 
     Kernels are [..., in, out], those of attention [..., in, heads, head_dim] before it and
-    [..., heads, head_dim, out] after it; what stands before is layers or heads of a drafter.
+    [..., heads, head_dim, out] after it; leading axes are layers or heads of a drafter.
     """
     *above, last = name.split(".")
     if last != "kernel" or not _VOCABULARY.isdisjoint(above):

@@ -1,4 +1,4 @@
-"""One training step as a compiled program: its state, where that lies, and what it does."""
+"""One training step as a compiled program: its state, the state's placement, and the update."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ class Placement:
 
 
 def placement_of(settings: Settings, mesh: Mesh | None) -> Placement:
-    """How batches of these settings lie on a mesh."""
+    """How batches of these settings are placed on a mesh."""
     per_micro = settings.batch_size // settings.accumulate
     held = tuple(range(per_micro))
     if mesh is not None:

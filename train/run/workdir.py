@@ -75,7 +75,7 @@ class Workdir:
 
     @property
     def checkpoints(self) -> Path:
-        """A directory a step."""
+        """A directory per step."""
         return self.root / "checkpoints"
 
     @property
