@@ -36,7 +36,7 @@ def get_config(size=""):
         config.distill.draft_vocab_size = 512
         config.distill.layers = (0, 29)
     elif size == "quick":
-        config.steps = 200
+        config.steps = 240
         config.warmup = 20
         config.row_labels = 384  # answers are most of these conversations
     return config

@@ -46,7 +46,7 @@ def get_config(size=""):
         config.eagle.draft_vocab_size = 512
         config.loss.steps = 2
     elif size == "quick":
-        config.steps = 200
+        config.steps = 240
         config.warmup = 20
         config.row_labels = 384  # answers are most of these conversations
     return config
