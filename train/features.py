@@ -126,7 +126,7 @@ def store_features(
 
 @dataclass
 class _Progress:
-    """Conversations and tokens that are done, of all; earlier runs' say nothing about the speed."""
+    """Conversations and tokens that are done, of all; the speed is that of this run alone."""
 
     screen: Screen
     rows: int

@@ -198,7 +198,7 @@ def _label_positions(loss_mask: np.ndarray, tokens: int) -> np.ndarray:
 class ReadAhead:
     """An iterator whose items a thread prepares, at most `depth` of them ahead.
 
-    What the thread raises is raised here. Close it, or use it as a context.
+    An exception in the thread is raised by `next`. Close it, or use it as a context manager.
     """
 
     def __init__(self, items: Iterator[Any], depth: int = 2) -> None:

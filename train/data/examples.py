@@ -1,4 +1,4 @@
-"""A conversation that a target wrote, and what its files are called.
+"""A conversation that a target wrote, and the names of a dataset's files.
 
 A dataset's directory holds array_record files with one record per conversation, TFDS's own metadata
 (any TFDS reader opens it: `tfds.builder_from_directory`), `specjax.json` with metadata that the

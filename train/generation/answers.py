@@ -82,7 +82,7 @@ class Speed:
     seconds: float = 0.0
 
     def tokens_per_second(self, tokens: int = 0, seconds: float = 0.0) -> float:
-        """New tokens over seconds, prefill included, with those of a batch under way."""
+        """New tokens per second, prefill included, and those of an unfinished batch too."""
         return (self.tokens + tokens) / max(self.seconds + seconds, 1e-9)
 
 
@@ -132,7 +132,7 @@ def check(config: ml_collections.ConfigDict) -> None:
 
 
 def _samplings(config: ml_collections.ConfigDict) -> list[SamplingParams]:
-    """The ways to sample, one a temperature."""
+    """The sampling parameters, one per temperature."""
     return [
         SamplingParams(
             temperature=temperature,

@@ -18,7 +18,7 @@ from train.run.optimizer import leaf_name
 from train.run.workdir import Workdir, steps
 
 KEPT = 2
-"""Checkpoints that stay."""
+"""How many checkpoints are kept."""
 
 _KIND = "drafter"
 

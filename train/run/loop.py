@@ -1,4 +1,4 @@
-"""The training loop: steps, checkpoints, limits, and a clean end whatever happens."""
+"""The training loop: steps, checkpoints, limits, and a checkpoint when it is interrupted."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Feed:
 
 @dataclass
 class Progress:
-    """What a checkpoint keeps beside arrays: the sums since the last line of metrics included."""
+    """What a checkpoint keeps beside arrays, the sums since the last line of metrics included."""
 
     step: int = 0
     position: Position = _BEGIN
@@ -109,7 +109,7 @@ def train(
 ) -> Result:
     """Train from `progress` on until the steps are made, the minutes are over, or a signal comes.
 
-    `program.state` is taken over. Each end but an error leaves a checkpoint of the last step.
+    `program.state` is donated. Each end but an error leaves a checkpoint of the last step.
     Raises InputError where a loss or a gradient is not finite, naming the step.
     """
     state = program.state

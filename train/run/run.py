@@ -1,4 +1,4 @@
-"""A training run from its config: set up, train, export; what every entry point calls."""
+"""A training run from its config: set up, train, export. Every method's command calls `main`."""
 
 from __future__ import annotations
 
