@@ -183,7 +183,7 @@ def test_damaged_prompts_are_made_again_and_said(tmp_path):
         assert corpus.prepare_corpus(config, tmp_path, told.append) == folder
         assert [request.prompt for request in read_dataset(str(folder))] == asked
     assert told == [
-        f"{folder}: these prompts are damaged or not complete, and are made again"
+        f"{folder}: this dataset is damaged or incomplete, and is made again"
     ] * len(list(folder.iterdir()))
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"tfds\.data_dir=.* is a file: name a folder"):
