@@ -159,11 +159,11 @@ def _curve(above: tuple[float, float], below: tuple[float, float]) -> str:
 
 
 def _drawn(box: str, left: float, top: float) -> str:
-    middle = left + WIDTH / 2
+    middle, note = left + WIDTH / 2, NOTES.get(box, "")
     return (
         f'<rect x="{left:g}" y="{top:g}" width="{WIDTH}" height="{HEIGHT}" rx="6"/>'
         f'<text class="name" x="{middle:g}" y="{top + 20:g}">{html.escape(box)}</text>'
-        f'<text class="note" x="{middle:g}" y="{top + 36:g}">{html.escape(NOTES.get(box, ""))}</text>'
+        f'<text class="note" x="{middle:g}" y="{top + 36:g}">{html.escape(note)}</text>'
     )
 
 
