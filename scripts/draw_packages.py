@@ -39,7 +39,7 @@ NOTES = {
     "metrics": "numbers from counts",
 }
 """What each box says under its name."""
-WIDTH, HEIGHT, GAP, LEVEL_GAP, MARGIN = 168, 46, 18, 40, 20
+WIDTH, HEIGHT, GAP, LEVEL_GAP, MARGIN = 216, 46, 18, 40, 20
 
 Graph = Mapping[str, set[str]]
 
