@@ -13,7 +13,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from specjax.cli import command_line
+from specjax.cli import command
+from specjax.cli.flags import Parser
 from specjax.errors import InputError
 from specjax.fields import Choice, Flag, PathOrName, optional
 from specjax.files.paths import output_folder, user_path
@@ -32,9 +33,9 @@ OWN = "specjax"
 FORMATS = (*head_formats.FORMATS, OWN)
 
 
-def parser() -> command_line.Parser:
+def parser() -> Parser:
     """The flags."""
-    flags = command_line.Parser("python -m specjax.export", __doc__)
+    flags = Parser("python -m specjax.export", __doc__)
     flags.add_field("head", PathOrName(), "the head to write")
     flags.add_field("format", Choice(FORMATS), "the layout to write")
     flags.add_field("output", PathOrName(), "where to write it")
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def act(arguments: list[str]) -> int:
         return export(argparse.Namespace(**parser().read(arguments)))
 
-    return command_line.command(act, argv, parser().format_help())
+    return command.run(act, argv, parser().format_help())
 
 
 def export(asked: argparse.Namespace) -> int:

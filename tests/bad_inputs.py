@@ -1,7 +1,8 @@
 """What no field takes, by its kind, as a command line writes it."""
 
 from specjax import fields
-from specjax.cli import command_line, decode_config
+from specjax.cli import decode_config
+from specjax.cli.flags import Listed
 from specjax.decoding import plan
 from train.run import config as train_config
 
@@ -37,7 +38,7 @@ def texts(kind):
         # What one of the kinds refuses another might take.
         first, *others = map(texts, kind.kinds)
         return [value for value in first if all(value in other for other in others)]
-    if isinstance(kind, command_line.Listed):
+    if isinstance(kind, Listed):
         wrong = [one for one in texts(kind.kind) if one or not kind.empty]
         return [*wrong, *(f"{one}," for one in wrong)]
     if isinstance(kind, fields.Items):
