@@ -3,7 +3,7 @@
 from specjax import fields
 from specjax.cli import decode_config
 from specjax.cli.flags import Listed
-from specjax.decoding import plan
+from specjax.decoding import options
 from train.run import config as train_config
 
 MANY_DIGITS = "9" * 5000
@@ -22,7 +22,7 @@ TEXTS = {
     fields.InputFolder: [*_PATHS, "nosuch", "file", "/dev/null"],
     fields.OutputFile: [*_PATHS, "folder", "nosuch/x", "/dev/full", "/dev/stdout", "/proc/x"],
     fields.OutputFolder: [*_PATHS, "file", "file/x/y", "/dev/full"],
-    plan.Ladder: [
+    options.Ladder: [
         *["5", "x", "(1,", "(1, 2)", "((1, 2),)", "((None,),)", "((4, 2, 1),)", "((0, 2, 1),)"],
         *["((1, 4, 1025),)", "((1, 4, -1),)", "((1, 4, 2), (3, 9, 1))", "(('a', 2, 3),)"],
     ],
