@@ -38,7 +38,7 @@ from specjax.cli import command
 from specjax.cli.flags import Listed, Parser
 from specjax.errors import InputError
 from specjax.fields import Choice, OutputFolder, Whole, dotted, optional
-from specjax.files.folders import LOCK
+from specjax.files.folder_marker import LOCK
 from specjax.loading import checkpoints
 from train.data.examples import METADATA
 from train.data.responses import open_responses
