@@ -150,8 +150,8 @@ def _identity(config: DecodeConfig, totals: Totals) -> str | None:
     return f"{totals.identical_rows or 0} of {totals.compared_rows} rows"
 
 
-def _path_told(name: str) -> str:
-    """What the listing says of a trained drafter's path."""
+def _path_note(name: str) -> str:
+    """The listing's note on a trained drafter's path."""
     targets = [target for target, kinds in shipped_heads().items() if name in kinds]
     own = f"the one for {', '.join(targets)}" if targets else "needed"
     return f"{own} (a head's folder{', or any model' if name == 'draft_model' else ''})"
@@ -163,7 +163,7 @@ def listing() -> str:
     for name, constructor in DRAFTERS.items():
         lines.append(f"  {name}: {(constructor.__doc__ or '').splitlines()[0]}")
         if name in TRAINED:
-            lines.append(f"      path = {_path_told(name)}")
+            lines.append(f"      path = {_path_note(name)}")
         for option, parameter in drafter_options(name).items():
             if option_type(parameter) is not None:
                 lines.append(f"      {option} = {parameter.default}")

@@ -47,7 +47,7 @@ def run(
 
     `--help` prints the documentation. Ctrl-C, SIGTERM and a closed terminal raise KeyboardInterrupt
     in `main`, and print what `interrupted` says where it lets that through. An InputError is one
-    line, and so is a lack of memory or of disk; a closed pipe on stdout ends without a word.
+    line, and so is a lack of memory or of disk; a closed pipe on stdout ends without a message.
     Whatever stdout and stderr cannot encode is escaped.
     """
     argv = list(sys.argv[1:] if argv is None else argv)

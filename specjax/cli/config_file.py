@@ -116,7 +116,7 @@ def _load(path: str, packaged_only: bool = False) -> ml_collections.ConfigDict:
             _check_values(path, config)
     except InputError:
         raise
-    except SystemExit as ended:  # not an Exception, and it would end the command without a word
+    except SystemExit as ended:  # not an Exception, and it would end the command without a message
         raise InputError(
             f"config={path!r} calls sys.exit({shown(ended.code)}); mend the config file"
         ) from None

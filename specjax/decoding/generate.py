@@ -30,11 +30,11 @@ Requests = SamplingParams | Mapping[str, Any] | Sequence[SamplingParams | Mappin
 
 @dataclass(frozen=True)
 class Generation:
-    """What was generated, a list entry or a row for each prompt.
+    """What was generated: one list entry, or one row of an array, per prompt.
 
     `token_ids` are the new tokens, the stop token included; `finish_reasons` are "stop" or
     "length"; `logprobs` are None where not asked for. `width`, `drafted`, `accepted` and `emitted`
-    are [B, R] counts a round, -1 where a row took no part. `prefill_s` and `decode_s` are seconds
+    are [B, R] counts per round, -1 where a row was finished already. `prefill_s` and `decode_s` are seconds
     of the batch a row was in, and `batch` the batch's number; `compile_s` is outside of them.
     """
 
@@ -114,7 +114,7 @@ def generate(
     k). With either, a row of `rejection` or `block` may draw other tokens (of the same
     distribution) beside other neighbours or on another machine. `verify` is "rejection", "block",
     "coupled" (the output depends on seed and prompt only, never on the drafter), or a rule of one's
-    own. `sampling` is one for all prompts or one a prompt. `batch_size` rows decode together (all,
+    own. `sampling` is one for all prompts, or one per prompt. `batch_size` rows decode together (all,
     at most 16, by default); `max_length` bounds prompt and output. `progress` is called between
     steps. On a `mesh` (`sharding.make_mesh`; by default where the target was loaded) rows are
     spread over `data`, weights, caches and logits over `model`. Raises InputError for bad input.

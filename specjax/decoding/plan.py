@@ -16,7 +16,7 @@ from specjax import sampling
 from specjax.decoding.draft_length import DraftLength
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.prompts import Prompt, encode_prompt
-from specjax.decoding.sampling_params import SEED, SamplingParams, one_a_prompt
+from specjax.decoding.sampling_params import SEED, SamplingParams, one_per_prompt
 from specjax.decoding.state import RUNNING, STOPPED, Plan, Rows
 from specjax.decoding.verify import check_rule
 from specjax.distributed.sharding import DATA, axis_size, place_keys, place_rows, spread
@@ -100,7 +100,7 @@ def plan_session(
     DRAFTER_KIND.check("drafter", drafter)
     drafter = replace(drafter, params=spread(drafter.params, target.mesh))
     seed = SEED.check("seed", seed)
-    requests = one_a_prompt(requests, len(prompts))
+    requests = one_per_prompt(requests, len(prompts))
     if target.tokenizer is None and any(request.stop for request in requests):
         raise InputError(f"sampling.stop: {target.name} has no tokenizer; use stop_token_ids")
     encoded = [encode_prompt(target, p, f"prompts[{i}]") for i, p in enumerate(prompts)]

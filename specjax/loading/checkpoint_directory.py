@@ -1,9 +1,9 @@
-"""Directories of checkpoints: which folder is whose, numbering, what may be deleted.
+"""The directory of a checkpoint: how what is in it is named, numbered, recognised and deleted.
 
-A directory holds one checkpoint, `specjax-1`, with the marker of `files.folder_marker`, which lists its
-files. A save over it writes into `specjax-2.unfinished`, from where the checkpoint is moved once it
-has its marker, and deletes the earlier one afterwards: wherever a save dies, a whole checkpoint is
-left, and the next save clears away what was not finished.
+A directory holds one checkpoint, `specjax-1`, with a marker (`files.folder_marker`), which lists
+its files. A save over it writes into `specjax-2.unfinished`, from where the checkpoint is moved
+once it has its marker, and deletes the earlier one afterwards: wherever a save is interrupted, a
+whole checkpoint is left, and the next save deletes what was not finished.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def look(directory: Path, kind: Kind) -> Found:
     def read(ocp: Any, context: Any) -> Any:
         with context:
             content = ocp.metadata(path, checkpointable_name=_ARRAYS)
-        # Orbax logs what went wrong and goes on.
+        # Orbax logs what went wrong and continues.
         if content.metadata is None:
             raise ValueError("its index cannot be read")
         return content
