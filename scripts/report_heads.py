@@ -26,7 +26,7 @@ from children import INTERRUPTED
 from specjax import report
 from specjax.cli import command
 from specjax.cli.flags import Listed, Parser
-from specjax.decoding.plan import BATCH_SIZE
+from specjax.decoding.options import BATCH_SIZE
 from specjax.drafters import DRAFT_TOKENS
 from specjax.errors import InputError
 from specjax.fields import Flag, InputFile, InputFolder, Number, OutputFolder, Text, Whole, optional

@@ -1,4 +1,4 @@
-"""How many tokens a row may draft in a round: fixed, by batch size, or by what was accepted so far."""
+"""How many tokens a row may draft in a round: fixed, by batch size, or by past acceptance."""
 
 from __future__ import annotations
 

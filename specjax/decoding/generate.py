@@ -34,8 +34,9 @@ class Generation:
 
     `token_ids` are the new tokens, the stop token included; `finish_reasons` are "stop" or
     "length"; `logprobs` are None where not asked for. `width`, `drafted`, `accepted` and `emitted`
-    are [B, R] counts per round, -1 where a row was finished already. `prefill_s` and `decode_s` are seconds
-    of the batch a row was in, and `batch` the batch's number; `compile_s` is outside of them.
+    are [B, R] counts per round, -1 where a row was finished already. `prefill_s` and `decode_s` are
+    seconds of the batch a row was in, and `batch` the batch's number; `compile_s` is outside of
+    them.
     """
 
     token_ids: list[list[int]]
@@ -114,8 +115,8 @@ def generate(
     k). With either, a row of `rejection` or `block` may draw other tokens (of the same
     distribution) beside other neighbours or on another machine. `verify` is "rejection", "block",
     "coupled" (the output depends on seed and prompt only, never on the drafter), or a rule of one's
-    own. `sampling` is one for all prompts, or one per prompt. `batch_size` rows decode together (all,
-    at most 16, by default); `max_length` bounds prompt and output. `progress` is called between
+    own. `sampling` is one for all prompts, or one per prompt. `batch_size` rows decode together
+    (all, at most 16, by default); `max_length` bounds prompt and output. `progress` is called between
     steps. On a `mesh` (`sharding.make_mesh`; by default where the target was loaded) rows are
     spread over `data`, weights, caches and logits over `model`. Raises InputError for bad input.
     """
