@@ -116,9 +116,10 @@ def generate(
     distribution) beside other neighbours or on another machine. `verify` is "rejection", "block",
     "coupled" (the output depends on seed and prompt only, never on the drafter), or a rule of one's
     own. `sampling` is one for all prompts, or one per prompt. `batch_size` rows decode together
-    (all, at most 16, by default); `max_length` bounds prompt and output. `progress` is called between
-    steps. On a `mesh` (`sharding.make_mesh`; by default where the target was loaded) rows are
-    spread over `data`, weights, caches and logits over `model`. Raises InputError for bad input.
+    (all, at most 16, by default); `max_length` bounds prompt and output. `progress` is called
+    between steps. On a `mesh` (`sharding.make_mesh`; by default where the target was loaded) rows
+    are spread over `data`, weights, caches and logits over `model`. Raises InputError for bad
+    input.
     """
     optional(Function("use a function of a Snapshot")).check("progress", progress)
     options = DecodeOptions(

@@ -131,7 +131,7 @@ def verify_draft(
 def _distributions(
     plan: Plan, state: State, draft: Draft, logits: Float[Array, "B W V"]
 ) -> tuple[sampling.Distributions, sampling.Distributions | None]:
-    """The target's p by slot, computed when a slot is visited, and the draft's q (None: certain)."""
+    """Target p by slot, computed on a visit, and draft q; None where nodes are deterministic."""
     logits_at, nodes = sampling.by_slot(logits), logits.shape[1] - 1
     distributions = None
     if draft.logq is not None and nodes:
