@@ -9,7 +9,7 @@ from reports import content
 from specjax import report
 from specjax.cli import predicted_speedup
 from specjax.errors import InputError
-from specjax.files import folder_marker, folders
+from specjax.files import folder_marker
 from specjax.files.folder_marker import MARKER
 from specjax.files.written_files import WrittenFiles
 
@@ -37,7 +37,7 @@ def test_a_file_that_a_kill_left_behind_is_known(tmp_path, monkeypatch):
     def killed(file):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(folders, "record_of", killed)
+    monkeypatch.setattr(folder_marker, "record_of", killed)
     with pytest.raises(KeyboardInterrupt):
         files.write("b.md", "ours")
     assert (tmp_path / "b.md").read_text() == "ours"
