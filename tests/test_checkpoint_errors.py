@@ -101,8 +101,8 @@ def test_a_config_that_does_not_fit_is_refused(change, said, model, tmp_path, mo
     ("change", "said"),
     [
         (changed("tokenizer", "backend", to="{"), "tokenizer: not one that can be read"),
-        (changed("tokenizer", "bos_id", to=10**6), "bos_id=1000000 lies outside the vocabulary"),
-        (changed("tokenizer", "eos_ids", to=[-1]), "eos_ids=-1 lies outside"),
+        (changed("tokenizer", "bos_id", to=10**6), "bos_id=1000000 is outside the vocabulary"),
+        (changed("tokenizer", "eos_ids", to=[-1]), "eos_ids=-1 is outside"),
         (changed("tokenizer", "eos_ids", to=[1.5]), r"eos_ids=\[1.5\] is of no use"),
         (changed("tokenizer", "special_tokens", to={"a": 1}), "special_tokens=.* is of no use"),
     ],
