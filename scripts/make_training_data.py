@@ -17,7 +17,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from specjax.cli import command_line
+from specjax.cli import command
+from specjax.cli.flags import Parser
 from specjax.errors import InputError
 from specjax.fields import InputFile, OutputFolder, PathOrName, Text, Whole
 from specjax.loading.load import DEFAULT_MODEL, load_model
@@ -33,12 +34,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         _make(**parser().read(arguments))
         return 0
 
-    return command_line.command(act, argv, parser().format_help())
+    return command.run(act, argv, parser().format_help())
 
 
-def parser() -> command_line.Parser:
+def parser() -> Parser:
     """The flags."""
-    flags = command_line.Parser("python scripts/make_training_data.py", __doc__)
+    flags = Parser("python scripts/make_training_data.py", __doc__)
     flags.add_field("input", InputFile(pipe=True), "a JSONL file, gzipped or not")
     flags.add_field("output", OutputFolder(), "the folder of both files")
     flags.add_field("licence", Text(), "of the prompts to take", default="CC0")

@@ -182,9 +182,9 @@ def test_damaged_prompts_are_made_again_and_said(tmp_path):
         path.write_bytes(content[: len(content) // 2])
         assert corpus.prepare_corpus(config, tmp_path, told.append) == folder
         assert [request.prompt for request in read_dataset(str(folder))] == asked
-    assert told == [
-        f"{folder}: this dataset is damaged or incomplete, and is made again"
-    ] * len(list(folder.iterdir()))
+    assert told == [f"{folder}: this dataset is damaged or incomplete, and is made again"] * len(
+        list(folder.iterdir())
+    )
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"tfds\.data_dir=.* is a file: name a folder"):
         corpus.prepare_corpus(config, tmp_path / "file")

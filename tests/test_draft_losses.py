@@ -10,7 +10,7 @@ from heads import SOME, eagle_config, medusa_config
 from rows import quickly, two_rows, with_features
 from test_distill import shaken
 
-from specjax.cli.command_line import read_config
+from specjax.cli.config_file import read_config
 from train.data.batches import Batch
 from train.methods import draft_losses
 from train.methods.distill import DistillLoss, distill_method

@@ -6,7 +6,7 @@ import pytest
 import toy_training
 from toy_training import get_config, settings_of
 
-from specjax.cli.command_line import read_config
+from specjax.cli.config_file import read_config
 from specjax.errors import InputError
 from specjax.fields import Whole, check_values
 from train import distill, eagle, medusa

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from ml_collections import ConfigDict
 
-from specjax.cli.command_line import use_compilation_cache
+from specjax.cli.command import use_compilation_cache
 from specjax.fields import CrossCheck, Fields, Items, Whole, fields_of
 from specjax.loading.model import Model
 from train.data.vocabulary import Vocabulary
@@ -25,7 +25,7 @@ from train.run import run
 from train.run.config import DRAFT_VOCAB_SIZE, TRAINING_FIELDS
 from train.run.precision import multiply_dtype
 
-CONFIG = "configs/train_distill.py"
+CONFIG = "train_distill"
 FIELDS: Fields = {
     **TRAINING_FIELDS,
     "distill": {

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from ml_collections import ConfigDict
 
-from specjax.cli.command_line import use_compilation_cache
+from specjax.cli.command import use_compilation_cache
 from specjax.fields import CrossCheck, Fields, Flag, Items, Text, Whole, fields_of
 from specjax.loading.model import Model
 from specjax.models.decoder import check_features
@@ -29,7 +29,7 @@ from train.run import run
 from train.run.config import DRAFT_VOCAB_SIZE, TRAINING_FIELDS
 from train.run.precision import multiply_dtype
 
-CONFIG = "configs/train_eagle3.py"
+CONFIG = "train_eagle3"
 FIELDS: Fields = {
     **TRAINING_FIELDS,
     "eagle": {

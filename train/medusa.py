@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from ml_collections import ConfigDict
 
-from specjax.cli.command_line import use_compilation_cache
+from specjax.cli.command import use_compilation_cache
 from specjax.fields import Fields, Flag, OptionalSection, Whole, fields_of
 from specjax.loading.model import Model
 from specjax.models.heads.medusa import MedusaConfig
@@ -28,7 +28,7 @@ from train.run import run
 from train.run.config import DRAFT_VOCAB_SIZE, TRAINING_FIELDS
 from train.run.precision import multiply_dtype
 
-CONFIG = "configs/train_medusa.py"
+CONFIG = "train_medusa"
 # The ramp ends where the schedule does.
 _JOINT = {name: kind for name, kind in fields_of(JointLoss).items() if name != "steps"}
 FIELDS: Fields = {

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specjax.errors import InputError
-from specjax.files import folders
+from specjax.files import folder_marker
 
 
 def prepared(
@@ -44,7 +44,7 @@ def prepared(
 
 def _is_whole(directory: Path) -> bool:
     try:
-        marker = folders.read_marker(directory)
+        marker = folder_marker.read_marker(directory)
     except InputError:  # the marker itself is damaged
         return False
-    return bool(marker and marker.files) and folders.find_damage(directory, marker) is None
+    return bool(marker and marker.files) and folder_marker.find_damage(directory, marker) is None

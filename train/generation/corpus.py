@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow_datasets as tfds
 
 from specjax.errors import InputError
-from specjax.files import folders
+from specjax.files import folder_marker
 from specjax.files.paths import cache_folder, output_folder
 from train.data.prepared import prepared
 from train.generation.corpus_tasks import CATEGORIES, DEFAULT_MIX, Draft, Texts
@@ -114,7 +114,7 @@ def prepare_corpus(
 
     def make() -> None:
         prepare(lambda: SpecjaxCorpus(data_dir=home, config=config, file_format="array_record"))
-        folders.seal(directory, "corpus")
+        folder_marker.seal(directory, "corpus")
 
     return prepared(directory, make, "tfds.data_dir", tell)
 

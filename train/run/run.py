@@ -15,10 +15,10 @@ import numpy as np
 from ml_collections import ConfigDict
 from rich.console import Console
 
-from specjax.cli import command_line
+from specjax.cli import command
 from specjax.distributed import folder_lock, processes
 from specjax.errors import Problems
-from specjax.fields import CrossCheck, Fields
+from specjax.fields import CrossCheck, Fields, check_values
 from specjax.files.paths import output_folder
 from specjax.loading import checkpoint_directory
 from specjax.loading.checkpoints import save_checkpoint
@@ -60,15 +60,19 @@ def main(
     """What an entry point's main does: read the config, run it, return the exit code.
 
     `fields` says what the config's fields may hold, `cross_checks` how those of the method's own
-    sections must fit each other, and `default` is the config's file. `--help` prints the
+    sections must fit each other, and `default` names the config. `--help` prints the
     documentation of the method's module.
     """
-    return command_line.run(
+
+    def read(values: dict[str, Any]) -> ConfigDict:
+        check_values(fields, values, cross_checks=(*TRAINING_CHECKS, *cross_checks))
+        return ConfigDict(values)
+
+    return command.run_config(
         lambda config: run(config, make_method),
         argv,
         default=default,
-        fields=fields,
-        cross_checks=(*TRAINING_CHECKS, *cross_checks),
+        read=read,
         documentation=inspect.getdoc(inspect.getmodule(make_method)),
     )
 
@@ -217,7 +221,7 @@ def _end(
         writer.say(f"exported: {workdir.export}")
     if result.reason == loop.INTERRUPTED:
         writer.say(f"interrupted at {where}; saved. The same command resumes it: {workdir.root}")
-        return command_line.INTERRUPTED
+        return command.INTERRUPTED
     if result.reason == loop.TIME:
         writer.say(f"the minutes are over at {where}; saved. The same command resumes it")
     else:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxtyping import Int32
 from ml_collections import ConfigDict
 
-from specjax.cli import command_line
+from specjax.cli.mesh_config import DistributedConfig, MeshConfig, open_mesh
 from specjax.distributed import processes
 from specjax.errors import InputError, Problems
 from specjax.loading.load import load_model
@@ -75,7 +75,9 @@ class Setup:
 
 def set_up(config: ConfigDict, make_method: MakeMethod) -> Setup:
     """Read and check everything; raises InputError, on all processes, for what does not fit."""
-    mesh = command_line.open_mesh(config)
+    mesh = open_mesh(
+        MeshConfig(**config.mesh), DistributedConfig(**config.distributed), config.to_dict()
+    )
     settings = read_settings(config)
     multiply = multiply_dtype(config.dtype)
     directories = split_names(config.data)

@@ -18,6 +18,7 @@ from typing import Any
 from specjax.distributed import processes
 from specjax.errors import InputError
 from specjax.files import folders, text_files
+from specjax.files.folder_marker import Kind
 from specjax.files.json_files import parse_json
 from specjax.files.open_files import open_regular
 from specjax.files.paths import output_folder
@@ -37,7 +38,7 @@ MAY_DIFFER = (
 )
 """Fields, and sections followed by a dot, that a resumed run may set anew."""
 
-KIND: folders.Kind = "training run"
+KIND: Kind = "training run"
 """What the marker of a run's folder says that it holds."""
 
 _RESTORE = "restore it, or delete it"
