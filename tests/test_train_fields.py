@@ -120,7 +120,8 @@ def test_a_size_that_is_unknown(capsys):
 
 
 def test_factors_from_the_command_line():
-    config = read_config(["--config.learning_rate_scales=head:0.5, layers.0:0"], TOY)
+    options = ["--config.learning_rate_scales=head:0.5, layers.0:0"]
+    config = read_config([f"--config={TOY}", *options], "")
     assert read_settings(config).optimization.scales == {"head": 0.5, "layers.0": 0.0}
     assert record_of(config)["learning_rate_scales"] == {"head": 0.5, "layers.0": 0.0}
     assert read_settings(get_config()).optimization.scales == {}
