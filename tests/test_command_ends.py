@@ -149,7 +149,8 @@ def test_stdout_on_a_full_disk_is_an_error():
     ran = printing("print", 1, "> /dev/full")
     assert ran.returncode == 2
     assert ran.stderr == (
-        "error: stdout, or a file that is being written: No space left on device; make room there\n"
+        "error: stdout, or a file that is being written: No space left on device; "
+        "free space there\n"
     )
 
 
@@ -198,7 +199,7 @@ def test_a_config_file_that_fails_says_so(body, says, tmp_path):
     told = str(raised.value)
     assert told.startswith(f"config={str(path)!r}")
     assert says in told
-    assert told.endswith("; mend the config file")
+    assert told.endswith("; repair the config file")
     assert "\n" not in told
 
 

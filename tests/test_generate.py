@@ -388,7 +388,7 @@ def test_a_full_disk_keeps_what_was_done(model_path, prompts, tmp_path, done, mo
 
     monkeypatch.setattr(pieces.np, "savez", full)
     assert generate.main(command) == 2
-    assert "cannot be written (No space left on device); make room" in capsys.readouterr().err
+    assert "cannot be written (No space left on device); free space" in capsys.readouterr().err
     assert len(pieces.Pieces(directory / "batches").done()) == 1
     assert len(list((directory / "batches").iterdir())) == 1
     assert generate.main(command) == 0

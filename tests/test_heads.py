@@ -108,7 +108,7 @@ def test_parts_that_do_not_fit_are_refused(change, says, tiny):
     ("changes", "says"),
     [
         ({"version": 2}, "version=2: use 1"),
-        ({"draft_vocab_size": 62}, "draft_vocab_size=62: must lie in 1..61"),
+        ({"draft_vocab_size": 62}, "draft_vocab_size=62: must be in 1..61"),
         ({"taps": ()}, "taps is empty"),
         ({"version": 1}, "version 1 reads one feature"),
         ({"version": 1, "norm_output": True}, "norm_output=True: version 1 has no such part"),

@@ -341,12 +341,12 @@ def changed(*path, to):
         (changed("rows", 1, "new_tokens", to="2"), "rows[1].new_tokens is '2'"),
         (changed("rows", 1, "new_tokens", to=True), "rows[1].new_tokens is True"),
         (changed("rows", 1, "new_tokens", to=3), "do not add up"),
-        (changed("rows", 1, "rounds", "width", to=[3, 3]), "width must have an entry a round"),
+        (changed("rows", 1, "rounds", "width", to=[3, 3]), "width must have one entry per round"),
         (changed("rows", 1, "rounds", "drafted", to=[-1]), "drafted must hold whole numbers"),
         (changed("rows", 1, "rounds", "accepted", to=[3]), "accepted exceeds drafted"),
         (changed("rows", 1, "plain", "decode_s", to=None), "rows[1].plain has no 'decode_s'"),
         (changed("rows", 1, "new_tokens", to=10**400), "rows[1].new_tokens is 1000"),
-        (changed("rows", 1, "decode_s", to=1e300), "rows[1].decode_s is 1e+300, which nothing"),
+        (changed("rows", 1, "decode_s", to=1e300), "rows[1].decode_s is 1e+300, which is"),
         (changed("rows", 1, "rounds", "width", to=[10**30]), "width must hold whole numbers"),
         (changed("rows", 1, "token_ids", to=[None]), "token_ids must hold whole numbers"),
         (changed("rows", 1, "turn", to="1"), "rows[1].turn is '1'"),
@@ -359,7 +359,7 @@ def changed(*path, to):
         (changed("summary", "prompts", to=None), "summary has no 'prompts'"),
         (changed("summary", "config", "sampling", to={}), "sampling has no 'temperature'"),
         (content(target="other"), "is of model"),
-        (content(prompts="others"), "answer other prompts; report each set apart"),
+        (content(prompts="others"), "answer other prompts; report each set separately"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(wrong, says, write, tmp_path, capsys):
@@ -398,7 +398,7 @@ def test_bad_arguments(write, tmp_path, capsys, monkeypatch):
         ([path, f"--out={tmp_path / 'file'}"], "is a file: name a folder"),
         ([path, f"--out={tmp_path / 'file' / 'x'}"], "a part of it is a file"),
         ([elsewhere, out, "--predict"], "ran on TPU v7, this machine has cpu"),
-        ([path, out, "--predict"], "does not do here"),
+        ([path, out, "--predict"], "cannot be used here"),
     ):
         assert report.main(argv) == 2, argv
         assert says in capsys.readouterr().err

@@ -80,7 +80,7 @@ def test_what_is_no_report_is_not_replaced(folder, tmp_path, capsys):
         assert decode.main([f"--config.report={path}"]) == 2, path
         told = capsys.readouterr().err
         kept = path.parent.name == "model" or path.name == "link"
-        says = "is a file that specjax keeps for itself" if kept else "is a file that is no report"
+        says = "is a file that specjax reserves" if kept else "is a file that is no report"
         assert told.startswith("error: report='"), told
         assert says in told
         assert told.count("\n") == 1
@@ -90,7 +90,7 @@ def test_what_is_no_report_is_not_replaced(folder, tmp_path, capsys):
                 bench.main(["--config=configs/bench_smollm2.py", f"--config.report={place / name}"])
                 == 2
             )
-            assert "is a file that specjax keeps for itself" in capsys.readouterr().err
+            assert "is a file that specjax reserves" in capsys.readouterr().err
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     check_writable(tmp_path / "model" / "notes.json")
     # A folder's marker that cannot be read says nothing of the other files.
@@ -182,7 +182,7 @@ def test_space_is_tried_before_the_work(tmp_path, monkeypatch):
         if not supported:
             monkeypatch.delattr(os, "posix_fallocate")
         check_writable(tmp_path / "r.json", 10_000)
-        with pytest.raises(InputError, match=r"report='.*r\.json': no room for a report of up to"):
+        with pytest.raises(InputError, match=r"report='.*r\.json': no space for a report of up to"):
             check_writable(tmp_path / "r.json", 1 << 60)
     assert os.listdir(tmp_path) == []
 
@@ -233,7 +233,7 @@ def test_no_room_at_the_end_leaves_the_rows_on_stdout(tmp_path):
 def test_a_limit_is_found_out_before_the_work(tmp_path):
     ran = limited(tmp_path / "r.json", 1_000_000)
     assert ran.returncode == 2
-    assert "no room for a report of up to 1000 kB (File too large)" in ran.stderr
+    assert "no space for a report of up to 1000 kB (File too large)" in ran.stderr
     assert (ran.stdout, ran.stderr.count("\n")) == ("", 1)
     assert os.listdir(tmp_path) == []
 
@@ -303,11 +303,11 @@ class TestDecode:
     def test_the_room_follows_the_positions(self, folder, tmp_path, capsys, monkeypatch):
         asked = []
 
-        def check_room(path, size, said):
+        def check_space(path, size, said):
             asked.append((size, said))
             raise InputError("enough")
 
-        monkeypatch.setattr(decode, "check_room", check_room)
+        monkeypatch.setattr(decode, "check_space", check_space)
         for wish in (10**9, 6):
             more = f"--config.sampling.max_new_tokens={wish}"
             assert decode.main(arguments(folder, tmp_path / "r.json", more)) == 2

@@ -254,7 +254,7 @@ def test_a_full_disk_is_one_line(script, main, tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr(folder_lock, "open_without_links", full)
         assert main(stage(script, "one", "")) == 2
-    assert "make room or write elsewhere" in capsys.readouterr().err
+    assert "free space or write elsewhere" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
     assert script.main([f"--workdir={tmp_path / 'file'}"]) == 2
     assert " is a file: name a folder" in capsys.readouterr().err

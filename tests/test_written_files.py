@@ -31,7 +31,7 @@ def test_only_its_own_files_are_replaced(tmp_path):
         WrittenFiles("out", tmp_path, "report").check(["b.md"])
 
 
-def test_a_file_that_a_kill_left_behind_is_known(tmp_path, monkeypatch):
+def test_a_file_that_a_kill_abandoned_is_known(tmp_path, monkeypatch):
     files = WrittenFiles("out", tmp_path, "report")
 
     def killed(file):

@@ -179,7 +179,7 @@ def speculation(
 ) -> Iterator[tuple[Cell, dict[str, Any]]]:
     """The simulated drafter against plain decoding, in turn, for cells that differ in acceptance.
 
-    The speed-up is tokens a round times the ratio of the two rounds' median times.
+    The speed-up is tokens per round times the ratio of the two rounds' median times.
     """
     batch, context = cells[0]["batch"], cells[0]["context"]
     drafted = size.num_speculative_tokens

@@ -62,7 +62,7 @@ def _draw_speedup(
     draw_curves(
         path,
         panels,
-        title=f"{model_name(rows[0])}, {chip.name}: {drafted} drafts a round",
+        title=f"{model_name(rows[0])}, {chip.name}: {drafted} drafts per round",
         x_label="batch size (rows)",
         y_label="speed-up over plain decoding (times)",
         level=1.0,
@@ -93,8 +93,8 @@ def _draw_widths(
         draw_curves(
             path,
             panels,
-            title=f"{model_name(rows[0])}, {chip.name}: one pass over N tokens a row",
-            x_label="N (tokens a row)",
+            title=f"{model_name(rows[0])}, {chip.name}: one pass over N tokens per row",
+            x_label="N (tokens per row)",
             y_label="T(N) / T(1)",
             log_y=True,
         )

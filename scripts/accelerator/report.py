@@ -77,7 +77,7 @@ def _rounds(rows: Rows) -> Table:
 def _speedups(rows: Rows) -> Table:
     table = _table(
         "Speed-up with the simulated drafter",
-        *("model", "batch", "context", "acceptance", "tokens a round", "measured", "min..max"),
+        *("model", "batch", "context", "acceptance", "tokens per round", "measured", "min..max"),
         *("predicted", "measured/predicted", "rows as plain"),
     )
     for row in rows.measured("speedup"):
@@ -98,7 +98,7 @@ def _speedups(rows: Rows) -> Table:
 
 def _paying(rows: Rows, size: Size) -> Table:
     table = _table(
-        f"The largest measured batch at which {size.num_speculative_tokens} drafts a round pay",
+        f"The largest measured batch at which {size.num_speculative_tokens} drafts per round pay",
         *("model", "context", "acceptance", "batch", "measured batches"),
     )
     for model, context, acceptance, found in paying(rows.measured("speedup")):

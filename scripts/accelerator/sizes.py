@@ -49,7 +49,7 @@ class Size:
         return (self.rounds + 1) * (self.num_speculative_tokens + 1)
 
     def capacity(self, context: int) -> int:
-        """Cache slots a row, for a timed run after a context."""
+        """Cache slots per row, for a timed run after a context."""
         return -(-(context + self.reach) // CACHE_BLOCK) * CACHE_BLOCK
 
     def committed(self, context: int) -> int:
@@ -62,7 +62,7 @@ class Size:
         return 2 * self.rounds
 
     def needed_bytes(self, config: DecoderConfig, batch: int, context: int, width: int) -> int:
-        """Weights, cache, windows, logits and temporaries of passes over `width` slots a row."""
+        """Weights, cache, windows, logits and temporaries of passes over `width` slots per row."""
         itemsize = ITEMSIZE[self.dtype]
         held = theory.memory(
             model_shape(config),

@@ -1,7 +1,7 @@
-"""Compiled programs kept on disk by JAX's persistent cache, which must never stop a run.
+"""JAX's persistent cache of compiled programs on disk; its errors never stop a run.
 
-JAX warns of each entry that it cannot read and compiles again, but never writes over an entry that
-is there: a damaged one would be complained about for ever. It is deleted here, before JAX writes.
+JAX warns of each entry that it cannot read and compiles again, but never overwrites an entry: it
+would warn of a damaged one in every run. Such entries are deleted here, before JAX writes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def keep(tell: Callable[[str], Any]) -> None:
 
 
 def _mend_entries(folder: Path, tell: Callable[[str], Any]) -> None:
-    """From now on answer JAX's warnings of entries in a folder by deleting what is damaged."""
+    """Install a warning handler that deletes the damaged entries that JAX warns of."""
     show, shown = warnings.showwarning, set()
 
     def answer(
@@ -74,7 +74,7 @@ def _mend_entries(folder: Path, tell: Callable[[str], Any]) -> None:
         else:
             tell(
                 f"compiled programs in {folder}: {doing} fails ({' '.join(reason.split()):.160}); "
-                f"make room, change its permissions, or name another folder by {_FOLDER}"
+                f"free space, change its permissions, or name another folder by {_FOLDER}"
             )
 
     # Python shows a warning once for each text, and two entries may have the same.
@@ -85,8 +85,8 @@ def _mend_entries(folder: Path, tell: Callable[[str], Any]) -> None:
 def _delete_damaged(folder: Path, name: str, *, reading: bool) -> bool:
     """Delete the damaged entries of a program's name, and say whether any went.
 
-    Where an entry could not be read and none shows why, all of the name go: JAX tells the name
-    alone, and compiles again what is missing.
+    Where an entry could not be read and none is visibly damaged, all of that name are deleted: JAX
+    reports the name only, and compiles again what is missing.
     """
     try:
         entries = [path for path in folder.iterdir() if _is_entry(path.name, name)]

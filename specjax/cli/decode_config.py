@@ -1,4 +1,4 @@
-"""The config of `specjax.decode`: its fields, its checked value, and what is made of that."""
+"""The config of `specjax.decode`: its fields, its checked value, the drafter and prompts of it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SIMULATED = "simulated"
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """What to decode, and how: a config of `specjax.decode`, checked, with its prompts read."""
+    """A checked config of `specjax.decode`, with its prompts read."""
 
     target: str
     dtype: str
@@ -82,7 +82,7 @@ class DecodeConfig:
 
     @property
     def has_expectation(self) -> bool:
-        """Whether to work out the acceptance that p and q imply, as they do under `rejection`."""
+        """Whether to compute the acceptance that p and q imply under the rule `rejection`."""
         sampled = self.sampling.temperature > 0 and self.options.verify == "rejection"
         return self.compare and sampled and self.drafter != "none"
 
@@ -91,7 +91,7 @@ class DecodeConfig:
         return [i for i, question in enumerate(self.questions) if number < len(question.turns)]
 
     def turn_seeds(self, number: int) -> tuple[int, SamplingParams]:
-        """Seed and sampling of a turn: later turns draw anew instead of repeating the first's."""
+        """Seed and sampling of a turn: each turn has different random draws."""
         if number == 0:
             return self.seed, self.sampling
         sampling = self.sampling
@@ -146,7 +146,7 @@ class DraftLengthText:
 
 
 def read_decode_config(written: Mapping[str, Any]) -> DecodeConfig:
-    """Check a config's values as far as that goes without the model. Raises InputError."""
+    """The checked config; checks that need the model are made later. Raises InputError."""
     values = check_values(decode_fields(), written)
     options = {name: value for name, value in values["drafter"].items() if value is not None}
     name, path = options.pop("name"), options.pop("path", None)
@@ -177,7 +177,7 @@ def read_decode_config(written: Mapping[str, Any]) -> DecodeConfig:
 def make_config_drafter(
     config: DecodeConfig, target: Model, continuations: Sequence[Sequence[int]] | None = None
 ) -> Drafter:
-    """The config's drafter; `continuations` are what plain decoding gave, for `simulated`."""
+    """The config's drafter; `continuations` are plain decoding's tokens, for `simulated`."""
     options, path = dict(config.drafter_options), config.drafter_path
     if config.drafter == SIMULATED:
         options["continuations"] = [[0]] if continuations is None else continuations
@@ -198,7 +198,7 @@ def make_config_drafter(
 def turn_prompts(
     config: DecodeConfig, target: Model, turn: int, answers: Mapping[int, Sequence[str]]
 ) -> list[Prompt]:
-    """The prompts of a turn; `answers` are those given so far, by the question's index.
+    """The prompts of a turn; `answers` are those to earlier turns, by the question's index.
 
     Raises InputError where a chat template is needed and the model has none.
     """

@@ -1,4 +1,4 @@
-"""Prompts into caches, a chunk at a time: one compiled shape for every prompt length."""
+"""Prefill: runs prompts into caches in chunks, with one compiled shape for all prompt lengths."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def prefill(
     chunk: int,
     features: tuple[str, ...] = (),
 ) -> tuple[KVCache, Features]:
-    """The empty cache filled with each row's first `lengths` tokens, and the features asked for.
+    """The empty cache filled with each row's first `lengths` tokens, and the requested features.
 
-    Runs ceil(max length / chunk) forwards of [B, chunk] tokens without logits; a row that is
-    through commits nothing more. Features are [B, S, D] with S the cache's capacity, zero where not
-    computed.
+    Runs ceil(max length / chunk) forwards of [B, chunk] tokens without logits; a row that has
+    finished commits nothing more. Features are [B, S, D] with S the cache's capacity, zero where
+    not computed.
     """
     batch, available = tokens.shape
     step = jnp.arange(chunk)
-    # Room for the last chunk to reach past the buffer, instead of a slice that is silently moved.
+    # Padded so that the last chunk fits: a slice that reaches past the end would be shifted.
     padded = jnp.pad(tokens, ((0, 0), (0, chunk)))
     causal = jnp.tril(jnp.ones((1, chunk, chunk), bool))
     slots = jnp.broadcast_to(step, (batch, chunk))

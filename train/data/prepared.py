@@ -36,7 +36,7 @@ def prepared(
             make()
     except OSError as error:
         raise InputError(
-            f"{directory}: cannot be written ({error.strerror or error}); make room there, or use "
+            f"{directory}: cannot be written ({error.strerror or error}); free space there, or use "
             f"another {field}"
         ) from None
     return directory

@@ -208,7 +208,7 @@ def find_requests(config: AnswersConfig, screen: Screen) -> list[Request]:
     corpus.sizes_of(made.num_prompts, made.mix)
     with screen.working("making the prompts of specjax_corpus"):
         # The others find what the first has made, or make it on a disk of their own.
-        if processes.speaks():
+        if processes.is_first():
             corpus.prepare_corpus(made, config.tfds.data_dir, screen.say)
         processes.agree({})
         return read_dataset(str(corpus.prepare_corpus(made, config.tfds.data_dir, screen.say)))

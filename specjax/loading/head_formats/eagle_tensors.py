@@ -85,7 +85,7 @@ def without_padding(
 def is_targets(
     name: str, tensors: dict[str, np.ndarray], target: Model, exactly: bool = False
 ) -> bool:
-    """Whether a tensor is the target's, to the last bit in the target's dtype with `exactly`."""
+    """Whether a tensor equals the target's; with `exactly` bit for bit in the target's dtype."""
     embedding = name.startswith("embed_tokens")
     own = borrowed.target_embedding(target) if embedding else borrowed.target_head(target)
     stored = tensors[name].astype(target.dtype) if exactly else tensors[name]
@@ -99,7 +99,7 @@ def read_params(
     layer: str,
     extra: tuple[str, ...],
 ) -> dict[str, Any]:
-    """The parameter tree of the tensors; `extra` names are dealt with elsewhere."""
+    """The parameter tree of the tensors; `extra` names are allowed and ignored."""
     table = locations(config, layer)
     bias = f"{layer}.self_attn.o_proj.bias"
     if config.decoder.attention_bias:

@@ -3,8 +3,8 @@
 Tensors are `{head}.{layer}.linear.weight` and `.bias` for the blocks and `{head}.{num_layers}
 .weight` for the head, or the same under vLLM's names. What vLLM adds: `truncated_vocab_size` with
 the tensor `token_map` of token ids, `original_lm_head` with one `lm_head.weight` for all heads (a
-copy of the target's), and `medusa_fc_bias`, without which it drops the biases. The layout knows no
-projection before the target's head: each is written as the product of both, a head of its own.
+copy of the target's), and `medusa_fc_bias`, without which it drops the biases. The layout has no
+projection before the target's head: the product of both is written, as the head's own.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _published(name: str, num_layers: int) -> str:
 
 
 def read(checkpoint: Checkpoint, target: Model, metadata: TargetMetadata, training: dict) -> Head:
-    """The head that a checkpoint holds. Raises InputError for whatever does not fit."""
+    """The head in a checkpoint. Raises InputError for fields or tensors that do not fit."""
     where = checkpoint.directory
     fields = Fields(str(where / "config.json"), checkpoint.config)
     fields.check_known({*_FIELDS, "logit_scale"})
@@ -87,12 +87,12 @@ def read(checkpoint: Checkpoint, target: Model, metadata: TargetMetadata, traini
     original = fields.flag("original_lm_head")
     tensors = {_published(name, layers): value for name, value in checkpoint.tensors.items()}
     if len(tensors) != len(checkpoint.tensors):
-        raise InputError(f"{where}: two tensors have one meaning; use an intact head")
+        raise InputError(f"{where}: two tensors have the same meaning; use an intact head")
     ids = _read_ids(checkpoint, fields, tensors, vocab_size)
     rows = vocab_size if ids is None else len(ids)
     head_names = [f"{head}.{layers}.weight" for head in range(heads)]
     if original and head_names[0] in tensors:
-        # vLLM takes the first head's for all of them.
+        # vLLM uses the first head's for all of them.
         tensors["lm_head.weight"] = tensors.pop(head_names[0])
     for name in [*head_names, "lm_head.weight"]:
         if name in tensors:
@@ -168,7 +168,7 @@ def _check_original(
 def with_own_heads(head: Head, target: Model) -> Head:
     """Projections before the target's head as heads of their own, in float32; same logits.
 
-    A head without projections comes back as it is.
+    A head without projections is returned unchanged.
     """
     config = head.config
     assert isinstance(config, MedusaConfig)
@@ -185,7 +185,7 @@ def with_own_heads(head: Head, target: Model) -> Head:
 
 
 def write(head: Head, target: Model) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The config and the tensors of a head, as `read` takes them."""
+    """The config and the tensors of a head, in the layout that `read` reads."""
     config = head.config
     assert isinstance(config, MedusaConfig)
     blocks, layers = head.params["blocks"], config.num_layers
