@@ -1,4 +1,4 @@
-"""Compile one speculative round for a GPU or TPU that is not there; list what it copies and sends.
+"""Compile one round for an absent GPU or TPU, and list its copies and collectives.
 
     python scripts/inspect_round.py --platform=cuda --layers=4 --batch=8
     python scripts/inspect_round.py --platform=tpu --topology=v5e:2x4 --data=2 --model=4
@@ -171,8 +171,7 @@ def compile_round(devices: list[Any]) -> Any:
 def big_moves(text: str, smallest: float) -> Iterator[tuple[str, str, str]]:
     """Where, what and which shape: instructions of a program that only move that many bytes.
 
-    A fusion counts if data movement is all there is in it; what a matrix product reads through one
-    is never written.
+    A fusion counts if it only moves data; one that feeds a matrix product is not written to memory.
     """
     computations: dict[str, list[str]] = {}
     entry = name = ""
@@ -192,7 +191,7 @@ def big_moves(text: str, smallest: float) -> Iterator[tuple[str, str, str]]:
         if name in called:
             continue
         for line in lines:
-            # A result may be a tuple of arrays: of several copies at once, or of one under way.
+            # A result may be a tuple of arrays: of several copies, or of an asynchronous one.
             match = re.search(r" = (\(.*?\)|\S+) ([\w\-]+)\(", line)
             if match is None:
                 continue
@@ -204,7 +203,7 @@ def big_moves(text: str, smallest: float) -> Iterator[tuple[str, str, str]]:
                 continue
             where = "before the loop" if name == entry else "in the loop"
             arrays = re.findall(r"(\w+)\[([\d,]*)\]", match[1])
-            # The first of a copy under way is its result, the next one its source.
+            # The first of an asynchronous copy is its result, the next one its source.
             for kind, shape in arrays[:1] if opcode.endswith("-start") else arrays:
                 if math.prod(int(n) for n in shape.split(",") if n) * _width(kind) >= smallest:
                     yield where, opcode, f"{kind}[{shape}]"

@@ -32,7 +32,7 @@ from specjax.loading.model import Model
 class Loop:
     """The compiled loop of one drafter, after a context of random keys and values.
 
-    No row ever finishes, so that every round does the same work; `none` drafts nothing.
+    No row ever finishes, so that every round does the same work; the drafter `none` drafts nothing.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Loop:
     ) -> None:
         capacity = size.capacity(context)
         drafted = 0 if drafter.name == "none" else size.num_speculative_tokens
-        # One token stands for the prompt: nothing is prefilled here.
+        # The prompt is one token: nothing is prefilled here.
         session = open_session(
             model,
             [[0]] * batch,
@@ -50,7 +50,7 @@ class Loop:
         )
         self.context = context
         self.drafter = drafter
-        # Two widths, so that a round chooses between them as it does in earnest.
+        # Two widths, so that a round chooses between them as in a real run.
         self.plan = replace(
             session.plan, widths=tuple(sorted({1, drafted + 1})), max_rounds=size.reach
         )
@@ -58,7 +58,7 @@ class Loop:
         self._run: Any = None
 
     def state(self, cache: KVCache) -> State:
-        """The first round's state; each row's last token is another one."""
+        """The first round's state; each row has a different last token."""
         plan, session = self.plan, self._session
         batch = session.batch_size
         _, rows, _, status = batch_arguments(session, list(range(batch)))
@@ -92,13 +92,13 @@ class Loop:
             needs_logq=False,
         )
         started = plan.drafter.init(self.drafter.params, context, {})
-        # The loop's state is donated, and no buffer may be given away twice.
+        # The loop's state is donated, and no buffer may be donated twice.
         return state.replace(drafter=jax.tree.map(jnp.copy, started))
 
     def run(self, cache: KVCache, rounds: int) -> tuple[float, State]:
-        """Seconds of so many rounds, compiling excluded, and the state after them.
+        """Seconds of `rounds` rounds, compiling excluded, and the state after them.
 
-        The cache's keys and values are given away and come back in the state.
+        The cache's keys and values are donated, and are returned in the state.
         """
         state = self.state(cache)
         params = (self._session.model.params, self.drafter.params)
@@ -114,7 +114,7 @@ class Loop:
 def plain_round(
     size: Size, model: Model, cell: Cell, copy_bandwidth: float
 ) -> dict[str, float | int]:
-    """A plain round in the loop against an isolated pass, and the bandwidth it reaches."""
+    """A plain round in the loop compared with an isolated pass, and its bandwidth."""
     batch, context = cell["batch"], cell["context"]
     alone = isolated_passes(size, model, batch, context, [1])[1]
     plain = Loop(model, none.make(), size, batch, context)
@@ -143,7 +143,7 @@ def plain_round(
 def one_pass(
     size: Size, model: Model, batch: int, context: int, tokens: int, copy_bandwidth: float
 ) -> dict[str, float | int]:
-    """An isolated pass, and the bandwidth it reaches."""
+    """An isolated pass, and its bandwidth."""
     seconds = isolated_passes(size, model, batch, context, [tokens])[tokens]
     num_bytes = read_bytes(size, model, batch, context)
     return {
@@ -154,7 +154,7 @@ def one_pass(
 
 
 def read_bytes(size: Size, model: Model, batch: int, context: int) -> int:
-    """What a pass has to read: the weights once, and the committed keys and values."""
+    """Bytes that a pass reads: the weights once, and the committed keys and values."""
     shape = model_shape(model.config)
     cached = batch * shape.kv_elements() * size.committed(context)
     return (shape.num_read_params() + cached) * ITEMSIZE[size.dtype]
@@ -177,7 +177,7 @@ def isolated_passes(
 def speculation(
     size: Size, model: Model, cells: list[Cell]
 ) -> Iterator[tuple[Cell, dict[str, Any]]]:
-    """The simulated drafter against plain decoding, in turn, for cells that differ in acceptance.
+    """The simulated drafter and plain decoding in turn, for cells that differ in acceptance.
 
     The speed-up is tokens per round times the ratio of the two rounds' median times.
     """
@@ -260,7 +260,7 @@ def _contest(
 
 
 def _identical_rows(state: State, recorded: np.ndarray, context: int) -> int:
-    """Rows whose new tokens are those of plain decoding."""
+    """The number of rows whose new tokens are those of plain decoding."""
     tokens, lengths = np.asarray(state.tokens), np.asarray(state.length)
     return sum(
         bool((row[context:length] == plain[: length - context]).all())

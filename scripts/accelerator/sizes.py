@@ -20,7 +20,7 @@ _SLACK = 1.03
 class Size:
     """Shapes, cells and repetitions.
 
-    Models named in `fewer_layers` are cut to the layers that fit; the others either fit or not.
+    Models named in `fewer_layers` get as many layers as fit; the others either fit or not.
     `rounds` is the length of a timed speculative run, whose draft length is
     `num_speculative_tokens`, and each time is the median of `runs` runs. Kernels are compared over
     `kernel_layers` layers.
