@@ -85,7 +85,7 @@ def test_ngram_matches_as_by_hand(rows, bounds, latest):
 FIND = jax.jit(find_match, static_argnums=(2, 3, 4))
 
 
-def test_ngram_copies_what_followed_and_goes_on_in_the_copy():
+def test_ngram_copies_what_followed_and_continues_in_the_copy():
     rows = [[1, 2, 3, 4, 1, 2], [7, 7], [1, 2, 1, 2], [5, 6, 8]]
     context = context_of(rows, [6, 6, 3, 6], 6)
     drafter = ngram.make(prompt_lookup_min=1)
@@ -178,7 +178,7 @@ def test_simulated_is_right_as_often_as_it_says(tiny):
         assert (drafter.params == again.params).all()
 
 
-def test_simulated_drafts_nothing_behind_its_recording(tiny):
+def test_simulated_drafts_nothing_after_its_recording(tiny):
     plain = decode(tiny, PROMPTS[:2], sampling=greedy(max_new_tokens=12))
     short = [plain.token_ids[0][:5]]
     drafter = specjax.make_drafter("simulated", tiny, continuations=short, acceptance=1.0)
@@ -188,7 +188,7 @@ def test_simulated_drafts_nothing_behind_its_recording(tiny):
 
 
 def test_a_tree_is_refused(tiny):
-    """The rules here verify chains; a drafter that branches is told so."""
+    """The rules here verify chains; a drafter that branches is refused."""
 
     def propose(params, state, context, noise):
         tokens = jnp.zeros((context.length.shape[0], 2), jnp.int32)
@@ -215,7 +215,7 @@ def test_a_drafter_that_drafts_too_much_is_held_to_its_limit(tiny):
 
 
 def features_of(names):
-    """A drafter that only watches: it keeps what `init` and `observe` are given."""
+    """A drafter that only records the arguments of `init` and `observe`."""
 
     def init(params, context, features):
         return {
@@ -234,9 +234,9 @@ def features_of(names):
         rows = jnp.arange(context.length.shape[0])[:, None]
         step = jnp.arange(accepted.tokens.shape[1])[None, :]
         first = (context.length - 1 - accepted.count)[:, None]
-        place = jnp.where(step < accepted.count[:, None], first + step, 64)
+        index = jnp.where(step < accepted.count[:, None], first + step, 64)
         return {
-            name: value.at[rows, place].set(accepted.features[name], mode="drop")
+            name: value.at[rows, index].set(accepted.features[name], mode="drop")
             for name, value in state.items()
         }
 
@@ -245,7 +245,7 @@ def features_of(names):
     )
 
 
-def test_features_reach_the_drafter_at_the_right_places(tiny):
+def test_features_reach_the_drafter_at_the_right_positions(tiny):
     """At round start they exist for positions 0..n-2, first of the prompt, then of the path."""
     names = ("final_norm", "layer_input:1")
     session = make_session(

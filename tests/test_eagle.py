@@ -181,7 +181,7 @@ def test_sampled_rows_have_the_targets_distribution(version, rule, eight):
 
 
 def test_a_distribution_that_was_not_drawn_from_is_found_out(eight):
-    """The broken variant hands over its distributions one step late."""
+    """The broken variant returns its distributions one step late."""
     drafter = eagle_drafter(eight, vocabulary=7, seed=1)
 
     def late(params, state, context, noise):

@@ -1,4 +1,4 @@
-"""Two drafters that take turns: which one drafts, from which distribution; who is refused."""
+"""Two drafters, one as the other's fallback: which one drafts, its distribution, and errors."""
 
 import dataclasses
 
@@ -97,7 +97,7 @@ def test_two_that_draw_from_distributions(target):
 
 
 def draws_in_secret(table):
-    """A distribution that nobody is told: its tokens are drawn, and it goes on by what it drew."""
+    """A distribution that is not returned: tokens are drawn from it, and the state follows them."""
 
     def propose(params, state, context, noise):
         token = jnp.argmax(table[None, :] + noise(0), axis=-1).astype(jnp.int32)
@@ -124,7 +124,7 @@ def same_noise(first, second):
 
 
 def every_node_was_drawn(first, second):
-    """Says of a copy, too, that it was drawn from a distribution."""
+    """Claims that a copied token, too, was drawn from a distribution."""
     drafter = fallback.make(first, second)
 
     def propose(params, state, context, noise):

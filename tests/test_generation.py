@@ -74,7 +74,7 @@ def until(tokens, stop):
 
 
 @pytest.mark.parametrize("quality", ["right", "wavering"])
-def test_a_stop_token_at_every_place_of_a_path(quality, tiny, plain, request):
+def test_a_stop_token_at_every_position_of_a_path(quality, tiny, plain, request):
     (tokens,) = plain.token_ids
     stops = [*tokens, 60]
     got = decode(
@@ -260,7 +260,7 @@ def test_logprobs_are_those_of_a_full_forward(rule, tiny, unrelated, similar):
 
 
 def test_seeds_belong_to_requests(tiny, unrelated, similar):
-    """With a seed of its own a request is the same wherever it stands; without, it is its own."""
+    """With its own seed a request's output does not depend on its index; without, it does."""
     drafter = drafters(tiny, unrelated, similar)["similar"]
     for rule in ("rejection", "coupled"):
         options = dict(drafter=drafter, verify=rule, num_speculative_tokens=3)
@@ -275,7 +275,7 @@ def test_seeds_belong_to_requests(tiny, unrelated, similar):
         assert same == [False, True, False, True, True]
 
 
-def test_snapshots_do_not_change_behind_ones_back(tiny, plain, right):
+def test_later_rounds_do_not_change_snapshots(tiny, plain, right):
     """The state is donated to the next step; what was handed out must not be."""
     session = make_session(
         tiny,
@@ -294,7 +294,7 @@ def test_snapshots_do_not_change_behind_ones_back(tiny, plain, right):
         assert (snapshot.rounds.emitted[:, number:] == -1).all()
 
 
-def test_progress_is_told_of_every_step(tiny):
+def test_progress_is_called_at_every_step(tiny):
     seen = []
     specjax.generate(
         tiny, PROMPTS[:3], batch_size=2, sampling=greedy(max_new_tokens=20), progress=seen.append
@@ -310,7 +310,7 @@ def test_a_single_text_is_one_prompt(speaking):
 
 
 def test_real_text_with_a_stop_string(smollm2):
-    """On the default model: the drafter that copies changes nothing, and the stop string cuts."""
+    """On the default model: the n-gram drafter changes nothing, and a stop string truncates."""
     prompt = "one two three four one two three four one two"
     requests = {"max_new_tokens": 12}
     plain = specjax.generate(smollm2, prompt, sampling=requests)
@@ -320,9 +320,11 @@ def test_real_text_with_a_stop_string(smollm2):
     assert copied.accepted.max() > 0
     text = plain.texts[0]
     stop = text[len(text) // 2 : len(text) // 2 + 3]
-    cut = specjax.generate(smollm2, prompt, drafter=drafter, sampling={**requests, "stop": (stop,)})
-    assert cut.texts == [text[: text.find(stop)]]
-    assert cut.finish_reasons == ["stop"]
+    stopped = specjax.generate(
+        smollm2, prompt, drafter=drafter, sampling={**requests, "stop": (stop,)}
+    )
+    assert stopped.texts == [text[: text.find(stop)]]
+    assert stopped.finish_reasons == ["stop"]
 
 
 OTHER = tiny_config(vocab_size=50)
@@ -380,7 +382,7 @@ REFUSED = {
 
 @pytest.fixture
 def unchecked(monkeypatch):
-    """As users have it: no type checker stands before specjax's own messages."""
+    """As for users: without a type checker in front of specjax's own messages."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 

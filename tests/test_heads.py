@@ -150,7 +150,7 @@ def test_only_heads_of_the_kind_asked_for(tiny, tmp_path):
         (lambda metadata: metadata.update(kind="other"), "kind='other' is unknown"),
     ],
 )
-def test_damaged_facts_are_refused(change, says, tiny, tmp_path):
+def test_damaged_metadata_are_refused(change, says, tiny, tmp_path):
     save_head(eagle_head(tiny), tmp_path / "head")
     params, metadata = specjax.loading.checkpoints.load_drafter(tmp_path / "head")
     metadata = json.loads(json.dumps(metadata))
@@ -197,7 +197,7 @@ def test_what_is_shipped():
     assert size <= 48e6
 
 
-def test_a_targets_facts(chatty):
+def test_a_targets_metadata(chatty):
     metadata = TargetMetadata.of(chatty)
     assert len(metadata.tokenizer) == 64
     assert metadata == TargetMetadata.of(dataclasses.replace(chatty, params={}))

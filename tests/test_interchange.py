@@ -192,7 +192,7 @@ def test_maps_in_another_order_are_sorted_with_their_rows(tiny, tmp_path):
     check_same(head, read_foreign(path, tiny), tiny, "sorted")
 
 
-def test_a_padded_vocabulary_is_cut(tiny, tmp_path):
+def test_a_padded_vocabulary_is_truncated(tiny, tmp_path):
     head = eagle_head(tiny, vocabulary=VOCABULARY, own_embedding=True)
     path = written(tmp_path, head, "eagle3", tiny)
     stored = load_file(path / "model.safetensors")
@@ -204,7 +204,7 @@ def test_a_padded_vocabulary_is_cut(tiny, tmp_path):
             "embed_tokens.weight": np.pad(stored["embed_tokens.weight"], ((0, 3), (0, 0))),
         },
     )
-    check_same(head, read_foreign(path, tiny), tiny, "cut")
+    check_same(head, read_foreign(path, tiny), tiny, "truncated")
 
 
 def test_an_embedding_that_is_the_targets_is_borrowed(tiny, tmp_path):

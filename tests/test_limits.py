@@ -92,7 +92,7 @@ def test_all_that_is_wrong_is_listed_at_once():
 
 
 def test_every_argument_of_the_public_api(monkeypatch, tmp_path):
-    """As users have it: no type checker stands before specjax's own messages."""
+    """As for users: without a type checker in front of specjax's own messages."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     monkeypatch.chdir(tmp_path)
     assert api_arguments.accepted_or_raised() == []

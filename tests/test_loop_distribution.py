@@ -167,7 +167,7 @@ def test_a_length_that_follows_the_neighbours_is_exact(tables):
     def one(group):
         index = batch * group + jnp.arange(batch)
         tokens, rows, size, status = first_rows(plan, PROMPT, AS_IS, index, 0)
-        # The first row goes on; its neighbours end where they emit an even token.
+        # The first row continues; the others end where they emit an even token.
         stops = jnp.where(jnp.arange(batch)[:, None] == 0, -1, 2 * jnp.arange(VOCAB // 2)[None, :])
         rows = rows.replace(stop_ids=stops.astype(jnp.int32))
         state = loop.start(plan, (params, drafter.params), tokens, rows, size, status)

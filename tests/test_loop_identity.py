@@ -205,7 +205,7 @@ def test_a_row_does_not_change_with_the_batch(rule, sizes, tiny, every):
 
 LENGTHS = {
     "ladder": DraftLength(4, by_batch=((1, 2, 4), (3, 5, 2), (6, 7, 1), (8, 8, 0))),
-    # A round gets dearer with its draft: rows lengthen and shorten theirs as they are accepted.
+    # A round costs more with a longer draft: rows adapt theirs to their acceptance.
     "auto": DraftLength(4, costs=(1.0, 1.3, 1.6, 1.9, 2.2)),
     "auto_ladder": DraftLength(4, by_batch=((6, 8, 2),), costs=(1.0, 1.2, 1.4, 1.6, 1.8)),
 }
@@ -213,7 +213,7 @@ LENGTHS = {
 
 @pytest.mark.parametrize("kind", LENGTHS)
 def test_lengths_that_adapt(kind, tiny, every, plain_mixed):
-    # Rows end one after the other, so that the ladder has something to climb.
+    # Rows end one after the other, so that all steps of the ladder are used.
     requests = [
         dataclasses.replace(request, max_new_tokens=NEW - 3 * row)
         for row, request in enumerate(mixed())
@@ -247,7 +247,7 @@ def test_the_length_follows_measured_costs(tiny, every, plain_mixed):
     assert_counts(got)
 
 
-def test_a_confident_draft_goes_on(tiny, every, plain_greedy):
+def test_a_confident_draft_continues(tiny, every, plain_greedy):
     """`draft_p_min`: with a higher bar less is drafted, and never another output."""
     options = dict(sampling=greedy(max_new_tokens=NEW), num_speculative_tokens=4)
     drafted = []

@@ -89,7 +89,7 @@ def test_a_batch_counts_its_seconds_once_and_tells_tasks_apart_only_where_it_hol
     assert figures[OVERALL].tokens_per_second == pytest.approx((5 + 2 + 4 + 6) / 5)
     assert figures[OVERALL].speedup == pytest.approx(9 / 5)
     assert figures[OVERALL].speedup_per_request is None
-    # The second batch holds both tasks: its seconds are nobody's.
+    # The second batch holds both tasks: its seconds count for neither.
     assert figures["mt_bench"].speedup == pytest.approx(5 / 2)
     assert (figures["mt_bench"].timed_requests, figures["mt_bench"].counts.num_requests) == (2, 3)
     assert figures["qa"].speedup is None
@@ -421,7 +421,7 @@ def test_pictures_show_all_that_they_are_given(tmp_path, monkeypatch):
     labels = {"title": "t", "x_label": "x", "y_label": "y"}
     plots.draw_curves(tmp_path / "a.png", {"left": [low], "right": [high]}, **labels)
     (figure,) = figures
-    # The panels share an axis: limits set too early would cut the second.
+    # The panels share an axis: limits set too early would be too low for the second.
     for axes in figure.axes:
         bottom, top = axes.get_ylim()
         assert bottom == 0

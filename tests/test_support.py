@@ -31,7 +31,7 @@ def two_layers():
 
 
 def replay():
-    """Continuations that have nothing to do with what the target will say."""
+    """Continuations that are unrelated to the target's own."""
     tokens = np.random.default_rng(0).integers(VOCAB, size=(ROWS, 4))
     return simulated.make(VOCAB, continuations=tokens.tolist(), acceptance=1.0)
 

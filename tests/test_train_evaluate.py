@@ -22,7 +22,7 @@ def test_prompts_end_where_answers_begin():
 
 
 def test_tau_is_measured_by_decoding(tiny):
-    """The target as its own drafter is always right: K + 1 tokens per round."""
+    """The target as its own drafter is always accepted: K + 1 tokens per round."""
     from specjax.drafters import draft_model
 
     def itself(head, target):

@@ -49,15 +49,15 @@ def test_a_row_does_not_depend_on_its_neighbours(rule, logq):
     distributions = distributions if logq else None
     num_valid, positions = jnp.arange(ROWS) % (LENGTH + 1), jnp.arange(ROWS) + 100
 
-    def rows(cut):
+    def rows(part):
         return sampling.verify_chain(
-            keys[cut],
-            tokens[cut],
-            None if distributions is None else distributions[cut],
-            logp[cut],
-            positions=positions[cut],
+            keys[part],
+            tokens[part],
+            None if distributions is None else distributions[part],
+            logp[part],
+            positions=positions[part],
             rule=rule,
-            num_valid=num_valid[cut],
+            num_valid=num_valid[part],
         )
 
     together = rows(slice(None))
@@ -68,7 +68,7 @@ def test_a_row_does_not_depend_on_its_neighbours(rule, logq):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_what_stands_behind_the_valid_tokens_does_not_matter(rule):
+def test_tokens_after_the_valid_ones_do_not_matter(rule):
     keys, tokens, logq, logp = round_of()
     two = jnp.full(ROWS, 2)
     verify = functools.partial(sampling.verify_chain, positions=jnp.zeros(ROWS, int), rule=rule)
@@ -134,7 +134,7 @@ def joint_chi2(rule, draft_keys, rows=200_000):
     verification = sampling.verify_chain(keys, tokens, logq, logp, rule=rule)
     one = verification.num_accepted == 1
     first = jnp.where(one, tokens[:, 0], verification.next_token)
-    # A row that emitted one token goes on as plain decoding does.
+    # A row that emitted one token continues as plain decoding does.
     more = jax.random.categorical(jax.random.key(6), p[1], shape=(rows,))
     second = jnp.where(one, verification.next_token, more)
     seen = np.bincount(np.asarray(first * VOCAB + second), minlength=VOCAB**2)
