@@ -46,7 +46,7 @@ _DRAFT_VOCABULARY = 8192
 
 
 def ask_vllm(model: Path, prompts: list[list[int]], config: dict[str, Any] | None) -> dict:
-    """vLLM's answer to a request (see `vllm_peer.py`), from a separate process."""
+    """The answer of vLLM to a request (see `vllm_peer.py`), from a separate process."""
     answer = Path(_FOLDER.value) / "answer.json"
     answer.unlink(missing_ok=True)
     request = {
