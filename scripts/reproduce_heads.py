@@ -24,8 +24,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from cards import TRAINERS, card
-from children import INTERRUPTED, run_child
+from child_processes import INTERRUPTED, run_child
+from model_cards import TRAINERS, card
 
 from specjax.cli import command
 from specjax.cli.flags import Listed, Parser

@@ -11,7 +11,7 @@ import pytest
 
 from specjax.errors import InputError
 from specjax.loading.formats import parameter_names
-from specjax.loading.formats.gguf_header import open_gguf
+from specjax.loading.formats.gguf_file import open_gguf
 from specjax.loading.load import load_model
 from specjax.models.config import RopeScaling
 

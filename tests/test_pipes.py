@@ -19,7 +19,7 @@ from specjax.decoding.prompts import read_questions
 from specjax.errors import InputError
 from specjax.fields import InputFile
 from specjax.files import json_files, open_files
-from specjax.loading.formats.gguf_header import open_gguf
+from specjax.loading.formats.gguf_file import open_gguf
 from specjax.loading.head_formats import read_foreign, write_foreign
 from specjax.loading.heads.head import read_head, save_head
 from specjax.loading.load import load_model

@@ -204,12 +204,12 @@ def test_one_run_at_a_time(script, main, tmp_path, capsys):
 ASKED = """
 import signal, sys
 sys.path.insert(0, sys.argv[1])
-import children
-children.GRACE_S = float(sys.argv[3])
+import child_processes
+child_processes.GRACE_S = float(sys.argv[3])
 deaf = "import pathlib, signal, sys, time\\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\\n"
 deaf += "pathlib.Path(sys.argv[1]).write_text('')\\ntime.sleep(120)"
 try:
-    children.run_child([sys.executable, "-c", deaf, sys.argv[2]])
+    child_processes.run_child([sys.executable, "-c", deaf, sys.argv[2]])
 except KeyboardInterrupt:
     sys.exit(130)
 """

@@ -28,7 +28,7 @@ from specjax.loading.formats import (
     huggingface_config,
     parameter_names,
 )
-from specjax.loading.formats.gguf_header import open_gguf
+from specjax.loading.formats.gguf_file import open_gguf
 from specjax.loading.model import MODEL_KIND, Model
 from specjax.loading.tokenizers import huggingface_tokenizer as files
 from specjax.loading.tokenizers.gguf_tokenizer import read_tokenizer

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from specjax.errors import InputError, shown
 from specjax.loading.formats import build_parameters, parameter_names
-from specjax.loading.formats.gguf_header import GgufFile, Tensor, check_type, short
+from specjax.loading.formats.gguf_file import GgufFile, Tensor, check_type, short
 from specjax.models.config import DecoderConfig, RopeScaling
 
 

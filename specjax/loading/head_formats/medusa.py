@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from specjax.errors import InputError
-from specjax.loading.head_formats import borrowed
+from specjax.loading.head_formats import shared_with_target
 from specjax.loading.head_formats.checkpoint import Checkpoint, match
 from specjax.loading.head_formats.config_fields import Fields
 from specjax.loading.heads.head import Head, TargetMetadata
@@ -96,7 +96,7 @@ def read(checkpoint: Checkpoint, target: Model, metadata: TargetMetadata, traini
         tensors["lm_head.weight"] = tensors.pop(head_names[0])
     for name in [*head_names, "lm_head.weight"]:
         if name in tensors:
-            tensors[name] = borrowed.drop_padding(tensors[name], stated, vocab_size)
+            tensors[name] = shared_with_target.drop_padding(tensors[name], stated, vocab_size)
             if ids is not None and tensors[name].shape[0] == vocab_size != rows:
                 tensors[name] = tensors[name][ids]
     blocks = [f"{head}.{layer}.linear" for head in range(heads) for layer in range(layers)]
@@ -111,7 +111,7 @@ def read(checkpoint: Checkpoint, target: Model, metadata: TargetMetadata, traini
     match(where, tensors, wanted, ["token_map", *(["lm_head.weight"] if original else [])])
     if "lm_head.weight" in tensors:
         _check_original(checkpoint, tensors["lm_head.weight"], ids, target)
-    draft_ids, order = borrowed.ascending(ids)
+    draft_ids, order = shared_with_target.ascending(ids)
     kernels = np.stack([tensors[f"{name}.weight"].T for name in blocks])
     zeros = np.zeros(width, kernels.dtype)
     biases = np.stack([tensors.get(f"{name}.bias", zeros) for name in blocks])
@@ -150,15 +150,15 @@ def _read_ids(
             "truncated_vocab_size",
             f"the tensor token_map is {ids.dtype}{list(ids.shape)}, not as many token ids",
         )
-    return borrowed.check_ids(where, "token_map", ids.astype(np.int64), vocab_size)
+    return shared_with_target.check_ids(where, "token_map", ids.astype(np.int64), vocab_size)
 
 
 def _check_original(
     checkpoint: Checkpoint, stored: np.ndarray, ids: np.ndarray | None, target: Model
 ) -> None:
-    own = borrowed.target_head(target)
+    own = shared_with_target.target_head(target)
     own = own if ids is None else own[ids]
-    if not borrowed.same_numbers(stored, own):
+    if not shared_with_target.same_numbers(stored, own):
         raise InputError(
             f"{checkpoint.directory}: original_lm_head is true, but lm_head.weight differs from "
             f"the head of {target.name}; use a head that was made for this target"
@@ -174,7 +174,7 @@ def with_own_heads(head: Head, target: Model) -> Head:
     assert isinstance(config, MedusaConfig)
     if not config.projection:
         return head
-    rows = borrowed.target_head(target).astype(np.float32)
+    rows = shared_with_target.target_head(target).astype(np.float32)
     rows = rows if head.draft_ids is None else rows[head.draft_ids]
     params = {name: value for name, value in head.params.items() if name != "projection"}
     kernels = np.asarray(head.params["projection"]["kernel"], np.float32)
@@ -199,7 +199,7 @@ def write(head: Head, target: Model) -> tuple[dict[str, Any], dict[str, np.ndarr
             tensors[f"{index}.{layers}.weight"] = np.asarray(head.params["head"]["kernel"][index]).T
     if config.original_lm_head:
         # vLLM does not share it with the target.
-        own = borrowed.target_head(target)
+        own = shared_with_target.target_head(target)
         own = own if head.draft_ids is None else own[head.draft_ids]
         tensors["lm_head.weight"] = own
     if head.draft_ids is not None:

@@ -1,4 +1,4 @@
-"""GGUF files: bounds-checked reading of the header, and tensors as float32.
+"""GGUF files: bounds-checked reading of the header and tensor list, and tensors as float32.
 
 Every count, length and offset is compared with the file's size before memory is taken, so a
 damaged or hostile file raises an error and cannot hang. (Format: ggml-org/ggml docs/gguf.md.)

@@ -1,4 +1,4 @@
-"""Datasets that specjax makes by itself, in a cache: made once, and again where damaged."""
+"""Datasets that specjax makes, in a cache folder: made once, and again where damaged."""
 
 from __future__ import annotations
 
