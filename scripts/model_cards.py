@@ -29,9 +29,9 @@ _UNRECORDED = ("data", "target", "workdir", "start_from", "distributed", "mesh")
 """Fields, or sections, that a head's record leaves out (`train.run.setup`)."""
 
 _BEFORE = {
-    # Heads of that time were all trained with it.
+    # It was the only optimizer then.
     "optimizer": "adamw",
-    # Medusa heads of that time had no projection.
+    # Medusa heads had no projection then.
     "medusa.projection": False,
 }
 """The values that later fields have for heads trained before those fields existed."""

@@ -140,7 +140,7 @@ def _largest_report(config: DecodeConfig, model: Model) -> int:
 
 
 def _identity(config: DecodeConfig, totals: Totals) -> str | None:
-    """The table's line on the comparison; None without a comparison."""
+    """The table's line on the comparison with plain decoding; None without one."""
     if not config.compare:
         return None
     if not config.comparable:

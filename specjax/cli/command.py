@@ -13,7 +13,7 @@ import jax
 from specjax import signals
 from specjax.cli import compiled_programs
 from specjax.cli.config_file import read_config
-from specjax.errors import NO_ROOM, InputError, one_line
+from specjax.errors import NO_SPACE, InputError, one_line
 
 T = TypeVar("T")
 BAD_INPUT, INTERRUPTED, NO_READER = 2, 130, 141
@@ -75,7 +75,7 @@ def run(
     except BrokenPipeError:
         return _without_reader()
     except OSError as error:
-        if error.errno not in NO_ROOM:
+        if error.errno not in NO_SPACE:
             raise
         _discard_stdout()
         where = error.filename or "stdout, or a file that is being written"

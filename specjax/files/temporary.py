@@ -58,7 +58,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def unfinished(parent: Path, of: str, name: str | None = None) -> Iterator[Path]:
-    """A path to write to what will be moved into `parent` when it is finished; it does not exist.
+    """A new path for a file or folder that will be moved into `parent` when it is finished.
 
     It is in a new folder of `parent`, with the given name or a random one, and `EARLIER` beside it
     is for what it replaces. `of` is the text that `abandoned` looks for. Whatever is left at the

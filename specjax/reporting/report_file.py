@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from specjax import signals
-from specjax.errors import NO_ROOM, InputError, one_line
+from specjax.errors import NO_SPACE, InputError, one_line
 from specjax.files import folder_marker
 from specjax.files.paths import output_file
 from specjax.files.temporary import NAMES
@@ -63,7 +63,7 @@ def check_space(path: Path, size: int, said: str) -> None:
         with tempfile.TemporaryFile(dir=path.parent, **NAMES) as file:
             _reserve(file.fileno(), size)
     except OSError as error:
-        if error.errno in NO_ROOM:
+        if error.errno in NO_SPACE:
             raise InputError(
                 f"{said}: no space for a report of up to {-(-size // 1000)} kB "
                 f"({error.strerror}); free some, or choose another folder"
@@ -85,7 +85,7 @@ def _reserve(handle: int, size: int) -> None:
     except AttributeError:  # not on this system
         pass
     except OSError as error:
-        if error.errno in NO_ROOM:
+        if error.errno in NO_SPACE:
             raise
 
 

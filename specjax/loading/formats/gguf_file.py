@@ -73,7 +73,7 @@ class GgufFile:
         step = max(1, _CHUNK // row) * row // block * block_bytes
         for start in range(0, tensor.size, step):
             piece: UInt8[np.ndarray, "bytes"] = raw[start : start + step]
-            # One long row: the package works on sixteen rows at a time, and short rows are slow.
+            # As one long row: the package loops over groups of sixteen rows, which is slow.
             # A hostile half-precision scale may overflow; the values are then inf, as stored.
             with np.errstate(all="ignore"):
                 values = dequantize(piece[None], tensor.kind)[0]
