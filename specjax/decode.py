@@ -27,7 +27,6 @@ from specjax.cli.console import Screen
 from specjax.cli.decode_config import Job, decode_fields, job_drafter, read_job
 from specjax.cli.decode_run import decode_batches
 from specjax.decoding.compare_outputs import EXCUSED_MARGIN
-from specjax.decoding.plan import RULES
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.distributed import processes
 from specjax.drafters import DRAFTERS, TRAINED, Drafter, drafter_options, option_type
@@ -39,6 +38,7 @@ from specjax.metrics import ExpectedAcceptance
 from specjax.reporting import decode_report
 from specjax.reporting.decode_report import Batch, Clock, Setting, Totals
 from specjax.reporting.report_file import ReportFile, check_room, check_writable
+from specjax.sampling import RULES
 
 CONFIG = "configs/decode_smollm2.py"
 _RULES = {

@@ -12,12 +12,12 @@ import numpy as np
 
 from specjax.cli import command_line
 from specjax.cli.built_in_prompts import BUILT_IN
-from specjax.decoding.plan import BATCH_SIZE, DRAFT_LENGTH, LADDER, MAX_LENGTH, RULE
+from specjax.decoding.plan import BATCH_SIZE, DRAFT_LENGTH, LADDER, MAX_LENGTH, RULE_NAME
 from specjax.decoding.prompts import CHAT, Prompt, Question, read_questions, select
 from specjax.decoding.sampling_params import SEED, SamplingParams
 from specjax.drafters import (
     DRAFTERS,
-    Drafter,
+    LoadedDrafter,
     check_options,
     drafter_options,
     make_drafter,
@@ -122,7 +122,7 @@ def decode_fields() -> Fields:
         },
         "num_speculative_tokens": optional(DraftLengthText()),
         "num_speculative_tokens_per_batch_size": LADDER,
-        "verify": RULE,
+        "verify": RULE_NAME,
         "sampling": fields_of(SamplingParams),
         "batch_size": BATCH_SIZE,
         "max_length": optional(MAX_LENGTH),
@@ -183,7 +183,7 @@ def read_job(config: ml_collections.ConfigDict) -> Job:
 
 def job_drafter(
     job: Job, target: Model, continuations: Sequence[Sequence[int]] | None = None
-) -> Drafter:
+) -> LoadedDrafter:
     """The job's drafter; `continuations` are what plain decoding gave, for `simulated`."""
     options, path = dict(job.drafter_options), job.drafter_path
     if job.drafter == SIMULATED:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,16 +20,37 @@ from specjax.decoding.sampling_params import SEED, SamplingParams, one_a_prompt
 from specjax.decoding.state import RUNNING, STOPPED, Plan, Rows
 from specjax.decoding.verify import check_rule
 from specjax.distributed.sharding import DATA, axis_size, place_keys, place_rows, spread
-from specjax.drafters import DRAFT_TOKENS, DRAFTER_KIND, Drafter
-from specjax.drafters import none as no_drafter
+from specjax.drafters import DRAFT_TOKENS, DRAFTER_KIND, Drafter, LoadedDrafter
 from specjax.drafters.base import Sampling
+from specjax.drafters.none import NoDrafter
 from specjax.errors import InputError, shown
 from specjax.fields import Choice, Either, Instance, Items, Whole, optional
 from specjax.loading.model import MODEL_KIND, Model
 from specjax.models.layers.attention import CACHE_BLOCK
 
-RULES = ("rejection", "block", "coupled")
-RULE = Choice(RULES)
+_OWN_RULE = (
+    "subclass specjax.sampling.UniformRule as a frozen dataclass with a method decide(self, "
+    "tokens, num_valid, target, draft, uniforms) -> Decision, and pass an instance"
+)
+"""How to write a rule of one's own, as errors say it."""
+
+
+@dataclass(frozen=True)
+class RuleKind:
+    """A verification rule, or the name of one."""
+
+    def check(self, name: str, value: Any) -> sampling.Rule:
+        """The rule."""
+        if isinstance(value, sampling.Rule):
+            return value
+        if callable(value):
+            raise InputError(f"{name}={shown(value)}: a rule is a value; {_OWN_RULE}")
+        return sampling.RULES[RULE_NAME.check(name, value)]
+
+
+RULE_NAME = Choice(tuple(sampling.RULES))
+"""On a command line."""
+RULE = RuleKind()
 BATCH_SIZE = Whole(1)
 MAX_LENGTH = Whole(2, remedy="use at least 2, a prompt and a new token")
 DRAFT_LENGTH = Either((Choice(("auto",)), DRAFT_TOKENS), remedy=DRAFT_TOKENS.remedy)
@@ -78,7 +99,7 @@ class Session:
     """Everything one call decodes: checked, encoded, and with its program chosen."""
 
     model: Model
-    drafter: Drafter
+    drafter: LoadedDrafter
     plan: Plan
     batch_size: int
     prompts: tuple[tuple[int, ...], ...]
@@ -115,7 +136,7 @@ def plan_session(
     target: Model,
     prompts: Sequence[Prompt],
     *,
-    drafter: Drafter | None = None,
+    drafter: LoadedDrafter | Drafter | None = None,
     num_speculative_tokens: int | str | None = None,
     num_speculative_tokens_per_batch_size: Sequence[tuple[int, int, int]] = (),
     verify: str | sampling.Rule = "rejection",
@@ -137,11 +158,9 @@ def plan_session(
         raise InputError(f"prompts={shown(prompts)}: give a list of prompts")
     if not len(prompts):
         raise InputError("prompts is empty: give at least one")
-    drafter = no_drafter.make() if drafter is None else drafter
-    DRAFTER_KIND.check("drafter", drafter)
-    drafter = replace(drafter, params=spread(drafter.params, target.mesh))
-    if not callable(verify):
-        RULE.check("verify", verify)
+    drafter = DRAFTER_KIND.check("drafter", NoDrafter() if drafter is None else drafter)
+    drafter = drafter._replace(params=spread(drafter.params, target.mesh))
+    rule = RULE.check("verify", verify)
     seed = SEED.check("seed", seed)
     batch_size = optional(BATCH_SIZE).check("batch_size", batch_size)
     max_length = optional(MAX_LENGTH).check("max_length", max_length)
@@ -157,31 +176,32 @@ def plan_session(
     room = max(total - len(ids) for total, ids in zip(totals, encoded, strict=True))
     asked = optional(DRAFT_LENGTH).check("num_speculative_tokens", num_speculative_tokens)
     auto = asked == "auto"
-    most = drafter.num_speculative_tokens if auto or asked is None else asked
+    most = drafter.drafter.num_speculative_tokens if auto or asked is None else asked
     ladder = LADDER.check(
         "num_speculative_tokens_per_batch_size", num_speculative_tokens_per_batch_size
     )
     if ladder and asked is None:
         most = max(most, *(count for _, _, count in ladder))
     # Of a longer draft no row could emit all, with the target's own token after it.
-    most = min(most, max(room - 1, 1))
+    turns = drafter.drafter.limited(min(most, max(room - 1, 1)))
+    most = turns.num_speculative_tokens
     stop_ids = max(1, *(len(_stop_ids(target, request)) for request in requests))
     batch_size = min(batch_size or MOST_ROWS, len(prompts))
     chunk = _chunk(max(map(len, encoded)))
     plan = Plan(
         target=target.architecture,
-        drafter=drafter,
-        rule=verify,
+        drafter=turns,
+        rule=rule,
         draft_length=DraftLength(most, ladder),
-        widths=widths(most, drafter.lengths),
+        widths=widths(most, turns.lengths),
         flags=_flags(requests),
         capacity=_round_up(max(totals), CACHE_BLOCK),
         max_rounds=_round_up(room, 64),
         chunk=chunk,
         logprobs=any(request.logprobs for request in requests),
     )
-    if not isinstance(verify, str):
-        check_rule(verify, batch_size, plan.widths, target.config.vocab_size)
+    if rule not in sampling.RULES.values():
+        check_rule(rule, batch_size, plan.widths, target.config.vocab_size)
     return Session(
         target,
         drafter,
@@ -224,6 +244,7 @@ def batch_arguments(session: Session, index: list[int]) -> tuple:
     placed = functools.partial(place_rows, mesh=session.mesh)
     rows = Rows(
         index=placed(numbers),
+        prompt_length=placed(length),
         key=place_keys(keys, session.mesh),
         sampling=Sampling(
             temperature=placed(np.array([r.temperature for r in requests], np.float32)),

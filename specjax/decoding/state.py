@@ -12,7 +12,8 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from specjax import sampling
 from specjax.cache import KVCache
 from specjax.decoding.draft_length import DraftLength, History
-from specjax.drafters.base import Drafter, Sampling
+from specjax.drafters.base import Sampling
+from specjax.drafters.turns import Turns
 from specjax.models.interface import LanguageModel
 
 RUNNING, STOPPED, FULL = 0, 1, 2
@@ -29,8 +30,8 @@ class Plan:
     """
 
     target: LanguageModel
-    drafter: Drafter
-    rule: str | sampling.Rule
+    drafter: Turns
+    rule: sampling.Rule
     draft_length: DraftLength
     widths: tuple[int, ...]
     flags: sampling.WarpFlags
@@ -46,6 +47,7 @@ class Rows:
     """What the caller fixed for each row: its prompt's index in the input, key, and limits."""
 
     index: Int[Array, "B"]
+    prompt_length: Int[Array, "B"]
     key: Key[Array, "B"]
     sampling: Sampling
     max_length: Int[Array, "B"]
@@ -54,7 +56,10 @@ class Rows:
 
 @struct.dataclass
 class Rounds:
-    """Raw counts, one column a round; -1 where a row took no part."""
+    """Raw counts, one column per round of the row's own; -1 where there was none.
+
+    `width` is the window's slots, `drafted` counts nodes.
+    """
 
     width: Int[Array | np.ndarray, "B R"]
     drafted: Int[Array | np.ndarray, "B R"]
@@ -67,8 +72,10 @@ class State:
     """All that one round hands to the next.
 
     `tokens[b, :length[b]]` are committed, prompt first; `logprobs` are those of the committed
-    tokens under the target, by position. `overlaps` are sum_x min(p, q) at the nodes that were
-    reached, NaN elsewhere.
+    tokens under the target, by position. `round` counts each row's own rounds. `features` are those
+    that drafters have yet to observe, as `Context.features` holds them. `overlaps` are
+    sum_x min(p, q) at the nodes that were reached, NaN elsewhere. Every leaf has rows as its first
+    axis, or belongs to a cache or a window.
     """
 
     tokens: Int[Array, "B S"]
@@ -76,8 +83,9 @@ class State:
     status: Int[Array, "B"]
     cache: KVCache
     drafter: Any
+    features: dict[str, Float[Array, "B M D"]]
     rows: Rows
-    round: Int[Array, ""]
+    round: Int[Array, "B"]
     rounds: Rounds
     history: History
     logprobs: Float[Array, "B S"] | None

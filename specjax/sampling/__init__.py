@@ -7,7 +7,6 @@ specjax.
 from specjax.sampling.chain import (
     Decision,
     Distributions,
-    Rule,
     Verification,
     block,
     by_slot,
@@ -27,15 +26,20 @@ from specjax.sampling.distributions import (
     residual,
 )
 from specjax.sampling.noise import RoundKeys, position_gumbel, round_keys, split_keys, uniforms
-from specjax.sampling.verify import CHAIN_RULES, verify_by_slot, verify_chain
+from specjax.sampling.rules import RULES, Block, Coupled, Rejection, Rule, UniformRule
+from specjax.sampling.verify import verify_chain
 from specjax.sampling.warp import WarpFlags, argmax, warp
 
 __all__ = [
-    "CHAIN_RULES",
+    "RULES",
+    "Block",
+    "Coupled",
     "Decision",
     "Distributions",
+    "Rejection",
     "RoundKeys",
     "Rule",
+    "UniformRule",
     "Verification",
     "WarpFlags",
     "acceptance_probability",
@@ -55,7 +59,6 @@ __all__ = [
     "round_keys",
     "split_keys",
     "uniforms",
-    "verify_by_slot",
     "verify_chain",
     "walk",
     "walk_greedy",

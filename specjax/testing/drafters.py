@@ -18,10 +18,10 @@ from specjax.decoding.executor import compile_plan
 from specjax.decoding.plan import RULE, widths
 from specjax.decoding.sampling_params import SEED, SamplingParams
 from specjax.decoding.state import RUNNING, Plan, Rows, State
-from specjax.drafters import DRAFT_TOKENS, DRAFTER_KIND, Drafter
+from specjax.drafters import DRAFT_TOKENS, DRAFTER_KIND, Drafter, LoadedDrafter, Turns
 from specjax.drafters.base import Sampling, warp_rows
 from specjax.errors import InputError
-from specjax.fields import Either, Function, Instance, Items, Whole, optional
+from specjax.fields import Instance, Items, Whole, optional
 from specjax.loading.model import Model
 from specjax.models.interface import LanguageModel
 
@@ -70,7 +70,7 @@ _PAIR = Items(
 
 
 def check_drafter(
-    drafter: Drafter,
+    drafter: Drafter | LoadedDrafter,
     target: Model | tuple[LanguageModel, Any],
     rows: int = 200_000,
     *,
@@ -92,7 +92,7 @@ def check_drafter(
     drafter fails once in a million seeds. Raises InputError for a target that is too large, or bad
     sizes.
     """
-    DRAFTER_KIND.check("drafter", drafter)
+    loaded = DRAFTER_KIND.check("drafter", drafter)
     if isinstance(target, Model):
         target = target.architecture, target.params
     model, params = _PAIR.check("target", target)
@@ -100,16 +100,16 @@ def check_drafter(
     prompt = Items(Whole(), least=1).check("prompt", prompt)
     DRAFT_TOKENS.check("num_speculative_tokens", num_speculative_tokens)
     optional(Instance(DraftLength, "use a DraftLength")).check("draft_length", draft_length)
-    Either((Function(), RULE)).check("verify", verify)
+    rule = RULE.check("verify", verify)
     Instance(SamplingParams, "use SamplingParams").check("request", request)
     seed = SEED.check("seed", seed)
     length = num_speculative_tokens + 2
     _check_sizes(model, rows, prompt, length)
     plan = make_plan(
         model,
-        drafter,
+        loaded.drafter,
         draft_length or DraftLength(num_speculative_tokens),
-        verify=verify,
+        verify=rule,
         request=request,
         capacity=len(prompt) + length + num_speculative_tokens,
     )
@@ -117,7 +117,7 @@ def check_drafter(
     counted, tested = np.zeros(model.vocab_size**3, np.int64), []
     for first in range(0, rows, batch):
         index = np.arange(first, first + batch)
-        state = decode(plan, (params, drafter.params), prompt, request, index, seed, length)
+        state = decode(plan, (params, loaded.params), prompt, request, index, seed, length)
         end = len(prompt) + length
         outputs = np.asarray(state.tokens)[:, end - 3 : end]
         code = np.ravel_multi_index(tuple(outputs.T), (model.vocab_size,) * 3)
@@ -139,14 +139,15 @@ def check_drafter(
 
 def make_plan(
     model: LanguageModel,
-    drafter: Drafter,
+    drafter: Turns,
     draft_length: DraftLength,
     *,
-    verify: str | sampling.Rule,
+    verify: sampling.Rule,
     request: SamplingParams,
     capacity: int,
 ) -> Plan:
     """The plan of a loop over short rows that all make the same request."""
+    drafter = drafter.limited(draft_length.max_tokens)
     return Plan(
         target=model,
         drafter=drafter,
@@ -196,6 +197,7 @@ def first_rows(
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.asarray(index))
     rows = Rows(
         index=jnp.asarray(index, jnp.int32),
+        prompt_length=every(len(prompt), jnp.int32),
         key=keys,
         sampling=Sampling(
             temperature=every(request.temperature, jnp.float32),

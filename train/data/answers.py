@@ -16,7 +16,7 @@ from specjax.cli.console import Screen
 from specjax.decoding.executor import Programs, run_batch
 from specjax.decoding.generate import collect
 from specjax.decoding.open_session import open_session
-from specjax.decoding.plan import BATCH_SIZE, RULE, Session
+from specjax.decoding.plan import BATCH_SIZE, RULE_NAME, Session
 from specjax.decoding.prompts import CHAT
 from specjax.decoding.sampling_params import MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P, SamplingParams
 from specjax.decoding.state import RUNNING
@@ -116,7 +116,7 @@ FIELDS: Fields = {
     "batch_size": BATCH_SIZE,
     "drafter": {"name": Text(), "path": optional(PathOrName())},
     "num_speculative_tokens": optional(DRAFT_TOKENS),
-    "verify": RULE,
+    "verify": RULE_NAME,
     "minutes": optional(Number(0.0, 1e9, above=True)),
     "mesh": command_line.MESH_FIELDS,
     "distributed": command_line.DISTRIBUTED_FIELDS,
