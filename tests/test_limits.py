@@ -10,7 +10,7 @@ from specjax.decoding.executor import compile_session
 from specjax.decoding.generate import generate
 from specjax.decoding.open_session import open_session
 from specjax.decoding.plan import batch_arguments
-from specjax.drafters import ngram
+from specjax.drafters.ngram import Ngram
 from specjax.errors import InputError, shown
 from specjax.fields import Items, Number, Whole, check_values
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 def test_buffers_follow_the_positions_and_not_the_wish(tiny):
     """`tiny` has 600 positions."""
-    drafter = ngram.make(prompt_lookup_max=64)
+    drafter = Ngram(prompt_lookup_max=64)
     wish = {"max_new_tokens": 10**9, "stop_token_ids": list(range(61))}
     session = open_session(
         tiny, [[1, 2, 3]], drafter=drafter, requests=wish, num_speculative_tokens=1024
@@ -35,7 +35,7 @@ def test_buffers_follow_the_positions_and_not_the_wish(tiny):
 
 def test_drafts_are_no_longer_than_what_a_row_may_emit(tiny):
     session = open_session(
-        tiny, [[1, 2, 3]], drafter=ngram.make(), requests={"max_new_tokens": 4}, max_length=100
+        tiny, [[1, 2, 3]], drafter=Ngram(), requests={"max_new_tokens": 4}, max_length=100
     )
     assert session.plan.draft_length.max_tokens == 3
     assert session.plan.widths[-1] == 4

@@ -23,10 +23,9 @@ def test_prompts_end_where_answers_begin():
 
 def test_tau_is_measured_by_decoding(tiny):
     """The target as its own drafter is always right: K + 1 tokens a round."""
-    from specjax.drafters import draft_model
 
     def itself(head, target):
-        return draft_model.make(target.architecture, head)
+        return LoadedDrafter(DraftModel(target.architecture), head)
 
     found = measure_tau(
         tiny.params,

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
+from decoding import Deciding
 
 from specjax import sampling
 
@@ -269,7 +270,7 @@ def test_a_rule_of_ones_own():
         return sampling.Decision(none, target(none))
 
     keys, tokens, logq, logp = round_of()
-    verification = sampling.verify_chain(keys, tokens, logq, logp, rule=reject_all)
+    verification = sampling.verify_chain(keys, tokens, logq, logp, rule=Deciding(reject_all))
     assert not verification.num_accepted.any()
 
 

@@ -195,6 +195,11 @@ def propose(plan: Plan, params: Any, state: State) -> tuple[Draft, Any]:
     context = _context(plan, target_params, state)
     noise = _draft_noise(plan, state, _round_keys(plan, state))
     draft, drafter_state = plan.drafter.propose(draft_params, state.drafter, context, noise)
+    if not (draft.topology.is_chain or plan.rule.takes_trees):
+        raise ValueError(
+            f"drafter {plan.drafter.name!r} proposes a tree: {plan.rule.name} verifies chains, so "
+            "build drafts with trees.chain"
+        )
     within = draft.topology.depths[None, 1:] <= context.limit[:, None]
     valid = draft.topology.close(draft.valid & within)
     return draft.replace(valid=valid), drafter_state

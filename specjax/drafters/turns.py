@@ -198,7 +198,12 @@ def _catch_up(
 
 
 def joined(first: Draft, second: Draft, length: int) -> Draft:
-    """A chain of `length` nodes: each row's from the first draft that proposes any."""
+    """A chain of `length` nodes: each row's from the first draft that proposes any.
+
+    Raises ValueError for a tree.
+    """
+    if not (first.topology.is_chain and second.topology.is_chain):
+        raise ValueError("drafters that take turns propose chains: build drafts with trees.chain")
     distributions = [draft.logq for draft in (first, second) if draft.logq is not None]
     offset = 0 if first.logq is None else first.logq.shape[1]
     second = second.replace(logq_row=jnp.where(second.logq_row < 0, -1, second.logq_row + offset))
