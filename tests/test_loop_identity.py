@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoding import PROMPTS, decode, drafters, greedy, mixed, replay
+from decoding import PROMPTS, Deciding, decode, drafters, greedy, mixed, replay
 
 from specjax import sampling
 from specjax.decoding.draft_length import DraftLength
@@ -143,7 +143,7 @@ def test_a_rule_of_ones_own(tiny, every, plain_mixed):
         tiny,
         PROMPTS,
         drafter=every["similar"],
-        verify=cautious,
+        verify=Deciding(cautious),
         sampling=mixed(max_new_tokens=NEW),
         num_speculative_tokens=4,
     )

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from toy_training import Listed, conversations
 
+from specjax.drafters import LoadedDrafter
+from specjax.drafters.draft_model import DraftModel
 from train.data.examples import Example
 from train.run.evaluate import held_out_prompts, measure_tau
 

@@ -289,14 +289,13 @@ def test_the_program_holds_no_copy_of_all_warped_distributions(rule):
 
     def program(keys):
         at = sampling.by_slot(logits)
-        return sampling.verify_by_slot(
+        return sampling.RULES[rule].verify(
             keys,
             jnp.zeros((rows, LENGTH), jnp.int32),
             jnp.full(rows, LENGTH, jnp.int32),
             lambda slots: sampling.warp(at(slots), jnp.ones(rows)),
             sampling.by_slot(logq),
             positions=jnp.zeros(rows, jnp.int32),
-            rule=rule,
             vocab=vocab,
         )
 
