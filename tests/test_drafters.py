@@ -293,7 +293,7 @@ def test_features_reach_the_drafter_at_the_right_places(tiny):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Own(Ngram):
-    path: str = dataclasses.field(kw_only=False)
+    path: object = dataclasses.field(kw_only=False)
     name = property(lambda self: f"own-{self.path}")
 
 
