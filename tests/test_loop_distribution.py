@@ -231,7 +231,7 @@ def with_keys(change):
 
     def patch(monkeypatch):
         real = sampling.split_keys
-        for module in (sampling, rules):
+        for module in (sampling.keys, rules):
             monkeypatch.setattr(module, "split_keys", lambda keys: change(real(keys)))
 
     return patch

@@ -276,14 +276,11 @@ def _round_keys(plan: Plan, state: State) -> Key[Array, "B"]:
     """Each row's key for its own next round; with noise by position, the key of the whole row."""
     if plan.rule.position_noise:
         return state.rows.key
-    return jax.vmap(jax.random.fold_in)(state.rows.key, state.round)
+    return sampling.fold_round(state.rows.key, state.round)
 
 
 def _draft_noise(plan: Plan, state: State, keys: Key[Array, "B"]) -> Noise:
     vocab = plan.target.vocab_size
     if plan.rule.position_noise:
-        return lambda depth: sampling.position_gumbel(keys, state.length + depth, vocab)
-    draft_keys = sampling.split_keys(keys).draft
-    return lambda depth: sampling.position_gumbel(
-        draft_keys, jnp.broadcast_to(depth, draft_keys.shape), vocab
-    )
+        return sampling.coupled_noise(keys, state.length, vocab)
+    return sampling.draft_noise(keys, vocab)

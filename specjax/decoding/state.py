@@ -1,4 +1,4 @@
-"""What a compiled loop is made for, and what one round hands to the next."""
+"""The static plan that a loop is compiled for, and the state that a round passes to the next."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specjax.drafters.turns import Turns
 from specjax.models.interface import LanguageModel
 
 RUNNING, STOPPED, FULL = 0, 1, 2
-"""Why a row ended: not yet, at a stop token or string, or at its longest length."""
+"""A row's status: not ended, ended at a stop token or string, ended at its longest length."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Plan:
 
     `widths` are the window sizes a round can run at, ascending, the last one N + 1. `max_rounds`
     (R) bounds the recorded rounds. `overlaps` also records what share of p each verified node's
-    distribution has, which costs a warp a node.
+    distribution has, which costs one warp per node.
     """
 
     target: LanguageModel
@@ -69,7 +69,7 @@ class Rounds:
 
 @struct.dataclass
 class State:
-    """All that one round hands to the next.
+    """Everything that one round passes to the next.
 
     `tokens[b, :length[b]]` are committed, prompt first; `logprobs` are those of the committed
     tokens under the target, by position. `round` counts each row's own rounds. `features` are those

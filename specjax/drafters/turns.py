@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Int
 
 from specjax.drafters.base import Accepted, Context, Drafter, LoadedDrafter, Noise
 from specjax.drafters.none import empty_draft
+from specjax.sampling import drafter_noise
 from specjax.trees import Draft, chain_topology
 
 _KEPT_ROUNDS = 8
@@ -134,8 +135,7 @@ class Turns:
         return draft, tuple(states)
 
     def _noise(self, number: int, noise: Noise, context: Context) -> Noise:
-        count = len(self.parts)
-        return (lambda depth: noise(count * depth + number)) if context.needs_logq else noise
+        return drafter_noise(noise, number, len(self.parts)) if context.needs_logq else noise
 
 
 def take_turns(*drafters: LoadedDrafter | Drafter) -> LoadedDrafter:

@@ -25,7 +25,19 @@ from specjax.sampling.distributions import (
     overlap,
     residual,
 )
-from specjax.sampling.noise import RoundKeys, position_gumbel, round_keys, split_keys, uniforms
+from specjax.sampling.keys import (
+    RoundKeys,
+    coupled_noise,
+    derived_seed,
+    draft_noise,
+    drafter_noise,
+    fold_round,
+    position_gumbel,
+    round_keys,
+    row_key,
+    split_keys,
+    uniforms,
+)
 from specjax.sampling.rules import RULES, Block, Coupled, Rejection, Rule, UniformRule
 from specjax.sampling.verify import verify_chain
 from specjax.sampling.warp import WarpFlags, argmax, warp
@@ -47,8 +59,13 @@ __all__ = [
     "block",
     "by_slot",
     "conclude",
+    "coupled_noise",
+    "derived_seed",
     "draft_distributions",
+    "draft_noise",
+    "drafter_noise",
     "excess",
+    "fold_round",
     "log_ratio",
     "one_hot_distributions",
     "overlap",
@@ -57,6 +74,7 @@ __all__ = [
     "rejection",
     "residual",
     "round_keys",
+    "row_key",
     "split_keys",
     "uniforms",
     "verify_chain",

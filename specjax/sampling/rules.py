@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from specjax.sampling import chain
 from specjax.sampling.chain import Decision, Distributions, Verification
-from specjax.sampling.noise import position_gumbel, split_keys, uniforms
+from specjax.sampling.keys import coupled_noise, position_gumbel, split_keys, uniforms
 
 
 class Rule:
@@ -22,6 +22,8 @@ class Rule:
 
     name: ClassVar[str] = "own"
     """What messages and the command line call it."""
+    description: ClassVar[str] = ""
+    """What it does, in words."""
     position_noise: ClassVar[bool] = False
     """Whether draws at absolute position t use the row's own key and t alone, as do its drafters'.
 
@@ -98,6 +100,9 @@ class Rejection(UniformRule):
     """Token-wise rejection sampling: `chain.rejection`."""
 
     name: ClassVar[str] = "rejection"
+    description: ClassVar[str] = (
+        "accept with probability min(1, p/q), else draw from what p has left"
+    )
     greedy_walk: ClassVar[bool] = True
 
     def decide(
@@ -139,6 +144,7 @@ class Block(UniformRule):
     """Block verification: `chain.block`."""
 
     name: ClassVar[str] = "block"
+    description: ClassVar[str] = "verify the draft as a whole; accepts no less than rejection"
     greedy_walk: ClassVar[bool] = True
 
     def decide(
@@ -162,6 +168,7 @@ class Coupled(Rule):
     """
 
     name: ClassVar[str] = "coupled"
+    description: ClassVar[str] = "the output depends on seed and prompt only, whatever is drafted"
     position_noise: ClassVar[bool] = True
     needs_logq: ClassVar[bool] = False
     greedy_walk: ClassVar[bool] = True
@@ -180,12 +187,7 @@ class Coupled(Rule):
     ) -> Verification:
         """The walk along the draft with the noise of each position."""
         del draft
-        return chain.walk(
-            tokens,
-            num_valid,
-            target,
-            lambda slots: position_gumbel(keys, positions + slots, vocab, dtype),
-        )
+        return chain.walk(tokens, num_valid, target, coupled_noise(keys, positions, vocab, dtype))
 
 
 RULES: dict[str, Rule] = {rule.name: rule for rule in (Rejection(), Block(), Coupled())}

@@ -15,7 +15,8 @@ from jaxtyping import Array, Float, Int
 from specjax import sampling
 from specjax.decoding.draft_length import DraftLength
 from specjax.decoding.executor import compile_plan
-from specjax.decoding.plan import RULE, widths
+from specjax.decoding.options import RULE
+from specjax.decoding.plan import widths
 from specjax.decoding.sampling_params import SEED, SamplingParams
 from specjax.decoding.state import RUNNING, Plan, Rows, State
 from specjax.drafters import DRAFT_TOKENS, DRAFTER_KIND, Drafter, LoadedDrafter, Turns
@@ -194,7 +195,7 @@ def first_rows(
 
     tokens = jnp.zeros((batch, plan.capacity), jnp.int32)
     tokens = tokens.at[:, : len(prompt)].set(jnp.asarray(prompt, jnp.int32)[None, :])
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.asarray(index))
+    keys = jax.vmap(lambda number: sampling.row_key(seed, number))(jnp.asarray(index))
     rows = Rows(
         index=jnp.asarray(index, jnp.int32),
         prompt_length=every(len(prompt), jnp.int32),

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from specjax import sampling
-from specjax.decoding.plan import RULE
+from specjax.decoding.options import RULE
 from specjax.errors import InputError, shown
 from specjax.fields import Choice, Function, Instance, Items, Whole, optional
 from specjax.testing.enumeration import (
