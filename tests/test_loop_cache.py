@@ -69,7 +69,7 @@ def test_caches_equal_a_fresh_prefill_after_every_round(case, tiny, unrelated, s
     models = {"tiny": tiny, "similar": similar, None: None}
     drafter = drafters(tiny, unrelated, similar).get(name)
     options = dict(num_speculative_tokens=length, verify=rule, sampling=mixed(max_new_tokens=NEW))
-    session = make_session(tiny, PROMPTS, observed, drafter=drafter, **options)
+    session = make_session(tiny, PROMPTS, drafter=drafter, **options)
     state = first_state(session)
     part = len(session.plan.drafter.parts) - 1
     assert_caches(session, state, models[draft], part)
@@ -94,7 +94,6 @@ def test_a_draft_cache_follows_rounds_without_a_draft(tiny, similar):
     session = make_session(
         tiny,
         PROMPTS,
-        observed,
         drafter=drafter,
         draft_length=ladder,
         num_speculative_tokens=3,
@@ -113,7 +112,7 @@ def test_finished_rows_freeze(tiny, unrelated, similar):
     ]
     drafter = drafters(tiny, unrelated, similar)["similar"]
     session = make_session(
-        tiny, PROMPTS, observed, drafter=drafter, num_speculative_tokens=3, sampling=sampling
+        tiny, PROMPTS, drafter=drafter, num_speculative_tokens=3, sampling=sampling
     )
     before = None
     for state in rounds(session, first_state(session)):
@@ -136,9 +135,7 @@ def test_finished_rows_freeze(tiny, unrelated, similar):
 
 
 def test_plain_decoding_is_the_loop_without_drafts(tiny):
-    plain = make_session(
-        tiny, PROMPTS, observed, drafter=NoDrafter(), sampling=mixed(max_new_tokens=4)
-    )
+    plain = make_session(tiny, PROMPTS, drafter=NoDrafter(), sampling=mixed(max_new_tokens=4))
     assert plain.plan.widths == (1,)
     state = first_state(plain)
     assert len(list(rounds(plain, state))) == 4

@@ -52,34 +52,9 @@ def start(
 
     `params` is (target's, drafter's).
     """
-    batch = tokens.shape[0]
     target_params, draft_params = params
     target, drafter = plan.target, plan.drafter
-    kept = drafter.kept_features
-    shapes = _feature_shapes(plan, target_params, tokens)
-    empty = jnp.full((batch, plan.max_rounds), -1, jnp.int32)
-    state = State(
-        tokens=tokens,
-        length=length,
-        status=status,
-        cache=target.make_cache(batch, plan.capacity),
-        drafter=drafter.init(draft_params, batch, plan.capacity),
-        features={
-            name: jnp.zeros((batch, kept, shape.shape[2]), shape.dtype)
-            for name, shape in shapes.items()
-        },
-        rows=rows,
-        round=jnp.zeros(batch, jnp.int32),
-        rounds=Rounds(empty, empty, empty, empty),
-        history=no_history(batch),
-        logprobs=jnp.zeros(tokens.shape, jnp.float32) if plan.logprobs else None,
-        overlaps=(
-            jnp.full((batch, plan.max_rounds, plan.draft_length.max_tokens), jnp.nan)
-            if plan.overlaps
-            else None
-        ),
-    )
-    state = state.replace(**{name: constrain_rows(getattr(state, name)) for name in _ROWS_FIRST})
+    state = empty_state(plan, params, tokens, rows, length, status)
 
     def observe(
         carry: Any,
@@ -108,6 +83,45 @@ def start(
         state.drafter,
     )
     return state.replace(cache=cache, drafter=drafter_state)
+
+
+def empty_state(
+    plan: Plan,
+    params: Any,
+    tokens: Int[Array, "B S"],
+    rows: Rows,
+    length: Int[Array, "B"],
+    status: Int[Array, "B"],
+) -> State:
+    """The state of rows whose tokens neither the target nor the drafter has read."""
+    batch = tokens.shape[0]
+    target_params, draft_params = params
+    target, drafter = plan.target, plan.drafter
+    kept = drafter.kept_features
+    shapes = _feature_shapes(plan, target_params, tokens)
+    empty = jnp.full((batch, plan.max_rounds), -1, jnp.int32)
+    state = State(
+        tokens=tokens,
+        length=length,
+        status=status,
+        cache=target.make_cache(batch, plan.capacity),
+        drafter=drafter.init(draft_params, batch, plan.capacity),
+        features={
+            name: jnp.zeros((batch, kept, shape.shape[2]), shape.dtype)
+            for name, shape in shapes.items()
+        },
+        rows=rows,
+        round=jnp.zeros(batch, jnp.int32),
+        rounds=Rounds(empty, empty, empty, empty),
+        history=no_history(batch),
+        logprobs=jnp.zeros(tokens.shape, jnp.float32) if plan.logprobs else None,
+        overlaps=(
+            jnp.full((batch, plan.max_rounds, plan.draft_length.max_tokens), jnp.nan)
+            if plan.overlaps
+            else None
+        ),
+    )
+    return state.replace(**{name: constrain_rows(getattr(state, name)) for name in _ROWS_FIRST})
 
 
 def _feature_shapes(

@@ -7,7 +7,7 @@ on any weights, and compared with what theory says.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import jax.numpy as jnp
@@ -35,8 +35,9 @@ class Simulated(Drafter):
     for a rate outside [0, 1] or no continuations.
     """
 
-    acceptance: Annotated[float, Number(0.0, 1.0)] = 0.8
-    mistake_seed: Annotated[int, Whole()] = 0
+    # They only make the parameters: drafters that differ in them share their programs.
+    acceptance: Annotated[float, Number(0.0, 1.0)] = field(default=0.8, compare=False)
+    mistake_seed: Annotated[int, Whole()] = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
         check_instance(self, "drafter.")
