@@ -22,7 +22,7 @@ from specjax.decoding.open_session import open_session
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.plan import batch_arguments
 from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.state import State
+from specjax.decoding.state import Rounds, State
 from specjax.drafters import LoadedDrafter, take_turns
 from specjax.drafters.none import NoDrafter
 from specjax.drafters.simulated import Simulated
@@ -180,7 +180,7 @@ def speculation(
         for seed in range(size.runs):
             spent, state = plain.run(cache, size.plain_rounds)
             plain_seconds.append(spent / size.plain_rounds)
-            # The same drafter, but for its mistakes, which are parameters: nothing is compiled again.
+            # Mistakes are in the parameters: nothing is compiled again.
             fast.drafter = take_turns(replay(cell["acceptance"], seed))
             spent, state = fast.run(state.cache, size.rounds)
             seconds.append(spent / size.rounds)
