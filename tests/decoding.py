@@ -1,6 +1,7 @@
 """What the tests of the decoding loop share."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -94,18 +95,18 @@ def rounds(session, state):
         yield state
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _caught_up(plan, params, state):
+    context = loop._context(plan, params[0], state)
+    return tuple(
+        turns._catch_up(part, own, before, context, jnp.bool_(True)).drafter
+        for part, own, before in zip(plan.drafter.parts, params[1], state.drafter, strict=True)
+    )
+
+
 def observed(session, state):
     """Each drafter's own state once it has observed all that is committed."""
-    plan, params = session.plan, session.params
-
-    def catch_up(state):
-        context = loop._context(plan, params[0], state)
-        return tuple(
-            turns._catch_up(part, own, before, context, jnp.bool_(True)).drafter
-            for part, own, before in zip(plan.drafter.parts, params[1], state.drafter, strict=True)
-        )
-
-    return jax.jit(catch_up)(state)
+    return _caught_up(session.plan, session.params, state)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,7 @@
 """EAGLE heads in the decoding loop: exact, and always at the state that a fresh prefill gives."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,21 +96,21 @@ def test_a_row_does_not_depend_on_its_neighbours(rule, tiny):
     assert together.token_ids == alone.token_ids
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def observe_all(plan, drafter, target_params, params, features, state):
+    context = loop._context(plan, target_params, state)
+    following = jnp.pad(state.tokens[:, 1:], ((0, 0), (0, 1)))
+    count = jnp.maximum(state.length - 1, 0)
+    empty = drafter.init(params, *state.tokens.shape)
+    return drafter.observe(params, empty, context, Accepted(following, count, features))
+
+
 def fresh(session, state, part):
     """The drafter's state, made anew from the tokens that are committed."""
     drafter, params = session.plan.drafter.parts[part], session.params[1][part]
     tokens = np.asarray(state.tokens)
     features = one_pass(session.model, tokens, features=drafter.features).features
-    count = jnp.maximum(state.length - 1, 0)
-
-    def observe(params, features):
-        batch, capacity = tokens.shape
-        context = loop._context(session.plan, session.params[0], state)
-        following = jnp.pad(state.tokens[:, 1:], ((0, 0), (0, 1)))
-        empty = drafter.init(params, batch, capacity)
-        return drafter.observe(params, empty, context, Accepted(following, count, features))
-
-    return jax.jit(observe)(params, features)
+    return observe_all(session.plan, drafter, session.params[0], params, features, state)
 
 
 def assert_fresh(session, state, part=0):
