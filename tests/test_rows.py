@@ -10,9 +10,9 @@ from decoding import PROMPTS, decode, drafters, make_session, mixed, replay
 from heads import eagle_drafter, medusa_head
 
 from specjax.cache import KVCache, Window
-from specjax.decoding import loop, rows
+from specjax.decoding import loop
 from specjax.decoding.plan import batch_arguments
-from specjax.decoding.state import RUNNING, STOPPED
+from specjax.decoding.state import RUNNING, STOPPED, admit, release
 from specjax.drafters import head_drafter, take_turns
 from specjax.drafters.ngram import Ngram
 
@@ -83,9 +83,9 @@ def test_a_row_admitted_in_a_later_round_decodes_as_alone(name, rule, tiny, unre
     late = start(params, *batch_arguments(session, [ADMITTED]))
     alone = finish(run, params, late)
     state = run(params, strangers, jnp.int32(6))
-    state = rows.release(state, jnp.array([SLOT]))
+    state = release(state, jnp.array([SLOT]))
     assert int(state.status[SLOT]) == STOPPED
-    state = jax.jit(rows.admit)(state, jnp.array([SLOT, 9, 9, 9]), late)
+    state = jax.jit(admit)(state, jnp.array([SLOT, 9, 9, 9]), late)
     state = finish(run, params, state)
     together, counts = emitted(state, SLOT)
     wanted, wanted_counts = emitted(alone, 0)
@@ -111,7 +111,7 @@ def test_every_leaf_has_rows_first_or_belongs_to_a_cache(tiny, unrelated, simila
 def test_a_released_slot_holds_nothing(tiny, similar, unrelated):
     session = session_for(tiny, drafter_of("similar", tiny, unrelated, similar), "rejection")
     state = loop.start(session.plan, session.params, *batch_arguments(session, [0, 1, 2, 3]))
-    state = rows.release(state, jnp.array([2]))
+    state = release(state, jnp.array([2]))
     assert state.cache.length.tolist()[2] == 0
     assert state.drafter[0].drafter.cache.length.tolist()[2] == 0
     assert state.status.tolist() == [RUNNING, RUNNING, STOPPED, RUNNING]

@@ -25,6 +25,7 @@ from specjax.errors import InputError
 from specjax.fields import Instance, Items, Whole, optional
 from specjax.loading.model import Model
 from specjax.models.interface import LanguageModel
+from specjax.testing.contracts import check_contract
 
 QUANTILE = 1e-6
 """How often an exact drafter fails by chance."""
@@ -90,7 +91,8 @@ def check_drafter(
     or a `Tabular` with its logits, of at most 16 tokens. `draft_length` lets the length adapt, and
     `request` says how rows are warped. Give the drafter a distribution that differs from the
     target's by a total variation of 0.2 to 0.6, so that accepting and refusing both count. An exact
-    drafter fails once in a million seeds. Raises InputError for a target that is too large, or bad
+    drafter fails once in a million seeds. Raises InputError for a drafter that breaks its contract
+    (`contracts.check_contract`), for a target that is too large, or bad
     sizes.
     """
     loaded = DRAFTER_KIND.check("drafter", drafter)
@@ -114,6 +116,8 @@ def check_drafter(
         request=request,
         capacity=len(prompt) + length + num_speculative_tokens,
     )
+    few = first_rows(plan, prompt, request, np.arange(num_speculative_tokens + 2), seed)
+    check_contract(plan, (params, loaded.params), few)
     batch = min(_BATCH, rows)
     counted, tested = np.zeros(model.vocab_size**3, np.int64), []
     for first in range(0, rows, batch):
