@@ -97,7 +97,7 @@ def rounds(session, state):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _caught_up(plan, params, state):
-    context = loop._context(plan, params[0], state)
+    context = loop.make_context(plan, params[0], state)
     return tuple(
         turns._catch_up(part, own, before, context, jnp.bool_(True)).drafter
         for part, own, before in zip(plan.drafter.parts, params[1], state.drafter, strict=True)

@@ -98,7 +98,7 @@ def test_a_row_does_not_depend_on_its_neighbours(rule, tiny):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def observe_all(plan, drafter, target_params, params, features, state):
-    context = loop._context(plan, target_params, state)
+    context = loop.make_context(plan, target_params, state)
     following = jnp.pad(state.tokens[:, 1:], ((0, 0), (0, 1)))
     count = jnp.maximum(state.length - 1, 0)
     empty = drafter.init(params, *state.tokens.shape)

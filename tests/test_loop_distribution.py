@@ -238,9 +238,9 @@ def with_keys(change):
 
 
 def same_noise_every_round(monkeypatch):
-    real = loop._round_keys
+    real = loop.round_keys
     monkeypatch.setattr(
-        loop, "_round_keys", lambda plan, state: real(plan, state.replace(round=0 * state.round))
+        loop, "round_keys", lambda plan, state: real(plan, state.replace(round=0 * state.round))
     )
 
 

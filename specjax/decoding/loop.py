@@ -65,7 +65,7 @@ def start(
     ) -> Any:
         # What has been read of each row, and the token after it.
         known = jnp.clip(length - 1, 0, first + count) + 1
-        context = _context(plan, target_params, state.replace(length=known, cache=cache))
+        context = make_context(plan, target_params, state.replace(length=known, cache=cache))
         following = context.tokens_from(jnp.broadcast_to(first + 1, count.shape), plan.chunk)
         return drafter.observe_prompt(
             draft_params, carry, context, Accepted(following, count, features)
@@ -165,7 +165,7 @@ def run(plan: Plan, params: Any, state: State, max_rounds: Int[Array, ""]) -> St
 def one_round(plan: Plan, params: Any, state: State) -> State:
     """Observe, propose, extend, verify, commit: e tokens are committed in each unfinished row."""
     target_params, _ = params
-    keys = _round_keys(plan, state)
+    keys = round_keys(plan, state)
     draft, drafter_state = propose(plan, params, state)
     drafted = draft.valid.sum(axis=1, dtype=jnp.int32)
 
@@ -206,8 +206,8 @@ def one_round(plan: Plan, params: Any, state: State) -> State:
 def propose(plan: Plan, params: Any, state: State) -> tuple[Draft, Any]:
     """The drafter's proposal for this round, within each row's limit, and its new state."""
     target_params, draft_params = params
-    context = _context(plan, target_params, state)
-    noise = _draft_noise(plan, state, _round_keys(plan, state))
+    context = make_context(plan, target_params, state)
+    noise = draft_noise(plan, state, round_keys(plan, state))
     draft, drafter_state = plan.drafter.propose(draft_params, state.drafter, context, noise)
     if not (draft.topology.is_chain or plan.rule.takes_trees):
         raise ValueError(
@@ -265,7 +265,8 @@ def _commit(
     )
 
 
-def _context(plan: Plan, params: Any, state: State) -> Context:
+def make_context(plan: Plan, params: Any, state: State) -> Context:
+    """What drafters may look at in a state; `params` are the target's."""
     # A draft longer than what the row may still emit, less the target's own token, is waste.
     room = state.rows.max_length - state.length - 1
     limit = jnp.minimum(plan.draft_length.limit(state.history, state.active), room)
@@ -286,14 +287,15 @@ def _context(plan: Plan, params: Any, state: State) -> Context:
     )
 
 
-def _round_keys(plan: Plan, state: State) -> Key[Array, "B"]:
+def round_keys(plan: Plan, state: State) -> Key[Array, "B"]:
     """Each row's key for its own next round; with noise by position, the key of the whole row."""
     if plan.rule.position_noise:
         return state.rows.key
     return sampling.fold_round(state.rows.key, state.round)
 
 
-def _draft_noise(plan: Plan, state: State, keys: Key[Array, "B"]) -> Noise:
+def draft_noise(plan: Plan, state: State, keys: Key[Array, "B"]) -> Noise:
+    """The noise that drafts of a round are drawn with; `keys` are `round_keys`."""
     vocab = plan.target.vocab_size
     if plan.rule.position_noise:
         return sampling.coupled_noise(keys, state.length, vocab)

@@ -42,10 +42,10 @@ def _check_draft(plan: Plan, params: tuple[Any, Any], arguments: tuple, number: 
     @jax.jit
     def propose(params: Any, *arguments: Any) -> Any:
         state = loop.start(plan, params, *arguments)
-        context = loop._context(plan, params[0], state)
+        context = loop.make_context(plan, params[0], state)
         limit = jnp.arange(len(context.limit)) % (1 + part.num_speculative_tokens)
         context = context.replace(limit=jnp.minimum(limit, context.limit))
-        noise = loop._draft_noise(plan, state, loop._round_keys(plan, state))
+        noise = loop.draft_noise(plan, state, loop.round_keys(plan, state))
         own = state.drafter[number].drafter
         return part.propose(params[1][number], own, context, noise)[0], context.limit
 
