@@ -415,6 +415,7 @@ class Unhashable(sampling.UniformRule):
         return sampling.rejection(*arguments)
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("rule", "said"),
     [
