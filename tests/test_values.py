@@ -157,7 +157,8 @@ def test_checks_name_what_a_drafter_does_wrong(tiny):
 
     def with_a_hole(real, params, state, context, noise):
         draft, state = real(params, state, context, noise)
-        hole = jax.numpy.ones_like(draft.valid).at[:, 0].set(False)
+        step = jax.numpy.arange(draft.valid.shape[1])[None, :]
+        hole = (step > 0) & (step < context.limit[:, None])
         return draft.replace(valid=hole), state
 
     class Rowless(Ngram):
