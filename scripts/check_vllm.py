@@ -129,7 +129,7 @@ def decode_as_vllm(head: Any, model: Any, ids: list[list[int]], plain: list[list
     """The rows that specjax decodes with a head, and the line of its acceptance."""
     import specjax
     from specjax import metrics
-    from specjax.drafters.trained import head_drafter
+    from specjax.drafters import head_drafter
 
     left, length = _NEW_TOKENS.value - 1, _LENGTH.value
     mine = specjax.generate(

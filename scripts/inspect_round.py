@@ -113,8 +113,9 @@ def compile_round(devices: list[Any]) -> Any:
     from specjax.decoding.plan import widths
     from specjax.decoding.state import Plan, Rows
     from specjax.distributed import sharding
-    from specjax.drafters import ngram
+    from specjax.drafters import Turns
     from specjax.drafters.base import Sampling
+    from specjax.drafters.ngram import Ngram
     from specjax.loading.formats import build_parameters, parameter_names
     from specjax.models.config import DecoderConfig
     from specjax.models.decoder import Decoder, Form
@@ -142,8 +143,8 @@ def compile_round(devices: list[Any]) -> Any:
     sampled = _TEMPERATURE.value > 0
     plan = Plan(
         target=Decoder(config, jnp.dtype(jnp.bfloat16), model, form),
-        drafter=ngram.make(),
-        rule="rejection",
+        drafter=Turns((Ngram(num_speculative_tokens=_TOKENS.value),)),
+        rule=sampling.Rejection(),
         draft_length=DraftLength(_TOKENS.value, ()),
         widths=widths(_TOKENS.value),
         flags=sampling.WarpFlags(not sampled, sampled, False, False, False),
@@ -159,13 +160,14 @@ def compile_round(devices: list[Any]) -> Any:
     real, whole = functools.partial(rows, np.float32), functools.partial(rows, np.int32)
     described = Rows(
         index=whole(),
+        prompt_length=whole(),
         key=rows(jax.eval_shape(lambda: jax.random.key(0)).dtype),
         sampling=Sampling(real(), whole(), real(), real()),
         max_length=whole(),
         stop_ids=whole(1),
     )
     arguments = (whole(_CAPACITY.value), described, whole(), whole())
-    return executor.compile_plan(plan, (params, ()), arguments, mesh).run
+    return executor.compile_plan(plan, (params, ((),)), arguments, mesh).run
 
 
 def big_moves(text: str, smallest: float) -> Iterator[tuple[str, str, str]]:

@@ -38,7 +38,7 @@ from specjax.decoding.options import DecodeOptions
 from specjax.decoding.plan import Session
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.distributed import processes, sharding
-from specjax.drafters import DRAFT_TOKENS, Drafter, make_drafter
+from specjax.drafters import DRAFT_TOKENS, LoadedDrafter, make_drafter
 from specjax.fields import (
     InputFile,
     Items,
@@ -142,7 +142,7 @@ def round_costs_table(
 def contest(
     model: Model,
     ids: Sequence[Sequence[int]],
-    drafter: Drafter,
+    drafter: LoadedDrafter,
     label: str,
     *,
     num_speculative_tokens: int,
@@ -312,7 +312,7 @@ def _contests(
     console.print("recording plain continuations ...")
     recorded = _decode(plain, compile_session(plain)).token_ids
     lengths = {"ngram": config.ngram_tokens}
-    entries: list[tuple[str, Drafter]] = [("ngram", make_drafter("ngram", model))]
+    entries: list[tuple[str, LoadedDrafter]] = [("ngram", make_drafter("ngram", model))]
     for acceptance in config.acceptances:
         replay = make_drafter("simulated", model, continuations=recorded, acceptance=acceptance)
         entries.append((f"simulated {acceptance}", replay))

@@ -144,9 +144,8 @@ def _identity(config: DecodeConfig, totals: Totals) -> str | None:
     if not config.compare:
         return None
     if not config.comparable:
-        return (
-            f"not expected: {config.options.verify} at a temperature has the same distribution only"
-        )
+        rule = config.options.verify.name
+        return f"not expected: {rule} at a temperature has the same distribution only"
     return f"{totals.identical_rows or 0} of {totals.compared_rows} rows"
 
 

@@ -341,8 +341,11 @@ def check_instance(value: Any, prefix: str) -> None:
 
     `prefix` is put before a field's name in errors, such as "sampling.".
     """
-    for name, kind in fields_of(type(value)).items():
-        object.__setattr__(value, name, kind.check(prefix + name, getattr(value, name)))
+    for name, hint in get_type_hints(type(value), include_extras=True).items():
+        # A dataclass inside has checked itself.
+        kind = None if dataclasses.is_dataclass(hint) else kind_of(hint)
+        if kind is not None:
+            object.__setattr__(value, name, kind.check(prefix + name, getattr(value, name)))
 
 
 def check_arguments(function: Callable[..., Any], prefix: str = "", **given: Any) -> None:

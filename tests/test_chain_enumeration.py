@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from decoding import Deciding
 
 from specjax import sampling
 from specjax.errors import InputError
@@ -142,18 +143,18 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_variants_fail(name):
-    check = check_rule(BROKEN[name], vocab=3, length=3 if name.startswith("block") else 2)
+    check = check_rule(Deciding(BROKEN[name]), vocab=3, length=3 if name.startswith("block") else 2)
     assert not check.passed
     assert check.counterexample
 
 
 def test_the_broken_variants_fail_for_their_mistake_alone():
-    check = check_rule(block_with(), vocab=3)
+    check = check_rule(Deciding(block_with()), vocab=3)
     assert check.passed, check.counterexample
 
 
 def test_one_uniform_for_two_tokens_is_refused():
-    check = check_rule(one_uniform, vocab=3, length=2)
+    check = check_rule(Deciding(one_uniform), vocab=3, length=2)
     assert not check.passed
     assert "use each uniform once" in check.counterexample
 
@@ -163,7 +164,7 @@ def test_accepting_more_than_was_drafted_is_refused():
         every = jnp.full_like(num_valid, tokens.shape[1])
         return Decision(every, target(every))
 
-    check = check_rule(greedy, vocab=2, length=2)
+    check = check_rule(Deciding(greedy), vocab=2, length=2)
     assert not check.passed
     assert check.counterexample == "num_accepted is 2 where 0 tokens were drafted"
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from specjax.cli import compiled_programs
+from specjax.files import compiled_programs
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from rows import quickly, two_rows, with_features
 
 from specjax.cache import commit, make_cache
 from specjax.decoding.sampling_params import SamplingParams
-from specjax.drafters.trained import head_drafter
+from specjax.drafters import head_drafter
 from specjax.errors import InputError
 from specjax.loading.load import random_model
 from specjax.testing import check_drafter

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tokenizers
 from conftest import tiny_config
-from decoding import PROMPTS, decode, drafters, greedy, make_session, mixed, replay
+from decoding import PROMPTS, Deciding, decode, drafters, greedy, make_session, mixed, replay
 from test_decoder import one_pass
 
 import specjax
@@ -399,7 +399,9 @@ def test_bad_input_names_field_value_and_remedy(way, name, tiny):
 
 def returns(*parts):
     """A rule that returns zeros of these shapes and types, whatever was drafted."""
-    return lambda tokens, *rest: Decision(*(jnp.zeros(shape, kind) for shape, kind in parts))
+    return Deciding(
+        lambda tokens, *rest: Decision(*(jnp.zeros(shape, kind) for shape, kind in parts))
+    )
 
 
 def fails_at_three(tokens, *rest):
@@ -407,25 +409,32 @@ def fails_at_three(tokens, *rest):
     return sampling.rejection(tokens, *rest)
 
 
-class Unhashable:
-    __hash__ = None
+@dataclasses.dataclass
+class Unhashable(sampling.UniformRule):
+    """A rule that could change: programs could not be kept by it."""
 
-    def __call__(self, *arguments):
+    def decide(self, *arguments):
         return sampling.rejection(*arguments)
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("rule", "said"),
     [
-        (lambda *arguments: 1, "returns 1; return Decision"),
-        (print, "returns None; return Decision"),
-        (lambda *arguments: "text", "returns 'text'; return Decision"),
-        (returns(((1,), float), ((1, 61), float)), "returns Decision"),
-        (returns(((1,), int), ((1, 60), float)), "returns Decision"),
-        (returns(((1,), int), ((1, 61), int)), "returns Decision"),
-        (lambda tokens: tokens, "fails for drafts of 0 tokens .TypeError"),
-        (fails_at_three, "fails for drafts of 3 tokens .ZeroDiv"),
-        (lambda tokens, *rest: bool(tokens.sum()), "fails for drafts of 0 tokens .TracerBool"),
+        (sampling.rejection, "a rule is a value; subclass specjax.sampling.UniformRule"),
+        (Deciding(lambda *arguments: 1), "decide returns 1; decide returns Decision"),
+        (Deciding(print), "decide returns None; decide returns Decision"),
+        (Deciding(lambda *arguments: "text"), "decide returns 'text'; decide returns Decision"),
+        (returns(((1,), float), ((1, 61), float)), "decide returns Decision"),
+        (returns(((1,), int), ((1, 60), float)), "decide returns Decision"),
+        (returns(((1,), int), ((1, 61), int)), "decide returns Decision"),
+        (Deciding(lambda tokens: tokens), "fails for drafts of 0 tokens .TypeError"),
+        (Deciding(fails_at_three), "fails for drafts of 3 tokens .ZeroDiv"),
+        (
+            Deciding(lambda tokens, *rest: bool(tokens.sum())),
+            "fails for drafts of 0 tokens .TracerBool",
+        ),
+        (sampling.Rule(), "fails for drafts of 0 tokens .NotImplementedError"),
         (Unhashable(), "fails for drafts of 0 tokens .TypeError: unhashable"),
     ],
 )

@@ -11,7 +11,7 @@ from conftest import tiny_config
 from heads import eagle_config, eagle_head
 
 import specjax
-from specjax.drafters.trained import head_drafter
+from specjax.drafters import head_drafter
 from specjax.errors import InputError
 from specjax.files import folders
 from specjax.loading.checkpoints import save_checkpoint, save_drafter

@@ -142,7 +142,7 @@ def test_eagle_tensors_mean_what_eagle_does(tiny, tmp_path):
 
 
 def first_pair(head, target, token, feature):
-    from specjax.drafters.trained import head_drafter
+    from specjax.drafters import head_drafter
     from specjax.models.heads.eagle import Eagle
 
     params = head_drafter(head, target).params

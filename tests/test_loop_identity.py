@@ -5,11 +5,11 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoding import PROMPTS, decode, drafters, greedy, mixed, replay
+from decoding import PROMPTS, Deciding, decode, drafters, greedy, mixed, replay
 
 from specjax import sampling
 from specjax.decoding.draft_length import DraftLength
-from specjax.drafters import early_exit
+from specjax.drafters.early_exit import EarlyExit
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 NEW = 32
@@ -51,15 +51,13 @@ DRAFTERS = [
     "itself",
     "early_exit",
     "early_exit_p_min",
-    "fallback",
+    "turns",
     "shifting",
     "random_distribution",
 ]
 
 
-@pytest.mark.parametrize(
-    "name", ["ngram", "similar", "itself", "early_exit", "fallback", "shifting"]
-)
+@pytest.mark.parametrize("name", ["ngram", "similar", "itself", "early_exit", "turns", "shifting"])
 def test_greedy_rows(name, tiny, every, plain_greedy):
     requests = greedy(max_new_tokens=NEW)
     got = decode(tiny, PROMPTS, drafter=every[name], sampling=requests, num_speculative_tokens=4)
@@ -145,7 +143,7 @@ def test_a_rule_of_ones_own(tiny, every, plain_mixed):
         tiny,
         PROMPTS,
         drafter=every["similar"],
-        verify=cautious,
+        verify=Deciding(cautious),
         sampling=mixed(max_new_tokens=NEW),
         num_speculative_tokens=4,
     )
@@ -252,7 +250,7 @@ def test_a_confident_draft_continues(tiny, every, plain_greedy):
     options = dict(sampling=greedy(max_new_tokens=NEW), num_speculative_tokens=4)
     drafted = []
     for bar in (0.1, 0.15):
-        drafter = early_exit.make(3, exit_layer=2, draft_p_min=bar)
+        drafter = EarlyExit(3, exit_layer=2, draft_p_min=bar)
         got = decode(tiny, PROMPTS, drafter=drafter, **options)
         assert got.token_ids == plain_greedy.token_ids
         drafted.append(int(np.maximum(got.drafted, 0).sum()))

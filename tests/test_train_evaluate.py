@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from toy_training import Listed, conversations
 
+from specjax.drafters import LoadedDrafter
+from specjax.drafters.draft_model import DraftModel
 from train.data.examples import Example
 from train.run.evaluate import held_out_prompts, measure_tau
 
@@ -23,10 +25,9 @@ def test_prompts_end_where_answers_begin():
 
 def test_tau_is_measured_by_decoding(tiny):
     """The target as its own drafter is always accepted: K + 1 tokens per round."""
-    from specjax.drafters import draft_model
 
     def itself(head, target):
-        return draft_model.make(target.architecture, head)
+        return LoadedDrafter(DraftModel(target.architecture), head)
 
     found = measure_tau(
         tiny.params,

@@ -13,7 +13,7 @@ from decoding import decode, greedy
 from heads import SOME, medusa_config, medusa_head
 from rows import quickly, two_rows, with_features
 
-from specjax.drafters.trained import head_drafter
+from specjax.drafters import head_drafter
 from specjax.errors import InputError
 from specjax.loading.load import random_model
 from specjax.models.heads.medusa import Medusa
@@ -225,7 +225,7 @@ def test_trained_heads_are_right_and_those_a_row_off_are_not():
     train = trainer(method, target, counting_batch(target))
     for late in (0, 1):
         params, measures = train(counting_batch(target, late))
-        drafter = dataclasses.replace(drafter, params={**drafter.params, **params})
+        drafter = drafter._replace(params={**drafter.params, **params})
         got = decode(target, PAIRS, drafter=drafter, sampling=greedy(max_new_tokens=9))
         assert got.token_ids == after_pairs(9)
         took_part = got.emitted > 0

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
+from decoding import Deciding
 
 from specjax import sampling
 
@@ -269,7 +270,7 @@ def test_a_rule_of_ones_own():
         return sampling.Decision(none, target(none))
 
     keys, tokens, logq, logp = round_of()
-    verification = sampling.verify_chain(keys, tokens, logq, logp, rule=reject_all)
+    verification = sampling.verify_chain(keys, tokens, logq, logp, rule=Deciding(reject_all))
     assert not verification.num_accepted.any()
 
 
@@ -288,14 +289,13 @@ def test_the_program_holds_no_copy_of_all_warped_distributions(rule):
 
     def program(keys):
         at = sampling.by_slot(logits)
-        return sampling.verify_by_slot(
+        return sampling.RULES[rule].verify(
             keys,
             jnp.zeros((rows, LENGTH), jnp.int32),
             jnp.full(rows, LENGTH, jnp.int32),
             lambda slots: sampling.warp(at(slots), jnp.ones(rows)),
             sampling.by_slot(logq),
             positions=jnp.zeros(rows, jnp.int32),
-            rule=rule,
             vocab=vocab,
         )
 

@@ -18,14 +18,14 @@ from accelerator.synthetic import random_cache
 from specjax import metrics
 from specjax.cache import KVCache
 from specjax.decoding import costs, loop
-from specjax.decoding.draft_length import no_history
 from specjax.decoding.open_session import open_session
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.plan import batch_arguments
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.state import Rounds, State
-from specjax.drafters import none, simulated
-from specjax.drafters.base import Context, Drafter
+from specjax.drafters import LoadedDrafter, take_turns
+from specjax.drafters.none import NoDrafter
+from specjax.drafters.simulated import Simulated
 from specjax.loading.model import Model
 
 
@@ -36,7 +36,7 @@ class Loop:
     """
 
     def __init__(
-        self, model: Model, drafter: Drafter, size: Size, batch: int, context: int
+        self, model: Model, drafter: LoadedDrafter, size: Size, batch: int, context: int
     ) -> None:
         capacity = size.capacity(context)
         drafted = 0 if drafter.name == "none" else size.num_speculative_tokens
@@ -49,7 +49,7 @@ class Loop:
             requests=SamplingParams(max_new_tokens=capacity - 1),
         )
         self.context = context
-        self.drafter = drafter
+        self.drafter = take_turns(drafter)
         # Two widths, so that a round chooses between them as in a real run.
         self.plan = replace(
             session.plan, widths=tuple(sorted({1, drafted + 1})), max_rounds=size.reach
@@ -65,35 +65,11 @@ class Loop:
         roots = jnp.arange(batch, dtype=jnp.int32) * 7919 % plan.target.vocab_size
         tokens = jnp.zeros((batch, plan.capacity), jnp.int32)
         length = jnp.full(batch, self.context, jnp.int32)
-        state = State(
-            tokens=tokens.at[:, self.context - 1].set(roots),
-            length=length,
-            status=status,
-            cache=cache.replace(length=length - 1),
-            drafter=(),
-            rows=rows,
-            round=jnp.int32(0),
-            rounds=Rounds(*(jnp.full((batch, plan.max_rounds), -1, jnp.int32) for _ in range(4))),
-            history=no_history(batch),
-            logprobs=None,
-            overlaps=None,
-        )
-        context = Context(
-            tokens=state.tokens,
-            length=length,
-            limit=jnp.zeros(batch, jnp.int32),
-            index=rows.index,
-            sampling=rows.sampling,
-            cache=state.cache,
-            params=session.model.params,
-            target=plan.target,
-            flags=plan.flags,
-            num_tokens=plan.draft_length.max_tokens,
-            needs_logq=False,
-        )
-        started = plan.drafter.init(self.drafter.params, context, {})
-        # The loop's state is donated, and no buffer may be donated twice.
-        return state.replace(drafter=jax.tree.map(jnp.copy, started))
+        tokens = tokens.at[:, self.context - 1].set(roots)
+        params = (session.model.params, self.drafter.params)
+        state = loop.empty_state(plan, params, tokens, rows, length, status)
+        rows = rows.replace(prompt_length=length)
+        return state.replace(cache=cache.replace(length=length - 1), rows=rows)
 
     def run(self, cache: KVCache, rounds: int) -> tuple[float, State]:
         """Seconds of `rounds` rounds, compiling excluded, and the state after them.
@@ -117,7 +93,7 @@ def plain_round(
     """A plain round in the loop compared with an isolated pass, and its bandwidth."""
     batch, context = cell["batch"], cell["context"]
     alone = isolated_passes(size, model, batch, context, [1])[1]
-    plain = Loop(model, none.make(), size, batch, context)
+    plain = Loop(model, LoadedDrafter(NoDrafter()), size, batch, context)
     cache = random_cache(model.config, model.dtype, batch, size.capacity(context), context - 1)
     cache = plain.run(cache, 1)[1].cache
     seconds = []
@@ -185,17 +161,13 @@ def speculation(
     drafted = size.num_speculative_tokens
     passes = isolated_passes(size, model, batch, context, [1, drafted + 1])
     cache = random_cache(model.config, model.dtype, batch, size.capacity(context), context - 1)
-    plain = Loop(model, none.make(), size, batch, context)
+    plain = Loop(model, LoadedDrafter(NoDrafter()), size, batch, context)
     _, state = plain.run(cache, size.reach)
     recorded = np.asarray(state.tokens)[:, context : context + size.reach]
 
-    def replay(acceptance: float, seed: int) -> Drafter:
-        return simulated.make(
-            model.config.vocab_size,
-            continuations=recorded.tolist(),
-            acceptance=acceptance,
-            mistake_seed=seed,
-        )
+    def replay(acceptance: float, seed: int) -> LoadedDrafter:
+        value = Simulated(acceptance=acceptance, mistake_seed=seed)
+        return LoadedDrafter(value, value.replay(recorded.tolist(), model.config.vocab_size))
 
     fast = Loop(model, replay(1.0, 0), size, batch, context)
     _, state = fast.run(state.cache, 1)
@@ -208,8 +180,8 @@ def speculation(
         for seed in range(size.runs):
             spent, state = plain.run(cache, size.plain_rounds)
             plain_seconds.append(spent / size.plain_rounds)
-            # The same functions on other recordings: nothing is compiled again.
-            fast.drafter = replace(fast.drafter, params=replay(cell["acceptance"], seed).params)
+            # Mistakes are in the parameters: nothing is compiled again.
+            fast.drafter = take_turns(replay(cell["acceptance"], seed))
             spent, state = fast.run(state.cache, size.rounds)
             seconds.append(spent / size.rounds)
             cache = state.cache

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import jax
 
 from specjax import signals
-from specjax.cli import compiled_programs
 from specjax.cli.config_file import read_config
 from specjax.errors import NO_SPACE, InputError, one_line
+from specjax.files import compiled_programs
 
 T = TypeVar("T")
 BAD_INPUT, INTERRUPTED, NO_READER = 2, 130, 141

@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 from specjax.cli.built_in_prompts import BUILT_IN
 from specjax.cli.mesh_config import DistributedConfig, MeshConfig
-from specjax.decoding.options import BATCH_SIZE, DRAFT_LENGTH, RULE, DecodeOptions
+from specjax.decoding.options import BATCH_SIZE, DRAFT_LENGTH, RULE_NAME, DecodeOptions
 from specjax.decoding.prompts import CHAT, Prompt, Question, read_questions, select
 from specjax.decoding.sampling_params import SEED, SamplingParams
 from specjax.drafters import (
     DRAFTERS,
-    Drafter,
+    LoadedDrafter,
     check_options,
     drafter_options,
     make_drafter,
@@ -41,7 +41,7 @@ from specjax.files.paths import user_path
 from specjax.loading.heads.find_head import holds_head
 from specjax.loading.load import DTYPE, load_model
 from specjax.loading.model import Model
-from specjax.sampling import COUPLED, derived_seed
+from specjax.sampling import derived_seed
 
 SIMULATED = "simulated"
 """The drafter that needs a plain run before it can be made."""
@@ -78,12 +78,12 @@ class DecodeConfig:
     @property
     def comparable(self) -> bool:
         """Whether the output has to equal that of plain decoding, token for token."""
-        return self.options.verify == COUPLED or self.sampling.temperature == 0
+        return self.options.verify.position_noise or self.sampling.temperature == 0
 
     @property
     def has_expectation(self) -> bool:
         """Whether to compute the acceptance that p and q imply under the rule `rejection`."""
-        sampled = self.sampling.temperature > 0 and self.options.verify == "rejection"
+        sampled = self.sampling.temperature > 0 and self.options.verify.name == "rejection"
         return self.compare and sampled and self.drafter != "none"
 
     def turn(self, number: int) -> list[int]:
@@ -124,7 +124,7 @@ def decode_fields() -> Fields:
         },
         **fields_of(DecodeOptions),
         "num_speculative_tokens": optional(DraftLengthText()),
-        "verify": RULE,
+        "verify": RULE_NAME,
         "batch_size": BATCH_SIZE,
         "sampling": fields_of(SamplingParams),
         "seed": SEED,
@@ -176,7 +176,7 @@ def read_decode_config(written: Mapping[str, Any]) -> DecodeConfig:
 
 def make_config_drafter(
     config: DecodeConfig, target: Model, continuations: Sequence[Sequence[int]] | None = None
-) -> Drafter:
+) -> LoadedDrafter:
     """The config's drafter; `continuations` are plain decoding's tokens, for `simulated`."""
     options, path = dict(config.drafter_options), config.drafter_path
     if config.drafter == SIMULATED:

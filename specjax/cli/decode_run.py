@@ -30,7 +30,7 @@ from specjax.decoding.generate import Follower, Generation, collect
 from specjax.decoding.open_session import open_session
 from specjax.decoding.plan import Session
 from specjax.decoding.state import RUNNING
-from specjax.drafters import Drafter
+from specjax.drafters import LoadedDrafter
 from specjax.loading.model import Model
 from specjax.metrics import ExpectedAcceptance
 from specjax.reporting.decode_report import Batch, Clock
@@ -73,7 +73,7 @@ class _Side:
 def decode_batches(
     config: DecodeConfig,
     model: Model,
-    drafter: Drafter,
+    drafter: LoadedDrafter,
     screen: Screen,
     clock: Clock,
     expected: list[ExpectedAcceptance],

@@ -6,6 +6,7 @@ would warn of a damaged one in every run. Such entries are deleted here, before 
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
@@ -46,6 +47,17 @@ def keep(tell: Callable[[str], Any]) -> None:
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     _mend_entries(folder, tell)
+
+
+@functools.cache
+def keep_in_library() -> None:
+    """Keep compiled programs, as command lines do, unless JAX keeps them elsewhere or not at all.
+
+    For calls of the Python API, whose caller may have set up JAX's cache (or switched it off by
+    `jax_enable_compilation_cache`); lines of `keep` become warnings.
+    """
+    if jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir is None:
+        keep(lambda line: warnings.warn(line, stacklevel=3))
 
 
 def _mend_entries(folder: Path, tell: Callable[[str], Any]) -> None:
