@@ -33,7 +33,7 @@ from specjax.distributed.sharding import use
 from specjax.errors import InputError, one_line
 from specjax.reporting import decode_report
 from train.data.batches import Batch, Position, ReadAhead
-from train.methods.labels import fill_features
+from train.methods.packed_rows import fill_features
 from train.run.setup import Setup, set_up
 from train.run.step import LATE, State, loss_function, make_program, placement_of
 

@@ -21,7 +21,7 @@ from specjax.models.layers.decoder_layer import embed
 from specjax.models.masks import causal
 from train.methods.eagle import eagle_method, from_target
 from train.methods.eagle_loss import EagleLoss, eagle_loss, unroll
-from train.methods.labels import fill_features
+from train.methods.packed_rows import fill_features
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 FLAGS = dict(

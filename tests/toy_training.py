@@ -19,8 +19,8 @@ from specjax.models.config import DecoderConfig
 from specjax.models.heads.medusa import MedusaConfig
 from train.data.examples import Example, target_metadata
 from train.data.responses import write_responses
-from train.methods.labels import at_rows
 from train.methods.method import Method, measure
+from train.methods.packed_rows import at_rows
 from train.run.config import TRAINING_FIELDS, read_settings, training_fields
 
 DEPTHS = 2
