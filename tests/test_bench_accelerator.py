@@ -295,7 +295,7 @@ def test_the_cells_of_the_full_size(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def synthetic(quick_compile):
+def synthetic():
     """The same model in bfloat16, its layers stacked and apart."""
     return [
         random_model("tiny", DEBUG.models["tiny"], "bfloat16", Form(scan_layers=stacked))

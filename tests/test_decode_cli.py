@@ -62,8 +62,6 @@ DRAFTERS = {
     "simulated": ["--config.drafter.acceptance=0.7"],
 }
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 @pytest.fixture(scope="module")
 def folder(chatty, tmp_path_factory):

@@ -20,7 +20,6 @@ from specjax.loading.load import random_model
 from specjax.testing import check_drafter
 from train.distill import DistillLoss, distill_method, some_layers
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 NEW = 24
 V = 61
 

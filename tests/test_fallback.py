@@ -156,7 +156,6 @@ def test_broken_variants_fail(broken, target):
     assert check.chi2 > 2 * check.threshold
 
 
-@pytest.mark.usefixtures("quick_compile")
 def test_a_head_follows_what_another_drafted(tiny):
     drafter = fallback.make(ngram.make(prompt_lookup_min=1), eagle_drafter(tiny, spread=0.3))
     assert drafter.features == eagle_drafter(tiny).features
@@ -189,7 +188,6 @@ def sized_by_context(length):
     return Drafter("sized", init, propose, observe, num_speculative_tokens=length)
 
 
-@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("most", [None, 0, 3, 16])
 def test_each_drafts_at_most_its_own_number(most, tiny):
     drafter = fallback.make(ngram.make(), sized_by_context(2))

@@ -29,11 +29,6 @@ FORMS = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quickly(quick_compile):
-    """Nothing here depends on the speed of the programs."""
-
-
 @pytest.fixture(scope="module")
 def biased():
     """Every kind of parameter: biases, an untied head, grouped heads."""
@@ -116,6 +111,7 @@ def test_every_form_decodes_the_same_tokens(name, data, model, tiny):
     assert ours.token_ids == decode(tiny, PROMPTS, **options).token_ids
 
 
+@pytest.mark.usefixtures("as_shipped")
 def test_a_draft_model_whole_on_each_device_sends_nothing(tiny):
     """Whatever its form: the kernel's heads are split only where the model's are."""
     mesh = sharding.make_mesh(1, 2, jax.devices()[:2])

@@ -27,8 +27,6 @@ from train.data.prompts import read_requests
 from train.data.responses import open_responses
 from train.data.writing import write_responses
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 ROOT = Path(__file__).parent.parent
 NEW = 6
 

@@ -22,8 +22,6 @@ from specjax.loading.load import random_model
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from specjax.sampling import Decision
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 PROMPT = [3, 1, 4, 1, 5]
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ012345678"
 LENGTH = 12

@@ -16,7 +16,6 @@ from train.methods.draft_losses import (
     variation,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 K, B, A, D, V = 3, 2, 11, 6, 9
 PARTS = ((kl_divergence, 0.5), (variation, 2.0), (cross_entropy, 0.25))
 

@@ -10,7 +10,6 @@ from specjax.decoding.draft_length import DraftLength
 from specjax.drafters import draft_model, none
 from specjax.models.prefill import prefill
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 NEW = 24
 
 

@@ -26,7 +26,7 @@ from specjax.testing.drafters import (
     output_distribution,
 )
 
-pytestmark = pytest.mark.usefixtures("fairly_quick_compile")
+pytestmark = pytest.mark.usefixtures("fast_programs")
 
 VOCAB = 8
 PROMPT = (1, 2, 3, 1, 2)

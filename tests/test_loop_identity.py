@@ -11,7 +11,6 @@ from specjax import sampling
 from specjax.decoding.draft_length import DraftLength
 from specjax.drafters import early_exit
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 NEW = 32
 GREEDY_ROWS = [row for row, request in enumerate(mixed()) if request.temperature == 0]
 

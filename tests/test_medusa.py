@@ -17,7 +17,6 @@ from specjax.loading.load import random_model
 from specjax.models.prefill import prefill
 from specjax.testing import check_drafter
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 NEW = 24
 V = 61
 FORMS = {

@@ -285,7 +285,6 @@ def test_no_signal_disturbs_the_last_report(tmp_path):
     assert json.loads((tmp_path / "r.json").read_text()) == {"rows": [1], "interrupted": True}
 
 
-@pytest.mark.usefixtures("quick_compile")
 class TestDecode:
     """Runs of a tiny model, in this process."""
 

@@ -52,7 +52,6 @@ def test_sampled_rows(cell):
     assert check.acceptance_length > 1.03
 
 
-@pytest.mark.usefixtures("quick_compile")
 def test_plain_rows(tiny):
     """Together and one after the other."""
     options = {"verify": "coupled", "sampling": mixed(max_new_tokens=8)}

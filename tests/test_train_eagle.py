@@ -22,7 +22,6 @@ from specjax.models.masks import causal
 from train.eagle import EagleLoss, eagle_loss, eagle_method, from_target, unroll
 from train.methods.labels import fill_features
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 FLAGS = dict(
     norm_before_residual=True, norm_before_fc=True, fc_norm=True, norm_output=True, vocabulary=50
 )

@@ -22,7 +22,6 @@ from train.medusa import MedusaLoss, medusa_method
 from train.methods.medusa2 import JointLoss, medusa2_method
 from train.methods.method import Method
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 V = 61
 KEY = jax.random.key(0)
 FORMS = {

@@ -41,7 +41,6 @@ from train.run.config import TRAINING_FIELDS, record_of
 from train.run.step import make_program
 from train.run.tensorboard import TensorBoardWriter
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 SCRIPT = ROOT / "tests" / "toy_training.py"
 
 

@@ -14,8 +14,6 @@ from train import distill, eagle, medusa
 from train.data.examples import Example, target_metadata
 from train.data.responses import write_responses
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 RUNS = {
     "train_eagle1": (eagle, "eagle", ["--config.eagle.draft_vocab_size=40"]),
     "train_eagle3": (eagle, "eagle3", ["--config.eagle.draft_vocab_size=40"]),
