@@ -1,10 +1,10 @@
 """Packages import only those below them, nothing imports in a circle, and no folder is crowded."""
 
-import ast
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from script_modules import script_module
 
 ROOT = Path(__file__).parent.parent
 # From the top down; modules at the root of specjax are named by themselves.
@@ -26,41 +26,18 @@ ORDER = [
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names.split()}
 MOST_MODULES = 14
 
-
-def modules():
-    """The source of each module by its dotted name; a package by its own name."""
-    found = {}
-    for root in ("specjax", "train"):
-        for file in (ROOT / root).rglob("*.py"):
-            parts = file.relative_to(ROOT).with_suffix("").parts
-            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file.read_text()
-    return found
-
-
-def imports(name, source, known):
-    """The modules that a module imports, wherever in it."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name in known)
-        elif isinstance(node, ast.ImportFrom) and node.module in known:
-            inside = [f"{node.module}.{alias.name}" for alias in node.names]
-            yield from (one if one in known else node.module for one in inside)
+with script_module("draw_packages") as packages:
+    GRAPH = packages.module_graph()
 
 
 def level(name):
     return LEVEL["train" if name.startswith("train") else ".".join(name.split(".")[:2])]
 
 
-def graph():
-    sources = modules()
-    sources.pop("specjax")  # its names are loaded lazily
-    return {name: set(imports(name, source, sources)) for name, source in sources.items()}
-
-
 def test_imports_go_down():
     upward = [
         f"{name} -> {other}"
-        for name, others in graph().items()
+        for name, others in GRAPH.items()
         for other in others
         if level(name) > level(other)
     ]
@@ -68,7 +45,7 @@ def test_imports_go_down():
 
 
 def test_no_circles():
-    edges = {name: others - {name} for name, others in graph().items()}
+    edges = {name: others - {name} for name, others in GRAPH.items()}
     while leaves := [name for name, others in edges.items() if not others & edges.keys()]:
         for name in leaves:
             del edges[name]
@@ -111,12 +88,18 @@ def test_no_folder_is_crowded():
 
 
 def test_the_check_finds_what_it_is_for():
-    found = set(
-        imports(
-            "a",
-            "def f():\n    from specjax.cli import console\n",
-            {"specjax.cli.console", "specjax.cli"},
-        )
-    )
-    assert found == {"specjax.cli.console"}
+    source = "from specjax import trees\ndef f():\n    from specjax.cli import console\n"
+    found = set(packages.imports(source, {"specjax.cli.console", "specjax.cli", "specjax.trees"}))
+    assert found == {"specjax.cli.console", "specjax.trees"}
     assert level("specjax.fields") > level("specjax.cli.console")
+
+
+def test_the_picture_shows_the_imports():
+    drawn = packages.PICTURE.read_text()
+    assert drawn == packages.svg(), "run python scripts/draw_packages.py"
+
+
+def test_the_picture_leaves_out_what_follows():
+    edges = {"a": {"b", "c"}, "b": {"c"}, "c": set()}
+    assert packages.reduced(edges) == {"a": {"b"}, "b": {"c"}, "c": set()}
+    assert packages.levels(packages.reduced(edges)) == [["a"], ["b"], ["c"]]

@@ -1,4 +1,4 @@
-"""The notebook runs from top to bottom and shows what it says."""
+"""The notebooks run from top to bottom and show what they say."""
 
 from pathlib import Path
 
@@ -8,14 +8,40 @@ from nbclient import NotebookClient
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def test_one_round_runs():
-    notebook = nbformat.read(EXAMPLES / "one_round.ipynb", as_version=4)
-    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": EXAMPLES}}).execute()
-    shown = [
-        output.get("text", "") or output.data.get("text/html", "")
+def read(name):
+    return nbformat.read(EXAMPLES / name, as_version=4)
+
+
+def shown(notebook):
+    """What each cell of code that prints anything says, in order."""
+    texts = [
+        "".join(
+            output.get("text") or output.data.get("text/html") or output.data["text/plain"]
+            for output in cell.outputs
+        )
         for cell in notebook.cells
         if cell.cell_type == "code"
-        for output in cell.outputs
     ]
-    assert any("#1a7f37" in text and "#0969da" in text for text in shown)
-    assert shown[-1].startswith("accepted ")
+    return [text for text in texts if text]
+
+
+def execute(notebook):
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": EXAMPLES}}).execute()
+    return shown(notebook)
+
+
+def test_one_round_runs():
+    outputs = execute(read("one_round.ipynb"))
+    assert any("#1a7f37" in text and "#0969da" in text for text in outputs)
+    assert outputs[-1].startswith("accepted ")
+
+
+def test_extending_runs_and_shows_what_is_stored():
+    notebook = read("extending.ipynb")
+    stored = shown(notebook)
+    found = execute(notebook)
+    drafter, broken, rule, counterexample, together = found
+    assert all("passed=True" in check for check in (drafter, rule, together))
+    assert broken.count("exact False") == 2
+    assert "and should with" in counterexample
+    assert [text.split(",")[0] for text in stored] == [text.split(",")[0] for text in found]
