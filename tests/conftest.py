@@ -32,9 +32,16 @@ if jaxlib.version.__version_info__ < (0, 11):
     # Later ones have no other emitters, and an unknown flag ends the process.
     XLA["xla_cpu_use_fusion_emitters"] = "false"
     SHIPPED["xla_cpu_use_fusion_emitters"] = True
+
+
+def xla_flags(devices=8):
+    """`XLA_FLAGS` for a process that has so many devices."""
+    options = {**XLA, "xla_force_host_platform_device_count": devices}
+    return " ".join(f"--{name}={value}" for name, value in options.items())
+
+
 if "PYTEST_XDIST_WORKER" not in os.environ:
-    flags = [os.environ.get("XLA_FLAGS", ""), *(f"--{name}={value}" for name, value in XLA.items())]
-    os.environ["XLA_FLAGS"] = " ".join(flags)
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags()}"
     # What one worker has compiled is there for the others, and for the processes that they start.
     PROGRAMS = tempfile.TemporaryDirectory(prefix="programs-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = PROGRAMS.name
@@ -153,6 +160,14 @@ def as_shipped():
     """The instructions of programs are those that users get: for tests that read them."""
     with compiled_with(**SHIPPED):
         yield
+
+
+def slow(*cases):
+    """Cases of `parametrize` that repeat what others show: run with --slow."""
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
+        for case in cases
+    ]
 
 
 def tiny_config(**changes):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import tiny_config
+from conftest import slow, tiny_config
 from decoding import (
     PROMPTS,
     decode,
@@ -29,7 +29,7 @@ from specjax.errors import InputError
 from specjax.loading.load import random_model
 from specjax.testing import check_drafter
 
-VOCAB, ROWS = 8, 40_000
+VOCAB, ROWS = 8, 20_000
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_three_take_turns():
     assert draft.tokens[:, 0].tolist() == [3, 9]
 
 
-@pytest.mark.parametrize("rule", ["rejection", pytest.param("block", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rule", ["rejection", *slow("block")])
 def test_the_distribution_is_the_targets(rule, target):
     check = check_drafter(fallback.make(lookup(), model()), target, ROWS, verify=rule)
     assert check.passed, check
@@ -188,7 +188,7 @@ def sized_by_context(length):
     return Drafter("sized", init, propose, observe, num_speculative_tokens=length)
 
 
-@pytest.mark.parametrize("most", [None, 0, 3, 16])
+@pytest.mark.parametrize("most", [None, 3, *slow(0, 16)])
 def test_each_drafts_at_most_its_own_number(most, tiny):
     drafter = fallback.make(ngram.make(), sized_by_context(2))
     requests = greedy(max_new_tokens=20)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import tiny_config
+from conftest import slow, tiny_config
 from decoding import PROMPTS, decode, greedy, make_session
 
 from specjax.cache import KVCache
@@ -100,8 +100,15 @@ def test_the_kernel_agrees_with_the_loop_over_blocks(queries):
     np.testing.assert_allclose(kernel, blocks, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize(("data", "model"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("name", "data", "model"),
+    [
+        ("whole", 1, 1),
+        ("kernel", 2, 2),
+        *slow(("apart", 1, 1), ("apart, whole", 1, 1), ("kernel", 1, 1)),
+        *slow(("apart", 2, 2), ("whole", 2, 2), ("apart, whole", 2, 2)),
+    ],
+)
 def test_every_form_decodes_the_same_tokens(name, data, model, tiny):
     target = random_model(tiny.config, 0, dtype="float32", form=FORMS[name])
     if data * model > 1:
@@ -124,7 +131,7 @@ def test_a_draft_model_whole_on_each_device_sends_nothing(tiny):
 
 # JAX 0.12 still compiles it, and will drop Pallas's Triton backend for Mosaic GPU.
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
-@pytest.mark.parametrize("width", [16, 24, 80, 128])
+@pytest.mark.parametrize("width", [16, 24, *slow(80, 128)])
 def test_the_form_for_gpus_compiles_for_them_as_far_as_that_goes_without(width):
     """Triton takes powers of two only: other heads do without the kernel."""
     config = tiny_config(head_dim=width)

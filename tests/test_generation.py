@@ -8,7 +8,7 @@ import jaxtyping
 import numpy as np
 import pytest
 import tokenizers
-from conftest import tiny_config
+from conftest import slow, tiny_config
 from decoding import PROMPTS, decode, drafters, greedy, make_session, mixed, replay
 from test_decoder import one_pass
 
@@ -71,7 +71,7 @@ def until(tokens, stop):
     return tokens[: tokens.index(stop) + 1] if stop in tokens else tokens
 
 
-@pytest.mark.parametrize("quality", ["right", "wavering"])
+@pytest.mark.parametrize("quality", ["right", *slow("wavering")])
 def test_a_stop_token_at_every_place_of_a_path(quality, tiny, plain, request):
     (tokens,) = plain.token_ids
     stops = [*tokens, 60]
@@ -198,7 +198,7 @@ def streamed(model, prompts, **options):
     return texts, ids, flags
 
 
-@pytest.mark.parametrize("rounds", [1, 4])
+@pytest.mark.parametrize("rounds", [1, *slow(4)])
 def test_a_stream_adds_up_to_the_generation(rounds, speaking, tiny, unrelated, similar):
     options = dict(
         drafter=drafters(tiny, unrelated, similar)["similar"],
@@ -231,7 +231,7 @@ def test_what_was_drafted(tiny, plain, right):
     assert not any(plain.was_drafted(0))
 
 
-@pytest.mark.parametrize("rule", ["rejection", "coupled"])
+@pytest.mark.parametrize("rule", ["rejection", *slow("coupled")])
 def test_logprobs_are_those_of_a_full_forward(rule, tiny, unrelated, similar):
     got = decode(
         tiny,
@@ -257,20 +257,20 @@ def test_logprobs_are_those_of_a_full_forward(rule, tiny, unrelated, similar):
         np.testing.assert_allclose(got.logprobs[row], wanted, atol=2e-5)
 
 
-def test_seeds_belong_to_requests(tiny, unrelated, similar):
+@pytest.mark.parametrize("rule", ["rejection", *slow("coupled")])
+def test_seeds_belong_to_requests(rule, tiny, unrelated, similar):
     """With a seed of its own a request is the same wherever it stands; without, it is its own."""
     drafter = drafters(tiny, unrelated, similar)["similar"]
-    for rule in ("rejection", "coupled"):
-        options = dict(drafter=drafter, verify=rule, num_speculative_tokens=3)
-        seeds = [None, 5, None, 5, 6]
-        requests = [drawn(seed=seed) for seed in seeds]
-        first = decode(tiny, [PROMPT] * 5, sampling=requests, seed=0, **options)
-        assert first.token_ids[1] == first.token_ids[3]
-        others = [first.token_ids[row] for row in (0, 1, 2, 4)]
-        assert all(a != b for i, a in enumerate(others) for b in others[:i])
-        again = decode(tiny, [PROMPT] * 5, sampling=requests, seed=1, **options)
-        same = [a == b for a, b in zip(first.token_ids, again.token_ids, strict=True)]
-        assert same == [False, True, False, True, True]
+    options = dict(drafter=drafter, verify=rule, num_speculative_tokens=3)
+    seeds = [None, 5, None, 5, 6]
+    requests = [drawn(seed=seed) for seed in seeds]
+    first = decode(tiny, [PROMPT] * 5, sampling=requests, seed=0, **options)
+    assert first.token_ids[1] == first.token_ids[3]
+    others = [first.token_ids[row] for row in (0, 1, 2, 4)]
+    assert all(a != b for i, a in enumerate(others) for b in others[:i])
+    again = decode(tiny, [PROMPT] * 5, sampling=requests, seed=1, **options)
+    same = [a == b for a, b in zip(first.token_ids, again.token_ids, strict=True)]
+    assert same == [False, True, False, True, True]
 
 
 def test_snapshots_do_not_change_behind_ones_back(tiny, plain, right):
