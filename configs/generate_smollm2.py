@@ -2,7 +2,7 @@
 
 from ml_collections import config_dict
 
-from specjax.cli import command_line
+from specjax.cli.mesh_config import distributed_fields, mesh_fields
 from train.data.corpus_tasks import DEFAULT_MIX
 
 
@@ -46,8 +46,8 @@ def get_config(size=""):
     config.verify = "rejection"  # rejection | block | coupled
     config.minutes = config_dict.placeholder(float)  # stop after so long, to be resumed
 
-    config.mesh = command_line.mesh_fields()
-    config.distributed = command_line.distributed_fields()
+    config.mesh = mesh_fields()
+    config.distributed = distributed_fields()
 
     if size == "debug":
         config.workdir = "build/generate_smollm2_debug"

@@ -245,9 +245,9 @@ def compare() -> int:
 
 def main(argv: list[str]) -> int:
     """Entry point, called with what absl's flags leave; returns the exit code."""
-    from specjax.cli import command_line
+    from specjax.cli import command
 
-    return command_line.command(lambda rest: compare(), argv[1:])
+    return command.run(lambda rest: compare(), argv[1:])
 
 
 if __name__ == "__main__":

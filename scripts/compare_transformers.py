@@ -61,6 +61,7 @@ def main(argv: list[str]) -> None:
     import specjax
     from specjax.cli.built_in_prompts import BUILT_IN
     from specjax.decoding import executor, generate, open_session, plan, prompts
+    from specjax.decoding.options import DecodeOptions
     from specjax.loading import load
 
     model = specjax.load_model(load.DEFAULT_MODEL, dtype="float32")
@@ -78,9 +79,10 @@ def main(argv: list[str]) -> None:
             model,
             ids,
             drafter=specjax.make_drafter(drafter, model),
+            options=DecodeOptions(
+                num_speculative_tokens=_LOOKUP.value if drafter == "ngram" else None, batch_size=1
+            ),
             requests=sampling,
-            batch_size=1,
-            num_speculative_tokens=_LOOKUP.value if drafter == "ngram" else None,
         )
 
     sessions = {"plain": ours("none"), "lookup": ours("ngram")}
@@ -139,9 +141,7 @@ def compare_prefill(model: Any, peer: Peer) -> None:
 
     length = _PREFILL.value
     ids = np.random.default_rng(0).integers(100, 40000, length).tolist()
-    one = open_session.open_session(
-        model, [ids], requests=specjax.SamplingParams(max_new_tokens=1), batch_size=1
-    )
+    one = open_session.open_session(model, [ids], requests=specjax.SamplingParams(max_new_tokens=1))
     programs = executor.compile_session(one)
     mine, theirs = [], []
     for turn in range(_RUNS.value + 1):

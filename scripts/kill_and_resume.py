@@ -34,10 +34,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from specjax.cli import command_line
+from specjax.cli import command
+from specjax.cli.flags import Listed, Parser
 from specjax.errors import InputError
 from specjax.fields import Choice, OutputFolder, Whole, dotted, optional
-from specjax.files.folders import LOCK
+from specjax.files.folder_marker import LOCK
 from specjax.loading import checkpoints
 from train.data.examples import METADATA
 from train.data.responses import open_responses
@@ -76,14 +77,14 @@ class Result:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     act = lambda arguments: _run(SimpleNamespace(**parser().read(arguments)))  # noqa: E731
-    return command_line.command(act, argv)
+    return command.run(act, argv)
 
 
-def parser() -> command_line.Parser:
+def parser() -> Parser:
     """The flags."""
-    flags = command_line.Parser("python scripts/kill_and_resume.py", __doc__)
+    flags = Parser("python scripts/kill_and_resume.py", __doc__)
     flags.add_field("kills", Whole(), "how often each command is killed", default=20)
-    kind = command_line.Listed(Choice(WHAT))
+    kind = Listed(Choice(WHAT))
     flags.add_field("what", kind, "which commands", default=",".join(WHAT))
     flags.add_field("seed", Whole(), "the moments come from it", default=0)
     where = "where to work, else in a temporary folder"

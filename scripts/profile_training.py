@@ -26,7 +26,9 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
-from specjax.cli import command_line
+from specjax.cli import command
+from specjax.cli.config_file import read_config
+from specjax.cli.flags import Parser
 from specjax.distributed.sharding import use
 from specjax.errors import InputError, one_line
 from specjax.reporting import decode_report
@@ -38,18 +40,18 @@ from train.run.step import LATE, State, loss_function, make_program, placement_o
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    parser = command_line.Parser("python scripts/profile_training.py", __doc__)
+    parser = Parser("python scripts/profile_training.py", __doc__)
     parser.add_argument("--method", required=True, help="a module with make_method and CONFIG")
     parser.add_argument("--steps", type=int, default=5, help="how often each part is timed")
 
     def run(argv: list[str]) -> int:
         arguments, rest = parser.parse_known_args(argv)
         method = _method(arguments.method)
-        config = command_line.read_config(rest, method.CONFIG)
+        config = read_config(rest, method.CONFIG)
         profile(set_up(config, method.make_method), max(arguments.steps, 1))
         return 0
 
-    return command_line.command(run, argv)
+    return command.run(run, argv)
 
 
 def _method(name: str) -> ModuleType:
@@ -220,5 +222,5 @@ def _add(table: Table, label: str, seconds: float, whole: float, flops: float | 
 
 
 if __name__ == "__main__":
-    command_line.use_compilation_cache()
+    command.use_compilation_cache()
     raise SystemExit(main())

@@ -24,8 +24,9 @@ from cards import card, curve, table
 from children import INTERRUPTED
 
 from specjax import report
-from specjax.cli import command_line
-from specjax.decoding.plan import BATCH_SIZE
+from specjax.cli import command
+from specjax.cli.flags import Listed, Parser
+from specjax.decoding.options import BATCH_SIZE
 from specjax.drafters import DRAFT_TOKENS
 from specjax.errors import InputError
 from specjax.fields import Flag, InputFile, InputFolder, Number, OutputFolder, Text, Whole, optional
@@ -45,12 +46,12 @@ _CONFIG = "configs/decode_smollm2.py"
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     act = lambda arguments: run(SimpleNamespace(**parser().read(arguments)))  # noqa: E731
-    return command_line.command(act, argv, interrupted=INTERRUPTED)
+    return command.run(act, argv, interrupted=INTERRUPTED)
 
 
-def parser() -> command_line.Parser:
+def parser() -> Parser:
     """The flags."""
-    flags = command_line.Parser("python scripts/report_heads.py", __doc__)
+    flags = Parser("python scripts/report_heads.py", __doc__)
     add = flags.add_field
     add("out", OutputFolder(), "folder of the report")
     schema = "JSONL in Spec-Bench's schema; else built in"
@@ -59,7 +60,7 @@ def parser() -> command_line.Parser:
     kinds = "folder with a checkpoint for each kind; else the shipped"
     add("heads", optional(InputFolder()), kinds, default=None)
     which = "which; else ngram, all heads, ngram+eagle3"
-    add("drafters", optional(command_line.Listed(Text())), which, default=None)
+    add("drafters", optional(Listed(Text())), which, default=None)
     add("num_speculative_tokens", DRAFT_TOKENS, "K of a head by itself", default=4)
     add("draft_p_min", optional(Number(0.0, 1.0)), "where a head stops drafting", default=None)
     add("new_tokens", Whole(1), "tokens per answer", default=96)
@@ -171,5 +172,5 @@ def _by_task(options: SimpleNamespace, runs: Sequence[Run]) -> list[str]:
 
 
 if __name__ == "__main__":
-    command_line.use_compilation_cache()
+    command.use_compilation_cache()
     raise SystemExit(main())

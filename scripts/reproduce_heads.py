@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 from cards import TRAINERS, card
 from children import INTERRUPTED, run_child
 
-from specjax.cli import command_line
+from specjax.cli import command
+from specjax.cli.flags import Listed, Parser
 from specjax.distributed import folder_lock
 from specjax.errors import InputError
 from specjax.fields import Choice, Flag, Number, OutputFolder, PathOrName, optional
@@ -49,13 +50,13 @@ class Stage(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     act = lambda arguments: reproduce(_options(arguments))  # noqa: E731
-    return command_line.command(act, argv, interrupted=INTERRUPTED)
+    return command.run(act, argv, interrupted=INTERRUPTED)
 
 
-def parser() -> command_line.Parser:
+def parser() -> Parser:
     """The flags."""
-    flags = command_line.Parser("python scripts/reproduce_heads.py", __doc__)
-    add, listed = flags.add_field, command_line.Listed
+    flags = Parser("python scripts/reproduce_heads.py", __doc__)
+    add, listed = flags.add_field, Listed
     usual = ",".join(kind for kind in TRAINERS if kind != "eagle")
     add("workdir", OutputFolder(), "where all stages keep their files", default="runs/heads")
     add("minutes", optional(Number(0.1, 1e9)), "stop cleanly after so long", default=None)
@@ -141,7 +142,7 @@ def run_stages(
         try:
             code = run_child(stage.command, until=until, keep=keep) if begin < until else None
         except KeyboardInterrupt:
-            code = command_line.INTERRUPTED
+            code = command.INTERRUPTED
         if code != 0:
             return _ended(code, [one.name for one in stages[folder:]])
         finished[stage.name] = {"command": stage.told, "seconds": time.monotonic() - begin}
@@ -155,7 +156,7 @@ def _ended(code: int | None, names: Sequence[str]) -> int:
     if code is None:
         print(f"the minutes are over; {left}")
         return 0
-    if code == command_line.INTERRUPTED:
+    if code == command.INTERRUPTED:
         print(f"interrupted; {left}", file=sys.stderr)
         return code
     print(f"[{names[0]}] ended with code {code}; {left}", file=sys.stderr)

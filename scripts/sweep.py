@@ -29,8 +29,10 @@ import ml_collections
 from children import INTERRUPTED, run_child
 
 from specjax import decode, report
-from specjax.cli import command_line
-from specjax.cli.decode_config import read_job
+from specjax.cli import command
+from specjax.cli.config_file import read_config
+from specjax.cli.decode_config import read_decode_config
+from specjax.cli.flags import Parser
 from specjax.errors import InputError, one_line
 from specjax.fields import Flag, OutputFolder, dotted
 from specjax.reporting import plots
@@ -56,7 +58,7 @@ class Cell:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    return command_line.command(_sweep, argv, __doc__, interrupted=INTERRUPTED)
+    return command.run(_sweep, argv, __doc__, interrupted=INTERRUPTED)
 
 
 def _sweep(argv: list[str]) -> int:
@@ -96,7 +98,7 @@ def run_cells(cells: Sequence[Cell]) -> int:
         begin = time.perf_counter()
         status = run_cell(cell)
         seconds.append(time.perf_counter() - begin)
-        if status == command_line.INTERRUPTED:
+        if status == command.INTERRUPTED:
             raise KeyboardInterrupt
         runs[cell] = finished(cell)
         failed |= status != 0
@@ -113,11 +115,11 @@ def make_cells(out: Path, fixed: Sequence[str], grid: dict[str, list[str]]) -> l
         arguments = (*fixed, *(f"--{name}={value}" for name, value in chosen.items()))
         said = " ".join(f"{name.removeprefix('config.')}={v}" for name, v in chosen.items())
         try:
-            config = command_line.read_config(list(arguments), decode.CONFIG)
+            config = read_config(list(arguments), decode.CONFIG)
             if not any(re.match(r"--(no)?config\.compare\b", one) for one in arguments):
                 config.compare = True
                 arguments = (*arguments, "--config.compare=true")
-            read_job(config)
+            read_decode_config(config.to_dict())
         except InputError as error:
             raise InputError(f"cell {said or 'without values'}: {one_line(error)}") from None
         except (AttributeError, KeyError) as error:
@@ -167,9 +169,9 @@ def _result(cell: Cell, run: Run | None, status: int | None) -> str:
     return f"tau {figures.counts.acceptance_length:.2f}{speedup}{warning}"
 
 
-def parser() -> command_line.Parser:
+def parser() -> Parser:
     """The sweep's own flags."""
-    flags = command_line.Parser("python scripts/sweep.py", __doc__)
+    flags = Parser("python scripts/sweep.py", __doc__)
     flags.add_field("out", OutputFolder(), "folder of the sweep")
     flags.add_field("predict", Flag(), "time the parts of rounds", default=False)
     flags.add_field("pictures", Flag(), "draw pictures", default=True)
@@ -236,5 +238,5 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    command_line.use_compilation_cache()
+    command.use_compilation_cache()
     raise SystemExit(main())

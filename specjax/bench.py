@@ -10,6 +10,7 @@ cannot be written; 130 after Ctrl-C, SIGTERM or a closed terminal; 141 where nob
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import sys
@@ -17,28 +18,27 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
-import ml_collections
 import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
 from specjax import metrics
-from specjax.cli import command_line
+from specjax.cli import command
 from specjax.cli.built_in_prompts import BUILT_IN
+from specjax.cli.mesh_config import DistributedConfig, MeshConfig, open_mesh
 from specjax.decoding import costs, prompts
 from specjax.decoding.executor import Programs, compile_session, run_session
 from specjax.decoding.generate import Generation, collect
 from specjax.decoding.open_session import open_session
+from specjax.decoding.options import DecodeOptions
 from specjax.decoding.plan import Session
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.distributed import processes, sharding
 from specjax.drafters import DRAFT_TOKENS, Drafter, make_drafter
 from specjax.fields import (
-    Fields,
-    Flag,
     InputFile,
     Items,
     Number,
@@ -46,6 +46,7 @@ from specjax.fields import (
     PathOrName,
     Whole,
     optional,
+    read_values,
 )
 from specjax.loading.load import DTYPE, load_model
 from specjax.loading.model import Model
@@ -53,27 +54,32 @@ from specjax.reporting.decode_report import device_name
 from specjax.reporting.report_file import ReportFile, check_writable
 
 _SIZES = Items(Whole(1), least=1, remedy="use whole numbers of at least 1, such as (1, 4)")
-FIELDS: Fields = {
-    "target": PathOrName(),
-    "dtype": DTYPE,
-    "prompts": optional(InputFile(pipe=True)),
-    "per_task": Whole(1),
-    "max_new_tokens": Whole(1),
-    "widths": _SIZES,
-    "batch_sizes": _SIZES,
-    "capacities": _SIZES,
-    "committed": Whole(),
-    "num_speculative_tokens": DRAFT_TOKENS,
-    "ngram_tokens": DRAFT_TOKENS,
-    "acceptances": Items(Number(0.0, 1.0), remedy="use numbers from 0 to 1, such as (0.6, 0.8)"),
-    "exit_layers": Items(Whole(1), remedy="use numbers of layers, such as (15, 24)"),
-    "self_draft": Flag(),
-    "runs": Whole(1),
-    "report": optional(OutputFile()),
-    "mesh": command_line.MESH_FIELDS,
-    "distributed": command_line.DISTRIBUTED_FIELDS,
-}
-"""What the fields of a config may hold."""
+_SHARES = Items(Number(0.0, 1.0), remedy="use numbers from 0 to 1, such as (0.6, 0.8)")
+_LAYERS = Items(Whole(1), remedy="use numbers of layers, such as (15, 24)")
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """What to measure; `configs/bench_smollm2.py` says what each field does."""
+
+    target: Annotated[str, PathOrName()]
+    dtype: Annotated[str, DTYPE]
+    prompts: Annotated[Path | None, optional(InputFile(pipe=True))]
+    per_task: Annotated[int, Whole(1)]
+    max_new_tokens: Annotated[int, Whole(1)]
+    widths: Annotated[tuple[int, ...], _SIZES]
+    batch_sizes: Annotated[tuple[int, ...], _SIZES]
+    capacities: Annotated[tuple[int, ...], _SIZES]
+    committed: Annotated[int, Whole()]
+    num_speculative_tokens: Annotated[int, DRAFT_TOKENS]
+    ngram_tokens: Annotated[int, DRAFT_TOKENS]
+    acceptances: Annotated[tuple[float, ...], _SHARES]
+    exit_layers: Annotated[tuple[int, ...], _LAYERS]
+    self_draft: bool
+    runs: Annotated[int, Whole(1)]
+    report: Annotated[Path | None, optional(OutputFile())]
+    mesh: MeshConfig
+    distributed: DistributedConfig
 
 
 @dataclass(frozen=True)
@@ -144,14 +150,10 @@ def contest(
     runs: int,
 ) -> Contest:
     """Decode the prompts plainly and with a drafter, in turn, and predict the ratio."""
-    options = {
-        "requests": SamplingParams(max_new_tokens=max_new_tokens),
-        "batch_size": batch_size,
-    }
-    plain = open_session(model, ids, **options)
-    drafted = open_session(
-        model, ids, drafter=drafter, num_speculative_tokens=num_speculative_tokens, **options
-    )
+    requests = SamplingParams(max_new_tokens=max_new_tokens)
+    options = DecodeOptions(num_speculative_tokens=num_speculative_tokens, batch_size=batch_size)
+    plain = open_session(model, ids, options=options.without_drafts(), requests=requests)
+    drafted = open_session(model, ids, drafter=drafter, options=options, requests=requests)
     sessions = [(one, compile_session(one)) for one in (plain, drafted)]
     pairs = [tuple(_decode(*one) for one in sessions) for _ in range(runs + 1)][1:]
     ratios = [fast.tokens_per_second / slow.tokens_per_second for slow, fast in pairs]
@@ -202,7 +204,7 @@ def _predict(
 
 
 def bench(
-    config: ml_collections.ConfigDict,
+    config: BenchConfig,
     console: Console,
     mesh: Mesh | None,
     measured: Measured,
@@ -295,7 +297,7 @@ def _contests(
     model: Model,
     ids: list[list[int]],
     fewest: int,
-    config: ml_collections.ConfigDict,
+    config: BenchConfig,
     console: Console,
 ) -> Iterator[Contest]:
     shared = {"max_new_tokens": config.max_new_tokens, "runs": config.runs}
@@ -304,7 +306,7 @@ def _contests(
         model,
         most,
         requests=SamplingParams(max_new_tokens=config.max_new_tokens),
-        batch_size=min(len(most), max(config.batch_sizes)),
+        options=DecodeOptions(batch_size=min(len(most), max(config.batch_sizes))),
     )
     console.print("recording plain continuations ...")
     recorded = _decode(plain, compile_session(plain)).token_ids
@@ -343,8 +345,8 @@ def _table(title: str, *columns: str) -> Table:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
 
-    def run(config: ml_collections.ConfigDict) -> int:
-        mesh = command_line.open_mesh(config)
+    def run(config: BenchConfig) -> int:
+        mesh = open_mesh(config.mesh, config.distributed, asdict(config))
         writes = processes.speaks()
 
         def check() -> Path | None:
@@ -358,11 +360,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             file.finish()
         return 0
 
-    return command_line.run(
-        run, argv, default="configs/bench_smollm2.py", fields=FIELDS, documentation=__doc__
-    )
+    read = functools.partial(read_values, BenchConfig)
+    return command.run_config(run, argv, default="bench_smollm2", read=read, documentation=__doc__)
 
 
 if __name__ == "__main__":
-    command_line.use_compilation_cache()
+    command.use_compilation_cache()
     raise SystemExit(main())

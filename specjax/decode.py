@@ -19,15 +19,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import ml_collections
 from rich.console import Console
 
-from specjax.cli import command_line
+from specjax.cli import command
 from specjax.cli.console import Screen
-from specjax.cli.decode_config import Job, decode_fields, job_drafter, read_job
+from specjax.cli.decode_config import DecodeConfig, make_config_drafter, read_decode_config
 from specjax.cli.decode_run import decode_batches
+from specjax.cli.mesh_config import open_mesh
 from specjax.decoding.compare_outputs import EXCUSED_MARGIN
-from specjax.decoding.plan import RULES
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.distributed import processes
 from specjax.drafters import DRAFTERS, TRAINED, Drafter, drafter_options, option_type
@@ -39,13 +38,9 @@ from specjax.metrics import ExpectedAcceptance
 from specjax.reporting import decode_report
 from specjax.reporting.decode_report import Batch, Clock, Setting, Totals
 from specjax.reporting.report_file import ReportFile, check_room, check_writable
+from specjax.sampling import RULES
 
-CONFIG = "configs/decode_smollm2.py"
-_RULES = {
-    "rejection": "accept with probability min(1, p/q), else draw from what p has left",
-    "block": "verify the draft as a whole; accepts no less than rejection",
-    "coupled": "the output depends on seed and prompt only, whatever is drafted",
-}
+CONFIG = "decode_smollm2"
 DIFFERENT = 1
 """Exit code where the output differs from plain decoding's and must not."""
 
@@ -56,54 +51,46 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "--list" in argv:
         print(listing())
         return 0
-    act = lambda config: decode(config, _console())  # noqa: E731
-    return command_line.run(
-        act, argv, default=CONFIG, fields=decode_fields(), documentation=__doc__
+    return command.run_config(
+        decode, argv, default=CONFIG, read=read_decode_config, documentation=__doc__
     )
 
 
-def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 100)
-
-
-def decode(config: ml_collections.ConfigDict, console: Console) -> int:
+def decode(config: DecodeConfig) -> int:
     """Run a config; returns the exit code. Raises InputError."""
-    mesh = command_line.open_mesh(config)
+    mesh = open_mesh(config.mesh, config.distributed, config.written)
     writes = processes.speaks()
-    if not writes:
-        console = Console(quiet=True)
 
-    def check() -> tuple[Job, Path | None]:
-        job = read_job(config)
-        return job, check_writable(job.report) if job.report is not None and writes else None
+    def check() -> Path | None:
+        return check_writable(config.report) if config.report is not None and writes else None
 
-    job, path = processes.together(check)
-    processes.agree({"prompts": hashlib.sha256(repr(job.questions).encode()).hexdigest()[:16]})
+    path = processes.together(check)
+    processes.agree({"prompts": hashlib.sha256(repr(config.questions).encode()).hexdigest()[:16]})
+    console = Console(width=None if sys.stdout.isatty() else 100, quiet=not writes)
     screen, clock = Screen(console), Clock()
     begin = time.perf_counter()
 
     def load() -> tuple[Model, Drafter]:
-        model = load_model(job.target, dtype=job.dtype, mesh=mesh, field="target")
+        model = load_model(config.target, dtype=config.dtype, mesh=mesh, field="target")
         if path is not None:
-            check_room(path, _largest_report(job, model), f"report={str(job.report)!r}")
-        return model, job_drafter(job, model)
+            check_room(path, _largest_report(config, model), f"report={str(path)!r}")
+        return model, make_config_drafter(config, model)
 
-    with screen.working(f"loading {job.target}"):
+    with screen.working(f"loading {config.target}"):
         model, drafter = processes.together(load)
         processes.agree({"target": repr(model.config)})
     setting = Setting(
-        drafter=job.drafter,
+        drafter=config.drafter,
         device=decode_report.device_name(mesh),
         dtype=str(model.dtype),
-        config=config.to_dict(),
+        config=dict(config.written),
         load_s=time.perf_counter() - begin,
-        turns=job.all_turns,
+        turns=config.all_turns,
     )
-    title = (
-        f"{job.target}, {setting.dtype}, {setting.device}, batch size {job.session['batch_size']}"
-    )
+    where = f"{setting.dtype}, {setting.device}"
+    title = f"{config.target}, {where}, batch size {config.options.batch_size}"
     screen.say(f"{model.num_params / 1e6:.1f}M parameters, {setting.dtype}, on {setting.device}")
-    screen.legend(job.drafter)
+    screen.legend(config.drafter)
 
     batches: list[Batch] = []
     expected: list[ExpectedAcceptance] = []
@@ -116,7 +103,7 @@ def decode(config: ml_collections.ConfigDict, console: Console) -> int:
     excusable = setting.dtype == "float32"
     with ReportFile(path, content, screen.say) as file:
         try:
-            for batch in decode_batches(job, model, drafter, screen, clock, expected):
+            for batch in decode_batches(config, model, drafter, screen, clock, expected):
                 batches.append(batch)
                 file.grew()
         except KeyboardInterrupt:
@@ -131,40 +118,40 @@ def decode(config: ml_collections.ConfigDict, console: Console) -> int:
             # First, since the terminal may be what was closed.
             written = file.finish(interrupted or refused is not None)
         finally:
-            screen.table(job.drafter, totals, title, _identity(job, totals))
+            screen.table(config.drafter, totals, title, _identity(config, totals))
             screen.differences(totals, excusable)
     if written:
         screen.say(f"report: {path}")
     if interrupted:
         rows = f"{totals.num_rows} finished row{'' if totals.num_rows == 1 else 's'}"
         screen.say(f"interrupted; {rows} {'are in the report' if written else 'shown above'}")
-        return command_line.INTERRUPTED
+        return command.INTERRUPTED
     if refused is not None:
         raise refused
     exact = all(excusable and one.margin < EXCUSED_MARGIN for _, one in totals.differences)
     return 0 if exact else DIFFERENT
 
 
-def _largest_report(job: Job, model: Model) -> int:
+def _largest_report(config: DecodeConfig, model: Model) -> int:
     """About how many bytes the report has at most; a row ends at the model's last position."""
-    rows = sum(len(job.turn(turn)) for turn in range(job.num_turns))
-    new_tokens = min(job.sampling.max_new_tokens, model.config.max_positions)
-    return decode_report.largest_size(rows, new_tokens, logprobs=job.sampling.logprobs)
+    rows = sum(len(config.turn(turn)) for turn in range(config.num_turns))
+    new_tokens = min(config.sampling.max_new_tokens, model.config.max_positions)
+    return decode_report.largest_size(rows, new_tokens, logprobs=config.sampling.logprobs)
 
 
-def _identity(job: Job, totals: Totals) -> str | None:
+def _identity(config: DecodeConfig, totals: Totals) -> str | None:
     """What the table says of the comparison; None where none was asked for."""
-    if not job.compare:
+    if not config.compare:
         return None
-    if not job.comparable:
+    if not config.comparable:
         return (
-            f"not expected: {job.session['verify']} at a temperature has the same distribution only"
+            f"not expected: {config.options.verify} at a temperature has the same distribution only"
         )
     return f"{totals.identical_rows or 0} of {totals.compared_rows} rows"
 
 
-def _path_told(name: str) -> str:
-    """What the listing says of a trained drafter's path."""
+def _path_note(name: str) -> str:
+    """The listing's note on a trained drafter's path."""
     targets = [target for target, kinds in shipped_heads().items() if name in kinds]
     own = f"the one for {', '.join(targets)}" if targets else "needed"
     return f"{own} (a head's folder{', or any model' if name == 'draft_model' else ''})"
@@ -176,7 +163,7 @@ def listing() -> str:
     for name, constructor in DRAFTERS.items():
         lines.append(f"  {name}: {(constructor.__doc__ or '').splitlines()[0]}")
         if name in TRAINED:
-            lines.append(f"      path = {_path_told(name)}")
+            lines.append(f"      path = {_path_note(name)}")
         for option, parameter in drafter_options(name).items():
             if option_type(parameter) is not None:
                 lines.append(f"      {option} = {parameter.default}")
@@ -185,12 +172,12 @@ def listing() -> str:
     )
     lines.append("  NAME+NAME, as ngram+eagle3: the first that has a draft, in each row")
     lines.append("rules (--config.verify=RULE), all exact:")
-    lines += [f"  {rule}: {_RULES[rule]}" for rule in RULES]
+    lines += [f"  {name}: {rule.description}" for name, rule in RULES.items()]
     lines.append("sampling (--config.sampling.FIELD=VALUE):")
     lines += [f"  {field.name} = {field.default}" for field in fields(SamplingParams)]
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    command_line.use_compilation_cache()
+    command.use_compilation_cache()
     raise SystemExit(main())

@@ -10,10 +10,11 @@ bad input; 130 after Ctrl-C or SIGTERM.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from specjax.cli import command_line
+from specjax.cli import command
+from specjax.cli.flags import Parser
 from specjax.errors import InputError
 from specjax.fields import Choice, Flag, PathOrName, optional
 from specjax.files.paths import output_folder, user_path
@@ -32,9 +33,23 @@ OWN = "specjax"
 FORMATS = (*head_formats.FORMATS, OWN)
 
 
-def parser() -> command_line.Parser:
+@dataclass(frozen=True)
+class ExportOptions:
+    """The values of the flags."""
+
+    head: str
+    format: str
+    output: str
+    target: str
+    dtype: str
+    read_layer_ids: str | None
+    layer_ids: str
+    whole_vocabulary: bool
+
+
+def parser() -> Parser:
     """The flags."""
-    flags = command_line.Parser("python -m specjax.export", __doc__)
+    flags = Parser("python -m specjax.export", __doc__)
     flags.add_field("head", PathOrName(), "the head to write")
     flags.add_field("format", Choice(FORMATS), "the layout to write")
     flags.add_field("output", PathOrName(), "where to write it")
@@ -66,56 +81,58 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
 
     def act(arguments: list[str]) -> int:
-        return export(argparse.Namespace(**parser().read(arguments)))
+        return export(ExportOptions(**parser().read(arguments)))
 
-    return command_line.command(act, argv, parser().format_help())
+    return command.run(act, argv, parser().format_help())
 
 
-def export(asked: argparse.Namespace) -> int:
+def export(options: ExportOptions) -> int:
     """Run parsed flags; returns the exit code. Raises InputError."""
-    source, output = user_path("head", asked.head), output_folder("output", asked.output)
-    where = f"output={asked.output!r}"
-    shipped = asked.head in KINDS
+    source, output = user_path("head", options.head), output_folder("output", options.output)
+    where = f"output={options.output!r}"
+    shipped = options.head in KINDS
     if not shipped and not source.is_dir():
         raise InputError(
-            f"head={asked.head!r}: no such directory; give that of a saved head, or the kind of "
+            f"head={options.head!r}: no such directory; give that of a saved head, or the kind of "
             f"one that comes with specjax ({', '.join(KINDS)})"
         )
-    if asked.format == OWN:
+    if options.format == OWN:
         check_free(output, "drafter", overwrite=False, where=where)
     else:
         check_target(output, where)
     head = None
     if not shipped and is_checkpoint(source):
-        head = _prepared(read_head(source), asked)
-    target = load_model(asked.target, dtype=asked.dtype, field="target")
+        head = _prepared(read_head(source), options)
+    target = load_model(options.target, dtype=options.dtype, field="target")
     if shipped:
-        head = _prepared(open_head(asked.head, None, target), asked)
+        head = _prepared(open_head(options.head, None, target), options)
     elif head is None:
-        foreign = head_formats.read_foreign(source, target, layer_ids=asked.read_layer_ids)
-        head = _prepared(foreign, asked)
-    if asked.format == OWN:
+        foreign = head_formats.read_foreign(source, target, layer_ids=options.read_layer_ids)
+        head = _prepared(foreign, options)
+    if options.format == OWN:
         save_head(head, output)
         check_same(head, read_head(output), target, str(output))
     else:
-        head_formats.write_foreign(head, output, asked.format, target, layer_ids=asked.layer_ids)
-    print(_told(head, target, asked))
+        head_formats.write_foreign(
+            head, output, options.format, target, layer_ids=options.layer_ids
+        )
+    print(_summary(head, target, options))
     return 0
 
 
-def _prepared(head: Head, asked: argparse.Namespace) -> Head:
-    if asked.format != OWN:
-        check_format(head, asked.format)
-    return whole_vocabulary(head) if asked.whole_vocabulary else head
+def _prepared(head: Head, options: ExportOptions) -> Head:
+    if options.format != OWN:
+        check_format(head, options.format)
+    return whole_vocabulary(head) if options.whole_vocabulary else head
 
 
-def _told(head: Head, target: Model, asked: argparse.Namespace) -> str:
+def _summary(head: Head, target: Model, options: ExportOptions) -> str:
     part = f"{head.config.draft_vocab_size} of {target.config.vocab_size} tokens"
     lines = [
-        f"{asked.output}: {head.kind} for {target.name} as {asked.format}, {part}; "
+        f"{options.output}: {head.kind} for {target.name} as {options.format}, {part}; "
         "read again, its draft logits are the same"
     ]
-    if asked.format == "medusa" and head.draft_ids is not None:
+    if options.format == "medusa" and head.draft_ids is not None:
         lines.append("note: vLLM 0.32 stops at a token_map; --whole_vocabulary writes none")
     return "\n".join(lines)
 

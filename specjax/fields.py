@@ -19,6 +19,7 @@ from typing import (
     Any,
     Literal,
     Protocol,
+    TypeVar,
     Union,
     get_args,
     get_origin,
@@ -29,6 +30,7 @@ from typing import (
 from specjax.errors import InputError, shown
 from specjax.files import paths
 
+T = TypeVar("T")
 INT32_MAX = 2**31 - 1
 """The largest number that arrays of token ids, positions and counts hold."""
 
@@ -286,16 +288,18 @@ def optional(*kinds: Kind) -> Either:
     return Either(kinds, none=True)
 
 
-def kind_of(annotation: Any) -> Kind | None:
-    """The kind that an annotation declares; None where it declares none.
+def kind_of(annotation: Any) -> Any:
+    """The kind that an annotation declares, or its section (`Fields`); None where it declares none.
 
     Raises TypeError for a number or a text without one: nothing could be checked.
     """
     origin, inside = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return next((one for one in inside[1:] if isinstance(one, Kind)), None)
+        return next((one for one in inside[1:] if isinstance(one, Kind | Mapping)), None)
     if origin is Literal:
         return Choice(tuple(map(str, inside)))
+    if dataclasses.is_dataclass(annotation):
+        return fields_of(annotation)
     if annotation is bool:
         return Flag()
     if annotation in (int, float, str):
@@ -310,11 +314,26 @@ def kind_of(annotation: Any) -> Kind | None:
     return None
 
 
-def fields_of(source: type) -> dict[str, Kind]:
-    """The kinds of a dataclass's fields, as they are annotated."""
+def fields_of(source: type) -> dict[str, Any]:
+    """The kinds of a dataclass's fields, as they are annotated; a dataclass inside is a section."""
     hints = get_type_hints(source, include_extras=True)
     kinds = {field.name: kind_of(hints[field.name]) for field in dataclasses.fields(source)}
     return {name: kind for name, kind in kinds.items() if kind is not None}
+
+
+def read_values(source: type[T], values: Mapping[str, Any]) -> T:
+    """A dataclass from the values of all its annotated fields, checked as `check_values` does."""
+    return _build(source, check_values(fields_of(source), values))
+
+
+def _build(source: type[T], checked: Mapping[str, Any]) -> T:
+    hints = get_type_hints(source)
+    return source(
+        **{
+            name: _build(hints[name], value) if dataclasses.is_dataclass(hints[name]) else value
+            for name, value in checked.items()
+        }
+    )
 
 
 def check_instance(value: Any, prefix: str) -> None:

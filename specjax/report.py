@@ -21,7 +21,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from specjax.cli import command_line, predicted_speedup
+from specjax.cli import command, predicted_speedup
+from specjax.cli.flags import Parser
 from specjax.errors import InputError, one_line
 from specjax.fields import Flag, OutputFolder
 from specjax.files import temporary
@@ -41,7 +42,7 @@ _TIME_AGAIN = "delete it to time again"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    return command_line.command(_report, argv, parser().format_help())
+    return command.run(_report, argv, parser().format_help())
 
 
 def _report(argv: list[str]) -> int:
@@ -194,9 +195,9 @@ def _open_folder(out: str | Path) -> WrittenFiles:
     return WrittenFiles("out", folder, "report")
 
 
-def parser() -> command_line.Parser:
+def parser() -> Parser:
     """The flags, and the files to read."""
-    flags = command_line.Parser("python -m specjax.report", __doc__)
+    flags = Parser("python -m specjax.report", __doc__)
     flags.add_argument("paths", nargs="*", metavar="FILE", help="reports to compare")
     flags.add_field("out", OutputFolder(), "the folder to write into")
     flags.add_field("predict", Flag(), "time the parts of rounds", default=False)
@@ -205,5 +206,5 @@ def parser() -> command_line.Parser:
 
 
 if __name__ == "__main__":
-    command_line.use_compilation_cache()
+    command.use_compilation_cache()
     raise SystemExit(main())

@@ -7,6 +7,7 @@ import numpy as np
 import specjax
 from specjax import testing
 from specjax.decoding.open_session import open_session
+from specjax.decoding.options import DecodeOptions
 from specjax.drafters import DRAFTERS, drafter_options
 from specjax.loading import checkpoints
 from specjax.loading.load import random_model
@@ -197,10 +198,9 @@ def numbers_refused():
             TARGET,
             [np.array([1, 2]), (np.uint8(1),)],
             drafter=specjax.make_drafter("ngram", TARGET, prompt_lookup_max=three),
-            num_speculative_tokens=three,
+            options=DecodeOptions(num_speculative_tokens=three, batch_size=three),
             requests={"top_k": three, "temperature": np.float32(0.5), "max_new_tokens": three},
             seed=three,
-            batch_size=three,
         )
     except Exception as error:
         return str(error)

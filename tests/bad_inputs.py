@@ -1,8 +1,9 @@
 """What no field takes, by its kind, as a command line writes it."""
 
 from specjax import fields
-from specjax.cli import command_line, decode_config
-from specjax.decoding import plan
+from specjax.cli import decode_config
+from specjax.cli.flags import Listed
+from specjax.decoding import options
 from train.run import config as train_config
 
 MANY_DIGITS = "9" * 5000
@@ -21,7 +22,7 @@ TEXTS = {
     fields.InputFolder: [*_PATHS, "nosuch", "file", "/dev/null"],
     fields.OutputFile: [*_PATHS, "folder", "nosuch/x", "/dev/full", "/dev/stdout", "/proc/x"],
     fields.OutputFolder: [*_PATHS, "file", "file/x/y", "/dev/full"],
-    plan.Ladder: [
+    options.Ladder: [
         *["5", "x", "(1,", "(1, 2)", "((1, 2),)", "((None,),)", "((4, 2, 1),)", "((0, 2, 1),)"],
         *["((1, 4, 1025),)", "((1, 4, -1),)", "((1, 4, 2), (3, 9, 1))", "(('a', 2, 3),)"],
     ],
@@ -37,7 +38,7 @@ def texts(kind):
         # What one of the kinds refuses another might take.
         first, *others = map(texts, kind.kinds)
         return [value for value in first if all(value in other for other in others)]
-    if isinstance(kind, command_line.Listed):
+    if isinstance(kind, Listed):
         wrong = [one for one in texts(kind.kind) if one or not kind.empty]
         return [*wrong, *(f"{one}," for one in wrong)]
     if isinstance(kind, fields.Items):

@@ -10,6 +10,7 @@ from specjax import trees
 from specjax.decoding.executor import compile_session, run_session
 from specjax.decoding.generate import collect
 from specjax.decoding.open_session import open_session
+from specjax.decoding.options import DecodeOptions
 from specjax.decoding.plan import batch_arguments
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.state import RUNNING
@@ -57,9 +58,18 @@ def greedy(**fields):
     return SamplingParams(temperature=0.0, **fields)
 
 
-def make_session(target, prompts, *, drafter=None, draft_length=None, sampling=None, **options):
+def make_session(
+    target, prompts, *, drafter=None, draft_length=None, sampling=None, seed=0, **options
+):
     requests = SamplingParams() if sampling is None else sampling
-    session = open_session(target, prompts, drafter=drafter, requests=requests, **options)
+    session = open_session(
+        target,
+        prompts,
+        drafter=drafter,
+        options=DecodeOptions(**options),
+        requests=requests,
+        seed=seed,
+    )
     if draft_length is None:
         return session
     plan = dataclasses.replace(session.plan, draft_length=draft_length)

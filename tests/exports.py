@@ -11,7 +11,7 @@ from flax.core import meta
 from heads import scaled
 from safetensors.numpy import load_file, save_file
 
-from specjax.files.folders import MARKER
+from specjax.files.folder_marker import MARKER
 from specjax.loading.head_formats import write_foreign
 from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.models.heads.medusa import Medusa, MedusaConfig

@@ -12,7 +12,7 @@ from script_modules import script_module
 
 from specjax import bench, decode, export, report
 from specjax.cli.decode_config import decode_fields
-from specjax.fields import Kind
+from specjax.fields import Kind, fields_of
 from train import distill, eagle, features, generate, import_responses, medusa
 from train.data import answers
 from train.run.config import TRAINING_FIELDS
@@ -21,8 +21,8 @@ CONFIGS = Path("configs").absolute()
 # A command's entry point, the kinds of its fields, and its config file.
 COMMANDS = {
     "specjax.decode": (decode.main, decode_fields(), "decode_smollm2.py"),
-    "specjax.bench": (bench.main, bench.FIELDS, "bench_smollm2.py"),
-    "train.generate": (generate.main, answers.FIELDS, "generate_smollm2.py"),
+    "specjax.bench": (bench.main, fields_of(bench.BenchConfig), "bench_smollm2.py"),
+    "train.generate": (generate.main, fields_of(answers.AnswersConfig), "generate_smollm2.py"),
     "train.medusa": (medusa.main, medusa.FIELDS, "train_medusa2.py"),
     "train.eagle": (eagle.main, eagle.FIELDS, "train_eagle3.py"),
     "train.distill": (distill.main, distill.FIELDS, "train_distill.py"),

@@ -12,8 +12,8 @@ import pytest
 from checkpointing import CONFIG, assert_same, mesh_of
 
 from specjax.errors import InputError
-from specjax.files import folders
-from specjax.loading import checkpoint_directory, model_metadata
+from specjax.files import folder_marker
+from specjax.loading import model_metadata, orbax_checkpoint
 from specjax.loading.checkpoints import load_drafter, save_checkpoint, save_drafter
 from specjax.loading.load import load_model, random_model, save_model
 
@@ -87,8 +87,8 @@ def changed(*path, to):
 def test_a_config_that_does_not_fit_is_refused(change, said, model, tmp_path, monkeypatch):
     content = facts_of(model)
     change(content)
-    checkpoint_directory.save(tmp_path / "odd", "model", model.params, content, overwrite=False)
-    monkeypatch.setattr(checkpoint_directory, "restore", None)
+    orbax_checkpoint.save(tmp_path / "odd", "model", model.params, content, overwrite=False)
+    monkeypatch.setattr(orbax_checkpoint, "restore", None)
     with pytest.raises(InputError, match=said) as caught:
         load_model(tmp_path / "odd")
     assert str(caught.value).startswith(f"{tmp_path / 'odd'}: ")
@@ -99,8 +99,8 @@ def test_a_config_that_does_not_fit_is_refused(change, said, model, tmp_path, mo
     ("change", "said"),
     [
         (changed("tokenizer", "backend", to="{"), "tokenizer: not one that can be read"),
-        (changed("tokenizer", "bos_id", to=10**6), "bos_id=1000000 lies outside the vocabulary"),
-        (changed("tokenizer", "eos_ids", to=[-1]), "eos_ids=-1 lies outside"),
+        (changed("tokenizer", "bos_id", to=10**6), "bos_id=1000000 is outside the vocabulary"),
+        (changed("tokenizer", "eos_ids", to=[-1]), "eos_ids=-1 is outside"),
         (changed("tokenizer", "eos_ids", to=[1.5]), r"eos_ids=\[1.5\] is of no use"),
         (changed("tokenizer", "special_tokens", to={"a": 1}), "special_tokens=.* is of no use"),
     ],
@@ -108,14 +108,14 @@ def test_a_config_that_does_not_fit_is_refused(change, said, model, tmp_path, mo
 def test_a_tokenizer_that_is_none_is_refused(change, said, chatty, tmp_path):
     content = {**facts_of(chatty), "tokenizer": model_metadata.tokenizer_metadata(chatty.tokenizer)}
     change(content)
-    checkpoint_directory.save(tmp_path / "odd", "model", chatty.params, content, overwrite=False)
+    orbax_checkpoint.save(tmp_path / "odd", "model", chatty.params, content, overwrite=False)
     with pytest.raises(InputError, match=said):
         load_model(tmp_path / "odd")
 
 
 def test_a_tokenizer_of_a_larger_model_is_refused(model, chatty, tmp_path):
     content = {**facts_of(model), "tokenizer": model_metadata.tokenizer_metadata(chatty.tokenizer)}
-    checkpoint_directory.save(tmp_path / "odd", "model", model.params, content, overwrite=False)
+    orbax_checkpoint.save(tmp_path / "odd", "model", model.params, content, overwrite=False)
     with pytest.raises(InputError, match=r"tokenizer has \d+ tokens, the model 64; save the model"):
         load_model(tmp_path / "odd")
 
@@ -129,7 +129,7 @@ def test_parameters_that_do_not_fit_are_not_saved(model, tmp_path):
 
 
 def test_a_mesh_that_does_not_fit_is_refused_before_reading(saved, monkeypatch):
-    monkeypatch.setattr(checkpoint_directory, "restore", None)
+    monkeypatch.setattr(orbax_checkpoint, "restore", None)
     with pytest.raises(InputError, match="mesh.model=8: 4 heads"):
         load_model(saved, mesh=mesh_of((1, 8)))
 
@@ -151,7 +151,7 @@ def test_an_unknown_envelope_is_refused(key, value, said, saved):
     content = json.loads(file.read_text())
     content["custom_metadata"][key] = value
     file.write_text(json.dumps(content))
-    folders.seal(file.parent, "model")
+    folder_marker.seal(file.parent, "model")
     with pytest.raises(InputError, match=said):
         load_model(saved)
 
@@ -169,11 +169,11 @@ def test_directories_that_are_no_checkpoint_say_so(tmp_path, model, saved):
     ocp.save(tmp_path / "foreign" / "specjax-7", {"a": jnp.ones(3)}, checkpointable_name="params")
     with pytest.raises(InputError, match="foreign: specjax-7 lacks its commit marker, .*not saved"):
         load_model(tmp_path / "foreign")
-    folders.seal(tmp_path / "foreign" / "specjax-7", "model")
+    folder_marker.seal(tmp_path / "foreign" / "specjax-7", "model")
     with pytest.raises(InputError, match="foreign: not saved by specjax, or damaged"):
         load_model(tmp_path / "foreign")
     ocp.save(tmp_path / "unlike" / "specjax-7", {"a": jnp.ones(3)})
-    folders.seal(tmp_path / "unlike" / "specjax-7", "model")
+    folder_marker.seal(tmp_path / "unlike" / "specjax-7", "model")
     with pytest.raises(InputError, match="unlike: the checkpoint is damaged"):
         load_model(tmp_path / "unlike")
 
@@ -224,7 +224,7 @@ def test_damage_is_an_error_of_one_line(sealed, saved, model, tmp_path, capfd, c
             target = copy / file.relative_to(saved)
             target.unlink() if size is None else os.truncate(target, size)
             if not sealed:
-                folders.seal(copy / "specjax-1", "model")
+                folder_marker.seal(copy / "specjax-1", "model")
             said = None
             try:
                 loaded = load_model(copy, dtype="float32")
@@ -248,16 +248,16 @@ def test_damage_is_an_error_of_one_line(sealed, saved, model, tmp_path, capfd, c
 
 
 def test_files_that_are_too_small_are_found_before_reading(saved, monkeypatch):
-    monkeypatch.setattr(checkpoint_directory, "_WEIGHED_BYTES", 1000)
-    monkeypatch.setattr(checkpoint_directory, "restore", None)
+    monkeypatch.setattr(orbax_checkpoint, "_WEIGHED_BYTES", 1000)
+    monkeypatch.setattr(orbax_checkpoint, "restore", None)
     largest = max(saved.rglob("*"), key=lambda path: path.stat().st_size)
     os.truncate(largest, largest.stat().st_size // 2)
-    folders.seal(saved / "specjax-1", "model")
+    folder_marker.seal(saved / "specjax-1", "model")
     with pytest.raises(InputError, match=r"truncated \(\d+ bytes are there, its arrays take \d+\)"):
         load_model(saved)
 
 
 def test_the_marker_of_another_kind_is_damage(saved):
-    folders.seal(saved / "specjax-1", "drafter")
+    folder_marker.seal(saved / "specjax-1", "drafter")
     with pytest.raises(InputError, match="specjax-1/specjax_folder.json is of a drafter"):
         load_model(saved)

@@ -21,7 +21,7 @@ from test_processes import ROOT, finish, free_port, start
 
 from specjax.decoding.generate import generate
 from specjax.errors import InputError
-from specjax.loading import checkpoint_directory, model_metadata
+from specjax.loading import model_metadata, orbax_checkpoint
 from specjax.loading.checkpoints import load_drafter, save_checkpoint, save_drafter
 from specjax.loading.formats import build_parameters
 from specjax.loading.load import load_model, place_model, random_model, save_model
@@ -121,8 +121,8 @@ def assert_placed(model, mesh, shards):
     ],
 )
 def test_any_mesh_reads_what_another_saved(before, after, model, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint_directory, "_CHUNK_BYTES", 1000)
-    monkeypatch.setattr(checkpoint_directory, "_READ_BYTES", 1)
+    monkeypatch.setattr(orbax_checkpoint, "_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(orbax_checkpoint, "_READ_BYTES", 1)
     save_checkpoint(place_model(model, mesh_of(before)), tmp_path / "model")
     mesh = mesh_of(after)
     loaded = load_model(tmp_path / "model", dtype="float32", mesh=mesh)

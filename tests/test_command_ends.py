@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from specjax import export, signals
-from specjax.cli import command_line
+from specjax.cli import command
+from specjax.cli.config_file import read_config
 from specjax.errors import InputError
 from train import features, import_responses
 
@@ -26,7 +27,7 @@ def kill(number=signal.SIGTERM):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_each_request_ends_like_ctrl_c(number, capsys):
     before = [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
-    code = command_line.command(lambda argv: kill(number), [], interrupted="stopped here")
+    code = command.run(lambda argv: kill(number), [], interrupted="stopped here")
     assert code == 130
     assert capsys.readouterr().err == "stopped here\n"
     after = [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
@@ -72,7 +73,7 @@ def test_other_threads_change_nothing():
     codes = []
     thread = threading.Thread(
         target=lambda: codes.append(
-            command_line.command(lambda argv: int(signal.getsignal(signal.SIGTERM) != before), [])
+            command.run(lambda argv: int(signal.getsignal(signal.SIGTERM) != before), [])
         )
     )
     thread.start()
@@ -84,7 +85,7 @@ def raising(error):
     def main(argv):
         raise error
 
-    return command_line.command(main, [])
+    return command.run(main, [])
 
 
 @pytest.mark.parametrize(
@@ -115,7 +116,8 @@ def test_bugs_stay_tracebacks():
 PRINTING = """
 import sys
 from rich.console import Console
-from specjax.cli import command_line
+from specjax.cli import command
+from specjax.cli.config_file import read_config
 
 def main(argv):
     say = Console().print if argv[0] == "rich" else print
@@ -123,7 +125,7 @@ def main(argv):
         say("\\udcff line", number)
     return 0
 
-raise SystemExit(command_line.command(main, sys.argv[1:]))
+raise SystemExit(command.run(main, sys.argv[1:]))
 """
 
 
@@ -192,7 +194,7 @@ def test_a_config_file_that_fails_says_so(body, says, tmp_path):
     path = tmp_path / "broken.py"
     path.write_text(body)
     with pytest.raises(InputError) as raised:
-        command_line.read_config([f"--config={path}"], str(path))
+        read_config([f"--config={path}"], str(path))
     told = str(raised.value)
     assert told.startswith(f"config={str(path)!r}")
     assert says in told
@@ -203,12 +205,13 @@ def test_a_config_file_that_fails_says_so(body, says, tmp_path):
 def test_a_config_file_may_be_a_folder_or_a_device(tmp_path):
     for path in (tmp_path, "/dev/null", "~nosuchuser/config.py"):
         with pytest.raises(InputError, match="config="):
-            command_line.read_config([f"--config={path}"], str(path))
+            read_config([f"--config={path}"], str(path))
 
 
 JOINED = """
 import os, signal, sys
-from specjax.cli import command_line
+from specjax.cli import command
+from specjax.cli.config_file import read_config
 from specjax.distributed import processes
 
 def main(argv):
@@ -218,7 +221,7 @@ def main(argv):
         pass
     return 0
 
-raise SystemExit(command_line.command(main, sys.argv[1:]))
+raise SystemExit(command.run(main, sys.argv[1:]))
 """
 
 

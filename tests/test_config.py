@@ -2,11 +2,11 @@
 
 import dataclasses
 
-import ml_collections
 import pytest
 
-from specjax.cli import command_line
-from specjax.cli.decode_config import decode_fields, job_prompts, read_job
+from specjax.cli import command
+from specjax.cli.config_file import read_config
+from specjax.cli.decode_config import read_decode_config, turn_prompts
 from specjax.decoding.prompts import Question
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.drafters import DRAFTERS, drafter_options, option_type
@@ -16,7 +16,7 @@ DEFAULT = "configs/decode_smollm2.py"
 
 
 def read(*argv):
-    return command_line.read_config(list(argv), DEFAULT)
+    return read_config(list(argv), DEFAULT)
 
 
 def test_config_has_every_sampling_field_and_drafter_option():
@@ -130,23 +130,41 @@ def test_values_that_are_computed_from_overrides(tmp_path):
         read(f"--config={path}", "--config.a=0")
 
 
-def test_config_is_asked_for_where_there_is_no_default(tmp_path, monkeypatch):
+@pytest.mark.parametrize("given", ["", "decode_smollm2", "decode_smollm2.py", DEFAULT])
+def test_the_configs_that_come_with_specjax_are_found_from_anywhere(given, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match=r"pass --config=configs/decode_smollm2\.py"):
-        read()
+    assert read(*([f"--config={given}"] if given else [])).drafter.name == "ngram"
+
+
+@pytest.mark.parametrize("given", ["nosuch", "configs/nosuch.py", "other/decode_smollm2.py"])
+def test_a_config_that_is_not_there_names_those_that_are(given, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=f"config='{given}': no such file.*decode_smollm2, gen"):
+        read(f"--config={given}")
+
+
+def test_only_a_config_that_is_named_is_taken_from_the_working_directory(tmp_path, monkeypatch):
+    """Config files are programs."""
+    (tmp_path / "configs").mkdir()
+    for name in ("decode_smollm2", "decode_smollm2.py", DEFAULT):
+        (tmp_path / name).write_text("raise SystemExit('run')")
+    monkeypatch.chdir(tmp_path)
+    assert read().drafter.name == "ngram"
+    with pytest.raises(InputError, match="calls sys.exit"):
+        read(f"--config={DEFAULT}")
 
 
 def test_one_line_and_exit_code(capsys):
-    def fails(config: ml_collections.ConfigDict) -> int:
+    def fails(config) -> int:
         raise InputError("a\nb")
 
-    assert command_line.run(fails, [], default=DEFAULT, fields=decode_fields()) == 2
+    assert command.run_config(fails, [], default=DEFAULT, read=read_decode_config) == 2
     assert capsys.readouterr().err == "error: a b\n"
 
-    def interrupted(config: ml_collections.ConfigDict) -> int:
+    def interrupted(config) -> int:
         raise KeyboardInterrupt
 
-    assert command_line.run(interrupted, [], default=DEFAULT, fields=decode_fields()) == 130
+    assert command.run_config(interrupted, [], default=DEFAULT, read=read_decode_config) == 130
 
 
 def job(**changes):
@@ -154,7 +172,8 @@ def job(**changes):
     with config.unlocked():
         config.update(changes)
     return dataclasses.replace(
-        read_job(config), questions=(Question(1, "", ("a", "b")), Question(2, "", ("c",)))
+        read_decode_config(config.to_dict()),
+        questions=(Question(1, "", ("a", "b")), Question(2, "", ("c",))),
     )
 
 
@@ -175,7 +194,7 @@ def test_later_turns_draw_anew():
 
 
 def test_answers_become_history(chatty):
-    prompts = job_prompts(job(turns="all"), chatty, 1, {0: ["x"], 1: ["y"]})
+    prompts = turn_prompts(job(turns="all"), chatty, 1, {0: ["x"], 1: ["y"]})
     assert prompts == [
         [
             {"role": "user", "content": "a"},
@@ -187,11 +206,11 @@ def test_answers_become_history(chatty):
 
 def test_turns_need_a_chat_template(chatty, tiny):
     with pytest.raises(InputError, match="turns='all' needs a chat template"):
-        job_prompts(job(turns="all"), tiny, 0, {})
+        turn_prompts(job(turns="all"), tiny, 0, {})
     with pytest.raises(InputError, match="chat=auto"):
-        job_prompts(job(turns="all", chat="false"), chatty, 0, {})
-    assert job_prompts(job(chat="false"), chatty, 0, {}) == ["a", "c"]
-    assert job_prompts(job(), tiny, 0, {}) == ["a", "c"]
+        turn_prompts(job(turns="all", chat="false"), chatty, 0, {})
+    assert turn_prompts(job(chat="false"), chatty, 0, {}) == ["a", "c"]
+    assert turn_prompts(job(), tiny, 0, {}) == ["a", "c"]
 
 
 @pytest.mark.parametrize("verify", ["rejection", "block", "coupled"])

@@ -254,7 +254,7 @@ def test_margin_is_that_of_the_two_best_logits(chatty):
 
 
 def test_interrupt_leaves_finished_rows(run, monkeypatch, capsys):
-    outcome, seen = decode_run.Screen.outcome, []
+    outcome, seen = decode_run.Screen.row_result, []
 
     def interrupting(self, *arguments):
         outcome(self, *arguments)
@@ -267,7 +267,7 @@ def test_interrupt_leaves_finished_rows(run, monkeypatch, capsys):
 
     run_batch = decode_run.run_batch
     monkeypatch.setattr(decode_run, "run_batch", interrupted)
-    monkeypatch.setattr(decode_run.Screen, "outcome", interrupting)
+    monkeypatch.setattr(decode_run.Screen, "row_result", interrupting)
     code, report = run("--config.compare=true")
     assert code == 130
     assert [row["question_id"] for row in report["rows"]] == [7, "x"]

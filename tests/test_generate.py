@@ -9,12 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import ml_collections
 import numpy as np
 import pytest
 from rich.console import Console
 from test_processes import finish, free_port, joined, start
 
+from specjax.cli.config_file import read_config
 from specjax.cli.console import Screen
 from specjax.decoding import generate as decoding
 from specjax.decoding.sampling_params import SamplingParams
@@ -326,7 +326,8 @@ def test_an_output_in_the_work_folder_is_refused_first(
 
 def test_the_home_folder_of_prompts(prompts, monkeypatch):
     monkeypatch.setenv("HOME", str(prompts.parent))
-    config = ml_collections.ConfigDict({"prompts": f"~/{prompts.name}"})
+    arguments = [f"--config.prompts=~/{prompts.name}"]
+    config = answers.read_answers_config(read_config(arguments, generate.CONFIG).to_dict())
     assert answers.find_requests(config, Screen(Console(quiet=True))) == read_requests(prompts)
 
 

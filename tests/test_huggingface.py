@@ -169,7 +169,7 @@ def test_unsupported_settings_are_refused_by_name(directory, change, words):
         ("tokenizer_config.json", "nope", "is not JSON"),
         ("tokenizer_config.json", '{"eos_token": "<none>"}', "eos_token='<none>'"),
         ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id='x'"),
-        ("generation_config.json", '{"eos_token_id": 4000}', "4000 lies outside"),
+        ("generation_config.json", '{"eos_token_id": 4000}', "4000 is outside"),
         ("model.safetensors", "garbage", "not a safetensors file"),
     ],
 )

@@ -13,7 +13,7 @@ from heads import SOME
 from safetensors.numpy import load_file, save_file
 
 from specjax.errors import InputError
-from specjax.files.folders import MARKER
+from specjax.files.folder_marker import MARKER
 from specjax.loading.head_formats import borrowed, read_foreign, write_foreign
 from specjax.loading.head_formats.compare_logits import check_same, draft_logits
 from specjax.loading.head_formats.read_write import whole_vocabulary

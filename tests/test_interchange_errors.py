@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from specjax.errors import InputError
-from specjax.files import folders
+from specjax.files import folder_marker
 from specjax.loading.head_formats import eagle, read_foreign, write_foreign
 from specjax.loading.heads.find_head import open_head
 from specjax.loading.load import random_model
@@ -127,7 +127,7 @@ def test_notes_in_a_header_may_be_anything(notes, tiny, tmp_path):
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         header = file.metadata() | {"specjax": notes}
     save_file(tensors, folder / "model.safetensors", metadata=header)
-    folders.seal(folder, "head")
+    folder_marker.seal(folder, "head")
     with pytest.raises(InputError, match=r"head: its notes cannot be read \(") as raised:
         read_foreign(folder, tiny)
     assert "\n" not in str(raised.value)

@@ -5,11 +5,12 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from specjax.decoding import memory
 from specjax.decoding.executor import compile_session
 from specjax.decoding.generate import generate
 from specjax.decoding.open_session import open_session
+from specjax.decoding.options import DecodeOptions
 from specjax.decoding.plan import batch_arguments
+from specjax.distributed import device_memory
 from specjax.drafters import ngram
 from specjax.errors import InputError, shown
 from specjax.fields import Items, Number, Whole, check_values
@@ -20,7 +21,11 @@ def test_buffers_follow_the_positions_and_not_the_wish(tiny):
     drafter = ngram.make(prompt_lookup_max=64)
     wish = {"max_new_tokens": 10**9, "stop_token_ids": list(range(61))}
     session = open_session(
-        tiny, [[1, 2, 3]], drafter=drafter, requests=wish, num_speculative_tokens=1024
+        tiny,
+        [[1, 2, 3]],
+        drafter=drafter,
+        requests=wish,
+        options=DecodeOptions(num_speculative_tokens=1024),
     )
     assert session.plan.max_rounds < 600 + 64
     assert session.plan.capacity < 600 + 256
@@ -33,7 +38,11 @@ def test_buffers_follow_the_positions_and_not_the_wish(tiny):
 
 def test_drafts_are_no_longer_than_what_a_row_may_emit(tiny):
     session = open_session(
-        tiny, [[1, 2, 3]], drafter=ngram.make(), requests={"max_new_tokens": 4}, max_length=100
+        tiny,
+        [[1, 2, 3]],
+        drafter=ngram.make(),
+        requests={"max_new_tokens": 4},
+        options=DecodeOptions(max_length=100),
     )
     assert session.plan.draft_length.max_tokens == 3
     assert session.plan.widths[-1] == 4
@@ -41,7 +50,7 @@ def test_drafts_are_no_longer_than_what_a_row_may_emit(tiny):
 
 def test_too_little_memory_is_said_before_the_first_token(tiny, monkeypatch):
     session = open_session(tiny, [[1, 2, 3]], requests={"max_new_tokens": 77})
-    monkeypatch.setattr(memory, "free_bytes", lambda: 1000)
+    monkeypatch.setattr(device_memory, "free_bytes", lambda: 1000)
     with pytest.raises(InputError, match=r"memory: .* GiB are free; lower batch_size, max_length"):
         compile_session(session)
 
@@ -50,10 +59,10 @@ def test_free_memory_of_a_container(tmp_path):
     (tmp_path / "memory.max").write_text("5000\n")
     (tmp_path / "memory.current").write_text("4000\n")
     (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 300\n")
-    assert memory._left_in_group(tmp_path) == 1300
+    assert device_memory._left_in_group(tmp_path) == 1300
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory._left_in_group(tmp_path) is None
-    assert memory.free_bytes() > 0
+    assert device_memory._left_in_group(tmp_path) is None
+    assert device_memory.free_bytes() > 0
 
 
 def test_values_are_shown_whatever_they_are():

@@ -228,7 +228,7 @@ def with_keys(change):
 
     def patch(monkeypatch):
         real = sampling.split_keys
-        monkeypatch.setattr(sampling, "split_keys", lambda keys: change(real(keys)))
+        monkeypatch.setattr(sampling.keys, "split_keys", lambda keys: change(real(keys)))
 
     return patch
 

@@ -10,7 +10,7 @@ from reports import content
 from script_modules import SCRIPTS, script_module
 
 from specjax import decode
-from specjax.cli import command_line
+from specjax.cli.config_file import read_config
 from specjax.loading.heads.head import save_head
 
 CURVE = [
@@ -31,7 +31,7 @@ def cells_run(report_heads, monkeypatch):
     done = []
 
     def run_cell(cell):
-        config = command_line.read_config(list(cell.arguments), decode.CONFIG)
+        config = read_config(list(cell.arguments), decode.CONFIG)
         done.append(config)
         found = content(config.drafter.name, prompts="all")
         found["summary"]["config"] = config.to_dict()

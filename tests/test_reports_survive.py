@@ -191,7 +191,7 @@ def test_space_is_tried_before_the_work(tmp_path, monkeypatch):
 LIMITED = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-from specjax.cli import command_line
+from specjax.cli import command
 from specjax.reporting import report_file
 from specjax.reporting.report_file import ReportFile, check_writable
 
@@ -207,7 +207,7 @@ def main(argv):
         file.finish()
     return 0
 
-raise SystemExit(command_line.command(main, sys.argv[1:]))
+raise SystemExit(command.run(main, sys.argv[1:]))
 """
 
 

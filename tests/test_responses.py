@@ -12,7 +12,7 @@ import pytest
 from conftest import tiny_config
 
 from specjax.errors import InputError
-from specjax.files import folders
+from specjax.files import folder_marker
 from specjax.loading.load import random_model
 from train import import_responses
 from train.data.examples import Example, target_metadata
@@ -160,7 +160,7 @@ def test_empty_and_fully_masked_data(tmp_path, metadata):
     with pytest.raises(InputError, match="fully masked"):
         open_responses(tmp_path / "d")
     np.save(tmp_path / "d" / "records.npy", table[:0])
-    folders.seal(tmp_path / "d", "dataset")
+    folder_marker.seal(tmp_path / "d", "dataset")
     with pytest.raises(InputError, match="empty dataset"):
         open_responses(tmp_path / "d")
 
@@ -172,7 +172,7 @@ def test_not_a_dataset(tmp_path, metadata):
         open_responses(tmp_path)
     write_responses(tmp_path / "d", [example(1)], metadata)
     (tmp_path / "d" / "specjax.json").write_text("{}")
-    folders.seal(tmp_path / "d", "dataset")
+    folder_marker.seal(tmp_path / "d", "dataset")
     with pytest.raises(InputError, match="not of a format"):
         open_responses(tmp_path / "d")
 
@@ -186,18 +186,18 @@ def test_damaged_files_are_found(tmp_path, metadata):
         open_responses(path)
     (path / "records.npy").write_bytes(table)
     np.save(path / "records.npy", np.load(path / "records.npy")[:-1])
-    folders.seal(path, "dataset")
+    folder_marker.seal(path, "dataset")
     with pytest.raises(InputError, match="3 records where"):
         open_responses(path)
     (path / "records.npy").write_bytes(table)
-    folders.seal(path, "dataset")
+    folder_marker.seal(path, "dataset")
     data = next(path.glob("*array_record*"))
     data.write_bytes(data.read_bytes()[:1000])
-    folders.seal(path, "dataset")
+    folder_marker.seal(path, "dataset")
     with pytest.raises(InputError, match="cannot be read"):
         open_responses(path)[0]
     data.unlink()
-    folders.seal(path, "dataset")
+    folder_marker.seal(path, "dataset")
     with pytest.raises(InputError, match="write"):
         open_responses(path)[0]
 

@@ -9,7 +9,7 @@ from reports import content
 from script_modules import SCRIPTS, script_module
 
 from specjax import decode
-from specjax.cli import command_line
+from specjax.cli.config_file import read_config
 
 pytest.importorskip("matplotlib")
 
@@ -30,7 +30,7 @@ def cells_run(sweep, monkeypatch):
 
     def run_cell(cell):
         done.append(cell.values)
-        config = command_line.read_config(list(cell.arguments), decode.CONFIG)
+        config = read_config(list(cell.arguments), decode.CONFIG)
         assert config.compare
         cell.log.write_text("said before\nerror: this one fails\n")
         if config.max_length == 4:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specjax.errors import InputError
-from specjax.files import folders
+from specjax.files import folder_marker
 from specjax.loading.formats.gguf_header import open_gguf
 from specjax.loading.load import default_model_file, load_model, random_model, save_model
 from specjax.loading.tokenizers import chat_templates
@@ -157,7 +157,7 @@ def test_the_bos_flag_of_a_directory_overrides_its_post_processor(tmp_path, tiny
     settings = json.loads(path.read_text())
     assert settings["add_bos_token"] is True
     path.write_text(json.dumps(settings | {"add_bos_token": False}))
-    folders.seal(tmp_path / "model", "model")
+    folder_marker.seal(tmp_path / "model", "model")
     again = load_model(tmp_path / "model").tokenizer
     assert again.encode("the fox") == tiny.encode("the fox")[1:]
     assert again.backend.encode("the fox").ids == again.encode("the fox")

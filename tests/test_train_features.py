@@ -9,7 +9,7 @@ from conftest import tiny_config
 from test_responses import example
 
 from specjax.distributed import folder_lock
-from specjax.files.folders import LOCK, MARKER
+from specjax.files.folder_marker import LOCK, MARKER
 from specjax.loading.load import random_model
 from train import features
 from train.data.examples import target_metadata

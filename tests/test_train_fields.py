@@ -4,7 +4,7 @@ import pytest
 import toy_training
 from toy_training import get_config, settings_of
 
-from specjax.cli.command_line import read_config
+from specjax.cli.config_file import read_config
 from specjax.errors import InputError
 from train.run.config import read_settings, record_of
 

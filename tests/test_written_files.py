@@ -9,8 +9,8 @@ from reports import content
 from specjax import report
 from specjax.cli import predicted_speedup
 from specjax.errors import InputError
-from specjax.files import folders
-from specjax.files.folders import MARKER
+from specjax.files import folder_marker
+from specjax.files.folder_marker import MARKER
 from specjax.files.written_files import WrittenFiles
 
 
@@ -37,7 +37,7 @@ def test_a_file_that_a_kill_left_behind_is_known(tmp_path, monkeypatch):
     def killed(file):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(folders, "record_of", killed)
+    monkeypatch.setattr(folder_marker, "record_of", killed)
     with pytest.raises(KeyboardInterrupt):
         files.write("b.md", "ours")
     assert (tmp_path / "b.md").read_text() == "ours"
@@ -51,7 +51,7 @@ def test_two_reports_into_one_folder_are_both_listed(tmp_path):
     both[1].write("b.md", "b")
     with pytest.raises(InputError, match="holds a report, not a corpus"):
         WrittenFiles("out", tmp_path, "corpus")
-    assert sorted(folders.read_marker(tmp_path).files) == ["a.md", "b.md"]
+    assert sorted(folder_marker.read_marker(tmp_path).files) == ["a.md", "b.md"]
     both[0].write("b.md", "c")
 
     def write(number):
@@ -63,7 +63,7 @@ def test_two_reports_into_one_folder_are_both_listed(tmp_path):
         list(pool.map(write, range(8)))
     names = {path.name for path in tmp_path.iterdir()} - {MARKER}
     assert len(names) == 42
-    assert folders.read_marker(tmp_path).files.keys() == names
+    assert folder_marker.read_marker(tmp_path).files.keys() == names
 
 
 def test_links_and_folders_are_not_ours(tmp_path):
@@ -151,7 +151,7 @@ def test_costs_are_written_like_the_other_files(tmp_path, capsys, monkeypatch):
     for _ in range(2):
         assert report.main(arguments) == 0
         assert len(measured) == 1
-    assert "costs.json" in folders.read_marker(out).files
+    assert "costs.json" in folder_marker.read_marker(out).files
     (kept,) = json.loads((out / "costs.json").read_text())
     for changed in (
         {},

@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 from ml_collections import ConfigDict
 
-from specjax.cli.command_line import use_compilation_cache
+from specjax.cli.command import use_compilation_cache
 from specjax.errors import InputError
 from specjax.fields import Fields, Items, Number, Whole, check_instance, fields_of
 from specjax.loading.heads.head import Head, TargetMetadata
@@ -38,7 +38,7 @@ from train.run import run
 from train.run.config import DRAFT_VOCAB_SIZE, TRAINING_FIELDS
 from train.run.precision import multiply_dtype
 
-CONFIG = "configs/train_distill.py"
+CONFIG = "train_distill"
 
 
 @dataclass(frozen=True)

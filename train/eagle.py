@@ -23,7 +23,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Key
 from ml_collections import ConfigDict
 
-from specjax.cli.command_line import use_compilation_cache
+from specjax.cli.command import use_compilation_cache
 from specjax.errors import InputError
 from specjax.fields import (
     Choice,
@@ -53,7 +53,7 @@ from train.run import run
 from train.run.config import DRAFT_VOCAB_SIZE, TRAINING_FIELDS
 from train.run.precision import multiply_dtype
 
-CONFIG = "configs/train_eagle3.py"
+CONFIG = "train_eagle3"
 START = Choice(("target", "random"))
 """What a new head starts from."""
 

@@ -21,8 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from specjax.cli import command_line
+from specjax.cli import command
 from specjax.cli.console import Screen
+from specjax.cli.flags import Parser
 from specjax.distributed import folder_lock
 from specjax.errors import InputError
 from specjax.fields import InputFolder, PathOrName, Text, Whole, optional
@@ -48,14 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         store_features(**parser().read(arguments))
         return 0
 
-    return command_line.command(
+    return command.run(
         act, argv, parser().format_help(), interrupted="interrupted; the same command continues"
     )
 
 
-def parser() -> command_line.Parser:
+def parser() -> Parser:
     """The flags."""
-    flags = command_line.Parser("python -m train.features", __doc__)
+    flags = Parser("python -m train.features", __doc__)
     flags.add_field("input", InputFolder(), "a dataset of conversations")
     flags.add_field("output", PathOrName(), "the folder of datasets with features")
     flags.add_field("target", PathOrName(), "who wrote them", default=DEFAULT_MODEL)
@@ -231,5 +232,5 @@ def _forward(decoder: Decoder, names: tuple[str, ...], params: Any, tokens: jax.
 
 
 if __name__ == "__main__":
-    command_line.use_compilation_cache()
+    command.use_compilation_cache()
     raise SystemExit(main())

@@ -16,27 +16,26 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import ml_collections
 from rich.console import Console
 
-from specjax.cli import command_line
+from specjax.cli import command
 from specjax.cli.console import Screen
+from specjax.cli.mesh_config import open_mesh
 from specjax.decoding.executor import compile_session
 from specjax.distributed import folder_lock, processes
 from specjax.errors import InputError
 from specjax.files import folders
-from specjax.files.paths import output_folder
 from specjax.loading.load import load_model
 from specjax.loading.model import Model
 from specjax.reporting import decode_report
 from train.data import answers
-from train.data.answers import Job
+from train.data.answers import AnswersConfig, Job
 from train.data.examples import METADATA, target_metadata
 from train.data.pieces import Pieces, open_pieces
 from train.data.responses import open_responses
 from train.data.writing import check_free, write_responses
 
-CONFIG = "configs/generate_smollm2.py"
+CONFIG = "generate_smollm2"
 RESPONSES = "responses"
 """The dataset in the work folder."""
 _KIND = "answers"
@@ -44,21 +43,20 @@ _KIND = "answers"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    return command_line.run(
-        generate, argv, default=CONFIG, fields=answers.FIELDS, documentation=__doc__
+    return command.run_config(
+        generate, argv, default=CONFIG, read=answers.read_answers_config, documentation=__doc__
     )
 
 
-def generate(config: ml_collections.ConfigDict, console: Console | None = None) -> int:
+def generate(config: AnswersConfig, console: Console | None = None) -> int:
     """Run a config; returns the exit code. Raises InputError."""
     begin = time.monotonic()
-    mesh = command_line.open_mesh(config)
+    mesh = open_mesh(config.mesh, config.distributed, config.written)
     writes = processes.speaks()
     console = console or Console(width=None if sys.stdout.isatty() else 120)
     screen = Screen(console if writes else Console(quiet=True))
-    processes.together(lambda: answers.check(config))
-    root, where = output_folder("workdir", config.workdir), f"workdir={config.workdir!r}"
-    output = output_folder("output", config.output or root / RESPONSES)
+    root, where = config.workdir, f"workdir={str(config.workdir)!r}"
+    output = config.output or root / RESPONSES
     # Before minutes of loading.
     processes.together(lambda: _check_folders(root, where, output) if writes else None)
     with screen.working(f"loading {config.target}"):
@@ -71,7 +69,7 @@ def generate(config: ml_collections.ConfigDict, console: Console | None = None) 
     for line in job.remarks:
         screen.say(line)
     record = {
-        "config": config.to_dict(),
+        "config": dict(config.written),
         "target": target_metadata(model),
         "prompts": {"count": len(job.rows), "sha256": job.digest},
     }
@@ -107,7 +105,7 @@ def _check_folders(root: Path, where: str, output: Path) -> None:
 
 
 def _run(
-    config: ml_collections.ConfigDict,
+    config: AnswersConfig,
     model: Model,
     job: Job,
     pieces: Pieces,
@@ -180,5 +178,5 @@ def _summary(output: Path, screen: Screen) -> int:
 
 
 if __name__ == "__main__":
-    command_line.use_compilation_cache()
+    command.use_compilation_cache()
     raise SystemExit(main())

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from specjax.cli import command_line
+from specjax.cli import command
+from specjax.cli.flags import Parser
 from specjax.errors import InputError, shown
 from specjax.fields import InputFile, OutputFolder, PathOrName, Text, Whole, optional
 from specjax.files.json_files import read_json_file, read_json_lines
@@ -44,14 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         _import(**parser().read(arguments))
         return 0
 
-    return command_line.command(
+    return command.run(
         act, argv, parser().format_help(), interrupted="interrupted; nothing is written"
     )
 
 
-def parser() -> command_line.Parser:
+def parser() -> Parser:
     """The flags."""
-    flags = command_line.Parser("python -m train.import_responses", __doc__)
+    flags = Parser("python -m train.import_responses", __doc__)
     flags.add_field("input", InputFile(pipe=True), "a JSONL file, gzipped or not")
     flags.add_field("output", OutputFolder(), "the dataset's directory")
     flags.add_field("limit", optional(Whole(1)), "take the first rows only", default=None)

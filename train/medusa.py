@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array, Float, Key
 from ml_collections import ConfigDict
 
-from specjax.cli.command_line import use_compilation_cache
+from specjax.cli.command import use_compilation_cache
 from specjax.fields import Fields, Flag, OptionalSection, Whole, fields_of
 from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.model import Model
@@ -35,7 +35,7 @@ from train.run import run
 from train.run.config import DRAFT_VOCAB_SIZE, TRAINING_FIELDS
 from train.run.precision import multiply_dtype
 
-CONFIG = "configs/train_medusa.py"
+CONFIG = "train_medusa"
 
 
 def medusa_method(

@@ -15,7 +15,7 @@ import jax
 from accelerator.jobs import FORMS, Job, Workbench
 from accelerator.rows import FAILED, MEASURED, NO_FIT, NO_MEMORY, SKIPPED, Cell, Rows, describe
 from accelerator.sizes import SIZES, Size
-from specjax.cli import command_line
+from specjax.cli import command
 from specjax.models.config import DecoderConfig
 from specjax.models.decoder import Form
 
@@ -64,7 +64,7 @@ def measure(options: Options) -> Result:
     """Measure what is left, in a process that holds the device's memory until it ends."""
     # The default leaves a quarter of the memory unused.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")
-    command_line.use_compilation_cache()
+    command.use_compilation_cache()
     bench = Bench(options)
     jax.monitoring.register_event_duration_secs_listener(bench.compiled)
     return bench.run()

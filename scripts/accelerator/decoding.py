@@ -20,6 +20,7 @@ from specjax.cache import KVCache
 from specjax.decoding import costs, loop
 from specjax.decoding.draft_length import no_history
 from specjax.decoding.open_session import open_session
+from specjax.decoding.options import DecodeOptions
 from specjax.decoding.plan import batch_arguments
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.state import Rounds, State
@@ -44,9 +45,8 @@ class Loop:
             model,
             [[0]] * batch,
             drafter=drafter,
-            num_speculative_tokens=drafted,
+            options=DecodeOptions(num_speculative_tokens=drafted, batch_size=batch),
             requests=SamplingParams(max_new_tokens=capacity - 1),
-            batch_size=batch,
         )
         self.context = context
         self.drafter = drafter

@@ -1,18 +1,16 @@
-"""A decode config, checked and turned into the values that `session` takes."""
+"""The config of `specjax.decode`: its fields, its checked value, and what is made of that."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
-import ml_collections
-import numpy as np
-
-from specjax.cli import command_line
 from specjax.cli.built_in_prompts import BUILT_IN
-from specjax.decoding.plan import BATCH_SIZE, DRAFT_LENGTH, LADDER, MAX_LENGTH, RULE
+from specjax.cli.mesh_config import DistributedConfig, MeshConfig
+from specjax.decoding.options import BATCH_SIZE, DRAFT_LENGTH, RULE, DecodeOptions
 from specjax.decoding.prompts import CHAT, Prompt, Question, read_questions, select
 from specjax.decoding.sampling_params import SEED, SamplingParams
 from specjax.drafters import (
@@ -43,14 +41,15 @@ from specjax.files.paths import user_path
 from specjax.loading.heads.find_head import holds_head
 from specjax.loading.load import DTYPE, load_model
 from specjax.loading.model import Model
+from specjax.sampling import COUPLED, derived_seed
 
 SIMULATED = "simulated"
 """The drafter that needs a plain run before it can be made."""
 
 
 @dataclass(frozen=True)
-class Job:
-    """What to decode, and how."""
+class DecodeConfig:
+    """What to decode, and how: a config of `specjax.decode`, checked, with its prompts read."""
 
     target: str
     dtype: str
@@ -61,12 +60,15 @@ class Job:
     drafter_path: str | None
     drafter_replicated: bool
     drafter_options: Mapping[str, Any]
+    options: DecodeOptions
     sampling: SamplingParams
     seed: int
     compare: bool
-    report: str | None
-    session: Mapping[str, Any]
-    """The arguments of `open_session` that do not change from turn to turn."""
+    report: Path | None
+    mesh: MeshConfig
+    distributed: DistributedConfig
+    written: Mapping[str, Any]
+    """The values as the config file and the command line gave them, by section."""
 
     @property
     def num_turns(self) -> int:
@@ -76,12 +78,12 @@ class Job:
     @property
     def comparable(self) -> bool:
         """Whether the output has to equal that of plain decoding, token for token."""
-        return self.session["verify"] == "coupled" or self.sampling.temperature == 0
+        return self.options.verify == COUPLED or self.sampling.temperature == 0
 
     @property
     def has_expectation(self) -> bool:
         """Whether to work out the acceptance that p and q imply, as they do under `rejection`."""
-        sampled = self.sampling.temperature > 0 and self.session["verify"] == "rejection"
+        sampled = self.sampling.temperature > 0 and self.options.verify == "rejection"
         return self.compare and sampled and self.drafter != "none"
 
     def turn(self, number: int) -> list[int]:
@@ -94,8 +96,8 @@ class Job:
             return self.seed, self.sampling
         sampling = self.sampling
         if sampling.seed is not None:
-            sampling = SamplingParams.of(vars(sampling) | {"seed": _mix(sampling.seed, number)})
-        return _mix(self.seed, number), sampling
+            sampling = replace(sampling, seed=derived_seed(sampling.seed, number))
+        return derived_seed(self.seed, number), sampling
 
 
 def decode_fields() -> Fields:
@@ -120,17 +122,16 @@ def decode_fields() -> Fields:
             "replicated": Flag(),
             **options,
         },
+        **fields_of(DecodeOptions),
         "num_speculative_tokens": optional(DraftLengthText()),
-        "num_speculative_tokens_per_batch_size": LADDER,
         "verify": RULE,
-        "sampling": fields_of(SamplingParams),
         "batch_size": BATCH_SIZE,
-        "max_length": optional(MAX_LENGTH),
+        "sampling": fields_of(SamplingParams),
         "seed": SEED,
         "compare": Flag(),
         "report": optional(OutputFile()),
-        "mesh": command_line.MESH_FIELDS,
-        "distributed": command_line.DISTRIBUTED_FIELDS,
+        "mesh": fields_of(MeshConfig),
+        "distributed": fields_of(DistributedConfig),
     }
 
 
@@ -144,17 +145,15 @@ class DraftLengthText:
         return DRAFT_LENGTH.check(name, int(value) if number else value)
 
 
-def read_job(config: ml_collections.ConfigDict) -> Job:
-    """Check a config as far as that goes without the model. Raises InputError."""
-    values = check_values(decode_fields(), config.to_dict())
-    options = dict(values["drafter"])
-    name, path = options.pop("name"), options.pop("path")
+def read_decode_config(written: Mapping[str, Any]) -> DecodeConfig:
+    """Check a config's values as far as that goes without the model. Raises InputError."""
+    values = check_values(decode_fields(), written)
+    options = {name: value for name, value in values["drafter"].items() if value is not None}
+    name, path = options.pop("name"), options.pop("path", None)
     replicated = options.pop("replicated")
     if replicated and name != "draft_model":
         raise InputError(f"drafter.replicated=True: {name} is no draft_model; leave it out")
-    options = {option: value for option, value in options.items() if value is not None}
-    options = check_options(name, path, options, supplied=("continuations",))
-    return Job(
+    return DecodeConfig(
         target=values["target"],
         dtype=values["dtype"],
         questions=tuple(_questions(values)),
@@ -163,63 +162,56 @@ def read_job(config: ml_collections.ConfigDict) -> Job:
         drafter=name,
         drafter_path=path,
         drafter_replicated=replicated,
-        drafter_options=options,
-        sampling=SamplingParams.of(values["sampling"]),
+        drafter_options=check_options(name, path, options, supplied=("continuations",)),
+        options=DecodeOptions(**{name: values[name] for name in fields_of(DecodeOptions)}),
+        sampling=SamplingParams(**values["sampling"]),
         seed=values["seed"],
         compare=values["compare"],
-        report=config["report"],
-        session={
-            name: values[name]
-            for name in (
-                "num_speculative_tokens",
-                "num_speculative_tokens_per_batch_size",
-                "verify",
-                "batch_size",
-                "max_length",
-            )
-        },
+        report=values["report"],
+        mesh=MeshConfig(**values["mesh"]),
+        distributed=DistributedConfig(**values["distributed"]),
+        written=written,
     )
 
 
-def job_drafter(
-    job: Job, target: Model, continuations: Sequence[Sequence[int]] | None = None
+def make_config_drafter(
+    config: DecodeConfig, target: Model, continuations: Sequence[Sequence[int]] | None = None
 ) -> Drafter:
-    """The job's drafter; `continuations` are what plain decoding gave, for `simulated`."""
-    options, path = dict(job.drafter_options), job.drafter_path
-    if job.drafter == SIMULATED:
+    """The config's drafter; `continuations` are what plain decoding gave, for `simulated`."""
+    options, path = dict(config.drafter_options), config.drafter_path
+    if config.drafter == SIMULATED:
         options["continuations"] = [[0]] if continuations is None else continuations
     if (
-        job.drafter == "draft_model"
+        config.drafter == "draft_model"
         and path is not None
         and not holds_head(user_path("drafter.path", path))
     ):
-        if path == job.target and not job.drafter_replicated:
+        if path == config.target and not config.drafter_replicated:
             path = target
         else:
-            placement = {"mesh": target.mesh, "replicated": job.drafter_replicated}
-            path = load_model(path, dtype=job.dtype, field="drafter.path", **placement)
-    length = job.session["num_speculative_tokens"]
-    options["num_speculative_tokens"] = length if isinstance(length, int) else None
-    return make_drafter(job.drafter, target, path, **options)
+            placement = {"mesh": target.mesh, "replicated": config.drafter_replicated}
+            path = load_model(path, dtype=config.dtype, field="drafter.path", **placement)
+    length = config.options.fixed_draft_length
+    return make_drafter(config.drafter, target, path, num_speculative_tokens=length, **options)
 
 
-def job_prompts(
-    job: Job, target: Model, turn: int, answers: Mapping[int, Sequence[str]]
+def turn_prompts(
+    config: DecodeConfig, target: Model, turn: int, answers: Mapping[int, Sequence[str]]
 ) -> list[Prompt]:
     """The prompts of a turn; `answers` are those given so far, by the question's index.
 
     Raises InputError where a chat template is needed and the model has none.
     """
     has_template = target.tokenizer is not None and target.tokenizer.chat_template is not None
-    chat = has_template if job.chat == "auto" else job.chat == "true"
-    if job.all_turns and not chat:
+    chat = has_template if config.chat == "auto" else config.chat == "true"
+    if config.all_turns and not chat:
         raise InputError(
             "turns='all' needs a chat template: use turns=first"
             + (" or chat=auto" if has_template else f", since {target.name} has none")
         )
     prompts: list[Prompt] = []
-    for index in job.turn(turn):
-        said = job.questions[index].turns[: turn + 1]
+    for index in config.turn(turn):
+        said = config.questions[index].turns[: turn + 1]
         if not chat:
             prompts.append(said[0])
             continue
@@ -240,7 +232,3 @@ def _questions(values: Mapping[str, Any]) -> Sequence[Question]:
         return [Question(0, "", (prompt,))]
     questions = list(BUILT_IN) if path is None else read_questions(path)
     return select(questions, values["limit"], values["per_task"])
-
-
-def _mix(seed: int, turn: int) -> int:
-    return int(np.random.SeedSequence((seed, turn)).generate_state(1)[0])

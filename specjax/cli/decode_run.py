@@ -1,4 +1,4 @@
-"""Runs a decode job batch by batch, plain decoding taking turns with the drafter."""
+"""Runs a decode config batch by batch, plain decoding taking turns with the drafter."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from specjax.cli.console import Marker, Screen
-from specjax.cli.decode_config import SIMULATED, Job, job_drafter, job_prompts
+from specjax.cli.decode_config import (
+    SIMULATED,
+    DecodeConfig,
+    make_config_drafter,
+    turn_prompts,
+)
 from specjax.decoding.compare_outputs import compare_row
 from specjax.decoding.executor import (
     Programs,
     Snapshot,
     compile_session,
     expected_acceptance,
-    kept_rounds,
     run_batch,
 )
 from specjax.decoding.generate import Follower, Generation, collect
@@ -67,54 +71,56 @@ class _Side:
 
 
 def decode_batches(
-    job: Job,
+    config: DecodeConfig,
     model: Model,
     drafter: Drafter,
     screen: Screen,
     clock: Clock,
     expected: list[ExpectedAcceptance],
 ) -> Iterator[Batch]:
-    """Decode the job and show it; yields each batch once it is finished.
+    """Decode what a config says and show it; yields each batch once it is finished.
 
-    `expected` takes each turn's expected acceptance, where the job asks for it. Raises InputError,
-    and KeyboardInterrupt after the last batch that was finished.
+    Each turn's expected acceptance is appended to `expected`, where the config asks for it. Raises
+    InputError, and KeyboardInterrupt after the last batch that was finished.
     """
-    with_plain = job.compare or job.drafter == SIMULATED
-    rows = sum(len(job.turn(turn)) for turn in range(job.num_turns))
+    with_plain = config.compare or config.drafter == SIMULATED
+    rows = sum(len(config.turn(turn)) for turn in range(config.num_turns))
     progress = Progress(rows * (2 if with_plain else 1), shown=rows <= SHOWN_ROWS)
     answers: dict[int, list[str]] = defaultdict(list)
-    for turn in range(job.num_turns):
-        seed, sampling = job.turn_seeds(turn)
+    for turn in range(config.num_turns):
+        seed, sampling = config.turn_seeds(turn)
         opened = functools.partial(
             open_session,
             model,
-            job_prompts(job, model, turn, answers),
+            turn_prompts(config, model, turn, answers),
             requests=sampling,
             seed=seed,
         )
-        if job.session["num_speculative_tokens"] == "auto":
+        if config.options.num_speculative_tokens == "auto":
             with screen.working("measuring passes of each width"):
-                session = opened(drafter=drafter, **job.session)
+                session = opened(drafter=drafter, options=config.options)
         else:
-            session = opened(drafter=drafter, **job.session)
+            session = opened(drafter=drafter, options=config.options)
         plain = None
         if with_plain:
-            alone = {name: job.session[name] for name in ("verify", "batch_size", "max_length")}
-            plain = _prepare("plain", opened(**alone), screen, clock)
-        if job.drafter == SIMULATED:
+            alone = config.options.without_drafts()
+            plain = _prepare("plain", opened(options=alone), screen, clock)
+        if config.drafter == SIMULATED:
             for index in plain.session.batches():
                 _decode(plain, index, screen, clock, progress)
             recorded = [ids for result in plain.results for ids in result.token_ids]
-            session = opened(drafter=job_drafter(job, model, recorded), **job.session)
-        ours = _prepare(job.drafter, session, screen, clock)
-        yield from _turn(job, turn, ours, plain, screen, clock, progress, answers)
-        if job.has_expectation:
+            session = opened(
+                drafter=make_config_drafter(config, model, recorded), options=config.options
+            )
+        ours = _prepare(config.drafter, session, screen, clock)
+        yield from _turn(config, turn, ours, plain, screen, clock, progress, answers)
+        if config.has_expectation:
             with screen.working("expected acceptance: the distributions of the same run once more"):
                 expected.append(expected_acceptance(session))
 
 
 def _turn(
-    job: Job,
+    config: DecodeConfig,
     turn: int,
     ours: _Side,
     plain: _Side | None,
@@ -123,12 +129,12 @@ def _turn(
     progress: Progress,
     answers: dict[int, list[str]],
 ) -> Iterator[Batch]:
-    indices = job.turn(turn)
+    indices = config.turn(turn)
     for index in ours.session.batches():
-        questions = [job.questions[indices[prompt]] for prompt in index]
+        questions = [config.questions[indices[prompt]] for prompt in index]
         live = progress.shown and screen.live and len(index) == 1
         if live:
-            screen.question(indices[index[0]] + 1, len(job.questions), questions[0], turn)
+            screen.question(indices[index[0]] + 1, len(config.questions), questions[0], turn)
         result, last = _decode(ours, index, screen, clock, progress, live=live)
         for row, prompt in enumerate(index):
             answers[indices[prompt]].append(result.texts[row])
@@ -140,7 +146,7 @@ def _turn(
             except KeyboardInterrupt:
                 interrupted = True
         differences = None
-        if job.compare and job.comparable and baseline is not None:
+        if config.compare and config.comparable and baseline is not None:
             differences = [
                 compare_row(ours.session, prompt, result.token_ids[row], baseline.token_ids[row])
                 for row, prompt in enumerate(index)
@@ -148,7 +154,7 @@ def _turn(
         for row, prompt in enumerate(index if progress.shown else []):
             if not live:
                 number = indices[prompt] + 1
-                screen.question(number, len(job.questions), questions[row], turn)
+                screen.question(number, len(config.questions), questions[row], turn)
                 screen.text(_pieces(ours.session, prompt, last, row))
             same = ""
             if differences is not None:
@@ -185,7 +191,7 @@ def _decode(
     for snapshot in run_batch(side.session, side.programs, index, ROUNDS_PER_STEP):
         if clock.first_token_s is None:
             clock.first_token_s = process_age()
-        if live and (delta := follower.follow(snapshot, kept_rounds(snapshot), 0)) is not None:
+        if live and (delta := follower.follow(snapshot, snapshot.kept_rounds(), 0)) is not None:
             screen.text(marker.mark(delta))
         ended = int((snapshot.status != RUNNING).sum())
         limits = [side.session.requests[prompt].max_new_tokens for prompt in index]
@@ -212,7 +218,7 @@ def _finished(plain: _Side, index: Sequence[int]) -> Generation | None:
 
 
 def _pieces(session: Session, prompt: int, snapshot: Snapshot, row: int) -> list[tuple[str, bool]]:
-    delta = Follower(session, prompt).follow(snapshot, kept_rounds(snapshot), row)
+    delta = Follower(session, prompt).follow(snapshot, snapshot.kept_rounds(), row)
     return [] if delta is None else Marker(session.model.tokenizer).mark(delta)
 
 

@@ -11,15 +11,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ml_collections
 import numpy as np
 
 from specjax import metrics
-from specjax.cli import command_line
-from specjax.cli.decode_config import SIMULATED, Job, job_drafter, job_prompts, read_job
+from specjax.cli.decode_config import (
+    SIMULATED,
+    DecodeConfig,
+    make_config_drafter,
+    read_decode_config,
+    turn_prompts,
+)
+from specjax.cli.mesh_config import open_mesh
 from specjax.decoding import costs
-from specjax.decoding.open_session import open_session
-from specjax.decoding.plan import Session
+from specjax.decoding.plan import Session, plan_session
 from specjax.distributed import sharding
 from specjax.errors import InputError, one_line
 from specjax.fields import dotted
@@ -65,7 +69,7 @@ def check_measurable(runs: Sequence[Run]) -> None:
                 f"{where} ran on {run.summary['device']}, this machine has {here}; run the "
                 "report there, or leave --predict out"
             )
-        _job(run)
+        _config(run)
 
 
 def measure(runs: Sequence[Run], say: Callable[[str], None]) -> Iterator[tuple[Run, RoundCosts]]:
@@ -73,17 +77,17 @@ def measure(runs: Sequence[Run], say: Callable[[str], None]) -> Iterator[tuple[R
     models: dict[str, Model] = {}
     passes: dict[Any, float] = {}
     for run in runs:
-        job = _job(run)
-        mesh = command_line.open_mesh(_config(run))
-        key = repr((job.target, job.dtype, mesh))
+        config = _config(run)
+        mesh = open_mesh(config.mesh, config.distributed, config.written)
+        key = repr((config.target, config.dtype, mesh))
         if key not in models:
             # One at a time: there may be no room for two.
             models.clear()
-            say(f"loading {job.target}")
-            models[key] = load_model(job.target, dtype=job.dtype, mesh=mesh)
+            say(f"loading {config.target}")
+            models[key] = load_model(config.target, dtype=config.dtype, mesh=mesh)
         say(f"timing a draft and passes of {run.path.name}")
         with sharding.use(mesh):
-            session = _session(run, job, models[key])
+            session = _session(run, config, models[key])
             yield run, _round_costs(session, run, key, passes)
 
 
@@ -108,28 +112,27 @@ def _round_costs(session: Session, run: Run, key: str, passes: dict[Any, float])
     return RoundCosts(costs.propose_seconds(session), width_s)
 
 
-def _session(run: Run, job: Job, model: Model) -> Session:
+def _session(run: Run, config: DecodeConfig, model: Model) -> Session:
     recorded = [list(row.token_ids) for row in run.rows if row.turn == 0]
-    drafter = job_drafter(job, model, recorded if job.drafter == SIMULATED else None)
-    options = dict(job.session)
-    if options["num_speculative_tokens"] == "auto":
-        # The same widths, without measuring what each row would choose by.
-        options["num_speculative_tokens"] = drafter.num_speculative_tokens
-    seed, sampling = job.turn_seeds(0)
-    prompts = job_prompts(job, model, 0, {})
-    return open_session(model, prompts, drafter=drafter, requests=sampling, seed=seed, **options)
+    drafter = make_config_drafter(config, model, recorded if config.drafter == SIMULATED else None)
+    seed, sampling = config.turn_seeds(0)
+    # Planned only: with "auto" the same widths, without measuring what each row would choose by.
+    return plan_session(
+        model,
+        turn_prompts(config, model, 0, {}),
+        drafter=drafter,
+        options=config.options,
+        requests=sampling,
+        seed=seed,
+    )
 
 
-def _job(run: Run) -> Job:
+def _config(run: Run) -> DecodeConfig:
     try:
-        return read_job(_config(run))
+        # Nothing is written here: the folder of the run's own report may be gone.
+        return read_decode_config({**run.config, "report": None})
     except InputError as error:
         raise InputError(
             f"predict: the config in {str(run.path)!r} does not do here ({one_line(error)}); "
             "leave --predict out"
         ) from None
-
-
-def _config(run: Run) -> ml_collections.ConfigDict:
-    # Nothing is written here: the folder of the run's own report may be gone.
-    return ml_collections.ConfigDict({**run.config, "report": None})

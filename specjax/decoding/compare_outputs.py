@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from specjax import sampling
-from specjax.decoding.plan import Session, row_key
+from specjax.decoding.plan import Session
 from specjax.distributed.sharding import fetch, use
 from specjax.models.interface import LanguageModel
 from specjax.models.prefill import prefill
@@ -67,7 +67,7 @@ def top2_margin(session: Session, prompt: int, new_tokens: Sequence[int]) -> flo
         warped = sampling.warp(
             scores, request.temperature, request.top_k, request.top_p, request.min_p
         )
-        key = row_key(session, prompt)[None]
+        key = session.row_key(prompt)[None]
         position = jnp.asarray([len(ids)])
         scores = warped + sampling.position_gumbel(key, position, scores.shape[1])
     best = jax.lax.top_k(scores, 2)[0][0]

@@ -1,4 +1,4 @@
-"""What a pass, a draft and a read of the weights cost here, in seconds: measured, not assumed.
+"""Measured seconds of a pass, of a draft and of reading the weights, on this machine.
 
 Each figure is the median of several runs of a compiled loop, compile excluded, so that dispatch is
 paid once for many repetitions.
@@ -92,7 +92,7 @@ def read_seconds(params: Any) -> float:
 
 
 def copy_bandwidth(num_bytes: int) -> float:
-    """Bytes a second of copying an array of that size on the device, reads and writes counted."""
+    """Bytes per second of copying an array of that size on the device, reads and writes counted."""
     # Into memory that is there already: on a CPU, new pages cost more than the copy.
     copy = jax.jit(lambda source, into: jnp.copy(source), donate_argnums=1, keep_unused=True)
     source, into = jnp.ones(num_bytes, jnp.int8), jnp.zeros(num_bytes, jnp.int8)

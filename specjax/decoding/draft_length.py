@@ -1,4 +1,4 @@
-"""How many tokens a row may draft in a round: fixed, by batch size, or by what has paid so far."""
+"""How many tokens a row may draft in a round: fixed, by batch size, or by past acceptance."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PRIOR_TESTED, _PRIOR_ACCEPTED = 4.0, 2.8
 
 @struct.dataclass
 class History:
-    """Decayed counts of draft tokens that were put to the test, and of those that passed."""
+    """Decayed counts of draft tokens that were tested, and of those that were accepted."""
 
     tested: Float[Array, "B"]
     passed: Float[Array, "B"]

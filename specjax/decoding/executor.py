@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,9 +14,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from specjax import metrics
-from specjax.decoding import loop, memory
+from specjax.decoding import loop
 from specjax.decoding.plan import Session, batch_arguments
 from specjax.decoding.state import RUNNING, STOPPED, Plan, Rounds
+from specjax.decoding.stop_strings import tokens_to_stop, truncate_rounds
+from specjax.distributed import device_memory
 from specjax.distributed.sharding import fetch, place_rows, use
 
 
@@ -37,6 +39,10 @@ class Snapshot(NamedTuple):
     finished: bool
     prefill_s: float
     decode_s: float
+
+    def kept_rounds(self) -> Rounds:
+        """The counts without those of tokens after a stop string."""
+        return truncate_rounds(self.rounds, self.kept)
 
 
 class Programs(NamedTuple):
@@ -96,7 +102,7 @@ def _compile(plan: Plan, mesh: Mesh | None, tree: Any, leaves: tuple[_Leaf, ...]
             )
         run = jax.jit(loop.run, static_argnums=0, donate_argnums=2, out_shardings=placed)
         run = run.lower(plan, params, state, jax.ShapeDtypeStruct((), jnp.int32)).compile()
-    memory.check_fits(
+    device_memory.check_fits(
         (start, run),
         "lower batch_size, max_length, max_new_tokens or num_speculative_tokens",
         mesh,
@@ -145,10 +151,12 @@ def run_batch(
         tokens, lengths = shown["tokens"], shown["lengths"]
         stopped = False
         for row, prompt in enumerate(index):
-            if session.requests[prompt].stop and kept[row] < 0:
-                kept[row] = _stop_string(session, prompt, tokens[row, : lengths[row]])
-                if kept[row] >= 0:
-                    status[row], stopped = STOPPED, True
+            stops = session.requests[prompt].stop
+            if stops and kept[row] < 0:
+                new = tokens[row, len(session.prompts[prompt]) : lengths[row]].tolist()
+                count = tokens_to_stop(session.model.tokenizer, new, stops)
+                if count is not None:
+                    kept[row], status[row], stopped = count, STOPPED, True
         if stopped:
             state = state.replace(status=place_rows(status, session.mesh))
         finished = not (status == RUNNING).any()
@@ -162,41 +170,6 @@ def run_batch(
             prefill_s=prefill_s,
             decode_s=decode_s,
         )
-
-
-def _stop_string(session: Session, prompt: int, tokens: np.ndarray) -> int:
-    """How many new tokens it takes until a stop string is complete; -1 if none is."""
-    tokenizer = session.model.tokenizer
-    new = tokens[len(session.prompts[prompt]) :].tolist()
-    stops = session.requests[prompt].stop
-    if first_stop(tokenizer.decode(new), stops) is None:
-        return -1
-    low, high = 1, len(new)
-    while low < high:
-        middle = (low + high) // 2
-        if first_stop(tokenizer.decode(new[:middle]), stops) is None:
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
-def first_stop(text: str, stops: Sequence[str]) -> int | None:
-    """Where the first stop string begins in a text, if one does."""
-    starts = [start for start in (text.find(stop) for stop in stops) if start >= 0]
-    return min(starts, default=None)
-
-
-def kept_rounds(snapshot: Snapshot) -> Rounds:
-    """The snapshot's counts without what lies after a stop string."""
-    if (snapshot.kept < 0).all():
-        return snapshot.rounds
-    counts = snapshot.rounds
-    new = np.where(snapshot.kept < 0, np.iinfo(np.int32).max, snapshot.kept)
-    drafted, accepted, emitted, width = metrics.truncate_rounds(
-        counts.drafted, counts.accepted, counts.emitted, counts.width, new
-    )
-    return Rounds(width=width, drafted=drafted, accepted=accepted, emitted=emitted)
 
 
 def expected_acceptance(session: Session) -> metrics.ExpectedAcceptance:

@@ -10,18 +10,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specjax import metrics, sampling
-from specjax.decoding.executor import (
-    Snapshot,
-    compile_session,
-    first_stop,
-    kept_rounds,
-    run_session,
-)
+from specjax.decoding.executor import Snapshot, compile_session, run_session
 from specjax.decoding.open_session import open_session
+from specjax.decoding.options import DecodeOptions
 from specjax.decoding.plan import Session
 from specjax.decoding.prompts import Prompt
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.state import FULL, STOPPED, Rounds
+from specjax.decoding.stop_strings import final_length
 from specjax.drafters import Drafter, make_drafter
 from specjax.fields import Function, Whole, optional
 from specjax.loading.load import place_model
@@ -34,12 +30,13 @@ Requests = SamplingParams | Mapping[str, Any] | Sequence[SamplingParams | Mappin
 
 @dataclass(frozen=True)
 class Generation:
-    """What was generated, a list entry or a row for each prompt.
+    """What was generated: one list entry, or one row of an array, per prompt.
 
     `token_ids` are the new tokens, the stop token included; `finish_reasons` are "stop" or
     "length"; `logprobs` are None where not asked for. `width`, `drafted`, `accepted` and `emitted`
-    are [B, R] counts a round, -1 where a row took no part. `prefill_s` and `decode_s` are seconds
-    of the batch a row was in, and `batch` the batch's number; `compile_s` is outside of them.
+    are [B, R] counts per round, -1 where a row was finished already. `prefill_s` and `decode_s` are
+    seconds of the batch a row was in, and `batch` the batch's number; `compile_s` is outside of
+    them.
     """
 
     token_ids: list[list[int]]
@@ -118,25 +115,21 @@ def generate(
     k). With either, a row of `rejection` or `block` may draw other tokens (of the same
     distribution) beside other neighbours or on another machine. `verify` is "rejection", "block",
     "coupled" (the output depends on seed and prompt only, never on the drafter), or a rule of one's
-    own. `sampling` is one for all prompts or one a prompt. `batch_size` rows decode together (all,
-    at most 16, by default); `max_length` bounds prompt and output. `progress` is called between
-    steps. On a `mesh` (`sharding.make_mesh`; by default where the target was loaded) rows are
-    spread over `data`, weights, caches and logits over `model`. Raises InputError for bad input.
+    own. `sampling` is one for all prompts, or one per prompt. `batch_size` rows decode together
+    (all, at most 16, by default); `max_length` bounds prompt and output. `progress` is called
+    between steps. On a `mesh` (`sharding.make_mesh`; by default where the target was loaded) rows
+    are spread over `data`, weights, caches and logits over `model`. Raises InputError for bad
+    input.
     """
     optional(Function("use a function of a Snapshot")).check("progress", progress)
-    target = target if mesh is None else place_model(target, mesh)
-    session = open_session(
-        target,
-        prompts,
-        drafter=_drafter_of(drafter, target, num_speculative_tokens),
+    options = DecodeOptions(
         num_speculative_tokens=num_speculative_tokens,
         num_speculative_tokens_per_batch_size=num_speculative_tokens_per_batch_size,
         verify=verify,
-        requests=sampling,
-        seed=seed,
         batch_size=batch_size,
         max_length=max_length,
     )
+    session = _open(target, prompts, drafter, options, sampling, seed, mesh)
     programs = compile_session(session)
     done = []
     for snapshot in run_session(session, None if progress is None else 16, programs):
@@ -149,7 +142,7 @@ def generate(
 
 def collect(session: Session, batches: Sequence[Snapshot], compile_s: float = 0.0) -> Generation:
     """The result of finished batches, in input order."""
-    counts = [kept_rounds(snapshot) for snapshot in batches]
+    counts = [snapshot.kept_rounds() for snapshot in batches]
     rows: dict[str, list] = {
         name: []
         for name in (
@@ -194,6 +187,7 @@ def stream(
     rounds_per_step: int = 1,
     drafter: Drafter | str | None = None,
     sampling: Requests = SamplingParams(),  # noqa: B008 - frozen
+    seed: int = 0,
     mesh: Mesh | None = None,
     **options: Any,
 ) -> Iterator[Delta]:
@@ -202,31 +196,32 @@ def stream(
     Takes what `generate` takes. Each delta also says which of its tokens were drafted.
     """
     rounds_per_step = Whole(1).check("rounds_per_step", rounds_per_step)
-    target = target if mesh is None else place_model(target, mesh)
-    session = open_session(
-        target,
-        prompts,
-        drafter=_drafter_of(drafter, target, options.get("num_speculative_tokens")),
-        requests=sampling,
-        **options,
-    )
+    session = _open(target, prompts, drafter, DecodeOptions(**options), sampling, seed, mesh)
     return stream_session(session, rounds_per_step)
 
 
-def _drafter_of(
-    drafter: Drafter | str | None, target: Model, num_speculative_tokens: Any
-) -> Drafter | None:
-    if not isinstance(drafter, str):
-        return drafter
-    length = None if num_speculative_tokens == "auto" else num_speculative_tokens
-    return make_drafter(drafter, target, num_speculative_tokens=length)
+def _open(
+    target: Model,
+    prompts: Sequence[Prompt] | str,
+    drafter: Drafter | str | None,
+    options: DecodeOptions,
+    requests: Requests,
+    seed: int,
+    mesh: Mesh | None,
+) -> Session:
+    target = target if mesh is None else place_model(target, mesh)
+    if isinstance(drafter, str):
+        drafter = make_drafter(drafter, target, num_speculative_tokens=options.fixed_draft_length)
+    return open_session(
+        target, prompts, drafter=drafter, options=options, requests=requests, seed=seed
+    )
 
 
 def stream_session(session: Session, rounds_per_step: int = 1) -> Iterator[Delta]:
     """The deltas of a session, batch by batch; within a step rows come in input order."""
     followers: dict[int, Follower] = {}
     for snapshot in run_session(session, rounds_per_step):
-        counts = kept_rounds(snapshot)
+        counts = snapshot.kept_rounds()
         for row, prompt in enumerate(snapshot.index):
             follower = followers.setdefault(prompt, Follower(session, prompt))
             delta = follower.follow(snapshot, counts, row)
@@ -245,7 +240,7 @@ class Follower:
         self._tokens, self._text, self._shown, self._ended = 0, "", 0, False
 
     def follow(self, snapshot: Snapshot, counts: Rounds, row: int) -> Delta | None:
-        """What the snapshot adds in that row, if anything; `counts` are `kept_rounds(snapshot)`."""
+        """What the snapshot adds in that row, if anything; `counts` are its `kept_rounds()`."""
         if self._ended:
             return None
         tokens = _new_tokens(self._session, snapshot, row)
@@ -264,11 +259,7 @@ class Follower:
         self._text += self._decoder.feed(fresh)
         if self._ended:
             self._text += self._decoder.flush()
-            end = first_stop(self._text, self._stops)
-        else:
-            # The end may be the beginning of a stop string.
-            end = len(self._text) - max(map(len, self._stops), default=1) + 1
-        end = len(self._text) if end is None else max(end, self._shown)
+        end = max(final_length(self._text, self._stops, ended=self._ended), self._shown)
         fresh_text, self._shown = self._text[self._shown : end], end
         return fresh_text
 
@@ -285,7 +276,7 @@ def _text(session: Session, tokens: list[int], stops: Sequence[str]) -> str:
     if session.model.tokenizer is None:
         return ""
     text = session.model.tokenizer.decode(tokens)
-    return text[: first_stop(text, stops)]
+    return text[: final_length(text, stops, ended=True)]
 
 
 def _was_drafted(accepted: np.ndarray, emitted: np.ndarray) -> list[bool]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -203,22 +202,19 @@ def _context(plan: Plan, params: Any, state: State) -> Context:
         target=plan.target,
         flags=plan.flags,
         num_tokens=plan.draft_length.max_tokens,
-        needs_logq=plan.flags.sampled and plan.rule != "coupled",
+        needs_logq=plan.flags.sampled and plan.rule != sampling.COUPLED,
     )
 
 
 def _round_keys(plan: Plan, state: State) -> Key[Array, "B"]:
     """Each row's key for this round's draws; `coupled` keeps one key for the whole row."""
-    if plan.rule == "coupled":
+    if plan.rule == sampling.COUPLED:
         return state.rows.key
-    return jax.vmap(jax.random.fold_in, in_axes=(0, None))(state.rows.key, state.round)
+    return sampling.fold_round(state.rows.key, state.round)
 
 
 def _draft_noise(plan: Plan, state: State, keys: Key[Array, "B"]) -> Noise:
     vocab = plan.target.vocab_size
-    if plan.rule == "coupled":
-        return lambda depth: sampling.position_gumbel(keys, state.length + depth, vocab)
-    draft_keys = sampling.split_keys(keys).draft
-    return lambda depth: sampling.position_gumbel(
-        draft_keys, jnp.broadcast_to(depth, draft_keys.shape), vocab
-    )
+    if plan.rule == sampling.COUPLED:
+        return sampling.coupled_noise(keys, state.length, vocab)
+    return sampling.draft_noise(keys, vocab)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from specjax.decoding.costs import round_costs
+from specjax.decoding.options import DecodeOptions
 from specjax.decoding.plan import Session, plan_session
 from specjax.decoding.prompts import Prompt
 from specjax.loading.model import Model
@@ -16,18 +17,16 @@ def open_session(
     target: Model,
     prompts: Sequence[Prompt],
     *,
-    num_speculative_tokens: int | str | None = None,
-    **options: Any,
+    options: DecodeOptions = DecodeOptions(),  # noqa: B008 - frozen
+    **others: Any,
 ) -> Session:
     """Check and encode; with "auto", measure the costs that each row's draft length follows.
 
     Takes what `plan.plan_session` takes. Raises InputError.
     """
-    session = plan_session(
-        target, prompts, num_speculative_tokens=num_speculative_tokens, **options
-    )
+    session = plan_session(target, prompts, options=options, **others)
     length = session.plan.draft_length
-    if num_speculative_tokens != "auto" or not length.max_tokens:
+    if options.num_speculative_tokens != "auto" or not length.max_tokens:
         return session
     measured = replace(length, costs=round_costs(session))
     return replace(session, plan=replace(session.plan, draft_length=measured))

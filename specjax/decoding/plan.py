@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,59 +14,19 @@ from jaxtyping import Array, Key
 
 from specjax import sampling
 from specjax.decoding.draft_length import DraftLength
+from specjax.decoding.options import DecodeOptions
 from specjax.decoding.prompts import Prompt, encode_prompt
-from specjax.decoding.sampling_params import SEED, SamplingParams, one_a_prompt
+from specjax.decoding.sampling_params import SEED, SamplingParams, one_per_prompt
 from specjax.decoding.state import RUNNING, STOPPED, Plan, Rows
 from specjax.decoding.verify import check_rule
 from specjax.distributed.sharding import DATA, axis_size, place_keys, place_rows, spread
-from specjax.drafters import DRAFT_TOKENS, DRAFTER_KIND, Drafter
+from specjax.drafters import DRAFTER_KIND, Drafter
 from specjax.drafters import none as no_drafter
 from specjax.drafters.base import Sampling
 from specjax.errors import InputError, shown
-from specjax.fields import Choice, Either, Instance, Items, Whole, optional
 from specjax.loading.model import MODEL_KIND, Model
 from specjax.models.layers.attention import CACHE_BLOCK
 
-RULES = ("rejection", "block", "coupled")
-RULE = Choice(RULES)
-BATCH_SIZE = Whole(1)
-MAX_LENGTH = Whole(2, remedy="use at least 2, a prompt and a new token")
-DRAFT_LENGTH = Either((Choice(("auto",)), DRAFT_TOKENS), remedy=DRAFT_TOKENS.remedy)
-
-
-@dataclass(frozen=True)
-class LadderStep:
-    """(low, high, k): at most k draft tokens while low..high rows are unfinished."""
-
-    def check(self, name: str, value: Any) -> tuple[int, int, int]:
-        """The three numbers."""
-        low, high, count = Items(Whole(), length=3).check(name, value)
-        if not (1 <= low <= high and count <= DRAFT_TOKENS.most):
-            raise InputError(
-                f"{name}={shown(value)}: must be (low, high, k) with 1 <= low <= high and "
-                f"0 <= k <= {DRAFT_TOKENS.most}"
-            )
-        return low, high, count
-
-
-@dataclass(frozen=True)
-class Ladder:
-    """`num_speculative_tokens_per_batch_size`: steps for numbers of rows that do not overlap."""
-
-    def check(self, name: str, value: Any) -> tuple[tuple[int, int, int], ...]:
-        """The steps."""
-        remedy = "use steps of (low, high, k), such as ((1, 4, 8), (5, 16, 2))"
-        Items(Instance(Sequence, remedy), remedy=remedy).check(name, value)
-        steps = Items(LadderStep()).check(name, value)
-        for (_, before, _), (low, *_) in itertools.pairwise(sorted(steps)):
-            if low <= before:
-                raise InputError(
-                    f"{name}={shown(value)}: two steps hold for {low} rows; let them not overlap"
-                )
-        return steps
-
-
-LADDER = Ladder()
 MOST_ROWS = 16
 """Rows of a batch where the caller does not say."""
 _PREFILL_CHUNKS = (32, 128, 256, 512)
@@ -102,6 +61,10 @@ class Session:
         """Rows of a batch on the devices (B): as many on each along `data`, the rest finished."""
         return _round_up(self.batch_size, axis_size(self.mesh, DATA))
 
+    def row_key(self, prompt: int) -> Key[Array, ""]:
+        """The key that all draws of a prompt come from."""
+        return sampling.row_key(self.seed, prompt, self.requests[prompt].seed)
+
     def batches(self) -> list[list[int]]:
         """The prompts' indices, batch by batch, in input order."""
         count = len(self.prompts)
@@ -116,17 +79,13 @@ def plan_session(
     prompts: Sequence[Prompt],
     *,
     drafter: Drafter | None = None,
-    num_speculative_tokens: int | str | None = None,
-    num_speculative_tokens_per_batch_size: Sequence[tuple[int, int, int]] = (),
-    verify: str | sampling.Rule = "rejection",
+    options: DecodeOptions = DecodeOptions(),  # noqa: B008 - frozen
     requests: Any = SamplingParams(),  # noqa: B008 - frozen
     seed: int = 0,
-    batch_size: int | None = None,
-    max_length: int | None = None,
 ) -> Session:
     """Check, encode and choose a program, without measuring anything; see `generate.generate`.
 
-    Raises InputError.
+    `requests` is one SamplingParams or dict for all prompts, or one for each. Raises InputError.
     """
     MODEL_KIND.check("target", target)
     if isinstance(prompts, str):
@@ -140,48 +99,39 @@ def plan_session(
     drafter = no_drafter.make() if drafter is None else drafter
     DRAFTER_KIND.check("drafter", drafter)
     drafter = replace(drafter, params=spread(drafter.params, target.mesh))
-    if not callable(verify):
-        RULE.check("verify", verify)
     seed = SEED.check("seed", seed)
-    batch_size = optional(BATCH_SIZE).check("batch_size", batch_size)
-    max_length = optional(MAX_LENGTH).check("max_length", max_length)
-    requests = one_a_prompt(requests, len(prompts))
+    requests = one_per_prompt(requests, len(prompts))
     if target.tokenizer is None and any(request.stop for request in requests):
         raise InputError(f"sampling.stop: {target.name} has no tokenizer; use stop_token_ids")
     encoded = [encode_prompt(target, p, f"prompts[{i}]") for i, p in enumerate(prompts)]
-    longest = _longest(target, encoded, max_length)
+    longest = _longest(target, encoded, options.max_length)
     totals = [
         min(len(ids) + request.max_new_tokens, longest)
         for ids, request in zip(encoded, requests, strict=True)
     ]
     room = max(total - len(ids) for total, ids in zip(totals, encoded, strict=True))
-    asked = optional(DRAFT_LENGTH).check("num_speculative_tokens", num_speculative_tokens)
-    auto = asked == "auto"
-    most = drafter.num_speculative_tokens if auto or asked is None else asked
-    ladder = LADDER.check(
-        "num_speculative_tokens_per_batch_size", num_speculative_tokens_per_batch_size
-    )
+    asked, ladder = options.num_speculative_tokens, options.num_speculative_tokens_per_batch_size
+    most = drafter.num_speculative_tokens if asked in (None, "auto") else asked
     if ladder and asked is None:
         most = max(most, *(count for _, _, count in ladder))
     # Of a longer draft no row could emit all, with the target's own token after it.
     most = min(most, max(room - 1, 1))
     stop_ids = max(1, *(len(_stop_ids(target, request)) for request in requests))
-    batch_size = min(batch_size or MOST_ROWS, len(prompts))
-    chunk = _chunk(max(map(len, encoded)))
+    batch_size = min(options.batch_size or MOST_ROWS, len(prompts))
     plan = Plan(
         target=target.architecture,
         drafter=drafter,
-        rule=verify,
+        rule=options.verify,
         draft_length=DraftLength(most, ladder),
         widths=widths(most, drafter.lengths),
         flags=_flags(requests),
         capacity=_round_up(max(totals), CACHE_BLOCK),
         max_rounds=_round_up(room, 64),
-        chunk=chunk,
+        chunk=_chunk(max(map(len, encoded))),
         logprobs=any(request.logprobs for request in requests),
     )
-    if not isinstance(verify, str):
-        check_rule(verify, batch_size, plan.widths, target.config.vocab_size)
+    if not isinstance(options.verify, str):
+        check_rule(options.verify, batch_size, plan.widths, target.config.vocab_size)
     return Session(
         target,
         drafter,
@@ -218,7 +168,7 @@ def batch_arguments(session: Session, index: list[int]) -> tuple:
     length = np.array([len(ids) for ids in prompts], np.int32)
     numbers = np.array([*index, *[0] * spare], np.int32)
     room = np.array([request.max_new_tokens for request in requests], np.int64)
-    keys = [row_key(session, i) for i in index] + [jax.random.key(session.seed)] * spare
+    keys = [session.row_key(i) for i in index] + [jax.random.key(session.seed)] * spare
     running = np.arange(batch) < len(index)
     status = np.where(running, RUNNING, STOPPED).astype(np.int32)
     placed = functools.partial(place_rows, mesh=session.mesh)
@@ -235,14 +185,6 @@ def batch_arguments(session: Session, index: list[int]) -> tuple:
         stop_ids=placed(stop_ids),
     )
     return placed(tokens), rows, placed(length), placed(status)
-
-
-def row_key(session: Session, prompt: int) -> Key[Array, ""]:
-    """The key that all of a prompt's draws come from: its own seed's, or its index's."""
-    seed = session.requests[prompt].seed
-    if seed is not None:
-        return jax.random.key(seed)
-    return jax.random.fold_in(jax.random.key(session.seed), prompt)
 
 
 def _stop_ids(model: Model, request: SamplingParams) -> tuple[int, ...]:

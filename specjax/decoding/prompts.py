@@ -62,7 +62,7 @@ class Question:
 
 
 def read_questions(path: str | os.PathLike) -> list[Question]:
-    """The questions of a JSONL file: {"question_id", "category", "turns": [...]} a line.
+    """The questions of a JSONL file: one {"question_id", "category", "turns": [...]} per line.
 
     Raises InputError with file and line for anything else, and for two lines with one question_id;
     the file is read line by line.

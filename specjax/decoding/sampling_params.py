@@ -64,7 +64,7 @@ class SamplingParams:
         return cls(**values)
 
 
-def one_a_prompt(
+def one_per_prompt(
     sampling: SamplingParams | Mapping[str, Any] | Sequence[SamplingParams | Mapping[str, Any]],
     count: int,
 ) -> list[SamplingParams]:

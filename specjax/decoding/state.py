@@ -1,4 +1,4 @@
-"""What a compiled loop is made for, and what one round hands to the next."""
+"""The static plan that a loop is compiled for, and the state that a round passes to the next."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specjax.drafters.base import Drafter, Sampling
 from specjax.models.interface import LanguageModel
 
 RUNNING, STOPPED, FULL = 0, 1, 2
-"""Why a row ended: not yet, at a stop token or string, or at its longest length."""
+"""A row's status: not ended, ended at a stop token or string, ended at its longest length."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Plan:
 
     `widths` are the window sizes a round can run at, ascending, the last one N + 1. `max_rounds`
     (R) bounds the recorded rounds. `overlaps` also records what share of p each verified node's
-    distribution has, which costs a warp a node.
+    distribution has, which costs one warp per node.
     """
 
     target: LanguageModel
@@ -54,7 +54,7 @@ class Rows:
 
 @struct.dataclass
 class Rounds:
-    """Raw counts, one column a round; -1 where a row took no part."""
+    """Raw counts, one column per round; -1 where a row was finished already."""
 
     width: Int[Array | np.ndarray, "B R"]
     drafted: Int[Array | np.ndarray, "B R"]
@@ -64,7 +64,7 @@ class Rounds:
 
 @struct.dataclass
 class State:
-    """All that one round hands to the next.
+    """Everything that one round passes to the next.
 
     `tokens[b, :length[b]]` are committed, prompt first; `logprobs` are those of the committed
     tokens under the target, by position. `overlaps` are sum_x min(p, q) at the nodes that were

@@ -1,4 +1,4 @@
-"""The target's word on a draft: one `extend` over the window, and a rule."""
+"""Verification of a draft: one `extend` of the target over the window, and a rule."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from specjax.trees import Draft, ancestors, depths
 
 
 class VerifiedDraft(NamedTuple):
-    """What one compiled width says of a draft, padded to the widest."""
+    """The result of verifying a draft at one compiled width, padded to the widest."""
 
     verification: sampling.Verification
     tokens: Int[Array, "B P+1"]
@@ -131,7 +131,7 @@ def verify_draft(
 def _distributions(
     plan: Plan, state: State, draft: Draft, logits: Float[Array, "B W V"]
 ) -> tuple[sampling.Distributions, sampling.Distributions | None]:
-    """P by slot, worked out when it is visited, and q if nodes were drawn from distributions."""
+    """Target p by slot, computed on a visit, and draft q; None where nodes are deterministic."""
     logits_at, nodes = sampling.by_slot(logits), logits.shape[1] - 1
     distributions = None
     if draft.logq is not None and nodes:
@@ -149,7 +149,7 @@ def _overlaps(
     distributions: sampling.Distributions | None,
     nodes: int,
 ) -> Float[Array, "B P"]:
-    """sum_x min(p, q) at each node that was put to the test, NaN at the others."""
+    """sum_x min(p, q) at each node that was tested, NaN at the others."""
     batch, longest = draft.tokens.shape
     if distributions is None:
         distributions = sampling.one_hot_distributions(

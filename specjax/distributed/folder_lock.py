@@ -17,8 +17,8 @@ from typing import IO
 
 from specjax.distributed import processes
 from specjax.errors import InputError
-from specjax.files import folders
-from specjax.files.folders import LOCK, Kind
+from specjax.files import folder_marker, folders
+from specjax.files.folder_marker import LOCK, Kind
 from specjax.files.temporary import open_without_links
 
 _LONGEST_COMMAND = 200
@@ -75,7 +75,7 @@ def _lock(file: IO[str], where: str) -> None:
             f"{where}: cannot be locked ({error.strerror or error}); use a folder on a file system "
             "with locks"
         ) from None
-    if not folders.is_lock(file.fileno()):
+    if not folder_marker.is_lock(file.fileno()):
         raise _not_ours(where)
     content = {
         "pid": os.getpid(),

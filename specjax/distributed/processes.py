@@ -96,7 +96,7 @@ def _initialize(given: Mapping[str, Any], timeout_s: float) -> None:
 
 
 def _gather(address: str, port: int, count: int, deadline: float, timeout_s: float) -> None:
-    """Process 0 waits for each of the others, then lets all of them go on."""
+    """Process 0 waits for each of the others, then lets all of them continue."""
     waiting: dict[int, socket.socket] = {}
     with contextlib.ExitStack() as opened:
         try:

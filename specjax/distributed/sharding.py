@@ -21,7 +21,7 @@ from specjax.errors import InputError
 from specjax.fields import Instance, Whole, optional
 
 DATA, MODEL = "data", "model"
-RULES = {"batch": DATA, "heads": MODEL, "kv_heads": MODEL, "mlp": MODEL, "vocab": MODEL}
+LOGICAL_AXES = {"batch": DATA, "heads": MODEL, "kv_heads": MODEL, "mlp": MODEL, "vocab": MODEL}
 """The mesh axis of each logical axis; names that are not here are not split."""
 
 MESH_KIND = optional(Instance(Mesh, "use a mesh, as sharding.make_mesh gives it"))
@@ -61,7 +61,7 @@ def use(mesh: Mesh | None) -> contextlib.AbstractContextManager:
 
 def partition(axes: Axes, shape: Sequence[int], mesh: Any) -> PartitionSpec:
     """How an array with these logical axes is split; an axis that does not divide stays whole."""
-    named = [RULES.get(name) if name else None for name in axes]
+    named = [LOGICAL_AXES.get(name) if name else None for name in axes]
     return PartitionSpec(
         *(
             axis if axis is not None and size % mesh.shape[axis] == 0 else None
@@ -101,7 +101,7 @@ def place_rows(array: np.ndarray, mesh: Mesh | None) -> jax.Array:
 
 
 def place_keys(keys: Sequence[jax.Array], mesh: Mesh | None) -> jax.Array:
-    """A batch of keys, one a row, spread over `data`."""
+    """A batch of keys, one per row, spread over `data`."""
     if mesh is None:
         return jax.numpy.stack(list(keys))
     data = place_rows(np.stack([np.asarray(jax.random.key_data(key)) for key in keys]), mesh)
@@ -110,7 +110,7 @@ def place_keys(keys: Sequence[jax.Array], mesh: Mesh | None) -> jax.Array:
 
 
 def fetch(tree: Any) -> Any:
-    """Device arrays as NumPy arrays on every process: each takes part, in the same order."""
+    """Device arrays as NumPy arrays on every process: each makes the call, in the same order."""
     if all(leaf.is_fully_addressable for leaf in jax.tree.leaves(tree)):
         return jax.tree.map(np.asarray, tree)
     from jax.experimental import multihost_utils

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from specjax.drafters.base import Accepted, Context, Drafter, Noise
 from specjax.errors import InputError
+from specjax.sampling import drafter_noise
 from specjax.trees import Draft, is_chain
 
 
@@ -83,7 +84,7 @@ def _narrowed(context: Context, drafter: Drafter) -> Context:
 
 def _noise_of(number: int, noise: Noise, context: Context) -> Noise:
     """Noise that the other drafter does not see; under `coupled` both see the target's own."""
-    return (lambda depth: noise(2 * depth + number)) if context.needs_logq else noise
+    return drafter_noise(noise, number) if context.needs_logq else noise
 
 
 def joined(first: Draft, second: Draft, length: int) -> Draft:

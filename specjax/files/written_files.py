@@ -1,6 +1,6 @@
 """Files written into a folder that the user names, where they may replace none but their own.
 
-The folder's marker (`specjax.files.folders`) lists what was written; other files stay beside it.
+The folder's marker (`files.folder_marker`) lists what was written; other files stay beside it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from specjax.errors import InputError
-from specjax.files import folders
-from specjax.files.folders import Kind, Marker, Record
+from specjax.files import folder_marker
+from specjax.files.folder_marker import Kind, Marker, Record
 from specjax.files.temporary import exclusive
 from specjax.files.text_files import write_text
 
@@ -37,7 +37,7 @@ class WrittenFiles:
                 continue
             if name not in self._records or path.is_symlink() or not path.is_file():
                 why = f"was not written as part of a {self._kind}"
-            elif self._records[name] in (_ANNOUNCED, folders.record_of(path)):
+            elif self._records[name] in (_ANNOUNCED, folder_marker.record_of(path)):
                 continue
             else:
                 why = "was changed since it was written"
@@ -56,16 +56,16 @@ class WrittenFiles:
 
     def _put(self, name: str, put: Callable[[Path], object]) -> Path:
         # Another process may have written other files since, and may write this one now.
-        with exclusive(self.folder, folders.MARKER):
+        with exclusive(self.folder, folder_marker.MARKER):
             self._records = self._listed_there()
             self.check([name])
             self._list(name, _ANNOUNCED)
             put(self.folder / name)
-            self._list(name, folders.record_of(self.folder / name))
+            self._list(name, folder_marker.record_of(self.folder / name))
         return self.folder / name
 
     def _listed_there(self) -> dict[str, Record]:
-        marker = folders.read_marker(self.folder)
+        marker = folder_marker.read_marker(self.folder)
         if marker is not None and marker.kind != self._kind:
             raise InputError(
                 f"{self._said} holds a {marker.kind}, not a {self._kind}; name another folder"
@@ -74,4 +74,4 @@ class WrittenFiles:
 
     def _list(self, name: str, record: Record) -> None:
         self._records[name] = record
-        folders.write_marker(self.folder, Marker(self._kind, self._records))
+        folder_marker.write_marker(self.folder, Marker(self._kind, self._records))

@@ -17,8 +17,7 @@ from specjax.distributed.sharding import MESH_KIND
 from specjax.errors import InputError
 from specjax.fields import Flag, Instance
 from specjax.files.paths import output_folder, user_path
-from specjax.loading import checkpoint_directory as disk
-from specjax.loading import model_metadata
+from specjax.loading import model_metadata, orbax_checkpoint
 from specjax.loading.formats import build_parameters, parameter_names
 from specjax.loading.model import MODEL_KIND, Model
 from specjax.loading.tokenizers.tokenizer import Tokenizer
@@ -37,14 +36,14 @@ def save_checkpoint(model: Model, directory: str | Path, *, overwrite: bool = Fa
     MODEL_KIND.check("model", model)
     path = _writable(directory, overwrite)
     dtype, scan_layers = np.dtype(model.dtype), model.form.scan_layers
-    _compare(path, disk.shapes(model.params), _arrays(model.config, dtype, scan_layers))
+    _compare(path, orbax_checkpoint.shapes(model.params), _arrays(model.config, dtype, scan_layers))
     metadata = {
         "config": model_metadata.config_metadata(model.config),
         "dtype": dtype.name,
         "scan_layers": scan_layers,
         "tokenizer": model.tokenizer and model_metadata.tokenizer_metadata(model.tokenizer),
     }
-    disk.save(path, "model", model.params, metadata, overwrite)
+    orbax_checkpoint.save(path, "model", model.params, metadata, overwrite)
 
 
 def read_model(
@@ -62,16 +61,16 @@ def read_model(
     """
     path = user_path("directory", directory)
 
-    def look() -> tuple[disk.Found, DecoderConfig, Tokenizer | None]:
+    def look() -> tuple[orbax_checkpoint.Found, DecoderConfig, Tokenizer | None]:
         found, config, tokenizer = _look_at_model(path)
         if mesh is not None:
             build_parameters.check_shards(config, shards)
         return found, config, tokenizer
 
     found, config, tokenizer = processes.together(look)
-    disk.verify(found)
+    orbax_checkpoint.verify(found)
     stacked = found.metadata["scan_layers"]
-    params = disk.restore(found, _placed_arrays(config, dtype, mesh, shards, stacked))
+    params = orbax_checkpoint.restore(found, _placed_arrays(config, dtype, mesh, shards, stacked))
     if stacked != scan_layers:
         wanted = _placed_arrays(config, dtype, mesh, shards, scan_layers)
         params["layers"] = (_split if stacked else _stack)(params["layers"], wanted["layers"])
@@ -93,7 +92,7 @@ def save_drafter(
     path = _writable(directory, overwrite)
     for name, value in (("params", params), ("metadata", metadata)):
         Instance(Mapping, "use a dict").check(name, value)
-    disk.save(path, "drafter", dict(params), dict(metadata), overwrite)
+    orbax_checkpoint.save(path, "drafter", dict(params), dict(metadata), overwrite)
 
 
 def load_drafter(
@@ -106,15 +105,15 @@ def load_drafter(
     """
     MESH_KIND.check("mesh", mesh)
     path = user_path("directory", directory)
-    found = processes.together(lambda: disk.look(path, "drafter"))
-    disk.verify(found)
+    found = processes.together(lambda: orbax_checkpoint.look(path, "drafter"))
+    orbax_checkpoint.verify(found)
     sharding = _default_device() if mesh is None else NamedSharding(mesh, PartitionSpec())
-    return disk.restore(found, _all_placed(found.arrays, sharding)), found.metadata
+    return orbax_checkpoint.restore(found, _all_placed(found.arrays, sharding)), found.metadata
 
 
-def _look_at_model(path: Path) -> tuple[disk.Found, DecoderConfig, Tokenizer | None]:
+def _look_at_model(path: Path) -> tuple[orbax_checkpoint.Found, DecoderConfig, Tokenizer | None]:
     """What a checkpoint says about its model, after a comparison with the arrays it lists."""
-    found = disk.look(path, "model")
+    found = orbax_checkpoint.look(path, "model")
     metadata = model_metadata.check_fields("metadata", found.metadata, _MODEL_METADATA)
     config, tokenizer = model_metadata.read_config(metadata["config"]), None
     if metadata["tokenizer"] is not None:

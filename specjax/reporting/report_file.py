@@ -18,7 +18,7 @@ from typing import Any
 
 from specjax import signals
 from specjax.errors import NO_ROOM, InputError, one_line
-from specjax.files import folders
+from specjax.files import folder_marker
 from specjax.files.paths import output_file
 from specjax.files.temporary import NAMES
 from specjax.files.text_files import write_text
@@ -39,7 +39,7 @@ def check_writable(value: str | os.PathLike[str], size: int = 0, field: str = "r
     """
     path = output_file(field, value)
     said = f"{field}={os.fspath(value)!r}"
-    if folders.is_kept(path):
+    if folder_marker.is_kept(path):
         raise InputError(f"{said} is a file that specjax keeps for itself; name another file")
     try:
         ours = not path.exists() or not path.stat().st_size or is_report(path)

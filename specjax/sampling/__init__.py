@@ -26,14 +26,28 @@ from specjax.sampling.distributions import (
     overlap,
     residual,
 )
-from specjax.sampling.noise import RoundKeys, position_gumbel, round_keys, split_keys, uniforms
-from specjax.sampling.verify import CHAIN_RULES, verify_by_slot, verify_chain
+from specjax.sampling.keys import (
+    RoundKeys,
+    coupled_noise,
+    derived_seed,
+    draft_noise,
+    drafter_noise,
+    fold_round,
+    position_gumbel,
+    round_keys,
+    row_key,
+    split_keys,
+    uniforms,
+)
+from specjax.sampling.verify import COUPLED, RULES, NamedRule, verify_by_slot, verify_chain
 from specjax.sampling.warp import WarpFlags, argmax, warp
 
 __all__ = [
-    "CHAIN_RULES",
+    "COUPLED",
+    "RULES",
     "Decision",
     "Distributions",
+    "NamedRule",
     "RoundKeys",
     "Rule",
     "Verification",
@@ -43,8 +57,13 @@ __all__ = [
     "block",
     "by_slot",
     "conclude",
+    "coupled_noise",
+    "derived_seed",
     "draft_distributions",
+    "draft_noise",
+    "drafter_noise",
     "excess",
+    "fold_round",
     "log_ratio",
     "one_hot_distributions",
     "overlap",
@@ -53,6 +72,7 @@ __all__ = [
     "rejection",
     "residual",
     "round_keys",
+    "row_key",
     "split_keys",
     "uniforms",
     "verify_by_slot",

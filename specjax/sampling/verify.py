@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +20,26 @@ from specjax.sampling.chain import (
     rejection,
     walk,
 )
-from specjax.sampling.noise import position_gumbel, split_keys, uniforms
+from specjax.sampling.keys import coupled_noise, position_gumbel, split_keys, uniforms
 
-CHAIN_RULES: dict[str, Rule] = {"rejection": rejection, "block": block}
-"""The exact rules that decide by uniforms. `coupled` is the exact rule that is none of these."""
+COUPLED = "coupled"
+
+
+class NamedRule(NamedTuple):
+    """How an exact rule decides by uniforms (None for `coupled`), and what it does, in words."""
+
+    decide: Rule | None
+    description: str
+
+
+RULES = {
+    "rejection": NamedRule(
+        rejection, "accept with probability min(1, p/q), else draw from what p has left"
+    ),
+    "block": NamedRule(block, "verify the draft as a whole; accepts no less than rejection"),
+    COUPLED: NamedRule(None, "the output depends on seed and prompt only, whatever is drafted"),
+}
+"""The exact rules by name."""
 
 
 def verify_chain(
@@ -51,10 +68,10 @@ def verify_chain(
     Raises ValueError for an unknown rule, missing positions, or shapes that do not fit.
     """
     batch, length = tokens.shape
-    if isinstance(rule, str) and rule not in (*CHAIN_RULES, "coupled"):
-        known = ", ".join((*CHAIN_RULES, "coupled"))
+    if isinstance(rule, str) and rule not in RULES:
+        known = ", ".join(RULES)
         raise ValueError(f"rule={rule!r} is unknown: use one of {known}, or a function")
-    if rule == "coupled" and positions is None:
+    if rule == COUPLED and positions is None:
         raise ValueError("rule='coupled' needs positions: pass those of the first drafted tokens")
     if logp.ndim != 3 or logp.shape[:2] != (batch, length + 1):
         raise ValueError(
@@ -120,13 +137,8 @@ def verify_by_slot(
 
     `draft` None says that the tokens are deterministic.
     """
-    if rule == "coupled":
-        return walk(
-            tokens,
-            num_valid,
-            target,
-            lambda slots: position_gumbel(keys, positions + slots, vocab, dtype),
-        )
+    if rule == COUPLED:
+        return walk(tokens, num_valid, target, coupled_noise(keys, positions, vocab, dtype))
     _, accept, final = split_keys(keys)
     if rule == "rejection" and draft is None:
         return walk(
@@ -135,7 +147,7 @@ def verify_by_slot(
     length = tokens.shape[1]
     if draft is None:
         draft = one_hot_distributions(tokens, vocab, dtype)
-    decide = CHAIN_RULES[rule] if isinstance(rule, str) else rule
+    decide = RULES[rule].decide if isinstance(rule, str) else rule
     decision = decide(tokens, num_valid, target, draft, uniforms(accept, length, dtype))
     gumbel = position_gumbel(final, jnp.zeros_like(num_valid), vocab, dtype)
     return conclude(decision, gumbel, length)

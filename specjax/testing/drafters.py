@@ -15,13 +15,14 @@ from jaxtyping import Array, Float, Int
 from specjax import sampling
 from specjax.decoding.draft_length import DraftLength
 from specjax.decoding.executor import compile_plan
-from specjax.decoding.plan import RULE, widths
+from specjax.decoding.options import RULE_OR_FUNCTION
+from specjax.decoding.plan import widths
 from specjax.decoding.sampling_params import SEED, SamplingParams
 from specjax.decoding.state import RUNNING, Plan, Rows, State
 from specjax.drafters import DRAFT_TOKENS, DRAFTER_KIND, Drafter
 from specjax.drafters.base import Sampling, warp_rows
 from specjax.errors import InputError
-from specjax.fields import Either, Function, Instance, Items, Whole, optional
+from specjax.fields import Instance, Items, Whole, optional
 from specjax.loading.model import Model
 from specjax.models.interface import LanguageModel
 
@@ -100,7 +101,7 @@ def check_drafter(
     prompt = Items(Whole(), least=1).check("prompt", prompt)
     DRAFT_TOKENS.check("num_speculative_tokens", num_speculative_tokens)
     optional(Instance(DraftLength, "use a DraftLength")).check("draft_length", draft_length)
-    Either((Function(), RULE)).check("verify", verify)
+    RULE_OR_FUNCTION.check("verify", verify)
     Instance(SamplingParams, "use SamplingParams").check("request", request)
     seed = SEED.check("seed", seed)
     length = num_speculative_tokens + 2
@@ -193,7 +194,7 @@ def first_rows(
 
     tokens = jnp.zeros((batch, plan.capacity), jnp.int32)
     tokens = tokens.at[:, : len(prompt)].set(jnp.asarray(prompt, jnp.int32)[None, :])
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.asarray(index))
+    keys = jax.vmap(lambda number: sampling.row_key(seed, number))(jnp.asarray(index))
     rows = Rows(
         index=jnp.asarray(index, jnp.int32),
         key=keys,

@@ -106,9 +106,9 @@ def check_rule(
     _check_input(rule, topology, vocab, length, distributions, valid)
     distributions = example_distributions(vocab, length) if distributions is None else distributions
     sampled, fixed = _sampled(distributions, valid), _deterministic(distributions, valid)
-    if rule == "coupled":
+    if rule == sampling.COUPLED:
         return _compare([(fixed, walks(fixed[0]))])
-    decide = sampling.CHAIN_RULES[rule] if isinstance(rule, str) else rule
+    decide = sampling.RULES[rule].decide if isinstance(rule, str) else rule
     try:
         found = [(sampled, decisions(decide, sampled[0])), (fixed, decisions(decide, fixed[0]))]
     except NotAStepFunction:
@@ -284,9 +284,8 @@ def _check_input(
     distributions: list[DistributionPair] | None,
     valid: Valid | None,
 ) -> None:
-    known = (*sampling.CHAIN_RULES, "coupled")
     if not callable(rule):
-        Choice(known).check("rule", rule)
+        Choice(tuple(sampling.RULES)).check("rule", rule)
     Choice(("chain",)).check("topology", topology)
     Whole(2, 5, remedy="every output is enumerated, so use 2 to 5").check("vocab", vocab)
     Whole(1, 3, remedy="every draft is enumerated, so use 1 to 3").check("length", length)

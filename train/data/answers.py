@@ -1,22 +1,23 @@
-"""Plans and decodes the batches of `train.generate`."""
+"""Plans and decodes the batches of `train.generate`: its config, its prompts, its answers."""
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
 
-import ml_collections
 import numpy as np
 
-from specjax.cli import command_line
 from specjax.cli.console import Screen
+from specjax.cli.mesh_config import DistributedConfig, MeshConfig
 from specjax.decoding.executor import Programs, run_batch
 from specjax.decoding.generate import collect
 from specjax.decoding.open_session import open_session
-from specjax.decoding.plan import BATCH_SIZE, RULE, Session
+from specjax.decoding.options import BATCH_SIZE, RULE, DecodeOptions
+from specjax.decoding.plan import Session
 from specjax.decoding.prompts import CHAT
 from specjax.decoding.sampling_params import MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P, SamplingParams
 from specjax.decoding.state import RUNNING
@@ -24,19 +25,19 @@ from specjax.distributed import processes
 from specjax.drafters import DRAFT_TOKENS, check_options, make_drafter
 from specjax.errors import InputError
 from specjax.fields import (
-    Fields,
     Items,
     Number,
     OutputFolder,
     PathOrName,
     Text,
     Whole,
-    check_values,
     optional,
+    read_values,
 )
 from specjax.files.paths import user_path
 from specjax.loading.load import DTYPE
 from specjax.loading.model import Model
+from specjax.sampling import derived_seed
 from train.data.corpus_tasks import DEFAULT_MIX
 from train.data.examples import Example
 from train.data.pieces import Pieces
@@ -86,66 +87,99 @@ class Speed:
         return (self.tokens + tokens) / max(self.seconds + seconds, 1e-9)
 
 
-FIELDS: Fields = {
-    "target": PathOrName(),
-    "dtype": DTYPE,
-    "workdir": OutputFolder(),
-    "output": optional(OutputFolder()),
-    "prompts": optional(PathOrName()),
-    "tfds": {
-        "data_dir": optional(OutputFolder()),
-        "split": Text(),
-        "prompt_field": Text(),
-    },
-    "limit": optional(Whole(1)),
-    "chat": CHAT,
-    "max_prompt_tokens": Whole(1),
-    "corpus": {
-        "num_prompts": Whole(1, 10_000_000),
-        "seed": SEED,
-        "wikipedia": CHAT,
-        "long": Number(0.0, 1.0, remedy="use a share from 0 to 1"),
-        "mix": dict.fromkeys(DEFAULT_MIX, Number(remedy="use a share of at least 0")),
-    },
-    "temperatures": Items(TEMPERATURE, least=1),
-    "top_k": TOP_K,
-    "top_p": TOP_P,
-    "min_p": MIN_P,
-    "max_new_tokens": Whole(1),
-    "seed": SEED,
-    "batch_size": BATCH_SIZE,
-    "drafter": {"name": Text(), "path": optional(PathOrName())},
-    "num_speculative_tokens": optional(DRAFT_TOKENS),
-    "verify": RULE,
-    "minutes": optional(Number(0.0, 1e9, above=True)),
-    "mesh": command_line.MESH_FIELDS,
-    "distributed": command_line.DISTRIBUTED_FIELDS,
-}
-"""What the fields of a config may hold."""
+@dataclass(frozen=True)
+class DatasetConfig:
+    """How a TFDS dataset of prompts is read."""
+
+    data_dir: Annotated[Path | None, optional(OutputFolder())]
+    split: Annotated[str, Text()]
+    prompt_field: Annotated[str, Text()]
 
 
-def check(config: ml_collections.ConfigDict) -> None:
-    """Raise InputError for values that make no sense, before the model is loaded."""
-    values = check_values(FIELDS, config.to_dict())
-    check_options(values["drafter"]["name"], values["drafter"]["path"], {})
-    _samplings(config)
+_SHARE = Number(remedy="use a share of at least 0")
 
 
-def _samplings(config: ml_collections.ConfigDict) -> list[SamplingParams]:
-    """The ways to sample, one a temperature."""
-    return [
-        SamplingParams(
-            temperature=temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            min_p=config.min_p,
-            max_new_tokens=config.max_new_tokens,
+@dataclass(frozen=True)
+class CorpusSection:
+    """Our own dataset of prompts, which `train.data.corpus` makes."""
+
+    num_prompts: Annotated[int, Whole(1, 10_000_000)]
+    seed: Annotated[int, SEED]
+    wikipedia: Annotated[str, CHAT]
+    long: Annotated[float, Number(0.0, 1.0, remedy="use a share from 0 to 1")]
+    mix: Annotated[Mapping[str, float], dict.fromkeys(DEFAULT_MIX, _SHARE)]
+
+
+@dataclass(frozen=True)
+class DrafterSection:
+    """A drafter by name, with the path of a trained one."""
+
+    name: Annotated[str, Text()]
+    path: Annotated[str | None, optional(PathOrName())]
+
+
+@dataclass(frozen=True)
+class AnswersConfig:
+    """What to answer, and how; `configs/generate_smollm2.py` says what each field does."""
+
+    target: Annotated[str, PathOrName()]
+    dtype: Annotated[str, DTYPE]
+    workdir: Annotated[Path, OutputFolder()]
+    output: Annotated[Path | None, optional(OutputFolder())]
+    prompts: Annotated[str | None, optional(PathOrName())]
+    tfds: DatasetConfig
+    limit: Annotated[int | None, optional(Whole(1))]
+    chat: Annotated[str, CHAT]
+    max_prompt_tokens: Annotated[int, Whole(1)]
+    corpus: CorpusSection
+    temperatures: Annotated[tuple[float, ...], Items(TEMPERATURE, least=1)]
+    top_k: Annotated[int, TOP_K]
+    top_p: Annotated[float, TOP_P]
+    min_p: Annotated[float, MIN_P]
+    max_new_tokens: Annotated[int, Whole(1)]
+    seed: Annotated[int, SEED]
+    batch_size: Annotated[int, BATCH_SIZE]
+    drafter: DrafterSection
+    num_speculative_tokens: Annotated[int | None, optional(DRAFT_TOKENS)]
+    verify: Annotated[str, RULE]
+    minutes: Annotated[float | None, optional(Number(0.0, 1e9, above=True))]
+    mesh: MeshConfig
+    distributed: DistributedConfig
+    written: Mapping[str, Any] = field(default_factory=dict)
+    """The values as the config file and the command line gave them, by section."""
+
+    @property
+    def options(self) -> DecodeOptions:
+        """How the prompts are decoded."""
+        return DecodeOptions(
+            num_speculative_tokens=self.num_speculative_tokens,
+            verify=self.verify,
+            batch_size=self.batch_size,
         )
-        for temperature in config.temperatures
-    ]
+
+    @property
+    def samplings(self) -> list[SamplingParams]:
+        """The ways to sample, one per temperature."""
+        return [
+            SamplingParams(
+                temperature=temperature,
+                top_k=self.top_k,
+                top_p=self.top_p,
+                min_p=self.min_p,
+                max_new_tokens=self.max_new_tokens,
+            )
+            for temperature in self.temperatures
+        ]
 
 
-def find_requests(config: ml_collections.ConfigDict, screen: Screen) -> list[Request]:
+def read_answers_config(written: Mapping[str, Any]) -> AnswersConfig:
+    """Check a config's values as far as that goes without the model. Raises InputError."""
+    config = replace(read_values(AnswersConfig, written), written=written)
+    check_options(config.drafter.name, config.drafter.path, {})
+    return config
+
+
+def find_requests(config: AnswersConfig, screen: Screen) -> list[Request]:
     """The prompts that a config names; by default those of `specjax_corpus`."""
     path = None if config.prompts is None else user_path("prompts", config.prompts)
     if path is not None and (path.exists() or config.prompts != CORPUS):
@@ -153,7 +187,7 @@ def find_requests(config: ml_collections.ConfigDict, screen: Screen) -> list[Req
             return read_requests(path)
         name = str(path) if path.is_dir() else config.prompts
         with screen.working(f"reading the dataset {name}"):
-            return read_dataset(name, **config.tfds)
+            return read_dataset(name, **asdict(config.tfds))
     from train.data import corpus, corpus_sources
     from train.data.corpus_tasks import Texts
 
@@ -180,7 +214,7 @@ def find_requests(config: ml_collections.ConfigDict, screen: Screen) -> list[Req
         return read_dataset(str(corpus.prepare_corpus(made, config.tfds.data_dir, screen.say)))
 
 
-def plan(config: ml_collections.ConfigDict, model: Model, requests: Sequence[Request]) -> Job:
+def plan(config: AnswersConfig, model: Model, requests: Sequence[Request]) -> Job:
     """Encode the prompts and put those of similar length together.
 
     Raises InputError where no prompt is left, or they do not fit the model.
@@ -207,14 +241,15 @@ def plan(config: ml_collections.ConfigDict, model: Model, requests: Sequence[Req
         )
     if later := sum(request.left_out > 0 for request, _ in kept):
         remarks.append(f"{later} prompts have later turns, which are left out")
-    samplings = _samplings(config)
+    samplings = config.samplings
+    # A row has a seed of its own: its response does not depend on the batch it is in.
     # Any prompt may get any temperature, and all temperatures as many prompts.
     turns = np.random.default_rng((config.seed, 1)).permutation(len(kept))
     rows = tuple(
         Row(
             request,
             tuple(ids),
-            replace(samplings[turn % len(samplings)], seed=_row_seed(config.seed, request.id)),
+            replace(samplings[turn % len(samplings)], seed=derived_seed(config.seed, request.id)),
         )
         for (request, ids), turn in zip(kept, turns.tolist(), strict=True)
     )
@@ -228,22 +263,15 @@ def plan(config: ml_collections.ConfigDict, model: Model, requests: Sequence[Req
     return Job(rows, batches, tuple(order.tolist()), digest, tuple(remarks))
 
 
-def _row_seed(seed: int, number: int) -> int:
-    """A row's own seed: its response does not depend on the batch it is in."""
-    return int(np.random.SeedSequence((seed, number)).generate_state(1)[0])
-
-
-def open_job(config: ml_collections.ConfigDict, model: Model, job: Job) -> Session:
+def open_job(config: AnswersConfig, model: Model, job: Job) -> Session:
     """One session for all rows, so that one program decodes all batches. Raises InputError."""
     session = open_session(
         model,
         [row.prompt for row in job.rows],
         drafter=make_drafter(config.drafter.name, model, config.drafter.path),
-        num_speculative_tokens=config.num_speculative_tokens,
-        verify=config.verify,
+        options=config.options,
         requests=[row.sampling for row in job.rows],
         seed=config.seed,
-        batch_size=config.batch_size,
     )
     chunk = min(session.plan.chunk, _CHUNK)
     return replace(session, plan=replace(session.plan, chunk=chunk))

@@ -25,7 +25,7 @@ import numpy as np
 import tensorflow_datasets as tfds
 
 from specjax.errors import InputError
-from specjax.files import folders
+from specjax.files import folder_marker
 from specjax.files.paths import cache_folder, output_folder
 from train.data.corpus_tasks import CATEGORIES, DEFAULT_MIX, Draft, Texts
 from train.data.prompts import prepare
@@ -130,7 +130,7 @@ def prepare_corpus(
                 tell(f"{directory}: these prompts are damaged or not complete, and are made again")
                 shutil.rmtree(directory)
             prepare(lambda: SpecjaxCorpus(data_dir=home, config=config, file_format="array_record"))
-            folders.seal(directory, "corpus")
+            folder_marker.seal(directory, "corpus")
     except OSError as error:
         raise InputError(
             f"{directory}: cannot be written ({error.strerror or error}); make room there, or use "
@@ -141,10 +141,10 @@ def prepare_corpus(
 
 def _is_whole(directory: Path) -> bool:
     try:
-        marker = folders.read_marker(directory)
+        marker = folder_marker.read_marker(directory)
     except InputError:  # the marker itself is damaged
         return False
-    return bool(marker and marker.files) and folders.find_damage(directory, marker) is None
+    return bool(marker and marker.files) and folder_marker.find_damage(directory, marker) is None
 
 
 @dataclasses.dataclass(eq=False)

@@ -100,7 +100,10 @@ def _messages(value: Any) -> list[dict[str, str]] | None:
 
 
 def read_dataset(
-    name: str, data_dir: str | None = None, split: str = "train", prompt_field: str = "prompt"
+    name: str,
+    data_dir: Path | None = None,
+    split: str = "train",
+    prompt_field: str = "prompt",
 ) -> list[Request]:
     """The prompts of a TFDS dataset: a directory that holds one, or a name that TFDS knows.
 

@@ -13,7 +13,7 @@ from jax.tree_util import tree_flatten_with_path
 from specjax.distributed import processes
 from specjax.errors import InputError
 from specjax.fields import dotted
-from specjax.loading import checkpoint_directory
+from specjax.loading import checkpoint_directory, orbax_checkpoint
 from train.run.optimizer import leaf_name
 from train.run.workdir import Workdir, steps
 
@@ -31,7 +31,7 @@ class Saved(NamedTuple):
 
     step: int
     metadata: dict[str, Any]
-    found: checkpoint_directory.Found
+    found: orbax_checkpoint.Found
     damaged: tuple[int, ...] = ()
 
 
@@ -48,7 +48,7 @@ def last_checkpoint(workdir: Workdir) -> Saved | None:
     for step in reversed(finished):
         try:
             saved = processes.together(lambda step=step: _look(workdir, step))
-            checkpoint_directory.verify(saved.found)
+            orbax_checkpoint.verify(saved.found)
             return saved._replace(damaged=tuple(damaged))
         except InputError as error:
             damaged.append(step)
@@ -65,7 +65,7 @@ def save_checkpoint(workdir: Workdir, step: int, state: Any, metadata: dict[str,
     """
     directory = _directory(workdir, step)
     try:
-        checkpoint_directory.save(directory, _KIND, _nested(state), metadata, overwrite=True)
+        orbax_checkpoint.save(directory, _KIND, _nested(state), metadata, overwrite=True)
     except InputError:
         if processes.speaks():
             with suppress(OSError):
@@ -91,7 +91,7 @@ def restore(saved: Saved, state: Any) -> Any:
                 f"{saved.found.directory}: {name} is {theirs.get(name, 'missing')} there and "
                 f"{ours.get(name, 'unknown')} here; use another workdir"
             )
-    arrays = checkpoint_directory.restore(saved.found, wanted)
+    arrays = orbax_checkpoint.restore(saved.found, wanted)
     paths, tree = tree_flatten_with_path(state)
     return jax.tree.unflatten(tree, [_lookup(arrays, path) for path, _ in paths])
 
@@ -113,7 +113,7 @@ def _finished(workdir: Workdir) -> list[int]:
 
 
 def _look(workdir: Workdir, step: int) -> Saved:
-    found = checkpoint_directory.look(_directory(workdir, step), _KIND)
+    found = orbax_checkpoint.look(_directory(workdir, step), _KIND)
     return Saved(step, found.metadata, found)
 
 

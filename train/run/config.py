@@ -8,7 +8,12 @@ from typing import Any
 
 from ml_collections import ConfigDict, config_dict
 
-from specjax.cli import command_line
+from specjax.cli.mesh_config import (
+    DistributedConfig,
+    MeshConfig,
+    distributed_fields,
+    mesh_fields,
+)
 from specjax.decoding.sampling_params import SEED, TEMPERATURE
 from specjax.drafters import DRAFT_TOKENS
 from specjax.errors import InputError
@@ -23,6 +28,7 @@ from specjax.fields import (
     Text,
     Whole,
     check_values,
+    fields_of,
     optional,
 )
 from specjax.files.paths import input_folder
@@ -76,8 +82,8 @@ def training_fields() -> ConfigDict:
     config.eval.temperatures = (0.0, 1.0)  # at the end; in between the first one only
 
     config.fsdp = False  # split the parameters over data, as the optimizer's state always is
-    config.mesh = command_line.mesh_fields()
-    config.distributed = command_line.distributed_fields()
+    config.mesh = mesh_fields()
+    config.distributed = distributed_fields()
     return config
 
 
@@ -164,8 +170,8 @@ TRAINING_FIELDS: Fields = {
         "temperatures": Items(TEMPERATURE),
     },
     "fsdp": Flag(),
-    "mesh": command_line.MESH_FIELDS,
-    "distributed": command_line.DISTRIBUTED_FIELDS,
+    "mesh": fields_of(MeshConfig),
+    "distributed": fields_of(DistributedConfig),
 }
 """What the fields of `training_fields` may hold; a method adds its own sections."""
 

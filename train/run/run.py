@@ -14,10 +14,10 @@ import numpy as np
 from ml_collections import ConfigDict
 from rich.console import Console
 
-from specjax.cli import command_line
+from specjax.cli import command
 from specjax.distributed import folder_lock, processes
 from specjax.errors import InputError
-from specjax.fields import Fields
+from specjax.fields import Fields, check_values
 from specjax.files import folders
 from specjax.files.paths import output_folder
 from specjax.loading import checkpoint_directory
@@ -46,8 +46,13 @@ def main(
     documentation of the method's module.
     """
     documentation = inspect.getdoc(inspect.getmodule(make_method))
+
+    def read(values: dict[str, Any]) -> ConfigDict:
+        check_values(fields, values)
+        return ConfigDict(values)
+
     act = lambda config: run(config, make_method)  # noqa: E731
-    return command_line.run(act, argv, default=default, fields=fields, documentation=documentation)
+    return command.run_config(act, argv, default=default, read=read, documentation=documentation)
 
 
 def run(config: ConfigDict, make_method: MakeMethod, console: Console | None = None) -> int:
@@ -189,7 +194,7 @@ def _end(
         writer.say(f"exported: {workdir.export}")
     if result.reason == loop.INTERRUPTED:
         writer.say(f"interrupted at {where}; saved. The same command resumes it: {workdir.root}")
-        return command_line.INTERRUPTED
+        return command.INTERRUPTED
     if result.reason == loop.TIME:
         writer.say(f"the minutes are over at {where}; saved. The same command resumes it")
     else:

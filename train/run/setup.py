@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxtyping import Int32
 from ml_collections import ConfigDict
 
-from specjax.cli import command_line
+from specjax.cli.mesh_config import DistributedConfig, MeshConfig, open_mesh
 from specjax.distributed import processes
 from specjax.distributed.sharding import DATA, axis_size
 from specjax.errors import InputError
@@ -76,7 +76,9 @@ class Setup:
 
 def set_up(config: ConfigDict, make_method: MakeMethod) -> Setup:
     """Read and check everything; raises InputError, on all processes, for what does not fit."""
-    mesh = command_line.open_mesh(config)
+    mesh = open_mesh(
+        MeshConfig(**config.mesh), DistributedConfig(**config.distributed), config.to_dict()
+    )
     if not config.data:
         raise InputError("data is missing: pass --config.data=DIRECTORY")
     settings = read_settings(config, axis_size(mesh, DATA))

@@ -14,7 +14,7 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, UInt32
 
-from specjax.decoding.memory import check_fits
+from specjax.distributed.device_memory import check_fits
 from specjax.distributed.sharding import DATA, axis_size, use
 from specjax.models.decoder import Decoder
 from train.data.batches import Batch

@@ -46,7 +46,7 @@ def check_shards(config: DecoderConfig, shards: int) -> None:
 def parameter_shardings(
     config: DecoderConfig, mesh: Mesh, shards: int, scan_layers: bool = True
 ) -> dict[str, Any]:
-    """Where each parameter lies on a mesh: split over `model`, or whole on each device."""
+    """Where each parameter is placed on a mesh: split over `model`, or whole on each device."""
 
     def sharded(entry: Any) -> NamedSharding:
         if shards == 1:
@@ -103,7 +103,7 @@ def build(
 
 
 def _one_layer(stacked: Sharding) -> Sharding:
-    """Where a layer of a parameter lies before it is put to the others."""
+    """The sharding of one layer of a parameter, before it is stacked with the others."""
     if isinstance(stacked, NamedSharding):
         return NamedSharding(stacked.mesh, PartitionSpec(*stacked.spec[1:]))
     return stacked

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from specjax.errors import InputError, one_line, shown
-from specjax.files import folders
+from specjax.files import folder_marker, folders
 from specjax.files.open_files import regular_file
 from specjax.loading.formats import build_parameters, parameter_names
 from specjax.loading.formats.huggingface_config import write_config
@@ -141,7 +141,7 @@ def read_params(
     shards_found = _find_shards(directory)
     read = [*(path.name for path in shards_found), "config.json"]
     read += [name for name in _READ_IF_THERE if (directory / name).exists()]
-    folders.verify(directory, ("model",), any(map(is_ours, shards_found)), read)
+    folder_marker.verify(directory, ("model",), any(map(is_ours, shards_found)), read)
     where, shapes = _read_headers(shards_found)
     tied_copy = config.tie_word_embeddings and "lm_head.weight" in where
     locations = parameter_names.match(

@@ -11,7 +11,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from specjax.errors import InputError, one_line
-from specjax.files import folders
+from specjax.files import folder_marker, folders
 from specjax.files.open_files import regular_file
 from specjax.loading.formats.huggingface import PICKLES, PRODUCER, write_tensors
 from specjax.loading.tokenizers.huggingface_tokenizer import read_json, write_json
@@ -62,7 +62,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
             ) from None
     found = Checkpoint(directory, config, tensors, notes)
     read = [_CONFIG, *(path.name for path in files)]
-    folders.verify(directory, ("head",), found.is_ours, read)
+    folder_marker.verify(directory, ("head",), found.is_ours, read)
     for name, tensor in tensors.items():
         if tensor.dtype.kind not in "iub" and not np.isfinite(tensor.astype(np.float32)).all():
             raise InputError(

@@ -6,10 +6,11 @@ from pathlib import Path
 
 from specjax.errors import InputError
 from specjax.files.paths import user_path
-from specjax.loading.checkpoint_directory import is_checkpoint, look
+from specjax.loading.checkpoint_directory import is_checkpoint
 from specjax.loading.head_formats import read_foreign
 from specjax.loading.heads.head import KINDS, Head, TargetMetadata, read_head
 from specjax.loading.model import Model
+from specjax.loading.orbax_checkpoint import look
 
 SHIPPED = Path(__file__).parents[2] / "heads"
 """A folder per target, and in it a checkpoint per kind of drafter."""

@@ -193,7 +193,7 @@ def _assemble(
         if index is not None:
             if not 0 <= index < len(tokens):
                 raise keys.fail(
-                    f"tokenizer.ggml.{name}_token_id={index} lies outside the {len(tokens)} "
+                    f"tokenizer.ggml.{name}_token_id={index} is outside the {len(tokens)} "
                     "tokens; convert the model again"
                 )
             ids[name] = index

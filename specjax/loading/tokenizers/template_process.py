@@ -125,7 +125,7 @@ class _Child:
                 f"chat template: it takes more than {self.limits.seconds} seconds; {_REMEDY}"
             ) from None
         except (OSError, ValueError):
-            # Ended without a word: out of memory in a place where Python cannot say so.
+            # Ended without a message: out of memory in a place where Python cannot say so.
             raise InputError(
                 f"chat template: it ended the process that renders it, as happens with more than "
                 f"{self.limits.memory >> 20} MiB; {_REMEDY}"

@@ -54,7 +54,7 @@ class Tokenizer:
             for index in ids:
                 if index is not None and not 0 <= index < self.vocab_size:
                     raise InputError(
-                        f"tokenizer: {name}={shown(index)} lies outside the vocabulary of "
+                        f"tokenizer: {name}={shown(index)} is outside the vocabulary of "
                         f"{self.vocab_size} tokens; use the model's own tokenizer"
                     )
 

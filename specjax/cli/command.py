@@ -1,0 +1,116 @@
+"""How every command line starts and ends: help, signals, exit codes, errors without tracebacks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import jax
+
+from specjax import signals
+from specjax.cli import compiled_programs
+from specjax.cli.config_file import read_config
+from specjax.errors import NO_ROOM, InputError, one_line
+
+T = TypeVar("T")
+BAD_INPUT, INTERRUPTED, NO_READER = 2, 130, 141
+"""Exit codes of a bad input, of Ctrl-C or SIGTERM, and where nobody reads stdout any more."""
+
+
+def run_config(
+    main: Callable[[T], int],
+    argv: Sequence[str] | None = None,
+    *,
+    default: str,
+    read: Callable[[dict[str, Any]], T],
+    documentation: str | None = None,
+) -> int:
+    """Parse `--config=FILE[:size] --config.field=value ...`, call `main`, return the exit code.
+
+    `default` names the config where none is given. `read` checks the config's values, by section,
+    and makes of them what `main` takes; it raises InputError. The rest as `run` does.
+    """
+    return run(lambda argv: main(read(read_config(argv, default).to_dict())), argv, documentation)
+
+
+def run(
+    main: Callable[[list[str]], int],
+    argv: Sequence[str] | None,
+    documentation: str | None = None,
+    *,
+    interrupted: str = "interrupted",
+) -> int:
+    """Call `main` with a command line's arguments (the process's, for None); return the exit code.
+
+    `--help` prints the documentation. Ctrl-C, SIGTERM and a closed terminal raise KeyboardInterrupt
+    in `main`, and print what `interrupted` says where it lets that through. An InputError is one
+    line, and so is a lack of memory or of disk; a closed pipe on stdout ends without a message.
+    Whatever stdout and stderr cannot encode is escaped.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    if documentation and set(argv) & {"-h", "--help"}:
+        print(documentation.strip())
+        return 0
+    try:
+        with signals.raised():
+            code = main(argv)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
+    except InputError as error:
+        return _ended(BAD_INPUT, f"error: {one_line(error)}")
+    except KeyboardInterrupt:
+        return _ended(INTERRUPTED, interrupted)
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        remedy = "lower batch_size, max_length or num_speculative_tokens"
+        return _ended(BAD_INPUT, f"error: out of memory ({one_line(error):.200}); {remedy}")
+    except BrokenPipeError:
+        return _without_reader()
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        _discard_stdout()
+        where = error.filename or "stdout, or a file that is being written"
+        return _ended(BAD_INPUT, f"error: {where}: {error.strerror}; make room there")
+    except SystemExit as ended:
+        # Rich ends the process where its console's pipe is closed.
+        if isinstance(ended.__context__, BrokenPipeError):
+            return _without_reader()
+        raise
+
+
+def _ended(code: int, line: str) -> int:
+    _tell(line)
+    return code
+
+
+def _tell(line: str) -> None:
+    """A line on stderr, where the terminal is not what was closed."""
+    with suppress(OSError):
+        print(line, file=sys.stderr)
+
+
+def _without_reader() -> int:
+    _discard_stdout()
+    return NO_READER
+
+
+def _discard_stdout() -> None:
+    """Python flushes stdout once more at its end: what is left goes nowhere."""
+    with suppress(OSError, ValueError, AttributeError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+def use_compilation_cache() -> None:
+    """Keep compiled programs on disk, under JAX_COMPILATION_CACHE_DIR or ~/.cache/specjax/xla."""
+    compiled_programs.keep(_tell)

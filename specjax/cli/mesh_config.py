@@ -1,0 +1,64 @@
+"""The sections `mesh` and `distributed` of a config: devices, and processes that work together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+import ml_collections
+from jax.sharding import Mesh
+from ml_collections import config_dict
+
+from specjax.distributed import processes, sharding
+from specjax.fields import Number, Text, Whole, dotted, optional
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """How many devices share the rows of a batch, and how many share the weights."""
+
+    data: Annotated[int, sharding.DEVICES] = 1
+    model: Annotated[int, sharding.DEVICES] = 1
+
+
+@dataclass(frozen=True)
+class DistributedConfig:
+    """The arguments of `processes.join`."""
+
+    cluster: bool = False
+    coordinator_address: Annotated[str | None, optional(Text())] = None
+    num_processes: Annotated[int | None, optional(sharding.DEVICES)] = None
+    process_id: Annotated[int | None, optional(Whole())] = None
+    timeout_s: Annotated[float, Number(0.0, 1e9, above=True, remedy="use seconds above 0")] = 300.0
+
+
+def mesh_fields() -> ml_collections.ConfigDict:
+    """The section `mesh` of a config file."""
+    return ml_collections.ConfigDict(asdict(MeshConfig()))
+
+
+def distributed_fields() -> ml_collections.ConfigDict:
+    """The section `distributed` of a config file."""
+    config = ml_collections.ConfigDict(asdict(DistributedConfig()))
+    config.coordinator_address = config_dict.placeholder(str)
+    config.num_processes = config_dict.placeholder(int)
+    config.process_id = config_dict.placeholder(int)
+    return config
+
+
+def open_mesh(
+    mesh: MeshConfig, distributed: DistributedConfig, config: Mapping[str, Any]
+) -> Mesh | None:
+    """Join the other processes of a run, if there are any, and make its mesh.
+
+    `config` holds the values of the whole config, by section; all processes must have the same.
+    Without a mesh and other processes the result is None, and the first device does all the work.
+    Raises InputError, on all processes where two configs differ.
+    """
+    processes.join(**asdict(distributed))
+    if processes.count() == 1 and mesh == MeshConfig():
+        return None
+    fields = {name: repr(value) for name, value in dotted(config).items()}
+    fields.pop("distributed.process_id", None)  # what tells them apart
+    return processes.together(lambda: sharding.make_mesh(mesh.data, mesh.model), fields)

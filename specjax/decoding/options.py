@@ -1,0 +1,88 @@
+"""How a call decodes: the rule, draft lengths, batch size and longest length."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+from specjax import sampling
+from specjax.drafters import DRAFT_TOKENS
+from specjax.errors import InputError, shown
+from specjax.fields import (
+    Choice,
+    Either,
+    Function,
+    Instance,
+    Items,
+    Whole,
+    check_instance,
+    optional,
+)
+
+RULE = Choice(tuple(sampling.RULES))
+"""A rule by its name."""
+RULE_OR_FUNCTION = Either((Function(), RULE))
+DRAFT_LENGTH = Either((Choice(("auto",)), DRAFT_TOKENS), remedy=DRAFT_TOKENS.remedy)
+BATCH_SIZE = Whole(1)
+_MAX_LENGTH = Whole(2, remedy="use at least 2, a prompt and a new token")
+
+
+@dataclass(frozen=True)
+class LadderStep:
+    """(low, high, k): at most k draft tokens while low..high rows are unfinished."""
+
+    def check(self, name: str, value: Any) -> tuple[int, int, int]:
+        """The three numbers."""
+        low, high, count = Items(Whole(), length=3).check(name, value)
+        if not (1 <= low <= high and count <= DRAFT_TOKENS.most):
+            raise InputError(
+                f"{name}={shown(value)}: must be (low, high, k) with 1 <= low <= high and "
+                f"0 <= k <= {DRAFT_TOKENS.most}"
+            )
+        return low, high, count
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """`num_speculative_tokens_per_batch_size`: steps for numbers of rows that do not overlap."""
+
+    def check(self, name: str, value: Any) -> tuple[tuple[int, int, int], ...]:
+        """The steps."""
+        remedy = "use steps of (low, high, k), such as ((1, 4, 8), (5, 16, 2))"
+        Items(Instance(Sequence, remedy), remedy=remedy).check(name, value)
+        steps = Items(LadderStep()).check(name, value)
+        for (_, before, _), (low, *_) in itertools.pairwise(sorted(steps)):
+            if low <= before:
+                raise InputError(
+                    f"{name}={shown(value)}: two steps hold for {low} rows; let them not overlap"
+                )
+        return steps
+
+
+@dataclass(frozen=True)
+class DecodeOptions:
+    """How prompts are decoded, whatever they are; see `generate.generate` for each field.
+
+    Raises InputError for values out of range.
+    """
+
+    num_speculative_tokens: Annotated[int | str | None, optional(DRAFT_LENGTH)] = None
+    num_speculative_tokens_per_batch_size: Annotated[Sequence[tuple[int, int, int]], Ladder()] = ()
+    verify: Annotated[str | sampling.Rule, RULE_OR_FUNCTION] = "rejection"
+    batch_size: Annotated[int | None, optional(BATCH_SIZE)] = None
+    max_length: Annotated[int | None, optional(_MAX_LENGTH)] = None
+
+    def __post_init__(self) -> None:
+        check_instance(self, "")
+
+    def without_drafts(self) -> DecodeOptions:
+        """The same for plain decoding."""
+        return replace(self, num_speculative_tokens=None, num_speculative_tokens_per_batch_size=())
+
+    @property
+    def fixed_draft_length(self) -> int | None:
+        """`num_speculative_tokens` where it is a number."""
+        length = self.num_speculative_tokens
+        return length if isinstance(length, int) else None

@@ -1,0 +1,236 @@
+"""The marker of a folder that specjax made: what it holds, and whether its files have changed.
+
+A small JSON file in a folder, `MARKER`, says that specjax made it and what it holds. A run's folder
+gets it before anything else is written there (`folders.claim`). A finished folder, such as a saved
+model, gets it last (`seal`), with the size and SHA-256 of every file: without it the folder is
+unfinished or was not copied whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+from specjax.errors import InputError, shown
+from specjax.files import temporary, text_files
+from specjax.files.json_files import read_json_file
+from specjax.files.open_files import open_regular
+
+Kind = Literal[
+    "model",
+    "head",
+    "drafter",
+    "dataset",
+    "features",
+    "answers",
+    "training run",
+    "recipe",
+    "report",
+    "corpus",
+]
+
+MARKER = "specjax_folder.json"
+LOCK = "specjax.lock"
+"""The file that `distributed.folder_lock` locks; it may stay after its process has ended."""
+
+_FORMAT = 1
+_LOCK_BEGINS = b'{"pid": '
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is recorded of a file: its size in bytes and its SHA-256."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Marker:
+    """What a folder holds; `files` by their relative paths, None where it may still change."""
+
+    kind: str
+    files: dict[str, Record] | None
+
+
+def read_marker(folder: Path) -> Marker | None:
+    """The marker of a folder, None where there is none; raises InputError for a damaged one."""
+    file = folder / MARKER
+    if not file.is_file():
+        return None
+    content = read_json_file(file, "copy the folder again, whole")
+    version = content.get("specjax_folder") if isinstance(content, dict) else None
+    if type(version) is int and version != _FORMAT:
+        raise InputError(
+            f"{file}: format {shown(version)}, and only {_FORMAT} is known; use the version of "
+            "specjax that wrote it"
+        )
+    kind = content.get("kind") if version is not None else None
+    if not isinstance(kind, str):
+        raise InputError(f"{file}: not what specjax writes; copy the folder again, whole")
+    files = content.get("files")
+    return Marker(kind, None if files is None else _records(file, files))
+
+
+def write_marker(folder: Path, marker: Marker) -> None:
+    """Replace a folder's marker; raises OSError."""
+    content: dict[str, Any] = {"specjax_folder": _FORMAT, "kind": marker.kind}
+    if marker.files is not None:
+        content["files"] = {name: asdict(record) for name, record in marker.files.items()}
+    text_files.write_text(folder / MARKER, json.dumps(content, indent=1, sort_keys=True) + "\n")
+
+
+def seal(folder: Path, kind: Kind) -> None:
+    """Record all files of a finished folder, which is complete from then on; raises OSError."""
+    names = [name for name in contents(folder) if not name.endswith("/")]
+    with _hashing(len(names)) as pool:
+        records = list(pool.map(record_of, [folder / name for name in names]))
+    write_marker(folder, Marker(kind, dict(zip(names, records, strict=True))))
+
+
+def find_damage(
+    folder: Path,
+    marker: Marker,
+    share: tuple[int, int] | None = (0, 1),
+    needed: Iterable[str] = (),
+) -> str | None:
+    """What is wrong with the files that a marker lists, in words that name the file; None: nothing.
+
+    `share` is (i, n) to read the i-th of n parts of the files, None to compare sizes alone. Files
+    that are `needed` must be listed.
+    """
+    files = marker.files or {}
+    for name in needed:
+        if name not in files:
+            return f"{name} is not listed in {MARKER}"
+    for name, record in files.items():
+        try:
+            size = (folder / name).stat().st_size
+        except OSError as error:
+            return f"{name}: {(error.strerror or str(error)).lower()}"
+        if size != record.bytes:
+            return f"{name} has {size} bytes, {record.bytes} were written"
+    if share is None:
+        return None
+    # The largest first, dealt out in turns, so that the parts take similar times.
+    names = sorted(files, key=lambda name: (-files[name].bytes, name))[share[0] :: share[1]]
+    try:
+        with _hashing(len(names)) as pool:
+            found = list(pool.map(record_of, [folder / name for name in names]))
+    except OSError as error:
+        return f"{error.filename}: {error.strerror or error}"
+    for name, record in zip(names, found, strict=True):
+        if record.sha256 != files[name].sha256:
+            return f"{name} is not as it was written: its SHA-256 differs"
+    return None
+
+
+def verify(
+    folder: Path, kinds: tuple[Kind, ...], written_by_us: bool, needed: Iterable[str]
+) -> None:
+    """Raise InputError, naming the file, where a folder is not what specjax saved there.
+
+    `needed` are the files that will be read, by their names: the marker must list them. A folder
+    without a marker is somebody else's and passes, unless its files say that specjax wrote them.
+    Each process reads all files: the folder may be on a disk of its own.
+    """
+    marker = read_marker(folder)
+    if marker is None or marker.kind not in kinds or marker.files is None:
+        if not written_by_us:
+            return
+        raise InputError(
+            f"{folder}: specjax wrote its weights, and {MARKER}, which it writes last, is missing "
+            "or of another folder; copy the folder again, whole, or save elsewhere"
+        )
+    if damage := find_damage(folder, marker, needed=needed):
+        raise InputError(f"{folder}: {damage}; copy it again, or save elsewhere")
+
+
+def record_of(file: Path) -> Record:
+    """What a marker says of a file as it is now; raises as `open_files.open_regular` does."""
+    with open_regular(file) as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        return Record(os.fstat(opened.fileno()).st_size, digest)
+
+
+def is_kept(file: Path) -> bool:
+    """Whether a file's name is one that specjax keeps for itself, or its folder's marker lists it.
+
+    A marker that cannot be read lists nothing.
+    """
+    if file.name in (MARKER, LOCK) or temporary.is_temporary(file.name):
+        return True
+    try:
+        marker = read_marker(file.parent)
+    except InputError:
+        return False
+    return marker is not None and file.name in (marker.files or {})
+
+
+def is_lock(handle: int) -> bool:
+    """Whether an open file is a lock of ours: empty, or what `folder_lock` writes."""
+    return os.pread(handle, len(_LOCK_BEGINS), 0) in (b"", _LOCK_BEGINS)
+
+
+def contents(folder: Path, temporary_too: bool = False) -> Iterator[str]:
+    """All files below a folder, and folders that are empty, with a slash.
+
+    Its marker is left out, its lock, and its temporary files unless asked for.
+    """
+    for root, folders, files in os.walk(folder, onerror=_raise):
+        here = Path(root).relative_to(folder)
+        folders.sort()
+        links = [name for name in folders if (Path(root) / name).is_symlink()]
+        if not folders and not files and Path(root) != folder:
+            yield f"{here.as_posix()}/"
+        for one in sorted((*files, *links)):
+            name = (here / one).as_posix()
+            if name == MARKER or (name == LOCK and _is_our_lock(folder / name)):
+                continue
+            if temporary_too or not temporary.is_temporary(name):
+                yield name
+
+
+def _is_our_lock(file: Path) -> bool:
+    try:
+        handle = temporary.open_without_links(file, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        return is_lock(handle)
+    finally:
+        os.close(handle)
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _records(file: Path, files: Any) -> dict[str, Record]:
+    """The files of a marker, none of which may lie outside its folder."""
+    found: dict[str, Record] = {}
+    for name, record in files.items() if isinstance(files, dict) else ():
+        path = PurePosixPath(name)
+        plain = name and "\0" not in name and not path.is_absolute() and ".." not in path.parts
+        fields = record if isinstance(record, dict) else {}
+        size, digest = fields.get("bytes"), fields.get("sha256")
+        if not plain or type(size) is not int or not isinstance(digest, str):
+            raise InputError(
+                f"{file}: {shown(name)} is not listed as specjax lists files; copy the folder "
+                "again, whole"
+            )
+        found[name] = Record(size, digest)
+    if not isinstance(files, dict):
+        raise InputError(f"{file}: lists no files; copy the folder again, whole")
+    return found
+
+
+def _hashing(files: int) -> ThreadPoolExecutor:
+    # Hashing lets other threads run.
+    return ThreadPoolExecutor(max(1, min(files, os.cpu_count() or 1, 8)))

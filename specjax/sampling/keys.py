@@ -1,0 +1,124 @@
+"""Random keys and noise: the whole derivation, from a seed to the noise of one draw.
+
+    row key       key(the request's own seed), else fold_in(key(seed), the prompt's index in the
+                  whole input); never the slot of a batch
+    coupled       Gumbel noise of fold_in(row key, absolute position), the same for drafter and
+                  target
+    other rules   fold_in(row key, round), split into draft, accept and final:
+      draft       Gumbel noise of fold_in(draft key, depth); where two drafters share a draft, of
+                  fold_in(draft key, 2 * depth + the drafter's number)
+      accept      a uniform of fold_in(accept key, i) for the i-th drafted token
+      final       Gumbel noise of fold_in(final key, 0), and for deterministic drafts of
+                  fold_in(final key, slot) at each slot
+
+A conversation's later turns, and prompts that are to have a seed of their own, take it from
+`derived_seed`. A row's noise depends on its own key and on the index it is asked at, never on the
+batch, the length of the draft or the compiled width; with JAX's default key type (threefry) that
+holds bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Key
+
+NoiseAt = Callable[[Any], Float[Array, "B V"]]
+"""Gumbel noise of each row at an index (a depth or a slot): one for all rows, or one per row."""
+
+
+class RoundKeys(NamedTuple):
+    """One key per row for each kind of draw in a round of `rejection` or `block`.
+
+    Drawing drafts and the final token from one key is a bias that real projects have shipped.
+    """
+
+    draft: Key[Array, "B"]
+    accept: Key[Array, "B"]
+    final: Key[Array, "B"]
+
+
+def derived_seed(seed: int, number: int) -> int:
+    """The seed of the `number`-th turn or prompt of something that has a seed."""
+    return int(np.random.SeedSequence((seed, number)).generate_state(1)[0])
+
+
+def row_key(seed: int, index: Int[Array, ""] | int, own: int | None = None) -> Key[Array, ""]:
+    """The key that all draws of a row come from; `own` is the seed of the request itself."""
+    if own is not None:
+        return jax.random.key(own)
+    return jax.random.fold_in(jax.random.key(seed), index)
+
+
+def fold_round(
+    row_keys: Key[Array, "B"], number: Int[Array, ""] | Int[Array, "B"]
+) -> Key[Array, "B"]:
+    """Each row's key for round `number` (0, 1, ...; one for all rows, or one per row)."""
+    return jax.vmap(jax.random.fold_in)(row_keys, jnp.broadcast_to(number, row_keys.shape))
+
+
+def split_keys(keys: Key[Array, "B"]) -> RoundKeys:
+    """The three keys of a round, from keys that nothing else is drawn from."""
+    parts = jax.vmap(lambda key: jax.random.split(key, 3))(keys)
+    return RoundKeys(parts[:, 0], parts[:, 1], parts[:, 2])
+
+
+def round_keys(row_keys: Key[Array, "B"], number: Int[Array, ""] | Int[Array, "B"]) -> RoundKeys:
+    """The three keys of round `number`, from row keys."""
+    return split_keys(fold_round(row_keys, number))
+
+
+def position_gumbel(
+    row_keys: Key[Array, "B"],
+    positions: Int[Array, "B"],
+    vocab: int,
+    dtype: jnp.dtype | type = jnp.float32,
+) -> Float[Array, "B V"]:
+    """Standard Gumbel noise of each row at one position: argmax(logp + noise) is a draw from p.
+
+    With a row's own key and absolute positions it is the noise that `coupled` decoding shares with
+    plain decoding; with a round's keys and depths it serves the other draws of that round.
+    """
+
+    def draw(key: Key[Array, ""], position: Int[Array, ""]) -> Float[Array, "V"]:
+        # The default mode truncates the upper tail of float32 noise at about 16.6.
+        return jax.random.gumbel(jax.random.fold_in(key, position), (vocab,), dtype, mode="high")
+
+    return jax.vmap(draw)(row_keys, positions)
+
+
+def coupled_noise(
+    row_keys: Key[Array, "B"],
+    first: Int[Array, "B"],
+    vocab: int,
+    dtype: jnp.dtype | type = jnp.float32,
+) -> NoiseAt:
+    """The noise of `coupled` at 0, 1, ... tokens after position `first`, for drafts and target."""
+    return lambda offset: position_gumbel(row_keys, first + offset, vocab, dtype)
+
+
+def draft_noise(keys: Key[Array, "B"], vocab: int) -> NoiseAt:
+    """The noise of a draft at each depth under the other rules; `keys` are `fold_round`'s."""
+    draft = split_keys(keys).draft
+    return lambda depth: position_gumbel(draft, jnp.broadcast_to(depth, draft.shape), vocab)
+
+
+def drafter_noise(noise: NoiseAt, number: int) -> NoiseAt:
+    """The part of a draft's noise that the first (0) or second (1) of two drafters sees."""
+    return lambda depth: noise(2 * depth + number)
+
+
+def uniforms(
+    keys: Key[Array, "B"], count: int, dtype: jnp.dtype | type = jnp.float32
+) -> Float[Array, "B K"]:
+    """`count` uniforms in [0, 1) per row; the i-th depends on the row's key and on i alone."""
+
+    def draw(key: Key[Array, ""]) -> Float[Array, "K"]:
+        each = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(count, dtype=jnp.uint32))
+        return jax.vmap(lambda one: jax.random.uniform(one, (), dtype))(each)
+
+    return jax.vmap(draw)(keys)

@@ -1,0 +1,63 @@
+"""What a wheel holds, and what decoding from it needs."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from specjax.loading.heads.find_head import shipped_heads
+from specjax.loading.load import save_model
+
+ROOT = Path(__file__).resolve().parents[1]
+LIST_FILES = """
+from distutils.core import run_setup
+build = run_setup("setup.py", stop_after="commandline").get_command_obj("build_py")
+build.ensure_finalized()
+build.build_lib = "LIB"
+print("\\n".join(build.get_outputs(include_bytecode=False)))
+"""
+
+
+def wheel_files():
+    """The files that setuptools puts into a wheel of the repository; nothing is written."""
+    program = f"import setuptools\n{LIST_FILES}"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("LIB/")]
+    return {line.removeprefix("LIB/") for line in lines}
+
+
+def test_a_wheel_holds_modules_configs_and_heads():
+    files = wheel_files()
+    wanted = {
+        file.relative_to(ROOT).as_posix()
+        for package in ("specjax", "train")
+        for file in (ROOT / package).rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    }
+    wanted |= {f"specjax/configs/{file.name}" for file in (ROOT / "configs").glob("*.py")}
+    assert files == wanted
+    for target, kinds in shipped_heads().items():
+        for kind in kinds:
+            folder = f"specjax/heads/{target}/{kind}/specjax-1"
+            assert {f"{folder}/specjax_folder.json", f"{folder}/_CHECKPOINT_METADATA"} <= files
+
+
+def test_decoding_needs_neither_datasets_nor_training_nor_pictures(chatty, tmp_path):
+    """In a working directory without a config file, as from an installed wheel."""
+    save_model(chatty, tmp_path / "model")
+    program = (
+        "import sys\n"
+        "from specjax import decode\n"
+        "code = decode.main(['--config.target=model', '--config.prompt=ab',\n"
+        "    '--config.sampling.max_new_tokens=2', '--config.report=report.json'])\n"
+        "print(*(name for name in ('tensorflow_datasets', 'array_record', 'tensorflow', 'train',\n"
+        "    'matplotlib', 'tensorboardX') if name in sys.modules), file=sys.stderr)\n"
+        "raise SystemExit(code)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr.strip()) == (0, "")
+    assert (tmp_path / "report.json").is_file()
