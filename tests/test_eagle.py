@@ -173,7 +173,7 @@ def eight():
 )
 def test_sampled_rows_have_the_targets_distribution(version, rule, eight):
     drafter = eagle_drafter(eight, version=version, vocabulary=7, seed=1)
-    check = check_drafter(drafter, eight, 30_000, verify=rule)
+    check = check_drafter(drafter, eight, 20_000, verify=rule)
     assert check.passed, check
     assert check.acceptance_length > 1.2
 
