@@ -148,9 +148,9 @@ def compiled_with(**options):
     executor._compile.cache_clear()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def fast_programs():
-    """Programs take longer to compile and run faster: for many rows."""
+    """Programs take thrice as long to compile and a third to run: for many rows."""
     with compiled_with(xla_backend_optimization_level=1):
         yield
 

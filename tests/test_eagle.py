@@ -164,6 +164,7 @@ def eight():
     return random_model(tiny_config(vocab_size=8, num_layers=2, **shape), 0, dtype="float32")
 
 
+@pytest.mark.usefixtures("fast_programs")
 @pytest.mark.parametrize(
     ("version", "rule"),
     [
@@ -178,6 +179,7 @@ def test_sampled_rows_have_the_targets_distribution(version, rule, eight):
     assert check.acceptance_length > 1.2
 
 
+@pytest.mark.usefixtures("fast_programs")
 def test_a_distribution_that_was_not_drawn_from_is_found_out(eight):
     """The broken variant hands over its distributions one step late."""
     drafter = eagle_drafter(eight, vocabulary=7, seed=1)

@@ -143,6 +143,7 @@ def first_distribution_for_all(drafter):
     return dataclasses.replace(drafter, propose=propose)
 
 
+@pytest.mark.usefixtures("fast_programs")
 @pytest.mark.parametrize(
     ("rule", "broken"),
     [
