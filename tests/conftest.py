@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import signal
 import tempfile
@@ -26,7 +27,6 @@ XLA = {
     "xla_backend_optimization_level": 0,
     "xla_disable_hlo_passes": "while-loop-invariant-code-motion,simplify-while-loops",
 }
-# What tests that read compiled programs take back.
 SHIPPED = {"xla_disable_hlo_passes": ""}
 if jaxlib.version.__version_info__ < (0, 11):
     # Later ones have no other emitters, and an unknown flag ends the process.
@@ -137,13 +137,10 @@ def few_programs():
 
 @contextlib.contextmanager
 def compiled_with(**options):
-    """Programs of `Lowered.compile` are compiled with other options of XLA than the suite's."""
-    compile_with = jax.stages.Lowered.compile
+    """What is given to `jax.jit` here is compiled with other options of XLA than the suite's."""
     executor._compile.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            jax.stages.Lowered, "compile", lambda self: compile_with(self, compiler_options=options)
-        )
+        patch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=options))
         yield
     executor._compile.cache_clear()
 

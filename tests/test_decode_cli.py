@@ -378,6 +378,7 @@ def test_list_names_everything(capsys):
     assert "--config=" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("fast_programs")
 def test_default_model_and_prompts(tmp_path):
     path = tmp_path / "r.json"
     code = decode.main(
