@@ -1,12 +1,16 @@
-"""Distil a draft model: `python -m train.distill --config=configs/train_distill.py[:debug]`."""
+"""Distil a draft model: `python -m train.distill [--config=configs/train_distill.py:SIZE]`.
+
+SIZE: quick = about ten minutes on two CPU cores; debug = seconds; none = the settings below.
+"""
 
 from ml_collections import config_dict
 
-from train.run.config import training_fields
+from train.run.config import default_workdir, set_size, training_fields
 
 
 def get_config(size=""):
     config = training_fields()
+    config.workdir = default_workdir("train_distill", size)
     config.steps = 6600
     config.batch_size = 2
     config.learning_rate = 1.5e-3
@@ -25,20 +29,14 @@ def get_config(size=""):
     config.loss = config_dict.ConfigDict()
     config.loss.kl = 1.0  # of KL(target || draft)
     config.loss.tv = 0.0  # of the total variation
-    config.loss.depths = 4  # drafts a round that are measured
+    config.loss.depths = 4  # drafts per round that are measured
 
+    set_size(config, size)
     if size == "debug":
-        config.steps = 6
-        config.batch_size = 2
-        config.row_tokens = 64
-        config.row_labels = 32
-        config.log_every = 1
-        config.checkpoint_every = 3
-        config.eval.every = 0
-        config.eval.prompts = 1
-        config.eval.new_tokens = 8
         config.distill.draft_vocab_size = 512
         config.distill.layers = (0, 29)
-    elif size:
-        raise ValueError(f"size {size!r} is unknown: use debug, or leave it out")
+    elif size == "quick":
+        config.steps = 240
+        config.warmup = 20
+        config.row_labels = 384  # answers are most of these conversations
     return config

@@ -1,12 +1,16 @@
-"""Train an EAGLE-3 head: `python -m train.eagle --config=configs/train_eagle3.py[:debug]`."""
+"""Train an EAGLE-3 head: `python -m train.eagle [--config=configs/train_eagle3.py:SIZE]`.
+
+SIZE: quick = about ten minutes on two CPU cores; debug = seconds; none = the settings below.
+"""
 
 from ml_collections import config_dict
 
-from train.run.config import training_fields
+from train.run.config import default_workdir, set_size, training_fields
 
 
 def get_config(size=""):
     config = training_fields()
+    config.workdir = default_workdir("train_eagle3", size)
     config.steps = 6600
     config.batch_size = 2
     config.learning_rate = 2e-3
@@ -37,18 +41,12 @@ def get_config(size=""):
     config.loss.feature = 0.0  # smooth L1 to the target's next feature
     config.loss.noise = 0.0  # half-width of the noise on features
 
+    set_size(config, size)
     if size == "debug":
-        config.steps = 6
-        config.batch_size = 2
-        config.row_tokens = 64
-        config.row_labels = 32
-        config.log_every = 1
-        config.checkpoint_every = 3
-        config.eval.every = 0
-        config.eval.prompts = 1
-        config.eval.new_tokens = 8
         config.eagle.draft_vocab_size = 512
         config.loss.steps = 2
-    elif size:
-        raise ValueError(f"size {size!r} is unknown: use debug, or leave it out")
+    elif size == "quick":
+        config.steps = 240
+        config.warmup = 20
+        config.row_labels = 384  # answers are most of these conversations
     return config

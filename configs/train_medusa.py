@@ -1,12 +1,16 @@
-"""Train Medusa-1 heads: `python -m train.medusa --config=configs/train_medusa.py[:debug]`."""
+"""Train Medusa-1 heads: `python -m train.medusa [--config=configs/train_medusa.py:SIZE]`.
+
+SIZE: quick = about ten minutes on two CPU cores; debug = seconds; none = the settings below.
+"""
 
 from ml_collections import config_dict
 
-from train.run.config import training_fields
+from train.run.config import default_workdir, set_size, training_fields
 
 
 def get_config(size=""):
     config = training_fields()
+    config.workdir = default_workdir("train_medusa", size)
     config.steps = 3200
     config.batch_size = 4
     config.optimizer = "muon"
@@ -21,7 +25,7 @@ def get_config(size=""):
 
     config.medusa = config_dict.ConfigDict()
     config.medusa.num_heads = 4
-    config.medusa.num_layers = 1  # residual blocks a head
+    config.medusa.num_layers = 1  # residual blocks per head
     config.medusa.original_lm_head = True  # the target's own head; else one for each, trained
     config.medusa.projection = True  # a matrix of each head's own before the target's head
     config.medusa.draft_vocab_size = 8192  # the commonest tokens of the data; V = all
@@ -32,18 +36,14 @@ def get_config(size=""):
     )
     config.loss.decay = 0.8  # the weight of head i is decay ** i
 
+    set_size(config, size)
     if size == "debug":
-        config.steps = 6
-        config.batch_size = 2
-        config.row_tokens = 64
-        config.row_labels = 32
-        config.log_every = 1
-        config.checkpoint_every = 3
-        config.eval.every = 0
-        config.eval.prompts = 1
-        config.eval.new_tokens = 8
         config.medusa.num_heads = 2
         config.medusa.draft_vocab_size = 512
-    elif size:
-        raise ValueError(f"size {size!r} is unknown: use debug, or leave it out")
+    elif size == "quick":
+        config.steps = 200
+        config.batch_size = 2
+        config.learning_rate = 2e-3
+        config.warmup = 20
+        config.row_labels = 384  # answers are most of these conversations
     return config

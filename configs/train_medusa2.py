@@ -1,5 +1,6 @@
-"""Train Medusa-2: `python -m train.medusa --config=configs/train_medusa2.py[:debug]`.
+"""Train Medusa-2: `python -m train.medusa --config=configs/train_medusa2.py[:SIZE]`.
 
+SIZE: quick = about ten minutes on two CPU cores; debug = seconds; none = the full settings.
 The target learns too: W/export/target and W/export/head belong together.
 """
 
@@ -8,11 +9,14 @@ from pathlib import Path
 
 from ml_collections import config_dict
 
+from train.run.config import default_workdir
+
 _MEDUSA = Path(__file__).with_name("train_medusa.py")
 
 
 def get_config(size=""):
     config = runpy.run_path(str(_MEDUSA))["get_config"](size)
+    config.workdir = default_workdir("train_medusa2", size)
     config.learning_rate_scales = "target:0.02"  # of the heads' learning rate
 
     config.joint = config_dict.ConfigDict()
@@ -23,4 +27,7 @@ def get_config(size=""):
 
     if size == "debug":
         config.joint.warm_steps = 2
+    elif size == "quick":
+        config.steps = 110  # the last 30 train the target, each as long as several others
+        config.joint.warm_steps = 80
     return config

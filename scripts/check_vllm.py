@@ -89,7 +89,7 @@ def made(kind: str, model: Any, ids: np.ndarray) -> Any:
     from specjax.loading.heads.head import Head, TargetMetadata
     from specjax.models.heads.eagle import Eagle, EagleConfig, default_taps
     from specjax.models.heads.medusa import MedusaConfig
-    from train.eagle import from_target
+    from train.methods.eagle import from_target
 
     width, metadata, training = (
         model.config.hidden_size,

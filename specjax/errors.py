@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import reprlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -31,6 +33,30 @@ class InputError(ValueError):
         if len(message) > _LONGEST:
             message = f"{message[: _LONGEST // 2]} ... {message[-_LONGEST // 2 :]}"
         super().__init__(message)
+
+
+class Problems:
+    """Collects InputErrors of checks that do not depend on each other, to raise them as one."""
+
+    def __init__(self) -> None:
+        self._found: list[str] = []
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Note an InputError that is raised inside, and continue after the block."""
+        try:
+            yield
+        except InputError as error:
+            self.add(str(error))
+
+    def add(self, message: str) -> None:
+        """Note a message."""
+        self._found.append(message)
+
+    def check(self) -> None:
+        """Raise one InputError that lists all that were noted, if any was."""
+        if self._found:
+            raise InputError("; ".join(self._found))
 
 
 def _printable(char: str) -> str:

@@ -27,7 +27,7 @@ from typing import (
     runtime_checkable,
 )
 
-from specjax.errors import InputError, shown
+from specjax.errors import InputError, Problems, shown
 from specjax.files import paths
 
 T = TypeVar("T")
@@ -352,26 +352,54 @@ def check_arguments(function: Callable[..., Any], prefix: str = "", **given: Any
         kind_of(hints[name]).check(prefix + name, value)
 
 
-def check_values(fields: Fields, values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+@dataclass(frozen=True)
+class CrossCheck:
+    """A check of several fields together.
+
+    `check` takes the values of the fields `names`, which are dotted, in their order, and raises
+    InputError where they do not fit each other.
+    """
+
+    names: tuple[str, ...]
+    check: Callable[..., object]
+
+    @classmethod
+    def of(cls, source: type, section: str) -> CrossCheck:
+        """The checks that a dataclass makes in its __post_init__, for the section of its fields."""
+        names = tuple(fields_of(source))
+        dotted_names = tuple(f"{section}.{name}" for name in names)
+        return cls(dotted_names, lambda *values: source(**dict(zip(names, values, strict=True))))
+
+
+def check_values(
+    fields: Fields,
+    values: Mapping[str, Any],
+    prefix: str = "",
+    cross_checks: Sequence[CrossCheck] = (),
+) -> dict[str, Any]:
     """The values of all fields and sections, checked.
 
-    Raises one InputError that lists all that is wrong: values, names that are unknown, and names
-    that are missing.
+    Each of `cross_checks` is made where all values that it takes are there and right in themselves.
+    Raises one InputError that lists all that is wrong: values, names that are unknown, names that
+    are missing, and values that do not fit each other.
     """
-    checked, problems = _checked(fields, values, prefix)
-    if problems:
-        raise InputError("; ".join(problems))
+    problems = Problems()
+    checked = _checked(fields, values, prefix, problems)
+    right = dotted(checked, prefix)
+    for one in cross_checks:
+        if right.keys() >= set(one.names):
+            with problems.collect():
+                one.check(*(right[name] for name in one.names))
+    problems.check()
     return checked
 
 
 def _checked(
-    fields: Fields, values: Mapping[str, Any], prefix: str
-) -> tuple[dict[str, Any], list[str]]:
-    problems = [
-        unknown_name(prefix, name, value, fields)
-        for name, value in values.items()
-        if name not in fields
-    ]
+    fields: Fields, values: Mapping[str, Any], prefix: str, problems: Problems
+) -> dict[str, Any]:
+    for name, value in values.items():
+        if name not in fields:
+            problems.add(unknown_name(prefix, name, value, fields))
     checked: dict[str, Any] = {}
     for name, kind in fields.items():
         if isinstance(kind, OptionalSection):
@@ -379,19 +407,16 @@ def _checked(
                 continue
             kind = kind.fields
         if name not in values:
-            problems.append(f"{prefix}{name} is missing: add it to the config file")
+            problems.add(f"{prefix}{name} is missing: add it to the config file")
         elif isinstance(kind, Mapping):
             if not isinstance(values[name], Mapping):
-                problems.append(f"{prefix}{name}={shown(values[name])}: must be a section")
+                problems.add(f"{prefix}{name}={shown(values[name])}: must be a section")
                 continue
-            checked[name], inside = _checked(kind, values[name], f"{prefix}{name}.")
-            problems += inside
+            checked[name] = _checked(kind, values[name], f"{prefix}{name}.", problems)
         else:
-            try:
+            with problems.collect():
                 checked[name] = kind.check(prefix + name, values[name])
-            except InputError as error:
-                problems.append(str(error))
-    return checked, problems
+    return checked
 
 
 def unknown_name(prefix: str, name: Any, value: Any, known: Mapping[str, Any]) -> str:

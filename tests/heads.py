@@ -12,7 +12,7 @@ from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.models.heads.eagle import Eagle, EagleConfig, default_taps
 from specjax.models.heads.medusa import Medusa, MedusaConfig, parameter_table
 from specjax.models.parameters import Parameter
-from train.medusa import first_params
+from train.methods.medusa import first_params
 
 SOME = np.sort(np.random.default_rng(0).choice(61, 40, replace=False)).astype(np.int32)
 """A part of the tiny target's vocabulary."""

@@ -14,7 +14,7 @@ from specjax import bench, decode, export, report
 from specjax.cli.decode_config import decode_fields
 from specjax.fields import Kind, fields_of
 from train import distill, eagle, features, generate, import_responses, medusa
-from train.data import answers
+from train.generation import answers
 from train.run.config import TRAINING_FIELDS
 
 CONFIGS = Path("configs").absolute()

@@ -7,10 +7,10 @@ import sys
 import pytest
 
 from specjax.errors import InputError
-from train.data import corpus, corpus_sources, corpus_tasks, corpus_templates
-from train.data.corpus import CorpusConfig, SpecjaxCorpus, make_corpus, sizes_of
-from train.data.corpus_tasks import DEFAULT_MIX, Texts
-from train.data.prompts import read_dataset
+from train.generation import corpus, corpus_sources, corpus_tasks, corpus_templates
+from train.generation.corpus import CorpusConfig, SpecjaxCorpus, make_corpus, sizes_of
+from train.generation.corpus_tasks import DEFAULT_MIX, Texts
+from train.generation.prompts import read_dataset
 
 PYTHON_ONLY = Texts(wikipedia=False)
 
@@ -182,9 +182,9 @@ def test_damaged_prompts_are_made_again_and_said(tmp_path):
         path.write_bytes(content[: len(content) // 2])
         assert corpus.prepare_corpus(config, tmp_path, told.append) == folder
         assert [request.prompt for request in read_dataset(str(folder))] == asked
-    assert told == [
-        f"{folder}: these prompts are damaged or not complete, and are made again"
-    ] * len(list(folder.iterdir()))
+    assert told == [f"{folder}: this dataset is damaged or incomplete, and is made again"] * len(
+        list(folder.iterdir())
+    )
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"tfds\.data_dir=.* is a file: name a folder"):
         corpus.prepare_corpus(config, tmp_path / "file")

@@ -18,7 +18,7 @@ from specjax.drafters.trained import head_drafter
 from specjax.errors import InputError
 from specjax.loading.load import random_model
 from specjax.testing import check_drafter
-from train.distill import DistillLoss, distill_method, some_layers
+from train.methods.distill import DistillLoss, distill_method, some_layers
 
 NEW = 24
 V = 61

@@ -58,7 +58,7 @@ def test_the_whole_vocabulary_needs_no_map(folder):
 
 @pytest.mark.parametrize("size", [0, V + 1])
 def test_sizes_out_of_range(folder, size):
-    with pytest.raises(InputError, match=rf"draft_vocab_size={size}: must lie in 1\.\.{V}"):
+    with pytest.raises(InputError, match=rf"draft_vocab_size={size}: must be in 1\.\.{V}"):
         draft_vocabulary(open_sources([folder]), size, V)
 
 

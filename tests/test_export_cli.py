@@ -14,7 +14,7 @@ from specjax.loading.head_formats import read_foreign
 from specjax.loading.head_formats.compare_logits import check_same
 from specjax.loading.heads.head import read_head, save_head
 from specjax.loading.load import load_model, save_model
-from train.distill import DistillLoss, distill_method
+from train.methods.distill import DistillLoss, distill_method
 
 
 @pytest.fixture(scope="module")

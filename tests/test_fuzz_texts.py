@@ -14,7 +14,7 @@ from specjax.reporting import csv_jsonl, tables
 from specjax.reporting.read import read_report
 from specjax.reporting.runs import Bench, labels
 from specjax.reporting.statistics import Entry
-from train.data.prompts import read_requests
+from train.generation.prompts import read_requests
 from train.import_responses import read_rows
 
 LINES = (

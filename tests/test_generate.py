@@ -21,11 +21,11 @@ from specjax.decoding.sampling_params import SamplingParams
 from specjax.distributed import folder_lock
 from specjax.loading.load import load_model, save_model
 from train import generate
-from train.data import answers, pieces
 from train.data.examples import Example, target_metadata
-from train.data.prompts import read_requests
 from train.data.responses import open_responses
 from train.data.writing import write_responses
+from train.generation import answers, pieces
+from train.generation.prompts import read_requests
 
 ROOT = Path(__file__).parent.parent
 NEW = 6

@@ -15,8 +15,8 @@ from toy_training import SHAPE, conversations, get_config, toy_method, toy_targe
 from specjax.files import folders
 from specjax.loading.heads.head import read_head, save_head
 from train.data.examples import target_metadata
-from train.data.pieces import open_pieces
 from train.data.writing import write_responses
+from train.generation.pieces import open_pieces
 from train.run import run, setup
 
 

@@ -23,8 +23,8 @@ from specjax.loading.formats.gguf_header import open_gguf
 from specjax.loading.head_formats import read_foreign, write_foreign
 from specjax.loading.heads.head import read_head, save_head
 from specjax.loading.load import load_model
-from train.data.prompts import read_dataset, read_requests
 from train.data.responses import open_responses
+from train.generation.prompts import read_dataset, read_requests
 from train.import_responses import read_rows
 
 GOLDEN = Path(__file__).parent / "goldens" / "grouped_tied"

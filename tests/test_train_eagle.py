@@ -20,7 +20,8 @@ from specjax.models.heads.eagle import Eagle
 from specjax.models.heads.shared_parameters import share
 from specjax.models.layers.decoder_layer import embed
 from specjax.models.masks import causal
-from train.eagle import EagleLoss, eagle_loss, eagle_method, from_target, unroll
+from train.methods.eagle import eagle_method, from_target
+from train.methods.eagle_loss import EagleLoss, eagle_loss, unroll
 
 FLAGS = dict(
     norm_before_residual=True, norm_before_fc=True, fc_norm=True, norm_output=True, vocabulary=50

@@ -1,12 +1,17 @@
 """The fields that every training config has: what is refused, what is read."""
 
+from pathlib import Path
+
 import pytest
 import toy_training
 from toy_training import get_config, settings_of
 
 from specjax.cli.config_file import read_config
 from specjax.errors import InputError
-from train.run.config import read_settings, record_of
+from specjax.fields import Whole, check_values
+from train import distill, eagle, medusa
+from train.run import run
+from train.run.config import TRAINING_CHECKS, read_settings, record_of
 
 TOY = toy_training.__file__
 
@@ -36,12 +41,87 @@ def test_senseless_fields_are_refused(changes, said):
 
 def test_rows_must_divide_over_devices():
     config = get_config()
+    config.mesh.data = 3
     with pytest.raises(InputError, match="mesh.data=3: 4 rows .* cannot be spread"):
-        read_settings(config, data_devices=3)
+        read_settings(config)
+
+
+def test_all_that_is_wrong_is_listed_at_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("mine")
+    configs = Path(toy_training.__file__).parents[1] / "configs"
+    wrong = {
+        "steps": 0,
+        "batch_size": 3,
+        "accumulate": 2,
+        "data": "nowhere,elsewhere",
+        "workdir": "file",
+        "start_from": "nosuch",
+        "loss.kl": 0.0,
+    }
+    options = [f"--config.{name}={value}" for name, value in wrong.items()]
+    assert distill.main([f"--config={configs / 'train_distill.py'}", *options]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
+    for problem in (
+        "steps=0: use a whole number of at least 1",
+        "accumulate=2: batch_size=3 rows cannot be split",
+        "data='nowhere': no such folder",
+        "data='elsewhere': no such folder",
+        "workdir='file' is a file",
+        "start_from='nosuch': no such folder",
+        "loss.kl=0, loss.tv=0: one of them must be positive",
+    ):
+        assert problem in said
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_cross_check_waits_for_good_values():
+    """It would fail on what is no number."""
+    with pytest.raises(InputError, match=r"^accumulate='two': use a whole number[^;]*$"):
+        check_values(
+            {"batch_size": Whole(1), "accumulate": Whole(1)},
+            {"batch_size": 3, "accumulate": "two"},
+            cross_checks=TRAINING_CHECKS,
+        )
+
+
+def test_folders_that_are_not_named(tmp_path):
+    config = get_config()
+    config.data, config.workdir = None, None
+    with pytest.raises(InputError, match="workdir is missing: .*; data is missing: "):
+        run.run(config, toy_training.toy_method)
+
+
+@pytest.mark.parametrize("size", ["", "debug", "quick"])
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("train_distill", distill),
+        ("train_eagle1", eagle),
+        ("train_eagle3", eagle),
+        ("train_medusa", medusa),
+        ("train_medusa2", medusa),
+    ],
+)
+def test_every_size_is_complete_without_flags(name, module, size, tmp_path, monkeypatch):
+    file = Path(toy_training.__file__).parents[1] / "configs" / f"{name}.py"
+    config = read_config([f"--config={file}:{size}" if size else f"--config={file}"], "")
+    monkeypatch.chdir(tmp_path)
+    check_values(module.FIELDS, config.to_dict(), cross_checks=TRAINING_CHECKS)
+    assert config.workdir == f"build/{name}{'_' if size else ''}{size}"
+    assert config.data == "shipped"
+
+
+def test_a_size_that_is_unknown(capsys):
+    assert medusa.main([f"--config={Path('configs/train_medusa.py').absolute()}:fast"]) == 2
+    assert "size 'fast' is unknown: use debug, quick" in capsys.readouterr().err
 
 
 def test_factors_from_the_command_line():
-    config = read_config(["--config.learning_rate_scales=head:0.5, layers.0:0"], TOY)
+    options = ["--config.learning_rate_scales=head:0.5, layers.0:0"]
+    config = read_config([f"--config={TOY}", *options], "")
     assert read_settings(config).optimization.scales == {"head": 0.5, "layers.0": 0.0}
     assert record_of(config)["learning_rate_scales"] == {"head": 0.5, "layers.0": 0.0}
     assert read_settings(get_config()).optimization.scales == {}

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import shutil
 import time
 from types import SimpleNamespace
 
@@ -321,6 +322,27 @@ def test_evaluations_are_logged_once(target, tmp_path):
     assert len(seen) == 3
     told = [row for row in files.read_metrics(run.workdir) if "eval/tau" in row]
     assert [row["eval/tau"] for row in told] == [4, 8, 12]
+
+
+def test_an_evaluation_before_the_first_step(target, tmp_path):
+    config = get_config()
+    config.steps, config.eval.at_start = 3, True
+    settings = read_settings(config)
+    seen = []
+
+    def evaluate(params, step, last):
+        seen.append((step, last))
+        return {"eval/tau": 1.0 + step}
+
+    run = Run(tmp_path / "w", target, settings)
+    run.train(evaluate)
+    assert seen == [(0, False), (3, True)]
+    # A run that was stopped before its first checkpoint begins again, and has been evaluated.
+    shutil.rmtree(run.workdir.checkpoints)
+    files.truncate_metrics(run.workdir, 0)
+    Run(tmp_path / "w", target, settings).train(evaluate)
+    assert seen[2:] == [(3, True)]
+    assert [row["tau"] for row in files.learning_curve(run.workdir)] == [1.0, 4.0]
 
 
 def test_scalars_follow_their_definitions():

@@ -18,7 +18,7 @@ from specjax.errors import InputError
 from specjax.loading.load import random_model
 from specjax.models.heads.medusa import Medusa
 from train.data.batches import Batch
-from train.medusa import MedusaLoss, medusa_method
+from train.methods.medusa import MedusaLoss, medusa_method
 from train.methods.medusa2 import JointLoss, medusa2_method
 from train.methods.method import Method
 

@@ -1,6 +1,7 @@
 """Every training config at its debug size, from the data to decoding with what was exported."""
 
 import json
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -78,6 +79,21 @@ def test_debug_size(name, folders, tmp_path, capsys):
         "--config.compare=true",
     ]
     assert decode.main(decoding) == 0
+
+
+def test_training_needs_no_flags(tmp_path, monkeypatch, capsys):
+    """Only the size is given: target, data and folder are the config's own."""
+    (tmp_path / "configs").symlink_to(Path("configs").absolute())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert medusa.main(["--config=configs/train_medusa.py:debug"]) == 0
+    said = capsys.readouterr().out
+    assert "data=shipped is small" in said
+    assert "More data: python -m train.generate, then --config.data=" in said
+    export = "build/train_medusa_debug/export"
+    command = f"--config.drafter.name=medusa --config.drafter.path={export} --config.compare=true"
+    assert f"decode with it: python -m specjax.decode {command}" in said
+    assert read_head(tmp_path / export).kind == "medusa"
 
 
 def started_from(folders, workdir, name, *options):

@@ -1,6 +1,6 @@
 """Distil a draft model out of a few layers of a frozen target.
 
-    python -m train.distill --config=configs/train_distill.py --config.workdir=W
+    python -m train.distill [--config=configs/train_distill.py:quick] [--config.FIELD=VALUE ...]
 
 The draft model starts as some of the target's layers between the target's own embedding and head,
 which it shares, and learns the target's distribution at every token of its own responses, by KL
@@ -10,160 +10,22 @@ input; 130 after Ctrl-C or SIGTERM.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, Int, Key
 from ml_collections import ConfigDict
 
 from specjax.cli.command import use_compilation_cache
-from specjax.errors import InputError
-from specjax.fields import Fields, Items, Number, Whole, check_instance, fields_of
-from specjax.loading.heads.head import Head, TargetMetadata
+from specjax.fields import CrossCheck, Fields, Items, Whole, fields_of
 from specjax.loading.model import Model
-from specjax.models.decoder import Decoder
-from specjax.models.heads.draft_decoder import DraftModelConfig, ReducedDecoder
-from specjax.models.heads.shared_parameters import share
-from train.data.batches import Batch
 from train.data.vocabulary import Vocabulary
-from train.methods.draft_losses import Scoring, Teacher, kl_divergence, score_drafts, variation
-from train.methods.labels import ahead, at_rows, label_ahead, visible
-from train.methods.method import Measures, Method, measure
+from train.methods.distill import DistillLoss, distill_method
+from train.methods.draft_losses import LabelLoss
+from train.methods.method import Method
 from train.run import run
 from train.run.config import DRAFT_VOCAB_SIZE, TRAINING_FIELDS
 from train.run.precision import multiply_dtype
 
 CONFIG = "train_distill"
-
-
-@dataclass(frozen=True)
-class DistillLoss:
-    """Weights of KL(p || q) and of the total variation; `depths` only says how far to measure.
-
-    Raises InputError for values out of range.
-    """
-
-    kl: Annotated[float, Number()] = 1.0
-    tv: Annotated[float, Number()] = 0.0
-    depths: Annotated[int, Whole(1, 64)] = 4
-
-    def __post_init__(self) -> None:
-        check_instance(self, "loss.")
-        if not self.kl + self.tv > 0:
-            raise InputError("loss.kl=0, loss.tv=0: one of them must be positive")
-
-    @property
-    def parts(self) -> dict[str, tuple]:
-        """The parts that count, by name."""
-        both = {"kl": (kl_divergence, self.kl), "tv": (variation, self.tv)}
-        return {name: part for name, part in both.items() if part[1] > 0}
-
-
-def distill_method(
-    target: Model,
-    layers: Sequence[int],
-    draft_ids: np.ndarray | None,
-    loss: DistillLoss,
-    *,
-    multiply: Any = None,
-) -> Method:
-    """How to train a draft model that starts as the given layers of its target.
-
-    Raises InputError for layers that the target does not have.
-    """
-    count, vocab_size = target.config.num_layers, target.config.vocab_size
-    if not len(layers):
-        raise InputError(
-            "distill.layers=(): name the target's layers that the draft model starts as"
-        )
-    for layer in layers:
-        if not 0 <= layer < count:
-            raise InputError(
-                f"distill.layers={tuple(layers)}: {target.name} has no layer {layer}; use some of "
-                f"0..{count - 1}"
-            )
-    config = DraftModelConfig(
-        decoder=dataclasses.replace(target.config, num_layers=len(layers)),
-        draft_vocab_size=vocab_size if draft_ids is None else len(draft_ids),
-    )
-    model = ReducedDecoder(Decoder(config.decoder, jnp.dtype(jnp.float32), multiply=multiply))
-    ids = None if draft_ids is None else jnp.asarray(draft_ids)
-
-    def init(key: Key[Array, ""]) -> dict[str, Any]:
-        del key
-        return some_layers(target, layers)
-
-    def summed(
-        params: Any, target_params: Any, batch: Batch, key: Key[Array, ""] | None
-    ) -> tuple[Float[Array, ""], Measures]:
-        del key
-        params = {**params, "shared": share(target_params, ids, head=True)}
-        return distill_loss(model, params, ids, batch, loss)
-
-    def finished(params: Any, training: dict[str, Any]) -> Head:
-        return Head("draft_model", config, params, draft_ids, TargetMetadata.of(target), training)
-
-    return Method("draft_model", ("final_norm",), init, summed, finished)
-
-
-def some_layers(target: Model, layers: Sequence[int]) -> dict[str, Any]:
-    """Those layers of a model, stacked, and its final norm, in float32."""
-    theirs = target.params["layers"]
-    if target.form.scan_layers:
-        taken = jax.tree.map(lambda leaf: np.asarray(leaf)[list(layers)], theirs)
-    else:
-        each = [theirs[str(layer)] for layer in layers]
-        taken = jax.tree.map(lambda *leaves: np.stack([np.asarray(x) for x in leaves]), *each)
-    params = {"layers": taken, "final_norm": target.params["final_norm"]}
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params)
-
-
-def distill_loss(
-    model: ReducedDecoder,
-    params: dict[str, Any],
-    draft_ids: Int[Array, "Vd"] | None,
-    batch: Batch,
-    loss: DistillLoss,
-) -> tuple[Float[Array, ""], Measures]:
-    """The sum of the loss over the batch's labels, and measures of drafts `loss.depths` deep.
-
-    Label j is predicted from row j - 1. A draft further on is right where the model is right at
-    each label on the way: it reads its own drafts, which then are the target's tokens.
-    """
-    labels = batch.labels
-    result = model.extend(
-        params,
-        batch.tokens,
-        batch.positions,
-        None,
-        None,
-        0,
-        visible(batch.segments),
-        features=("final_norm",),
-        logits=False,
-    )
-    columns = params["shared"]["draft_head"]["kernel"]
-    teacher = Teacher.of(batch, columns, draft_ids)
-    total, scores = score_drafts(
-        Scoring(tuple(loss.parts.values()), False, model.decoder.multiply),
-        at_rows(result.features["final_norm"], labels - 1)[None],
-        columns,
-        teacher,
-        teacher.counts(labels, 1),
-        jnp.ones(1),
-    )
-    losses = dict(zip(loss.parts, scores.losses[0], strict=True))
-    depths = range(loss.depths)
-    right = jnp.stack([ahead(scores.right[0], depth) for depth in depths])
-    scored = jnp.stack([label_ahead(labels, depth) for depth in depths])
-    return total, measure(losses, right, scored)
-
-
 FIELDS: Fields = {
     **TRAINING_FIELDS,
     "distill": {
@@ -174,20 +36,22 @@ FIELDS: Fields = {
 }
 
 
-def make_method(target: Model, vocabulary: Vocabulary, config: ConfigDict) -> Method:
-    """The method of a config; raises InputError for values that make no sense."""
+def make_method(
+    target: Model, vocabulary: Vocabulary, config: ConfigDict, label_loss: LabelLoss | None = None
+) -> Method:
+    """The method of a config, perhaps with another loss of each label; raises InputError."""
     return distill_method(
         target,
         tuple(config.distill.layers),
         vocabulary(config.distill.draft_vocab_size),
-        DistillLoss(**config.loss.to_dict()),
+        DistillLoss(**config.loss.to_dict(), label_loss=label_loss),
         multiply=multiply_dtype(config.dtype),
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    return run.main(make_method, FIELDS, CONFIG, argv)
+    return run.main(make_method, FIELDS, CONFIG, argv, (CrossCheck.of(DistillLoss, "loss"),))
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def parser() -> Parser:
     flags = Parser("python -m train.features", __doc__)
     flags.add_field("input", InputFolder(), "a dataset of conversations")
     flags.add_field("output", PathOrName(), "the folder of datasets with features")
-    flags.add_field("target", PathOrName(), "who wrote them", default=DEFAULT_MODEL)
+    flags.add_field("target", PathOrName(), "the model that wrote them", default=DEFAULT_MODEL)
     flags.add_field(
         "features",
         optional(Text()),
@@ -68,7 +68,7 @@ def parser() -> Parser:
     )
     flags.add_field("products", MULTIPLY, "in what dtype products are", default="auto")
     flags.add_field("tokens", Whole(1, 1 << 24), "tokens run at a time", default=4096)
-    flags.add_field("part", Whole(1), "conversations a dataset", default=1024)
+    flags.add_field("part", Whole(1), "conversations per dataset", default=1024)
     flags.add_field("limit", optional(Whole(1)), "take the first only", default=None)
     return flags
 
@@ -127,7 +127,7 @@ def store_features(
 
 @dataclass
 class _Progress:
-    """Conversations and tokens that are done, of all; earlier runs' say nothing about the speed."""
+    """Conversations and tokens that are done, of all; the speed is that of this run alone."""
 
     screen: Screen
     rows: int

@@ -28,12 +28,12 @@ from specjax.files import folders
 from specjax.loading.load import load_model
 from specjax.loading.model import Model
 from specjax.reporting import decode_report
-from train.data import answers
-from train.data.answers import AnswersConfig, Job
 from train.data.examples import METADATA, target_metadata
-from train.data.pieces import Pieces, open_pieces
 from train.data.responses import open_responses
 from train.data.writing import check_free, write_responses
+from train.generation import answers
+from train.generation.answers import AnswersConfig, Job
+from train.generation.pieces import Pieces, open_pieces
 
 CONFIG = "generate_smollm2"
 RESPONSES = "responses"

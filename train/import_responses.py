@@ -1,4 +1,4 @@
-"""Make a dataset of conversations that another program let the target write.
+"""Make a dataset of conversations that the target wrote in another program.
 
     python -m train.import_responses --input=FILE.jsonl.gz --output=DIR
 
@@ -9,33 +9,18 @@ and response_token_ids. Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGT
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from specjax.cli import command
 from specjax.cli.flags import Parser
-from specjax.errors import InputError, shown
-from specjax.fields import InputFile, OutputFolder, PathOrName, Text, Whole, optional
-from specjax.files.json_files import read_json_file, read_json_lines
-from specjax.files.paths import input_file
+from specjax.errors import InputError
+from specjax.fields import InputFile, OutputFolder, PathOrName, Whole, optional
+from specjax.files.json_files import read_json_file
 from specjax.loading.load import DEFAULT_MODEL, load_model
-from train.data.examples import METADATA, Example, target_metadata
+from train.data.examples import METADATA, target_metadata
+from train.data.json_lines import read_rows
 from train.data.writing import check_free, write_responses
-
-_KINDS = {
-    "id": int,
-    "category": str,
-    "source": str,
-    "licence": str,
-    "temperature": float | int,
-    "prompt_token_ids": list,
-    "response_token_ids": list,
-}
-_LARGEST_ID, _LARGEST_TOKEN = 2**63 - 1, 2**31 - 1
-_LARGEST_TEMPERATURE = 1e6
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,54 +58,6 @@ def _import(input: Path, output: Path, limit: int | None, target: str) -> None:
     print(
         f"{written['num_records']} conversations, {written['num_tokens']} tokens, "
         f"{written['num_labels']} of them the target's: {output}"
-    )
-
-
-def read_rows(path: str | Path) -> Iterator[Example]:
-    """The conversations of a file, line by line; raises InputError with file and line."""
-    first: dict[int, str] = {}
-    for where, row in read_json_lines(input_file("input", path, pipe=True), "input"):
-        example = _example(row, where)
-        earlier = first.setdefault(example.id, where)
-        if earlier is not where:
-            raise InputError(
-                f"{where}: id={example.id} is taken, by {earlier}; give each row its own"
-            )
-        yield example
-
-
-def _example(row: dict[str, Any], where: str) -> Example:
-    for name, kind in _KINDS.items():
-        if not isinstance(row.get(name), kind) or isinstance(row[name], bool):
-            raise InputError(
-                f"{where}: {name}={shown(row.get(name))} is missing or of another type; write "
-                f"the keys {', '.join(_KINDS)}"
-            )
-    if not 0 <= row["id"] <= _LARGEST_ID:
-        raise InputError(f"{where}: id={shown(row['id'])}: must be at least 0 and below 2**63")
-    if not 0 <= row["temperature"] <= _LARGEST_TEMPERATURE:
-        raise InputError(
-            f"{where}: temperature={shown(row['temperature'])}: must be at least 0 and at most "
-            f"{_LARGEST_TEMPERATURE:g}"
-        )
-    for name in ("category", "source", "licence"):
-        Text(empty=True).check(f"{where}: {name}", row[name])
-    prompt, response = row["prompt_token_ids"], row["response_token_ids"]
-    for name, ids in (("prompt_token_ids", prompt), ("response_token_ids", response)):
-        if not ids or not all(type(i) is int and 0 <= i <= _LARGEST_TOKEN for i in ids):
-            raise InputError(
-                f"{where}: {name}={shown(ids)}: must be a list of token ids that is not empty"
-            )
-    mask = np.zeros(len(prompt) + len(response), bool)
-    mask[len(prompt) :] = True
-    return Example(
-        tokens=np.array(prompt + response, np.int32),
-        loss_mask=mask,
-        category=row["category"],
-        temperature=float(row["temperature"]),
-        id=row["id"],
-        source=row["source"],
-        licence=row["licence"],
     )
 
 

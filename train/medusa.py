@@ -1,76 +1,35 @@
 """Train Medusa heads: for a frozen target (Medusa-1), or along with it (Medusa-2).
 
-    python -m train.medusa --config=configs/train_medusa.py --config.workdir=W
+    python -m train.medusa [--config=configs/train_medusa.py:quick] [--config.FIELD=VALUE ...]
 
 Cai et al. 2401.10774. Head i predicts the token i + 1 positions after the one that the target
 itself predicts from the same feature; the loss is the sum over heads of KL(p || q) there, or of the
-cross-entropy with the data's token as published, weighed decay ** i. With configs/train_medusa2.py
-the target is trained too (`methods.medusa2`), and is exported beside the heads. Exit codes: 0; 2
-for bad input; 130 after Ctrl-C or SIGTERM.
+cross-entropy with the data's token as published, with weights decay ** i. With
+configs/train_medusa2.py the target is trained too, and is exported beside the heads. Exit codes: 0;
+2 for bad input; 130 after Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, Key
 from ml_collections import ConfigDict
 
 from specjax.cli.command import use_compilation_cache
 from specjax.fields import Fields, Flag, OptionalSection, Whole, fields_of
-from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.model import Model
-from specjax.models.heads.medusa import Medusa, MedusaConfig
-from specjax.models.heads.shared_parameters import share
-from train.data.batches import Batch
+from specjax.models.heads.medusa import MedusaConfig
 from train.data.vocabulary import Vocabulary
-from train.methods.draft_losses import Teacher
+from train.methods.draft_losses import LabelLoss
+from train.methods.medusa import MedusaLoss, medusa_method
 from train.methods.medusa2 import JointLoss, medusa2_method
-from train.methods.medusa_loss import MedusaLoss, first_params, heads_loss, heads_measures
-from train.methods.method import Measures, Method
+from train.methods.method import Method
 from train.run import run
 from train.run.config import DRAFT_VOCAB_SIZE, TRAINING_FIELDS
 from train.run.precision import multiply_dtype
 
 CONFIG = "train_medusa"
-
-
-def medusa_method(
-    target: Model,
-    config: MedusaConfig,
-    draft_ids: np.ndarray | None,
-    loss: MedusaLoss,
-    *,
-    multiply: Any = None,
-) -> Method:
-    """How to train heads for a frozen target; they start as the target's own."""
-    head = Medusa(config, jnp.dtype(jnp.float32), multiply)
-    ids = None if draft_ids is None else jnp.asarray(draft_ids)
-
-    def init(key: Key[Array, ""]) -> dict[str, Any]:
-        return first_params(head, target, draft_ids, key)
-
-    def summed(
-        params: Any, target_params: Any, batch: Batch, key: Key[Array, ""] | None
-    ) -> tuple[Float[Array, ""], Measures]:
-        del key
-        columns = share(target_params, ids, head=True)["draft_head"]["kernel"]
-        teacher = Teacher.of(batch, columns, ids)
-        total, scores = heads_loss(
-            head, params, columns, batch.features["final_norm"], batch.labels, teacher, loss
-        )
-        return total, heads_measures(scores, batch.labels, {})
-
-    def finished(params: Any, training: dict[str, Any]) -> Head:
-        return Head("medusa", config, params, draft_ids, TargetMetadata.of(target), training)
-
-    return Method("medusa", ("final_norm",), init, summed, finished)
-
-
-# Where it ends is the schedule's own end.
+# The ramp ends where the schedule does.
 _JOINT = {name: kind for name, kind in fields_of(JointLoss).items() if name != "steps"}
 FIELDS: Fields = {
     **TRAINING_FIELDS,
@@ -86,8 +45,10 @@ FIELDS: Fields = {
 }
 
 
-def make_method(target: Model, vocabulary: Vocabulary, config: ConfigDict) -> Method:
-    """The method of a config; raises InputError for values that make no sense."""
+def make_method(
+    target: Model, vocabulary: Vocabulary, config: ConfigDict, label_loss: LabelLoss | None = None
+) -> Method:
+    """The method of a config, perhaps with another loss of each label; raises InputError."""
     options = config.medusa.to_dict()
     vocab_size = target.config.vocab_size
     draft_ids = vocabulary(options.pop("draft_vocab_size"))
@@ -97,7 +58,7 @@ def make_method(target: Model, vocabulary: Vocabulary, config: ConfigDict) -> Me
         draft_vocab_size=vocab_size if draft_ids is None else len(draft_ids),
         **options,
     )
-    loss = MedusaLoss(**config.loss.to_dict())
+    loss = MedusaLoss(**config.loss.to_dict(), label_loss=label_loss)
     multiply = multiply_dtype(config.dtype)
     if "joint" not in config:
         return medusa_method(target, shape, draft_ids, loss, multiply=multiply)

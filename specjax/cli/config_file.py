@@ -30,7 +30,7 @@ _TYPES = {
 
 
 def read_config(argv: list[str], default: str) -> ml_collections.ConfigDict:
-    """A config file with its overrides, locked; `default` is that of no --config.
+    """A config file with its overrides, locked; `default` is that where none is given.
 
     Raises InputError for whatever does not fit.
     """
@@ -38,7 +38,7 @@ def read_config(argv: list[str], default: str) -> ml_collections.ConfigDict:
     files = [argument for argument in argv if re.match(r"--?config=", argument)]
     overrides = [argument for argument in argv if argument not in files]
     path = files[-1].partition("=")[2] if files else default
-    config = _load(path, packaged_only=not files)
+    config = _load(path, packaged_first=not files)
     for override in overrides:
         _check_override(config, override)
     config = _overridden(config, overrides)
@@ -83,24 +83,27 @@ def packaged_configs() -> dict[str, Path]:
     return {file.stem: file for file in sorted(folder.glob("*.py"))}
 
 
-def _find(name: str, packaged_only: bool) -> Path:
+def _find(name: str, packaged_first: bool) -> Path:
     """The file of a config: a path, or the name of one that comes with specjax."""
-    if not packaged_only and paths.user_path("config", name).exists():
-        return paths.input_file("config", name)
     own = packaged_configs()
-    found = re.fullmatch(r"(?:configs/)?(\w+)(?:\.py)?", name)
-    if found and found[1] in own:
-        return own[found[1]]
+    match = re.fullmatch(r"(?:configs/)?(\w+)(?:\.py)?", name)
+    packaged = own.get(match[1]) if match else None
+    if packaged and packaged_first:
+        return packaged
+    if paths.user_path("config", name).exists():
+        return paths.input_file("config", name)
+    if packaged:
+        return packaged
     raise InputError(
         f"config={shown(name)}: no such file, and no config that comes with specjax; "
         f"use a file of your own, or one of {', '.join(own)}"
     )
 
 
-def _load(path: str, packaged_only: bool = False) -> ml_collections.ConfigDict:
+def _load(path: str, packaged_first: bool = False) -> ml_collections.ConfigDict:
     """What a config file's `get_config` returns, given what follows a colon."""
     file, *size = path.split(":", 1)
-    file = str(_find(file, packaged_only))
+    file = str(_find(file, packaged_first))
     what = "fails"
     try:
         get_config = runpy.run_path(file).get("get_config")

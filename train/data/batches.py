@@ -1,4 +1,4 @@
-"""Conversations packed into rows of fixed shape, read ahead by a thread, in a seeded order.
+"""Conversations packed into rows of fixed shape, prefetched by a thread, in a seeded order.
 
 The order of an epoch is a pure function of seed, epoch and the conversations' lengths, so that a
 position in it is two numbers, and every process knows all rows without reading those of others.
@@ -71,7 +71,7 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """What a batch looks like: `rows` (B) of `tokens` (T) with up to `labels` (A) labels each.
+    """The shape of a batch: `rows` (B) of `tokens` (T) with up to `labels` (A) labels each.
 
     `width` is D, for the features that are read along.
     """
@@ -86,7 +86,7 @@ class Shape:
 class Packing:
     """Which conversations share a row, epoch by epoch.
 
-    `chosen` are the conversations that take part. Those without a label within the row's length are
+    `chosen` are the conversations to pack. Those without a label within the row's length are
     left out, their number is `left_out`. Raises InputError where none is left.
     """
 
@@ -128,7 +128,7 @@ class Packing:
 
     @property
     def conversations(self) -> int:
-        """How many conversations take part."""
+        """How many conversations are packed."""
         return len(self._chosen)
 
     @property
@@ -198,7 +198,7 @@ def _label_positions(loss_mask: np.ndarray, tokens: int) -> np.ndarray:
 class ReadAhead:
     """An iterator whose items a thread prepares, at most `depth` of them ahead.
 
-    What the thread raises is raised here. Close it, or use it as a context.
+    An exception in the thread is raised by `next`. Close it, or use it as a context manager.
     """
 
     def __init__(self, items: Iterator[Any], depth: int = 2) -> None:

@@ -1,8 +1,8 @@
-"""A conversation that a target wrote, and what its files are called.
+"""A conversation that a target wrote, and the names of a dataset's files.
 
-A dataset's directory holds array_record files with one record a conversation, TFDS's own metadata
-(any TFDS reader opens it: `tfds.builder_from_directory`), `specjax.json` with what the records do
-not say, and `records.npy` with each record's id, length and number of labels.
+A dataset's directory holds array_record files with one record per conversation, TFDS's own metadata
+(any TFDS reader opens it: `tfds.builder_from_directory`), `specjax.json` with metadata that the
+records lack, and `records.npy` with each record's id, length and number of labels.
 """
 
 from __future__ import annotations

@@ -6,14 +6,41 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int32
 
-from specjax.errors import InputError
-from specjax.files.paths import user_path
+from specjax.errors import InputError, Problems
+from specjax.fields import Text
+from specjax.files.paths import input_folder, user_path
+from train.data import shipped
 from train.data.examples import METADATA, Example
 from train.data.responses import Responses, open_responses
+
+
+@dataclass(frozen=True)
+class DataFolders:
+    """Directories of conversations, separated by commas; `shipped.NAME` may be among them."""
+
+    def check(self, name: str, value: Any) -> str:
+        """The text; raises InputError for no text, and listing all directories that are missing."""
+        if value is None:
+            raise InputError(
+                f"{name} is missing: pass --config.{name}=DIRECTORY, or {shipped.NAME}"
+            )
+        problems = Problems()
+        for folder in split_names(Text().check(name, value)):
+            with problems.collect():
+                if folder != shipped.NAME:
+                    input_folder(name, folder)
+        problems.check()
+        return value
+
+
+def split_names(text: str) -> list[str]:
+    """The directories that a text names, separated by commas."""
+    return [part.strip() for part in text.split(",")]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +85,7 @@ class Sources:
 def open_sources(
     directories: Sequence[str | Path], target: Mapping[str, object] | None = None
 ) -> Sources:
-    """The conversations of datasets, and of folders of datasets (`train.features`).
+    """The conversations of datasets, of folders of datasets (`train.features`), and `shipped.NAME`.
 
     Raises InputError as `open_responses` does, and where a folder holds none.
     """
@@ -66,6 +93,9 @@ def open_sources(
         raise InputError("data is empty: name a dataset's directory")
     found: list[Path] = []
     for directory in directories:
+        if directory == shipped.NAME:
+            found.append(shipped.shipped_dataset())
+            continue
         path = user_path("data", directory)
         inside = sorted(path.glob(f"*/{METADATA}")) if not (path / METADATA).exists() else []
         inside = [one for one in inside if not one.parent.name.startswith(".")]

@@ -34,7 +34,7 @@ def draft_vocabulary(
         return None
     if not 1 <= size < vocab_size:
         raise InputError(
-            f"draft_vocab_size={size}: must lie in 1..{vocab_size}, the target's vocabulary"
+            f"draft_vocab_size={size}: must be in 1..{vocab_size}, the target's vocabulary"
         )
     return most_frequent(count_labels(data, vocab_size), size)
 

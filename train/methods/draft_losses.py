@@ -1,8 +1,8 @@
 """Drafts at labels against the target's distribution, a block of labels at a time.
 
-Logits over a vocabulary are the largest arrays of a step, and passing over them what it waits for.
-Here they live for one block only: its gradients are made along with its losses (as Liger kernels
-do: Hsu et al. 2410.10989), and what is kept for the backward pass has the width of the states.
+Logits over a vocabulary are the largest arrays of a step, and reading them takes most of its time.
+Here they exist for one block only: its gradients are computed along with its losses (as in Liger
+kernels, Hsu et al. 2410.10989), and what is kept for the backward pass has the width of the states.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ class Truth(NamedTuple):
     token: Int[Array, "B A"]
 
 
+LabelLoss = Callable[[Float[Array, "B A Vd"], Truth], Float[Array, "B A"]]
+"""The loss of each label, from a draft's logits and what it is scored by."""
+
+
 def kl_divergence(logits: Float[Array, "B A Vd"], truth: Truth) -> Float[Array, "B A"]:
     """KL(p || q)."""
     distribution = jnp.exp(truth.log_probs)
@@ -59,7 +63,7 @@ class Scoring:
     Without `trains_kernel` no gradient is made for the kernel that gives the logits.
     """
 
-    parts: tuple[tuple[Callable[[Array, Truth], Array], float], ...]
+    parts: tuple[tuple[LabelLoss, float], ...]
     trains_kernel: bool
     multiply: Any = None
 
@@ -90,7 +94,7 @@ class Teacher(NamedTuple):
         return cls(features, columns, index, draft_ids[index] == token)
 
     def counts(self, labels: Int[Array, "B A"], drafts: int) -> Bool[Array, "K B A"]:
-        """Where draft i stands for a label that the draft's vocabulary has."""
+        """Whether draft i predicts a label that the draft's vocabulary has."""
         return jnp.stack(
             [label_ahead(labels, draft) & ahead(self.known, draft) for draft in range(drafts)]
         )
@@ -116,7 +120,7 @@ def score_drafts(
 ) -> tuple[Float[Array, ""], Scores]:
     """The loss, which is differentiable, and what it is made of.
 
-    Draft i of a label stands for the token i positions after, which is i positions after among the
+    Draft i of a label predicts the token i positions after it, which is i positions after among the
     labels too where it is `counted`. `kernel` makes logits of `states`, one for all drafts or one
     for each. The loss is the sum over drafts and counted labels, each draft by its weight.
     """

@@ -1,4 +1,4 @@
-"""The frozen target, as a teacher: features where the data set has none, and its distributions."""
+"""Values at labels, and the frozen target's features where the data set has none."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def at_rows(
 
 
 def ahead(values: Shaped[Array, "B A *rest"], depth: int) -> Shaped[Array, "B A *rest"]:
-    """What stands `depth` positions after in each row's list of labels; zeros after its end."""
+    """The values `depth` positions later in each row's list of labels; zeros after its end."""
     room = ((0, 0), (0, depth)) + ((0, 0),) * (values.ndim - 2)
     return jnp.pad(values, room)[:, depth:]
 
 
 def label_ahead(labels: Int[Array, "B A"], depth: int) -> Bool[Array, "B A"]:
-    """Whether the token `depth` further is a label too; it is then `depth` positions after."""
+    """Whether the token `depth` positions after each label is a label too."""
     return (labels >= 0) & (ahead(labels, depth) == labels + depth)

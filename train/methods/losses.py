@@ -1,4 +1,4 @@
-"""Losses between a draft's distribution and the target's, a value a row; nothing is summed here."""
+"""Losses between a draft's distribution and the target's, one value per row, not summed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training method is: a few pure functions, and sums to judge it by."""
+"""A training method: a few pure functions, and the sums that measure it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from specjax.loading.model import Model
 class Measures:
     """Sums over labels, which add over micro-batches and devices.
 
-    `weight` is what a loss is divided by; `losses` are its parts by name. Draft i (0-based) stands
-    for the token i positions after a label: `counts` are the labels where there is one, `correct`
+    `weight` is what a loss is divided by; `losses` are its parts by name. Draft i (0-based) is
+    of the token i positions after a label: `counts` are the labels where there is one, `correct`
     those where the draft is the target's likeliest token, `prefix_correct` those where all drafts
     before are right too.
     """

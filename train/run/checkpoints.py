@@ -1,4 +1,4 @@
-"""Checkpoints of a run: a directory a step, whole or not at all; the last two are kept."""
+"""Checkpoints of a run: a directory per step, whole or not at all; the last two are kept."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from train.run.optimizer import leaf_name
 from train.run.workdir import Workdir, steps
 
 KEPT = 2
-"""Checkpoints that stay."""
+"""How many checkpoints are kept."""
 
 _KIND = "drafter"
 

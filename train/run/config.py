@@ -1,10 +1,8 @@
-"""The fields that every training config has, and what they are checked for."""
+"""The fields that every training config has, the values that they may hold, and its sizes."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any
 
 from ml_collections import ConfigDict, config_dict
 
@@ -19,42 +17,45 @@ from specjax.drafters import DRAFT_TOKENS
 from specjax.errors import InputError
 from specjax.fields import (
     Choice,
+    CrossCheck,
     Fields,
     Flag,
     Items,
     Number,
-    OutputFolder,
     PathOrName,
-    Text,
     Whole,
     check_values,
     fields_of,
     optional,
 )
-from specjax.files.paths import input_folder
 from specjax.loading.load import DEFAULT_MODEL
-from train.run.optimizer import OPTIMIZERS, SCHEDULES, Optimization
+from train.data import shipped
+from train.data.sources import DataFolders
+from train.run.optimizer import OPTIMIZERS, SCHEDULES, Optimization, Scales, read_scales
 from train.run.precision import MULTIPLY
+from train.run.start_from import HeadFolder
+from train.run.workdir import RunFolder
 
 FEATURES = ("auto", "stored", "online")
 
 
 def training_fields() -> ConfigDict:
-    """A config with all common fields; a method's own config adds a section of its own."""
+    """A config with all common fields, to which a method's config file adds sections of its own."""
     config = ConfigDict()
     config.target = DEFAULT_MODEL
     config.dtype = "auto"  # of products: auto | float32 | bfloat16
-    config.data = config_dict.placeholder(str)  # directories, with commas
+    # Directories, with commas; shipped = the small set of the default model's answers.
+    config.data = shipped.NAME
     # Target features: those in the data set, or computed in the step; auto takes what is there.
     config.features = "auto"
     config.workdir = config_dict.placeholder(str)
-    # A trained head to start from: a directory, or shipped = the one that comes with specjax.
+    # A trained head to start from: a directory, or a kind, such as eagle3, that comes with specjax.
     config.start_from = config_dict.placeholder(str)
     config.seed = 0
 
     config.steps = 1000  # updates in all
     config.minutes = config_dict.placeholder(float)  # stop after so long, to be resumed
-    config.batch_size = 8  # rows an update
+    config.batch_size = 8  # rows per update
     config.accumulate = 1  # micro-batches that an update is computed in
     config.row_tokens = 1024  # T
     config.row_labels = 512  # A: labels beyond these are dropped
@@ -74,7 +75,8 @@ def training_fields() -> ConfigDict:
     config.log_every = 10
     config.checkpoint_every = 500
     config.eval = ConfigDict()
-    config.eval.every = 500  # steps; 0 = never
+    config.eval.every = 500  # steps; 0 = at the end only
+    config.eval.at_start = False  # before the first step too
     config.eval.batches = 16  # of held-out conversations, for the losses
     config.eval.prompts = 4  # of held-out conversations, decoded; 0 = none
     config.eval.new_tokens = 64
@@ -85,6 +87,38 @@ def training_fields() -> ConfigDict:
     config.mesh = mesh_fields()
     config.distributed = distributed_fields()
     return config
+
+
+def default_workdir(name: str, size: str) -> str:
+    """Where a run of the config file `name`.py keeps its files, unless the user names a folder."""
+    return f"build/{name}_{size}" if size else f"build/{name}"
+
+
+def set_size(config: ConfigDict, size: str) -> None:
+    """Change the common fields to those of a size: "debug", "quick", or "" for none.
+
+    "debug" runs everything in seconds and learns nothing. "quick" evaluates before the first step
+    and after the last; its number of steps is a method's own. Raises ValueError for another size.
+    """
+    if size == "debug":
+        config.steps = 6
+        config.batch_size = 2
+        config.row_tokens = 64
+        config.row_labels = 32
+        config.log_every = 1
+        config.checkpoint_every = 3
+        config.eval.every = 0
+        config.eval.prompts = 1
+        config.eval.new_tokens = 8
+    elif size == "quick":
+        config.checkpoint_every = 50
+        config.eval.every = 0
+        config.eval.at_start = True
+        config.eval.batches = 4
+        config.eval.prompts = 8
+        config.eval.new_tokens = 48
+    elif size:
+        raise ValueError(f"size {size!r} is unknown: use debug, quick, or leave it out")
 
 
 @dataclass(frozen=True)
@@ -105,6 +139,7 @@ class Settings:
     log_every: int
     checkpoint_every: int
     eval_every: int
+    eval_at_start: bool
     eval_batches: int
     eval_prompts: int
     eval_new_tokens: int
@@ -112,36 +147,15 @@ class Settings:
     eval_temperatures: tuple[float, ...]
 
 
-@dataclass(frozen=True)
-class DataFolders:
-    """Folders of conversations to read, with commas between them."""
-
-    def check(self, name: str, value: Any) -> str:
-        """The text; each of its folders is there."""
-        for folder in Text().check(name, value).split(","):
-            input_folder(name, folder.strip())
-        return value
-
-
-@dataclass(frozen=True)
-class Scales:
-    """Factors of the learning rate by parameter name: NAME:FACTOR, with commas."""
-
-    def check(self, name: str, value: Any) -> str:
-        """The text, which `read_scales` reads."""
-        read_scales(Text(empty=True).check(name, value))
-        return value
-
-
 DRAFT_VOCAB_SIZE = optional(Whole(1))
-"""How many of the target's tokens a head drafts from; None = all."""
+"""How many of the target's tokens a head can draft; None = all."""
 TRAINING_FIELDS: Fields = {
     "target": PathOrName(),
     "dtype": MULTIPLY,
-    "data": optional(DataFolders()),
+    "data": DataFolders(),
     "features": Choice(FEATURES),
-    "workdir": optional(OutputFolder()),
-    "start_from": optional(PathOrName()),
+    "workdir": RunFolder(),
+    "start_from": optional(HeadFolder()),
     "seed": SEED,
     "steps": Whole(1),
     "minutes": optional(Number(0.0, 1e9, above=True)),
@@ -163,6 +177,7 @@ TRAINING_FIELDS: Fields = {
     "checkpoint_every": Whole(1),
     "eval": {
         "every": Whole(),
+        "at_start": Flag(),
         "batches": Whole(),
         "prompts": Whole(),
         "new_tokens": Whole(1),
@@ -176,25 +191,37 @@ TRAINING_FIELDS: Fields = {
 """What the fields of `training_fields` may hold; a method adds its own sections."""
 
 
-_READ_ELSEWHERE = ("target", "dtype", "data", "workdir", "start_from", "mesh", "distributed")
-
-
-def read_settings(config: ConfigDict, data_devices: int = 1) -> Settings:
-    """The settings of a config; raises InputError for values that make no sense."""
-    own = config.to_dict()
-    read = {name: kind for name, kind in TRAINING_FIELDS.items() if name not in _READ_ELSEWHERE}
-    check_values(read, {name: own[name] for name in read})
-    if config.batch_size % config.accumulate:
+def _check_accumulate(batch_size: int, accumulate: int) -> None:
+    if batch_size % accumulate:
         raise InputError(
-            f"accumulate={config.accumulate}: batch_size={config.batch_size} rows cannot be split "
-            "into so many micro-batches; use a divisor"
+            f"accumulate={accumulate}: batch_size={batch_size} rows cannot be split into so many "
+            "micro-batches; use a divisor"
         )
-    rows = config.batch_size // config.accumulate
-    if rows % data_devices:
+
+
+def _check_devices(batch_size: int, accumulate: int, data_devices: int) -> None:
+    rows = batch_size // accumulate
+    if batch_size % accumulate == 0 and rows % data_devices:
         raise InputError(
             f"mesh.data={data_devices}: {rows} rows (batch_size / accumulate) cannot be spread "
             "over so many devices; make batch_size a multiple"
         )
+
+
+TRAINING_CHECKS = (
+    CrossCheck(("batch_size", "accumulate"), _check_accumulate),
+    CrossCheck(("batch_size", "accumulate", "mesh.data"), _check_devices),
+)
+"""How these fields must fit each other."""
+
+_READ_ELSEWHERE = ("target", "dtype", "data", "workdir", "start_from", "distributed")
+
+
+def read_settings(config: ConfigDict) -> Settings:
+    """The settings of a config; raises InputError for values that make no sense."""
+    own = config.to_dict()
+    read = {name: kind for name, kind in TRAINING_FIELDS.items() if name not in _READ_ELSEWHERE}
+    check_values(read, {name: own[name] for name in read}, cross_checks=TRAINING_CHECKS)
     decay = config.decay_steps or config.steps
     return Settings(
         optimization=Optimization(
@@ -221,6 +248,7 @@ def read_settings(config: ConfigDict, data_devices: int = 1) -> Settings:
         log_every=config.log_every,
         checkpoint_every=config.checkpoint_every,
         eval_every=config.eval.every,
+        eval_at_start=config.eval.at_start,
         eval_batches=config.eval.batches,
         eval_prompts=config.eval.prompts,
         eval_new_tokens=config.eval.new_tokens,
@@ -237,22 +265,3 @@ def record_of(config: ConfigDict) -> dict:
     if config.schedule != "constant" or "joint" in config:
         fields["decay_steps"] = config.decay_steps or config.steps
     return fields
-
-
-def read_scales(text: str) -> dict[str, float]:
-    """Factors by dotted parameter name, from NAME:FACTOR with commas; raises InputError."""
-    found: dict[str, float] = {}
-    for part in text.split(",") if text.strip() else ():
-        name, mark, factor = map(str.strip, part.partition(":"))
-        if not (name and mark) or name in found:
-            raise InputError(
-                f"learning_rate_scales={text!r}: use NAME:FACTOR for each name, with commas, such "
-                "as head:0.5,layers.0:0.1"
-            )
-        try:
-            found[name] = float(factor)
-        except ValueError:
-            found[name] = math.nan
-        if not 0 <= found[name] < math.inf:
-            raise InputError(f"learning_rate_scales.{name}={factor}: use a number of at least 0")
-    return found

@@ -1,4 +1,4 @@
-"""How good a drafter is on held-out conversations: its losses, and real decoding."""
+"""A drafter's losses on held-out conversations, and its acceptance length in real decoding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from train.run.step import Program, gathered, placement_of
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Judges parameters; called by the loop every so often, and at the end."""
+    """Evaluates parameters, between steps and at the end of a run."""
 
     method: Method
     program: Program
@@ -36,13 +36,15 @@ class Evaluation:
     def __call__(self, params: Any, step: int, last: bool) -> dict[str, float]:
         """Numbers of held-out losses (`eval/...`) and of decoding (`eval/tau` ...)."""
         numbers: dict[str, float] = {}
+        if not self.prompts and (self.packing is None or not self.settings.eval_batches):
+            return numbers
         with self.writer.working(f"step {step}: evaluating, which compiles at first"):
             if self.packing is not None and self.settings.eval_batches:
                 numbers |= self._losses(params)
             if self.prompts:
                 numbers |= self._decode(params, last)
         if numbers:
-            self.writer.say(f"step {step}, held out: {_told(numbers)}")
+            self.writer.say(f"step {step}, held out: {_summary(numbers)}")
         return numbers
 
     def _losses(self, params: Any) -> dict[str, float]:
@@ -130,7 +132,7 @@ def held_out_prompts(source: Source, chosen: np.ndarray, count: int, room: int) 
     return found
 
 
-def _told(numbers: dict[str, float]) -> str:
+def _summary(numbers: dict[str, float]) -> str:
     parts = [shown(numbers, "eval")] if "eval/loss" in numbers else []
     parts += [
         f"{name.removeprefix('eval/')} {value:.3f}"

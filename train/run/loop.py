@@ -1,4 +1,4 @@
-"""The training loop: steps, checkpoints, limits, and a clean end whatever happens."""
+"""The training loop: steps, checkpoints, limits, and a checkpoint when it is interrupted."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Feed:
 
 @dataclass
 class Progress:
-    """What a checkpoint keeps beside arrays: the sums since the last line of metrics included."""
+    """What a checkpoint keeps beside arrays, the sums since the last line of metrics included."""
 
     step: int = 0
     position: Position = _BEGIN
@@ -109,7 +109,7 @@ def train(
 ) -> Result:
     """Train from `progress` on until the steps are made, the minutes are over, or a signal comes.
 
-    `program.state` is taken over. Each end but an error leaves a checkpoint of the last step.
+    `program.state` is donated. Each end but an error leaves a checkpoint of the last step.
     Raises InputError where a loss or a gradient is not finite, naming the step.
     """
     state = program.state
@@ -139,6 +139,8 @@ def train(
             saved_step = progress.step
 
     step, reason = progress.step, DONE
+    if evaluate and settings.eval_at_start and not step and not files.is_evaluated(workdir, 0):
+        writer.log(0, evaluate(state.params, 0, False))
     batches = feed.batches(progress.position, placement_of(settings, program.mesh))
     compiled = None
     with _listening() as asked, ReadAhead(batches) as ahead:
@@ -188,7 +190,7 @@ class _Window:
         self.begin, self.waited, self.tokens = time.perf_counter(), 0.0, 0
 
     def speeds(self) -> tuple[float, float]:
-        """Tokens a second and the share of time that data was waited for; ends the line."""
+        """Tokens per second, and the share of time spent waiting for data; ends the line."""
         self._lines.append((time.perf_counter() - self.begin, self.waited, self.tokens))
         while sum(line[0] for line in self._lines) - self._lines[0][0] >= _SPEED_OVER_S:
             self._lines.popleft()
@@ -257,7 +259,7 @@ def _anyone(step: int, mine: bool) -> bool:
 
 @contextmanager
 def _listening() -> Iterator[threading.Event]:
-    """An event that a request to end sets; a second Ctrl-C is an interrupt as ever."""
+    """An event that a request to end sets; a second Ctrl-C is an interrupt as usual."""
     asked = threading.Event()
 
     def receive(number: int) -> None:

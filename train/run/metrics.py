@@ -1,4 +1,4 @@
-"""What a run says of itself: on screen, in metrics.jsonl, in TensorBoard."""
+"""A run's metrics and progress: on screen, in metrics.jsonl, in TensorBoard."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def scalars(sums: Mapping[str, Any], prefix: str) -> dict[str, float]:
 
     `loss` and its parts are means over labels. Of drafts at depth i: `acc_pos_i` right given the
     true tokens before, `full_acc_i` right with all before it, `cond_acc_i` the same where all
-    before are right; `tau_sim` is the tokens a round that `full_acc` would give.
+    before are right; `tau_sim` is the tokens per round that `full_acc` would give.
     """
     found = {"loss": _ratio(sums["loss"], sums["weight"])}
     for name, value in sums["losses"].items():
@@ -132,7 +132,7 @@ class MetricsWriter:
             self._bar.update(self._task, completed=step)
 
     def log(self, step: int, numbers: Mapping[str, float], show: str | None = None) -> None:
-        """Keep numbers of a step, `show` being what of them goes on screen."""
+        """Keep numbers of a step, and print the line `show` if given."""
         if self._quiet:
             return
         files.append_metrics(self._workdir, {"step": step, **numbers})

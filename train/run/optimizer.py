@@ -18,6 +18,7 @@ import optax.contrib
 from jaxtyping import Array, Float, Int
 
 from specjax.errors import InputError
+from specjax.fields import Text
 
 SCHEDULES = ("cosine", "linear", "constant")
 OPTIMIZERS = ("adamw", "muon")
@@ -106,7 +107,7 @@ def _matrix(name: str, rank: int) -> optax.contrib.MuonDimensionNumbers | None:
     """Which axes of a parameter are a matrix's inputs and outputs; None for other parameters.
 
     Kernels are [..., in, out], those of attention [..., in, heads, head_dim] before it and
-    [..., heads, head_dim, out] after it; what stands before is layers or heads of a drafter.
+    [..., heads, head_dim, out] after it; leading axes are layers or heads of a drafter.
     """
     *above, last = name.split(".")
     if last != "kernel" or not _VOCABULARY.isdisjoint(above):
@@ -185,3 +186,32 @@ def summed_gradients(loss: Loss, params: Any, batches: Any, keys: Any) -> tuple[
     shapes = jax.eval_shape(one, at(0), keys[0])
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     return jax.lax.scan(step, zeros, (batches, keys))[0]
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Factors of the learning rate by parameter name: NAME:FACTOR, with commas."""
+
+    def check(self, name: str, value: Any) -> str:
+        """The text, which `read_scales` reads."""
+        read_scales(Text(empty=True).check(name, value))
+        return value
+
+
+def read_scales(text: str) -> dict[str, float]:
+    """Factors by dotted parameter name, from NAME:FACTOR with commas; raises InputError."""
+    found: dict[str, float] = {}
+    for part in text.split(",") if text.strip() else ():
+        name, mark, factor = map(str.strip, part.partition(":"))
+        if not (name and mark) or name in found:
+            raise InputError(
+                f"learning_rate_scales={text!r}: use NAME:FACTOR for each name, with commas, such "
+                "as head:0.5,layers.0:0.1"
+            )
+        try:
+            found[name] = float(factor)
+        except ValueError:
+            found[name] = math.nan
+        if not 0 <= found[name] < math.inf:
+            raise InputError(f"learning_rate_scales.{name}={factor}: use a number of at least 0")
+    return found

@@ -1,4 +1,4 @@
-"""In what dtype training multiplies."""
+"""The dtype of training's products."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from specjax.fields import Choice
 
 MULTIPLY = Choice(("auto", "float32", "bfloat16"))
-"""In what training may multiply."""
+"""Names of the dtypes that products can have."""
 
 
 def multiply_dtype(name: str, field: str = "dtype") -> np.dtype | None:

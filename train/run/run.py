@@ -1,8 +1,9 @@
-"""A training run from its config: set up, train, export; what every entry point calls."""
+"""A training run from its config: set up, train, export. Every method's command calls `main`."""
 
 from __future__ import annotations
 
 import inspect
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -16,43 +17,64 @@ from rich.console import Console
 
 from specjax.cli import command
 from specjax.distributed import folder_lock, processes
-from specjax.errors import InputError
-from specjax.fields import Fields, check_values
-from specjax.files import folders
+from specjax.errors import Problems
+from specjax.fields import CrossCheck, Fields, check_values
 from specjax.files.paths import output_folder
 from specjax.loading import checkpoint_directory
 from specjax.loading.checkpoints import save_checkpoint
 from specjax.loading.heads.head import save_head
+from specjax.loading.load import DEFAULT_MODEL
 from specjax.reporting import decode_report
+from train.data import shipped
+from train.data.sources import DataFolders, split_names
 from train.methods.method import Method
 from train.run import checkpoints, loop
 from train.run import workdir as files
+from train.run.config import TRAINING_CHECKS
 from train.run.evaluate import Evaluation, held_out_prompts
 from train.run.metrics import MetricsWriter
 from train.run.setup import MakeMethod, Setup, set_up
 from train.run.step import Program, gathered, make_program
+from train.run.workdir import RunFolder
 
-_KIND = "training run"
 _PROMPT_TOKENS = 512
 """Longer prompts are not decoded: an evaluation is to be short."""
+_MORE_DATA = (
+    "More data: python -m train.generate, then --config.data=build/generate_smollm2/responses and "
+    "a new --config.workdir"
+)
+_LEARNED = {
+    "loss": "loss",
+    "tau": "tau (tokens per target pass; plain decoding has 1) when decoding greedily",
+}
+"""Numbers of an evaluation by which a run's first and last are compared, and their labels."""
 
 
 def main(
-    make_method: MakeMethod, fields: Fields, default: str, argv: Sequence[str] | None = None
+    make_method: MakeMethod,
+    fields: Fields,
+    default: str,
+    argv: Sequence[str] | None = None,
+    cross_checks: Sequence[CrossCheck] = (),
 ) -> int:
     """What an entry point's main does: read the config, run it, return the exit code.
 
-    `fields` says what the config's fields may hold, `default` is its file. `--help` prints the
+    `fields` says what the config's fields may hold, `cross_checks` how those of the method's own
+    sections must fit each other, and `default` names the config. `--help` prints the
     documentation of the method's module.
     """
-    documentation = inspect.getdoc(inspect.getmodule(make_method))
 
     def read(values: dict[str, Any]) -> ConfigDict:
-        check_values(fields, values)
+        check_values(fields, values, cross_checks=(*TRAINING_CHECKS, *cross_checks))
         return ConfigDict(values)
 
-    act = lambda config: run(config, make_method)  # noqa: E731
-    return command.run_config(act, argv, default=default, read=read, documentation=documentation)
+    return command.run_config(
+        lambda config: run(config, make_method),
+        argv,
+        default=default,
+        read=read,
+        documentation=inspect.getdoc(inspect.getmodule(make_method)),
+    )
 
 
 def run(config: ConfigDict, make_method: MakeMethod, console: Console | None = None) -> int:
@@ -62,14 +84,16 @@ def run(config: ConfigDict, make_method: MakeMethod, console: Console | None = N
     stopped before.
     """
     begin = time.perf_counter()
-    if not config.workdir:
-        raise InputError("workdir is missing: pass --config.workdir=DIRECTORY")
+    problems = Problems()
+    for name, kind in (("workdir", RunFolder()), ("data", DataFolders())):
+        with problems.collect():  # before minutes of loading
+            kind.check(name, config[name])
+    problems.check()
     root, where = output_folder("workdir", config.workdir), f"workdir={config.workdir!r}"
-    folders.check_claimable(root, _KIND, where)  # before minutes of loading
     setup = set_up(config, make_method)
     prompts = _prompts(setup)
     program = make_program(setup.method, setup.decoder, setup.settings, setup.mesh)
-    with folder_lock.hold(root, _KIND, where):
+    with folder_lock.hold(root, files.KIND, where):
         workdir = files.open_workdir(root, setup.record)
         return _train(setup, prompts, program, workdir, console, begin)
 
@@ -125,7 +149,7 @@ def _train(
             metadata = setup.metadata(result.step, result.tokens)
             metadata["curve"] = files.learning_curve(workdir)
             _export(method, gathered(result.state.params, mesh), metadata, workdir)
-        return _end(writer, workdir, result, settings.steps, time.perf_counter() - begin)
+        return _end(writer, setup, workdir, result, time.perf_counter() - begin)
 
 
 def _check_exports(method: Method, workdir: files.Workdir) -> None:
@@ -151,11 +175,6 @@ def _export(method: Method, params: Any, metadata: dict[str, Any], workdir: file
 def _prompts(setup: Setup) -> list[list[int]]:
     data, settings, positions = setup.feed.source, setup.settings, setup.target.config.max_positions
     room = min(_PROMPT_TOKENS, positions - settings.eval_new_tokens)
-    if settings.eval_prompts and room < 1:
-        raise InputError(
-            f"eval.new_tokens={settings.eval_new_tokens}: {setup.target.name} has {positions} "
-            f"positions, and a prompt needs some; use at most {positions - 1}"
-        )
     chosen = np.flatnonzero(data.validation)
     return held_out_prompts(data, chosen, settings.eval_prompts, room)
 
@@ -182,14 +201,22 @@ def _introduce(writer: MetricsWriter, setup: Setup, params: Any) -> None:
         f"{settings.steps} steps of {settings.batch_size} rows: {epochs:.1f} epochs, about "
         f"{tokens * epochs / 1e6:.2f}M tokens"
     )
+    if shipped.NAME in split_names(setup.record["config"]["data"]):
+        writer.say(
+            f"data={shipped.NAME} is small: enough to see a drafter learn. {_MORE_DATA}", "yellow"
+        )
     if setup.held_out is None:
         writer.say("no conversation is held out: losses are of the training data only")
 
 
 def _end(
-    writer: MetricsWriter, workdir: files.Workdir, result: loop.Result, steps: int, seconds: float
+    writer: MetricsWriter,
+    setup: Setup,
+    workdir: files.Workdir,
+    result: loop.Result,
+    seconds: float,
 ) -> int:
-    where = f"step {result.step} of {steps}, {result.tokens} tokens"
+    where = f"step {result.step} of {setup.settings.steps}, {result.tokens} tokens"
     if result.step:
         writer.say(f"exported: {workdir.export}")
     if result.reason == loop.INTERRUPTED:
@@ -199,4 +226,32 @@ def _end(
         writer.say(f"the minutes are over at {where}; saved. The same command resumes it")
     else:
         writer.say(f"trained: {where}, {seconds:.0f} s in this run")
+        _say_next(writer, setup, workdir, result.state.params)
     return 0
+
+
+def _say_next(writer: MetricsWriter, setup: Setup, workdir: files.Workdir, params: Any) -> None:
+    """What the run learned, how to decode with it, and how to make more data."""
+    curve = files.learning_curve(workdir)
+    learned = [
+        f"{label} {curve[0][name]:.3f} -> {curve[-1][name]:.3f}"
+        for name, label in _LEARNED.items()
+        if len(curve) > 1 and name in curve[0] and name in curve[-1]
+    ]
+    if learned:
+        writer.say(f"held out, from step {curve[0]['step']} on: {', '.join(learned)}", "green")
+    head, *target = (_as_argument(path) for path in _exports(setup.method, workdir))
+    name = setup.record["config"]["target"]
+    options = [f"target={one}" for one in target or ([] if name == DEFAULT_MODEL else [name])]
+    kind = setup.method.head(params, {}).kind
+    options += [f"drafter.name={kind}", f"drafter.path={head}", "compare=true"]
+    command = " ".join(f"--config.{option}" for option in options)
+    writer.say(f"decode with it: python -m specjax.decode {command}", "green")
+    if shipped.NAME in split_names(setup.record["config"]["data"]):
+        writer.say(_MORE_DATA, "green")
+
+
+def _as_argument(path: Path) -> str:
+    """A path as a shell takes it, from the working directory where it is below that."""
+    here = Path.cwd()
+    return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))

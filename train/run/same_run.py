@@ -1,4 +1,4 @@
-"""Whether a work folder belongs to the run that is to go on in it."""
+"""Whether a work folder is of the run that is to be resumed in it."""
 
 from __future__ import annotations
 

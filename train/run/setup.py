@@ -17,14 +17,13 @@ from ml_collections import ConfigDict
 
 from specjax.cli.mesh_config import DistributedConfig, MeshConfig, open_mesh
 from specjax.distributed import processes
-from specjax.distributed.sharding import DATA, axis_size
-from specjax.errors import InputError
+from specjax.errors import InputError, Problems
 from specjax.loading.load import load_model
 from specjax.loading.model import Model
 from specjax.models.decoder import Decoder
 from train.data.batches import Packing, Shape
 from train.data.examples import check_target, target_metadata
-from train.data.sources import Sources, open_sources
+from train.data.sources import Sources, open_sources, split_names
 from train.data.vocabulary import Vocabulary, draft_vocabulary
 from train.methods.method import Method
 from train.run.config import Settings, read_settings, record_of
@@ -79,24 +78,33 @@ def set_up(config: ConfigDict, make_method: MakeMethod) -> Setup:
     mesh = open_mesh(
         MeshConfig(**config.mesh), DistributedConfig(**config.distributed), config.to_dict()
     )
-    if not config.data:
-        raise InputError("data is missing: pass --config.data=DIRECTORY")
-    settings = read_settings(config, axis_size(mesh, DATA))
+    settings = read_settings(config)
     multiply = multiply_dtype(config.dtype)
-    directories = [path.strip() for path in config.data.split(",")]
+    directories = split_names(config.data)
 
     def load() -> tuple[Model, Sources, Method, Earlier | None, str | None]:
-        data = open_sources(directories)
-        model = load_model(config.target, mesh=mesh, field="target")
+        problems = Problems()
+        with problems.collect():
+            data = open_sources(directories)
+        with problems.collect():
+            model = load_model(config.target, mesh=mesh, field="target")
+        problems.check()
+        metadata = target_metadata(model)
         for part in data.parts:
-            check_target(f"data={str(part.directory)!r}", part.target, target_metadata(model))
-        if config.start_from is None:
+            with problems.collect():
+                check_target(f"data={str(part.directory)!r}", part.target, metadata)
+        with problems.collect():
+            _check_positions(settings, model)
+        with problems.collect():
+            earlier = None
             choose = functools.partial(draft_vocabulary, data, vocab_size=model.config.vocab_size)
+            if config.start_from is not None:
+                earlier = open_earlier(config.start_from, model)
+                choose = earlier.vocabulary
             vocabulary = _Noted(choose)
-            return model, data, make_method(model, vocabulary, config), None, vocabulary.digest
-        earlier = open_earlier(config.start_from, model)
-        vocabulary = _Noted(earlier.vocabulary)
-        method = earlier.continued(make_method(model, vocabulary, config))
+            method = make_method(model, vocabulary, config)
+            method = method if earlier is None else earlier.continued(method)
+        problems.check()
         return model, data, method, earlier, vocabulary.digest
 
     target, data, method, earlier, vocabulary = processes.together(load)
@@ -151,6 +159,16 @@ class _Noted:
         if ids is not None:
             self.digest = hashlib.sha256(np.asarray(ids, "<i4").tobytes()).hexdigest()[:16]
         return ids
+
+
+def _check_positions(settings: Settings, target: Model) -> None:
+    """Raise InputError where prompts that are decoded would have no room before the new tokens."""
+    positions = target.config.max_positions
+    if settings.eval_prompts and settings.eval_new_tokens >= positions:
+        raise InputError(
+            f"eval.new_tokens={settings.eval_new_tokens}: {target.name} has {positions} "
+            f"positions, and a prompt needs some; use at most {positions - 1}"
+        )
 
 
 def _features_read(method: Method, data: Sources, wanted: str) -> tuple[str, ...]:

@@ -11,10 +11,22 @@ import numpy as np
 from jaxtyping import Array, Int32, Key
 
 from specjax.errors import InputError
+from specjax.files.paths import input_folder
 from specjax.loading.heads.find_head import open_head, read_any_head
 from specjax.loading.heads.head import KINDS, Head, check_head
 from specjax.loading.model import Model
 from train.methods.method import Method
+
+
+@dataclass(frozen=True)
+class HeadFolder:
+    """A directory with a trained head, or the kind of one that comes with specjax."""
+
+    def check(self, name: str, value: Any) -> str:
+        """The text; raises InputError for one that is no kind where there is no such directory."""
+        if not isinstance(value, str) or value not in KINDS:
+            input_folder(name, value)
+        return str(value)
 
 
 @dataclass(frozen=True)

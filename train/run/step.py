@@ -1,4 +1,4 @@
-"""One training step as a compiled program: its state, where that lies, and what it does."""
+"""One training step as a compiled program: its state, the state's placement, and the update."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from train.run.config import Settings
 from train.run.optimizer import learning_rate, make_optimizer, summed_gradients
 
 LATE = np.int32(2**30)
-"""A step that is late in any run, with room to count on from it."""
+"""A step that is late in any run, with room for later ones."""
 
 
 @struct.dataclass
 class State:
-    """Everything that a step changes; `key` is the data of the run's key, which stays."""
+    """Everything that a step changes, and `key`, the data of the run's key, which it does not."""
 
     params: Any
     optimizer: Any
@@ -39,7 +39,7 @@ class State:
 
 @struct.dataclass
 class Report:
-    """What a step tells: sums over its labels, and tokens that were no padding."""
+    """A step's results: sums over its labels, and the number of tokens that are not padding."""
 
     loss: Float[Array, ""]
     measures: Measures
@@ -51,8 +51,9 @@ class Report:
 class Program(NamedTuple):
     """The functions of a run; `state` holds the arrays it begins with.
 
-    `step(state, target_params, batches)` takes the state's buffers over; `evaluate(params,
-    target_params, batches)` only sums. `batches` have a leading axis of micro-batches.
+    `step(state, target_params, batches)` donates the state's buffers; `evaluate(params,
+    target_params, batches)` returns the summed loss and measures. `batches` have a leading axis of
+    micro-batches.
     """
 
     state: State
@@ -143,7 +144,7 @@ def make_program(
 def loss_function(method: Method, decoder: Decoder, remat: bool) -> Callable:
     """The method's loss of (params, target_params, batch, key), the target's features filled in.
 
-    `decoder` is the frozen target, which computes those that the batch does not bring. The step may
+    `decoder` is the frozen target, which computes those that the batch lacks. The step may
     follow the key; else it is late in the run. With `remat` only products of activations and
     weights are kept for the backward pass.
     """
@@ -151,7 +152,7 @@ def loss_function(method: Method, decoder: Decoder, remat: bool) -> Callable:
     def loss(
         params: Any, target_params: Any, batch: Batch, key: Any, step: Any = LATE
     ) -> tuple[Any, Measures]:
-        # They travel as float16.
+        # They are stored and transferred as float16.
         stored = {name: value.astype(jnp.float32) for name, value in batch.features.items()}
         batch = batch.replace(features=stored)
         batch = fill_features(decoder, target_params, batch, method.features)
@@ -201,7 +202,7 @@ class Placement:
 
 
 def placement_of(settings: Settings, mesh: Mesh | None) -> Placement:
-    """How batches of these settings lie on a mesh."""
+    """How batches of these settings are placed on a mesh."""
     per_micro = settings.batch_size // settings.accumulate
     held = tuple(range(per_micro))
     if mesh is not None:
@@ -234,7 +235,7 @@ def _shardings(tree: Any, mesh: Mesh, split: bool) -> Any:
 
 
 def _copied(params: Any, mesh: Mesh | None, split: bool) -> Any:
-    """Parameters in buffers of their own: a donated one may not be the target's too."""
+    """Parameters in buffers of their own: donated buffers must not be the target's."""
     if mesh is None:
         return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params)
 

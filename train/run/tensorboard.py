@@ -1,7 +1,7 @@
 """Scalars for TensorBoard, on disk when `write` returns.
 
-tensorboardX's own `SummaryWriter` hands them to a thread, which dies of a full disk and leaves who
-writes waiting for ever; here its event format is written directly, and the error comes back.
+tensorboardX's own `SummaryWriter` passes them to a thread, which ends where the disk is full and
+leaves its caller waiting forever; here its event format is written directly, and the error raised.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ from typing import Any
 
 from specjax.distributed import processes
 from specjax.errors import InputError
-from specjax.files import text_files
+from specjax.files import folders, text_files
+from specjax.files.folder_marker import Kind
 from specjax.files.json_files import parse_json
 from specjax.files.open_files import open_regular
 from specjax.files.paths import output_folder
@@ -37,8 +38,24 @@ MAY_DIFFER = (
 )
 """Fields, and sections followed by a dot, that a resumed run may set anew."""
 
+KIND: Kind = "training run"
+"""What the marker of a run's folder says that it holds."""
+
 _RESTORE = "restore it, or delete it"
 _STEP = re.compile(r"step-(\d{9})", re.ASCII)
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of a run: new, empty, or of an earlier run."""
+
+    def check(self, name: str, value: Any) -> str:
+        """The text; raises InputError for no text, and for a folder that holds anything else."""
+        if value is None:
+            raise InputError(f"{name} is missing: pass --config.{name}=DIRECTORY")
+        root = output_folder(name, value)
+        folders.check_claimable(root, KIND, f"{name}={str(value)!r}")
+        return str(value)
 
 
 @dataclass(frozen=True)
@@ -59,7 +76,7 @@ class Workdir:
 
     @property
     def checkpoints(self) -> Path:
-        """A directory a step."""
+        """A directory per step."""
         return self.root / "checkpoints"
 
     @property

@@ -9,14 +9,11 @@ same prompts from the same versions of Python and of the package with Wikipedia'
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import hashlib
 import json
 import platform
 import random
-import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,12 +24,12 @@ import tensorflow_datasets as tfds
 from specjax.errors import InputError
 from specjax.files import folder_marker
 from specjax.files.paths import cache_folder, output_folder
-from train.data.corpus_tasks import CATEGORIES, DEFAULT_MIX, Draft, Texts
-from train.data.prompts import prepare
+from train.data.prepared import prepared
+from train.generation.corpus_tasks import CATEGORIES, DEFAULT_MIX, Draft, Texts
+from train.generation.prompts import prepare
 
-"""What the listing of a prepared dataset's files says that they are."""
 _PATIENCE = 2000
-"""A stream that has given so many known prompts in a row is taken to have no other."""
+"""After so many known prompts in succession a stream is assumed to have no other."""
 
 
 @dataclass(frozen=True)
@@ -111,40 +108,15 @@ def _recipe() -> bytes:
 def prepare_corpus(
     config: CorpusConfig, data_dir: str | Path | None = None, tell: Callable[[str], Any] = print
 ) -> Path:
-    """The directory of the prepared dataset, by default under specjax's own cache.
-
-    A damaged one is made again, and `tell` takes a line that says so. Raises InputError where
-    nothing can be written.
-    """
+    """The directory of the dataset, by default under specjax's own cache; as `prepared` does."""
     home = cache_folder("corpus") if data_dir is None else output_folder("tfds.data_dir", data_dir)
     directory = home / SpecjaxCorpus.name / config.name / str(SpecjaxCorpus.VERSION)
-    try:
-        home.mkdir(parents=True, exist_ok=True)
-        with (home / f".{config.name}.lock").open("ab") as lock:
-            # Two processes may want the same prompts; not every file system can keep one waiting.
-            with suppress(OSError):
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            if directory.exists():
-                if _is_whole(directory):
-                    return directory
-                tell(f"{directory}: these prompts are damaged or not complete, and are made again")
-                shutil.rmtree(directory)
-            prepare(lambda: SpecjaxCorpus(data_dir=home, config=config, file_format="array_record"))
-            folder_marker.seal(directory, "corpus")
-    except OSError as error:
-        raise InputError(
-            f"{directory}: cannot be written ({error.strerror or error}); make room there, or use "
-            "another tfds.data_dir"
-        ) from None
-    return directory
 
+    def make() -> None:
+        prepare(lambda: SpecjaxCorpus(data_dir=home, config=config, file_format="array_record"))
+        folder_marker.seal(directory, "corpus")
 
-def _is_whole(directory: Path) -> bool:
-    try:
-        marker = folder_marker.read_marker(directory)
-    except InputError:  # the marker itself is damaged
-        return False
-    return bool(marker and marker.files) and folder_marker.find_damage(directory, marker) is None
+    return prepared(directory, make, "tfds.data_dir", tell)
 
 
 @dataclasses.dataclass(eq=False)

@@ -38,10 +38,10 @@ from specjax.files.paths import user_path
 from specjax.loading.load import DTYPE
 from specjax.loading.model import Model
 from specjax.sampling import derived_seed
-from train.data.corpus_tasks import DEFAULT_MIX
 from train.data.examples import Example
-from train.data.pieces import Pieces
-from train.data.prompts import (
+from train.generation.corpus_tasks import DEFAULT_MIX
+from train.generation.pieces import Pieces
+from train.generation.prompts import (
     Request,
     encode_requests,
     read_dataset,
@@ -52,7 +52,7 @@ CORPUS = "specjax_corpus"
 """The name of our own dataset of prompts, which has a section of settings."""
 _ROUNDS_PER_STEP = 16
 _CHUNK = 32
-"""Tokens a row that are prefilled at once: a batch has many rows, and prompts are short."""
+"""Tokens per row that are prefilled at once: a batch has many rows, and prompts are short."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Speed:
     seconds: float = 0.0
 
     def tokens_per_second(self, tokens: int = 0, seconds: float = 0.0) -> float:
-        """New tokens over seconds, prefill included, with those of a batch under way."""
+        """New tokens per second, prefill included, and those of an unfinished batch too."""
         return (self.tokens + tokens) / max(self.seconds + seconds, 1e-9)
 
 
@@ -101,7 +101,7 @@ _SHARE = Number(remedy="use a share of at least 0")
 
 @dataclass(frozen=True)
 class CorpusSection:
-    """Our own dataset of prompts, which `train.data.corpus` makes."""
+    """Our own dataset of prompts, which `train.generation.corpus` makes."""
 
     num_prompts: Annotated[int, Whole(1, 10_000_000)]
     seed: Annotated[int, SEED]
@@ -188,8 +188,8 @@ def find_requests(config: AnswersConfig, screen: Screen) -> list[Request]:
         name = str(path) if path.is_dir() else config.prompts
         with screen.working(f"reading the dataset {name}"):
             return read_dataset(name, **asdict(config.tfds))
-    from train.data import corpus, corpus_sources
-    from train.data.corpus_tasks import Texts
+    from train.generation import corpus, corpus_sources
+    from train.generation.corpus_tasks import Texts
 
     wikipedia = config.corpus.wikipedia == "true"
     if config.corpus.wikipedia == "auto":

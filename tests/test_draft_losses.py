@@ -1,12 +1,19 @@
 """Losses by blocks of labels are the losses by definition, and so are their gradients."""
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from heads import SOME, eagle_config, medusa_config
+from rows import quickly, two_rows, with_features
+from test_distill import shaken
 
+from specjax.cli.config_file import read_config
 from train.data.batches import Batch
 from train.methods import draft_losses
+from train.methods.distill import DistillLoss, distill_method
 from train.methods.draft_losses import (
     Scoring,
     Teacher,
@@ -15,6 +22,10 @@ from train.methods.draft_losses import (
     score_drafts,
     variation,
 )
+from train.methods.eagle import eagle_method
+from train.methods.eagle_loss import EagleLoss
+from train.methods.medusa import MedusaLoss, medusa_method
+from train.methods.medusa2 import JointLoss, medusa2_method
 
 K, B, A, D, V = 3, 2, 11, 6, 9
 PARTS = ((kl_divergence, 0.5), (variation, 2.0), (cross_entropy, 0.25))
@@ -34,7 +45,7 @@ def case():
         jnp.asarray(rng.integers(V, size=(B, A)).astype(np.int32)),
         jnp.ones((B, A), bool),
     )
-    # A draft never counts where there is no label so far on.
+    # A draft never counts where there is no label that far after.
     within = np.arange(A)[None, None, :] + np.arange(K)[:, None, None] < A
     counted = jnp.asarray((rng.random((K, B, A)) < 0.7) & within)
     weights = jnp.asarray(np.array([1, 0.8, 2], np.float32))
@@ -48,7 +59,7 @@ def whole(states, kernel, teacher, counted, weights):
     for draft in range(K):
         own = kernel if kernel.ndim == 2 else kernel[draft]
         q = jax.nn.softmax(jnp.einsum("bad,dv->bav", states[draft], own))
-        # The truth of the label `draft` places further; what is rolled over the end never counts.
+        # The truth of the label `draft` positions after; what is rolled over the end never counts.
         distribution, token = jnp.roll(p, -draft, axis=1), jnp.roll(teacher.token, -draft, axis=1)
         parts = (
             jnp.sum(distribution * (jnp.log(distribution) - jnp.log(q)), axis=-1),
@@ -124,3 +135,87 @@ def test_a_teacher_of_a_batch():
     whole = Teacher.of(batch, jnp.ones((2, 9)), None)
     assert whole.known.all()
     np.testing.assert_array_equal(whole.token[0, :3], [3, 5, 7])
+
+
+def cross_entropy_to_target(logits, truth):
+    """Written anew: the usual loss of EAGLE heads."""
+    return -jnp.sum(jnp.exp(truth.log_probs) * jax.nn.log_softmax(logits), axis=-1)
+
+
+def one_each(logits, truth):
+    """A loss of 1 for each label, whatever the draft says."""
+    return jnp.ones(truth.token.shape) + 0 * logits.sum(axis=-1)
+
+
+def eagle(target, **loss):
+    config = eagle_config(target, vocabulary=len(SOME))
+    return eagle_method(target, config, SOME, EagleLoss(steps=2, decay=0.5, **loss))
+
+
+def medusa(target, **loss):
+    return medusa_method(target, medusa_config(target, ids=SOME), SOME, MedusaLoss(**loss))
+
+
+def medusa2(target, **loss):
+    config, joint = medusa_config(target, ids=SOME), JointLoss(heads=0.5, ramp=False)
+    method = medusa2_method(target, config, SOME, MedusaLoss(**loss), joint)
+    return method._replace(loss=lambda *given: method.loss(*given, jnp.int32(0)))
+
+
+def distill(target, **loss):
+    return distill_method(target, (0, 2), SOME, DistillLoss(**loss))
+
+
+@pytest.mark.parametrize(
+    ("make", "usual"),
+    [
+        (eagle, cross_entropy_to_target),
+        (medusa, kl_divergence),
+        (medusa2, kl_divergence),
+        (distill, kl_divergence),
+    ],
+)
+def test_each_method_takes_a_loss_of_labels(make, usual, tiny):
+    methods = [make(tiny), make(tiny, label_loss=usual), make(tiny, label_loss=one_each)]
+    batch = with_features(tiny, two_rows(tiny.config.vocab_size), methods[0].features)
+    params = shaken(methods[0].init(jax.random.key(0)))
+
+    def both(params, target_params):
+        return [
+            jax.value_and_grad(method.loss, has_aux=True)(params, target_params, batch, None)
+            for method in methods
+        ]
+
+    default, same, ones = quickly(both, params, tiny.params)(params, tiny.params)
+    np.testing.assert_allclose(same[0][0], default[0][0], rtol=1e-5)
+    for mine, theirs in zip(*map(jax.tree.leaves, (same[1], default[1])), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+    assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(default[1])) > 0.01
+    assert abs(ones[0][0] - default[0][0]) > 1
+    if make is not medusa2:
+        # The method's own sums, and nothing else: its gradient is that of a constant.
+        assert not any(leaf.any() for leaf in jax.tree.leaves(ones[1]))
+    if make is distill:
+        known = np.isin(batch.tokens, SOME)
+        labels = [(row, label) for row in range(2) for label in batch.labels[row] if label >= 0]
+        assert ones[0][0] == sum(known[place] for place in labels)
+
+
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [("eagle", {}), ("medusa", {}), ("distill", {"distill.layers": (0, 2)})],
+)
+def test_command_lines_take_it_too(module, options, tiny):
+    module = importlib.import_module(f"train.{module}")
+    config = read_config([], module.CONFIG)
+    config.update_from_flattened_dict(options)
+    seen = []
+
+    def noted(logits, truth):
+        seen.append(logits.shape[-1])
+        return one_each(logits, truth)
+
+    method = module.make_method(tiny, lambda size: SOME, config, label_loss=noted)
+    batch = with_features(tiny, two_rows(tiny.config.vocab_size), method.features)
+    jax.eval_shape(method.loss, method.init(jax.random.key(0)), tiny.params, batch, None)
+    assert set(seen) == {len(SOME)}

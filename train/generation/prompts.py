@@ -84,7 +84,7 @@ def _request(row: dict[str, Any], number: int, name: str, where: str) -> Request
 
 
 def _messages(value: Any) -> list[dict[str, str]] | None:
-    """The conversation, where it is one that the target can go on with."""
+    """The conversation, where it is one that the target can continue."""
     good = (
         isinstance(value, list)
         and value

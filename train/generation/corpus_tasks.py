@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from train.data import corpus_templates as templates
-from train.data.corpus_sources import Passage, code_files, functions, leads, reference
+from train.generation import corpus_templates as templates
+from train.generation.corpus_sources import Passage, code_files, functions, leads, reference
 
 Item = TypeVar("Item")
 _OWN = ("specjax templates", "Apache-2.0")

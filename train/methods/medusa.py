@@ -1,4 +1,4 @@
-"""What Medusa heads learn, whether the target is frozen or trained too.
+"""Medusa-1: heads for a frozen target; their loss is that of Medusa-2 too.
 
 Cai et al. 2401.10774. Head i predicts the token i + 1 positions after the one that the target
 itself predicts from the same feature.
@@ -15,9 +15,13 @@ from flax.core import meta
 from jaxtyping import Array, Float, Int, Key
 
 from specjax.fields import Number, check_instance
+from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.model import Model
-from specjax.models.heads.medusa import Medusa
+from specjax.models.heads.medusa import Medusa, MedusaConfig
+from specjax.models.heads.shared_parameters import share
+from train.data.batches import Batch
 from train.methods.draft_losses import (
+    LabelLoss,
     Scores,
     Scoring,
     Teacher,
@@ -26,21 +30,66 @@ from train.methods.draft_losses import (
     score_drafts,
 )
 from train.methods.labels import at_rows, label_ahead
-from train.methods.method import Measures, measure
+from train.methods.method import Measures, Method, measure
 
 
 @dataclass(frozen=True)
 class MedusaLoss:
     """The loss: `labels` are the data's "tokens", or the target's "distributions" at them.
 
-    Head i (0-based) counts `decay` ** i. Raises InputError for values that make no sense.
+    That is cross-entropy, or KL divergence from the target; `label_loss` replaces either. Head i
+    (0-based) has the weight `decay` ** i. Raises InputError for values that make no sense.
     """
 
     labels: Literal["tokens", "distributions"] = "distributions"
     decay: Annotated[float, Number(above=True)] = 0.8
+    label_loss: LabelLoss | None = None
 
     def __post_init__(self) -> None:
         check_instance(self, "loss.")
+
+    @property
+    def part(self) -> LabelLoss:
+        """The loss of each label."""
+        if self.label_loss is not None:
+            return self.label_loss
+        return kl_divergence if self.labels == "distributions" else cross_entropy
+
+
+def medusa_method(
+    target: Model,
+    config: MedusaConfig,
+    draft_ids: np.ndarray | None,
+    loss: MedusaLoss,
+    *,
+    multiply: Any = None,
+) -> Method:
+    """How to train Medusa heads for a frozen target; they start as the target's own head.
+
+    `draft_ids` are the tokens that the heads draft, None for all; `multiply` is the dtype of
+    products.
+    """
+    head = Medusa(config, jnp.dtype(jnp.float32), multiply)
+    ids = None if draft_ids is None else jnp.asarray(draft_ids)
+
+    def init(key: Key[Array, ""]) -> dict[str, Any]:
+        return first_params(head, target, draft_ids, key)
+
+    def summed(
+        params: Any, target_params: Any, batch: Batch, key: Key[Array, ""] | None
+    ) -> tuple[Float[Array, ""], Measures]:
+        del key
+        columns = share(target_params, ids, head=True)["draft_head"]["kernel"]
+        teacher = Teacher.of(batch, columns, ids)
+        total, scores = heads_loss(
+            head, params, columns, batch.features["final_norm"], batch.labels, teacher, loss
+        )
+        return total, heads_measures(scores, batch.labels, {})
+
+    def finished(params: Any, training: dict[str, Any]) -> Head:
+        return Head("medusa", config, params, draft_ids, TargetMetadata.of(target), training)
+
+    return Method("medusa", ("final_norm",), init, summed, finished)
 
 
 def first_params(
@@ -72,10 +121,9 @@ def heads_loss(
     """
     own = not head.config.original_lm_head
     kernel = params["head"]["kernel"] if own else columns
-    part = kl_divergence if loss.labels == "distributions" else cross_entropy
     states = head.states(params, at_rows(final_norm, labels - 2))
     return score_drafts(
-        Scoring(((part, 1.0),), own or trains_columns, head.multiply),
+        Scoring(((loss.part, 1.0),), own or trains_columns, head.multiply),
         states,
         kernel,
         teacher,

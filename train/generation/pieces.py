@@ -1,4 +1,4 @@
-"""Finished batches in a work folder, each written whole or not at all, so that work can go on."""
+"""Finished batches in a work folder, each written whole or not at all, so that a run can resume."""
 
 from __future__ import annotations
 

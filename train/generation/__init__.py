@@ -1,0 +1,1 @@
+"""What the target is asked, and its answers as they come."""
