@@ -153,8 +153,15 @@ def fast_programs():
 
 
 @pytest.fixture
+def every_pass():
+    """XLA changes programs as it does for users: for tests that read what devices exchange."""
+    with compiled_with(xla_disable_hlo_passes=""):
+        yield
+
+
+@pytest.fixture
 def as_shipped():
-    """The instructions of programs are those that users get: for tests that read them."""
+    """The instructions of programs are those that users get: for tests that read them all."""
     with compiled_with(**SHIPPED):
         yield
 

@@ -118,7 +118,7 @@ def test_every_form_decodes_the_same_tokens(name, data, model, tiny):
     assert ours.token_ids == decode(tiny, PROMPTS, **options).token_ids
 
 
-@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.usefixtures("every_pass")
 def test_a_draft_model_whole_on_each_device_sends_nothing(tiny):
     """Whatever its form: the kernel's heads are split only where the model's are."""
     mesh = sharding.make_mesh(1, 2, jax.devices()[:2])

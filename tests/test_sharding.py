@@ -192,7 +192,7 @@ def round_program(target, draft, name, sampling):
     return compile_session(session)
 
 
-@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.usefixtures("every_pass")
 def test_the_greedy_round_sums_twice_a_layer_and_gathers_nothing(eight, draft):
     """Tensor parallelism's two sums, one of the embedding, and the argmax of the parts."""
     program = round_program(place_model(eight, mesh_of(1, 4)), draft, "ngram", greedy())
@@ -204,7 +204,7 @@ def test_the_greedy_round_sums_twice_a_layer_and_gathers_nothing(eight, draft):
     assert collectives(program.run) == sorted(expected)
 
 
-@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.usefixtures("every_pass")
 def test_the_sampled_round_gathers_the_logits_once(eight, draft):
     program = round_program(place_model(eight, mesh_of(1, 4)), draft, "ngram", mixed())
     found = collectives(program.run)
@@ -215,7 +215,7 @@ def test_the_sampled_round_gathers_the_logits_once(eight, draft):
     assert len(found) == len(gathers) + len(sums)
 
 
-@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.usefixtures("every_pass")
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -229,7 +229,7 @@ def test_rows_on_other_devices_exchange_only_whether_they_are_done(sampling, eig
     assert {shape for _, shape in collectives(program.run)} <= {"s32[]", "pred[]"}
 
 
-@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.usefixtures("every_pass")
 def test_no_weight_and_no_cache_travels(eight, draft):
     """With a draft model beside the target: only sums of activations, and gathered logits."""
     mesh = mesh_of(2, 4)
@@ -246,7 +246,7 @@ def test_no_weight_and_no_cache_travels(eight, draft):
                 assert not sizes or (sizes[0], sizes[-1], len(sizes)) == (4, 24, 3), shape
 
 
-@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.usefixtures("every_pass")
 def test_the_state_is_updated_in_place_on_a_mesh(eight, draft):
     session = make_session(
         place_model(eight, mesh_of(2, 4)), PROMPTS, sampling=greedy(), num_speculative_tokens=0
