@@ -10,7 +10,7 @@ from specjax.drafters import early_exit, ngram, simulated
 from specjax.loading.load import random_model
 from specjax.testing import Tabular, check_drafter
 
-VOCAB, ROWS = 8, 100_000
+VOCAB, ROWS = 8, 40_000
 
 
 def table():
@@ -44,6 +44,7 @@ CELLS = {
 }
 
 
+@pytest.mark.usefixtures("fast_programs")
 @pytest.mark.parametrize("cell", CELLS)
 def test_sampled_rows(cell):
     drafter, target, rule = CELLS[cell]
