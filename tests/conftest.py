@@ -2,9 +2,13 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import signal
+import tempfile
 from pathlib import Path
+
+import jaxlib.version
 
 # A suite that a script runs in the background, or under nohup, ignores signals, and so would the
 # processes that it starts.
@@ -16,10 +20,32 @@ for number, handler in (
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, handler)
 
-# Before JAX is imported: a few devices, so that nothing relies on there being one.
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-)
+# Before JAX is imported: a few devices, so that nothing relies on there being one. Programs compile
+# in a third of the time; those of large models would run slowly.
+XLA = {
+    "xla_force_host_platform_device_count": 8,
+    "xla_backend_optimization_level": 0,
+    "xla_disable_hlo_passes": "while-loop-invariant-code-motion,simplify-while-loops",
+}
+SHIPPED = {"xla_disable_hlo_passes": ""}
+if jaxlib.version.__version_info__ < (0, 11):
+    # Later ones have no other emitters, and an unknown flag ends the process.
+    XLA["xla_cpu_use_fusion_emitters"] = "false"
+    SHIPPED["xla_cpu_use_fusion_emitters"] = True
+
+
+def xla_flags(devices=8):
+    """`XLA_FLAGS` for a process that has so many devices."""
+    options = {**XLA, "xla_force_host_platform_device_count": devices}
+    return " ".join(f"--{name}={value}" for name, value in options.items())
+
+
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags()}"
+    # What one worker has compiled is there for the others, and for the processes that they start.
+    PROGRAMS = tempfile.TemporaryDirectory(prefix="programs-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = PROGRAMS.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +109,10 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes more than about 40 seconds; run with --slow")
     config.addinivalue_line("filterwarnings", "error")
+    # A program that another worker is just writing is compiled once more.
+    config.addinivalue_line(
+        "filterwarnings", "ignore:Error reading persistent compilation cache entry:UserWarning"
+    )
     fuzzing.begin(config)
 
 
@@ -106,34 +136,42 @@ def few_programs():
 
 
 @contextlib.contextmanager
-def compiled_at(level):
-    """Programs are compiled with less optimisation, some by simpler code that is made faster."""
-    options = {"xla_backend_optimization_level": level, "xla_cpu_use_fusion_emitters": False}
-    try:
-        jax.jit(lambda x: x).lower(1.0).compile(compiler_options=options)
-    except jax.errors.JaxRuntimeError:
-        # This XLA has only one kind of emitters.
-        del options["xla_cpu_use_fusion_emitters"]
-    compile_with = jax.stages.Lowered.compile
+def compiled_with(**options):
+    """What is given to `jax.jit` here is compiled with other options of XLA than the suite's."""
+    executor._compile.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            jax.stages.Lowered, "compile", lambda self: compile_with(self, compiler_options=options)
-        )
+        patch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=options))
+        yield
+    executor._compile.cache_clear()
+
+
+@pytest.fixture
+def fast_programs():
+    """Programs take thrice as long to compile and a third to run: for many rows."""
+    with compiled_with(xla_backend_optimization_level=1):
         yield
 
 
-@pytest.fixture(scope="module")
-def quick_compile():
-    """Programs of tiny models compile in a fifth of the time; a large model would run slowly."""
-    with compiled_at(0):
+@pytest.fixture
+def every_pass():
+    """XLA changes programs as it does for users: for tests that read what devices exchange."""
+    with compiled_with(xla_disable_hlo_passes=""):
         yield
 
 
-@pytest.fixture(scope="module")
-def fairly_quick_compile():
-    """Programs compile in half of the time and run as fast as ever."""
-    with compiled_at(1):
+@pytest.fixture
+def as_shipped():
+    """The instructions of programs are those that users get: for tests that read them all."""
+    with compiled_with(**SHIPPED):
         yield
+
+
+def slow(*cases):
+    """Cases of `parametrize` that repeat what others show: run with --slow."""
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
+        for case in cases
+    ]
 
 
 def tiny_config(**changes):

@@ -1,4 +1,4 @@
-"""A small batch of packed rows, and quick compiling, for the tests of losses."""
+"""A small batch of packed rows, for the tests of losses."""
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +26,4 @@ def with_features(target, batch, names=("final_norm",)):
     def fill(params, batch):
         return fill_features(target.architecture, params, batch, names)
 
-    return quickly(fill, target.params, batch)(target.params, batch)
-
-
-def quickly(function, *example):
-    """The function compiled for such arguments, in the short time that the fixture asks for."""
-    return jax.jit(function).lower(*example).compile()
+    return jax.jit(fill)(target.params, batch)

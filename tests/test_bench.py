@@ -9,7 +9,6 @@ from specjax.decoding import costs
 from specjax.loading.load import save_model
 
 
-@pytest.mark.usefixtures("quick_compile")
 def test_the_debug_size_reports_every_part(tmp_path, chatty, capsys):
     save_model(chatty, tmp_path / "model")
     questions = tmp_path / "questions.jsonl"

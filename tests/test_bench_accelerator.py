@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import xla_flags
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 sys.path.append(str(SCRIPTS))
@@ -49,7 +50,7 @@ def options(out, **changes):
 
 
 class Runs:
-    """Calls of the script with the same rows, and with quickly compiled programs."""
+    """Calls of the script with the same rows."""
 
     def __init__(self, folder):
         self.out = folder / "rows.jsonl"
@@ -57,8 +58,7 @@ class Runs:
         self.environment = {
             **os.environ,
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_backend_optimization_level=0",
-            "JAX_COMPILATION_CACHE_DIR": str(folder / "programs"),
+            "XLA_FLAGS": xla_flags(devices=1),
         }
 
     def __call__(self, *arguments):
@@ -295,7 +295,7 @@ def test_the_cells_of_the_full_size(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def synthetic(quick_compile):
+def synthetic():
     """The same model in bfloat16, its layers stacked and apart."""
     return [
         random_model("tiny", DEBUG.models["tiny"], "bfloat16", Form(scan_layers=stacked))

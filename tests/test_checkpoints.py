@@ -28,8 +28,6 @@ from specjax.loading.load import load_model, place_model, random_model, save_mod
 from specjax.models.config import RopeScaling
 from specjax.models.decoder import Form
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 SCALINGS = {
     "none": None,
     "linear": RopeScaling("linear", factor=4.0),

@@ -5,6 +5,7 @@ import json
 import os
 
 import pytest
+from conftest import slow
 from rich.console import Console
 
 from specjax import decode
@@ -62,8 +63,6 @@ DRAFTERS = {
     "simulated": ["--config.drafter.acceptance=0.7"],
 }
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 @pytest.fixture(scope="module")
 def folder(chatty, tmp_path_factory):
@@ -107,7 +106,7 @@ def drafter(name, folder):
     return [f"--config.drafter.name={name}", *path, *DRAFTERS[name]]
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", ["none", "draft_model", *slow("ngram", "early_exit", "simulated")])
 def test_greedy_equals_plain_decoding(name, run, folder, capsys):
     code, report = run(*drafter(name, folder), "--config.compare=true")
     assert code == 0
@@ -133,7 +132,7 @@ def test_greedy_equals_plain_decoding(name, run, folder, capsys):
     assert shown.out.count("same tokens") == 3
 
 
-@pytest.mark.parametrize("name", ["early_exit", "simulated"])
+@pytest.mark.parametrize("name", ["simulated", *slow("early_exit")])
 def test_coupled_equals_plain_decoding_at_a_temperature(name, run, folder):
     code, report = run(
         *drafter(name, folder),
@@ -379,6 +378,7 @@ def test_list_names_everything(capsys):
     assert "--config=" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("fast_programs")
 def test_default_model_and_prompts(tmp_path):
     path = tmp_path / "r.json"
     code = decode.main(

@@ -24,6 +24,7 @@ CALLED = re.compile(r"\bspecjax\.(\w+)\(")
 CITED = re.compile(r"`(tests/\w+\.py::\w+(?:\[\S+\])?)`")
 
 
+@pytest.mark.usefixtures("fast_programs")
 def test_the_code_of_extending_runs_and_prints_what_the_page_says(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     names, printed = {}, None

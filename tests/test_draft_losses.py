@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from heads import SOME, eagle_config, medusa_config
-from rows import quickly, two_rows, with_features
+from rows import two_rows, with_features
 from test_distill import shaken
 
 from specjax.cli.config_file import read_config
@@ -27,7 +27,6 @@ from train.methods.eagle_loss import EagleLoss
 from train.methods.medusa import MedusaLoss, medusa_method
 from train.methods.medusa2 import JointLoss, medusa2_method
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 K, B, A, D, V = 3, 2, 11, 6, 9
 PARTS = ((kl_divergence, 0.5), (variation, 2.0), (cross_entropy, 0.25))
 
@@ -187,7 +186,7 @@ def test_each_method_takes_a_loss_of_labels(make, usual, tiny):
             for method in methods
         ]
 
-    default, same, ones = quickly(both, params, tiny.params)(params, tiny.params)
+    default, same, ones = jax.jit(both)(params, tiny.params)
     np.testing.assert_allclose(same[0][0], default[0][0], rtol=1e-5)
     for mine, theirs in zip(*map(jax.tree.leaves, (same[1], default[1])), strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-5)

@@ -33,8 +33,6 @@ from specjax.drafters.ngram import Ngram, find_match
 from specjax.errors import InputError
 from specjax.testing import Tabular
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def context_of(rows, limit, vocab=61):
     """A context of committed tokens alone, as the n-gram drafter needs it."""

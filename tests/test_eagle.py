@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import tiny_config
+from conftest import slow, tiny_config
 from decoding import (
     PROMPTS,
     changed,
@@ -28,7 +28,6 @@ from specjax.errors import InputError
 from specjax.loading.load import random_model
 from specjax.testing import check_drafter
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 NEW = 24
 FORMS = {
     "eagle": dict(version=1),
@@ -52,7 +51,9 @@ def plain(tiny):
     return decode(tiny, PROMPTS, verify="coupled", **options)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", ["eagle_bias_reduced", "eagle3", "eagle3_flags", *slow("eagle", "eagle3_reduced")]
+)
 def test_coupled_rows_are_those_of_plain_decoding(form, tiny, plain):
     got = decode(
         tiny,
@@ -60,7 +61,7 @@ def test_coupled_rows_are_those_of_plain_decoding(form, tiny, plain):
         drafter=eagle_drafter(tiny, **FORMS[form]),
         verify="coupled",
         sampling=mixed(max_new_tokens=NEW),
-        num_speculative_tokens=4,
+        num_speculative_tokens=3,
     )
     assert got.token_ids == plain.token_ids
     took_part = got.emitted > 0
@@ -69,7 +70,7 @@ def test_coupled_rows_are_those_of_plain_decoding(form, tiny, plain):
     assert [row for row in range(8) if got.drafted[row, 0] == 0] == [0, 5]
 
 
-@pytest.mark.parametrize("length", [0, 1, 8])
+@pytest.mark.parametrize("length", [8, *slow(0, 1)])
 def test_draft_lengths(length, tiny, plain):
     got = decode(
         tiny,
@@ -83,7 +84,7 @@ def test_draft_lengths(length, tiny, plain):
     assert got.drafted.max() == length
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("rule", ["rejection", *slow("block")])
 def test_a_row_does_not_depend_on_its_neighbours(rule, tiny):
     options = dict(
         drafter=eagle_drafter(tiny, vocabulary=40),
@@ -174,23 +175,22 @@ def eight():
     return random_model(tiny_config(vocab_size=8, num_layers=2, **shape), 0, dtype="float32")
 
 
+@pytest.mark.usefixtures("fast_programs")
 @pytest.mark.parametrize(
     ("version", "rule"),
     [
         (3, "rejection"),
-        pytest.param(1, "rejection", marks=pytest.mark.slow),
-        pytest.param(1, "block", marks=pytest.mark.slow),
-        pytest.param(3, "block", marks=pytest.mark.slow),
-        pytest.param(3, "coupled", marks=pytest.mark.slow),
+        *slow((1, "rejection"), (1, "block"), (3, "block"), (3, "coupled")),
     ],
 )
 def test_sampled_rows_have_the_targets_distribution(version, rule, eight):
     drafter = eagle_drafter(eight, version=version, vocabulary=7, seed=1)
-    check = check_drafter(drafter, eight, 60_000, verify=rule)
+    check = check_drafter(drafter, eight, 20_000, verify=rule)
     assert check.passed, check
     assert check.acceptance_length > 1.2
 
 
+@pytest.mark.usefixtures("fast_programs")
 def test_a_distribution_that_was_not_drawn_from_is_found_out(eight):
     """The broken variant returns its distributions one step late."""
 

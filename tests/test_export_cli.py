@@ -16,8 +16,6 @@ from specjax.loading.heads.head import read_head, save_head
 from specjax.loading.load import load_model, save_model
 from train.methods.distill import DistillLoss, distill_method
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 @pytest.fixture(scope="module")
 def target(tiny, tmp_path_factory):

@@ -32,8 +32,6 @@ from train.data.responses import open_responses
 from train.data.writing import write_responses
 from train.run import run, setup
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 @pytest.fixture(scope="module")
 def model(tiny):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import tiny_config
+from conftest import slow, tiny_config
 from decoding import PROMPTS, decode, greedy, make_session
 
 from specjax.cache import KVCache
@@ -27,11 +27,6 @@ FORMS = {
     "apart, whole": Form(scan_layers=False, cache_attention="whole"),
     "kernel": Form(scan_layers=False, cache_attention="kernel"),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quickly(quick_compile):
-    """Nothing here depends on the speed of the programs."""
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +100,15 @@ def test_the_kernel_agrees_with_the_loop_over_blocks(queries):
     np.testing.assert_allclose(kernel, blocks, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize(("data", "model"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("name", "data", "model"),
+    [
+        ("whole", 1, 1),
+        ("kernel", 2, 2),
+        *slow(("apart", 1, 1), ("apart, whole", 1, 1), ("kernel", 1, 1)),
+        *slow(("apart", 2, 2), ("whole", 2, 2), ("apart, whole", 2, 2)),
+    ],
+)
 def test_every_form_decodes_the_same_tokens(name, data, model, tiny):
     target = random_model(tiny.config, 0, dtype="float32", form=FORMS[name])
     if data * model > 1:
@@ -116,6 +118,7 @@ def test_every_form_decodes_the_same_tokens(name, data, model, tiny):
     assert ours.token_ids == decode(tiny, PROMPTS, **options).token_ids
 
 
+@pytest.mark.usefixtures("every_pass")
 def test_a_draft_model_whole_on_each_device_sends_nothing(tiny):
     """Whatever its form: the kernel's heads are split only where the model's are."""
     mesh = sharding.make_mesh(1, 2, jax.devices()[:2])
@@ -128,7 +131,7 @@ def test_a_draft_model_whole_on_each_device_sends_nothing(tiny):
 
 # JAX 0.12 still compiles it, and will drop Pallas's Triton backend for Mosaic GPU.
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
-@pytest.mark.parametrize("width", [16, 24, 80, 128])
+@pytest.mark.parametrize("width", [16, 24, *slow(80, 128)])
 def test_the_form_for_gpus_compiles_for_them_as_far_as_that_goes_without(width):
     """Triton takes powers of two only: other heads do without the kernel."""
     config = tiny_config(head_dim=width)

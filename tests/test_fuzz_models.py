@@ -237,7 +237,7 @@ def test_gguf_metadata_of_any_type(tmp_path, data):
 
 
 @pytest.fixture(scope="module")
-def exported(quick_compile, tiny, tmp_path_factory):
+def exported(tiny, tmp_path_factory):
     """A drafter in each layout of other tools, as it should be."""
     folder = tmp_path_factory.mktemp("heads")
     for form in ("eagle3", "speculators", "medusa"):

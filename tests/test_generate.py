@@ -27,8 +27,6 @@ from train.data.writing import write_responses
 from train.generation import answers, pieces
 from train.generation.prompts import read_requests
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 ROOT = Path(__file__).parent.parent
 NEW = 6
 
@@ -175,11 +173,9 @@ sys.exit(generate.main(sys.argv[1:]))
 def test_a_killed_run_resumes(model_path, prompts, tmp_path, done, capsys):
     directory = tmp_path / "run"
     command = arguments(model_path, prompts, directory)
-    flags = os.environ["XLA_FLAGS"] + " --xla_backend_optimization_level=0"
     ran = subprocess.run(
         [sys.executable, "-c", KILLED, *command],
         cwd=ROOT,
-        env={**os.environ, "XLA_FLAGS": flags},
         capture_output=True,
     )
     assert ran.returncode == -signal.SIGKILL, ran.stderr.decode()

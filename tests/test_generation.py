@@ -8,7 +8,7 @@ import jaxtyping
 import numpy as np
 import pytest
 import tokenizers
-from conftest import tiny_config
+from conftest import slow, tiny_config
 from decoding import PROMPTS, Deciding, decode, drafters, greedy, make_session, mixed, replay
 from test_decoder import one_pass
 
@@ -21,8 +21,6 @@ from specjax.errors import InputError
 from specjax.loading.load import random_model
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from specjax.sampling import Decision
-
-pytestmark = pytest.mark.usefixtures("quick_compile")
 
 PROMPT = [3, 1, 4, 1, 5]
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ012345678"
@@ -73,7 +71,7 @@ def until(tokens, stop):
     return tokens[: tokens.index(stop) + 1] if stop in tokens else tokens
 
 
-@pytest.mark.parametrize("quality", ["right", "wavering"])
+@pytest.mark.parametrize("quality", ["right", *slow("wavering")])
 def test_a_stop_token_at_every_position_of_a_path(quality, tiny, plain, request):
     (tokens,) = plain.token_ids
     stops = [*tokens, 60]
@@ -200,7 +198,7 @@ def streamed(model, prompts, **options):
     return texts, ids, flags
 
 
-@pytest.mark.parametrize("rounds", [1, 4])
+@pytest.mark.parametrize("rounds", [1, *slow(4)])
 def test_a_stream_adds_up_to_the_generation(rounds, speaking, tiny, unrelated, similar):
     options = dict(
         drafter=drafters(tiny, unrelated, similar)["similar"],
@@ -233,7 +231,7 @@ def test_what_was_drafted(tiny, plain, right):
     assert not any(plain.was_drafted(0))
 
 
-@pytest.mark.parametrize("rule", ["rejection", "coupled"])
+@pytest.mark.parametrize("rule", ["rejection", *slow("coupled")])
 def test_logprobs_are_those_of_a_full_forward(rule, tiny, unrelated, similar):
     got = decode(
         tiny,
@@ -259,20 +257,20 @@ def test_logprobs_are_those_of_a_full_forward(rule, tiny, unrelated, similar):
         np.testing.assert_allclose(got.logprobs[row], wanted, atol=2e-5)
 
 
-def test_seeds_belong_to_requests(tiny, unrelated, similar):
+@pytest.mark.parametrize("rule", ["rejection", *slow("coupled")])
+def test_seeds_belong_to_requests(rule, tiny, unrelated, similar):
     """With its own seed a request's output does not depend on its index; without, it does."""
     drafter = drafters(tiny, unrelated, similar)["similar"]
-    for rule in ("rejection", "coupled"):
-        options = dict(drafter=drafter, verify=rule, num_speculative_tokens=3)
-        seeds = [None, 5, None, 5, 6]
-        requests = [drawn(seed=seed) for seed in seeds]
-        first = decode(tiny, [PROMPT] * 5, sampling=requests, seed=0, **options)
-        assert first.token_ids[1] == first.token_ids[3]
-        others = [first.token_ids[row] for row in (0, 1, 2, 4)]
-        assert all(a != b for i, a in enumerate(others) for b in others[:i])
-        again = decode(tiny, [PROMPT] * 5, sampling=requests, seed=1, **options)
-        same = [a == b for a, b in zip(first.token_ids, again.token_ids, strict=True)]
-        assert same == [False, True, False, True, True]
+    options = dict(drafter=drafter, verify=rule, num_speculative_tokens=3)
+    seeds = [None, 5, None, 5, 6]
+    requests = [drawn(seed=seed) for seed in seeds]
+    first = decode(tiny, [PROMPT] * 5, sampling=requests, seed=0, **options)
+    assert first.token_ids[1] == first.token_ids[3]
+    others = [first.token_ids[row] for row in (0, 1, 2, 4)]
+    assert all(a != b for i, a in enumerate(others) for b in others[:i])
+    again = decode(tiny, [PROMPT] * 5, sampling=requests, seed=1, **options)
+    same = [a == b for a, b in zip(first.token_ids, again.token_ids, strict=True)]
+    assert same == [False, True, False, True, True]
 
 
 def test_later_rounds_do_not_change_snapshots(tiny, plain, right):
@@ -309,6 +307,7 @@ def test_a_single_text_is_one_prompt(speaking):
     assert got.texts == [spelled(got.token_ids[0])]
 
 
+@pytest.mark.usefixtures("fast_programs")
 def test_real_text_with_a_stop_string(smollm2):
     """On the default model: the n-gram drafter changes nothing, and a stop string truncates."""
     prompt = "one two three four one two three four one two"

@@ -20,9 +20,6 @@ from specjax.loading.head_formats.read_write import whole_vocabulary
 from specjax.loading.load import random_model
 from specjax.models.heads.medusa import Medusa
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
-
 FORMS = {
     "medusa": ("medusa", lambda t: medusa_head(t)),
     "medusa_reduced": ("medusa", lambda t: medusa_head(t, VOCABULARY, layers=2)),

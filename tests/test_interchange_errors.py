@@ -14,8 +14,6 @@ from specjax.loading.head_formats import eagle, read_foreign, write_foreign
 from specjax.loading.heads.find_head import open_head
 from specjax.loading.load import random_model
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 @pytest.mark.parametrize(
     ("change", "message"),

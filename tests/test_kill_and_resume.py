@@ -19,8 +19,6 @@ from train.data.writing import write_responses
 from train.generation.pieces import open_pieces
 from train.run import run, setup
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 @pytest.fixture(scope="module")
 def script():

@@ -15,8 +15,6 @@ from specjax.drafters.ngram import Ngram
 from specjax.errors import InputError, shown
 from specjax.fields import Items, Number, Whole, check_values
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def test_buffers_follow_the_positions_and_not_the_wish(tiny):
     """`tiny` has 600 positions."""

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import slow
 from decoding import (
     PROMPTS,
     draft_model,
@@ -19,7 +20,6 @@ from specjax.decoding.draft_length import DraftLength
 from specjax.drafters.none import NoDrafter
 from specjax.models.prefill import prefill
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 NEW = 24
 
 
@@ -63,7 +63,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("ngram", "similar", "early_exit"),
+        *slow("plain", "similar_block", "similar_greedy", "one_at_a_time", "itself"),
+    ],
+)
 def test_caches_equal_a_fresh_prefill_after_every_round(case, tiny, unrelated, similar):
     name, draft, rule, length, endings = CASES[case]
     models = {"tiny": tiny, "similar": similar, None: None}

@@ -19,8 +19,6 @@ from specjax.testing import Tabular
 from specjax.testing.drafters import conditional_distributions, make_plan
 from specjax.testing.drafters import decode as decode_rows
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 VOCAB, LENGTH, ROWS, ROUNDS = 8, 3, 4000, 6
 AS_IS = SamplingParams(temperature=1.0)
 

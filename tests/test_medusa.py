@@ -25,7 +25,6 @@ from specjax.errors import InputError
 from specjax.loading.load import random_model
 from specjax.testing import check_drafter
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 NEW = 24
 V = 61
 FORMS = {
@@ -154,6 +153,7 @@ def first_distribution_for_all(drafter):
     return changed(drafter, propose=propose)
 
 
+@pytest.mark.usefixtures("fast_programs")
 @pytest.mark.parametrize(
     ("rule", "broken"),
     [
@@ -168,6 +168,6 @@ def test_the_distribution_is_the_targets(rule, broken, small):
     )
     drafter = head_drafter(head, small)
     drafter = first_distribution_for_all(drafter) if broken else drafter
-    check = check_drafter(drafter, small, 60_000, verify=rule)
+    check = check_drafter(drafter, small, 20_000, verify=rule)
     assert check.passed != broken, check
     assert 1.2 < check.acceptance_length < 2.5

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import xla_flags
 
 from specjax.decoding.generate import generate
 from specjax.distributed import processes
@@ -27,8 +28,7 @@ def start(arguments, *, program=("-m", "specjax.decode"), devices=1, folder=ROOT
     """A process of its own with so many fake devices; what it prints is kept."""
     environment = {
         **os.environ,
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-        "JAX_COMPILATION_CACHE_DIR": "",
+        "XLA_FLAGS": xla_flags(devices),
         "PYTHONPATH": str(ROOT),
     }
     return subprocess.Popen(

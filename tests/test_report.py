@@ -242,7 +242,6 @@ def test_the_prediction_adds_up_the_parts(write, tmp_path, monkeypatch):
     assert curve.theory == pytest.approx([expected] * 3)
 
 
-@pytest.mark.usefixtures("quick_compile")
 def test_runs_of_a_real_model(tmp_path, chatty, capsys):
     save_model(chatty, tmp_path / "model")
     questions = [

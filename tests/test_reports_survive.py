@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import reports
+from conftest import xla_flags
 
 from specjax import bench, decode, report
 from specjax.cli import decode_run
@@ -287,7 +288,6 @@ def test_no_signal_disturbs_the_last_report(tmp_path):
     assert json.loads((tmp_path / "r.json").read_text()) == {"rows": [1], "interrupted": True}
 
 
-@pytest.mark.usefixtures("quick_compile")
 class TestDecode:
     """Runs of a tiny model, in this process."""
 
@@ -414,7 +414,7 @@ def test_sigterm_leaves_what_was_finished(folder, tmp_path):
     (tmp_path / "many.jsonl").write_text("\n".join(lines))
     more += [f"--config.prompts={tmp_path / 'many.jsonl'}"]
     command = [sys.executable, "-m", "specjax.decode", *arguments(folder, path, *more)]
-    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "XLA_FLAGS": ""}
+    environment = os.environ | {"XLA_FLAGS": xla_flags(devices=1)}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     )

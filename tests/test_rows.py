@@ -16,7 +16,6 @@ from specjax.decoding.state import RUNNING, STOPPED, admit, release
 from specjax.drafters import head_drafter, take_turns
 from specjax.drafters.ngram import Ngram
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 NEW, ADMITTED, SLOT = 20, 5, 1
 NAMES = (
     "ngram",

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import tiny_config
+from conftest import slow, tiny_config
 from decoding import PROMPTS, decode, greedy, make_session, mixed
 
 from specjax.decoding import loop
@@ -29,11 +29,6 @@ EIGHT_HEADS = dict(
 
 def mesh_of(data, model):
     return sharding.make_mesh(data, model, jax.devices()[: data * model])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quickly(quick_compile):
-    """Nothing here depends on the speed of the programs."""
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +67,7 @@ def alone(eight, draft):
 
 
 @pytest.mark.parametrize("label", SETTINGS)
-@pytest.mark.parametrize(("data", "model"), [(1, 1), (2, 1), (1, 2), (2, 4), (1, 8)])
+@pytest.mark.parametrize(("data", "model"), [(2, 4), *slow((1, 1), (2, 1), (1, 2), (1, 8))])
 def test_a_mesh_gives_the_tokens_of_one_device(data, model, label, eight, draft, alone):
     mesh = mesh_of(data, model)
     name, options = SETTINGS[label]
@@ -91,7 +86,7 @@ def test_another_seed_gives_other_tokens(eight, draft, alone):
     assert other.token_ids != alone["draft_model, coupled"].token_ids
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("rule", ["rejection", *slow("block")])
 def test_random_rules_draw_the_same_on_a_mesh(rule, eight, draft):
     options = dict(verify=rule, sampling=mixed(max_new_tokens=10))
     mesh = mesh_of(2, 2)
@@ -99,7 +94,7 @@ def test_random_rules_draw_the_same_on_a_mesh(rule, eight, draft):
     assert on_mesh.token_ids == run_on(eight, draft, "draft_model", options).token_ids
 
 
-@pytest.mark.parametrize("model", [4, 8])
+@pytest.mark.parametrize("model", [4, *slow(8)])
 def test_key_value_heads_are_copied_where_there_are_more_devices(model):
     config = tiny_config(**{**EIGHT_HEADS, "num_kv_heads": 2})
     target = random_model(config, 0, dtype="float32")
@@ -162,7 +157,7 @@ def test_the_other_drafters_run_on_a_mesh(name, eight, alone):
     assert result.token_ids == alone["ngram, greedy"].token_ids
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 5])
+@pytest.mark.parametrize("batch_size", [3, *slow(1, 5)])
 def test_a_batch_that_does_not_divide_is_padded(batch_size, eight, draft, alone):
     name, options = SETTINGS["ngram, greedy"]
     result = run_on(place_model(eight, mesh_of(4, 1)), draft, name, options, batch_size)
@@ -197,6 +192,7 @@ def round_program(target, draft, name, sampling):
     return compile_session(session)
 
 
+@pytest.mark.usefixtures("every_pass")
 def test_the_greedy_round_sums_twice_a_layer_and_gathers_nothing(eight, draft):
     """Tensor parallelism's two sums, one of the embedding, and the argmax of the parts."""
     program = round_program(place_model(eight, mesh_of(1, 4)), draft, "ngram", greedy())
@@ -208,6 +204,7 @@ def test_the_greedy_round_sums_twice_a_layer_and_gathers_nothing(eight, draft):
     assert collectives(program.run) == sorted(expected)
 
 
+@pytest.mark.usefixtures("every_pass")
 def test_the_sampled_round_gathers_the_logits_once(eight, draft):
     program = round_program(place_model(eight, mesh_of(1, 4)), draft, "ngram", mixed())
     found = collectives(program.run)
@@ -218,13 +215,21 @@ def test_the_sampled_round_gathers_the_logits_once(eight, draft):
     assert len(found) == len(gathers) + len(sums)
 
 
-@pytest.mark.parametrize("sampling", [greedy(), mixed()], ids=["greedy", "sampled"])
+@pytest.mark.usefixtures("every_pass")
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        pytest.param(greedy(), marks=pytest.mark.slow, id="greedy"),
+        pytest.param(mixed(), id="sampled"),
+    ],
+)
 def test_rows_on_other_devices_exchange_only_whether_they_are_done(sampling, eight, draft):
     """Over `data` a number a decision: the width, the blocks of each width, who is finished."""
     program = round_program(place_model(eight, mesh_of(2, 1)), draft, "ngram", sampling)
     assert {shape for _, shape in collectives(program.run)} <= {"s32[]", "pred[]"}
 
 
+@pytest.mark.usefixtures("every_pass")
 def test_no_weight_and_no_cache_travels(eight, draft):
     """With a draft model beside the target: only sums of activations, and gathered logits."""
     mesh = mesh_of(2, 4)
@@ -241,6 +246,7 @@ def test_no_weight_and_no_cache_travels(eight, draft):
                 assert not sizes or (sizes[0], sizes[-1], len(sizes)) == (4, 24, 3), shape
 
 
+@pytest.mark.usefixtures("every_pass")
 def test_the_state_is_updated_in_place_on_a_mesh(eight, draft):
     session = make_session(
         place_model(eight, mesh_of(2, 4)), PROMPTS, sampling=greedy(), num_speculative_tokens=0

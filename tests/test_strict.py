@@ -89,6 +89,7 @@ def models():
     )
 
 
+@pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("name", CASES)
 def test_a_round_works_in_place(name, models):
     target, draft = models
@@ -114,6 +115,7 @@ def test_a_round_works_in_place(name, models):
     assert "callback" not in text
 
 
+@pytest.mark.usefixtures("as_shipped")
 def test_the_search_for_copies_finds_them(models):
     """Without donation the caches are copied, and the search says so."""
     session = make_session(models[0], PROMPTS[:3], sampling=greedy())

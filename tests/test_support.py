@@ -13,7 +13,7 @@ from specjax.drafters.simulated import Simulated
 from specjax.loading.load import random_model
 from specjax.testing import Tabular, check_drafter
 
-VOCAB, ROWS = 8, 100_000
+VOCAB, ROWS = 8, 40_000
 
 
 def table():
@@ -48,6 +48,7 @@ CELLS = {
 }
 
 
+@pytest.mark.usefixtures("fast_programs")
 @pytest.mark.parametrize("cell", CELLS)
 def test_sampled_rows(cell):
     drafter, target, rule = CELLS[cell]
@@ -56,7 +57,6 @@ def test_sampled_rows(cell):
     assert check.acceptance_length > 1.03
 
 
-@pytest.mark.usefixtures("quick_compile")
 def test_plain_rows(tiny):
     """Together and one after the other."""
     options = {"verify": "coupled", "sampling": mixed(max_new_tokens=8)}

@@ -1,6 +1,7 @@
 """The EAGLE losses: what they compute is what decoding will, and only labels count."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 from conftest import tiny_config
 from flax.core import meta
 from heads import eagle_config, eagle_head
-from rows import two_rows
+from rows import two_rows, with_features
 
 from specjax.cache import commit
 from specjax.errors import InputError
@@ -21,9 +22,7 @@ from specjax.models.layers.decoder_layer import embed
 from specjax.models.masks import causal
 from train.methods.eagle import eagle_method, from_target
 from train.methods.eagle_loss import EagleLoss, eagle_loss, unroll
-from train.methods.packed_rows import fill_features
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 FLAGS = dict(
     norm_before_residual=True, norm_before_fc=True, fc_norm=True, norm_output=True, vocabulary=50
 )
@@ -34,7 +33,7 @@ def made(tiny, version=3, seed=0, **flags):
     ids = None if head.draft_ids is None else jnp.asarray(head.draft_ids)
     params = {**head.params, "shared": share(tiny.params, ids, head=version == 1)}
     names = tuple(dict.fromkeys((*head.config.taps, "final_norm")))
-    batch = fill_features(tiny.architecture, tiny.params, two_rows(tiny.config.vocab_size), names)
+    batch = with_features(tiny, two_rows(tiny.config.vocab_size), names)
     return Eagle(head.config, jnp.dtype("float32")), params, ids, batch
 
 
@@ -42,10 +41,18 @@ def taps_of(head, batch):
     return {name: batch.features[name] for name in head.config.taps}
 
 
-def drafted(head, params, batch, row, label, steps):
+def unrolled(head, params, batch, steps):
+    """The outputs of training, compiled as one program."""
+
+    def outputs(params, batch):
+        return list(unroll(head, params, batch, taps_of(head, batch), steps))
+
+    return jax.jit(outputs)(params, batch)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3, 4, 5, 6))
+def drafted(head, params, batch, row, label, first, steps):
     """The outputs of decoding that begins at a label, the true tokens fed in place of drafts."""
-    segment = batch.segments[row]
-    first = int(np.argmax(np.asarray(segment) == int(segment[label])))
     count = label - 1 - first
     tokens = batch.tokens[row][None]
     taps = {name: value[row][None] for name, value in taps_of(head, batch).items()}
@@ -76,18 +83,18 @@ def drafted(head, params, batch, row, label, steps):
             causal(jnp.array([step - 1]), steps),
         )
         outputs.append(output)
-    return [np.asarray(output[0, 0]) for output in outputs]
+    return [output[0, 0] for output in outputs]
 
 
 @pytest.mark.parametrize(("version", "flags"), [(1, {}), (3, {}), (3, FLAGS)])
 def test_training_runs_what_decoding_runs(version, flags, tiny):
     head, params, _, batch = made(tiny, version, **flags)
-    outputs = [
-        np.asarray(output) for output in unroll(head, params, batch, taps_of(head, batch), 3)
-    ]
-    for row, column in ((0, 0), (0, 7), (1, 0), (1, 12)):
-        label = int(batch.labels[row, column])
-        for got, want in zip(outputs, drafted(head, params, batch, row, label, 3), strict=True):
+    outputs = [np.asarray(output) for output in unrolled(head, params, batch, 3)]
+    for row, column in ((0, 0), (0, 7), (1, 12)):
+        label, segment = int(batch.labels[row, column]), np.asarray(batch.segments[row])
+        first = int(np.argmax(segment == segment[label]))
+        wanted = drafted(head, params, batch, row, label, first, 3)
+        for got, want in zip(outputs, wanted, strict=True):
             np.testing.assert_allclose(got[row, column], want, atol=2e-5, rtol=2e-4)
 
 
@@ -96,7 +103,7 @@ def slow_loss(head, params, tiny, ids, batch, loss):
     labels, tokens = np.asarray(batch.labels), np.asarray(batch.tokens)
     columns = np.asarray(tiny.params["head"]["kernel"], np.float64)
     every = np.arange(columns.shape[1]) if ids is None else np.asarray(ids)
-    outputs = list(unroll(head, params, batch, taps_of(head, batch), loss.steps))
+    outputs = unrolled(head, params, batch, loss.steps)
     total, entropy, weight = 0.0, 0.0, 0
     prefix, counts = np.zeros(loss.steps), np.zeros(loss.steps)
     for row in range(2):
@@ -278,9 +285,7 @@ def test_a_target_with_layers_apart_and_a_table_of_its_own(tiny):
     config = eagle_config(apart)
     method = eagle_method(apart, config, None, EagleLoss(steps=1))
     params = method.init(jax.random.key(0))
-    batch = fill_features(
-        apart.architecture, apart.params, two_rows(apart.config.vocab_size), method.features
-    )
+    batch = with_features(apart, two_rows(apart.config.vocab_size), method.features)
     total, _ = method.loss(params, apart.params, batch, jax.random.key(0))
     stacked = eagle_method(tiny, config, None, EagleLoss(steps=1))
     again = stacked.loss(stacked.init(jax.random.key(0)), tiny.params, batch, jax.random.key(0))

@@ -1,15 +1,12 @@
 """Held-out prompts, and the acceptance length measured on them."""
 
 import numpy as np
-import pytest
 from toy_training import Listed, conversations
 
 from specjax.drafters import LoadedDrafter
 from specjax.drafters.draft_model import DraftModel
 from train.data.examples import Example
 from train.run.evaluate import held_out_prompts, measure_tau
-
-pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 def test_prompts_end_where_answers_begin():

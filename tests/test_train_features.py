@@ -16,7 +16,6 @@ from train.data.examples import target_metadata
 from train.data.sources import open_sources
 from train.data.writing import write_responses
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 NAMES = ("layer_input:1", "final_norm")
 
 

@@ -33,8 +33,6 @@ from train.run.config import read_settings
 from train.run.metrics import MetricsWriter, add, scalars, sums_of
 from train.run.step import loss_function, make_program, placement_of
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 @pytest.fixture(scope="module")
 def target():

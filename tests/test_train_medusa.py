@@ -11,7 +11,7 @@ import pytest
 from conftest import tiny_config
 from decoding import decode, greedy
 from heads import SOME, medusa_config, medusa_head
-from rows import quickly, two_rows, with_features
+from rows import two_rows, with_features
 
 from specjax.drafters import head_drafter
 from specjax.errors import InputError
@@ -22,7 +22,6 @@ from train.methods.medusa import MedusaLoss, medusa_method
 from train.methods.medusa2 import JointLoss, medusa2_method
 from train.methods.method import Method
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 V = 61
 KEY = jax.random.key(0)
 FORMS = {
@@ -97,7 +96,7 @@ def test_the_loss_by_definition(form, labels, tiny, batch):
     method = method_of(tiny, labels, **options)
     params = medusa_head(tiny, spread=0.2, **options).params
     arguments = (params, tiny.params, batch, KEY)
-    total, measures = quickly(method.loss, *arguments)(*arguments)
+    total, measures = jax.jit(method.loss)(*arguments)
     own = not options.get("original_lm_head", True)
     wanted = slow_loss(params, tiny, batch, options.get("ids"), own, labels)
     np.testing.assert_allclose(total, wanted[0], rtol=1e-4)
@@ -127,7 +126,7 @@ def test_heads_start_as_the_targets_own(form, tiny, batch):
         states = head.states(params, features)
         return [head.logits(params, states[number], number) for number in range(3)]
 
-    for got in quickly(every, whole, features)(whole, features):
+    for got in jax.jit(every)(whole, features):
         np.testing.assert_allclose(got, jnp.einsum("btd,dv->btv", features, kernel), atol=1e-5)
 
 
@@ -136,7 +135,7 @@ def test_gradients(form, tiny, batch):
     method = method_of(tiny, **FORMS[form])
     params = medusa_head(tiny, spread=0.2, **FORMS[form]).params
     both = jax.value_and_grad(method.loss, has_aux=True)
-    gradient = quickly(both, params, tiny.params, batch, KEY)
+    gradient = jax.jit(both)
     (total, _), grads = gradient(params, tiny.params, batch, KEY)
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
         # Every head, and every block of it.
@@ -187,7 +186,7 @@ def trainer(method, target, batch, steps=60, rate=3e-2):
 
     first = method.init(KEY)
     begin = (first, optimizer.init(first))
-    compiled = quickly(step, *begin, jnp.int32(0), batch)
+    compiled = jax.jit(step)
 
     def train(batch):
         params, state = begin
@@ -246,14 +245,14 @@ def test_the_target_learns_too(tiny, batch):
     params = method.init(KEY)
     params["heads"] = medusa_head(tiny, heads=2, ids=SOME, spread=0.2).params
     both = jax.value_and_grad(method.loss, has_aux=True)
-    gradient = quickly(both, params, tiny.params, batch, KEY, jnp.int32(0))
+    gradient = jax.jit(both)
 
     (alone, _), grads = gradient(params, tiny.params, batch, KEY, jnp.int32(2))
     assert not any(leaf.any() for leaf in jax.tree.leaves(grads["target"]))
     assert all(leaf.any() for leaf in jax.tree.leaves(grads["heads"]))
     first = medusa_method(tiny, config, SOME, MedusaLoss())
     arguments = (params["heads"], tiny.params, batch, KEY)
-    wanted, _ = quickly(first.loss, *arguments)(*arguments)
+    wanted, _ = jax.jit(first.loss)(*arguments)
     np.testing.assert_allclose(alone, wanted, rtol=1e-5)
 
     for step, share in ((3, np.sin(np.pi / 14)), (9, 1.0), (2**31 - 1, 1.0)):

@@ -14,8 +14,6 @@ from train.run.step import LATE
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 import profile_training
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def counted(function, *given):
     return profile_training.products(jax.make_jaxpr(function)(*given).jaxpr)

@@ -12,6 +12,7 @@ import time
 import jax
 import numpy as np
 import pytest
+from conftest import xla_flags
 from rich.console import Console
 from tensorboardX.proto import event_pb2
 from tensorboardX.record_writer import masked_crc32c
@@ -41,7 +42,6 @@ from train.run.config import TRAINING_FIELDS, record_of
 from train.run.step import make_program
 from train.run.tensorboard import TensorBoardWriter
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 SCRIPT = ROOT / "tests" / "toy_training.py"
 
 
@@ -51,18 +51,14 @@ def target():
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory):
-    """Starts the toy's command line; programs that one has compiled are there for the next."""
-    cache = tmp_path_factory.mktemp("xla")
+def start():
+    """Starts the toy's command line."""
     begun = []
 
     def start(workdir, *more, devices=1, quick=10**9):
         environment = {
             **os.environ,
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-            "JAX_COMPILATION_CACHE_DIR": str(cache),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+            "XLA_FLAGS": xla_flags(devices),
             "PYTHONPATH": str(ROOT),
             "TOY_QUICK": str(quick),
         }

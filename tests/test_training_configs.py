@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from conftest import slow
 from test_processes import finish, free_port, joined, start
 
 from specjax import decode
@@ -14,8 +15,6 @@ from specjax.loading.load import load_model, save_model
 from train import distill, eagle, medusa
 from train.data.examples import Example, target_metadata
 from train.data.responses import write_responses
-
-pytestmark = pytest.mark.usefixtures("quick_compile")
 
 RUNS = {
     "train_eagle1": (eagle, "eagle", ["--config.eagle.draft_vocab_size=40"]),
@@ -49,7 +48,11 @@ def folders(chatty, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name",
+    # The others share their code: Medusa's is part of its second stage, EAGLE's of EAGLE-3's.
+    ["train_eagle3", "train_distill", "train_medusa2", *slow("train_eagle1", "train_medusa")],
+)
 def test_debug_size(name, folders, tmp_path, capsys):
     module, kind, options = RUNS[name]
     command = [
@@ -175,7 +178,7 @@ def losses_of(workdir):
     "name",
     [
         "train_eagle3",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in RUNS if name != "train_eagle3"),
+        *slow(*(name for name in RUNS if name != "train_eagle3")),
     ],
 )
 def test_the_curve_is_the_same_on_other_meshes(name, folders, tmp_path):

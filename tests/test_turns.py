@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import tiny_config
+from conftest import slow, tiny_config
 from decoding import (
     PROMPTS,
     changed,
@@ -32,7 +32,7 @@ from specjax.errors import InputError
 from specjax.loading.load import random_model
 from specjax.testing import check_drafter
 
-VOCAB, ROWS = 8, 40_000
+VOCAB, ROWS = 8, 20_000
 
 
 @pytest.fixture(scope="module")
@@ -99,13 +99,15 @@ def test_three_take_turns():
     assert draft.tokens[:, 0].tolist() == [3, 9]
 
 
-@pytest.mark.parametrize("rule", ["rejection", pytest.param("block", marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("fast_programs")
+@pytest.mark.parametrize("rule", ["rejection", *slow("block")])
 def test_the_distribution_is_the_targets(rule, target):
     check = check_drafter(take_turns(lookup(), model()), target, ROWS, verify=rule)
     assert check.passed, check
     assert check.acceptance_length > 1.3
 
 
+@pytest.mark.usefixtures("fast_programs")
 def test_two_that_draw_from_distributions(target):
     """Some rows stop before the first token, and the other's distributions come after."""
     first = random_distribution(target)
@@ -131,6 +133,7 @@ def draws_in_secret(table):
     return LoadedDrafter(DrawsInSecret(), table)
 
 
+@pytest.mark.usefixtures("fast_programs")
 def test_what_the_first_drew_in_secret_tells_nothing_of_the_second(target):
     table = jax.random.normal(jax.random.key(3), (VOCAB,))
     check = check_drafter(take_turns(draws_in_secret(table), model()), target, ROWS)
@@ -183,6 +186,7 @@ def chooses_by_what_was_drawn(first, second):
     return as_one(first, second, propose)
 
 
+@pytest.mark.usefixtures("fast_programs")
 @pytest.mark.parametrize("broken", [every_node_was_drawn, chooses_by_what_was_drawn, same_noise])
 def test_broken_variants_fail(broken, target):
     check = check_drafter(broken(lookup(), model()), target, ROWS)
@@ -190,7 +194,6 @@ def test_broken_variants_fail(broken, target):
     assert check.chi2 > 2 * check.threshold
 
 
-@pytest.mark.usefixtures("quick_compile")
 def test_a_head_follows_what_another_drafted(tiny):
     drafter = take_turns(Ngram(prompt_lookup_min=1), eagle_drafter(tiny, spread=0.3))
     assert drafter.drafter.features == eagle_drafter(tiny).drafter.features
@@ -222,8 +225,7 @@ class SizedByLength(Drafter):
         return state + self.init(params, len(state), 0)
 
 
-@pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize("most", [None, 0, 3, 16])
+@pytest.mark.parametrize("most", [None, 3, *slow(0, 16)])
 def test_each_drafts_at_most_its_own_number(most, tiny):
     drafter = take_turns(Ngram(), SizedByLength())
     requests = greedy(max_new_tokens=20)

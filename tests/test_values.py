@@ -23,8 +23,6 @@ from specjax.loading.load import random_model
 from specjax.testing import check_drafter
 from specjax.trees import Topology, chain, chain_topology
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def makers():
     """Each kind of drafter, made anew for a target."""

@@ -13,7 +13,6 @@ from specjax.loading.head_formats import write_foreign
 from specjax.loading.heads.head import save_head
 from specjax.loading.load import save_model
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5}
 
 
