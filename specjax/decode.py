@@ -29,7 +29,7 @@ from specjax.cli.mesh_config import open_mesh
 from specjax.decoding.compare_outputs import EXCUSED_MARGIN
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.distributed import processes
-from specjax.drafters import DRAFTERS, TRAINED, Drafter, drafter_options, option_type
+from specjax.drafters import DRAFTERS, TRAINED, LoadedDrafter, drafter_options, option_type
 from specjax.errors import InputError
 from specjax.loading.heads.find_head import shipped_heads
 from specjax.loading.load import load_model
@@ -70,7 +70,7 @@ def decode(config: DecodeConfig) -> int:
     screen, clock = Screen(console), Clock()
     begin = time.perf_counter()
 
-    def load() -> tuple[Model, Drafter]:
+    def load() -> tuple[Model, LoadedDrafter]:
         model = load_model(config.target, dtype=config.dtype, mesh=mesh, field="target")
         if path is not None:
             check_space(path, _largest_report(config, model), f"report={str(path)!r}")

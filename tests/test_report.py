@@ -100,7 +100,7 @@ def test_a_batch_counts_its_seconds_once_and_tells_tasks_apart_only_where_it_hol
     text = (read_report(path).path.parent / "a.json.d" / "report.md").read_text()
     (line,) = table(text, "### Speed-up")[1:]
     assert line == ["ngram", "2.50x\\*", "n/a", "2.25", "1.80x"]
-    assert "alone" in text
+    assert "that hold only this task" in text
 
 
 def test_files_in_spec_benchs_layout(write, tmp_path, capsys):

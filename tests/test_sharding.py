@@ -318,7 +318,7 @@ def test_the_host_never_holds_the_model(mesh, eight, monkeypatch):
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: sharding.make_mesh(3, 2), r"mesh.data=3, mesh.model=2: 6 devices .* 8 are there"),
+        (lambda: sharding.make_mesh(3, 2), r"mesh.data=3, mesh.model=2: 6 devices .* 8 available"),
         (lambda: sharding.make_mesh(0, 8), "mesh.data=0: use a whole number from 1 to"),
         (
             lambda: random_model(tiny_config(), 0, mesh=mesh_of(1, 8)),

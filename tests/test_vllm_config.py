@@ -28,7 +28,7 @@ def plain(tiny):
 def test_ngram_with_vllms_defaults(tiny, plain, monkeypatch):
     asked = from_vllm_speculative_config(NGRAM, tiny)
     assert asked.drafter.name == "ngram"
-    assert asked.drafter.num_speculative_tokens == asked.num_speculative_tokens == 5
+    assert asked.drafter.drafter.num_speculative_tokens == asked.num_speculative_tokens == 5
     assert (asked.verify, asked.num_speculative_tokens_per_batch_size) == ("rejection", ())
     assert decode(tiny, **asked.options).token_ids == plain
     seen = []
@@ -88,12 +88,12 @@ def test_models_and_heads(name, tiny, plain, heads):
     config = {"method": method, "model": str(heads / name), "num_speculative_tokens": 2}
     asked = specjax.from_vllm_speculative_config(config, tiny)
     assert asked.drafter.name == method
-    assert not asked.drafter.sampled  # vLLM's default is greedy, ours is not
+    assert not asked.drafter.drafter.sampled  # vLLM's default is greedy, ours is not
     got = decode(tiny, **asked.options)
     assert got.token_ids == plain
     assert got.drafted.max() == 2
     config["draft_sample_method"] = "probabilistic"
-    assert specjax.from_vllm_speculative_config(config, tiny).drafter.sampled
+    assert specjax.from_vllm_speculative_config(config, tiny).drafter.drafter.sampled
 
 
 @pytest.mark.parametrize(

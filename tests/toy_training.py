@@ -178,6 +178,7 @@ if __name__ == "__main__":
 
     # `--config.data=memory` needs no dataset on disk.
     toys = Listed(conversations())
+    run.DataFolders = Text
     toys.quick = int(os.environ.get("TOY_QUICK", Listed.quick))
     on_disk = setup.open_sources
     setup.open_sources = lambda paths: toys if paths == ["memory"] else on_disk(paths)

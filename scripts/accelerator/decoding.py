@@ -69,7 +69,9 @@ class Loop:
         params = (session.model.params, self.drafter.params)
         state = loop.empty_state(plan, params, tokens, rows, length, status)
         rows = rows.replace(prompt_length=length)
-        return state.replace(cache=cache.replace(length=length - 1), rows=rows)
+        # The loop's state is donated, and no buffer may be given away twice.
+        state = jax.tree.map(jnp.copy, state.replace(cache=None, rows=rows))
+        return state.replace(cache=cache.replace(length=length - 1))
 
     def run(self, cache: KVCache, rounds: int) -> tuple[float, State]:
         """Seconds of `rounds` rounds, compiling excluded, and the state after them.

@@ -78,8 +78,7 @@ class _Leaf(NamedTuple):
     def of(cls, leaf: Any) -> _Leaf:
         placed = getattr(leaf, "sharding", None)
         placed = placed if isinstance(placed, NamedSharding) else None
-        shape = jax.eval_shape(lambda array: array, leaf)
-        return cls(shape.shape, shape.dtype, placed)
+        return cls(jax.numpy.shape(leaf), jax.numpy.result_type(leaf), placed)
 
 
 @functools.lru_cache(maxsize=64)

@@ -215,8 +215,10 @@ def propose(plan: Plan, params: Any, state: State) -> tuple[Draft, Any]:
             "build drafts with trees.chain"
         )
     within = draft.topology.depths[None, 1:] <= context.limit[:, None]
+    # A token that the target does not know has no embedding, and would spoil the whole row.
+    within &= (draft.tokens >= 0) & (draft.tokens < plan.target.vocab_size)
     valid = draft.topology.close(draft.valid & within)
-    return draft.replace(valid=valid), drafter_state
+    return draft.replace(valid=valid, tokens=jnp.where(valid, draft.tokens, 0)), drafter_state
 
 
 def _truncate(state: State, verified: VerifiedDraft) -> tuple[Int[Array, "B"], Int[Array, "B"]]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
@@ -103,22 +104,24 @@ def admit(state: State, slots: Int[Array, "A"], new: State) -> State:
 
     Both states are of one plan. What was in those slots is forgotten.
     """
+    slots = _in_range(state, slots)
 
     def put(into: Any, rows: Any) -> Any:
         if isinstance(into, KVCache | Window):
             return into.admit(slots, rows)
         return into.at[slots].set(rows, mode="drop")
 
-    return jax.tree.map(put, state, new, is_leaf=_knows_its_rows)
+    return jax.tree.map(put, state, new, is_leaf=knows_its_rows)
 
 
 def release(state: State, slots: Int[Array, "A"]) -> State:
     """The state without the rows in `slots`: they are finished, and their caches are empty."""
+    slots = _in_range(state, slots)
 
     def empty(part: Any) -> Any:
         return part.release(slots) if isinstance(part, KVCache) else part
 
-    state = jax.tree.map(empty, state, is_leaf=_knows_its_rows)
+    state = jax.tree.map(empty, state, is_leaf=knows_its_rows)
     return state.replace(
         status=state.status.at[slots].set(STOPPED, mode="drop"),
         length=state.length.at[slots].set(1, mode="drop"),
@@ -129,5 +132,11 @@ def release(state: State, slots: Int[Array, "A"]) -> State:
     )
 
 
-def _knows_its_rows(node: Any) -> bool:
+def _in_range(state: State, slots: Int[Array, "A"]) -> Int[Array, "A"]:
+    """Slots, of which negative ones would count from the end: they are out of range instead."""
+    return jnp.where(slots < 0, len(state.length), slots)
+
+
+def knows_its_rows(node: Any) -> bool:
+    """Whether a part of a state is a cache or a window, rather than an array with rows first."""
     return isinstance(node, KVCache | Window)

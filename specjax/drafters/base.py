@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from specjax.cache import KVCache
 from specjax.distributed.sharding import constrain
+from specjax.errors import InputError, shown
 from specjax.fields import Whole
 from specjax.loading.model import Model
 from specjax.models.interface import LanguageModel
@@ -20,6 +21,11 @@ from specjax.trees import Draft
 
 DRAFT_TOKENS = Whole(0, 1024, remedy='use a whole number from 0 to 1024, or "auto"')
 """The longest draft that may be asked for."""
+OWN_DRAFTER = (
+    "subclass specjax.Drafter as a frozen dataclass with a method propose(self, params, state, "
+    "context, noise) -> (Draft, state), and pass an instance, or LoadedDrafter(instance, params)"
+)
+"""How to write a drafter of one's own, as errors say it."""
 Noise = Callable[[Int[Array, ""] | int], Float[Array, "B V"]]
 """Gumbel noise for the draft at depth 0, 1, ...; under `coupled` it is the target's own."""
 
@@ -130,7 +136,13 @@ class Drafter:
     """
 
     num_speculative_tokens: Annotated[int, DRAFT_TOKENS] = 4
-    """K: the most nodes of a draft, on one path."""
+    """K: the longest path of a draft."""
+
+    def __new__(cls, *arguments: Any, **fields: Any) -> Drafter:
+        """Raises InputError for `Drafter(...)` itself, which has nothing to propose."""
+        if cls is Drafter:
+            raise InputError(f"Drafter{shown(arguments)}: a drafter is a value; {OWN_DRAFTER}")
+        return super().__new__(cls)
 
     @property
     def name(self) -> str:

@@ -17,6 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from specjax.cache import KVCache, Window, commit
+from specjax.distributed.sharding import constrain
 from specjax.drafters.autoregressive import LeastProbability, SampleMethod, draft_chain
 from specjax.drafters.base import Accepted, Context, Drafter, LoadedDrafter, Noise
 from specjax.drafters.trained import check_tokenizers, load_head
@@ -109,7 +110,7 @@ class DraftModel(Drafter):
         return State(
             self.model.make_cache(batch, capacity),
             self.model.make_window(batch, self._slots),
-            jnp.full((batch, self._slots), _NOTHING, jnp.int32),
+            constrain(jnp.full((batch, self._slots), _NOTHING, jnp.int32), "batch", None),
         )
 
     def propose(
@@ -162,7 +163,7 @@ class DraftModel(Drafter):
             p_min=self.draft_p_min,
             draft_ids=params.get("draft_ids") if isinstance(params, dict) else None,
         )
-        return draft, State(state.cache, window, fed)
+        return draft, State(state.cache, window, constrain(fed, "batch", None))
 
     def observe(self, params: Any, state: State, context: Context, accepted: Accepted) -> State:
         """The cache up to x_{n-3}: from the window where it was fed the same, else read."""
@@ -181,7 +182,8 @@ class DraftModel(Drafter):
             lambda cache: self._read(params, cache, context, wanted, accepted.tokens.shape[1]),
             cache,
         )
-        return State(cache, state.window, jnp.full_like(state.fed, _NOTHING))
+        nothing = constrain(jnp.full_like(state.fed, _NOTHING), "batch", None)
+        return State(cache, state.window, nothing)
 
     def _read(
         self, params: Any, cache: KVCache, context: Context, wanted: Int[Array, "B"], chunk: int

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from specjax.drafters.base import DRAFT_TOKENS, Drafter, LoadedDrafter
+from specjax.drafters.base import DRAFT_TOKENS, OWN_DRAFTER, Drafter, LoadedDrafter
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.eagle import EagleDrafter
 from specjax.drafters.early_exit import EarlyExit
@@ -40,15 +40,6 @@ _ALONE = {"none": "it drafts nothing", "simulated": "it is recorded for one run"
 """Drafters that cannot be joined by name, and why."""
 TRAINED = ("draft_model", "medusa", "eagle", "eagle3")
 """Drafters that have weights of their own, and so a path; some come with specjax."""
-_OWN_FORM = """subclass specjax.Drafter as a frozen dataclass:
-
-    @dataclass(frozen=True, kw_only=True)
-    class Mine(specjax.Drafter):
-        def propose(self, params, state, context, noise):
-            ...  # return (Draft, state)
-
-and pass Mine(), or LoadedDrafter(Mine(), params) where it has parameters"""
-"""How to write a drafter of one's own, as errors say it."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +51,7 @@ class DrafterKind:
         loaded = LoadedDrafter(value) if isinstance(value, Drafter | Turns) else value
         pair = isinstance(loaded, tuple) and len(loaded) == 2
         if not pair or not isinstance(loaded[0], Drafter | Turns):
-            raise InputError(f"{name}={shown(value)}: use a name, or {' '.join(_OWN_FORM.split())}")
+            raise InputError(f"{name}={shown(value)}: use a name, or {OWN_DRAFTER}")
         return take_turns(LoadedDrafter(*loaded))
 
 
@@ -124,6 +115,8 @@ def make_drafter(
         loaded = DRAFTERS[name].load(name, target, path, **options)
     if length is None:
         return loaded
+    if isinstance(loaded.drafter, Turns):
+        return loaded._replace(drafter=loaded.drafter.limited(length))
     return loaded._replace(drafter=replace(loaded.drafter, num_speculative_tokens=length))
 
 

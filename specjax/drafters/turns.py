@@ -2,7 +2,7 @@
 
 In each row the first drafter with a draft has the turn. A drafter works only in rounds in which
 some row may draft with it: what was committed meanwhile is observed before it proposes again, or
-when no more of the target's features can be kept. A single drafter is a team of one.
+when no more of the target's features can be kept. A single drafter is a tuple of one.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Turns:
             new, after = _take_turn(
                 part, params[number], state[number], own, self._noise(number, noise, context)
             )
-            taken |= new.valid.any(axis=1)
+            taken |= new.topology.close(new.valid).any(axis=1)
             draft = new if draft is None else joined(draft, new, self.num_speculative_tokens)
             states.append(after)
         return draft, tuple(states)

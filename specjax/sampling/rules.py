@@ -7,7 +7,7 @@ names those that come with specjax.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
@@ -59,7 +59,20 @@ class Rule:
 
 
 class UniformRule(Rule):
-    """A rule on chains that decides by one uniform per drafted token: implement `decide`."""
+    """A rule on chains that decides by one uniform per drafted token: implement `decide`.
+
+    Its draws differ from round to round: `position_noise` stays False.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Raises TypeError for noise by position, with which uniforms would repeat."""
+        super().__init_subclass__(**options)
+        if cls.position_noise:
+            raise TypeError(f"{cls.__name__}.position_noise: uniforms have a key per round")
+        if "decide" in vars(cls) and "greedy_walk" not in vars(cls):
+            # What a rule of one's own does with greedy rows is its own.
+            cls.greedy_walk = False
+            cls.name = vars(cls).get("name", "own")
 
     def decide(
         self,

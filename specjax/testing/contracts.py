@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.cache import KVCache, Window
 from specjax.decoding import loop
-from specjax.decoding.state import Plan
+from specjax.decoding.state import Plan, knows_its_rows
 from specjax.errors import InputError
 
 
@@ -24,8 +23,8 @@ def check_contract(plan: Plan, params: tuple[Any, Any], arguments: tuple) -> Non
     for part, own in zip(plan.drafter.parts, params[1], strict=True):
         for rows in (3, 5):
             state = jax.eval_shape(lambda own, part=part, rows=rows: part.init(own, rows, 8), own)
-            for leaf in jax.tree.leaves(state, is_leaf=_knows_its_rows):
-                if not _knows_its_rows(leaf) and leaf.shape[:1] != (rows,):
+            for leaf in jax.tree.leaves(state, is_leaf=knows_its_rows):
+                if not knows_its_rows(leaf) and leaf.shape[:1] != (rows,):
                     raise InputError(
                         f"drafter {part.name!r}: its state holds an array of shape "
                         f"{list(leaf.shape)} for {rows} rows; every array needs rows as its first "
@@ -50,7 +49,14 @@ def _check_draft(plan: Plan, params: tuple[Any, Any], arguments: tuple, number: 
         return part.propose(params[1][number], own, context, noise)[0], context.limit
 
     draft, limit = propose(params, *arguments)
-    valid = np.asarray(draft.valid)
+    valid, tokens = np.asarray(draft.valid), np.asarray(draft.tokens)
+    vocab = plan.target.vocab_size
+    unknown = valid & ((tokens < 0) | (tokens >= vocab))
+    if unknown.any():
+        raise InputError(
+            f"drafter {part.name!r}: proposes token {tokens[unknown][0]}, out of range "
+            f"0..{vocab - 1}; make such nodes invalid"
+        )
     depths = np.where(valid, draft.topology.depths[None, 1:], 0).max(axis=1, initial=0)
     if (depths > limit).any():
         row = int(np.argmax(depths > limit))
@@ -63,7 +69,3 @@ def _check_draft(plan: Plan, params: tuple[Any, Any], arguments: tuple, number: 
             f"drafter {part.name!r}: its valid nodes are not closed under ancestors: a node whose "
             "parent was never proposed cannot be verified; make it invalid"
         )
-
-
-def _knows_its_rows(node: Any) -> bool:
-    return isinstance(node, KVCache | Window)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -92,8 +92,7 @@ def check_drafter(
     `request` says how rows are warped. Give the drafter a distribution that differs from the
     target's by a total variation of 0.2 to 0.6, so that accepting and refusing both count. An exact
     drafter fails once in a million seeds. Raises InputError for a drafter that breaks its contract
-    (`contracts.check_contract`), for a target that is too large, or bad
-    sizes.
+    (`contracts.check_contract`), for a target that is too large, or bad sizes.
     """
     loaded = DRAFTER_KIND.check("drafter", drafter)
     if isinstance(target, Model):
@@ -153,6 +152,7 @@ def make_plan(
 ) -> Plan:
     """The plan of a loop over short rows that all make the same request."""
     drafter = drafter.limited(draft_length.max_tokens)
+    draft_length = replace(draft_length, max_tokens=drafter.num_speculative_tokens)
     return Plan(
         target=model,
         drafter=drafter,

@@ -108,7 +108,7 @@ def check_rule(
     rule = _check_input(rule, topology, vocab, length, distributions, valid)
     distributions = example_distributions(vocab, length) if distributions is None else distributions
     sampled, fixed = _sampled(distributions, valid), _deterministic(distributions, valid)
-    if rule.position_noise:
+    if isinstance(rule, sampling.Coupled):
         return _compare([(fixed, walks(fixed[0]))])
     decide = rule.decide
     try:
@@ -287,9 +287,10 @@ def _check_input(
     valid: Valid | None,
 ) -> sampling.Rule:
     rule = RULE.check("rule", rule)
-    if not isinstance(rule, sampling.UniformRule | sampling.Coupled):
+    known = (sampling.UniformRule.verify, sampling.Rejection.verify, sampling.Coupled.verify)
+    if type(rule).verify not in known:
         raise InputError(
-            f"rule={shown(rule)}: only a specjax.sampling.UniformRule is enumerated; subclass it"
+            f"rule={shown(rule)}: only what decide of a specjax.sampling.UniformRule says is enumerated; leave verify as it is"
         )
     Choice(("chain",)).check("topology", topology)
     Whole(2, 5, remedy="every output is enumerated, so use 2 to 5").check("vocab", vocab)
