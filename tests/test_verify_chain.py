@@ -292,9 +292,10 @@ def test_the_program_holds_no_copy_of_all_warped_distributions(rule):
         return sampling.RULES[rule].verify(
             keys,
             jnp.zeros((rows, LENGTH), jnp.int32),
-            jnp.full(rows, LENGTH, jnp.int32),
+            jnp.ones((rows, LENGTH), bool),
             lambda slots: sampling.warp(at(slots), jnp.ones(rows)),
             sampling.by_slot(logq),
+            parents=tuple(range(LENGTH)),
             positions=jnp.zeros(rows, jnp.int32),
             vocab=vocab,
         )

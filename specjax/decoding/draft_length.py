@@ -28,12 +28,12 @@ def no_history(batch: int) -> History:
     return History(jnp.zeros(batch), jnp.zeros(batch))
 
 
-def remember(history: History, drafted: Int[Array, "B"], accepted: Int[Array, "B"]) -> History:
+def remember(history: History, depth: Int[Array, "B"], accepted: Int[Array, "B"]) -> History:
     """The history after a round; a round without a draft lets it fade towards the prior.
 
-    Of `drafted` tokens the accepted ones passed and one more, if there was one, failed.
+    Of a path of `depth` nodes the accepted ones passed and one more, if there was one, failed.
     """
-    tested = jnp.minimum(accepted + 1, drafted)
+    tested = jnp.minimum(accepted + 1, depth)
     return History(
         history.tested * _MEMORY + tested.astype(jnp.float32),
         history.passed * _MEMORY + accepted.astype(jnp.float32),

@@ -78,7 +78,7 @@ class _Leaf(NamedTuple):
     def of(cls, leaf: Any) -> _Leaf:
         placed = getattr(leaf, "sharding", None)
         placed = placed if isinstance(placed, NamedSharding) else None
-        return cls(jax.numpy.shape(leaf), jax.numpy.result_type(leaf), placed)
+        return cls(leaf.shape, leaf.dtype, placed)
 
 
 @functools.lru_cache(maxsize=64)

@@ -116,7 +116,7 @@ def empty_state(
         history=no_history(batch),
         logprobs=jnp.zeros(tokens.shape, jnp.float32) if plan.logprobs else None,
         overlaps=(
-            jnp.full((batch, plan.max_rounds, plan.draft_length.max_tokens), jnp.nan)
+            jnp.full((batch, plan.max_rounds, plan.widths[-1] - 1), jnp.nan)
             if plan.overlaps
             else None
         ),
@@ -169,8 +169,12 @@ def one_round(plan: Plan, params: Any, state: State) -> State:
     draft, drafter_state = propose(plan, params, state)
     drafted = draft.valid.sum(axis=1, dtype=jnp.int32)
 
-    # The narrowest compiled width that holds every row's draft.
-    branch = jnp.searchsorted(np.asarray(plan.widths), 1 + drafted.max())
+    depths = jnp.where(draft.valid, draft.topology.depths[None, 1:], 0).max(axis=1, initial=0)
+
+    # The narrowest compiled width that holds every row's draft, up to its last node.
+    slots = jnp.arange(1, draft.topology.width)[None, :]
+    last = jnp.where(draft.valid, slots, 0).max(initial=0)
+    branch = jnp.searchsorted(np.asarray(plan.widths), 1 + last)
     branches = [
         functools.partial(verify_draft, plan, target_params, state, draft, drafted, keys, width)
         for width in plan.widths
@@ -198,7 +202,7 @@ def one_round(plan: Plan, params: Any, state: State) -> State:
         drafter=plan.drafter.commit(drafter_state, count),
         round=state.round + took_part,
         rounds=Rounds(**recorded),
-        history=remember(state.history, drafted, accepted),
+        history=remember(state.history, depths, accepted),
         overlaps=overlaps,
     )
 
@@ -285,7 +289,7 @@ def make_context(plan: Plan, params: Any, state: State) -> Context:
         target=plan.target,
         flags=plan.flags,
         needs_logq=plan.flags.sampled and plan.rule.needs_logq,
-        longest_commit=plan.widths[-1],
+        longest_commit=plan.drafter.num_speculative_tokens + 1,
     )
 
 

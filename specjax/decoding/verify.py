@@ -54,9 +54,10 @@ def check_rule(rule: sampling.Rule, rows: int, widths: Sequence[int], vocab_size
             return rule.verify(
                 keys,
                 tokens,
-                count,
+                jnp.arange(tokens.shape[1])[None, :] < count[:, None],
                 sampling.by_slot(logp),
                 None,
+                parents=tuple(range(tokens.shape[1])),
                 positions=count,
                 vocab=vocab_size,
             )
@@ -131,8 +132,9 @@ def verify_draft(
     target, distributions = _distributions(plan, state, draft, logits)
     verification = _verify(plan, state, draft, drafted, keys, logits, target, distributions)
 
-    longest = draft.tokens.shape[1]
-    path = jnp.pad(verification.path_slots, ((0, 0), (0, longest - nodes)), constant_values=-1)
+    longest = draft.topology.depth
+    padding = longest - topology.depth
+    path = jnp.pad(verification.path_slots, ((0, 0), (0, padding)), constant_values=-1)
     slots = jnp.pad(jnp.maximum(path, 0), ((0, 0), (1, 0)))
     after = jnp.arange(longest + 1)[None, :] >= verification.num_accepted[:, None]
     proposed = jnp.take_along_axis(draft.tokens, jnp.maximum(path, 1) - 1, axis=1)
@@ -213,9 +215,10 @@ def _verify(
     return plan.rule.verify(
         keys,
         tokens,
-        drafted,
+        draft.valid[:, :nodes],
         target,
         distributions,
+        parents=draft.topology.first(nodes).parents,
         positions=state.length,
         vocab=logits.shape[2],
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax.sampling import chain
 from specjax.sampling.chain import Decision, Distributions, Verification
@@ -39,20 +39,22 @@ class Rule:
     def verify(
         self,
         keys: Key[Array, "B"],
-        tokens: Int[Array, "B K"],
-        num_valid: Int[Array, "B"],
+        tokens: Int[Array, "B N"],
+        valid: Bool[Array, "B N"],
         target: Distributions,
         draft: Distributions | None,
         *,
+        parents: tuple[int, ...],
         positions: Int[Array, "B"],
         vocab: int,
         dtype: jnp.dtype | type = jnp.float32,
     ) -> Verification:
-        """Accept a prefix of each row's chain, and draw the token that follows it.
+        """Accept a path of each row's tree, and draw the token that follows it.
 
-        `target(slots)` and `draft(slots)` are log-probabilities [B, V] of the token that follows
+        Node i, of `tokens[:, i]`, is the child of window slot `parents[i]`; it was proposed where
+        it is `valid`, and then all its ancestors are. `target(slots)` and `draft(slots)` are log-probabilities [B, V] of the token that follows
         slot `slots[b]`; `draft` is None where all tokens are deterministic. `positions` are the
-        absolute positions of the first drafted tokens. `keys` are the rows' own where
+        absolute positions of the roots' children. `keys` are the rows' own where
         `position_noise` is set, and else one key per row that nothing else draws from.
         """
         raise NotImplementedError
@@ -88,19 +90,20 @@ class UniformRule(Rule):
     def verify(
         self,
         keys: Key[Array, "B"],
-        tokens: Int[Array, "B K"],
-        num_valid: Int[Array, "B"],
+        tokens: Int[Array, "B N"],
+        valid: Bool[Array, "B N"],
         target: Distributions,
         draft: Distributions | None,
         *,
+        parents: tuple[int, ...],
         positions: Int[Array, "B"],
         vocab: int,
         dtype: jnp.dtype | type = jnp.float32,
     ) -> Verification:
         """`decide`, on uniforms and with a last draw from keys of their own."""
-        del positions
+        del parents, positions
         _, accept, final = split_keys(keys)
-        length = tokens.shape[1]
+        length, num_valid = tokens.shape[1], _count(valid)
         if draft is None:
             draft = chain.one_hot_distributions(tokens, vocab, dtype)
         decision = self.decide(tokens, num_valid, target, draft, uniforms(accept, length, dtype))
@@ -132,11 +135,12 @@ class Rejection(UniformRule):
     def verify(
         self,
         keys: Key[Array, "B"],
-        tokens: Int[Array, "B K"],
-        num_valid: Int[Array, "B"],
+        tokens: Int[Array, "B N"],
+        valid: Bool[Array, "B N"],
         target: Distributions,
         draft: Distributions | None,
         *,
+        parents: tuple[int, ...],
         positions: Int[Array, "B"],
         vocab: int,
         dtype: jnp.dtype | type = jnp.float32,
@@ -145,10 +149,21 @@ class Rejection(UniformRule):
         if draft is None:
             final = split_keys(keys).final
             return chain.walk(
-                tokens, num_valid, target, lambda slots: position_gumbel(final, slots, vocab, dtype)
+                tokens,
+                _count(valid),
+                target,
+                lambda slots: position_gumbel(final, slots, vocab, dtype),
             )
         return super().verify(
-            keys, tokens, num_valid, target, draft, positions=positions, vocab=vocab, dtype=dtype
+            keys,
+            tokens,
+            valid,
+            target,
+            draft,
+            parents=parents,
+            positions=positions,
+            vocab=vocab,
+            dtype=dtype,
         )
 
 
@@ -189,18 +204,25 @@ class Coupled(Rule):
     def verify(
         self,
         keys: Key[Array, "B"],
-        tokens: Int[Array, "B K"],
-        num_valid: Int[Array, "B"],
+        tokens: Int[Array, "B N"],
+        valid: Bool[Array, "B N"],
         target: Distributions,
         draft: Distributions | None,
         *,
+        parents: tuple[int, ...],
         positions: Int[Array, "B"],
         vocab: int,
         dtype: jnp.dtype | type = jnp.float32,
     ) -> Verification:
         """The walk along the draft with the noise of each position."""
-        del draft
-        return chain.walk(tokens, num_valid, target, coupled_noise(keys, positions, vocab, dtype))
+        del draft, parents
+        noise = coupled_noise(keys, positions, vocab, dtype)
+        return chain.walk(tokens, _count(valid), target, noise)
+
+
+def _count(valid: Bool[Array, "B N"]) -> Int[Array, "B"]:
+    """How many tokens of each row's chain were proposed."""
+    return valid.sum(axis=1, dtype=jnp.int32)
 
 
 RULES: dict[str, Rule] = {rule.name: rule for rule in (Rejection(), Block(), Coupled())}

@@ -83,9 +83,10 @@ def _verify_arrays(
     return rule.verify(
         keys,
         tokens,
-        num_valid,
+        jnp.arange(tokens.shape[1])[None, :] < num_valid[:, None],
         by_slot(logp),
         None if logq is None else by_slot(logq),
+        parents=tuple(range(tokens.shape[1])),
         positions=positions,
         vocab=logp.shape[2],
         dtype=logp.dtype,

@@ -290,7 +290,8 @@ def _check_input(
     known = (sampling.UniformRule.verify, sampling.Rejection.verify, sampling.Coupled.verify)
     if type(rule).verify not in known:
         raise InputError(
-            f"rule={shown(rule)}: only what decide of a specjax.sampling.UniformRule says is enumerated; leave verify as it is"
+            f"rule={shown(rule)}: what is enumerated is decide of a specjax.sampling.UniformRule; "
+            "leave its verify as it is"
         )
     Choice(("chain",)).check("topology", topology)
     Whole(2, 5, remedy="every output is enumerated, so use 2 to 5").check("vocab", vocab)
