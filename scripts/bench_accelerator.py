@@ -1,12 +1,12 @@
-"""What specjax makes of an accelerator, at a large model's shape: rounds, speed-ups, kernels.
+"""Benchmark specjax on an accelerator, at large models' shapes: rounds, speed-ups, kernels.
 
     python scripts/bench_accelerator.py --out=accelerator.jsonl --pictures=pictures [--minutes=9]
 
 One call measures everything on the default device, with random weights of Llama's 8B and 70B
 shapes; `--size=debug` does the same with a tiny model, on a CPU in seconds. Rows are appended to
---out as they are measured, a JSON object a line: a second call with the same settings measures
-what is left, so a run may be cut by --minutes or by anything else. A cell that does not fit the
-device's memory becomes a row that says so. Delete rows, or give a --label, to measure again.
+--out as they are measured, one JSON object per line: a second call with the same settings measures
+what is left, so a run may be stopped by --minutes or at any other time. A cell that does not fit
+the device's memory becomes a row that says so. Delete rows, or give a --label, to measure again.
 
 transformers with a static cache runs afterwards in a process of its own, with the Python of
 --peer_python. Tables and pictures come last, over all rows there are.
@@ -39,7 +39,7 @@ _PICTURES = flags.DEFINE_string("pictures", None, "Folder for the pictures; none
 _SIZE = flags.DEFINE_enum("size", "full", list(SIZES), "What is measured.")
 _MODELS = flags.DEFINE_list("models", None, "Models of the size to measure; all if unset.")
 _KINDS = flags.DEFINE_list("kinds", None, f"Of {', '.join(KINDS)}; all if unset.")
-_MINUTES = flags.DEFINE_float("minutes", None, "Stop between cells after so many minutes.")
+_MINUTES = flags.DEFINE_float("minutes", None, "Stop between cells after this many minutes.")
 _MEMORY = flags.DEFINE_float(
     "memory_gib", None, "Device memory to count on; what the backend says if unset."
 )

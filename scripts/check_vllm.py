@@ -12,8 +12,8 @@ differ, and both acceptances by position. Exit codes: 0; 1 where a plain row, or
 and without a head, differs; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 
 vLLM's first token comes with its prefill, and its last draft may reach after the last token that
-it may generate. So specjax is given that first token as a part of the prompt, and room for one more
-draft: the rounds of both are then the same rounds.
+it may generate. So specjax gets that first token as a part of the prompt, and capacity for one more
+draft: the rounds of both are then the same.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _DRAFT_VOCABULARY = 8192
 
 
 def ask_vllm(model: Path, prompts: list[list[int]], config: dict[str, Any] | None) -> dict:
-    """What vLLM decodes, in a process of its own."""
+    """The answer of vLLM to a request (see `vllm_peer.py`), from a separate process."""
     answer = Path(_FOLDER.value) / "answer.json"
     answer.unlink(missing_ok=True)
     request = {
@@ -129,7 +129,7 @@ def decode_as_vllm(head: Any, model: Any, ids: list[list[int]], plain: list[list
     """The rows that specjax decodes with a head, and the line of its acceptance."""
     import specjax
     from specjax import metrics
-    from specjax.drafters.trained import head_drafter
+    from specjax.drafters import head_drafter
 
     left, length = _NEW_TOKENS.value - 1, _LENGTH.value
     mine = specjax.generate(
@@ -149,7 +149,7 @@ def decode_as_vllm(head: Any, model: Any, ids: list[list[int]], plain: list[list
 
 
 def differences(name: str, mine: list[list[int]], theirs: list[list[int]], decode: Any) -> int:
-    """Print how many rows are the same, and where the others part; returns their number."""
+    """Print how many rows are the same, and the others' first difference; returns their number."""
     parted = [row for row, pair in enumerate(zip(mine, theirs, strict=True)) if pair[0] != pair[1]]
     print(f"{name}: {len(mine) - len(parted)}/{len(mine)} rows identical")
     for row in parted:
@@ -223,7 +223,7 @@ def compare() -> int:
             "num_speculative_tokens": _LENGTH.value,
         }
         peer_answer = ask_vllm(folder / "target", ids, config)
-        rows, told = decode_as_vllm(head, model, ids, plain)
+        rows, summary = decode_as_vllm(head, model, ids, plain)
         differences(
             f"{form}, specjax against vLLM", rows, peer_answer["token_ids"], model.tokenizer.decode
         )
@@ -234,7 +234,7 @@ def compare() -> int:
             model.tokenizer.decode,
         )
         print("  acceptance by position")
-        print("    specjax", told)
+        print("    specjax", summary)
         print("    vLLM   ", acceptance(peer_answer["accepted_per_pos"], peer_answer["drafts"]))
         print(
             f"  vLLM {peer_answer['seconds']:.1f} s, without a head {peer['seconds']:.1f} s",

@@ -3,10 +3,10 @@
     python scripts/compare_transformers.py --prompts=FILE.jsonl [--per_task=2] [--max_new_tokens=96]
 
 Both sides decode greedily in float32 on the CPU: plainly and with prompt lookup (transformers:
-`prompt_lookup_num_tokens`, on top of its own dynamic cache). torch and transformers do not get on
-with the pins of specjax, so they run in a virtual environment of their own, named by --peer_python
-(`make compare` builds it), as a process that answers one request a line. Times exclude loading and
-compiling; each is the median of --runs runs, the systems taking turns.
+`prompt_lookup_num_tokens`, on top of its own dynamic cache). torch and transformers conflict with
+the pins of specjax, so they run in a virtual environment of their own, named by --peer_python
+(`make compare` builds it), as a process that answers one request per line. Times exclude loading
+and compiling; each is the median of --runs runs, alternating between the systems.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def main(argv: list[str]) -> None:
         for name, lookup in (("plain", 0), ("lookup", _LOOKUP.value)):
             snapshots = executor.run_session(sessions[name], programs=programs[name])
             mine = generate.collect(sessions[name], list(snapshots))
-            # The first turn only warms both up.
+            # The first iteration only warms both up.
             asked = ids if turn else ids[:1]
             theirs = [peer.decode(prompt, _NEW_TOKENS.value, lookup) for prompt in asked]
             seconds = sum(one["total_s"] - one["prefill_s"] for one in theirs)

@@ -38,7 +38,7 @@ NOTES = {
     "cache": "keys and values",
     "metrics": "numbers from counts",
 }
-"""What each box says under its name."""
+"""The line under each box's name."""
 WIDTH, HEIGHT, GAP, LEVEL_GAP, MARGIN = 216, 46, 18, 40, 20
 
 Graph = Mapping[str, set[str]]

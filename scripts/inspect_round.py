@@ -1,4 +1,4 @@
-"""Compile one speculative round for a GPU or TPU that is not there; list what it copies and sends.
+"""Compile one round for an absent GPU or TPU, and list its copies and collectives.
 
     python scripts/inspect_round.py --platform=cuda --layers=4 --batch=8
     python scripts/inspect_round.py --platform=tpu --topology=v5e:2x4 --data=2 --model=4
@@ -113,8 +113,9 @@ def compile_round(devices: list[Any]) -> Any:
     from specjax.decoding.plan import widths
     from specjax.decoding.state import Plan, Rows
     from specjax.distributed import sharding
-    from specjax.drafters import ngram
+    from specjax.drafters import Turns
     from specjax.drafters.base import Sampling
+    from specjax.drafters.ngram import Ngram
     from specjax.loading.formats import build_parameters, parameter_names
     from specjax.models.config import DecoderConfig
     from specjax.models.decoder import Decoder, Form
@@ -142,8 +143,8 @@ def compile_round(devices: list[Any]) -> Any:
     sampled = _TEMPERATURE.value > 0
     plan = Plan(
         target=Decoder(config, jnp.dtype(jnp.bfloat16), model, form),
-        drafter=ngram.make(),
-        rule="rejection",
+        drafter=Turns((Ngram(num_speculative_tokens=_TOKENS.value),)),
+        rule=sampling.Rejection(),
         draft_length=DraftLength(_TOKENS.value, ()),
         widths=widths(_TOKENS.value),
         flags=sampling.WarpFlags(not sampled, sampled, False, False, False),
@@ -159,20 +160,20 @@ def compile_round(devices: list[Any]) -> Any:
     real, whole = functools.partial(rows, np.float32), functools.partial(rows, np.int32)
     described = Rows(
         index=whole(),
+        prompt_length=whole(),
         key=rows(jax.eval_shape(lambda: jax.random.key(0)).dtype),
         sampling=Sampling(real(), whole(), real(), real()),
         max_length=whole(),
         stop_ids=whole(1),
     )
     arguments = (whole(_CAPACITY.value), described, whole(), whole())
-    return executor.compile_plan(plan, (params, ()), arguments, mesh).run
+    return executor.compile_plan(plan, (params, ((),)), arguments, mesh).run
 
 
 def big_moves(text: str, smallest: float) -> Iterator[tuple[str, str, str]]:
     """Where, what and which shape: instructions of a program that only move that many bytes.
 
-    A fusion counts if data movement is all there is in it; what a matrix product reads through one
-    is never written.
+    A fusion counts if it only moves data; one that feeds a matrix product is not written to memory.
     """
     computations: dict[str, list[str]] = {}
     entry = name = ""
@@ -192,7 +193,7 @@ def big_moves(text: str, smallest: float) -> Iterator[tuple[str, str, str]]:
         if name in called:
             continue
         for line in lines:
-            # A result may be a tuple of arrays: of several copies at once, or of one under way.
+            # A result may be a tuple of arrays: of several copies, or of an asynchronous one.
             match = re.search(r" = (\(.*?\)|\S+) ([\w\-]+)\(", line)
             if match is None:
                 continue
@@ -204,7 +205,7 @@ def big_moves(text: str, smallest: float) -> Iterator[tuple[str, str, str]]:
                 continue
             where = "before the loop" if name == entry else "in the loop"
             arrays = re.findall(r"(\w+)\[([\d,]*)\]", match[1])
-            # The first of a copy under way is its result, the next one its source.
+            # The first of an asynchronous copy is its result, the next one its source.
             for kind, shape in arrays[:1] if opcode.endswith("-start") else arrays:
                 if math.prod(int(n) for n in shape.split(",") if n) * _width(kind) >= smallest:
                     yield where, opcode, f"{kind}[{shape}]"

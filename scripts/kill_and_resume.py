@@ -1,4 +1,4 @@
-"""Kill runs at random moments, start them again, and compare what they leave.
+"""Kill runs at random moments, start them again, and compare their results.
 
     python scripts/kill_and_resume.py [--kills=20] [--what=training,generation,features] [--seed=0]
 
@@ -54,7 +54,7 @@ _SHOWN = 5
 _SHORTER = 0.8
 
 Content = dict[str, str]
-"""What a run has left: a digest or a text for each part, by a name that says where it is."""
+"""The results of a run: a digest or a text for each part, by a name with its location."""
 
 
 class Failed(Exception):
@@ -63,7 +63,7 @@ class Failed(Exception):
 
 @dataclass
 class Result:
-    """What became of one command: its kills, and what differed from the reference."""
+    """The result of one command: its kills, and the differences from the reference."""
 
     what: str
     seconds: float
@@ -153,7 +153,7 @@ COMMANDS: Mapping[str, Callable[[Path], Callable[[Path], list[str]]]] = {
 def kill_and_compare(
     what: str, command: Callable[[Path], list[str]], root: Path, options: SimpleNamespace
 ) -> Result:
-    """Kill a command as often as asked for, and compare what it leaves each time it has ended."""
+    """Kill a command the requested number of times, and compare its results after each run."""
     root.mkdir(parents=True)
     log = root / "log"
     _say(f"{what}: undisturbed, twice")
@@ -196,14 +196,14 @@ def kill_and_compare(
 
 
 def spread(count: int, seconds: float, rng: random.Random) -> list[float]:
-    """Moments in random order, one in each of so many parts of a time."""
+    """`count` moments in random order, one in each equal part of `seconds`."""
     moments = [(index + rng.random()) * seconds / count for index in range(count)]
     rng.shuffle(moments)
     return moments
 
 
 def contents(what: str, folder: Path) -> Content:
-    """What a run that has ended has left in its folder."""
+    """The results of a finished run in its folder."""
     found = {"training": _training, "generation": _generation, "features": _features}[what](folder)
     found["the names of its files"] = "\n".join(sorted(_names(folder)))
     return found
@@ -287,7 +287,7 @@ def _digest(array: Any) -> str:
 
 
 def _record(metadata: Mapping[str, Any]) -> str:
-    """Facts as a text, without the run's own folders."""
+    """Metadata as a text, without the run's own folders."""
     flat = {
         name: value
         for name, value in dotted(metadata).items()
@@ -310,7 +310,7 @@ def _start(command: Sequence[str], log: Path) -> subprocess.Popen:
 
 
 def _end(process: subprocess.Popen, log: Path) -> None:
-    """Wait for a command to end well."""
+    """Wait for a command; raises Failed unless it ends with exit code 0."""
     try:
         _check(process.wait(), log)
     finally:

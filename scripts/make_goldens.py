@@ -210,7 +210,7 @@ def tiny_tokenizer(directory: Path) -> None:
 
 
 def sentencepiece_tokenizer() -> None:
-    """Save a small SentencePiece vocabulary and what sentencepiece itself makes of some lines."""
+    """Save a small SentencePiece vocabulary and sentencepiece's own encoding of some lines."""
     trained = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([TEXT, *LINES[:12]] * 4),
@@ -291,7 +291,7 @@ def greedy_row(model: Any, tokenizer: Any, prompt: str | list) -> dict[str, Any]
 
 
 def _write_lines(path: Path, tables: dict[str, list[dict]]) -> None:
-    """JSON with one row a line, so that a change shows as one line."""
+    """JSON with one row per line, so that a change shows as one line."""
     parts = [
         json.dumps(name) + ": [\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]"
         for name, rows in tables.items()

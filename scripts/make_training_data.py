@@ -4,8 +4,8 @@
 
 Reads the conversations of a JSONL file as `train.import_responses` does, keeps those to prompts of
 one licence, and draws about as many response tokens from each category and temperature. Writes the
-files of `train/datasets/` but its card. The same file and flags give the same bytes. Exit codes: 0;
-2 for bad input; 130 after Ctrl-C or SIGTERM.
+files of `train/datasets/` except its card. The same file and flags give the same bytes.
+Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations

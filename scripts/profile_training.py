@@ -33,7 +33,7 @@ from specjax.distributed.sharding import use
 from specjax.errors import InputError, one_line
 from specjax.reporting import decode_report
 from train.data.batches import Batch, Position, ReadAhead
-from train.methods.labels import fill_features
+from train.methods.packed_rows import fill_features
 from train.run.setup import Setup, set_up
 from train.run.step import LATE, State, loss_function, make_program, placement_of
 
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _method(name: str) -> ModuleType:
-    """The module of a method; raises InputError for what is none."""
+    """The module of a method; raises InputError for other names."""
     try:
         module = importlib.import_module(name)
         _ = module.make_method, module.CONFIG
@@ -116,8 +116,8 @@ def profile(setup: Setup, steps: int) -> None:
     _add(table, "reading a batch (by a thread)", statistics.median(read_s), whole_s, None)
     console.print(table)
     memory = compiled.memory_analysis()
-    told = f"{memory.temp_size_in_bytes / 1e6:.0f} MB of temporaries" if memory else "no figures"
-    console.print(f"{tokens / whole_s:.0f} tokens/s; memory: {told}")
+    used = f"{memory.temp_size_in_bytes / 1e6:.0f} MB of temporaries" if memory else "no figures"
+    console.print(f"{tokens / whole_s:.0f} tokens/s; memory: {used}")
 
 
 def _filled(setup: Setup, target_params: Any, batches: Batch, names: tuple[str, ...]) -> Batch:
@@ -136,7 +136,7 @@ def _forward(setup: Setup, params: Any, target_params: Any, batches: Batch) -> A
 
 
 def _looped(setup: Setup, compiled: Callable, state: State, steps: int) -> tuple[float, float]:
-    """The median of whole steps, and of what each waits for its batch."""
+    """The median seconds of whole steps, and of their wait for a batch."""
     feed, placement = setup.feed, placement_of(setup.settings, setup.mesh)
     whole, waited = [], []
     with ReadAhead(feed.batches(Position(0, 0), placement)) as ahead:
@@ -158,7 +158,7 @@ def _timed(program: Callable, steps: int, *given: Any) -> tuple[float, float]:
 
 
 def _chained(program: Callable, state: State, steps: int, grads: Any) -> float:
-    """The same for an update, which takes its state over."""
+    """The same for an update, whose state is donated."""
     seconds = []
     for _ in range(steps + 1):
         spent, (state, _) = _seconds(lambda state=state: program(state, grads))
@@ -179,7 +179,7 @@ def _count(mask: jax.Array) -> jax.Array:
 def products(jaxpr: Any) -> float:
     """Floating-point operations of all products in a program, loops counted as often as they run.
 
-    A `while` whose turns are not known counts once, of branches the largest.
+    A `while` of unknown length counts once; of branches the largest counts.
     """
     total = 0.0
     for equation in jaxpr.eqns:

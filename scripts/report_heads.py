@@ -1,16 +1,15 @@
-"""What trained drafters do, for EXPERIMENTS.md: `python scripts/report_heads.py --out=DIR`.
+"""Measure trained drafters, for EXPERIMENTS.md: `python scripts/report_heads.py --out=DIR`.
 
     python scripts/report_heads.py --out=DIR --prompts=FILE [--heads=W/heads] [--per_task=N]
 
 Decodes the prompts with each drafter: greedy with batch size 1 against plain decoding (tau, speed,
 identity; with `--nospeed` in batches), at temperature 0.8 under `coupled` (identity), at
 temperature 1 (tau); with `--nocompare` only tau, greedy and at temperature 1. Each run is a process
-of its own whose report stays in DIR/cells; finished ones are skipped, so that the same command goes
-on where it was stopped. Then DIR/heads.md has tau by task and temperature, speed-up, acceptance by
-position, and tau against the tokens trained on, and DIR/cards a model card a head. Drafters are
-ngram, the heads (those that come with specjax, without `--heads`) and ngram+eagle3. Exit codes: 0;
-1 where a run failed or its tokens differ from plain decoding's; 2 for bad input; 130 after Ctrl-C
-or SIGTERM.
+of its own whose report stays in DIR/cells; finished ones are skipped, so that the same command
+resumes. Then DIR/heads.md has tau by task and temperature, speed-up, acceptance by position, and
+tau against the tokens trained on, and DIR/cards one model card per head. Drafters are ngram, the
+heads (those that come with specjax, without `--heads`) and ngram+eagle3. Exit codes: 0; 1 where a
+run failed or its tokens differ from plain decoding's; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import sweep
-from cards import card, curve, table
-from children import INTERRUPTED
+from child_processes import INTERRUPTED
+from model_cards import card, curve, table
 
 from specjax import report
 from specjax.cli import command
@@ -96,8 +95,8 @@ def run(options: SimpleNamespace) -> int:
     code = sweep.run_cells(cells)
     done = [cell.report for cell in cells if sweep.finished(cell) is not None]
     paths = report.write(done, out, pictures=options.pictures)
-    told = (out / "report.md").read_text(encoding="utf-8")
-    text = "\n".join([told, *(curve(kind, head) for kind, head in heads.items())])
+    tables = (out / "report.md").read_text(encoding="utf-8")
+    text = "\n".join([tables, *(curve(kind, head) for kind, head in heads.items())])
     texts = {out / "heads.md": text}
     runs = [read_report(path) for path in done]
     for kind, head in heads.items():
@@ -126,7 +125,7 @@ def _folders(given: Path | None) -> dict[str, Path]:
 def _runs(
     options: SimpleNamespace, drafter: str, folders: Mapping[str, Path]
 ) -> Iterator[tuple[list[str], dict[str, list[str]]]]:
-    """The arguments of a drafter's runs, and what tells them apart."""
+    """The fixed arguments of a drafter's runs, with the fields that vary and their values."""
     fixed = [f"--config={_CONFIG}", f"--config.sampling.max_new_tokens={options.new_tokens}"]
     if options.prompts:
         fixed.append(f"--config.prompts={options.prompts}")

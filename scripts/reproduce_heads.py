@@ -1,13 +1,13 @@
-"""A target's drafters, from the target to the exports: `python scripts/reproduce_heads.py`.
+"""Train a target's drafters, from answers to exports: `python scripts/reproduce_heads.py`.
 
     python scripts/reproduce_heads.py --workdir=W [--minutes=M] [--responses=DIR,...] [--install]
 
 Stages: the target answers prompts, its features are stored, the EAGLE-3 head, the draft model and
 the Medusa heads are trained, and their parameters written in half precision to W/heads. Each stage
-goes on where it was stopped, so that the same command continues; after the minutes, Ctrl-C or
-SIGTERM the one under way saves what it has, and what is left is listed. `--responses` adds datasets
-of answers that exist already, `--nogenerate` uses those alone. `--install` puts the heads where
-specjax looks for those it ships, with a model card each. `--size=debug` runs everything in minutes.
+resumes where it was stopped, so that the same command continues; after the minutes, Ctrl-C or
+SIGTERM the running stage saves its work, and the remaining ones are listed. `--responses` adds
+datasets of answers that exist already, `--nogenerate` uses only those. `--install` copies the heads
+to the folder of shipped heads, with a model card each. `--size=debug` runs everything in minutes.
 Works alike on CPU and GPU. Exit codes: 0, also where the minutes were over; 1 where a stage failed;
 2 for bad input; 130 after Ctrl-C or SIGTERM.
 """
@@ -24,8 +24,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from cards import TRAINERS, card
-from children import INTERRUPTED, run_child
+from child_processes import INTERRUPTED, run_child
+from model_cards import TRAINERS, card
 
 from specjax.cli import command
 from specjax.cli.flags import Listed, Parser
@@ -36,13 +36,13 @@ from train.run.workdir import write_file
 
 
 class Stage(NamedTuple):
-    """A step of the recipe: a command that continues where it was stopped."""
+    """A step of the recipe: a command that can be resumed."""
 
     name: str
     command: list[str]
 
     @property
-    def told(self) -> str:
+    def command_line(self) -> str:
         """The command without the Python that runs it."""
         return " ".join(self.command[2:])
 
@@ -127,17 +127,17 @@ def run_stages(
     record = root / "finished.json"
     finished = _read(record)
     for stage in stages:
-        earlier = finished.get(stage.name, {}).get("command", stage.told)
-        if earlier != stage.told:
+        earlier = finished.get(stage.name, {}).get("command", stage.command_line)
+        if earlier != stage.command_line:
             raise InputError(
                 f"workdir={str(root)!r}: {stage.name} was done there with another command, "
-                f"{earlier!r} for {stage.told!r}; use that one, or another workdir"
+                f"{earlier!r} for {stage.command_line!r}; use that one, or another workdir"
             )
     for folder, stage in enumerate(stages):
         if stage.name in finished:
             print(f"[{stage.name}] done earlier, {finished[stage.name]['seconds']:.0f} s")
             continue
-        print(f"[{stage.name}] {stage.told}", flush=True)
+        print(f"[{stage.name}] {stage.command_line}", flush=True)
         begin = time.monotonic()
         try:
             code = run_child(stage.command, until=until, keep=keep) if begin < until else None
@@ -145,13 +145,13 @@ def run_stages(
             code = command.INTERRUPTED
         if code != 0:
             return _ended(code, [one.name for one in stages[folder:]])
-        finished[stage.name] = {"command": stage.told, "seconds": time.monotonic() - begin}
+        finished[stage.name] = {"command": stage.command_line, "seconds": time.monotonic() - begin}
         write_file(record, json.dumps(finished, indent=1) + "\n")
     return None
 
 
 def _ended(code: int | None, names: Sequence[str]) -> int:
-    """Say what is left, the first of it being what was under way; returns the exit code."""
+    """Print the stages that are left, the interrupted one first; returns the exit code."""
     left = f"left: {', '.join(names)}, export. The same command resumes it"
     if code is None:
         print(f"the minutes are over; {left}")
@@ -164,7 +164,7 @@ def _ended(code: int | None, names: Sequence[str]) -> int:
 
 
 def _read(record: Path) -> dict[str, Any]:
-    """The stages that are done, their commands and seconds."""
+    """The finished stages, with their commands and seconds."""
     try:
         text = record.read_text(encoding="utf-8") if record.exists() else "{}"
         return {
@@ -178,7 +178,7 @@ def _read(record: Path) -> dict[str, Any]:
 
 
 def export(options: SimpleNamespace, root: Path) -> None:
-    """Each head in half precision, and what they weigh together."""
+    """Write each head in half precision, and print their size in all."""
     import jax
     import numpy as np
 

@@ -1,10 +1,10 @@
-"""transformers with a static cache behind a pipe: JSON lines in, JSON lines out.
+"""Serves transformers with a static cache: JSON lines on stdin, JSON lines on stdout.
 
     python scripts/static_cache_peer.py '{"device": "cuda", "dtype": "bfloat16", "shape": {...}}'
 
 Runs in an environment with torch and transformers and nothing of specjax; started by
 `bench_accelerator.py`. The first answer names the versions; a request is {"batch", "context",
-"new_tokens", "runs"}, an answer {"round_s": [seconds a token after the first, a run each]}. Where
+"new_tokens", "runs"}, an answer {"round_s": [seconds per token after the first, per run]}. Where
 something is missing or fails the answer is {"error": why}.
 """
 
@@ -55,7 +55,7 @@ def main(asked: dict[str, Any]) -> None:
 
 
 def decode(torch: Any, model: Any, request: dict[str, int]) -> float:
-    """Seconds a token, between the first new token and the last."""
+    """Seconds per token, between the first new token and the last."""
     steps: list[float] = []
 
     def tick(ids: Any, scores: Any, **_: Any) -> Any:

@@ -1,10 +1,10 @@
-r"""Decode a grid of config values, a run a cell, and report them together.
+r"""Decode a grid of config values, one run per cell, and report them together.
 
     python scripts/sweep.py --config=configs/decode_smollm2.py --out=DIR \
         config.num_speculative_tokens=1,2,4,8 config.drafter.name=ngram,early_exit
 
 A field without dashes has several values, one with dashes (`--config.limit=3`) is the same in all
-cells. Each cell is a process of its own, compared with plain decoding; its report and what it said
+cells. Each cell is a process of its own, compared with plain decoding; its report and its output
 stay in DIR/cells. Finished cells are skipped, so the same command resumes where it was stopped.
 Then `specjax.report` writes DIR/report.md and the rest, into a folder of its own for each target
 and set of prompts where there are several. `--predict` times the parts of rounds as well,
@@ -26,7 +26,7 @@ from statistics import fmean
 from types import SimpleNamespace
 
 import ml_collections
-from children import INTERRUPTED, run_child
+from child_processes import INTERRUPTED, run_child
 
 from specjax import decode, report
 from specjax.cli import command
@@ -44,7 +44,7 @@ from specjax.reporting.statistics import OVERALL, figures_by_task
 
 @dataclass(frozen=True)
 class Cell:
-    """One run: the values that tell it apart, all of its arguments, and where its report goes."""
+    """One run: the values that distinguish it, all of its arguments, and its report's path."""
 
     values: str
     arguments: tuple[str, ...]
@@ -52,7 +52,7 @@ class Cell:
 
     @property
     def log(self) -> Path:
-        """What the run says."""
+        """The file of the run's output."""
         return self.report.with_suffix(".log")
 
 
@@ -162,7 +162,7 @@ def run_cell(cell: Cell) -> int | None:
 def _result(cell: Cell, run: Run | None, status: int | None) -> str:
     if run is None:
         lines = cell.log.read_text(encoding="utf-8").splitlines() if cell.log.exists() else []
-        return f"FAILED with exit code {status}: {lines[-1] if lines else 'no word'} ({cell.log})"
+        return f"FAILED with exit code {status}: {lines[-1] if lines else 'no output'} ({cell.log})"
     figures = figures_by_task(run)[OVERALL]
     speedup = "" if figures.speedup is None else f", {figures.speedup:.2f}x"
     warning = "" if run.exact else ", TOKENS DIFFER from plain decoding's"
@@ -220,7 +220,7 @@ def _slug(values: str) -> str:
 
 
 def _digest(config: ml_collections.ConfigDict) -> str:
-    """Tells two configs apart, whatever they were called in: another one is another cell."""
+    """A hash of a config, independent of the order of its fields; part of a cell's name."""
     fields = {name: value for name, value in dotted(config.to_dict()).items() if name != "report"}
     return hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()[:10]
 

@@ -1,4 +1,4 @@
-"""transformers behind a pipe: a JSON request a line in, a JSON answer a line out.
+"""Serves transformers: one JSON request per line on stdin, one JSON answer per line on stdout.
 
     python scripts/transformers_peer.py MODEL.gguf
 

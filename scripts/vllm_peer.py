@@ -1,4 +1,4 @@
-"""Decode token ids with vLLM, greedily, and print what it accepted; for `check_vllm.py`.
+"""Decode token ids with vLLM, greedily, and write ids and acceptance; for `check_vllm.py`.
 
 Reads one JSON request from stdin: {"model", "prompts": [[ids]], "max_new_tokens", "dtype",
 "speculative_config": {...} or null}. Writes {"token_ids", "drafts", "accepted_per_pos", "seconds",

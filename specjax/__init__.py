@@ -11,6 +11,7 @@ from typing import Any
 _HOMES = {
     "Drafter": "specjax.drafters.base",
     "Generation": "specjax.decoding.generate",
+    "LoadedDrafter": "specjax.drafters.base",
     "InputError": "specjax.errors",
     "Model": "specjax.loading.model",
     "SamplingParams": "specjax.decoding.sampling_params",

@@ -1,11 +1,12 @@
-"""Where the time of a round goes, and what speculation buys: predicted and measured.
+"""Measure the parts of a round, and the speed-up over plain decoding next to its prediction.
 
     python -m specjax.bench --config=configs/bench_smollm2.py
 
-Every figure is warm, a median of several runs, and compile is outside. Speed-ups are against plain
-decoding in the same loop, the runs taking turns. Figures are in the report as they are measured,
-which says "interrupted" until all are there. Exit codes: 0; 2 for bad input, and where the report
-cannot be written; 130 after Ctrl-C, SIGTERM or a closed terminal; 141 where nobody reads stdout.
+Every figure is the median of several warm runs, without compiling. Speed-ups are over plain
+decoding in the same loop, with alternating runs. Figures are written to the report as they are
+measured; it says "interrupted" until all are there. Exit codes: 0; 2 for bad input, and where the
+report cannot be written; 130 after Ctrl-C, SIGTERM or a closed terminal; 141 where stdout is
+closed.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from specjax.decoding.options import DecodeOptions
 from specjax.decoding.plan import Session
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.distributed import processes, sharding
-from specjax.drafters import DRAFT_TOKENS, Drafter, make_drafter
+from specjax.drafters import DRAFT_TOKENS, LoadedDrafter, make_drafter
 from specjax.fields import (
     InputFile,
     Items,
@@ -84,7 +85,7 @@ class BenchConfig:
 
 @dataclass(frozen=True)
 class Contest:
-    """One drafter against plain decoding, measured in turn, beside the prediction."""
+    """One drafter compared with plain decoding, in alternating runs, and the prediction."""
 
     drafter: str
     batch: int
@@ -116,7 +117,7 @@ class Measured:
 def round_costs_table(
     model: Model, widths: Sequence[int], batches: Sequence[int], committed: int, capacity: int
 ) -> Iterator[dict[str, float]]:
-    """T(width) and its ratio to T(1), for each batch size; the floor beside it."""
+    """T(width) and its ratio to T(1), for each batch size, and the time to read the weights."""
     floor = costs.read_seconds(model.params)
     for batch in batches:
         seconds = costs.widths_seconds(
@@ -141,7 +142,7 @@ def round_costs_table(
 def contest(
     model: Model,
     ids: Sequence[Sequence[int]],
-    drafter: Drafter,
+    drafter: LoadedDrafter,
     label: str,
     *,
     num_speculative_tokens: int,
@@ -195,7 +196,7 @@ def _predict(
         capacity=session.plan.capacity,
     )
     draft = costs.propose_seconds(session)
-    # A batch runs one width for all of its rows.
+    # A batch's pass has one width for all of its rows.
     widths = result.width.max(axis=0) if session.batch_size > 1 else result.width[result.width > 0]
     predicted = metrics.predicted_speedup(
         result.summary().tokens_per_round, seconds[1], draft, widths[widths > 0], seconds
@@ -210,7 +211,7 @@ def bench(
     measured: Measured,
     grew: Callable[[], None],
 ) -> None:
-    """Run and print every part into `measured`; `grew` is called as it grows."""
+    """Measure and print every part, added to `measured`; `grew` is called after each addition."""
 
     def load() -> tuple[Model, list[prompts.Question]]:
         model = load_model(config.target, dtype=config.dtype, mesh=mesh, field="target")
@@ -311,7 +312,7 @@ def _contests(
     console.print("recording plain continuations ...")
     recorded = _decode(plain, compile_session(plain)).token_ids
     lengths = {"ngram": config.ngram_tokens}
-    entries: list[tuple[str, Drafter]] = [("ngram", make_drafter("ngram", model))]
+    entries: list[tuple[str, LoadedDrafter]] = [("ngram", make_drafter("ngram", model))]
     for acceptance in config.acceptances:
         replay = make_drafter("simulated", model, continuations=recorded, acceptance=acceptance)
         entries.append((f"simulated {acceptance}", replay))
@@ -347,7 +348,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run(config: BenchConfig) -> int:
         mesh = open_mesh(config.mesh, config.distributed, asdict(config))
-        writes = processes.speaks()
+        writes = processes.is_first()
 
         def check() -> Path | None:
             return check_writable(config.report) if config.report and writes else None

@@ -19,6 +19,12 @@ class Window:
     k: Float[Array, "L B G W C"]
     v: Float[Array, "L B G W C"]
 
+    def admit(self, rows: Int[Array, "A"], new: Window) -> Window:
+        """The window with the A rows of `new` at `rows`; those out of range are dropped."""
+        return Window(
+            self.k.at[:, rows].set(new.k, mode="drop"), self.v.at[:, rows].set(new.v, mode="drop")
+        )
+
 
 @struct.dataclass
 class KVCache:
@@ -35,6 +41,18 @@ class KVCache:
     def capacity(self) -> int:
         """Number of tokens a row can hold (S)."""
         return self.k.shape[3]
+
+    def admit(self, rows: Int[Array, "A"], new: KVCache) -> KVCache:
+        """The cache with the A rows of `new` at `rows`; those out of range are dropped."""
+        return KVCache(
+            self.k.at[:, rows].set(new.k, mode="drop"),
+            self.v.at[:, rows].set(new.v, mode="drop"),
+            self.length.at[rows].set(new.length, mode="drop"),
+        )
+
+    def release(self, rows: Int[Array, "A"]) -> KVCache:
+        """The cache with nothing committed in `rows`."""
+        return self.replace(length=self.length.at[rows].set(0, mode="drop"))
 
 
 def make_cache(

@@ -1,12 +1,12 @@
-"""Decode prompts with a drafter, and show what it bought.
+"""Decode prompts with a drafter, and show acceptance and speed-up.
 
     python -m specjax.decode --config=configs/decode_smollm2.py --config.compare=true
 
 `--list` prints drafters, rules, options and sampling fields. Exit codes: 0; 1 where the output
 differs from plain decoding's and must not; 2 for bad input, and where the report cannot be written;
-130 after Ctrl-C, SIGTERM or a closed terminal; 141 where nobody reads stdout any more. Rows are in
-the report as they finish, which says "interrupted" until all are there. Of several processes the
-first one prints, and writes the report.
+130 after Ctrl-C, SIGTERM or a closed terminal; 141 where stdout is closed. Rows are written to the
+report as they finish; it says "interrupted" until all are there. Of several processes the first one
+prints, and writes the report.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from specjax.loading.model import Model
 from specjax.metrics import ExpectedAcceptance
 from specjax.reporting import decode_report
 from specjax.reporting.decode_report import Batch, Clock, Setting, Totals
-from specjax.reporting.report_file import ReportFile, check_room, check_writable
+from specjax.reporting.report_file import ReportFile, check_space, check_writable
 from specjax.sampling import RULES
 
 CONFIG = "decode_smollm2"
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def decode(config: DecodeConfig) -> int:
     """Run a config; returns the exit code. Raises InputError."""
     mesh = open_mesh(config.mesh, config.distributed, config.written)
-    writes = processes.speaks()
+    writes = processes.is_first()
 
     def check() -> Path | None:
         return check_writable(config.report) if config.report is not None and writes else None
@@ -73,7 +73,7 @@ def decode(config: DecodeConfig) -> int:
     def load() -> tuple[Model, Drafter]:
         model = load_model(config.target, dtype=config.dtype, mesh=mesh, field="target")
         if path is not None:
-            check_room(path, _largest_report(config, model), f"report={str(path)!r}")
+            check_space(path, _largest_report(config, model), f"report={str(path)!r}")
         return model, make_config_drafter(config, model)
 
     with screen.working(f"loading {config.target}"):
@@ -115,7 +115,7 @@ def decode(config: DecodeConfig) -> int:
             refused = error
         totals = decode_report.total(batches, expected)
         try:
-            # First, since the terminal may be what was closed.
+            # First, since the terminal may be closed.
             written = file.finish(interrupted or refused is not None)
         finally:
             screen.table(config.drafter, totals, title, _identity(config, totals))
@@ -140,13 +140,12 @@ def _largest_report(config: DecodeConfig, model: Model) -> int:
 
 
 def _identity(config: DecodeConfig, totals: Totals) -> str | None:
-    """What the table says of the comparison; None where none was asked for."""
+    """The table's line on the comparison with plain decoding; None without one."""
     if not config.compare:
         return None
     if not config.comparable:
-        return (
-            f"not expected: {config.options.verify} at a temperature has the same distribution only"
-        )
+        rule = config.options.verify.name
+        return f"not expected: {rule} at a temperature has the same distribution only"
     return f"{totals.identical_rows or 0} of {totals.compared_rows} rows"
 
 
@@ -168,7 +167,7 @@ def listing() -> str:
             if option_type(parameter) is not None:
                 lines.append(f"      {option} = {parameter.default}")
     lines.append(
-        "  package.module:function: one of your own, called as function(target, **options)"
+        "  package.module:function: your own drafter, called as function(target, **options)"
     )
     lines.append("  NAME+NAME, as ngram+eagle3: the first that has a draft, in each row")
     lines.append("rules (--config.verify=RULE), all exact:")

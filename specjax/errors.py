@@ -1,4 +1,4 @@
-"""The error every bad input raises, and how values are shown in it."""
+"""The error that bad input raises, and how values are shown in it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """The numbers of an OSError for a full disk, a used up quota, and a limit on the size of files."""
 _LONGEST = 2000
 """Characters of a message."""
@@ -22,9 +22,9 @@ _SHORT.maxlevel = 3
 class InputError(ValueError):
     """Bad input; the message names the field, the value and the remedy on one line.
 
-    Command lines print it without a traceback and leave with exit code 2. Parts of it may come
-    from a file: line ends become spaces, what else cannot be printed (a terminal's commands, halves
-    of surrogate pairs) is escaped, and the middle of a very long message is left out.
+    Command lines print it without a traceback and exit with code 2. Parts of it may come from a
+    file: line ends become spaces, other unprintable characters (a terminal's commands, halves of
+    surrogate pairs) are escaped, and the middle of a very long message is left out.
     """
 
     def __init__(self, message: str) -> None:
@@ -71,7 +71,7 @@ def one_line(error: Exception) -> str:
 
 
 def shown(value: Any, limit: int = 60) -> str:
-    """A value as an error shows it: its repr on one line, shortened, whatever the value is."""
+    """A value as an error shows it: its repr on one line, of about `limit` characters at most."""
     try:
         text = " ".join(_SHORT.repr(value).split())
     except Exception:  # a repr is the value's own code; Python prints no number of 5,000 digits

@@ -4,7 +4,7 @@
 
 PATH is a head that specjax saved, a directory in one of the layouts, or the kind of a head that
 comes with specjax, such as eagle3. Formats are medusa, eagle, eagle3, speculators, and specjax.
-What was written is read again and its draft logits are compared, bit by bit. Exit codes: 0; 2 for
+The written head is read again and its draft logits are compared, bit by bit. Exit codes: 0; 2 for
 bad input; 130 after Ctrl-C or SIGTERM.
 """
 

@@ -1,4 +1,4 @@
-"""Kinds of values that users give: one check each, for command lines and the Python API alike.
+"""Kinds of values that users give, and their checks, for command lines and the Python API.
 
 A field of a config, an option of a drafter or an argument of a function declares its kind: in a
 table of fields by name, or in the annotation, as `top_k: Annotated[int, Whole()]`. Every kind's
@@ -37,7 +37,7 @@ INT32_MAX = 2**31 - 1
 
 @runtime_checkable
 class Kind(Protocol):
-    """What a field may hold."""
+    """The values that a field may have."""
 
     def check(self, name: str, value: Any) -> Any:
         """The value; raises InputError unless it is of this kind."""
@@ -150,7 +150,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Instance:
-    """An object of a class; what only code can give."""
+    """An object of a class; only for the Python API."""
 
     type: type
     remedy: str
@@ -215,10 +215,10 @@ class OutputFolder:
 
 @dataclass(frozen=True)
 class PathOrName:
-    """A path, or a name that is looked up; what is there is for the reader to say."""
+    """A path, or a name that is looked up; whether it exists is not checked."""
 
     def check(self, name: str, value: Any) -> str:
-        """The text, which could be a path."""
+        """The text; raises InputError unless it can be a path."""
         paths.user_path(name, value)
         return str(value)
 
@@ -279,7 +279,7 @@ class OptionalSection:
 
 
 def _plain(value: Any) -> Any:
-    """A number of NumPy or JAX as Python's own; anything else as it is."""
+    """A number of NumPy or JAX as Python's own; anything else unchanged."""
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
@@ -291,7 +291,7 @@ def optional(*kinds: Kind) -> Either:
 def kind_of(annotation: Any) -> Any:
     """The kind that an annotation declares, or its section (`Fields`); None where it declares none.
 
-    Raises TypeError for a number or a text without one: nothing could be checked.
+    Raises TypeError for a number or a text without a kind, which could not be checked.
     """
     origin, inside = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
@@ -315,7 +315,7 @@ def kind_of(annotation: Any) -> Any:
 
 
 def fields_of(source: type) -> dict[str, Any]:
-    """The kinds of a dataclass's fields, as they are annotated; a dataclass inside is a section."""
+    """The kinds of a dataclass's annotated fields, by name; a dataclass inside is a section."""
     hints = get_type_hints(source, include_extras=True)
     kinds = {field.name: kind_of(hints[field.name]) for field in dataclasses.fields(source)}
     return {name: kind for name, kind in kinds.items() if kind is not None}
@@ -339,14 +339,17 @@ def _build(source: type[T], checked: Mapping[str, Any]) -> T:
 def check_instance(value: Any, prefix: str) -> None:
     """Check the annotated fields of a frozen dataclass in its __post_init__, and keep the results.
 
-    `prefix` stands before a field's name in errors, as "sampling." does.
+    `prefix` is put before a field's name in errors, such as "sampling.".
     """
-    for name, kind in fields_of(type(value)).items():
-        object.__setattr__(value, name, kind.check(prefix + name, getattr(value, name)))
+    for name, hint in get_type_hints(type(value), include_extras=True).items():
+        # A dataclass inside has checked itself.
+        kind = None if dataclasses.is_dataclass(hint) else kind_of(hint)
+        if kind is not None:
+            object.__setattr__(value, name, kind.check(prefix + name, getattr(value, name)))
 
 
 def check_arguments(function: Callable[..., Any], prefix: str = "", **given: Any) -> None:
-    """Check arguments against the kinds that a function's annotations declare."""
+    """Raise InputError unless arguments are of the kinds that a function's annotations declare."""
     hints = get_type_hints(function, include_extras=True)
     for name, value in given.items():
         kind_of(hints[name]).check(prefix + name, value)
@@ -420,7 +423,7 @@ def _checked(
 
 
 def unknown_name(prefix: str, name: Any, value: Any, known: Mapping[str, Any]) -> str:
-    """What an error says of a field that is none of those that are known."""
+    """The message for an unknown field, with the nearest known name."""
     near = difflib.get_close_matches(str(name), map(str, known), n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     return f"{prefix}{name!s:.60}={shown(value)} is not supported: {hint}use {', '.join(known)}"

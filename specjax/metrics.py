@@ -1,17 +1,17 @@
-"""Speculative decoding's numbers, derived from raw counts per verify pass.
+"""Metrics of speculative decoding, derived from raw counts per verify pass.
 
 Counts are integer arrays [B, R], one entry for each pass (round) of each request (row), -1 where
-the row took no part:
+the row was not active:
 
   drafted   draft tokens verified (the nodes, if the draft is a tree; 0 = an empty draft)
-  accepted  draft tokens the accept decisions took; each pass adds one more token of the target
-  emitted   tokens appended to the output: accepted + 1, less what the end of the sequence,
-            max_new_tokens or a stop string cut off
-  width     window slots the pass paid for: the compiled width, root included
+  accepted  draft tokens accepted; each pass adds one more token of the target
+  emitted   tokens appended to the output: accepted + 1, less those truncated by the end of the
+            sequence, max_new_tokens or a stop string
+  width     window slots that the pass computed: the compiled width, root included
 
-A number that the counts leave undefined, such as an acceptance rate where nothing was drafted, is
-None and never NaN. Functions pool over all passes of all requests, which weighs long outputs more;
-`per_request_mean` weighs requests equally.
+An undefined number, such as an acceptance rate where nothing was drafted, is None and never NaN.
+Functions pool over all passes of all requests, which weighs long outputs more; `per_request_mean`
+weighs requests equally.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def num_accepted_tokens_per_pos(
 
 
 def acceptance_length(accepted: Counts) -> float | None:
-    """Tau: tokens per verify pass by its accept decisions, bonus included, empty drafts counted.
+    """Tau: mean tokens per verify pass, bonus token included, empty drafts counted.
 
     The mean of accepted + 1, which is 1 for plain decoding. Spec-Bench's "#Mean accepted tokens",
     EAGLE's tau, SGLang's and SpecForge's accept length.
@@ -64,7 +64,7 @@ def acceptance_length(accepted: Counts) -> float | None:
 
 
 def tau_drafted(drafted: Counts, accepted: Counts) -> float | None:
-    """`acceptance_length` over the passes with a draft alone.
+    """`acceptance_length` over the passes with a draft only.
 
     1 + num_accepted_tokens / num_drafts: vLLM's "Mean acceptance length", llama.cpp's "mean len".
     """
@@ -111,8 +111,8 @@ def cond_acceptance_at_pos(
 def tokens_per_round(emitted: Counts) -> float | None:
     """Tokens that reached the output per verify pass.
 
-    At most `acceptance_length`; the two part where the end of a sequence, max_new_tokens or a stop
-    string cuts a pass. This one, times the cost of a pass, is what decoding takes.
+    At most `acceptance_length`; lower where the end of a sequence, max_new_tokens or a stop string
+    truncates a pass. Decoding speed is this number over the time of a pass.
     """
     return _mean(emitted[emitted >= 0])
 
@@ -141,9 +141,9 @@ def truncate_rounds(
 ) -> tuple[Counts, Counts, Counts, Counts]:
     """The counts once each row's output is truncated to `kept_tokens`, as by a stop string.
 
-    Passes that emitted nothing that was kept become -1. The pass where the truncation falls keeps
-    `drafted` and `width`, which were verified and paid for, and loses the dropped tokens from
-    `emitted` and `accepted`; all it keeps are draft tokens, since its own token comes last. Returns
+    Passes without a kept token become -1. The truncated pass keeps `drafted` and `width`, as it was
+    computed, and loses the dropped tokens from `emitted` and `accepted`; all it keeps are draft
+    tokens, since its own token comes last. Returns
     (drafted, accepted, emitted, width), each [B, R]. Raises ValueError where the counts do not fit
     together.
     """
@@ -159,7 +159,7 @@ def truncate_rounds(
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """What a run's counts say; fields carry the names of this module's functions.
+    """All metrics of a run; fields have the names of this module's functions.
 
     `*_per_request` are means over requests, all else is pooled. `rounds_by_width` counts the passes
     of all rows by the width they ran at, and `mean_width` is its mean.
@@ -232,7 +232,7 @@ def summarize(
 
 
 def console_line(summary: Summary) -> str:
-    """The line that users of vLLM and llama.cpp know; its mean acceptance length is theirs too.
+    """One line like those of vLLM and llama.cpp, with the same mean acceptance length.
 
     That is `tau_drafted`: 1 + the sum of the positions shown beside it.
     """
@@ -294,7 +294,7 @@ def predicted_speedup(
     widths: Int[np.ndarray, "*R"],
     seconds_of_width: Mapping[int, float],
 ) -> float | None:
-    """The speed-up over plain decoding that the measured parts of a round add up to.
+    """The speed-up over plain decoding, computed from the measured parts of a round.
 
     tokens_per_round * T(1) / (draft_seconds + the mean over rounds of T(width)), in seconds, with
     T timed on isolated passes. `widths` are those of the rounds, negative entries being padding;
@@ -324,7 +324,7 @@ def _checked_width(drafted: Counts, accepted: Counts, emitted: Counts, width: Wi
         raise ValueError("accepted exceeds drafted in some round: were the two exchanged?")
     if width.shape not in (drafted.shape, drafted.shape[1:]):
         raise ValueError(
-            f"width has shape {width.shape}, drafted {drafted.shape}: give one width a round"
+            f"width has shape {width.shape}, drafted {drafted.shape}: give one width per round"
         )
     return np.broadcast_to(width, drafted.shape)
 

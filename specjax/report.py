@@ -3,11 +3,11 @@
     python -m specjax.report a.json b.json --out=DIR [--predict] [--nopictures]
 
 Reads what `python -m specjax.decode --config.report=FILE` wrote, runs of one target over the same
-prompts, and what `specjax.bench` wrote. Into DIR go report.md, report.csv, a JSONL file a run and
-the pictures. `--predict` loads the target and times the parts of each run's rounds, for the
-predicted speed-up; what was timed once is kept in DIR/costs.json (delete it to time again). What
-was written is listed in DIR/specjax_folder.json: files of the same names that are not listed there,
-or were changed since, are not replaced. A run that was interrupted is named.
+prompts, and what `specjax.bench` wrote. Into DIR go report.md, report.csv, one JSONL file per run
+and the pictures. `--predict` loads the target and times the parts of each run's rounds, for the
+predicted speed-up; timings are kept in DIR/costs.json (delete it to time again). The written files
+are listed in DIR/specjax_folder.json: files of the same names that are not listed there, or were
+changed since, are not replaced. Interrupted runs are named.
 Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 """
 
@@ -104,7 +104,7 @@ def _write_all(
                 _file_names([entry.label for entry in entries]), entries, strict=True
             )
         }
-    for _ in temporary.left_behind(files.folder, _DRAWN):
+    for _ in temporary.abandoned(files.folder, _DRAWN):
         pass  # each is deleted after its turn
     with temporary.unfinished(files.folder, _DRAWN) as drawing:
         drawing.mkdir()
@@ -123,7 +123,7 @@ def _write_all(
 
 
 def _predictions(runs: Sequence[Run], files: WrittenFiles) -> dict[int, float | None]:
-    """The predicted speed-up of each run that drafts, by its index; times what is not known."""
+    """The predicted speed-up of each run that drafts, by its index; times what is missing."""
     kept = _read_costs(files.folder / _COSTS)
     found: dict[int, predicted_speedup.RoundCosts] = {}
     drafting = {index: run for index, run in enumerate(runs) if run.drafter != "none"}
@@ -165,7 +165,7 @@ def _is_cost(entry: Any) -> bool:
     if not isinstance(entry["of"], dict) or not isinstance(widths, dict) or "1" not in widths:
         return False
     seconds = [entry["draft_s"], *widths.values()]
-    # A bool is an int to Python, and is none here.
+    # In Python a bool is an int; here it is refused.
     numbers = all(type(one) in (int, float) and 0 <= one < math.inf for one in seconds)
     return numbers and all(re.fullmatch(r"[1-9]\d{0,8}", width, re.ASCII) for width in widths)
 

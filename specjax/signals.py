@@ -1,4 +1,4 @@
-"""Requests to end a command: Ctrl-C, SIGTERM and a closed terminal, received in one way."""
+"""Handling of Ctrl-C, SIGTERM and a closed terminal: all are requests to end a command."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def received_by(receive: Callable[[int], None]) -> Iterator[None]:
 
 
 class _Handler:
-    """What Python calls at a signal, and what of it was ignored when it was installed."""
+    """A signal handler, and the signals that were ignored when it was installed."""
 
     def __init__(self, receive: Callable[[int], None], ignored: frozenset[int]) -> None:
         self._receive, self.ignored, self._last = receive, ignored, float("-inf")
@@ -60,7 +60,7 @@ def _ignores(handler: Any, number: int) -> bool:
 
 @contextmanager
 def raised() -> Iterator[None]:
-    """Raise KeyboardInterrupt where the program stands, at each request to end."""
+    """Raise KeyboardInterrupt in the main thread at each request to end."""
 
     def interrupt(number: int) -> None:
         raise KeyboardInterrupt
@@ -71,13 +71,13 @@ def raised() -> Iterator[None]:
 
 @contextmanager
 def held_off() -> Iterator[None]:
-    """Let no request to end disturb what is quick and must be completed, such as a last report."""
+    """Ignore requests to end during quick work that must be completed, such as a last report."""
     with received_by(lambda number: None):
         yield
 
 
 def installed_again() -> None:
-    """Install Python's handlers anew where a library has put its own in their place."""
+    """Install Python's handlers again where a library has replaced them."""
     if threading.current_thread() is threading.main_thread():
         for number in _NUMBERS:
             handler = signal.getsignal(number)

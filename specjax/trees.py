@@ -2,27 +2,97 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
+
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 
+@dataclass(frozen=True)
+class Topology:
+    """The shape of a token tree: `parents[i]` is the window slot of node i's parent.
+
+    The root (the last committed token) is slot 0 and node i is slot i + 1. Parents come before
+    children, so a chain has the parents 0, 1, 2, ... Hashable: equal shapes compile once. Raises
+    ValueError where a parent does not come before its child.
+    """
+
+    parents: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for node, parent in enumerate(self.parents):
+            if not 0 <= parent <= node:
+                raise ValueError(
+                    f"parents[{node}]={parent}: a parent is the slot of an earlier node, or 0 for "
+                    f"the root; use 0 to {node}"
+                )
+
+    @property
+    def num_nodes(self) -> int:
+        """N."""
+        return len(self.parents)
+
+    @property
+    def width(self) -> int:
+        """Slots of the window that hold the tree, the root's included: W = N + 1."""
+        return len(self.parents) + 1
+
+    @property
+    def depth(self) -> int:
+        """Nodes on the longest path from the root: P."""
+        return int(self.depths.max())
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether no slot has two children, so that nodes and depths are the same."""
+        return self.parents == tuple(range(len(self.parents)))
+
+    @cached_property
+    def ancestors(self) -> Bool[np.ndarray, "W W"]:
+        """Whether slot j is slot i or one of its ancestors, the root included: the slots i sees."""
+        seen = np.eye(self.width, dtype=bool)
+        for node, parent in enumerate(self.parents, start=1):
+            seen[node] |= seen[parent]
+        return seen
+
+    @cached_property
+    def depths(self) -> Int[np.ndarray, "W"]:
+        """Each slot's distance from the root, in tokens."""
+        return (self.ancestors.sum(axis=1) - 1).astype(np.int32)
+
+    def first(self, num_nodes: int) -> Topology:
+        """The tree of the first nodes alone."""
+        return Topology(self.parents[:num_nodes])
+
+    def close(self, valid: Bool[Array, "B N"]) -> Bool[Array, "B N"]:
+        """The nodes that are valid with all of their ancestors."""
+        if self.is_chain:
+            return jnp.cumprod(valid, axis=1, dtype=jnp.int32).astype(bool)
+        return ~jnp.any(self.ancestors[None, 1:, 1:] & ~valid[:, None, :], axis=2)
+
+
+def chain_topology(length: int) -> Topology:
+    """The topology of a chain of `length` nodes."""
+    return Topology(tuple(range(length)))
+
+
 @struct.dataclass
 class Draft:
     """Up to N nodes of a token tree under the root (the last committed token).
 
-    Node i sits in window slot i + 1, the root in slot 0; `parents` are slots, and parents come
-    before children, so a chain has parents 0, 1, 2, ... A row's node that is not `valid` was never
-    proposed; `valid` is closed under ancestors. `logq_row` names the row of `logq` a node was drawn
-    from, before any sibling was removed; -1 says the node is deterministic (q is one-hot).
+    A row's node that is not `valid` was never proposed; `valid` is closed under ancestors, which
+    the loop sees to. `logq_row` names the row of `logq` a node was drawn from, before any sibling
+    was removed; -1 says the node is deterministic (q is one-hot).
     """
 
     tokens: Int[Array, "B N"]
-    parents: Int[Array | np.ndarray, "N"]
     valid: Bool[Array, "B N"]
     logq_row: Int[Array, "B N"]
-    logq: Float[Array, "B Q V"] | None = None
+    logq: Float[Array, "B Q V"] | None
+    topology: Topology = struct.field(pytree_node=False)
 
 
 def chain(
@@ -38,27 +108,8 @@ def chain(
     step = jnp.broadcast_to(jnp.arange(length), (batch, length))
     return Draft(
         tokens=tokens,
-        parents=np.arange(length),
         valid=step < num_valid[:, None],
         logq_row=jnp.full_like(step, -1) if logq is None else step,
         logq=logq,
+        topology=chain_topology(length),
     )
-
-
-def is_chain(draft: Draft) -> bool:
-    """Whether the draft is known, while tracing, to have no branches."""
-    parents = draft.parents
-    return isinstance(parents, np.ndarray) and bool((parents == np.arange(len(parents))).all())
-
-
-def ancestors(parents: Int[np.ndarray, "N"]) -> Bool[np.ndarray, "W W"]:
-    """Which slots each slot sees among the tree's: itself and its ancestors, the root included."""
-    seen = np.eye(len(parents) + 1, dtype=bool)
-    for node, parent in enumerate(parents, start=1):
-        seen[node] |= seen[parent]
-    return seen
-
-
-def depths(parents: Int[np.ndarray, "N"]) -> Int[np.ndarray, "W"]:
-    """How far each slot lies below the root, in tokens."""
-    return ancestors(parents).sum(axis=1) - 1

@@ -17,7 +17,7 @@ TARGET = random_model(DecoderConfig(61, 24, 40, 3, 4, 2, 6, 600), 0, dtype="floa
 
 
 class Nothing:
-    """What no argument takes."""
+    """Values that no argument accepts."""
 
 
 BAD = {
@@ -132,7 +132,7 @@ OBJECTS = {"model", "mesh", "form", "progress", "draft_length", "request", "dist
 VALUES = {"Drafter", "Generation", "Model", "InputError"}
 """Exported for what they hold, not to be called."""
 GOOD = {("SamplingParams", "seed", None)}
-"""What one function takes, although others do not."""
+"""Values that one function accepts, although others do not."""
 CALLED = {("make_drafter", "name"): "drafter"}
 """Arguments that errors call by the name of the command line's field."""
 

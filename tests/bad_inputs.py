@@ -1,4 +1,4 @@
-"""What no field takes, by its kind, as a command line writes it."""
+"""Values that fields refuse, by kind, as a command line writes them."""
 
 from specjax import fields
 from specjax.cli import decode_config

@@ -1,12 +1,14 @@
 """What the tests of the decoding loop share."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from specjax import trees
+from specjax.decoding import loop
 from specjax.decoding.executor import compile_session, run_session
 from specjax.decoding.generate import collect
 from specjax.decoding.open_session import open_session
@@ -14,16 +16,11 @@ from specjax.decoding.options import DecodeOptions
 from specjax.decoding.plan import batch_arguments
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.state import RUNNING
-from specjax.drafters import (
-    Drafter,
-    draft_model,
-    early_exit,
-    fallback,
-    ngram,
-    simulated,
-    stateless,
-    unmoved,
-)
+from specjax.drafters import Drafter, LoadedDrafter, make_drafter, take_turns, turns
+from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.early_exit import EarlyExit
+from specjax.drafters.ngram import Ngram
+from specjax.sampling import UniformRule
 
 PROMPTS = [
     [5],
@@ -98,70 +95,137 @@ def rounds(session, state):
         yield state
 
 
-def shifting(target, step=7):
+@functools.partial(jax.jit, static_argnums=0)
+def _caught_up(plan, params, state):
+    context = loop.make_context(plan, params[0], state)
+    return tuple(
+        turns._catch_up(part, own, before, context, jnp.bool_(True)).drafter
+        for part, own, before in zip(plan.drafter.parts, params[1], state.drafter, strict=True)
+    )
+
+
+def observed(session, state):
+    """Each drafter's own state once it has observed all that is committed."""
+    return _caught_up(session.plan, session.params, state)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shifting(Drafter):
     """A drafter of one's own: the token before, plus `step`, as long as the row may draft."""
 
-    def propose(params, state, context, noise):
+    vocab: int = dataclasses.field(kw_only=False)
+    step: int = 7
+
+    def propose(self, params, state, context, noise):
         root = context.token_at(context.length - 1)
-        offset = step * (1 + jnp.arange(context.num_tokens))
-        tokens = (root[:, None] + offset[None, :]) % target.config.vocab_size
+        offset = self.step * (1 + jnp.arange(self.num_speculative_tokens))
+        tokens = (root[:, None] + offset[None, :]) % self.vocab
         return trees.chain(tokens, context.limit), state
 
-    return Drafter("shifting", stateless, propose, unmoved, num_speculative_tokens=4)
 
-
-def random_distribution(target, spread=1.0):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RandomDistribution(Drafter):
     """A drafter of one's own: distributions that only depend on depth, some rows short."""
-    vocab = target.config.vocab_size
-    table = spread * np.random.default_rng(0).standard_normal((16, vocab)).astype(np.float32)
 
-    def propose(params, state, context, noise):
+    sampled = True
+
+    def propose(self, params, state, context, noise):
+        length, vocab = self.num_speculative_tokens, params.shape[1]
         tokens, distributions = [], []
-        for depth in range(context.num_tokens):
+        for depth in range(length):
             logits = jnp.broadcast_to(params[depth][None, :], (context.length.shape[0], vocab))
             token, distribution = context.draw(logits, noise, depth)
             tokens.append(token)
             distributions.append(distribution)
-        if not tokens:
-            return trees.chain(
-                jnp.zeros((context.length.shape[0], 0), jnp.int32), context.limit
-            ), state
-        count = jnp.minimum(context.limit, context.length % (context.num_tokens + 1))
+        count = jnp.minimum(context.limit, context.length % (length + 1))
         logq = jnp.stack(distributions, axis=1) if context.needs_logq else None
         return trees.chain(jnp.stack(tokens, axis=1), count, logq), state
 
-    return Drafter(
-        "random_distribution",
-        stateless,
-        propose,
-        unmoved,
-        num_speculative_tokens=4,
-        params=jnp.asarray(table),
-        sampled=True,
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Changed(Drafter):
+    """A drafter with other functions: each is given the real one, and then its arguments."""
+
+    drafter: Drafter = dataclasses.field(kw_only=False)
+    propose_with: object = None
+    observe_with: object = None
+    identity: object = None
+    """Tells apart what is compiled."""
+    features = property(lambda self: self.drafter.features)
+    sampled = property(lambda self: self.drafter.sampled)
+    lengths = property(lambda self: self.drafter.lengths)
+
+    @property
+    def inner(self):
+        length = self.num_speculative_tokens
+        return dataclasses.replace(self.drafter, num_speculative_tokens=length)
+
+    def init(self, params, batch, capacity):
+        return self.inner.init(params, batch, capacity)
+
+    def propose(self, *arguments):
+        real = self.inner.propose
+        return self.propose_with(real, *arguments) if self.propose_with else real(*arguments)
+
+    def observe(self, *arguments):
+        real = self.inner.observe
+        return self.observe_with(real, *arguments) if self.observe_with else real(*arguments)
+
+
+def changed(loaded, *, propose=None, observe=None):
+    """A loaded drafter whose functions are replaced; a new value each time, compiled anew."""
+    drafter, params = loaded if isinstance(loaded, LoadedDrafter) else (loaded, ())
+    length = drafter.num_speculative_tokens
+    other = Changed(
+        drafter,
+        propose_with=propose,
+        observe_with=observe,
+        identity=object(),
+        num_speculative_tokens=length,
     )
+    return LoadedDrafter(other, params)
+
+
+@dataclasses.dataclass(frozen=True)
+class Deciding(UniformRule):
+    """A rule of one's own out of a function."""
+
+    function: object
+
+    def decide(self, *arguments):
+        return self.function(*arguments)
+
+
+def random_distribution(target, spread=1.0):
+    vocab = target.config.vocab_size
+    table = spread * np.random.default_rng(0).standard_normal((16, vocab)).astype(np.float32)
+    return LoadedDrafter(RandomDistribution(), jnp.asarray(table))
+
+
+def draft_model(model, **options):
+    """A drafter of a whole model."""
+    architecture, params = model if isinstance(model, tuple) else (model.architecture, model.params)
+    return LoadedDrafter(DraftModel(architecture, **options), params)
 
 
 def drafters(tiny, unrelated, similar):
     """Every drafter that needs no plain run, by name."""
     layers = tiny.config.num_layers
     return {
-        "ngram": ngram.make(prompt_lookup_min=1),
-        "unrelated": draft_model.make(unrelated.architecture, unrelated.params),
-        "similar": draft_model.make(similar.architecture, similar.params),
-        "similar_greedy": draft_model.make(
-            similar.architecture, similar.params, draft_sample_method="greedy"
-        ),
-        "itself": draft_model.make(tiny.architecture, tiny.params),
-        "early_exit": early_exit.make(layers, exit_layer=2),
-        "early_exit_p_min": early_exit.make(layers, exit_layer=2, draft_p_min=0.15),
-        "fallback": fallback.make(ngram.make(), early_exit.make(layers, exit_layer=2)),
-        "shifting": shifting(tiny),
+        "ngram": Ngram(prompt_lookup_min=1),
+        "unrelated": draft_model(unrelated),
+        "similar": draft_model(similar),
+        "similar_greedy": draft_model(similar, draft_sample_method="greedy"),
+        "itself": draft_model(tiny),
+        "early_exit": EarlyExit(layers, exit_layer=2),
+        "early_exit_p_min": EarlyExit(layers, exit_layer=2, draft_p_min=0.15),
+        "turns": take_turns(Ngram(), EarlyExit(layers, exit_layer=2)),
+        "turns_model": take_turns(Ngram(prompt_lookup_min=1), draft_model(similar)),
+        "shifting": Shifting(tiny.config.vocab_size),
         "random_distribution": random_distribution(tiny),
     }
 
 
 def replay(tiny, plain, acceptance):
     """`simulated` on a plain run."""
-    return simulated.make(
-        tiny.config.vocab_size, continuations=plain.token_ids, acceptance=acceptance
-    )
+    return make_drafter("simulated", tiny, continuations=plain.token_ids, acceptance=acceptance)

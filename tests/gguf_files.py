@@ -1,4 +1,4 @@
-"""Small GGUF files for tests: a random model with a byte-level tokenizer, and its damaged kin."""
+"""Small GGUF files for tests: a random model with a byte-level tokenizer, and damaged copies."""
 
 from pathlib import Path
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.core import meta
 
-from specjax.drafters.trained import head_drafter
+from specjax.drafters import head_drafter
 from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.models.heads.eagle import Eagle, EagleConfig, default_taps
 from specjax.models.heads.medusa import Medusa, MedusaConfig, parameter_table

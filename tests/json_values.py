@@ -38,7 +38,7 @@ VALUES = st.recursive(
 
 @st.composite
 def changed(draw, content, changes=3):
-    """A document in which a few places, at any depth, are replaced, removed, renamed or doubled."""
+    """A document in which a few values, at any depth, are replaced, removed, renamed or doubled."""
     content = copy.deepcopy(content)
     for _ in range(draw(st.integers(1, changes))):
         content = _change(draw, content)

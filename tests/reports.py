@@ -34,7 +34,7 @@ def row(number, category, rounds, seconds, plain_seconds, prefill=0.25, **change
 ROWS = [
     row(0, "writing", [(2, 2, 3), (2, 0, 1), (0, 0, 1)], 1.0, 2.0, prefill=0.5),
     row(1, "math", [(2, 1, 2)], 0.5, 0.5),
-    # Its end cut one token of the last round.
+    # The end of the sequence truncated one token of the last round.
     row(2, "qa", [(2, 2, 3), (2, 1, 1)], 1.0, 0.8),
 ]
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from train.data.batches import Batch
-from train.methods.labels import fill_features
+from train.methods.packed_rows import fill_features
 
 
 def two_rows(vocab_size, seed=0):

@@ -1,4 +1,4 @@
-"""The accelerator benchmark runs at its debug size, goes on where it stopped, and adds up."""
+"""The accelerator benchmark runs at its debug size and resumes; its numbers are consistent."""
 
 import importlib.util
 import json
@@ -169,14 +169,14 @@ def test_a_second_call_measures_only_what_is_left(runs, first):
     assert runs.out.read_bytes() == before
     # A row that was truncated, as by a call that was killed, is measured again.
     lines = before.splitlines(keepends=True)
-    place = max(i for i, line in enumerate(lines) if b'"kind": "form"' in line)
-    cut = [*lines[:place], *lines[place + 1 :], lines[place][:40]]
-    runs.out.write_bytes(b"".join(cut))
+    index = max(i for i, line in enumerate(lines) if b'"kind": "form"' in line)
+    truncated = [*lines[:index], *lines[index + 1 :], lines[index][:40]]
+    runs.out.write_bytes(b"".join(truncated))
     again = runs()
     assert again.returncode == 0, again.stderr
     assert "1 of 18 cells to measure" in again.stdout
     assert len(read_rows(runs.out)) == len(lines)
-    assert runs.out.read_bytes().startswith(b"".join(cut))
+    assert runs.out.read_bytes().startswith(b"".join(truncated))
 
 
 def test_what_does_not_fit_says_so_and_is_not_tried(runs, first):

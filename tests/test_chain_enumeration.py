@@ -1,9 +1,10 @@
-"""The chain rules are exact, by enumeration; rules with a known mistake are found out."""
+"""The chain rules are exact, by enumeration; rules with a known mistake fail the test."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from decoding import Deciding
 
 from specjax import sampling
 from specjax.errors import InputError
@@ -68,9 +69,10 @@ def blind_to_length(tokens, num_valid, target, draft, uniforms):
     """Takes undrafted tokens for drafted ones."""
     every = jnp.full_like(num_valid, tokens.shape[1])
     accepted, distribution = rejection(tokens, every, target, draft, uniforms)
-    cut = accepted > num_valid
+    beyond = accepted > num_valid
     return Decision(
-        jnp.minimum(accepted, num_valid), jnp.where(cut[:, None], target(num_valid), distribution)
+        jnp.minimum(accepted, num_valid),
+        jnp.where(beyond[:, None], target(num_valid), distribution),
     )
 
 
@@ -86,7 +88,7 @@ def odds_by_slot(tokens, num_valid, target, draft):
 
 
 def longest_accepted(tokens, num_valid, target, draft, uniforms):
-    """Goes on to the last token that passes its own test, over one that was refused."""
+    """Accepts up to the last token that passes its own test, in spite of an earlier rejection."""
     odds = odds_by_slot(tokens, num_valid, target, draft)
     passes = jnp.log(uniforms) < odds
     last = jnp.max(jnp.where(passes, jnp.arange(1, tokens.shape[1] + 1)[None, :], 0), axis=1)
@@ -143,18 +145,18 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_variants_fail(name):
-    check = check_rule(BROKEN[name], vocab=3, length=3 if name.startswith("block") else 2)
+    check = check_rule(Deciding(BROKEN[name]), vocab=3, length=3 if name.startswith("block") else 2)
     assert not check.passed
     assert check.counterexample
 
 
 def test_the_broken_variants_fail_for_their_mistake_alone():
-    check = check_rule(block_with(), vocab=3)
+    check = check_rule(Deciding(block_with()), vocab=3)
     assert check.passed, check.counterexample
 
 
 def test_one_uniform_for_two_tokens_is_refused():
-    check = check_rule(one_uniform, vocab=3, length=2)
+    check = check_rule(Deciding(one_uniform), vocab=3, length=2)
     assert not check.passed
     assert "use each uniform once" in check.counterexample
 
@@ -164,7 +166,7 @@ def test_accepting_more_than_was_drafted_is_refused():
         every = jnp.full_like(num_valid, tokens.shape[1])
         return Decision(every, target(every))
 
-    check = check_rule(greedy, vocab=2, length=2)
+    check = check_rule(Deciding(greedy), vocab=2, length=2)
     assert not check.passed
     assert check.counterexample == "num_accepted is 2 where 0 tokens were drafted"
 
@@ -191,12 +193,12 @@ def stop_at_flat_distribution(tokens, logq):
     return np.where(flat.any(axis=1), flat.argmax(axis=1), tokens.shape[1])
 
 
-def stop_behind_token_one(tokens, logq):
+def stop_after_token_one(tokens, logq):
     stop = tokens == 1
     return np.where(stop.any(axis=1), stop.argmax(axis=1) + 1, tokens.shape[1])
 
 
-@pytest.mark.parametrize("valid", [stop_at_flat_distribution, stop_behind_token_one])
+@pytest.mark.parametrize("valid", [stop_at_flat_distribution, stop_after_token_one])
 @pytest.mark.parametrize("rule", ["rejection", "block", "coupled"])
 def test_stopping_by_what_came_before_is_exact(rule, valid):
     check = check_rule(rule, vocab=3, valid=valid)

@@ -29,7 +29,7 @@ def saved(model, tmp_path):
     return tmp_path / "saved"
 
 
-def facts_of(model):
+def metadata_of(model):
     config, dtype = model_metadata.config_metadata(model.config), np.dtype(model.dtype).name
     return {"config": config, "dtype": dtype, "scan_layers": True, "tokenizer": None}
 
@@ -85,7 +85,7 @@ def changed(*path, to):
     ],
 )
 def test_a_config_that_does_not_fit_is_refused(change, said, model, tmp_path, monkeypatch):
-    content = facts_of(model)
+    content = metadata_of(model)
     change(content)
     orbax_checkpoint.save(tmp_path / "odd", "model", model.params, content, overwrite=False)
     monkeypatch.setattr(orbax_checkpoint, "restore", None)
@@ -106,7 +106,10 @@ def test_a_config_that_does_not_fit_is_refused(change, said, model, tmp_path, mo
     ],
 )
 def test_a_tokenizer_that_is_none_is_refused(change, said, chatty, tmp_path):
-    content = {**facts_of(chatty), "tokenizer": model_metadata.tokenizer_metadata(chatty.tokenizer)}
+    content = {
+        **metadata_of(chatty),
+        "tokenizer": model_metadata.tokenizer_metadata(chatty.tokenizer),
+    }
     change(content)
     orbax_checkpoint.save(tmp_path / "odd", "model", chatty.params, content, overwrite=False)
     with pytest.raises(InputError, match=said):
@@ -114,7 +117,10 @@ def test_a_tokenizer_that_is_none_is_refused(change, said, chatty, tmp_path):
 
 
 def test_a_tokenizer_of_a_larger_model_is_refused(model, chatty, tmp_path):
-    content = {**facts_of(model), "tokenizer": model_metadata.tokenizer_metadata(chatty.tokenizer)}
+    content = {
+        **metadata_of(model),
+        "tokenizer": model_metadata.tokenizer_metadata(chatty.tokenizer),
+    }
     orbax_checkpoint.save(tmp_path / "odd", "model", model.params, content, overwrite=False)
     with pytest.raises(InputError, match=r"tokenizer has \d+ tokens, the model 64; save the model"):
         load_model(tmp_path / "odd")

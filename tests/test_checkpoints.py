@@ -105,8 +105,8 @@ def assert_placed(model, mesh, shards):
     wanted = build_parameters.parameter_shardings(
         model.config, mesh, shards, model.form.scan_layers
     )
-    places = jax.tree.map(lambda leaf, place: leaf.sharding == place, model.params, wanted)
-    assert jax.tree.all(places)
+    matches = jax.tree.map(lambda leaf, sharding: leaf.sharding == sharding, model.params, wanted)
+    assert jax.tree.all(matches)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ from specjax.loading.checkpoints import save_checkpoint
 from specjax.loading.load import load_model
 
 def die(event, arguments):
-    # To the name with a suffix Orbax renames what it has written; to the one without, we do.
+    # Orbax renames what it has written to the name with a suffix, specjax to that without.
     if event == "os.rename" and os.path.basename(os.fspath(arguments[1])) == sys.argv[3]:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -259,12 +259,12 @@ HEADS = {
 }
 
 
-def test_a_drafter_comes_back_with_its_facts(tmp_path):
+def test_a_drafter_comes_back_with_its_metadata(tmp_path):
     params = jax.tree.map(jnp.asarray, HEADS)
     about = {"method": "medusa", "heads": (2, [1, 2.5, None]), "target": {"name": "é", "ok": True}}
     save_drafter(tmp_path / "drafter", params, about)
-    loaded, told = load_drafter(tmp_path / "drafter")
-    assert told == {**about, "heads": [2, [1, 2.5, None]]}
+    loaded, metadata = load_drafter(tmp_path / "drafter")
+    assert metadata == {**about, "heads": [2, [1, 2.5, None]]}
     assert_same(loaded, params)
     mesh = mesh_of((2, 2))
     spread, _ = load_drafter(tmp_path / "drafter", mesh)

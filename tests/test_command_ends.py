@@ -98,10 +98,10 @@ def raising(error):
 )
 def test_lack_of_memory_is_one_line(error, capsys):
     assert raising(error) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("error: out of memory (")
-    assert told.endswith("); lower batch_size, max_length or num_speculative_tokens\n")
-    assert told.count("\n") == 1
+    message = capsys.readouterr().err
+    assert message.startswith("error: out of memory (")
+    assert message.endswith("); lower batch_size, max_length or num_speculative_tokens\n")
+    assert message.count("\n") == 1
 
 
 def test_bugs_stay_tracebacks():
@@ -149,7 +149,8 @@ def test_stdout_on_a_full_disk_is_an_error():
     ran = printing("print", 1, "> /dev/full")
     assert ran.returncode == 2
     assert ran.stderr == (
-        "error: stdout, or a file that is being written: No space left on device; make room there\n"
+        "error: stdout, or a file that is being written: No space left on device; "
+        "free space there\n"
     )
 
 
@@ -165,11 +166,11 @@ def test_flags_that_do_not_fit_are_one_line(main, capsys):
         (["--nosuch=1", "--input=a", "--output=b", "--head=c", "--format=specjax"], "unrecognized"),
     ):
         assert main(argv) == 2
-        told = capsys.readouterr().err
-        assert told.startswith("error: ")
-        assert says in told
-        assert told.endswith("; --help lists the flags\n")
-        assert told.count("\n") == 1
+        message = capsys.readouterr().err
+        assert message.startswith("error: ")
+        assert says in message
+        assert message.endswith("; --help lists the flags\n")
+        assert message.count("\n") == 1
     assert main(["--help"]) == 0
     assert "--output" in capsys.readouterr().out
 
@@ -195,11 +196,11 @@ def test_a_config_file_that_fails_says_so(body, says, tmp_path):
     path.write_text(body)
     with pytest.raises(InputError) as raised:
         read_config([f"--config={path}"], str(path))
-    told = str(raised.value)
-    assert told.startswith(f"config={str(path)!r}")
-    assert says in told
-    assert told.endswith("; mend the config file")
-    assert "\n" not in told
+    message = str(raised.value)
+    assert message.startswith(f"config={str(path)!r}")
+    assert says in message
+    assert message.endswith("; repair the config file")
+    assert "\n" not in message
 
 
 def test_a_config_file_may_be_a_folder_or_a_device(tmp_path):

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from specjax.cli import compiled_programs
+from specjax.files import compiled_programs
 
 
 @pytest.fixture
 def keep(tmp_path, monkeypatch):
-    """Calls `keep` for a folder as in a new process; returns what it has told, and will tell."""
+    """Calls `keep` for a folder as in a new process; returns the list that gets its messages."""
     names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
     before = {name: getattr(jax.config, name) for name in names}
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
@@ -22,9 +22,9 @@ def keep(tmp_path, monkeypatch):
         compilation_cache.reset_cache()
         jax.clear_caches()
         monkeypatch.setenv("XDG_CACHE_HOME", str(home))
-        told = []
-        compiled_programs.keep(told.append)
-        return told
+        messages = []
+        compiled_programs.keep(messages.append)
+        return messages
 
     with warnings.catch_warnings():
         yield again
@@ -68,7 +68,7 @@ def a_folder(path):
 @pytest.mark.parametrize("damage", [truncated, flipped, emptied, foreign, a_folder])
 def test_damaged_entries_are_replaced_and_said_once(damage, keep, tmp_path):
     folder = tmp_path / "cache" / "specjax" / "xla"
-    told = keep()
+    messages = keep()
     compute()
     entries = {path: path.read_bytes() for path in folder.iterdir()}
     assert len(entries) >= 3
@@ -81,7 +81,7 @@ def test_damaged_entries_are_replaced_and_said_once(damage, keep, tmp_path):
     # Each of them is good now.
     once_more = keep()
     compute()
-    assert told == once_more == []
+    assert messages == once_more == []
 
 
 def test_sound_entries_of_the_same_name_stay(keep, tmp_path):
@@ -100,23 +100,23 @@ def test_sound_entries_of_the_same_name_stay(keep, tmp_path):
 def test_a_folder_that_cannot_be_one(home, keep, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.chdir(tmp_path)
-    told = keep(home if home.startswith(("~", "/")) else tmp_path / home)
+    messages = keep(home if home.startswith(("~", "/")) else tmp_path / home)
     compute()
-    assert len(told) == 1
-    assert told[0].startswith("compiled programs are not kept: ")
-    assert home.strip("/").split("/")[0].strip("~") in told[0]
+    assert len(messages) == 1
+    assert messages[0].startswith("compiled programs are not kept: ")
+    assert home.strip("/").split("/")[0].strip("~") in messages[0]
     assert jax.config.jax_compilation_cache_dir is None
 
 
 def test_a_folder_that_cannot_be_written_to_any_more(keep, tmp_path, monkeypatch):
     folder = tmp_path / "cache" / "specjax" / "xla"
-    told = keep()
+    messages = keep()
     folder.rmdir()
     folder.write_text("in its place")
     compute()
     # JAX opens its cache once, and is without one after that.
-    assert len(told) == 1
-    assert told[0].startswith(f"compiled programs in {folder}: reading fails (FileExistsError")
+    assert len(messages) == 1
+    assert messages[0].startswith(f"compiled programs in {folder}: reading fails (FileExistsError")
 
 
 def test_other_warnings_are_shown_as_ever(keep):
@@ -143,9 +143,12 @@ def test_two_at_once(keep, tmp_path):
     writer.start()
     try:
         for _ in range(5):
-            told = keep()
+            messages = keep()
             compute()
-            assert told in ([], [f"compiled programs in {folder}: damaged entries are replaced"])
+            assert messages in (
+                [],
+                [f"compiled programs in {folder}: damaged entries are replaced"],
+            )
     finally:
         stop.set()
         writer.join()

@@ -82,7 +82,7 @@ def test_override_errors(override, says):
 def test_broken_config_files_are_named(tmp_path, body):
     path = tmp_path / "broken.py"
     path.write_text(body)
-    with pytest.raises(InputError, match=r"broken\.py.*mend the config file"):
+    with pytest.raises(InputError, match=r"broken\.py.*repair the config file"):
         read(f"--config={path}")
 
 
@@ -100,7 +100,7 @@ def get_config():
     ("change", "says"),
     [
         ("config[5] = 3", "has names that are texts and names that are none"),
-        ("config.section = ml_collections.ConfigDict({5: 3})", "the name 5, which is no text"),
+        ("config.section = ml_collections.ConfigDict({5: 3})", "the name 5, which is not a text"),
         ("config.section[5] = 3", "has names that are texts and names that are none"),
         ("config.me = config", "cannot be used (RecursionError"),
         ("config.section.c = config_dict.required_placeholder(int)", "section.c has no value"),

@@ -173,18 +173,18 @@ def test_the_builder_writes_array_record_files(tmp_path):
 
 def test_damaged_prompts_are_made_again_and_said(tmp_path):
     config = CorpusConfig.of(12, 0, {"math_reasoning": 1.0}, PYTHON_ONLY)
-    told = []
-    folder = corpus.prepare_corpus(config, tmp_path, told.append)
+    messages = []
+    folder = corpus.prepare_corpus(config, tmp_path, messages.append)
     asked = [request.prompt for request in read_dataset(str(folder))]
     assert len(asked) == 12
     for path in sorted(folder.iterdir()):
         content = path.read_bytes()
         path.write_bytes(content[: len(content) // 2])
-        assert corpus.prepare_corpus(config, tmp_path, told.append) == folder
+        assert corpus.prepare_corpus(config, tmp_path, messages.append) == folder
         assert [request.prompt for request in read_dataset(str(folder))] == asked
-    assert told == [f"{folder}: this dataset is damaged or incomplete, and is made again"] * len(
-        list(folder.iterdir())
-    )
+    assert messages == [
+        f"{folder}: this dataset is damaged or incomplete, and is made again"
+    ] * len(list(folder.iterdir()))
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"tfds\.data_dir=.* is a file: name a folder"):
         corpus.prepare_corpus(config, tmp_path / "file")

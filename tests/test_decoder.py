@@ -1,4 +1,4 @@
-"""`extend` and prefill: however the tokens are cut into forwards, the result is one causal pass."""
+"""`extend` and prefill: however tokens are split into forwards, the result is one causal pass."""
 
 import functools
 
@@ -82,7 +82,7 @@ def test_prefill_of_nothing_is_the_empty_cache(tiny):
 
 
 @pytest.mark.parametrize("committed", [[0, 0, 0], [0, 5, 1], [250, 255, 256], [257, 100, 290]])
-def test_tokens_at_once_behind_a_cache(committed, tiny, whole):
+def test_tokens_at_once_after_a_cache(committed, tiny, whole):
     """Rows of different lengths, on both sides of the block edge at 256."""
     count = 9
     cache, _ = prefilled(tiny, committed)
@@ -137,7 +137,7 @@ def test_one_by_one_is_at_once(tiny, whole):
 
 
 def test_the_order_of_slots_does_not_matter(tiny):
-    """What counts is who sees whom and at which position, not where in the window it lies."""
+    """Results depend on the mask and the positions, not on the slots of the window."""
     count, order = 5, np.array([3, 0, 4, 1, 2])
     cache, _ = prefilled(tiny, [7, 7, 7])
     tokens = TOKENS[:, 7 : 7 + count]
@@ -190,7 +190,7 @@ def test_early_exit_runs_the_first_layers(exit_layer, tiny, whole):
     params = dict(tiny.params)
     params["layers"] = jax.tree.map(lambda leaf: leaf[:exit_layer], params["layers"])
     model = random_model(short, 0, dtype="float32")
-    wanted = one_pass(type(model)("cut", short, params, None, model.dtype), TOKENS)
+    wanted = one_pass(type(model)("short", short, params, None, model.dtype), TOKENS)
     got = one_pass(tiny, TOKENS, num_layers=exit_layer, features=("pre_norm",))
     np.testing.assert_allclose(got.logits, wanted.logits, atol=2e-5, rtol=1e-4)
     if exit_layer < 3:
@@ -211,7 +211,7 @@ def test_an_unknown_feature_is_named(name, tiny):
 
 
 def test_commit_appends_the_chosen_slots(tiny):
-    """Ragged counts, slots out of order, and a row that is full to the last place."""
+    """Ragged counts, slots out of order, and a row that fills the cache."""
     decoder = tiny.architecture
     cache = decoder.make_cache(3, 8).replace(length=jnp.array([0, 7, 8], jnp.int32))
     window = decoder.make_window(3, 4)

@@ -14,7 +14,7 @@ from rows import two_rows, with_features
 
 from specjax.cache import commit, make_cache
 from specjax.decoding.sampling_params import SamplingParams
-from specjax.drafters.trained import head_drafter
+from specjax.drafters import head_drafter
 from specjax.errors import InputError
 from specjax.loading.load import random_model
 from specjax.testing import check_drafter
@@ -145,7 +145,7 @@ def test_gradients(part, tiny, batch):
         close = [np.allclose(mine, other, atol=1e-6) for mine, other in pairs]
         return bool(np.isclose(value, total, rtol=1e-6)) and all(close)
 
-    # What stands after the last label of its conversation, and padding, has no influence.
+    # Tokens after the last label of its conversation, and padding, have no influence.
     tokens = batch.tokens.at[0, 20].set(3).at[0, 21:].set(9)
     assert same(batch.replace(tokens=tokens))
     # Nor have features of rows that no label is predicted from.

@@ -198,7 +198,7 @@ def test_each_method_takes_a_loss_of_labels(make, usual, tiny):
     if make is distill:
         known = np.isin(batch.tokens, SOME)
         labels = [(row, label) for row in range(2) for label in batch.labels[row] if label >= 0]
-        assert ones[0][0] == sum(known[place] for place in labels)
+        assert ones[0][0] == sum(known[position] for position in labels)
 
 
 @pytest.mark.parametrize(

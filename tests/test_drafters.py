@@ -7,7 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import tiny_config
-from decoding import PROMPTS, decode, drafters, first_state, greedy, make_session, mixed, rounds
+from decoding import (
+    PROMPTS,
+    changed,
+    decode,
+    drafters,
+    first_state,
+    greedy,
+    make_session,
+    mixed,
+    observed,
+    replay,
+    rounds,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_decoder import one_pass
@@ -15,14 +27,14 @@ from test_decoder import one_pass
 import specjax
 from specjax import sampling, trees
 from specjax.decoding import loop
-from specjax.drafters import DRAFTERS, TRAINED, Drafter, drafter_options, ngram
+from specjax.drafters import DRAFTERS, TRAINED, Drafter, drafter_options
 from specjax.drafters.base import Context, Sampling
-from specjax.drafters.ngram import find_match
+from specjax.drafters.ngram import Ngram, find_match
 from specjax.errors import InputError
 from specjax.testing import Tabular
 
 
-def context_of(rows, limit, num_tokens, vocab=61):
+def context_of(rows, limit, vocab=61):
     """A context of committed tokens alone, as the n-gram drafter needs it."""
     batch, width = len(rows), max(map(len, rows)) + 3
     tokens = np.full((batch, width), 59, np.int32)
@@ -33,6 +45,7 @@ def context_of(rows, limit, num_tokens, vocab=61):
     return Context(
         tokens=jnp.asarray(tokens),
         length=jnp.array([len(ids) for ids in rows], jnp.int32),
+        prompt_length=jnp.array([len(ids) for ids in rows], jnp.int32),
         limit=jnp.asarray(limit, jnp.int32),
         index=whole,
         sampling=Sampling(temperature=0 * ones, top_k=whole, top_p=ones, min_p=0 * ones),
@@ -40,8 +53,9 @@ def context_of(rows, limit, num_tokens, vocab=61):
         params=None,
         target=model,
         flags=sampling.WarpFlags.of(0.0),
-        num_tokens=num_tokens,
+        features={},
         needs_logq=False,
+        longest_commit=9,
     )
 
 
@@ -83,10 +97,10 @@ def test_ngram_matches_as_by_hand(rows, bounds, latest):
 FIND = jax.jit(find_match, static_argnums=(2, 3, 4))
 
 
-def test_ngram_copies_what_followed_and_goes_on_in_the_copy():
+def test_ngram_copies_what_followed_and_continues_in_the_copy():
     rows = [[1, 2, 3, 4, 1, 2], [7, 7], [1, 2, 1, 2], [5, 6, 8]]
-    context = context_of(rows, [6, 6, 3, 6], 6)
-    drafter = ngram.make(prompt_lookup_min=1)
+    context = context_of(rows, [6, 6, 3, 6])
+    drafter = Ngram(prompt_lookup_min=1, num_speculative_tokens=6)
     draft, _ = drafter.propose(None, (), context, silence)
     assert draft.valid.sum(axis=1).tolist() == [6, 6, 3, 0]
     assert draft.tokens[0].tolist() == [3, 4, 1, 2, 3, 4]
@@ -97,9 +111,9 @@ def test_ngram_copies_what_followed_and_goes_on_in_the_copy():
 
 
 def test_ngram_takes_the_earliest_or_the_latest():
-    context = context_of([[1, 2, 5, 1, 2, 6, 1, 2]], [1], 1)
+    context = context_of([[1, 2, 5, 1, 2, 6, 1, 2]], [1])
     for match, token in (("latest", 6), ("earliest", 5)):
-        draft, _ = ngram.make(match=match).propose(None, (), context, silence)
+        draft, _ = Ngram(match=match, num_speculative_tokens=1).propose(None, (), context, silence)
         assert draft.tokens.tolist() == [[token]]
 
 
@@ -107,7 +121,7 @@ def test_a_round_without_a_match_is_a_plain_round(tiny):
     got = decode(
         tiny,
         [[1, 2, 3]],
-        drafter=ngram.make(prompt_lookup_min=3),
+        drafter=Ngram(prompt_lookup_min=3),
         sampling=greedy(max_new_tokens=12),
         num_speculative_tokens=8,
     )
@@ -176,7 +190,7 @@ def test_simulated_is_right_as_often_as_it_says(tiny):
         assert (drafter.params == again.params).all()
 
 
-def test_simulated_drafts_nothing_behind_its_recording(tiny):
+def test_simulated_drafts_nothing_after_its_recording(tiny):
     plain = decode(tiny, PROMPTS[:2], sampling=greedy(max_new_tokens=12))
     short = [plain.token_ids[0][:5]]
     drafter = specjax.make_drafter("simulated", tiny, continuations=short, acceptance=1.0)
@@ -186,68 +200,79 @@ def test_simulated_drafts_nothing_behind_its_recording(tiny):
 
 
 def test_a_tree_is_refused(tiny):
-    """The rules here verify chains; a drafter that branches is told so."""
+    """The rules here verify chains; a drafter that branches is refused."""
 
-    def propose(params, state, context, noise):
+    def propose(real, params, state, context, noise):
         tokens = jnp.zeros((context.length.shape[0], 2), jnp.int32)
         draft = trees.chain(tokens, context.limit)
-        return draft.replace(parents=np.array([0, 0])), state
+        return draft.replace(topology=trees.Topology((0, 0))), state
 
-    drafter = dataclasses.replace(ngram.make(), name="siblings", propose=propose)
-    with pytest.raises(ValueError, match="'siblings' proposes a tree: .* build drafts with tr"):
+    drafter = changed(Ngram(num_speculative_tokens=2), propose=propose)
+    with pytest.raises(ValueError, match="'changed' proposes a tree: .* build drafts with tr"):
         decode(tiny, [[1]], drafter=drafter, num_speculative_tokens=2)
 
 
 def test_a_drafter_that_drafts_too_much_is_held_to_its_limit(tiny):
-    def propose(params, state, context, noise):
-        tokens = jnp.zeros((context.length.shape[0], context.num_tokens), jnp.int32)
-        return trees.chain(tokens, jnp.full_like(context.limit, context.num_tokens)), state
+    def propose(real, params, state, context, noise):
+        tokens = jnp.zeros((context.length.shape[0], 2), jnp.int32)
+        return trees.chain(tokens, jnp.full_like(context.limit, 2)), state
 
-    drafter = dataclasses.replace(ngram.make(), propose=propose)
-    plain = decode(tiny, [[1]], sampling=greedy(max_new_tokens=3))
+    drafter = changed(Ngram(), propose=propose)
+    plain = decode(tiny, [[1]], sampling=greedy(max_new_tokens=2))
     got = decode(
-        tiny, [[1]], drafter=drafter, sampling=greedy(max_new_tokens=3), num_speculative_tokens=8
+        tiny, [[1]], drafter=drafter, sampling=greedy(max_new_tokens=2), num_speculative_tokens=2
     )
     assert got.token_ids == plain.token_ids
-    assert got.drafted[0, 0] == 2
+    assert got.drafted[0, 0] == 1
 
 
-def features_of(names):
-    """A drafter that only watches: it keeps what `init` and `observe` are given."""
+def test_a_hole_in_a_draft_ends_it(tiny):
+    """What comes after a node that was never proposed has no parent, and is not verified."""
 
-    def init(params, context, features):
-        return {
-            name: jnp.zeros((*value.shape[:1], 64, value.shape[2]))
-            .at[:, : value.shape[1]]
-            .set(value[:, :64])
-            for name, value in features.items()
-        }
+    def propose(real, params, state, context, noise):
+        draft, state = real(params, state, context, noise)
+        return draft.replace(valid=draft.valid.at[:, 1].set(False)), state
 
-    def propose(params, state, context, noise):
+    plain = decode(tiny, PROMPTS, sampling=greedy(max_new_tokens=12))
+    drafter = changed(replay(tiny, plain, 1.0), propose=propose)
+    got = decode(tiny, PROMPTS, drafter=drafter, sampling=greedy(max_new_tokens=12))
+    assert got.token_ids == plain.token_ids
+    assert got.drafted.max() == 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Watching(Drafter):
+    """A drafter that only watches: it keeps the features that `observe` is given."""
+
+    names: tuple = dataclasses.field(kw_only=False)
+    width: int = 24
+    num_speculative_tokens: int = 3
+    features = property(lambda self: self.names)
+
+    def init(self, params, batch, capacity):
+        return {name: jnp.zeros((batch, 64, self.width)) for name in self.names}
+
+    def propose(self, params, state, context, noise):
         root = context.token_at(context.length - 1)
-        tokens = jnp.broadcast_to(root[:, None], (root.shape[0], context.num_tokens))
-        return trees.chain(tokens, context.limit), state
+        shape = (root.shape[0], self.num_speculative_tokens)
+        return trees.chain(jnp.broadcast_to(root[:, None], shape), context.limit), state
 
-    def observe(params, state, context, accepted):
+    def observe(self, params, state, context, accepted):
         rows = jnp.arange(context.length.shape[0])[:, None]
         step = jnp.arange(accepted.tokens.shape[1])[None, :]
         first = (context.length - 1 - accepted.count)[:, None]
-        place = jnp.where(step < accepted.count[:, None], first + step, 64)
+        where = jnp.where(step < accepted.count[:, None], first + step, 64)
         return {
-            name: value.at[rows, place].set(accepted.features[name], mode="drop")
+            name: value.at[rows, where].set(accepted.features[name], mode="drop")
             for name, value in state.items()
         }
 
-    return Drafter(
-        "watching", init, propose, observe, num_speculative_tokens=3, features=tuple(names)
-    )
 
-
-def test_features_reach_the_drafter_at_the_right_places(tiny):
+def test_features_reach_the_drafter_at_the_right_positions(tiny):
     """At round start they exist for positions 0..n-2, first of the prompt, then of the path."""
     names = ("final_norm", "layer_input:1")
     session = make_session(
-        tiny, PROMPTS, drafter=features_of(names), sampling=mixed(max_new_tokens=10)
+        tiny, PROMPTS, drafter=Watching(names), sampling=mixed(max_new_tokens=10)
     )
     assert session.plan.draft_length.max_tokens == 3
     state = first_state(session)
@@ -255,20 +280,24 @@ def test_features_reach_the_drafter_at_the_right_places(tiny):
     for state in (states[0], states[1], states[-1]):
         longest = int(state.length.max())
         wanted = one_pass(tiny, np.asarray(state.tokens)[:, :longest], features=names).features
+        part = observed(session, state)[0]
         for name in names:
             for row in range(8):
                 known = int(state.length[row]) - 1
                 np.testing.assert_allclose(
-                    state.drafter[name][row, :known],
-                    wanted[name][row, :known],
-                    atol=3e-5,
-                    rtol=1e-4,
+                    part[name][row, :known], wanted[name][row, :known], atol=3e-5, rtol=1e-4
                 )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Own(Ngram):
+    path: object = dataclasses.field(kw_only=False)
+    name = property(lambda self: f"own-{self.path}")
 
 
 def make_own(target, path=None, *, step=1):
     """A drafter that the registry finds by module and function."""
-    return dataclasses.replace(ngram.make(prompt_lookup_min=step), name=f"own-{path}")
+    return Own(path, prompt_lookup_min=step)
 
 
 def test_drafters_by_name(tiny):
@@ -280,9 +309,9 @@ def test_drafters_by_name(tiny):
             assert specjax.make_drafter(name, tiny).name == name
     own = specjax.make_drafter("test_drafters:make_own", tiny, "here", step=2)
     assert own.name == "own-here"
-    assert own.num_speculative_tokens == 8
+    assert own.drafter.num_speculative_tokens == 8
     shorter = specjax.make_drafter("ngram", tiny, num_speculative_tokens=3)
-    assert shorter.num_speculative_tokens == 3
+    assert shorter.drafter.num_speculative_tokens == 3
     model = specjax.make_drafter("draft_model", tiny, tiny)
     assert model.params is tiny.params
     assert "exit_layer" in drafter_options("early_exit")

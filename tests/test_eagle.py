@@ -1,19 +1,31 @@
 """EAGLE heads in the decoding loop: exact, and always at the state that a fresh prefill gives."""
 
-import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import slow, tiny_config
-from decoding import PROMPTS, decode, first_state, greedy, make_session, mixed, rounds
+from decoding import (
+    PROMPTS,
+    changed,
+    decode,
+    first_state,
+    greedy,
+    make_session,
+    mixed,
+    observed,
+    rounds,
+)
 from heads import eagle_drafter, eagle_head
+from test_decoder import one_pass
 
-from specjax.drafters.trained import head_drafter
+from specjax.decoding import loop
+from specjax.drafters import head_drafter
+from specjax.drafters.base import Accepted
 from specjax.errors import InputError
 from specjax.loading.load import random_model
-from specjax.models.prefill import prefill
 from specjax.testing import check_drafter
 
 NEW = 24
@@ -85,27 +97,26 @@ def test_a_row_does_not_depend_on_its_neighbours(rule, tiny):
     assert together.token_ids == alone.token_ids
 
 
-def fresh(session, state):
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def observe_all(plan, drafter, target_params, params, features, state):
+    context = loop.make_context(plan, target_params, state)
+    following = jnp.pad(state.tokens[:, 1:], ((0, 0), (0, 1)))
+    count = jnp.maximum(state.length - 1, 0)
+    empty = drafter.init(params, *state.tokens.shape)
+    return drafter.observe(params, empty, context, Accepted(following, count, features))
+
+
+def fresh(session, state, part):
     """The drafter's state, made anew from the tokens that are committed."""
-    target, params = session.plan.target, session.params[0]
-    lengths = state.length - 1
-    cache = target.make_cache(len(state.tokens), session.plan.capacity)
-    program = jax.jit(prefill, static_argnums=(0, 5, 6))
-    features = session.drafter.features
-    _, found = program(target, params, state.tokens, lengths, cache, 64, features)
-    return wrapped(session, state, found)
+    drafter, params = session.plan.drafter.parts[part], session.params[1][part]
+    tokens = np.asarray(state.tokens)
+    features = one_pass(session.model, tokens, features=drafter.features).features
+    return observe_all(session.plan, drafter, session.params[0], params, features, state)
 
 
-def wrapped(session, state, features):
-    from specjax.decoding import loop
-
-    context = loop._context(session.plan, session.params[0], state)
-    return jax.jit(session.drafter.init)(session.params[1], context, features)
-
-
-def assert_fresh(session, state):
-    """Cache and output are what the committed tokens and their true features give."""
-    wanted, got = fresh(session, state), state.drafter
+def assert_fresh(session, state, part=0):
+    """With what waits to be observed, cache and output are what the committed tokens give."""
+    wanted, got = fresh(session, state, part), observed(session, state)[part]
     np.testing.assert_array_equal(got.cache.length, jnp.maximum(state.length - 1, 0))
     held = jnp.arange(got.cache.capacity)[None, :] < got.cache.length[:, None]
     held = held[None, :, None, :, None]
@@ -145,16 +156,16 @@ def test_the_state_equals_a_fresh_one_after_every_round(form, tiny):
 
 def test_a_state_that_keeps_drafted_features_is_found_out(tiny):
     """The broken variant feeds what the round emitted, but a feature late."""
-    drafter = eagle_drafter(tiny)
 
-    def late(params, state, context, accepted):
+    def late(real, params, state, context, accepted):
         moved = {name: jnp.roll(value, 1, axis=1) for name, value in accepted.features.items()}
-        return drafter.observe(params, state, context, accepted.replace(features=moved))
+        return real(params, state, context, accepted.replace(features=moved))
 
-    session = session_of(tiny, dataclasses.replace(drafter, observe=late))
+    session = session_of(tiny, changed(eagle_drafter(tiny), observe=late))
     *_, state = rounds(session, first_state(session))
+    true = session_of(tiny, eagle_drafter(tiny))
     with pytest.raises(AssertionError):
-        assert_fresh(session, state)
+        assert_fresh(true, state)
 
 
 @pytest.fixture(scope="module")
@@ -181,14 +192,14 @@ def test_sampled_rows_have_the_targets_distribution(version, rule, eight):
 
 @pytest.mark.usefixtures("fast_programs")
 def test_a_distribution_that_was_not_drawn_from_is_found_out(eight):
-    """The broken variant hands over its distributions one step late."""
-    drafter = eagle_drafter(eight, vocabulary=7, seed=1)
+    """The broken variant returns its distributions one step late."""
 
-    def late(params, state, context, noise):
-        draft, state = drafter.propose(params, state, context, noise)
+    def late(real, params, state, context, noise):
+        draft, state = real(params, state, context, noise)
         return draft.replace(logq=jnp.roll(draft.logq, 1, axis=1)), state
 
-    assert not check_drafter(dataclasses.replace(drafter, propose=late), eight, 20_000).passed
+    drafter = changed(eagle_drafter(eight, vocabulary=7, seed=1), propose=late)
+    assert not check_drafter(drafter, eight, 20_000).passed
 
 
 def test_greedy_rows_and_the_end_of_room(tiny):

@@ -175,15 +175,19 @@ def test_a_users_file_in_a_save_survives_and_is_named(kind, model, tmp_path):
     save(model, path)
     save(model, path)
     (marker,) = path.rglob(MARKER)
-    for place in (path, marker.parent, max(path.rglob("*"), key=lambda one: len(one.parts)).parent):
+    for inside in (
+        path,
+        marker.parent,
+        max(path.rglob("*"), key=lambda one: len(one.parts)).parent,
+    ):
         before = contents(path)
-        (place / "notes.txt").write_text("mine")
+        (inside / "notes.txt").write_text("mine")
         with pytest.raises(InputError, match="saved.*: holds '.*notes.txt', which") as caught:
             save(model, path)
         assert "\n" not in str(caught.value)
-        name = (place / "notes.txt").relative_to(path).as_posix()
+        name = (inside / "notes.txt").relative_to(path).as_posix()
         assert contents(path) == {**before, name: b"mine"}
-        (place / "notes.txt").unlink()
+        (inside / "notes.txt").unlink()
     save(model, path)
     assert [one.name for one in tmp_path.iterdir()] == ["saved"]
 
@@ -562,7 +566,7 @@ def test_a_run_asks_first_whether_it_can_export(train, tmp_path):
         pass
 
 
-def test_a_dataset_that_was_cut_short_is_named(model, tmp_path):
+def test_a_truncated_dataset_is_named(model, tmp_path):
     save_dataset(model, tmp_path / "d")
     open_responses(tmp_path / "d")
     (data,) = (tmp_path / "d").glob("*array_record*")

@@ -16,7 +16,7 @@ from json_values import TEXTS, changed
 
 from specjax.errors import InputError
 from specjax.loading.formats import gguf
-from specjax.loading.formats.gguf_header import open_gguf
+from specjax.loading.formats.gguf_file import open_gguf
 from specjax.loading.formats.huggingface import read_params
 from specjax.loading.formats.huggingface_config import read_config
 from specjax.loading.head_formats import read_foreign, write_foreign

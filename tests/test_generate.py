@@ -170,7 +170,7 @@ sys.exit(generate.main(sys.argv[1:]))
 """
 
 
-def test_a_killed_run_goes_on(model_path, prompts, tmp_path, done, capsys):
+def test_a_killed_run_resumes(model_path, prompts, tmp_path, done, capsys):
     directory = tmp_path / "run"
     command = arguments(model_path, prompts, directory)
     ran = subprocess.run(
@@ -213,7 +213,7 @@ def test_minutes_stop_and_a_damaged_batch_is_decoded_again(
     assert "is written already" in capsys.readouterr().out
 
 
-def test_another_run_in_the_same_place(model_path, prompts, done, capsys, tmp_path):
+def test_another_run_in_the_same_folder(model_path, prompts, done, capsys, tmp_path):
     assert generate.main(arguments(model_path, prompts, done, "--config.top_k=5")) == 2
     assert "top_k=0 then, 5 now" in capsys.readouterr().err
     other = tmp_path / "other.jsonl"
@@ -232,8 +232,8 @@ def test_prompts_that_are_too_long_are_left_out_and_said(model_path, prompts, tm
     assert generate.main(arguments(model_path, prompts, tmp_path / "run", *more)) == 0
     responses = open_responses(tmp_path / "run" / "responses")
     assert 0 < len(responses) < 9
-    told = f"{9 - len(responses)} of 9 prompts are left out: longer than 8 tokens"
-    assert told in capsys.readouterr().out
+    message = f"{9 - len(responses)} of 9 prompts are left out: longer than 8 tokens"
+    assert message in capsys.readouterr().out
     prompt_lengths = responses.lengths - responses.num_labels
     assert prompt_lengths.max() <= 8
 
@@ -384,7 +384,7 @@ def test_a_full_disk_keeps_what_was_done(model_path, prompts, tmp_path, done, mo
 
     monkeypatch.setattr(pieces.np, "savez", full)
     assert generate.main(command) == 2
-    assert "cannot be written (No space left on device); make room" in capsys.readouterr().err
+    assert "cannot be written (No space left on device); free space" in capsys.readouterr().err
     assert len(pieces.Pieces(directory / "batches").done()) == 1
     assert len(list((directory / "batches").iterdir())) == 1
     assert generate.main(command) == 0

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tokenizers
 from conftest import slow, tiny_config
-from decoding import PROMPTS, decode, drafters, greedy, make_session, mixed, replay
+from decoding import PROMPTS, Deciding, decode, drafters, greedy, make_session, mixed, replay
 from test_decoder import one_pass
 
 import specjax
@@ -72,7 +72,7 @@ def until(tokens, stop):
 
 
 @pytest.mark.parametrize("quality", ["right", *slow("wavering")])
-def test_a_stop_token_at_every_place_of_a_path(quality, tiny, plain, request):
+def test_a_stop_token_at_every_position_of_a_path(quality, tiny, plain, request):
     (tokens,) = plain.token_ids
     stops = [*tokens, 60]
     got = decode(
@@ -259,7 +259,7 @@ def test_logprobs_are_those_of_a_full_forward(rule, tiny, unrelated, similar):
 
 @pytest.mark.parametrize("rule", ["rejection", *slow("coupled")])
 def test_seeds_belong_to_requests(rule, tiny, unrelated, similar):
-    """With a seed of its own a request is the same wherever it stands; without, it is its own."""
+    """With its own seed a request's output does not depend on its index; without, it does."""
     drafter = drafters(tiny, unrelated, similar)["similar"]
     options = dict(drafter=drafter, verify=rule, num_speculative_tokens=3)
     seeds = [None, 5, None, 5, 6]
@@ -273,7 +273,7 @@ def test_seeds_belong_to_requests(rule, tiny, unrelated, similar):
     assert same == [False, True, False, True, True]
 
 
-def test_snapshots_do_not_change_behind_ones_back(tiny, plain, right):
+def test_later_rounds_do_not_change_snapshots(tiny, plain, right):
     """The state is donated to the next step; what was handed out must not be."""
     session = make_session(
         tiny,
@@ -292,7 +292,7 @@ def test_snapshots_do_not_change_behind_ones_back(tiny, plain, right):
         assert (snapshot.rounds.emitted[:, number:] == -1).all()
 
 
-def test_progress_is_told_of_every_step(tiny):
+def test_progress_is_called_at_every_step(tiny):
     seen = []
     specjax.generate(
         tiny, PROMPTS[:3], batch_size=2, sampling=greedy(max_new_tokens=20), progress=seen.append
@@ -309,7 +309,7 @@ def test_a_single_text_is_one_prompt(speaking):
 
 @pytest.mark.usefixtures("fast_programs")
 def test_real_text_with_a_stop_string(smollm2):
-    """On the default model: the drafter that copies changes nothing, and the stop string cuts."""
+    """On the default model: the n-gram drafter changes nothing, and a stop string truncates."""
     prompt = "one two three four one two three four one two"
     requests = {"max_new_tokens": 12}
     plain = specjax.generate(smollm2, prompt, sampling=requests)
@@ -319,9 +319,11 @@ def test_real_text_with_a_stop_string(smollm2):
     assert copied.accepted.max() > 0
     text = plain.texts[0]
     stop = text[len(text) // 2 : len(text) // 2 + 3]
-    cut = specjax.generate(smollm2, prompt, drafter=drafter, sampling={**requests, "stop": (stop,)})
-    assert cut.texts == [text[: text.find(stop)]]
-    assert cut.finish_reasons == ["stop"]
+    stopped = specjax.generate(
+        smollm2, prompt, drafter=drafter, sampling={**requests, "stop": (stop,)}
+    )
+    assert stopped.texts == [text[: text.find(stop)]]
+    assert stopped.finish_reasons == ["stop"]
 
 
 OTHER = tiny_config(vocab_size=50)
@@ -379,7 +381,7 @@ REFUSED = {
 
 @pytest.fixture
 def unchecked(monkeypatch):
-    """As users have it: no type checker stands before specjax's own messages."""
+    """As for users: without a type checker in front of specjax's own messages."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
@@ -396,7 +398,9 @@ def test_bad_input_names_field_value_and_remedy(way, name, tiny):
 
 def returns(*parts):
     """A rule that returns zeros of these shapes and types, whatever was drafted."""
-    return lambda tokens, *rest: Decision(*(jnp.zeros(shape, kind) for shape, kind in parts))
+    return Deciding(
+        lambda tokens, *rest: Decision(*(jnp.zeros(shape, kind) for shape, kind in parts))
+    )
 
 
 def fails_at_three(tokens, *rest):
@@ -404,25 +408,32 @@ def fails_at_three(tokens, *rest):
     return sampling.rejection(tokens, *rest)
 
 
-class Unhashable:
-    __hash__ = None
+@dataclasses.dataclass
+class Unhashable(sampling.UniformRule):
+    """A rule that could change: programs could not be kept by it."""
 
-    def __call__(self, *arguments):
+    def decide(self, *arguments):
         return sampling.rejection(*arguments)
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("rule", "said"),
     [
-        (lambda *arguments: 1, "returns 1; return Decision"),
-        (print, "returns None; return Decision"),
-        (lambda *arguments: "text", "returns 'text'; return Decision"),
-        (returns(((1,), float), ((1, 61), float)), "returns Decision"),
-        (returns(((1,), int), ((1, 60), float)), "returns Decision"),
-        (returns(((1,), int), ((1, 61), int)), "returns Decision"),
-        (lambda tokens: tokens, "fails for drafts of 0 tokens .TypeError"),
-        (fails_at_three, "fails for drafts of 3 tokens .ZeroDiv"),
-        (lambda tokens, *rest: bool(tokens.sum()), "fails for drafts of 0 tokens .TracerBool"),
+        (sampling.rejection, "a rule is a value; subclass specjax.sampling.UniformRule"),
+        (Deciding(lambda *arguments: 1), "decide returns 1; decide returns Decision"),
+        (Deciding(print), "decide returns None; decide returns Decision"),
+        (Deciding(lambda *arguments: "text"), "decide returns 'text'; decide returns Decision"),
+        (returns(((1,), float), ((1, 61), float)), "decide returns Decision"),
+        (returns(((1,), int), ((1, 60), float)), "decide returns Decision"),
+        (returns(((1,), int), ((1, 61), int)), "decide returns Decision"),
+        (Deciding(lambda tokens: tokens), "fails for drafts of 0 tokens .TypeError"),
+        (Deciding(fails_at_three), "fails for drafts of 3 tokens .ZeroDiv"),
+        (
+            Deciding(lambda tokens, *rest: bool(tokens.sum())),
+            "fails for drafts of 0 tokens .TracerBool",
+        ),
+        (sampling.Rule(), "fails for drafts of 0 tokens .NotImplementedError"),
         (Unhashable(), "fails for drafts of 0 tokens .TypeError: unhashable"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 
 from specjax.errors import InputError
 from specjax.loading.formats import parameter_names
-from specjax.loading.formats.gguf_header import open_gguf
+from specjax.loading.formats.gguf_file import open_gguf
 from specjax.loading.load import load_model
 from specjax.models.config import RopeScaling
 
@@ -87,7 +87,7 @@ def test_query_rows_are_unpaired():
     np.testing.assert_array_equal(parameter_names.to_stored(kernel, location), rows)
 
 
-def test_rows_beyond_the_vocabulary_are_cut(tmp_path):
+def test_rows_beyond_the_vocabulary_are_truncated(tmp_path):
     arrays = gguf_files.tensors()
     padding = np.full((7, gguf_files.CONFIG.hidden_size), 9, np.float32)
     padded = arrays | {"token_embd.weight": np.vstack([arrays["token_embd.weight"], padding])}
@@ -259,7 +259,7 @@ def test_a_damaged_header_is_an_error(tmp_path, content, words):
     assert words in refusal(path)
 
 
-def test_a_file_cut_in_its_weights_says_where_it_ends(tmp_path):
+def test_a_file_truncated_in_its_weights_says_where_it_ends(tmp_path):
     path = gguf_files.write(tmp_path / "a.gguf", gguf_files.metadata(), gguf_files.tensors())
     whole = path.read_bytes()
     path.write_bytes(whole[:-100])

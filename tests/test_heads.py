@@ -11,7 +11,7 @@ from conftest import tiny_config
 from heads import eagle_config, eagle_head
 
 import specjax
-from specjax.drafters.trained import head_drafter
+from specjax.drafters import head_drafter
 from specjax.errors import InputError
 from specjax.files import folders
 from specjax.loading.checkpoints import save_checkpoint, save_drafter
@@ -108,7 +108,7 @@ def test_parts_that_do_not_fit_are_refused(change, says, tiny):
     ("changes", "says"),
     [
         ({"version": 2}, "version=2: use 1"),
-        ({"draft_vocab_size": 62}, "draft_vocab_size=62: must lie in 1..61"),
+        ({"draft_vocab_size": 62}, "draft_vocab_size=62: must be in 1..61"),
         ({"taps": ()}, "taps is empty"),
         ({"version": 1}, "version 1 reads one feature"),
         ({"version": 1, "norm_output": True}, "norm_output=True: version 1 has no such part"),
@@ -150,7 +150,7 @@ def test_only_heads_of_the_kind_asked_for(tiny, tmp_path):
         (lambda metadata: metadata.update(kind="other"), "kind='other' is unknown"),
     ],
 )
-def test_damaged_facts_are_refused(change, says, tiny, tmp_path):
+def test_damaged_metadata_are_refused(change, says, tiny, tmp_path):
     save_head(eagle_head(tiny), tmp_path / "head")
     params, metadata = specjax.loading.checkpoints.load_drafter(tmp_path / "head")
     metadata = json.loads(json.dumps(metadata))
@@ -197,7 +197,7 @@ def test_what_is_shipped():
     assert size <= 48e6
 
 
-def test_a_targets_facts(chatty):
+def test_a_targets_metadata(chatty):
     metadata = TargetMetadata.of(chatty)
     assert len(metadata.tokenizer) == 64
     assert metadata == TargetMetadata.of(dataclasses.replace(chatty, params={}))

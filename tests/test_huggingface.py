@@ -92,7 +92,7 @@ def test_the_fields_of_transformers_4_mean_the_same(tmp_path, name, old):
     assert load_model(copy).config == load_model(GOLDENS / name).config
 
 
-def test_rows_beyond_the_tokenizer_are_cut():
+def test_rows_beyond_the_tokenizer_are_truncated():
     model = load_model(GOLDENS / "grouped_tied")
     assert model.tokenizer.vocab_size == model.config.vocab_size == 80
     assert model.params["head"]["kernel"].shape == (24, 80)
@@ -297,12 +297,12 @@ def test_an_earlier_save_is_replaced_and_nothing_else_is(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     foreign = tmp_path / "foreign"
     shutil.copytree(GOLDENS / "linear", foreign)
-    for place, said in (
+    for destination, said in (
         (foreign, "foreign: holds 'config.json', which specjax has no record of writing"),
         (foreign / "config.json", "config.json' is a file: name a folder"),
     ):
         with pytest.raises(InputError, match=said):
-            save_model(first, place)
+            save_model(first, destination)
     assert load_model(foreign).config == load_model(GOLDENS / "linear").config
 
 

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from specjax.errors import InputError
 from specjax.files.folder_marker import MARKER
-from specjax.loading.head_formats import borrowed, read_foreign, write_foreign
+from specjax.loading.head_formats import read_foreign, shared_with_target, write_foreign
 from specjax.loading.head_formats.compare_logits import check_same, draft_logits
 from specjax.loading.head_formats.read_write import whole_vocabulary
 from specjax.loading.load import random_model
@@ -124,7 +124,7 @@ def test_eagle_tensors_mean_what_eagle_does(tiny, tmp_path):
     assert "layers.0.input_layernorm.weight" not in stored
     rng = np.random.default_rng(0)
     feature = rng.standard_normal(24).astype(np.float32)
-    embedding = borrowed.target_embedding(tiny)[7]
+    embedding = shared_with_target.target_embedding(tiny)[7]
     x = torch_linear(stored["fc.weight"], np.concatenate([embedding, feature]))
     layer = {name.removeprefix("layers.0."): value for name, value in stored.items()}
     value = torch_linear(layer["self_attn.v_proj.weight"], x).reshape(2, 6)
@@ -134,12 +134,12 @@ def test_eagle_tensors_mean_what_eagle_does(tiny, tmp_path):
     gate = torch_linear(layer["mlp.gate_proj.weight"], normed)
     up = torch_linear(layer["mlp.up_proj.weight"], normed)
     x = x + torch_linear(layer["mlp.down_proj.weight"], gate / (1 + np.exp(-gate)) * up)
-    wanted = torch_linear(borrowed.target_head(tiny), x)
+    wanted = torch_linear(shared_with_target.target_head(tiny), x)
     np.testing.assert_allclose(first_pair(head, tiny, 7, feature), wanted, rtol=1e-4, atol=1e-4)
 
 
 def first_pair(head, target, token, feature):
-    from specjax.drafters.trained import head_drafter
+    from specjax.drafters import head_drafter
     from specjax.models.heads.eagle import Eagle
 
     params = head_drafter(head, target).params
@@ -189,7 +189,7 @@ def test_maps_in_another_order_are_sorted_with_their_rows(tiny, tmp_path):
     check_same(head, read_foreign(path, tiny), tiny, "sorted")
 
 
-def test_a_padded_vocabulary_is_cut(tiny, tmp_path):
+def test_a_padded_vocabulary_is_truncated(tiny, tmp_path):
     head = eagle_head(tiny, vocabulary=VOCABULARY, own_embedding=True)
     path = written(tmp_path, head, "eagle3", tiny)
     stored = load_file(path / "model.safetensors")
@@ -201,12 +201,12 @@ def test_a_padded_vocabulary_is_cut(tiny, tmp_path):
             "embed_tokens.weight": np.pad(stored["embed_tokens.weight"], ((0, 3), (0, 0))),
         },
     )
-    check_same(head, read_foreign(path, tiny), tiny, "cut")
+    check_same(head, read_foreign(path, tiny), tiny, "truncated")
 
 
 def test_an_embedding_that_is_the_targets_is_borrowed(tiny, tmp_path):
     path = written(tmp_path, eagle_head(tiny), "eagle3", tiny)
-    embedding = borrowed.target_embedding(tiny)
+    embedding = shared_with_target.target_embedding(tiny)
     edit(path, tensors={"embed_tokens.weight": embedding})
     assert not read_foreign(path, tiny).config.own_embedding
     edit(path, tensors={"embed_tokens.weight": embedding + 1})
@@ -281,8 +281,8 @@ def test_eagle1_with_the_targets_embedding_and_head(tiny, tmp_path):
     head = eagle_head(tiny, version=1)
     path = written(tmp_path, head, "eagle", tiny)
     both = {
-        "embed_tokens.weight": borrowed.target_embedding(tiny).astype(np.float16),
-        "lm_head.weight": borrowed.target_head(tiny),
+        "embed_tokens.weight": shared_with_target.target_embedding(tiny).astype(np.float16),
+        "lm_head.weight": shared_with_target.target_head(tiny),
     }
     edit(path, tensors=both)
     check_same(head, read_foreign(path, tiny), tiny, "with both")

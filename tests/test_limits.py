@@ -11,14 +11,14 @@ from specjax.decoding.open_session import open_session
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.plan import batch_arguments
 from specjax.distributed import device_memory
-from specjax.drafters import ngram
+from specjax.drafters.ngram import Ngram
 from specjax.errors import InputError, shown
 from specjax.fields import Items, Number, Whole, check_values
 
 
 def test_buffers_follow_the_positions_and_not_the_wish(tiny):
     """`tiny` has 600 positions."""
-    drafter = ngram.make(prompt_lookup_max=64)
+    drafter = Ngram(prompt_lookup_max=64)
     wish = {"max_new_tokens": 10**9, "stop_token_ids": list(range(61))}
     session = open_session(
         tiny,
@@ -40,7 +40,7 @@ def test_drafts_are_no_longer_than_what_a_row_may_emit(tiny):
     session = open_session(
         tiny,
         [[1, 2, 3]],
-        drafter=ngram.make(),
+        drafter=Ngram(),
         requests={"max_new_tokens": 4},
         options=DecodeOptions(max_length=100),
     )
@@ -90,7 +90,7 @@ def test_all_that_is_wrong_is_listed_at_once():
 
 
 def test_every_argument_of_the_public_api(monkeypatch, tmp_path):
-    """As users have it: no type checker stands before specjax's own messages."""
+    """As for users: without a type checker in front of specjax's own messages."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     monkeypatch.chdir(tmp_path)
     assert api_arguments.accepted_or_raised() == []

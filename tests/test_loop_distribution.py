@@ -1,6 +1,5 @@
 """Three tokens over several rounds have the target's joint distribution; broken variants fail."""
 
-import dataclasses
 import functools
 
 import jax
@@ -8,15 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import slow, tiny_config
+from decoding import Deciding, changed, draft_model
 
 from specjax import sampling
 from specjax.decoding import loop
 from specjax.decoding.draft_length import DraftLength
 from specjax.decoding.sampling_params import SamplingParams
-from specjax.drafters import draft_model, early_exit, ngram, none
+from specjax.drafters import take_turns
+from specjax.drafters.early_exit import EarlyExit
+from specjax.drafters.ngram import Ngram
+from specjax.drafters.none import NoDrafter
 from specjax.errors import InputError
 from specjax.loading.load import random_model
-from specjax.sampling import Decision, RoundKeys
+from specjax.sampling import Decision, Rejection, RoundKeys, rules
 from specjax.testing import Tabular, check_drafter
 from specjax.testing.drafters import (
     chi_square,
@@ -79,7 +82,7 @@ def tables():
 @pytest.mark.parametrize("rule", ["rejection", *slow("block")])
 def test_a_sampled_draft_model(rule, target, draft):
     assert 0.2 < distance(target, draft) < 0.6
-    drafter = draft_model.make(draft.architecture, draft.params)
+    drafter = draft_model(draft)
     check = check_drafter(drafter, target, 200_000, prompt=PROMPT, verify=rule)
     assert check.passed, check
     assert check.acceptance_length > 1.5
@@ -88,7 +91,7 @@ def test_a_sampled_draft_model(rule, target, draft):
 def test_a_prompt_of_one_token_and_a_warp(target, draft):
     request = SamplingParams(temperature=0.9, top_k=7, top_p=0.97, min_p=0.02)
     assert 0.2 < distance(target, draft, (4,), request) < 0.6
-    drafter = draft_model.make(draft.architecture, draft.params, draft_p_min=0.3)
+    drafter = draft_model(draft, draft_p_min=0.3)
     check = check_drafter(drafter, target, FEWER, prompt=(4,), request=request)
     assert check.passed, check
     assert check.acceptance_length > 1.2
@@ -96,25 +99,25 @@ def test_a_prompt_of_one_token_and_a_warp(target, draft):
 
 def test_early_exit(target):
     assert 0.2 < distance(target, target, num_layers=1) < 0.6
-    drafter = early_exit.make(2, exit_layer=1)
+    drafter = EarlyExit(2, exit_layer=1)
     check = check_drafter(drafter, target, FEWER, prompt=PROMPT)
     assert check.passed, check
     assert check.acceptance_length > 1.5
 
 
 def test_ngram(target):
-    drafter = ngram.make(prompt_lookup_min=1)
+    drafter = Ngram(prompt_lookup_min=1)
     check = check_drafter(drafter, target, FEWER, prompt=PROMPT)
     assert check.passed, check
     assert check.acceptance_length > 1.03
 
 
 EXACT = {
-    "plain": (none.make, {}),
-    "sampled": (draft_model.make, {}),
-    "greedy_nodes": (functools.partial(draft_model.make, draft_sample_method="greedy"), {}),
-    "p_min": (functools.partial(draft_model.make, draft_p_min=0.4), {}),
-    "auto": (draft_model.make, {"draft_length": DraftLength(3, costs=(1.0, 1.5, 2.0, 2.5))}),
+    "plain": (lambda draft: NoDrafter(), {}),
+    "sampled": (draft_model, {}),
+    "greedy_nodes": (functools.partial(draft_model, draft_sample_method="greedy"), {}),
+    "p_min": (functools.partial(draft_model, draft_p_min=0.4), {}),
+    "auto": (draft_model, {"draft_length": DraftLength(3, costs=(1.0, 1.5, 2.0, 2.5))}),
 }
 
 
@@ -133,7 +136,7 @@ EXACT = {
 def test_tables(name, rule, tables):
     target, draft = tables
     make, options = EXACT[name]
-    drafter = make() if make is none.make else make(*draft)
+    drafter = make(draft)
     length = options["draft_length"].max_tokens if options else 2
     options = dict(num_speculative_tokens=length, **options)
     rows = 200_000 if name == "sampled" else FEWER
@@ -144,7 +147,7 @@ def test_tables(name, rule, tables):
 
 def test_coupled_at_many_seeds_is_the_target_distribution(tables):
     target, draft = tables
-    check = check_drafter(draft_model.make(*draft), target, 200_000, verify="coupled")
+    check = check_drafter(draft_model(draft), target, 200_000, verify="coupled")
     assert check.passed, check
     assert check.acceptance_length > 1.2
 
@@ -157,22 +160,23 @@ def test_the_tables_differ_as_they_should(tables):
 def test_a_length_that_follows_the_neighbours_is_exact(tables):
     """Rows of one batch end at a stop token of their own, and the others then draft more."""
     target, draft = tables
-    drafter = draft_model.make(*draft)
+    drafter = draft_model(draft)
     ladder = DraftLength(2, by_batch=((3, 3, 0), (2, 2, 1), (1, 1, 2)))
     model, params = target
     groups, batch, length = 70_000, 3, 3
     capacity = len(PROMPT) + length + 2
-    plan = make_plan(model, drafter, ladder, verify="rejection", request=AS_IS, capacity=capacity)
+    turns, drafter_params = take_turns(drafter)
+    plan = make_plan(model, turns, ladder, verify=Rejection(), request=AS_IS, capacity=capacity)
 
     @jax.jit
     def one(group):
         index = batch * group + jnp.arange(batch)
         tokens, rows, size, status = first_rows(plan, PROMPT, AS_IS, index, 0)
-        # The first row goes on; its neighbours end where they emit an even token.
+        # The first row continues; the others end where they emit an even token.
         stops = jnp.where(jnp.arange(batch)[:, None] == 0, -1, 2 * jnp.arange(VOCAB // 2)[None, :])
         rows = rows.replace(stop_ids=stops.astype(jnp.int32))
-        state = loop.start(plan, (params, drafter.params), tokens, rows, size, status)
-        state = loop.run(plan, (params, drafter.params), state, jnp.int32(length))
+        state = loop.start(plan, (params, drafter_params), tokens, rows, size, status)
+        state = loop.run(plan, (params, drafter_params), state, jnp.int32(length))
         return state.tokens[0], state.rounds.drafted[0]
 
     tokens, drafted = jax.vmap(one)(jnp.arange(groups))
@@ -186,14 +190,14 @@ def test_a_length_that_follows_the_neighbours_is_exact(tables):
     assert found.statistic < found.threshold
 
 
-def changed(drafter, change):
-    """A drafter whose drafts are tampered with."""
+def tampered(drafter, change):
+    """A drafter whose drafts are changed."""
 
-    def propose(params, state, context, noise):
-        draft, state = drafter.propose(params, state, context, noise)
+    def propose(real, params, state, context, noise):
+        draft, state = real(params, state, context, noise)
         return change(draft, context), state
 
-    return dataclasses.replace(drafter, propose=propose)
+    return changed(drafter, propose=propose)
 
 
 def unwarped(draft, context):
@@ -212,10 +216,10 @@ def stops_at_unlikely_tokens(draft, context):
 def claims_a_distribution(drafter):
     """Takes the likeliest token, and says that it was drawn from the distribution."""
 
-    def propose(params, state, context, noise):
-        return drafter.propose(params, state, context, lambda depth: 0 * noise(depth))
+    def propose(real, params, state, context, noise):
+        return real(params, state, context, lambda depth: 0 * noise(depth))
 
-    return dataclasses.replace(drafter, propose=propose)
+    return changed(drafter, propose=propose)
 
 
 def residual_is_p(tokens, num_valid, target, draft, uniforms):
@@ -228,15 +232,16 @@ def with_keys(change):
 
     def patch(monkeypatch):
         real = sampling.split_keys
-        monkeypatch.setattr(sampling.keys, "split_keys", lambda keys: change(real(keys)))
+        for module in (sampling.keys, rules):
+            monkeypatch.setattr(module, "split_keys", lambda keys: change(real(keys)))
 
     return patch
 
 
 def same_noise_every_round(monkeypatch):
-    real = loop._round_keys
+    real = loop.round_keys
     monkeypatch.setattr(
-        loop, "_round_keys", lambda plan, state: real(plan, state.replace(round=jnp.int32(0)))
+        loop, "round_keys", lambda plan, state: real(plan, state.replace(round=0 * state.round))
     )
 
 
@@ -248,10 +253,10 @@ BROKEN = {
         "patch": with_keys(lambda keys: RoundKeys(keys.accept, keys.accept, keys.final))
     },
     "noise_once_a_prompt": {"patch": same_noise_every_round},
-    "unwarped_distribution": {"request": COLD, "drafter": lambda d: changed(d, unwarped)},
-    "own_probability": {"drafter": lambda d: changed(d, stops_at_unlikely_tokens)},
+    "unwarped_distribution": {"request": COLD, "drafter": lambda d: tampered(d, unwarped)},
+    "own_probability": {"drafter": lambda d: tampered(d, stops_at_unlikely_tokens)},
     "distribution_of_a_sure_token": {"drafter": claims_a_distribution},
-    "residual_is_p": {"rule": residual_is_p},
+    "residual_is_p": {"rule": Deciding(residual_is_p)},
 }
 
 
@@ -259,7 +264,8 @@ BROKEN = {
 def test_broken_variants_fail(name, tables, monkeypatch):
     variant = BROKEN[name]
     target, draft = tables
-    drafter = draft_model.make(*draft)
+    # A value of its own, so that no program of another test is used.
+    drafter = changed(draft_model(draft))
     if "drafter" in variant:
         drafter = variant["drafter"](drafter)
     if "patch" in variant:
@@ -279,13 +285,13 @@ def test_broken_variants_fail(name, tables, monkeypatch):
 def test_the_broken_variants_fail_for_their_mistake_alone(tables):
     """Untouched, and at their own temperature, the same drafter passes."""
     target, draft = tables
-    same = changed(draft_model.make(*draft), lambda draft, context: draft)
+    same = tampered(draft_model(draft), lambda draft, context: draft)
     check = check_drafter(same, target, FEWER, prompt=PROMPT, request=COLD)
     assert check.passed, check
 
 
 def test_a_check_is_readable(tables):
-    check = check_drafter(none.make(), tables[0], rows=2000, prompt=PROMPT)
+    check = check_drafter(NoDrafter(), tables[0], rows=2000, prompt=PROMPT)
     assert repr(check).startswith("Check(passed=True, chi2=")
     assert check.threshold > check.chi2
     assert check.rows == 2000
@@ -294,17 +300,17 @@ def test_a_check_is_readable(tables):
 
 def test_bad_input_names_the_remedy(tables, tiny):
     with pytest.raises(InputError, match=r"vocabulary of 61 tokens.*at most 16.*Tabular"):
-        check_drafter(none.make(), tiny)
+        check_drafter(NoDrafter(), tiny)
     with pytest.raises(InputError, match=r"num_speculative_tokens=6 .*lower it"):
-        check_drafter(none.make(), tables[0], num_speculative_tokens=6)
+        check_drafter(NoDrafter(), tables[0], num_speculative_tokens=6)
     with pytest.raises(InputError, match="num_speculative_tokens=-1"):
-        check_drafter(none.make(), tables[0], num_speculative_tokens=-1)
+        check_drafter(NoDrafter(), tables[0], num_speculative_tokens=-1)
     with pytest.raises(InputError, match="rows=0"):
-        check_drafter(none.make(), tables[0], rows=0)
+        check_drafter(NoDrafter(), tables[0], rows=0)
     with pytest.raises(InputError, match=r"prompt=\(\): use a list of at least 1"):
-        check_drafter(none.make(), tables[0], prompt=())
+        check_drafter(NoDrafter(), tables[0], prompt=())
     with pytest.raises(InputError, match="token id 8 is outside"):
-        check_drafter(none.make(), tables[0], prompt=(8,))
+        check_drafter(NoDrafter(), tables[0], prompt=(8,))
 
 
 def test_an_impossible_output_is_never_excused():

@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import slow
-from decoding import PROMPTS, decode, drafters, greedy, mixed, replay
+from decoding import PROMPTS, Deciding, decode, drafters, greedy, mixed, replay
 
 from specjax import sampling
 from specjax.decoding.draft_length import DraftLength
-from specjax.drafters import early_exit
+from specjax.drafters.early_exit import EarlyExit
 
 NEW = 32
 GREEDY_ROWS = [row for row, request in enumerate(mixed()) if request.temperature == 0]
@@ -49,7 +49,7 @@ DRAFTERS = [
     "similar",
     "itself",
     "early_exit",
-    "fallback",
+    "turns",
     "random_distribution",
     *slow("similar_greedy", "early_exit_p_min", "shifting"),
 ]
@@ -58,7 +58,7 @@ DRAFTERS = [
 @pytest.mark.parametrize(
     "name",
     # Mixed rows, below, are greedy in part, with each drafter.
-    ["ngram", "similar", *slow("itself", "early_exit", "fallback", "shifting")],
+    ["ngram", "similar", *slow("itself", "early_exit", "turns", "shifting")],
 )
 def test_greedy_rows(name, tiny, every, plain_greedy):
     requests = greedy(max_new_tokens=NEW)
@@ -144,7 +144,7 @@ def test_a_rule_of_ones_own(tiny, every, plain_mixed):
         tiny,
         PROMPTS,
         drafter=every["similar"],
-        verify=cautious,
+        verify=Deciding(cautious),
         sampling=mixed(max_new_tokens=NEW),
         num_speculative_tokens=4,
     )
@@ -203,7 +203,7 @@ def test_a_row_does_not_change_with_the_batch(rule, sizes, tiny, every, plain_mi
 
 LENGTHS = {
     "ladder": DraftLength(4, by_batch=((1, 2, 4), (3, 5, 2), (6, 7, 1), (8, 8, 0))),
-    # A round gets dearer with its draft: rows lengthen and shorten theirs as they are accepted.
+    # A round costs more with a longer draft: rows adapt theirs to their acceptance.
     "auto": DraftLength(4, costs=(1.0, 1.3, 1.6, 1.9, 2.2)),
     "auto_ladder": DraftLength(4, by_batch=((6, 8, 2),), costs=(1.0, 1.2, 1.4, 1.6, 1.8)),
 }
@@ -211,7 +211,7 @@ LENGTHS = {
 
 @pytest.mark.parametrize("kind", ["auto_ladder", *slow("auto", "ladder")])
 def test_lengths_that_adapt(kind, tiny, every, plain_mixed):
-    # Rows end one after the other, so that the ladder has something to climb.
+    # Rows end one after the other, so that all steps of the ladder are used.
     requests = [
         dataclasses.replace(request, max_new_tokens=NEW - 3 * row)
         for row, request in enumerate(mixed())
@@ -245,12 +245,12 @@ def test_the_length_follows_measured_costs(tiny, every, plain_mixed):
     assert_counts(got)
 
 
-def test_a_confident_draft_goes_on(tiny, every, plain_greedy):
+def test_a_confident_draft_continues(tiny, every, plain_greedy):
     """`draft_p_min`: with a higher bar less is drafted, and never another output."""
     options = dict(sampling=greedy(max_new_tokens=NEW), num_speculative_tokens=4)
     drafted = []
     for bar in (0.1, 0.15):
-        drafter = early_exit.make(3, exit_layer=2, draft_p_min=bar)
+        drafter = EarlyExit(3, exit_layer=2, draft_p_min=bar)
         got = decode(tiny, PROMPTS, drafter=drafter, **options)
         assert got.token_ids == plain_greedy.token_ids
         drafted.append(int(np.maximum(got.drafted, 0).sum()))

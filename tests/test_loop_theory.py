@@ -13,7 +13,8 @@ from specjax import theory
 from specjax.decoding.draft_length import DraftLength
 from specjax.decoding.executor import expected_acceptance
 from specjax.decoding.sampling_params import SamplingParams
-from specjax.drafters import draft_model
+from specjax.drafters import draft_model, take_turns
+from specjax.sampling import RULES
 from specjax.testing import Tabular
 from specjax.testing.drafters import conditional_distributions, make_plan
 from specjax.testing.drafters import decode as decode_rows
@@ -27,8 +28,10 @@ def counts(target, drafter, rule="rejection", prompt=(1, 2), length=LENGTH, roun
     model, params = target
     room = len(prompt) + (rounds + 1) * (length + 1)
     lengths = DraftLength(length)
-    plan = make_plan(model, drafter, lengths, verify=rule, request=AS_IS, capacity=room)
-    state = decode_rows(plan, (params, drafter.params), prompt, AS_IS, np.arange(ROWS), 0, rounds)
+    turns, drafter_params = take_turns(drafter)
+    verify = RULES[rule]
+    plan = make_plan(model, turns, lengths, verify=verify, request=AS_IS, capacity=room)
+    state = decode_rows(plan, (params, drafter_params), prompt, AS_IS, np.arange(ROWS), 0, rounds)
     assert (np.asarray(state.rounds.drafted)[:, :rounds] == length).all()
     return np.asarray(state.rounds.accepted)[:, :rounds]
 
@@ -52,7 +55,7 @@ def free():
 
 def test_rejection_accepts_the_overlap(free):
     target, draft, alpha = free
-    accepted = counts(target, draft_model.make(*draft))
+    accepted = counts(target, draft_model(draft))
     tested = np.minimum(accepted + 1, LENGTH)
     # One entry a test that was made: passed or not.
     passed = np.repeat([1, 0], [accepted.sum(), (tested - accepted).sum()])
@@ -62,21 +65,21 @@ def test_rejection_accepts_the_overlap(free):
 
 def test_block_accepts_more(free):
     target, draft, alpha = free
-    accepted = counts(target, draft_model.make(*draft), "block")
+    accepted = counts(target, draft_model(draft), "block")
     assert accepted.mean() + 1 > theory.expected_tokens(alpha, LENGTH) + 0.05
 
 
 def test_coupled_accepts_between_its_bounds(free):
     """(1 - TV) / (1 + TV) <= acceptance <= 1 - TV (Daliri et al. 2408.07978)."""
     target, draft, alpha = free
-    accepted = counts(target, draft_model.make(*draft), "coupled")
+    accepted = counts(target, draft_model(draft), "coupled")
     rate = accepted.sum() / np.minimum(accepted + 1, LENGTH).sum()
     assert alpha / (2 - alpha) < rate < alpha
 
 
 def test_a_sure_token_is_accepted_as_often_as_the_target_draws_it(free):
     target, (model, q), _ = free
-    drafter = draft_model.make(model, q, draft_sample_method="greedy")
+    drafter = draft_model((model, q), draft_sample_method="greedy")
     alpha = float(jax.nn.softmax(target[1])[jnp.argmax(q)])
     for rule in ("rejection", "block"):
         accepted = counts(target, drafter, rule)
@@ -86,7 +89,7 @@ def test_a_sure_token_is_accepted_as_often_as_the_target_draws_it(free):
 def test_the_target_as_its_own_draft_accepts_everything(free):
     target, _, _ = free
     for rule in ("rejection", "block", "coupled"):
-        assert (counts(target, draft_model.make(*target), rule) == LENGTH).all()
+        assert (counts(target, draft_model(target), rule) == LENGTH).all()
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
@@ -94,7 +97,7 @@ def test_the_first_round_of_a_transformer(rule):
     """The number of accepted tokens has the expectation that follows from the distributions."""
     target, draft = small_model(0, 2), small_model(1, 1)
     prompt, length = (1, 2, 3), 2
-    drafter = draft_model.make(draft.architecture, draft.params)
+    drafter = draft_model(draft)
     pair = (target.architecture, target.params)
     accepted = counts(pair, drafter, rule, prompt, length, rounds=1)
     p = conditional_distributions(*pair, prompt, AS_IS, length)

@@ -2,19 +2,27 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 from conftest import tiny_config
-from decoding import PROMPTS, decode, first_state, greedy, make_session, mixed, rounds
+from decoding import (
+    PROMPTS,
+    changed,
+    decode,
+    first_state,
+    greedy,
+    make_session,
+    mixed,
+    observed,
+    rounds,
+)
 from heads import SOME, medusa_head
+from test_decoder import one_pass
 
-from specjax.decoding import loop
 from specjax.decoding.sampling_params import SamplingParams
-from specjax.drafters.trained import head_drafter
+from specjax.drafters import head_drafter
 from specjax.errors import InputError
 from specjax.loading.load import random_model
-from specjax.models.prefill import prefill
 from specjax.testing import check_drafter
 
 NEW = 24
@@ -56,8 +64,8 @@ def test_coupled_and_greedy_rows_are_those_of_plain_decoding(form, length, tiny,
 
 def test_as_many_tokens_as_heads_by_default(tiny):
     drafter = head_drafter(medusa_head(tiny), tiny, draft_sample_method="greedy")
-    assert drafter.num_speculative_tokens == 3
-    assert not drafter.sampled
+    assert drafter.drafter.num_speculative_tokens == 3
+    assert not drafter.drafter.sampled
     with pytest.raises(InputError, match=r"draft_p_min=1\.0"):
         head_drafter(medusa_head(tiny), tiny, draft_p_min=1.0)
 
@@ -97,18 +105,15 @@ def test_the_end_of_room_and_of_sequence(tiny):
 
 
 def assert_fresh(session, state):
-    """The state is the true feature of the last token but one."""
-    target, params = session.plan.target, session.params[0]
-    cache = target.make_cache(len(state.tokens), session.plan.capacity)
-    program = jax.jit(prefill, static_argnums=(0, 5, 6))
-    lengths = state.length - 1
-    _, features = program(target, params, state.tokens, lengths, cache, 64, ("final_norm",))
-    context = loop._context(session.plan, params, state)
-    wanted = session.drafter.init(session.params[1], context, features).feature
-    # A finished row's feature is not read any more.
-    active = np.asarray(state.active)
-    got = np.asarray(state.drafter.feature)[active]
-    np.testing.assert_allclose(got, np.asarray(wanted)[active], atol=3e-5, rtol=1e-4)
+    """The state, with what waits to be observed, is the true feature of the last token but one."""
+    tokens = np.asarray(state.tokens)[:, : int(state.length.max())]
+    features = one_pass(session.model, tokens, features=("final_norm",)).features
+    known = np.maximum(np.asarray(state.length) - 2, 0)
+    wanted = np.asarray(features["final_norm"])[np.arange(len(known)), known]
+    # A finished row's feature is not read any more, and a row of one token has none.
+    read = np.asarray(state.active & (state.length > 1))
+    got = np.asarray(observed(session, state)[0].feature)
+    np.testing.assert_allclose(got[read], wanted[read], atol=3e-5, rtol=1e-4)
 
 
 def test_the_state_equals_a_fresh_one_after_every_round(tiny):
@@ -118,7 +123,12 @@ def test_the_state_equals_a_fresh_one_after_every_round(tiny):
     assert_fresh(session, before)
     for state in rounds(session, before):
         assert_fresh(session, state)
-        late, before = state.replace(drafter=before.drafter, status=0 * state.status), state
+        late, before = (
+            state.replace(
+                drafter=before.drafter, features=before.features, status=0 * state.status
+            ),
+            state,
+        )
     # The comparison finds a feature of another position.
     with pytest.raises(AssertionError):
         assert_fresh(session, late)
@@ -136,11 +146,11 @@ def small():
 def first_distribution_for_all(drafter):
     """The broken variant claims that every token was drawn from the first head's distribution."""
 
-    def propose(params, state, context, noise):
-        draft, state = drafter.propose(params, state, context, noise)
+    def propose(real, params, state, context, noise):
+        draft, state = real(params, state, context, noise)
         return draft.replace(logq_row=0 * draft.logq_row), state
 
-    return dataclasses.replace(drafter, propose=propose)
+    return changed(drafter, propose=propose)
 
 
 @pytest.mark.usefixtures("fast_programs")

@@ -75,7 +75,7 @@ def test_relations_between_the_numbers(run):
     drafted, accepted, emitted, width = run
     summary = metrics.summarize(drafted, accepted, emitted, width)
     assert summary.num_accepted_tokens == sum(summary.num_accepted_tokens_per_pos)
-    assert summary.tokens_per_round == summary.acceptance_length  # nothing was cut
+    assert summary.tokens_per_round == summary.acceptance_length  # nothing was truncated
     assert sum(map(sum, metrics.accept_lengths(emitted))) == summary.num_emitted_tokens
     assert sum(summary.rounds_by_width.values()) == summary.num_rounds
     if summary.num_drafts:
@@ -89,25 +89,25 @@ def test_relations_between_the_numbers(run):
 
 @settings(deadline=None)
 @given(counts(), st.integers(0, 40))
-def test_cutting_keeps_exactly_the_kept_tokens(run, kept):
+def test_truncating_keeps_exactly_the_kept_tokens(run, kept):
     drafted, accepted, emitted, width = run
     limit = np.full(len(drafted), kept)
-    cut = metrics.truncate_rounds(drafted, accepted, emitted, width, limit)
+    truncated = metrics.truncate_rounds(drafted, accepted, emitted, width, limit)
     totals = np.maximum(emitted, 0).sum(axis=1)
-    np.testing.assert_array_equal(np.maximum(cut[2], 0).sum(axis=1), np.minimum(totals, kept))
-    stays = cut[2] >= 0
-    np.testing.assert_array_equal(stays, cut[2] > 0)  # no pass stays that kept nothing
-    for before, after in zip(run, cut, strict=True):
+    np.testing.assert_array_equal(np.maximum(truncated[2], 0).sum(axis=1), np.minimum(totals, kept))
+    stays = truncated[2] >= 0
+    np.testing.assert_array_equal(stays, truncated[2] > 0)  # no pass stays that kept nothing
+    for before, after in zip(run, truncated, strict=True):
         assert (after[~stays] == -1).all()
         assert (after[stays] <= before[stays]).all()
-    assert (cut[1][stays] <= cut[2][stays]).all()
-    again = metrics.truncate_rounds(*cut, limit)
-    for once, twice in zip(cut, again, strict=True):
+    assert (truncated[1][stays] <= truncated[2][stays]).all()
+    again = metrics.truncate_rounds(*truncated, limit)
+    for once, twice in zip(truncated, again, strict=True):
         np.testing.assert_array_equal(once, twice)
-    assert metrics.summarize(*cut).num_emitted_tokens == np.minimum(totals, kept).sum()
+    assert metrics.summarize(*truncated).num_emitted_tokens == np.minimum(totals, kept).sum()
 
 
-def test_the_cut_pass_loses_what_was_cut_and_keeps_its_cost():
+def test_the_truncated_pass_loses_tokens_and_keeps_its_cost():
     kept = np.array([6, 1])
     drafted, accepted, emitted, width = metrics.truncate_rounds(
         DRAFTED, ACCEPTED, EMITTED, WIDTH, kept
@@ -118,14 +118,14 @@ def test_the_cut_pass_loses_what_was_cut_and_keeps_its_cost():
     np.testing.assert_array_equal(width, [[4, 1, 4, -1], [4, -1, -1, -1]])
 
 
-def test_a_cut_at_the_very_end_changes_nothing():
+def test_truncating_at_the_very_end_changes_nothing():
     run = (DRAFTED, ACCEPTED, EMITTED, WIDTH)
     for kept in ([8, 2], [100, 100]):
         for before, after in zip(run, metrics.truncate_rounds(*run, np.array(kept)), strict=True):
             np.testing.assert_array_equal(before, after)
 
 
-def test_a_cut_inside_accepted_drafts_takes_them_out():
+def test_truncating_inside_accepted_drafts_removes_them():
     round_of_four = (np.array([[3]]), np.array([[3]]), np.array([[4]]), np.array([[4]]))
     _, accepted, emitted, _ = metrics.truncate_rounds(*round_of_four, np.array([2]))
     assert (accepted.item(), emitted.item()) == (2, 2)

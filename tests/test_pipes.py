@@ -19,7 +19,7 @@ from specjax.decoding.prompts import read_questions
 from specjax.errors import InputError
 from specjax.fields import InputFile
 from specjax.files import json_files, open_files
-from specjax.loading.formats.gguf_header import open_gguf
+from specjax.loading.formats.gguf_file import open_gguf
 from specjax.loading.head_formats import read_foreign, write_foreign
 from specjax.loading.heads.head import read_head, save_head
 from specjax.loading.load import load_model
@@ -183,7 +183,7 @@ def test_a_pipe_is_read_to_its_end(pack, tmp_path, monkeypatch):
 
 
 def test_stdin_may_be_a_pipe_or_a_file(tmp_path):
-    """/dev/stdin and /proc/self/fd/N are what they stand for."""
+    """/dev/stdin and /proc/self/fd/N are treated as the files they refer to."""
     source, sink = os.pipe()
     os.write(sink, LINE)
     os.close(sink)
@@ -191,7 +191,7 @@ def test_stdin_may_be_a_pipe_or_a_file(tmp_path):
     assert InputFile(pipe=True).check("prompts", str(path)) == path
     assert len(read_questions(path)) == 1
     with pytest.raises(InputError, match="holds no questions"):
-        read_questions(path)  # at its end: nobody will write to it any more
+        read_questions(path)  # at its end: it has no writer left
     with pytest.raises(InputError, match="is a pipe: name a file"):
         InputFile().check("config", str(path))
     os.close(source)

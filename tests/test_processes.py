@@ -1,4 +1,4 @@
-"""One job in two processes on this machine: the same rows, one report, clear errors."""
+"""One run in two processes on this machine: the same rows, one report, clear errors."""
 
 import json
 import os
@@ -137,8 +137,8 @@ def test_processes_with_other_configs_stop(field, model, prompts):
         assert "Traceback" not in out + err
 
 
-def test_other_prompts_in_the_same_place_are_noticed(model, prompts, tmp_path):
-    """Each process reads its own disk."""
+def test_other_prompts_at_the_same_path_are_noticed(model, prompts, tmp_path):
+    """Each process reads files of its own disk."""
     address = f"127.0.0.1:{free_port()}"
     ran = []
     for number in (0, 1):

@@ -97,8 +97,8 @@ def test_a_key_that_is_there_twice_is_refused_by_name(tmp_path):
     with pytest.raises(InputError, match=r"q.jsonl, line 1 is not JSON \(the key 'turns' is there"):
         read_questions(path)
     path.write_text('{"a": [{"b": 1, "c": 2, "b": 1}]}')
-    with pytest.raises(InputError, match=r"is not JSON \(the key 'b' is there twice\); mend it"):
-        json_files.read_json_file(path, "mend it")
+    with pytest.raises(InputError, match=r"is not JSON \(the key 'b' is there twice\); repair it"):
+        json_files.read_json_file(path, "repair it")
 
 
 def test_a_file_that_is_too_large_is_not_to_be_restored(tmp_path, monkeypatch):

@@ -89,7 +89,7 @@ def test_a_batch_counts_its_seconds_once_and_tells_tasks_apart_only_where_it_hol
     assert figures[OVERALL].tokens_per_second == pytest.approx((5 + 2 + 4 + 6) / 5)
     assert figures[OVERALL].speedup == pytest.approx(9 / 5)
     assert figures[OVERALL].speedup_per_request is None
-    # The second batch holds both tasks: its seconds are nobody's.
+    # The second batch holds both tasks: its seconds count for neither.
     assert figures["mt_bench"].speedup == pytest.approx(5 / 2)
     assert (figures["mt_bench"].timed_requests, figures["mt_bench"].counts.num_requests) == (2, 3)
     assert figures["qa"].speedup is None
@@ -340,12 +340,12 @@ def changed(*path, to):
         (changed("rows", 1, "new_tokens", to="2"), "rows[1].new_tokens is '2'"),
         (changed("rows", 1, "new_tokens", to=True), "rows[1].new_tokens is True"),
         (changed("rows", 1, "new_tokens", to=3), "do not add up"),
-        (changed("rows", 1, "rounds", "width", to=[3, 3]), "width must have an entry a round"),
+        (changed("rows", 1, "rounds", "width", to=[3, 3]), "width must have one entry per round"),
         (changed("rows", 1, "rounds", "drafted", to=[-1]), "drafted must hold whole numbers"),
         (changed("rows", 1, "rounds", "accepted", to=[3]), "accepted exceeds drafted"),
         (changed("rows", 1, "plain", "decode_s", to=None), "rows[1].plain has no 'decode_s'"),
         (changed("rows", 1, "new_tokens", to=10**400), "rows[1].new_tokens is 1000"),
-        (changed("rows", 1, "decode_s", to=1e300), "rows[1].decode_s is 1e+300, which nothing"),
+        (changed("rows", 1, "decode_s", to=1e300), "rows[1].decode_s is 1e+300, which is"),
         (changed("rows", 1, "rounds", "width", to=[10**30]), "width must hold whole numbers"),
         (changed("rows", 1, "token_ids", to=[None]), "token_ids must hold whole numbers"),
         (changed("rows", 1, "turn", to="1"), "rows[1].turn is '1'"),
@@ -358,7 +358,7 @@ def changed(*path, to):
         (changed("summary", "prompts", to=None), "summary has no 'prompts'"),
         (changed("summary", "config", "sampling", to={}), "sampling has no 'temperature'"),
         (content(target="other"), "is of model"),
-        (content(prompts="others"), "answer other prompts; report each set apart"),
+        (content(prompts="others"), "answer other prompts; report each set separately"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(wrong, says, write, tmp_path, capsys):
@@ -397,7 +397,7 @@ def test_bad_arguments(write, tmp_path, capsys, monkeypatch):
         ([path, f"--out={tmp_path / 'file'}"], "is a file: name a folder"),
         ([path, f"--out={tmp_path / 'file' / 'x'}"], "a part of it is a file"),
         ([elsewhere, out, "--predict"], "ran on TPU v7, this machine has cpu"),
-        ([path, out, "--predict"], "does not do here"),
+        ([path, out, "--predict"], "cannot be used here"),
     ):
         assert report.main(argv) == 2, argv
         assert says in capsys.readouterr().err
@@ -420,7 +420,7 @@ def test_pictures_show_all_that_they_are_given(tmp_path, monkeypatch):
     labels = {"title": "t", "x_label": "x", "y_label": "y"}
     plots.draw_curves(tmp_path / "a.png", {"left": [low], "right": [high]}, **labels)
     (figure,) = figures
-    # The panels share an axis: limits set too early would cut the second.
+    # The panels share an axis: limits set too early would be too low for the second.
     for axes in figure.axes:
         bottom, top = axes.get_ylim()
         assert bottom == 0

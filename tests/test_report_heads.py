@@ -88,11 +88,11 @@ def test_runs_tables_and_cards(report_heads, cells_run, heads, tmp_path, capsys)
     assert paths == [None, str(heads / "eagle3"), str(heads / "eagle3")]
     # By itself a head drafts K tokens; beside another each has its own length.
     assert [one.num_speculative_tokens for one in cells_run[::3]] == [None, "4", None]
-    told = (tmp_path / "heads.md").read_text()
-    assert "temperature 0.8" in told
-    assert "| 2.00M | 1.750 | 1.500 | 1.375 |" in told
-    # The second run goes on after the first one's tokens.
-    assert "| 4.00M | 1.750 | 1.500 | 1.375 |" in told
+    report = (tmp_path / "heads.md").read_text()
+    assert "temperature 0.8" in report
+    assert "| 2.00M | 1.750 | 1.500 | 1.375 |" in report
+    # The second run's tokens are counted after the first one's.
+    assert "| 4.00M | 1.750 | 1.500 | 1.375 |" in report
     card = (tmp_path / "cards" / "eagle3.md").read_text()
     assert "over 40 of" in card
     assert "3 conversations, 500 tokens, of which 200," in card
@@ -155,7 +155,7 @@ def test_a_card_says_what_later_fields_were_when_a_head_was_trained(report_heads
     then = "--config.optimizer=adamw --config.medusa.projection=False"
     assert command(config)[0] == f"{now} {then}"
 
-    # What nobody has said anything about.
+    # A field without a recorded earlier value.
     del config["clip"], config["eval"]["prompts"]
     assert command(config)[0] == (
         "# not there when this was trained, what it was then is not known: clip=1.0, "
@@ -163,12 +163,12 @@ def test_a_card_says_what_later_fields_were_when_a_head_was_trained(report_heads
     )
 
     config = recorded("medusa2", learning_rate_scales={"target": 0.02})
-    told, text = command(config, "medusa2")
-    assert told == now.replace("train_medusa.py", "train_medusa2.py")
+    shown, text = command(config, "medusa2")
+    assert shown == now.replace("train_medusa.py", "train_medusa2.py")
     assert "reproduce_heads.py" not in text
     config["learning_rate_scales"] = {"target": 0.02, "layers": {"0": 0.5}}
-    told, _ = command(config, "medusa2")
-    assert "--config.learning_rate_scales=target:0.02,layers.0:0.5" in told
+    shown, _ = command(config, "medusa2")
+    assert "--config.learning_rate_scales=target:0.02,layers.0:0.5" in shown
 
 
 @pytest.mark.parametrize(

@@ -56,9 +56,9 @@ def test_devices_and_pipes_stay_what_they_are(tmp_path, capsys):
     for path in ("/dev/full", "/dev/null", tmp_path / "pipe", tmp_path / "link"):
         before = os.stat(path)
         assert decode.main([f"--config.report={path}"]) == 2
-        told = capsys.readouterr().err
-        assert told.startswith("error: report='")
-        assert "is a device: name a file" in told or "is no regular file: name another" in told
+        output = capsys.readouterr().err
+        assert output.startswith("error: report='")
+        assert "is a device: name a file" in output or "is no regular file: name another" in output
         assert os.stat(path).st_mode == before.st_mode
     assert sorted(os.listdir(tmp_path)) == ["link", "pipe"]
 
@@ -79,19 +79,21 @@ def test_what_is_no_report_is_not_replaced(folder, tmp_path, capsys):
         if path.name in ("notes.json", "specjax_folder.json"):
             continue
         assert decode.main([f"--config.report={path}"]) == 2, path
-        told = capsys.readouterr().err
+        output = capsys.readouterr().err
         kept = path.parent.name == "model" or path.name == "link"
-        says = "is a file that specjax keeps for itself" if kept else "is a file that is no report"
-        assert told.startswith("error: report='"), told
-        assert says in told
-        assert told.count("\n") == 1
+        says = "is a file that specjax reserves" if kept else "is a file that is no report"
+        assert output.startswith("error: report='"), output
+        assert says in output
+        assert output.count("\n") == 1
     for name in ("specjax_folder.json", "specjax.lock", ".specjax-abcd1234.tmp"):
-        for place in (tmp_path, tmp_path / "model"):
+        for parent in (tmp_path, tmp_path / "model"):
             assert (
-                bench.main(["--config=configs/bench_smollm2.py", f"--config.report={place / name}"])
+                bench.main(
+                    ["--config=configs/bench_smollm2.py", f"--config.report={parent / name}"]
+                )
                 == 2
             )
-            assert "is a file that specjax keeps for itself" in capsys.readouterr().err
+            assert "is a file that specjax reserves" in capsys.readouterr().err
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     check_writable(tmp_path / "model" / "notes.json")
     # A folder's marker that cannot be read says nothing of the other files.
@@ -183,7 +185,7 @@ def test_space_is_tried_before_the_work(tmp_path, monkeypatch):
         if not supported:
             monkeypatch.delattr(os, "posix_fallocate")
         check_writable(tmp_path / "r.json", 10_000)
-        with pytest.raises(InputError, match=r"report='.*r\.json': no room for a report of up to"):
+        with pytest.raises(InputError, match=r"report='.*r\.json': no space for a report of up to"):
             check_writable(tmp_path / "r.json", 1 << 60)
     assert os.listdir(tmp_path) == []
 
@@ -234,7 +236,7 @@ def test_no_room_at_the_end_leaves_the_rows_on_stdout(tmp_path):
 def test_a_limit_is_found_out_before_the_work(tmp_path):
     ran = limited(tmp_path / "r.json", 1_000_000)
     assert ran.returncode == 2
-    assert "no room for a report of up to 1000 kB (File too large)" in ran.stderr
+    assert "no space for a report of up to 1000 kB (File too large)" in ran.stderr
     assert (ran.stdout, ran.stderr.count("\n")) == ("", 1)
     assert os.listdir(tmp_path) == []
 
@@ -303,11 +305,11 @@ class TestDecode:
     def test_the_room_follows_the_positions(self, folder, tmp_path, capsys, monkeypatch):
         asked = []
 
-        def check_room(path, size, said):
+        def check_space(path, size, said):
             asked.append((size, said))
             raise InputError("enough")
 
-        monkeypatch.setattr(decode, "check_room", check_room)
+        monkeypatch.setattr(decode, "check_space", check_space)
         for wish in (10**9, 6):
             more = f"--config.sampling.max_new_tokens={wish}"
             assert decode.main(arguments(folder, tmp_path / "r.json", more)) == 2
@@ -365,11 +367,11 @@ class TestDecode:
         monkeypatch.setattr(report_file, "write_json", full)
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
         assert decode.main(arguments(folder, path)) == 2
-        told = capsys.readouterr()
-        assert "acceptance length" in told.out
-        assert told.err.count("\n") == 1
-        assert told.err.startswith(f"error: report='{path}' cannot be written (No space left on")
-        kept = Path(told.err.partition("what was finished is in ")[2].partition(";")[0])
+        output = capsys.readouterr()
+        assert "acceptance length" in output.out
+        assert output.err.count("\n") == 1
+        assert output.err.startswith(f"error: report='{path}' cannot be written (No space left on")
+        kept = Path(output.err.partition("what was finished is in ")[2].partition(";")[0])
         assert len(json.loads(kept.read_text())["rows"]) == 3
 
     def test_the_benchmark_keeps_its_figures(self, folder, tmp_path, monkeypatch, capsys):
@@ -423,11 +425,11 @@ def test_sigterm_leaves_what_was_finished(folder, tmp_path):
         # `timeout` sends it twice.
         process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGTERM)
-        told = process.communicate(timeout=60)[0]
+        output = process.communicate(timeout=60)[0]
     finally:
         process.kill()
-    assert process.returncode == 130, told
+    assert process.returncode == 130, output
     found = read_report(path)
     assert found.interrupted
     assert 0 < len(found.rows) < 900
-    assert f"interrupted; {len(found.rows)} finished row" in told
+    assert f"interrupted; {len(found.rows)} finished row" in output

@@ -33,7 +33,7 @@ except KeyboardInterrupt:
     (root / "saved").write_text("")
     sys.exit(130)
 """
-"""Is told to stop, and has nothing left to do the second time."""
+"""Waits to be stopped, and has nothing left to do the second time."""
 
 DRIVER = """
 import signal, sys
@@ -107,7 +107,7 @@ def gone(pid):
     return False
 
 
-def test_the_same_command_goes_on_behind_a_stage_that_failed(script, main, tmp_path, capsys):
+def test_the_same_command_resumes_after_a_stage_that_failed(script, main, tmp_path, capsys):
     count = "import sys; open(sys.argv[1], 'a').write('x')"
     one = stage(script, "one", count, tmp_path / "one")
     two = stage(script, "two", "import os, sys; sys.exit(0 if os.path.exists(sys.argv[1]) else 3)")
@@ -162,7 +162,7 @@ def test_when_the_minutes_are_over_a_stage_saves_and_the_rest_is_listed(script, 
     [
         (signal.SIGINT, ()),
         (signal.SIGTERM, ()),
-        # As shells start what ends in &: what is started then must hear Ctrl-C all the same.
+        # As shells start commands that end in &: the child must receive Ctrl-C all the same.
         (signal.SIGTERM, ("sh", "-c", 'trap "" INT; exec "$@"', "sh")),
     ],
 )
@@ -186,7 +186,7 @@ def test_one_run_at_a_time(script, main, tmp_path, capsys):
         error = capsys.readouterr().err
         assert error.count("\n") == 1
         assert said in error
-        # Its stage outlives it, and is not to meet a second one.
+        # Its stage outlives it, and no second one may start.
         process.kill()
         process.wait()
         # Its pipes are the stage's as well: they have no end yet.
@@ -204,12 +204,12 @@ def test_one_run_at_a_time(script, main, tmp_path, capsys):
 ASKED = """
 import signal, sys
 sys.path.insert(0, sys.argv[1])
-import children
-children.GRACE_S = float(sys.argv[3])
+import child_processes
+child_processes.GRACE_S = float(sys.argv[3])
 deaf = "import pathlib, signal, sys, time\\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\\n"
 deaf += "pathlib.Path(sys.argv[1]).write_text('')\\ntime.sleep(120)"
 try:
-    children.run_child([sys.executable, "-c", deaf, sys.argv[2]])
+    child_processes.run_child([sys.executable, "-c", deaf, sys.argv[2]])
 except KeyboardInterrupt:
     sys.exit(130)
 """
@@ -254,7 +254,7 @@ def test_a_full_disk_is_one_line(script, main, tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr(folder_lock, "open_without_links", full)
         assert main(stage(script, "one", "")) == 2
-    assert "make room or write elsewhere" in capsys.readouterr().err
+    assert "free space or write elsewhere" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
     assert script.main([f"--workdir={tmp_path / 'file'}"]) == 2
     assert " is a file: name a folder" in capsys.readouterr().err
@@ -282,10 +282,10 @@ def test_bad_input(argv, said, script, tmp_path, capsys):
 
 
 def test_from_the_target_to_an_installed_head(script, tiny, tmp_path, monkeypatch, capsys):
-    root, shipped, told = tmp_path / "w", tmp_path / "shipped", []
+    root, shipped, commands = tmp_path / "w", tmp_path / "shipped", []
 
     def run_child(command, **rest):
-        told.append(" ".join(command[1:]))
+        commands.append(" ".join(command[1:]))
         return 0
 
     monkeypatch.setattr(script, "run_child", run_child)
@@ -298,8 +298,8 @@ def test_from_the_target_to_an_installed_head(script, tiny, tmp_path, monkeypatc
     argv = ["--responses=there", "--kinds=eagle3", "--size=debug", "--install"]
     for _ in range(2):
         assert script.main([*argv, f"--workdir={root}"]) == 0
-        assert len(told) == 4
-    assert told == [
+        assert len(commands) == 4
+    assert commands == [
         f"-m train.generate --config=configs/generate_smollm2.py:debug "
         f"--config.workdir={root}/generate --config.output={root}/responses",
         f"-m train.features --input=there --output={root}/features/0",
@@ -307,11 +307,11 @@ def test_from_the_target_to_an_installed_head(script, tiny, tmp_path, monkeypatc
         f"-m train.eagle --config=configs/train_eagle3.py:debug "
         f"--config.data={root}/features/0,{root}/features/1 --config.workdir={root}/eagle3",
     ]
-    place = shipped / head.target.name / "eagle3"
-    for folder in (root / "heads" / "eagle3", place):
+    installed = shipped / head.target.name / "eagle3"
+    for folder in (root / "heads" / "eagle3", installed):
         leaves = jax.tree.leaves(read_head(folder).params)
         assert {np.asarray(leaf).dtype for leaf in leaves} == {np.dtype("float16")}
-    card = place.with_name("eagle3.md").read_text()
+    card = installed.with_name("eagle3.md").read_text()
     assert card.startswith(f"# eagle3 for {head.target.name}\n")
     assert "--config.data=0,1" in card
-    assert f"installed: {place}" in capsys.readouterr().out
+    assert f"installed: {installed}" in capsys.readouterr().out

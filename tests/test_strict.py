@@ -1,6 +1,5 @@
 """The session is strict, programs are traced once, and a round copies neither cache nor weights."""
 
-import dataclasses
 import functools
 import re
 
@@ -10,7 +9,7 @@ import jaxtyping
 import numpy as np
 import pytest
 from conftest import tiny_config
-from decoding import PROMPTS, greedy, make_session, mixed
+from decoding import PROMPTS, changed, draft_model, greedy, make_session, mixed
 
 import specjax
 from specjax import sampling
@@ -19,7 +18,8 @@ from specjax.decoding import loop
 from specjax.decoding.executor import compile_session, run_session
 from specjax.decoding.plan import batch_arguments
 from specjax.decoding.sampling_params import SamplingParams
-from specjax.drafters import draft_model, early_exit, ngram
+from specjax.drafters.early_exit import EarlyExit
+from specjax.drafters.ngram import Ngram
 from specjax.loading.load import random_model
 
 
@@ -34,17 +34,17 @@ def test_the_session_is_strict():
 
 
 def counting(drafter, traces):
-    def propose(*arguments):
+    def propose(real, *arguments):
         traces.append("propose")
-        return drafter.propose(*arguments)
+        return real(*arguments)
 
-    return dataclasses.replace(drafter, propose=propose)
+    return changed(drafter, propose=propose)
 
 
 def test_nothing_is_traced_again(tiny):
     """Other rounds, prompts of other lengths, other batches, other seeds and other numbers."""
     traces = []
-    drafter = counting(ngram.make(prompt_lookup_min=1), traces)
+    drafter = counting(Ngram(prompt_lookup_min=1), traces)
     options = dict(drafter=drafter, num_speculative_tokens=3, batch_size=4)
     short = [[5], [1, 2, 1, 2], [7] * 20, [6]] * 2
     specjax.generate(tiny, short, sampling=mixed(max_new_tokens=9), **options)
@@ -59,9 +59,9 @@ def test_nothing_is_traced_again(tiny):
 
 
 CASES = {
-    "ngram": lambda model, draft: ngram.make(prompt_lookup_min=1),
-    "early_exit": lambda model, draft: early_exit.make(3),
-    "draft_model": lambda model, draft: draft_model.make(draft.architecture, draft.params),
+    "ngram": lambda model, draft: Ngram(prompt_lookup_min=1),
+    "early_exit": lambda model, draft: EarlyExit(3),
+    "draft_model": lambda model, draft: draft_model(draft),
 }
 
 
@@ -104,7 +104,8 @@ def test_a_round_works_in_place(name, models):
     compiled = program.compile()
     caches = [state.cache.k, state.cache.v]
     if name == "draft_model":
-        caches += [state.drafter.cache.k, state.drafter.cache.v]
+        cache = state.drafter[0].drafter.cache
+        caches += [cache.k, cache.v]
     cache_bytes = sum(cache.size * cache.dtype.itemsize for cache in caches)
     assert compiled.memory_analysis().alias_size_in_bytes >= cache_bytes
     kept = {cache.shape for cache in caches}
@@ -145,7 +146,7 @@ def test_the_loop_exports_for_every_platform(name, models):
 
 
 def test_programs_are_shared_by_sessions_that_agree(tiny):
-    drafter = ngram.make()
+    drafter = Ngram()
     options = dict(drafter=drafter, sampling=greedy(max_new_tokens=5))
     one = make_session(tiny, [[1], [2, 3]], num_speculative_tokens=2, **options)
     other = make_session(tiny, [[4] * 9, [5]], num_speculative_tokens=2, seed=3, **options)

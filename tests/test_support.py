@@ -6,7 +6,10 @@ import pytest
 from conftest import tiny_config
 from decoding import PROMPTS, decode, mixed
 
-from specjax.drafters import early_exit, ngram, simulated
+from specjax.drafters import LoadedDrafter
+from specjax.drafters.early_exit import EarlyExit
+from specjax.drafters.ngram import Ngram
+from specjax.drafters.simulated import Simulated
 from specjax.loading.load import random_model
 from specjax.testing import Tabular, check_drafter
 
@@ -31,14 +34,15 @@ def two_layers():
 
 
 def replay():
-    """Continuations that have nothing to do with what the target will say."""
+    """Continuations that are unrelated to the target's own."""
     tokens = np.random.default_rng(0).integers(VOCAB, size=(ROWS, 4))
-    return simulated.make(VOCAB, continuations=tokens.tolist(), acceptance=1.0)
+    drafter = Simulated(acceptance=1.0)
+    return LoadedDrafter(drafter, drafter.replay(tokens.tolist(), VOCAB))
 
 
 CELLS = {
-    "ngram-block": (lambda: ngram.make(prompt_lookup_min=1), table, "block"),
-    "early_exit-block": (lambda: early_exit.make(2, exit_layer=1), two_layers, "block"),
+    "ngram-block": (lambda: Ngram(prompt_lookup_min=1), table, "block"),
+    "early_exit-block": (lambda: EarlyExit(2, exit_layer=1), two_layers, "block"),
     "simulated-rejection": (replay, table, "rejection"),
     "simulated-block": (replay, table, "block"),
 }

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from specjax.errors import InputError
 from specjax.files import folder_marker
-from specjax.loading.formats.gguf_header import open_gguf
+from specjax.loading.formats.gguf_file import open_gguf
 from specjax.loading.load import default_model_file, load_model, random_model, save_model
 from specjax.loading.tokenizers import chat_templates
 from specjax.loading.tokenizers.gguf_tokenizer import read_tokenizer
@@ -79,7 +79,7 @@ def test_the_default_model_knows_its_special_tokens(smollm2):
     assert smollm2.token(smollm2.bos_id) == "<|im_start|>"
     assert [smollm2.token(index) for index in smollm2.eos_ids] == ["<|im_end|>"]
     assert not smollm2.add_bos
-    # Each numeral stands alone, whatever its script and the space before it.
+    # Each numeral is a piece of its own, whatever its script and the space before it.
     assert [smollm2.decode([index]) for index in smollm2.encode("7 12²")] == list("7 12²")
 
 

@@ -97,7 +97,7 @@ def test_features_lie_beside_their_tokens():
         assert not batch.features["final_norm"][row, start:].any()
 
 
-def test_long_conversations_are_cut_and_many_labels_dropped():
+def test_long_conversations_are_truncated_and_many_labels_dropped():
     source = Listed([one(np.arange(50), np.arange(50) >= 1)])
     batch = build(source, [[0]], SHAPE)
     assert (batch.tokens[0] == np.arange(32)).all()

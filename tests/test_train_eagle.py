@@ -182,7 +182,7 @@ def test_every_parameter_learns_and_masked_tokens_teach_nothing(tiny):
     for path, leaf in jax.tree_util.tree_leaves_with_path(learned):
         assert np.isfinite(leaf).all(), path
         assert np.abs(leaf).max() > 0, path
-    # Padding, and what lies after the last row that a label is predicted from.
+    # Padding, and positions after the last one that a label is predicted from.
     for name in head.config.taps:
         moved = np.abs(np.asarray(felt[name])).max(axis=2) > 0
         assert not moved[0, 18:].any()
@@ -219,9 +219,9 @@ def test_noise_moves_the_loss_and_depends_on_the_key(tiny):
     ]
     assert values[0] == values[1] != values[2]
     quiet = dataclasses.replace(loss, noise=0.0)
-    judged = eagle_loss(head, params, tiny.params, ids, batch, None, loss)[0]
+    actual = eagle_loss(head, params, tiny.params, ids, batch, None, loss)[0]
     wanted = eagle_loss(head, params, tiny.params, ids, batch, jax.random.key(0), quiet)[0]
-    np.testing.assert_allclose(judged, wanted, rtol=1e-6)
+    np.testing.assert_allclose(actual, wanted, rtol=1e-6)
 
 
 @pytest.mark.parametrize("version", [1, 3])

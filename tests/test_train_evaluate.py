@@ -3,6 +3,8 @@
 import numpy as np
 from toy_training import Listed, conversations
 
+from specjax.drafters import LoadedDrafter
+from specjax.drafters.draft_model import DraftModel
 from train.data.examples import Example
 from train.run.evaluate import held_out_prompts, measure_tau
 
@@ -19,11 +21,10 @@ def test_prompts_end_where_answers_begin():
 
 
 def test_tau_is_measured_by_decoding(tiny):
-    """The target as its own drafter is always right: K + 1 tokens a round."""
-    from specjax.drafters import draft_model
+    """The target as its own drafter is always accepted: K + 1 tokens per round."""
 
     def itself(head, target):
-        return draft_model.make(target.architecture, head)
+        return LoadedDrafter(DraftModel(target.architecture), head)
 
     found = measure_tau(
         tiny.params,

@@ -1,4 +1,4 @@
-"""Stored features: those of each conversation alone, in parts that are kept when it goes on."""
+"""Stored features: those of each conversation alone, in parts that are kept on resuming."""
 
 import os
 
@@ -114,7 +114,7 @@ def test_what_does_not_go_together_is_refused(more, said, store, capsys):
     before = times(out)
     capsys.readouterr()
     assert run(*more) == 2
-    told = capsys.readouterr().err
-    assert said in told
-    assert told.count("\n") == 1
+    message = capsys.readouterr().err
+    assert said in message
+    assert message.count("\n") == 1
     assert times(out) == before

@@ -271,7 +271,7 @@ def test_a_gradient_that_is_not_finite_stops_too(target, tmp_path):
     assert run.steps() == []
 
 
-def test_minutes_end_a_run_with_a_checkpoint_and_it_goes_on(target, tmp_path, monkeypatch):
+def test_minutes_end_a_run_with_a_checkpoint_and_it_resumes(target, tmp_path, monkeypatch):
     whole = Run(tmp_path / "whole", target, settings_of())
     assert whole.train().reason == loop.DONE
     seconds = itertools.count()
@@ -320,8 +320,8 @@ def test_evaluations_are_logged_once(target, tmp_path):
     assert seen == [(4, False), (8, False), (12, True)]
     Run(tmp_path / "w", target, settings).train(evaluate)
     assert len(seen) == 3
-    told = [row for row in files.read_metrics(run.workdir) if "eval/tau" in row]
-    assert [row["eval/tau"] for row in told] == [4, 8, 12]
+    evaluated = [row for row in files.read_metrics(run.workdir) if "eval/tau" in row]
+    assert [row["eval/tau"] for row in evaluated] == [4, 8, 12]
 
 
 def test_an_evaluation_before_the_first_step(target, tmp_path):

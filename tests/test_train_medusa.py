@@ -1,4 +1,4 @@
-"""Medusa's losses: by their definition, what they teach, and the target trained along."""
+"""Medusa's losses: their definition, what heads learn, and training the target with them."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from decoding import decode, greedy
 from heads import SOME, medusa_config, medusa_head
 from rows import two_rows, with_features
 
-from specjax.drafters.trained import head_drafter
+from specjax.drafters import head_drafter
 from specjax.errors import InputError
 from specjax.loading.load import random_model
 from specjax.models.heads.medusa import Medusa
@@ -213,7 +213,7 @@ def counting_batch(target, late=0):
 PAIRS = [[start, (start + 7) % V] for start in range(0, V, 5)]
 
 
-def behind_pairs(count):
+def after_pairs(count):
     return [[(start + 7 * i) % V for i in range(2, count + 2)] for start, _ in PAIRS]
 
 
@@ -224,9 +224,9 @@ def test_trained_heads_are_right_and_those_a_row_off_are_not():
     train = trainer(method, target, counting_batch(target))
     for late in (0, 1):
         params, measures = train(counting_batch(target, late))
-        drafter = dataclasses.replace(drafter, params={**drafter.params, **params})
+        drafter = drafter._replace(params={**drafter.params, **params})
         got = decode(target, PAIRS, drafter=drafter, sampling=greedy(max_new_tokens=9))
-        assert got.token_ids == behind_pairs(9)
+        assert got.token_ids == after_pairs(9)
         took_part = got.emitted > 0
         if late:
             # It learned just as well, but what decoding does not ask for.
@@ -292,12 +292,12 @@ def test_medusa_2_on_a_cycle():
     tuned, head = method.tuned(params), method.head(params, {})
     drafter = head_drafter(head, tuned)
     got = decode(tuned, PAIRS, drafter=drafter, sampling=greedy(max_new_tokens=9))
-    assert got.token_ids == behind_pairs(9)
+    assert got.token_ids == after_pairs(9)
     assert (got.accepted == got.drafted).all()
 
 
 def test_bad_input_names_the_remedy(monkeypatch):
-    # As users have it: no type checker stands before specjax's own messages.
+    # As for users: without a type checker in front of specjax's own messages.
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     for make, message in (
         (

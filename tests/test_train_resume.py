@@ -1,4 +1,4 @@
-"""Runs that are killed, interrupted or moved go on to the same curve; other runs are refused."""
+"""Runs that are killed, interrupted or moved resume with the same curve; others are refused."""
 
 import dataclasses
 import json
@@ -160,7 +160,7 @@ def test_two_processes_give_the_losses_of_one(start, whole, tmp_path):
     for mine, theirs in zip(rows, whole, strict=True):
         for name, value in mine.items():
             assert value == pytest.approx(theirs[name], rel=1e-5), name
-    # What two processes saved, one goes on with.
+    # One process resumes from what two have saved.
     saved = checkpoints.last_checkpoint(files.Workdir(workdir))
     state = make_program(toy_method(toy_target()), toy_target().architecture, settings_of(), None)
     restored = checkpoints.restore(saved, state.state)
@@ -183,12 +183,12 @@ def test_a_bad_loss_is_one_line_on_the_command_line(tmp_path, monkeypatch, capsy
 
 
 @pytest.mark.parametrize(("before", "after"), [((4, True), (2, True)), ((4, True), None)])
-def test_a_run_goes_on_on_another_mesh(before, after, target, tmp_path):
+def test_a_run_resumes_on_another_mesh(before, after, target, tmp_path):
     """Saved on one mesh, restored onto another; the curve stays the same up to rounding."""
 
-    def part(place, steps):
-        mesh = None if place is None else mesh_of(place[0])
-        settings = settings_of(steps=steps, fsdp=place is not None, decay_steps=12)
+    def part(shape, steps):
+        mesh = None if shape is None else mesh_of(shape[0])
+        settings = settings_of(steps=steps, fsdp=shape is not None, decay_steps=12)
         one = Run(tmp_path / "w", target, settings, mesh=mesh)
         result = one.train()
         return result.state
@@ -255,7 +255,7 @@ def test_a_workdir_that_cannot_be_written_is_an_error(tmp_path):
         files.open_workdir(tmp_path / "notes.txt" / "w", record())
 
 
-def test_metrics_behind_the_checkpoint_are_dropped(tmp_path):
+def test_metrics_after_the_checkpoint_are_dropped(tmp_path):
     workdir = files.open_workdir(tmp_path / "w", record())
     for step in (1, 2, 3, 4):
         files.append_metrics(workdir, {"step": step, "train/loss": 0.1 * step})
@@ -393,17 +393,20 @@ def events(workdir):
     """What TensorBoard would show: (step, name, value)."""
     found = []
     for path in sorted(workdir.tensorboard.iterdir()):
-        content, place = path.read_bytes(), 0
-        while place < len(content):
-            size = int.from_bytes(content[place : place + 8], "little")
-            data = content[place + 12 : place + 12 + size]
+        content, offset = path.read_bytes(), 0
+        while offset < len(content):
+            size = int.from_bytes(content[offset : offset + 8], "little")
+            data = content[offset + 12 : offset + 12 + size]
             # tensorboardX's own checksums.
-            sums = content[place + 8 : place + 12], content[place + 12 + size : place + 16 + size]
-            for told, what in zip(sums, (content[place : place + 8], data), strict=True):
-                assert told == struct.pack("<I", masked_crc32c(what))
+            sums = (
+                content[offset + 8 : offset + 12],
+                content[offset + 12 + size : offset + 16 + size],
+            )
+            for checksum, what in zip(sums, (content[offset : offset + 8], data), strict=True):
+                assert checksum == struct.pack("<I", masked_crc32c(what))
             event = event_pb2.Event.FromString(data)
             found += [(event.step, one.tag, one.simple_value) for one in event.summary.value]
-            place += 12 + size + 4
+            offset += 12 + size + 4
     return found
 
 

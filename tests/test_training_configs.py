@@ -182,7 +182,7 @@ def losses_of(workdir):
     ],
 )
 def test_the_curve_is_the_same_on_other_meshes(name, folders, tmp_path):
-    """On one device, and begun on 8 x 1 and gone on with on 4 x 2 (data x model), all split."""
+    """On one device, and begun on 8 x 1 and resumed on 4 x 2 (data x model), all split."""
 
     def losses(workdir, *runs):
         always = ["--config.dtype=float32", "--config.batch_size=8", "--config.decay_steps=3"]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
+from decoding import Deciding
 
 from specjax import sampling
 
@@ -49,15 +50,15 @@ def test_a_row_does_not_depend_on_its_neighbours(rule, logq):
     distributions = distributions if logq else None
     num_valid, positions = jnp.arange(ROWS) % (LENGTH + 1), jnp.arange(ROWS) + 100
 
-    def rows(cut):
+    def rows(part):
         return sampling.verify_chain(
-            keys[cut],
-            tokens[cut],
-            None if distributions is None else distributions[cut],
-            logp[cut],
-            positions=positions[cut],
+            keys[part],
+            tokens[part],
+            None if distributions is None else distributions[part],
+            logp[part],
+            positions=positions[part],
             rule=rule,
-            num_valid=num_valid[cut],
+            num_valid=num_valid[part],
         )
 
     together = rows(slice(None))
@@ -68,7 +69,7 @@ def test_a_row_does_not_depend_on_its_neighbours(rule, logq):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_what_stands_behind_the_valid_tokens_does_not_matter(rule):
+def test_tokens_after_the_valid_ones_do_not_matter(rule):
     keys, tokens, logq, logp = round_of()
     two = jnp.full(ROWS, 2)
     verify = functools.partial(sampling.verify_chain, positions=jnp.zeros(ROWS, int), rule=rule)
@@ -134,7 +135,7 @@ def joint_chi2(rule, draft_keys, rows=200_000):
     verification = sampling.verify_chain(keys, tokens, logq, logp, rule=rule)
     one = verification.num_accepted == 1
     first = jnp.where(one, tokens[:, 0], verification.next_token)
-    # A row that emitted one token goes on as plain decoding does.
+    # A row that emitted one token continues as plain decoding does.
     more = jax.random.categorical(jax.random.key(6), p[1], shape=(rows,))
     second = jnp.where(one, verification.next_token, more)
     seen = np.bincount(np.asarray(first * VOCAB + second), minlength=VOCAB**2)
@@ -269,7 +270,7 @@ def test_a_rule_of_ones_own():
         return sampling.Decision(none, target(none))
 
     keys, tokens, logq, logp = round_of()
-    verification = sampling.verify_chain(keys, tokens, logq, logp, rule=reject_all)
+    verification = sampling.verify_chain(keys, tokens, logq, logp, rule=Deciding(reject_all))
     assert not verification.num_accepted.any()
 
 
@@ -288,14 +289,13 @@ def test_the_program_holds_no_copy_of_all_warped_distributions(rule):
 
     def program(keys):
         at = sampling.by_slot(logits)
-        return sampling.verify_by_slot(
+        return sampling.RULES[rule].verify(
             keys,
             jnp.zeros((rows, LENGTH), jnp.int32),
             jnp.full(rows, LENGTH, jnp.int32),
             lambda slots: sampling.warp(at(slots), jnp.ones(rows)),
             sampling.by_slot(logq),
             positions=jnp.zeros(rows, jnp.int32),
-            rule=rule,
             vocab=vocab,
         )
 

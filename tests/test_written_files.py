@@ -31,7 +31,7 @@ def test_only_its_own_files_are_replaced(tmp_path):
         WrittenFiles("out", tmp_path, "report").check(["b.md"])
 
 
-def test_a_file_that_a_kill_left_behind_is_known(tmp_path, monkeypatch):
+def test_a_file_that_a_kill_abandoned_is_known(tmp_path, monkeypatch):
     files = WrittenFiles("out", tmp_path, "report")
 
     def killed(file):
@@ -102,7 +102,7 @@ def test_a_report_says_so_before_the_work(tmp_path, capsys, monkeypatch):
     names = sorted(path.name for path in out.iterdir())
     listed = json.loads((out / MARKER).read_text())
     assert sorted([*listed["files"], MARKER]) == names
-    # Once more, into what it wrote; then into what somebody else did.
+    # Once more, over its own files; then over other files.
     assert report.main(arguments) == 0
     for name in listed["files"]:
         (out / MARKER).unlink()
@@ -169,10 +169,10 @@ def test_costs_are_written_like_the_other_files(tmp_path, capsys, monkeypatch):
         WrittenFiles("out", out, "report").write("costs.json", json.dumps(changed))
         capsys.readouterr()
         assert report.main(arguments) == 2, changed
-        told = capsys.readouterr().err
-        assert "costs.json" in told
-        assert "delete it" in told
-        assert told.count("\n") == 1
+        message = capsys.readouterr().err
+        assert "costs.json" in message
+        assert "delete it" in message
+        assert message.count("\n") == 1
 
 
 def test_pictures_of_a_killed_report_are_cleared_away(tmp_path, monkeypatch):

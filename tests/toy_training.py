@@ -19,8 +19,8 @@ from specjax.models.config import DecoderConfig
 from specjax.models.heads.medusa import MedusaConfig
 from train.data.examples import Example, target_metadata
 from train.data.responses import write_responses
-from train.methods.labels import at_rows
 from train.methods.method import Method, measure
+from train.methods.packed_rows import at_rows
 from train.run.config import TRAINING_FIELDS, read_settings, training_fields
 
 DEPTHS = 2
@@ -63,7 +63,7 @@ class Listed(list):
     quick, read = 10**9, 0
 
     def __getitem__(self, index):
-        # Reading is slow after the first `quick` of them, for who wants to come in between.
+        # Reading is slow after the first `quick` of them, for tests that interrupt the run.
         self.read += 1
         time.sleep(0.25 * (self.read > self.quick))
         return super().__getitem__(index)
@@ -103,7 +103,7 @@ def write_data(directory, **options):
 
 
 def toy_method(target, config=None, *, poison=None):
-    """Predicts the labels from the target's feature two places before; no noise.
+    """Predicts the labels from the target's feature two positions before; no noise.
 
     With `poison` the loss is NaN wherever that token is a label.
     """
@@ -126,20 +126,20 @@ def toy_method(target, config=None, *, poison=None):
             + params["blocks"]["bias"][:, :, None, :]
         )
         logits = jnp.einsum("kbad,kdv->kbav", x, params["head"]["kernel"])
-        total, right, judged = 0.0, [], []
+        total, right, counted = 0.0, [], []
         for depth in range(DEPTHS):
-            place = jnp.minimum(batch.labels + depth, batch.tokens.shape[1] - 1)
-            there = (batch.labels >= 0) & (place == batch.labels + depth)
-            there &= at_rows(batch.segments, place) == at_rows(batch.segments, batch.labels)
-            wanted = at_rows(batch.tokens, place)
+            position = jnp.minimum(batch.labels + depth, batch.tokens.shape[1] - 1)
+            there = (batch.labels >= 0) & (position == batch.labels + depth)
+            there &= at_rows(batch.segments, position) == at_rows(batch.segments, batch.labels)
+            wanted = at_rows(batch.tokens, position)
             logp = jax.nn.log_softmax(logits[depth])
             here = -jnp.take_along_axis(logp, wanted[..., None], axis=-1)[..., 0]
             if poison is not None:
                 here = jnp.where(wanted == poison, jnp.nan, here)
             total = total + jnp.where(there, here, 0.0).sum()
             right.append(logits[depth].argmax(-1) == wanted)
-            judged.append(there)
-        return total, measure({"ce": total}, jnp.stack(right), jnp.stack(judged))
+            counted.append(there)
+        return total, measure({"ce": total}, jnp.stack(right), jnp.stack(counted))
 
     def head(params, training):
         return Head("medusa", head_config, params, None, TargetMetadata.of(target), training)

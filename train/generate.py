@@ -52,7 +52,7 @@ def generate(config: AnswersConfig, console: Console | None = None) -> int:
     """Run a config; returns the exit code. Raises InputError."""
     begin = time.monotonic()
     mesh = open_mesh(config.mesh, config.distributed, config.written)
-    writes = processes.speaks()
+    writes = processes.is_first()
     console = console or Console(width=None if sys.stdout.isatty() else 120)
     screen = Screen(console if writes else Console(quiet=True))
     root, where = config.workdir, f"workdir={str(config.workdir)!r}"
@@ -113,7 +113,7 @@ def _run(
     begin: float,
 ) -> bool:
     """Decode what is not done; False where the minutes were over before the end."""
-    there = processes.from_first(answers.whole_pieces(job, pieces) if processes.speaks() else [])
+    there = processes.from_first(answers.whole_pieces(job, pieces) if processes.is_first() else [])
     todo = [number for number in job.order if number not in set(there)]
     total, rows = len(job.rows), sum(len(job.batches[number]) for number in there)
     if there:
@@ -141,7 +141,7 @@ def _run(
         responses = answers.answer(session, programs, index, speed, screen, rows, total)
         ids = [job.rows[row].request.id for row in index]
         keep = functools.partial(pieces.write, number, ids, responses)
-        processes.together(lambda keep=keep: keep() if processes.speaks() else None)
+        processes.together(lambda keep=keep: keep() if processes.is_first() else None)
         rows += len(index)
     screen.rest()
     screen.say(f"{speed.tokens} tokens at {speed.tokens_per_second():.1f} tokens/s")
@@ -156,7 +156,7 @@ def _already(output: Path, record: dict, screen: Screen) -> int:
     """The end of a run whose dataset is written: nothing is left to do, or it is another's."""
 
     def check() -> None:
-        written = open_responses(output, record["target"]) if processes.speaks() else None
+        written = open_responses(output, record["target"]) if processes.is_first() else None
         if written is not None and written.generation.get("prompts") != record["prompts"]:
             check_free(output)
 
@@ -166,7 +166,7 @@ def _already(output: Path, record: dict, screen: Screen) -> int:
 
 
 def _summary(output: Path, screen: Screen) -> int:
-    if processes.speaks():
+    if processes.is_first():
         responses = open_responses(output)
         labels = int(responses.num_labels.sum())
         screen.say(

@@ -24,7 +24,7 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 @dataclass(frozen=True)
 class Options:
-    """What the measuring process is told; `deadline` is in seconds since the epoch."""
+    """Options of the measuring process; `deadline` is in seconds since the epoch."""
 
     out: Path
     size: str
@@ -39,7 +39,7 @@ class Options:
     retry_failed: bool
 
     def wants(self, cell: Cell) -> bool:
-        """Whether a cell was asked for; the device is measured in any case."""
+        """Whether a cell was requested; the device is measured in any case."""
         if cell["kind"] == "device":
             return True
         return (
@@ -51,7 +51,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Result:
-    """What it found out: the rows' settings, the device, each model's layers, cells left."""
+    """The result of the measuring process: settings, device, each model's layers, cells left."""
 
     settings: dict[str, Any]
     platform: str
@@ -134,14 +134,14 @@ class Bench:
         return Result(self.settings, self.platform, self.memory_bytes, layers, tuple(over))
 
     def compiled(self, event: str, seconds: float, **_: Any) -> None:
-        """Listens to JAX's events, to count what compiling takes and to say so."""
+        """Called with JAX's events: adds up the seconds of compiling, and prints them."""
         if event == _COMPILED:
             self._compile_s += seconds
             if seconds >= 1:
                 print(f"    compiled in {seconds:.1f} s", flush=True)
 
     def _measure(self, job: Job, cells: list[Cell]) -> int:
-        """A row for each cell, with figures or with the reason why not; returns those tried."""
+        """Add a row for each cell, with figures or the reason for none; returns how many ran."""
         limit = self.memory_bytes
         if limit is not None and job.needed_bytes > limit:
             needed = {"needed_bytes": job.needed_bytes, "memory_bytes": limit}
@@ -157,7 +157,7 @@ class Bench:
                 self._add([cell], MEASURED, **values, **spent)
                 waiting.remove(cell)
                 begin, self._compile_s = time.time(), 0.0
-        # What a kernel or a compiler does not take ends its own cell, not the run.
+        # An error of a kernel or a compiler ends its own cell, not the run.
         except Exception as error:
             self._fail(waiting, error)
         gc.collect()
@@ -172,14 +172,14 @@ class Bench:
         traceback.print_exc()
         self._add(cells, FAILED, reason=reason)
         if cells[0]["kind"] == "device":
-            # All else is measured against it.
+            # All other rows refer to it.
             self._broken = True
         try:
             jax.block_until_ready(jax.jit(lambda x: x + 1)(0))
         except jax.errors.JaxRuntimeError:
             # After an illegal access nothing runs on a GPU until the process has ended.
             self._broken = True
-            print("    the device does not answer any more: run the same command again", flush=True)
+            print("    the device has failed: run the same command again", flush=True)
 
     def _add(self, cells: list[Cell], status: str, **values: Any) -> None:
         for cell in cells:
@@ -211,7 +211,7 @@ def _headline(status: str, values: dict[str, Any]) -> str:
         ("measured_acceptance", "acceptance {:.2f}"),
         ("speedup", "speed-up {:.2f}x"),
         ("predicted", "predicted {:.2f}x"),
-        ("round_s", "{:.3g} s a round"),
+        ("round_s", "{:.3g} s per round"),
         ("seconds", "{:.3g} s"),
         ("relative", "{:.2f} T(1)"),
         ("bandwidth_utilisation", "{:.0%} of copy bandwidth"),

@@ -18,29 +18,29 @@ from accelerator.synthetic import random_cache
 from specjax import metrics
 from specjax.cache import KVCache
 from specjax.decoding import costs, loop
-from specjax.decoding.draft_length import no_history
 from specjax.decoding.open_session import open_session
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.plan import batch_arguments
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.state import Rounds, State
-from specjax.drafters import none, simulated
-from specjax.drafters.base import Context, Drafter
+from specjax.drafters import LoadedDrafter, take_turns
+from specjax.drafters.none import NoDrafter
+from specjax.drafters.simulated import Simulated
 from specjax.loading.model import Model
 
 
 class Loop:
     """The compiled loop of one drafter, after a context of random keys and values.
 
-    No row ever finishes, so that every round does the same work; `none` drafts nothing.
+    No row ever finishes, so that every round does the same work; the drafter `none` drafts nothing.
     """
 
     def __init__(
-        self, model: Model, drafter: Drafter, size: Size, batch: int, context: int
+        self, model: Model, drafter: LoadedDrafter, size: Size, batch: int, context: int
     ) -> None:
         capacity = size.capacity(context)
         drafted = 0 if drafter.name == "none" else size.num_speculative_tokens
-        # One token stands for the prompt: nothing is prefilled here.
+        # The prompt is one token: nothing is prefilled here.
         session = open_session(
             model,
             [[0]] * batch,
@@ -49,8 +49,8 @@ class Loop:
             requests=SamplingParams(max_new_tokens=capacity - 1),
         )
         self.context = context
-        self.drafter = drafter
-        # Two widths, so that a round chooses between them as it does in earnest.
+        self.drafter = take_turns(drafter)
+        # Two widths, so that a round chooses between them as in a real run.
         self.plan = replace(
             session.plan, widths=tuple(sorted({1, drafted + 1})), max_rounds=size.reach
         )
@@ -58,47 +58,23 @@ class Loop:
         self._run: Any = None
 
     def state(self, cache: KVCache) -> State:
-        """The first round's state; each row's last token is another one."""
+        """The first round's state; each row has a different last token."""
         plan, session = self.plan, self._session
         batch = session.batch_size
         _, rows, _, status = batch_arguments(session, list(range(batch)))
         roots = jnp.arange(batch, dtype=jnp.int32) * 7919 % plan.target.vocab_size
         tokens = jnp.zeros((batch, plan.capacity), jnp.int32)
         length = jnp.full(batch, self.context, jnp.int32)
-        state = State(
-            tokens=tokens.at[:, self.context - 1].set(roots),
-            length=length,
-            status=status,
-            cache=cache.replace(length=length - 1),
-            drafter=(),
-            rows=rows,
-            round=jnp.int32(0),
-            rounds=Rounds(*(jnp.full((batch, plan.max_rounds), -1, jnp.int32) for _ in range(4))),
-            history=no_history(batch),
-            logprobs=None,
-            overlaps=None,
-        )
-        context = Context(
-            tokens=state.tokens,
-            length=length,
-            limit=jnp.zeros(batch, jnp.int32),
-            index=rows.index,
-            sampling=rows.sampling,
-            cache=state.cache,
-            params=session.model.params,
-            target=plan.target,
-            flags=plan.flags,
-            num_tokens=plan.draft_length.max_tokens,
-            needs_logq=False,
-        )
-        started = plan.drafter.init(self.drafter.params, context, {})
-        # The loop's state is donated, and no buffer may be given away twice.
-        return state.replace(drafter=jax.tree.map(jnp.copy, started))
+        tokens = tokens.at[:, self.context - 1].set(roots)
+        params = (session.model.params, self.drafter.params)
+        state = loop.empty_state(plan, params, tokens, rows, length, status)
+        rows = rows.replace(prompt_length=length)
+        return state.replace(cache=cache.replace(length=length - 1), rows=rows)
 
     def run(self, cache: KVCache, rounds: int) -> tuple[float, State]:
-        """Seconds of so many rounds, compiling excluded, and the state after them.
+        """Seconds of `rounds` rounds, compiling excluded, and the state after them.
 
-        The cache's keys and values are given away and come back in the state.
+        The cache's keys and values are donated, and are returned in the state.
         """
         state = self.state(cache)
         params = (self._session.model.params, self.drafter.params)
@@ -114,10 +90,10 @@ class Loop:
 def plain_round(
     size: Size, model: Model, cell: Cell, copy_bandwidth: float
 ) -> dict[str, float | int]:
-    """A plain round in the loop against an isolated pass, and the bandwidth it reaches."""
+    """A plain round in the loop compared with an isolated pass, and its bandwidth."""
     batch, context = cell["batch"], cell["context"]
     alone = isolated_passes(size, model, batch, context, [1])[1]
-    plain = Loop(model, none.make(), size, batch, context)
+    plain = Loop(model, LoadedDrafter(NoDrafter()), size, batch, context)
     cache = random_cache(model.config, model.dtype, batch, size.capacity(context), context - 1)
     cache = plain.run(cache, 1)[1].cache
     seconds = []
@@ -143,7 +119,7 @@ def plain_round(
 def one_pass(
     size: Size, model: Model, batch: int, context: int, tokens: int, copy_bandwidth: float
 ) -> dict[str, float | int]:
-    """An isolated pass, and the bandwidth it reaches."""
+    """An isolated pass, and its bandwidth."""
     seconds = isolated_passes(size, model, batch, context, [tokens])[tokens]
     num_bytes = read_bytes(size, model, batch, context)
     return {
@@ -154,7 +130,7 @@ def one_pass(
 
 
 def read_bytes(size: Size, model: Model, batch: int, context: int) -> int:
-    """What a pass has to read: the weights once, and the committed keys and values."""
+    """Bytes that a pass reads: the weights once, and the committed keys and values."""
     shape = model_shape(model.config)
     cached = batch * shape.kv_elements() * size.committed(context)
     return (shape.num_read_params() + cached) * ITEMSIZE[size.dtype]
@@ -177,25 +153,21 @@ def isolated_passes(
 def speculation(
     size: Size, model: Model, cells: list[Cell]
 ) -> Iterator[tuple[Cell, dict[str, Any]]]:
-    """The simulated drafter against plain decoding, in turn, for cells that differ in acceptance.
+    """The simulated drafter and plain decoding in turn, for cells that differ in acceptance.
 
-    The speed-up is tokens a round times the ratio of the two rounds' median times.
+    The speed-up is tokens per round times the ratio of the two rounds' median times.
     """
     batch, context = cells[0]["batch"], cells[0]["context"]
     drafted = size.num_speculative_tokens
     passes = isolated_passes(size, model, batch, context, [1, drafted + 1])
     cache = random_cache(model.config, model.dtype, batch, size.capacity(context), context - 1)
-    plain = Loop(model, none.make(), size, batch, context)
+    plain = Loop(model, LoadedDrafter(NoDrafter()), size, batch, context)
     _, state = plain.run(cache, size.reach)
     recorded = np.asarray(state.tokens)[:, context : context + size.reach]
 
-    def replay(acceptance: float, seed: int) -> Drafter:
-        return simulated.make(
-            model.config.vocab_size,
-            continuations=recorded.tolist(),
-            acceptance=acceptance,
-            mistake_seed=seed,
-        )
+    def replay(acceptance: float, seed: int) -> LoadedDrafter:
+        value = Simulated(acceptance=acceptance, mistake_seed=seed)
+        return LoadedDrafter(value, value.replay(recorded.tolist(), model.config.vocab_size))
 
     fast = Loop(model, replay(1.0, 0), size, batch, context)
     _, state = fast.run(state.cache, 1)
@@ -208,8 +180,8 @@ def speculation(
         for seed in range(size.runs):
             spent, state = plain.run(cache, size.plain_rounds)
             plain_seconds.append(spent / size.plain_rounds)
-            # The same functions on other recordings: nothing is compiled again.
-            fast.drafter = replace(fast.drafter, params=replay(cell["acceptance"], seed).params)
+            # Mistakes are in the parameters: nothing is compiled again.
+            fast.drafter = take_turns(replay(cell["acceptance"], seed))
             spent, state = fast.run(state.cache, size.rounds)
             seconds.append(spent / size.rounds)
             cache = state.cache
@@ -260,7 +232,7 @@ def _contest(
 
 
 def _identical_rows(state: State, recorded: np.ndarray, context: int) -> int:
-    """Rows whose new tokens are those of plain decoding."""
+    """The number of rows whose new tokens are those of plain decoding."""
     tokens, lengths = np.asarray(state.tokens), np.asarray(state.length)
     return sum(
         bool((row[context:length] == plain[: length - context]).all())

@@ -42,7 +42,7 @@ class Job:
 class Workbench:
     """The jobs of a size on the default device; it holds one model's weights at a time.
 
-    `configs` are the models' shapes, cut to what fits, `rows` what was measured before.
+    `configs` are the models' shapes, with the layers that fit; `rows` are earlier measurements.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class Workbench:
         self._model: Model | None = None
 
     def prepare(self, job: Job) -> None:
-        """Give back the weights that a job has no use for."""
+        """Free the weights that a job does not need."""
         if self._model is not None and job.model != self._model.name:
             self._model = None
             gc.collect()
 
     def jobs(self) -> Iterator[Job]:
-        """Every job: the device first, then each model from its cheapest cells to its dearest."""
+        """Every job: the device first, then each model's cells from cheap to expensive."""
         yield Job([{"kind": "device"}], 0, self._device)
         for name, config in self.configs.items():
             about = {"model": name, "layers": config.num_layers}
@@ -107,7 +107,7 @@ class Workbench:
                 for tokens in size.kernel_tokens:
                     for variant in kernels.variants(self._platform):
                         cell = {"kind": "attention", **where, "tokens": tokens, "variant": variant}
-                        # The cache in two layouts, and a copy of it on the way.
+                        # The cache in two layouts, and a temporary copy.
                         yield Job([cell], 3 * held, functools.partial(self._attention, config))
 
     def _device(self, cells: list[Cell]) -> Measured:

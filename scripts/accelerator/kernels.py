@@ -1,4 +1,4 @@
-"""Ways to attend over the cache, each timed alone, to choose from."""
+"""Times alternative implementations of attention over the cache, each alone."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from specjax.models.layers.attention import (
 )
 
 VARIANTS = ("blocks", "whole", "kernel", "library_xla", "library_cudnn")
-"""The decoder's own three, and `jax.nn.dot_product_attention` by XLA and by cuDNN.
+"""The decoder's three, and `jax.nn.dot_product_attention` by XLA and by cuDNN.
 
-The library's keys lie as [B, S, G, C], an array a layer: it takes no others without a copy.
+The library needs keys as [B, S, G, C], one array per layer; other layouts would be copied.
 """
 
 
 def variants(platform: str) -> tuple[str, ...]:
-    """Those that a platform runs."""
+    """The variants that a platform supports."""
     return tuple(
         name for name in VARIANTS if platform == "gpu" or name not in ("kernel", "library_cudnn")
     )
@@ -44,10 +44,10 @@ def variants(platform: str) -> tuple[str, ...]:
 def attention_pass(
     size: Size, config: DecoderConfig, cell: Cell, copy_bandwidth: float
 ) -> dict[str, float | int]:
-    """Seconds of one variant, bytes read, and how far its result is from that of `blocks`.
+    """Seconds of one variant, bytes read, and the difference of its result from that of `blocks`.
 
     Raises NotImplementedError where this JAX does not have the variant, and whatever a kernel
-    library raises for shapes and devices that it does not take.
+    library raises for shapes and devices that it does not support.
     """
     expected, result = (
         jax.jit(attention(variant))(0, *arguments(size, config, cell, variant))
@@ -103,7 +103,7 @@ def attention(variant: str) -> Callable[..., jax.Array]:
 def _library_partial(
     query: jax.Array, keys: jax.Array, values: jax.Array, length: jax.Array, implementation: str
 ) -> Partial:
-    """The library's attention as a partial result: its log-sum-exp is the peak, over 1."""
+    """The library's attention as a `Partial`: peak is its log-sum-exp, the denominator 1."""
     if "return_residual" not in inspect.signature(jax.nn.dot_product_attention).parameters:
         raise NotImplementedError("dot_product_attention of this JAX returns no log-sum-exp")
     mixed, residual = jax.nn.dot_product_attention(

@@ -25,7 +25,7 @@ class Missing(Exception):
 
 
 class Peer:
-    """One model of transformers, behind a pipe."""
+    """One model of transformers in a child process, reached through pipes."""
 
     def __init__(self, python: str, device: str, dtype: str, config: DecoderConfig) -> None:
         shape = {
@@ -72,7 +72,7 @@ class Peer:
 
 
 def compare(options: Options, size: Size, result: Result, rows: Rows, python: str) -> list[str]:
-    """Rows of the peer, for every model, batch and context; returns the cells left by time."""
+    """Add the peer's rows for every model, batch and context; returns cells not reached in time."""
     left: list[str] = []
     for name in options.models:
         config = replace(size.models[name], num_layers=result.layers[name])
@@ -103,7 +103,7 @@ def _compare_model(
     cells: list[Cell],
     python: str,
 ) -> list[Cell]:
-    """Rows of one model's cells; returns those that are left."""
+    """Add rows of one model's cells; returns the cells that are left."""
     try:
         if platform not in _DEVICES:
             raise Missing(f"transformers is not run on {platform}")
@@ -135,7 +135,7 @@ def _compare_model(
             rate = cell["batch"] / round_s
             values = {"round_s": round_s, "tokens_per_second": rate, **peer.versions}
             rows.add(cell, MEASURED, date=time.strftime("%Y-%m-%d"), **values)
-            print(f"    {round_s:.3g} s a token, {rate:.1f} tokens/s", flush=True)
+            print(f"    {round_s:.3g} s per token, {rate:.1f} tokens/s", flush=True)
     finally:
         peer.close()
     return []

@@ -1,4 +1,4 @@
-"""The two curves that researchers ask for, each beside the roofline of the measured device."""
+"""Draws speed-up by batch size and pass time by width, with the measured device's roofline."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specjax.reporting.plots import Curve, draw_curves
 
 
 def draw(rows: Rows, size: Size, folder: Path) -> list[Path]:
-    """The pictures that there are rows for: two a model."""
+    """Write two pictures for each model with measured rows; returns their paths."""
     if not rows.measured("device"):
         return []
     chip = device(rows)
@@ -26,7 +26,7 @@ def draw(rows: Rows, size: Size, folder: Path) -> list[Path]:
         for kind, one in kinds:
             found = rows.measured(kind, model=model)
             if found:
-                # Of a model that was cut to what fits, the deepest that was measured.
+                # Of a model measured with fewer layers, the largest number that was measured.
                 layers = max(row["layers"] for row in found)
                 found = [row for row in found if row["layers"] == layers]
                 path = folder / f"{kind}_{model}.png"
@@ -62,7 +62,7 @@ def _draw_speedup(
     draw_curves(
         path,
         panels,
-        title=f"{model_name(rows[0])}, {chip.name}: {drafted} drafts a round",
+        title=f"{model_name(rows[0])}, {chip.name}: {drafted} drafts per round",
         x_label="batch size (rows)",
         y_label="speed-up over plain decoding (times)",
         level=1.0,
@@ -93,8 +93,8 @@ def _draw_widths(
         draw_curves(
             path,
             panels,
-            title=f"{model_name(rows[0])}, {chip.name}: one pass over N tokens a row",
-            x_label="N (tokens a row)",
+            title=f"{model_name(rows[0])}, {chip.name}: one pass over N tokens per row",
+            x_label="N (tokens per row)",
             y_label="T(N) / T(1)",
             log_y=True,
         )

@@ -1,4 +1,4 @@
-"""What the rows say, in tables: rounds, speed-ups, where they end, kernels, the aims."""
+"""Prints tables of the rows: rounds, speed-ups, break-even batches, kernels, the aims."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ Row = dict[str, Any]
 
 
 def device(rows: Rows) -> theory.Chip:
-    """The device by its own measurements, as the roofline takes it."""
+    """The device as a `Chip` with measured bandwidth and FLOP/s, for the roofline."""
     row = rows.measured("device")[-1]
     return theory.Chip(
         row["settings"]["device"],
         row["matmul_flops"],
         row["copy_bandwidth"],
-        # A device that does not say how much it has is no limit.
+        # A device of unknown memory has no limit.
         row["memory_bytes"] or sys.float_info.max,
     )
 
 
 def print_summary(rows: Rows, size: Size, console: Console) -> None:
-    """Every table that has rows."""
+    """Print every table that has rows."""
     if not rows.measured("device"):
         console.print("nothing measured yet")
         return
@@ -77,7 +77,7 @@ def _rounds(rows: Rows) -> Table:
 def _speedups(rows: Rows) -> Table:
     table = _table(
         "Speed-up with the simulated drafter",
-        *("model", "batch", "context", "acceptance", "tokens a round", "measured", "min..max"),
+        *("model", "batch", "context", "acceptance", "tokens per round", "measured", "min..max"),
         *("predicted", "measured/predicted", "rows as plain"),
     )
     for row in rows.measured("speedup"):
@@ -98,7 +98,7 @@ def _speedups(rows: Rows) -> Table:
 
 def _paying(rows: Rows, size: Size) -> Table:
     table = _table(
-        f"The largest measured batch at which {size.num_speculative_tokens} drafts a round pay",
+        f"The largest measured batch at which {size.num_speculative_tokens} drafts per round pay",
         *("model", "context", "acceptance", "batch", "measured batches"),
     )
     for model, context, acceptance, found in paying(rows.measured("speedup")):

@@ -1,4 +1,4 @@
-"""The rows of a run: a JSON object a line, appended as measured, so that a run can go on later."""
+"""The rows of a run as JSON lines, appended as measured, so that a run can be resumed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Cell = dict[str, Any]
 MEASURED, NO_FIT, NO_MEMORY = "measured", "does not fit", "out of memory"
 SKIPPED, FAILED = "skipped", "failed"
 _FINAL = (MEASURED, NO_MEMORY, FAILED)
-"""What another try would not change; the rest is tried again."""
+"""Statuses that another try would not change; other cells are tried again."""
 
 
 class Rows:
@@ -46,7 +46,7 @@ class Rows:
         ]
 
     def without_figures(self) -> list[tuple[dict[str, Any], str]]:
-        """The rows that say why there are none, each with its cell in words."""
+        """The rows without figures, each with its cell in words."""
         return [
             (row, describe({name: row[name] for name in row["cell"]}))
             for row in self._last.values()
@@ -54,7 +54,7 @@ class Rows:
         ]
 
     def add(self, cell: Cell, status: str, **values: Any) -> None:
-        """Append a row at once, unless it says again why a cell has no figures."""
+        """Append a row immediately, unless it repeats the reason for a cell's missing figures."""
         row = {**cell, "status": status, **values}
         row |= {"cell": list(cell), "settings": self.settings}
         known = self.find(cell)
@@ -68,7 +68,7 @@ class Rows:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Every whole row of a file; a line that was cut short is left out."""
+    """Every complete row of a file; a truncated line is left out."""
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
@@ -96,7 +96,7 @@ def _key(cell: Cell) -> str:
 
 
 def _missing_newline(path: Path) -> str:
-    """A newline where the file's last line was cut short."""
+    """A newline where the file's last line is truncated, else nothing."""
     if not path.exists() or not path.stat().st_size:
         return ""
     with path.open("rb") as file:

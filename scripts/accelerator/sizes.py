@@ -20,7 +20,7 @@ _SLACK = 1.03
 class Size:
     """Shapes, cells and repetitions.
 
-    Models named in `fewer_layers` are cut to the layers that fit; the others either fit or not.
+    Models named in `fewer_layers` get as many layers as fit; the others either fit or not.
     `rounds` is the length of a timed speculative run, whose draft length is
     `num_speculative_tokens`, and each time is the median of `runs` runs. Kernels are compared over
     `kernel_layers` layers.
@@ -49,7 +49,7 @@ class Size:
         return (self.rounds + 1) * (self.num_speculative_tokens + 1)
 
     def capacity(self, context: int) -> int:
-        """Cache slots a row, for a timed run after a context."""
+        """Cache slots per row, for a timed run after a context."""
         return -(-(context + self.reach) // CACHE_BLOCK) * CACHE_BLOCK
 
     def committed(self, context: int) -> int:
@@ -62,7 +62,7 @@ class Size:
         return 2 * self.rounds
 
     def needed_bytes(self, config: DecoderConfig, batch: int, context: int, width: int) -> int:
-        """Weights, cache, windows, logits and temporaries of passes over `width` slots a row."""
+        """Weights, cache, windows, logits and temporaries of passes over `width` slots per row."""
         itemsize = ITEMSIZE[self.dtype]
         held = theory.memory(
             model_shape(config),

@@ -31,7 +31,7 @@ def normal(
     scale: float = 1.0,
     layers: int | None = None,
 ) -> jax.Array:
-    """Normal numbers times `scale`; with `layers` so many arrays, stacked, drawn one by one."""
+    """Normal numbers times `scale`; with `layers` that many arrays, stacked, drawn one by one."""
 
     def one(seed: jax.Array) -> jax.Array:
         return jax.random.normal(seed, shape, dtype) * jnp.asarray(scale, dtype)
@@ -44,9 +44,9 @@ def random_model(name: str, config: DecoderConfig, dtype: str, form: Form) -> Mo
     """An untied model with random weights whose greedy continuation no rounding can change.
 
     Kernels are scaled by 1/sqrt(inputs). The head's column for token t + 1 is the embedding of t,
-    so that after t comes t + 1 by a wide margin: in bfloat16 a pass over several tokens rounds
-    otherwise than one over one token, and with a head of its own chance would soon take the two
-    apart, and with them a recorded continuation from the one that is verified against it.
+    so that after t comes t + 1 by a wide margin. In bfloat16 a pass over several tokens rounds
+    differently from a pass over one token; with a random head the argmax would soon differ, and a
+    recorded continuation would no longer match the one that is verified.
     """
     params: dict[str, Any] = {}
     one_layer = replace(config, num_layers=1)

@@ -1,1 +1,1 @@
-"""What the command lines share: flags and configs, the terminal, and the decode command's run."""
+"""Command lines: flags, config files, the terminal, and the decode command's run."""

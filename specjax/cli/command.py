@@ -1,4 +1,4 @@
-"""How every command line starts and ends: help, signals, exit codes, errors without tracebacks."""
+"""The start and end of every command: help, signals, exit codes, errors without tracebacks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 import jax
 
 from specjax import signals
-from specjax.cli import compiled_programs
 from specjax.cli.config_file import read_config
-from specjax.errors import NO_ROOM, InputError, one_line
+from specjax.errors import NO_SPACE, InputError, one_line
+from specjax.files import compiled_programs
 
 T = TypeVar("T")
 BAD_INPUT, INTERRUPTED, NO_READER = 2, 130, 141
-"""Exit codes of a bad input, of Ctrl-C or SIGTERM, and where nobody reads stdout any more."""
+"""Exit codes for bad input, for Ctrl-C or SIGTERM, and for a closed stdout."""
 
 
 def run_config(
@@ -30,8 +30,8 @@ def run_config(
 ) -> int:
     """Parse `--config=FILE[:size] --config.field=value ...`, call `main`, return the exit code.
 
-    `default` names the config where none is given. `read` checks the config's values, by section,
-    and makes of them what `main` takes; it raises InputError. The rest as `run` does.
+    `default` is the config's name where none is given. `read` checks the config's values, by
+    section, and returns `main`'s argument; it raises InputError. Otherwise as `run`.
     """
     return run(lambda argv: main(read(read_config(argv, default).to_dict())), argv, documentation)
 
@@ -46,8 +46,8 @@ def run(
     """Call `main` with a command line's arguments (the process's, for None); return the exit code.
 
     `--help` prints the documentation. Ctrl-C, SIGTERM and a closed terminal raise KeyboardInterrupt
-    in `main`, and print what `interrupted` says where it lets that through. An InputError is one
-    line, and so is a lack of memory or of disk; a closed pipe on stdout ends without a message.
+    in `main`; where `main` does not catch it, `interrupted` is printed. An InputError is printed as
+    one line, as is a lack of memory or of disk; a closed pipe on stdout ends without a message.
     Whatever stdout and stderr cannot encode is escaped.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -75,11 +75,11 @@ def run(
     except BrokenPipeError:
         return _without_reader()
     except OSError as error:
-        if error.errno not in NO_ROOM:
+        if error.errno not in NO_SPACE:
             raise
         _discard_stdout()
         where = error.filename or "stdout, or a file that is being written"
-        return _ended(BAD_INPUT, f"error: {where}: {error.strerror}; make room there")
+        return _ended(BAD_INPUT, f"error: {where}: {error.strerror}; free space there")
     except SystemExit as ended:
         # Rich ends the process where its console's pipe is closed.
         if isinstance(ended.__context__, BrokenPipeError):
@@ -93,7 +93,7 @@ def _ended(code: int, line: str) -> int:
 
 
 def _tell(line: str) -> None:
-    """A line on stderr, where the terminal is not what was closed."""
+    """Print a line on stderr, unless the terminal was closed."""
     with suppress(OSError):
         print(line, file=sys.stderr)
 
@@ -104,7 +104,7 @@ def _without_reader() -> int:
 
 
 def _discard_stdout() -> None:
-    """Python flushes stdout once more at its end: what is left goes nowhere."""
+    """Redirect stdout to the null device, as Python flushes it once more when it exits."""
     with suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""Config files, which are Python, with the overrides of a command line.
+"""Reads config files, which are Python, and applies the overrides of a command line.
 
 A config is named by its file's path. The configs that come with specjax are also found by name, in
 any working directory: `decode_smollm2`, or `configs/decode_smollm2.py`.
@@ -30,9 +30,9 @@ _TYPES = {
 
 
 def read_config(argv: list[str], default: str) -> ml_collections.ConfigDict:
-    """A config file with its overrides, locked; `default` is that where none is given.
+    """The config of a command line, with its overrides, locked; `default` without --config.
 
-    Raises InputError for whatever does not fit.
+    Raises InputError for a file, an override or a value that cannot be used.
     """
     argv = list(_joined(argv))
     files = [argument for argument in argv if re.match(r"--?config=", argument)]
@@ -108,7 +108,9 @@ def _load(path: str, packaged_first: bool = False) -> ml_collections.ConfigDict:
     try:
         get_config = runpy.run_path(file).get("get_config")
         if not callable(get_config):
-            raise InputError(f"config={path!r} has no function get_config(); mend the config file")
+            raise InputError(
+                f"config={path!r} has no function get_config(); repair the config file"
+            )
         what = "get_config() fails"
         config = get_config(*size)
         if isinstance(config, ml_collections.FrozenConfigDict):
@@ -121,17 +123,17 @@ def _load(path: str, packaged_first: bool = False) -> ml_collections.ConfigDict:
         raise
     except SystemExit as ended:  # not an Exception, and it would end the command without a message
         raise InputError(
-            f"config={path!r} calls sys.exit({shown(ended.code)}); mend the config file"
+            f"config={path!r} calls sys.exit({shown(ended.code)}); repair the config file"
         ) from None
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a config file is Python and may raise anything
         said = f"{type(error).__name__}: {one_line(error)}"
-        raise InputError(f"config={path!r} {what} ({said:.300}); mend the config file") from None
+        raise InputError(f"config={path!r} {what} ({said:.300}); repair the config file") from None
     if not isinstance(config, ml_collections.ConfigDict):
         raise InputError(
             f"config={path!r}: get_config() returns {shown(config)}, not a ConfigDict; "
-            "mend the config file"
+            "repair the config file"
         )
     return config
 
@@ -142,12 +144,13 @@ def _check_names(path: str, config: ml_collections.ConfigDict) -> None:
         odd = [name for name in config if not isinstance(name, str)]
     except TypeError:  # they are sorted, and some cannot be compared with others
         raise InputError(
-            f"config={path!r} has names that are texts and names that are none; mend the config "
+            f"config={path!r} has names that are texts and names that are none; repair the config "
             "file"
         ) from None
     if odd:
         raise InputError(
-            f"config={path!r} has the name {shown(odd[0])}, which is no text; mend the config file"
+            f"config={path!r} has the name {shown(odd[0])}, which is not a text; repair the config "
+            "file"
         )
     for section in _sections(config):
         _check_names(path, config[section])
@@ -166,7 +169,7 @@ def _check_values(path: str, config: ml_collections.ConfigDict) -> None:
         except Exception as error:  # it may be a function of the config file's own
             raise InputError(
                 f"config={path!r}: {name} fails ({type(error).__name__}: {one_line(error):.200}); "
-                "mend the config file, or what overrides its values"
+                "repair the config file, or what overrides its values"
             ) from None
 
 

@@ -1,6 +1,6 @@
-"""What `decode` shows: progress, text with its accepted draft tokens marked, the closing table.
+"""Output of `decode`: progress, text with accepted draft tokens marked, the final table.
 
-On a terminal that is colour and a status line; elsewhere plain lines.
+On a terminal with colour and a status line; elsewhere plain lines.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Screen:
 
     @contextmanager
     def working(self, doing: str) -> Iterator[None]:
-        """Say what is being done, and how long it took once it is."""
+        """Print what is being done, and afterwards how long it took."""
         begin = time.perf_counter()
         if not self._console.is_terminal:
             self.say(f"{doing} ...")
@@ -83,7 +83,7 @@ class Screen:
             self.say(f"{doing}: {time.perf_counter() - begin:.1f} s", "dim")
 
     def legend(self, drafter: str) -> None:
-        """How accepted draft tokens look."""
+        """Print how accepted draft tokens are marked."""
         if drafter == "none":
             return
         if self._console.is_terminal:
@@ -95,7 +95,7 @@ class Screen:
         self._console.print(legend)
 
     def progress(self, label: str, rows: int, total: int, speed: float, share: float) -> None:
-        """Rows done, tokens/s, and the time left, `share` being what is done of all work."""
+        """Show rows done, tokens/s and the time left; `share` is the finished part of all work."""
         now = time.monotonic()
         if self._begin is None:
             self._begin = (now, share)
@@ -106,7 +106,7 @@ class Screen:
         if self._inside:
             return
         if self._console.is_terminal:
-            # Written between two steps: a line that moves by itself would take from the timed ones.
+            # Written between steps: a line that updates itself would take time from the timed ones.
             self._erase()
             self._console.print(Text(line[: self._console.width - 1]), end="")
             self._waiting = True
@@ -132,7 +132,7 @@ class Screen:
         return self._console.is_terminal
 
     def question(self, number: int, total: int, question: Question, turn: int) -> None:
-        """The heading of a prompt: its index and how it begins."""
+        """Print the heading of a prompt: its index and its beginning."""
         self.say("")
         words = " ".join(question.turns[turn].split())
         head = f"[{number}/{total}] " + (f"{question.category}: " if question.category else "")
@@ -142,7 +142,7 @@ class Screen:
         self.say(_harmless(head + words), "bold")
 
     def text(self, pieces: Sequence[tuple[str, bool]]) -> None:
-        """The next pieces of a prompt's text; `rest` ends it."""
+        """Print the next pieces of a prompt's text; `rest` ends it."""
         for piece, drafted in pieces:
             if not self._inside:
                 self.rest()
@@ -155,7 +155,7 @@ class Screen:
             self._inside = True
 
     def row_result(self, ours: Generation, row: int, plain: Generation | None, same: str) -> None:
-        """The line after a text: what was drafted and accepted, and the speeds."""
+        """Print the line after a text: draft tokens, accepted ones, and the speeds."""
         accepted = int(ours.accepted[row][ours.accepted[row] > 0].sum())
         drafted = int(ours.drafted[row][ours.drafted[row] > 0].sum())
         parts = [f"{len(ours.token_ids[row])} tokens"]
@@ -170,7 +170,7 @@ class Screen:
         self.say("    " + ", ".join(parts), "dim")
 
     def table(self, drafter: str, totals: Totals, title: str, comparison: str | None) -> None:
-        """The closing table; `comparison` is what it says of the comparison, if there was one."""
+        """Print the final table; `comparison` is its line on the comparison, if there is one."""
         counts = totals.metrics
         if counts is None:
             self.say("No batch was finished.")
@@ -207,7 +207,7 @@ class Screen:
         self._console.print(table)
 
     def differences(self, totals: Totals, excused: bool) -> None:
-        """Every row that differs from plain decoding, with the margin there."""
+        """Print every row that differs from plain decoding, with the margin there."""
         for question, one in totals.differences:
             near = excused and one.margin < EXCUSED_MARGIN
             verdict = f"excused: a near-tie, below {EXCUSED_MARGIN:g}" if near else "NOT EXACT"

@@ -1,4 +1,4 @@
-"""The config of `specjax.decode`: its fields, its checked value, and what is made of that."""
+"""The config of `specjax.decode`: its fields, its checked value, the drafter and prompts of it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 from specjax.cli.built_in_prompts import BUILT_IN
 from specjax.cli.mesh_config import DistributedConfig, MeshConfig
-from specjax.decoding.options import BATCH_SIZE, DRAFT_LENGTH, RULE, DecodeOptions
+from specjax.decoding.options import BATCH_SIZE, DRAFT_LENGTH, RULE_NAME, DecodeOptions
 from specjax.decoding.prompts import CHAT, Prompt, Question, read_questions, select
 from specjax.decoding.sampling_params import SEED, SamplingParams
 from specjax.drafters import (
     DRAFTERS,
-    Drafter,
+    LoadedDrafter,
     check_options,
     drafter_options,
     make_drafter,
@@ -41,7 +41,7 @@ from specjax.files.paths import user_path
 from specjax.loading.heads.find_head import holds_head
 from specjax.loading.load import DTYPE, load_model
 from specjax.loading.model import Model
-from specjax.sampling import COUPLED, derived_seed
+from specjax.sampling import derived_seed
 
 SIMULATED = "simulated"
 """The drafter that needs a plain run before it can be made."""
@@ -49,7 +49,7 @@ SIMULATED = "simulated"
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """What to decode, and how: a config of `specjax.decode`, checked, with its prompts read."""
+    """A checked config of `specjax.decode`, with its prompts read."""
 
     target: str
     dtype: str
@@ -78,12 +78,12 @@ class DecodeConfig:
     @property
     def comparable(self) -> bool:
         """Whether the output has to equal that of plain decoding, token for token."""
-        return self.options.verify == COUPLED or self.sampling.temperature == 0
+        return self.options.verify.position_noise or self.sampling.temperature == 0
 
     @property
     def has_expectation(self) -> bool:
-        """Whether to work out the acceptance that p and q imply, as they do under `rejection`."""
-        sampled = self.sampling.temperature > 0 and self.options.verify == "rejection"
+        """Whether to compute the acceptance that p and q imply under the rule `rejection`."""
+        sampled = self.sampling.temperature > 0 and self.options.verify.name == "rejection"
         return self.compare and sampled and self.drafter != "none"
 
     def turn(self, number: int) -> list[int]:
@@ -91,7 +91,7 @@ class DecodeConfig:
         return [i for i, question in enumerate(self.questions) if number < len(question.turns)]
 
     def turn_seeds(self, number: int) -> tuple[int, SamplingParams]:
-        """Seed and sampling of a turn: later turns draw anew instead of repeating the first's."""
+        """Seed and sampling of a turn: each turn has different random draws."""
         if number == 0:
             return self.seed, self.sampling
         sampling = self.sampling
@@ -124,7 +124,7 @@ def decode_fields() -> Fields:
         },
         **fields_of(DecodeOptions),
         "num_speculative_tokens": optional(DraftLengthText()),
-        "verify": RULE,
+        "verify": RULE_NAME,
         "batch_size": BATCH_SIZE,
         "sampling": fields_of(SamplingParams),
         "seed": SEED,
@@ -146,7 +146,7 @@ class DraftLengthText:
 
 
 def read_decode_config(written: Mapping[str, Any]) -> DecodeConfig:
-    """Check a config's values as far as that goes without the model. Raises InputError."""
+    """The checked config; checks that need the model are made later. Raises InputError."""
     values = check_values(decode_fields(), written)
     options = {name: value for name, value in values["drafter"].items() if value is not None}
     name, path = options.pop("name"), options.pop("path", None)
@@ -176,8 +176,8 @@ def read_decode_config(written: Mapping[str, Any]) -> DecodeConfig:
 
 def make_config_drafter(
     config: DecodeConfig, target: Model, continuations: Sequence[Sequence[int]] | None = None
-) -> Drafter:
-    """The config's drafter; `continuations` are what plain decoding gave, for `simulated`."""
+) -> LoadedDrafter:
+    """The config's drafter; `continuations` are plain decoding's tokens, for `simulated`."""
     options, path = dict(config.drafter_options), config.drafter_path
     if config.drafter == SIMULATED:
         options["continuations"] = [[0]] if continuations is None else continuations
@@ -198,7 +198,7 @@ def make_config_drafter(
 def turn_prompts(
     config: DecodeConfig, target: Model, turn: int, answers: Mapping[int, Sequence[str]]
 ) -> list[Prompt]:
-    """The prompts of a turn; `answers` are those given so far, by the question's index.
+    """The prompts of a turn; `answers` are those to earlier turns, by the question's index.
 
     Raises InputError where a chat template is needed and the model has none.
     """

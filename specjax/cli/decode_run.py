@@ -1,4 +1,4 @@
-"""Runs a decode config batch by batch, plain decoding taking turns with the drafter."""
+"""Runs a decode config batch by batch, alternating between plain decoding and the drafter."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from specjax.decoding.generate import Follower, Generation, collect
 from specjax.decoding.open_session import open_session
 from specjax.decoding.plan import Session
 from specjax.decoding.state import RUNNING
-from specjax.drafters import Drafter
+from specjax.drafters import LoadedDrafter
 from specjax.loading.model import Model
 from specjax.metrics import ExpectedAcceptance
 from specjax.reporting.decode_report import Batch, Clock
 
 ROUNDS_PER_STEP = 4
-"""Rounds between two looks at the device: often enough to stream, too rare to cost anything."""
+"""Rounds between two reads from the device: enough for streaming, and cheap."""
 SHOWN_ROWS = 24
-"""With more rows than these their texts are left to the report."""
+"""With more rows than this, texts are only in the report."""
 
 _IMPORTED = time.time()
 
@@ -56,7 +56,7 @@ class Progress:
 
 @dataclass
 class _Side:
-    """A session that is compiled and warm, and the speed of what it has decoded."""
+    """A compiled and warmed-up session, and its decoding speed."""
 
     name: str
     session: Session
@@ -73,12 +73,12 @@ class _Side:
 def decode_batches(
     config: DecodeConfig,
     model: Model,
-    drafter: Drafter,
+    drafter: LoadedDrafter,
     screen: Screen,
     clock: Clock,
     expected: list[ExpectedAcceptance],
 ) -> Iterator[Batch]:
-    """Decode what a config says and show it; yields each batch once it is finished.
+    """Decode a config's prompts and show the texts; yields each batch once it is finished.
 
     Each turn's expected acceptance is appended to `expected`, where the config asks for it. Raises
     InputError, and KeyboardInterrupt after the last batch that was finished.
@@ -167,7 +167,7 @@ def _turn(
 
 
 def _prepare(name: str, session: Session, screen: Screen, clock: Clock) -> _Side:
-    """Compile a session and run its first round once, so that nothing is new when time counts."""
+    """Compile a session and run its first round once, so that timings exclude the warm-up."""
     begin = time.perf_counter()
     with screen.working(f"compiling {'plain decoding' if name == 'plain' else name}"):
         programs = compile_session(session)
@@ -212,7 +212,7 @@ def _decode(
 
 
 def _finished(plain: _Side, index: Sequence[int]) -> Generation | None:
-    """What plain decoding gave for a batch already, if it was run ahead."""
+    """Plain decoding's result for a batch, if it was run before."""
     number = plain.session.batches().index(list(index))
     return plain.results[number] if number < len(plain.results) else None
 

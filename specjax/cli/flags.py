@@ -1,4 +1,4 @@
-"""Command lines of flags, without a config file: each flag has a kind and is checked by it."""
+"""Command lines of flags, without a config file; each flag has a kind, which checks it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specjax.fields import Choice, Either, Flag, Kind, Number, Whole, check_valu
 
 @dataclass(frozen=True)
 class Listed:
-    """Values of one kind between commas, as a flag has them; none at all where `empty` is set."""
+    """Comma-separated values of one kind; an empty list is allowed where `empty` is set."""
 
     kind: Kind
     empty: bool = False
@@ -27,9 +27,9 @@ class Listed:
 
 
 class Parser(argparse.ArgumentParser):
-    """Flags without a config file, each of a kind; what does not fit raises InputError.
+    """Flags without a config file, each of a kind; bad flags raise InputError.
 
-    `documentation` is what --help prints before the flags.
+    `documentation` is printed by --help before the flags.
     """
 
     def __init__(self, prog: str, documentation: str | None) -> None:
@@ -39,7 +39,7 @@ class Parser(argparse.ArgumentParser):
         self.needed: list[str] = []
 
     def add_field(self, name: str, kind: Kind, help: str, *, default: Any = ...) -> None:
-        """A flag --name=VALUE, needed without a default; --name or --noname for true or false."""
+        """Add --name=VALUE, required without a default; --name or --noname for a `Flag`."""
         self.fields[name] = kind
         if isinstance(kind, Flag):
             self.add_argument(f"--{name}", action="store_true", default=default, help=help)
@@ -71,7 +71,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _typed(kind: Kind, value: Any) -> Any:
-    """A flag's text as the number that its kind asks for, or as it is where it is none."""
+    """A flag's text as a number if its kind takes numbers and it is one, else unchanged."""
     kind = kind.kinds[0] if isinstance(kind, Either) else kind
     if not isinstance(value, str) or not isinstance(kind, Whole | Number):
         return value

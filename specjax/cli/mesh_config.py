@@ -1,4 +1,4 @@
-"""The sections `mesh` and `distributed` of a config: devices, and processes that work together."""
+"""The sections `mesh` and `distributed` of a config: the devices and processes of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specjax.fields import Number, Text, Whole, dotted, optional
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """How many devices share the rows of a batch, and how many share the weights."""
+    """Numbers of devices that rows of a batch, and weights, are split over."""
 
     data: Annotated[int, sharding.DEVICES] = 1
     model: Annotated[int, sharding.DEVICES] = 1
@@ -53,12 +53,12 @@ def open_mesh(
     """Join the other processes of a run, if there are any, and make its mesh.
 
     `config` holds the values of the whole config, by section; all processes must have the same.
-    Without a mesh and other processes the result is None, and the first device does all the work.
-    Raises InputError, on all processes where two configs differ.
+    Without a mesh and other processes the result is None: only the first device is used. Raises
+    InputError, on all processes where two configs differ.
     """
     processes.join(**asdict(distributed))
     if processes.count() == 1 and mesh == MeshConfig():
         return None
     fields = {name: repr(value) for name, value in dotted(config).items()}
-    fields.pop("distributed.process_id", None)  # what tells them apart
+    fields.pop("distributed.process_id", None)  # differs between processes
     return processes.together(lambda: sharding.make_mesh(mesh.data, mesh.model), fields)

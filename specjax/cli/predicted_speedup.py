@@ -1,7 +1,7 @@
-"""What the rounds of finished runs cost, timed on isolated parts, and the speed-up that predicts.
+"""The predicted speed-up of finished runs, from the parts of their rounds, each timed alone.
 
-A run's report holds its whole config, so its target is loaded, its prompts are encoded and its
-program is planned once more; then a draft and a pass of each width are timed.
+A run's report holds its whole config: the target is loaded, the prompts are encoded and the program
+is planned again; then a draft and a pass of each width are timed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RoundCosts:
 
 
 def predicted_speedup(run: Run, parts: RoundCosts) -> float | None:
-    """The speed-up that the run's rounds would have if they cost their parts; see `metrics`."""
+    """The run's speed-up predicted from the parts of its rounds (`metrics.predicted_speedup`)."""
     tokens = summarize(run.rows).tokens_per_round
     if tokens is None:
         return None
@@ -51,7 +51,7 @@ def predicted_speedup(run: Run, parts: RoundCosts) -> float | None:
 
 
 def key(run: Run) -> dict[str, Any]:
-    """What a run's costs depend on, JSON-ready: its config, and where it ran."""
+    """The key of a run's costs, JSON-ready: its config, and the device it ran on."""
     fields = {name: value for name, value in dotted(run.config).items() if name != "report"}
     return {"device": run.summary["device"], "versions": run.summary.get("versions"), **fields}
 
@@ -73,7 +73,7 @@ def check_measurable(runs: Sequence[Run]) -> None:
 
 
 def measure(runs: Sequence[Run], say: Callable[[str], None]) -> Iterator[tuple[Run, RoundCosts]]:
-    """Time the parts of each run's rounds; a model is loaded, and a pass timed, once for all."""
+    """Time the parts of each run's rounds; each model is loaded, and each pass timed, once."""
     models: dict[str, Model] = {}
     passes: dict[Any, float] = {}
     for run in runs:
@@ -81,7 +81,7 @@ def measure(runs: Sequence[Run], say: Callable[[str], None]) -> Iterator[tuple[R
         mesh = open_mesh(config.mesh, config.distributed, config.written)
         key = repr((config.target, config.dtype, mesh))
         if key not in models:
-            # One at a time: there may be no room for two.
+            # One at a time: there may be no memory for two.
             models.clear()
             say(f"loading {config.target}")
             models[key] = load_model(config.target, dtype=config.dtype, mesh=mesh)
@@ -97,7 +97,7 @@ def _round_costs(session: Session, run: Run, key: str, passes: dict[Any, float])
     committed = min(int(mean + new / 2), session.plan.capacity - max(session.plan.widths))
     width_s = {}
     for width in sorted({1, *session.plan.widths}):
-        # A few tokens more or less in the cache cost nothing that could be measured.
+        # A few tokens more or less in the cache make no measurable difference.
         known = (key, session.num_rows, width, committed // 64, session.plan.capacity)
         if known not in passes:
             passes[known] = costs.extend_seconds(
@@ -116,7 +116,7 @@ def _session(run: Run, config: DecodeConfig, model: Model) -> Session:
     recorded = [list(row.token_ids) for row in run.rows if row.turn == 0]
     drafter = make_config_drafter(config, model, recorded if config.drafter == SIMULATED else None)
     seed, sampling = config.turn_seeds(0)
-    # Planned only: with "auto" the same widths, without measuring what each row would choose by.
+    # Only planned: with "auto" the same widths, without measuring the costs that rows choose by.
     return plan_session(
         model,
         turn_prompts(config, model, 0, {}),
@@ -133,6 +133,6 @@ def _config(run: Run) -> DecodeConfig:
         return read_decode_config({**run.config, "report": None})
     except InputError as error:
         raise InputError(
-            f"predict: the config in {str(run.path)!r} does not do here ({one_line(error)}); "
+            f"predict: the config in {str(run.path)!r} cannot be used here ({one_line(error)}); "
             "leave --predict out"
         ) from None

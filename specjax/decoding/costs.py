@@ -77,7 +77,8 @@ def draft_seconds(plan: loop.Plan, params: Any, state: loop.State) -> float:
     def once(turn: Int[Array, ""], tokens: Array, params: Any, state: loop.State) -> Array:
         # Each turn's draft depends on the one before, so that none is moved out of the loop.
         last = state.tokens.at[:, -1].set(tokens[:, -1])
-        draft = loop.propose(plan, params, state.replace(tokens=last, round=turn))[0]
+        again = state.replace(tokens=last, round=jnp.full_like(state.round, turn))
+        draft = loop.propose(plan, params, again)[0]
         return tokens.at[:, -1].add(draft.tokens.sum(axis=1) % 2)
 
     return loop_seconds(once, state.tokens, params, state)

@@ -20,6 +20,7 @@ from specjax.decoding.state import RUNNING, STOPPED, Plan, Rounds
 from specjax.decoding.stop_strings import tokens_to_stop, truncate_rounds
 from specjax.distributed import device_memory
 from specjax.distributed.sharding import fetch, place_rows, use
+from specjax.files import compiled_programs
 
 
 class Snapshot(NamedTuple):
@@ -83,6 +84,7 @@ class _Leaf(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _compile(plan: Plan, mesh: Mesh | None, tree: Any, leaves: tuple[_Leaf, ...]) -> Programs:
+    compiled_programs.keep_in_library()
     begin = time.perf_counter()
     shapes = [
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in leaves

@@ -18,7 +18,7 @@ from specjax.decoding.prompts import Prompt
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.state import FULL, STOPPED, Rounds
 from specjax.decoding.stop_strings import final_length
-from specjax.drafters import Drafter, make_drafter
+from specjax.drafters import Drafter, LoadedDrafter, make_drafter
 from specjax.fields import Function, Whole, optional
 from specjax.loading.load import place_model
 from specjax.loading.model import Model
@@ -95,7 +95,7 @@ def generate(
     target: Model,
     prompts: Sequence[Prompt] | str,
     *,
-    drafter: Drafter | str | None = None,
+    drafter: LoadedDrafter | Drafter | str | None = None,
     num_speculative_tokens: int | str | None = None,
     num_speculative_tokens_per_batch_size: Sequence[tuple[int, int, int]] = (),
     verify: str | sampling.Rule = "rejection",
@@ -114,12 +114,12 @@ def generate(
     `num_speculative_tokens_per_batch_size` caps it by the number of unfinished rows, as (low, high,
     k). With either, a row of `rejection` or `block` may draw other tokens (of the same
     distribution) beside other neighbours or on another machine. `verify` is "rejection", "block",
-    "coupled" (the output depends on seed and prompt only, never on the drafter), or a rule of one's
-    own. `sampling` is one for all prompts, or one per prompt. `batch_size` rows decode together
-    (all, at most 16, by default); `max_length` bounds prompt and output. `progress` is called
-    between steps. On a `mesh` (`sharding.make_mesh`; by default where the target was loaded) rows
-    are spread over `data`, weights, caches and logits over `model`. Raises InputError for bad
-    input.
+    "coupled" (the output depends on seed and prompt only, never on the drafter), or a
+    `sampling.Rule` of one's own. `sampling` is one for all prompts or one per prompt. `batch_size`
+    rows decode together (all, at most 16, by default); `max_length` bounds prompt and output.
+    `progress` is called between steps. On a `mesh` (`sharding.make_mesh`; by default where the
+    target was loaded) rows are spread over `data`, weights, caches and logits over `model`. Raises
+    InputError for bad input.
     """
     optional(Function("use a function of a Snapshot")).check("progress", progress)
     options = DecodeOptions(
@@ -185,7 +185,7 @@ def stream(
     prompts: Sequence[Prompt] | str,
     *,
     rounds_per_step: int = 1,
-    drafter: Drafter | str | None = None,
+    drafter: LoadedDrafter | Drafter | str | None = None,
     sampling: Requests = SamplingParams(),  # noqa: B008 - frozen
     seed: int = 0,
     mesh: Mesh | None = None,
@@ -203,7 +203,7 @@ def stream(
 def _open(
     target: Model,
     prompts: Sequence[Prompt] | str,
-    drafter: Drafter | str | None,
+    drafter: LoadedDrafter | Drafter | str | None,
     options: DecodeOptions,
     requests: Requests,
     seed: int,

@@ -9,20 +9,35 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, Key
 
 from specjax import sampling
-from specjax.cache import commit, put
+from specjax.cache import KVCache, commit, put
 from specjax.decoding.draft_length import no_history, remember
 from specjax.decoding.state import FULL, RUNNING, STOPPED, Plan, Rounds, Rows, State
 from specjax.decoding.verify import VerifiedDraft, verify_draft
 from specjax.distributed.sharding import constrain_rows
 from specjax.drafters.base import Accepted, Context, Noise
 from specjax.models.prefill import prefill
-from specjax.trees import Draft, is_chain
+from specjax.trees import Draft
+
+_ROWS_FIRST = (
+    "tokens",
+    "length",
+    "status",
+    "features",
+    "rows",
+    "round",
+    "rounds",
+    "history",
+    "logprobs",
+    "overlaps",
+)
+"""The parts of a state that are spread over devices by their first axis."""
 
 
 def start(
@@ -37,26 +52,66 @@ def start(
 
     `params` is (target's, drafter's).
     """
-    batch = tokens.shape[0]
     target_params, draft_params = params
-    cache, features = prefill(
-        plan.target,
+    target, drafter = plan.target, plan.drafter
+    state = empty_state(plan, params, tokens, rows, length, status)
+
+    def observe(
+        carry: Any,
+        cache: KVCache,
+        first: Int[Array, ""],
+        count: Int[Array, "B"],
+        features: dict[str, Array],
+    ) -> Any:
+        # What has been read of each row, and the token after it.
+        known = jnp.clip(length - 1, 0, first + count) + 1
+        context = make_context(plan, target_params, state.replace(length=known, cache=cache))
+        following = context.tokens_from(jnp.broadcast_to(first + 1, count.shape), plan.chunk)
+        return drafter.observe_prompt(
+            draft_params, carry, context, Accepted(following, count, features)
+        )
+
+    cache, drafter_state = prefill(
+        target,
         target_params,
         tokens,
         length - 1,
-        plan.target.make_cache(batch, plan.capacity),
+        state.cache,
         plan.chunk,
-        plan.drafter.features,
+        drafter.features,
+        observe,
+        state.drafter,
     )
+    return state.replace(cache=cache, drafter=drafter_state)
+
+
+def empty_state(
+    plan: Plan,
+    params: Any,
+    tokens: Int[Array, "B S"],
+    rows: Rows,
+    length: Int[Array, "B"],
+    status: Int[Array, "B"],
+) -> State:
+    """The state of rows whose tokens neither the target nor the drafter has read."""
+    batch = tokens.shape[0]
+    target_params, draft_params = params
+    target, drafter = plan.target, plan.drafter
+    kept = drafter.kept_features
+    shapes = _feature_shapes(plan, target_params, tokens)
     empty = jnp.full((batch, plan.max_rounds), -1, jnp.int32)
     state = State(
         tokens=tokens,
         length=length,
         status=status,
-        cache=cache,
-        drafter=(),
+        cache=target.make_cache(batch, plan.capacity),
+        drafter=drafter.init(draft_params, batch, plan.capacity),
+        features={
+            name: jnp.zeros((batch, kept, shape.shape[2]), shape.dtype)
+            for name, shape in shapes.items()
+        },
         rows=rows,
-        round=jnp.int32(0),
+        round=jnp.zeros(batch, jnp.int32),
         rounds=Rounds(empty, empty, empty, empty),
         history=no_history(batch),
         logprobs=jnp.zeros(tokens.shape, jnp.float32) if plan.logprobs else None,
@@ -66,10 +121,31 @@ def start(
             else None
         ),
     )
-    rows_first = ("tokens", "length", "status", "rows", "rounds", "history", "logprobs", "overlaps")
-    state = state.replace(**{name: constrain_rows(getattr(state, name)) for name in rows_first})
-    context = _context(plan, target_params, state)
-    return state.replace(drafter=plan.drafter.init(draft_params, context, features))
+    return state.replace(**{name: constrain_rows(getattr(state, name)) for name in _ROWS_FIRST})
+
+
+def _feature_shapes(
+    plan: Plan, params: Any, tokens: Int[Array, "B S"]
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of the features that the drafters read, of one token per row."""
+    if not plan.drafter.features:
+        return {}
+    batch = tokens.shape[0]
+
+    def extend(params: Any) -> dict[str, Array]:
+        return plan.target.extend(
+            params,
+            tokens[:, :1],
+            jnp.zeros((batch, 1), jnp.int32),
+            plan.target.make_cache(batch, plan.capacity),
+            plan.target.make_window(batch, 1),
+            0,
+            jnp.ones((1, 1, 1), bool),
+            features=plan.drafter.features,
+            logits=False,
+        ).features
+
+    return jax.eval_shape(extend, params)
 
 
 def run(plan: Plan, params: Any, state: State, max_rounds: Int[Array, ""]) -> State:
@@ -87,9 +163,9 @@ def run(plan: Plan, params: Any, state: State, max_rounds: Int[Array, ""]) -> St
 
 
 def one_round(plan: Plan, params: Any, state: State) -> State:
-    """Propose, extend, verify, commit, observe: e tokens are committed in each unfinished row."""
-    target_params, draft_params = params
-    keys = _round_keys(plan, state)
+    """Observe, propose, extend, verify, commit: e tokens are committed in each unfinished row."""
+    target_params, _ = params
+    keys = round_keys(plan, state)
     draft, drafter_state = propose(plan, params, state)
     drafted = draft.valid.sum(axis=1, dtype=jnp.int32)
 
@@ -103,49 +179,44 @@ def one_round(plan: Plan, params: Any, state: State) -> State:
 
     count, status = _truncate(state, verified)
     took_part = count > 0
-    accepted_count = jnp.where(took_part, verified.verification.num_accepted, 0)
+    accepted = jnp.where(took_part, verified.verification.num_accepted, 0)
     column = {
         "width": jnp.broadcast_to(jnp.asarray(plan.widths, jnp.int32)[branch], count.shape),
         "drafted": drafted,
-        "accepted": accepted_count,
+        "accepted": accepted,
         "emitted": count,
     }
+    # A row's own next column; what a finished row would write is dropped.
+    where = jnp.where(took_part, state.round, plan.max_rounds)[:, None]
     recorded = {
-        name: getattr(state.rounds, name).at[:, state.round].set(jnp.where(took_part, new, -1))
-        for name, new in column.items()
+        name: put(getattr(state.rounds, name), where, new[:, None]) for name, new in column.items()
     }
-    state = _commit(state, verified, count, status).replace(
-        round=state.round + 1,
+    overlaps = state.overlaps
+    if overlaps is not None:
+        overlaps = put(overlaps, where, verified.overlaps[:, None])
+    return _commit(state, verified, count, status).replace(
+        drafter=plan.drafter.commit(drafter_state, count),
+        round=state.round + took_part,
         rounds=Rounds(**recorded),
-        history=remember(state.history, drafted, accepted_count),
-        overlaps=(
-            None
-            if state.overlaps is None
-            else state.overlaps.at[:, state.round].set(
-                jnp.where(took_part[:, None], verified.overlaps, jnp.nan)
-            )
-        ),
-    )
-    accepted = Accepted(verified.verification.path_slots, verified.tokens, count, verified.features)
-    context = _context(plan, target_params, state)
-    return state.replace(
-        drafter=plan.drafter.observe(draft_params, drafter_state, context, accepted)
+        history=remember(state.history, drafted, accepted),
+        overlaps=overlaps,
     )
 
 
 def propose(plan: Plan, params: Any, state: State) -> tuple[Draft, Any]:
     """The drafter's proposal for this round, within each row's limit, and its new state."""
     target_params, draft_params = params
-    context = _context(plan, target_params, state)
-    noise = _draft_noise(plan, state, _round_keys(plan, state))
+    context = make_context(plan, target_params, state)
+    noise = draft_noise(plan, state, round_keys(plan, state))
     draft, drafter_state = plan.drafter.propose(draft_params, state.drafter, context, noise)
-    if not is_chain(draft):
+    if not (draft.topology.is_chain or plan.rule.takes_trees):
         raise ValueError(
-            f"drafter {plan.drafter.name!r} proposes a tree: the rules here verify chains, "
-            "so build drafts with trees.chain"
+            f"drafter {plan.drafter.name!r} proposes a tree: {plan.rule.name} verifies chains, so "
+            "build drafts with trees.chain"
         )
-    within = jnp.arange(draft.valid.shape[1])[None, :] < context.limit[:, None]
-    return draft.replace(valid=draft.valid & within), drafter_state
+    within = draft.topology.depths[None, 1:] <= context.limit[:, None]
+    valid = draft.topology.close(draft.valid & within)
+    return draft.replace(valid=valid), drafter_state
 
 
 def _truncate(state: State, verified: VerifiedDraft) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
@@ -178,7 +249,14 @@ def _commit(
     logprobs = state.logprobs
     if logprobs is not None:
         logprobs = put(logprobs, where, verified.logprobs)
+    features = {}
+    for name, kept in state.features.items():
+        # The root's feature, and those of the path, at their positions modulo M.
+        at = (state.length[:, None] - 1 + step) % kept.shape[1]
+        at = jnp.where(step < count[:, None], at, kept.shape[1])
+        features[name] = put(kept, at, verified.features[name])
     return state.replace(
+        features=features,
         tokens=put(state.tokens, where, verified.tokens),
         length=state.length + count,
         status=status,
@@ -187,7 +265,8 @@ def _commit(
     )
 
 
-def _context(plan: Plan, params: Any, state: State) -> Context:
+def make_context(plan: Plan, params: Any, state: State) -> Context:
+    """What drafters may look at in a state; `params` are the target's."""
     # A draft longer than what the row may still emit, less the target's own token, is waste.
     room = state.rows.max_length - state.length - 1
     limit = jnp.minimum(plan.draft_length.limit(state.history, state.active), room)
@@ -195,26 +274,29 @@ def _context(plan: Plan, params: Any, state: State) -> Context:
         tokens=state.tokens,
         length=state.length,
         limit=jnp.maximum(limit, 0),
+        prompt_length=state.rows.prompt_length,
         index=state.rows.index,
         sampling=state.rows.sampling,
         cache=state.cache,
         params=params,
+        features=state.features,
         target=plan.target,
         flags=plan.flags,
-        num_tokens=plan.draft_length.max_tokens,
-        needs_logq=plan.flags.sampled and plan.rule != sampling.COUPLED,
+        needs_logq=plan.flags.sampled and plan.rule.needs_logq,
+        longest_commit=plan.widths[-1],
     )
 
 
-def _round_keys(plan: Plan, state: State) -> Key[Array, "B"]:
-    """Each row's key for this round's draws; `coupled` keeps one key for the whole row."""
-    if plan.rule == sampling.COUPLED:
+def round_keys(plan: Plan, state: State) -> Key[Array, "B"]:
+    """Each row's key for its own next round; with noise by position, the key of the whole row."""
+    if plan.rule.position_noise:
         return state.rows.key
     return sampling.fold_round(state.rows.key, state.round)
 
 
-def _draft_noise(plan: Plan, state: State, keys: Key[Array, "B"]) -> Noise:
+def draft_noise(plan: Plan, state: State, keys: Key[Array, "B"]) -> Noise:
+    """The noise that drafts of a round are drawn with; `keys` are `round_keys`."""
     vocab = plan.target.vocab_size
-    if plan.rule == sampling.COUPLED:
+    if plan.rule.position_noise:
         return sampling.coupled_noise(keys, state.length, vocab)
     return sampling.draft_noise(keys, vocab)

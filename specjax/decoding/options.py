@@ -13,7 +13,6 @@ from specjax.errors import InputError, shown
 from specjax.fields import (
     Choice,
     Either,
-    Function,
     Instance,
     Items,
     Whole,
@@ -21,9 +20,28 @@ from specjax.fields import (
     optional,
 )
 
-RULE = Choice(tuple(sampling.RULES))
-"""A rule by its name."""
-RULE_OR_FUNCTION = Either((Function(), RULE))
+_OWN_RULE = (
+    "subclass specjax.sampling.UniformRule as a frozen dataclass with a method decide(self, "
+    "tokens, num_valid, target, draft, uniforms) -> Decision, and pass an instance"
+)
+"""How to write a rule of one's own, as errors say it."""
+RULE_NAME = Choice(tuple(sampling.RULES))
+
+
+@dataclass(frozen=True)
+class RuleKind:
+    """A verification rule, or the name of one."""
+
+    def check(self, name: str, value: Any) -> sampling.Rule:
+        """The rule."""
+        if isinstance(value, sampling.Rule):
+            return value
+        if callable(value):
+            raise InputError(f"{name}={shown(value)}: a rule is a value; {_OWN_RULE}")
+        return sampling.RULES[RULE_NAME.check(name, value)]
+
+
+RULE = RuleKind()
 DRAFT_LENGTH = Either((Choice(("auto",)), DRAFT_TOKENS), remedy=DRAFT_TOKENS.remedy)
 BATCH_SIZE = Whole(1)
 _MAX_LENGTH = Whole(2, remedy="use at least 2, a prompt and a new token")
@@ -70,7 +88,7 @@ class DecodeOptions:
 
     num_speculative_tokens: Annotated[int | str | None, optional(DRAFT_LENGTH)] = None
     num_speculative_tokens_per_batch_size: Annotated[Sequence[tuple[int, int, int]], Ladder()] = ()
-    verify: Annotated[str | sampling.Rule, RULE_OR_FUNCTION] = "rejection"
+    verify: Annotated[str | sampling.Rule, RULE] = "rejection"
     batch_size: Annotated[int | None, optional(BATCH_SIZE)] = None
     max_length: Annotated[int | None, optional(_MAX_LENGTH)] = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,9 +20,9 @@ from specjax.decoding.sampling_params import SEED, SamplingParams, one_per_promp
 from specjax.decoding.state import RUNNING, STOPPED, Plan, Rows
 from specjax.decoding.verify import check_rule
 from specjax.distributed.sharding import DATA, axis_size, place_keys, place_rows, spread
-from specjax.drafters import DRAFTER_KIND, Drafter
-from specjax.drafters import none as no_drafter
+from specjax.drafters import DRAFTER_KIND, Drafter, LoadedDrafter
 from specjax.drafters.base import Sampling
+from specjax.drafters.none import NoDrafter
 from specjax.errors import InputError, shown
 from specjax.loading.model import MODEL_KIND, Model
 from specjax.models.layers.attention import CACHE_BLOCK
@@ -37,7 +37,7 @@ class Session:
     """Everything one call decodes: checked, encoded, and with its program chosen."""
 
     model: Model
-    drafter: Drafter
+    drafter: LoadedDrafter
     plan: Plan
     batch_size: int
     prompts: tuple[tuple[int, ...], ...]
@@ -78,7 +78,7 @@ def plan_session(
     target: Model,
     prompts: Sequence[Prompt],
     *,
-    drafter: Drafter | None = None,
+    drafter: LoadedDrafter | Drafter | None = None,
     options: DecodeOptions = DecodeOptions(),  # noqa: B008 - frozen
     requests: Any = SamplingParams(),  # noqa: B008 - frozen
     seed: int = 0,
@@ -96,9 +96,8 @@ def plan_session(
         raise InputError(f"prompts={shown(prompts)}: give a list of prompts")
     if not len(prompts):
         raise InputError("prompts is empty: give at least one")
-    drafter = no_drafter.make() if drafter is None else drafter
-    DRAFTER_KIND.check("drafter", drafter)
-    drafter = replace(drafter, params=spread(drafter.params, target.mesh))
+    drafter = DRAFTER_KIND.check("drafter", NoDrafter() if drafter is None else drafter)
+    drafter = drafter._replace(params=spread(drafter.params, target.mesh))
     seed = SEED.check("seed", seed)
     requests = one_per_prompt(requests, len(prompts))
     if target.tokenizer is None and any(request.stop for request in requests):
@@ -111,26 +110,27 @@ def plan_session(
     ]
     room = max(total - len(ids) for total, ids in zip(totals, encoded, strict=True))
     asked, ladder = options.num_speculative_tokens, options.num_speculative_tokens_per_batch_size
-    most = drafter.num_speculative_tokens if asked in (None, "auto") else asked
+    most = drafter.drafter.num_speculative_tokens if asked in (None, "auto") else asked
     if ladder and asked is None:
         most = max(most, *(count for _, _, count in ladder))
     # Of a longer draft no row could emit all, with the target's own token after it.
-    most = min(most, max(room - 1, 1))
+    turns = drafter.drafter.limited(min(most, max(room - 1, 1)))
+    most = turns.num_speculative_tokens
     stop_ids = max(1, *(len(_stop_ids(target, request)) for request in requests))
     batch_size = min(options.batch_size or MOST_ROWS, len(prompts))
     plan = Plan(
         target=target.architecture,
-        drafter=drafter,
+        drafter=turns,
         rule=options.verify,
         draft_length=DraftLength(most, ladder),
-        widths=widths(most, drafter.lengths),
+        widths=widths(most, turns.lengths),
         flags=_flags(requests),
         capacity=_round_up(max(totals), CACHE_BLOCK),
         max_rounds=_round_up(room, 64),
         chunk=_chunk(max(map(len, encoded))),
         logprobs=any(request.logprobs for request in requests),
     )
-    if not isinstance(options.verify, str):
+    if options.verify not in sampling.RULES.values():
         check_rule(options.verify, batch_size, plan.widths, target.config.vocab_size)
     return Session(
         target,
@@ -174,6 +174,7 @@ def batch_arguments(session: Session, index: list[int]) -> tuple:
     placed = functools.partial(place_rows, mesh=session.mesh)
     rows = Rows(
         index=placed(numbers),
+        prompt_length=placed(length),
         key=place_keys(keys, session.mesh),
         sampling=Sampling(
             temperature=placed(np.array([r.temperature for r in requests], np.float32)),

@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax import sampling
-from specjax.cache import KVCache
+from specjax.cache import KVCache, Window
 from specjax.decoding.draft_length import DraftLength, History
-from specjax.drafters.base import Drafter, Sampling
+from specjax.drafters.base import Sampling
+from specjax.drafters.turns import Turns
 from specjax.models.interface import LanguageModel
 
 RUNNING, STOPPED, FULL = 0, 1, 2
@@ -29,8 +31,8 @@ class Plan:
     """
 
     target: LanguageModel
-    drafter: Drafter
-    rule: str | sampling.Rule
+    drafter: Turns
+    rule: sampling.Rule
     draft_length: DraftLength
     widths: tuple[int, ...]
     flags: sampling.WarpFlags
@@ -46,6 +48,7 @@ class Rows:
     """What the caller fixed for each row: its prompt's index in the input, key, and limits."""
 
     index: Int[Array, "B"]
+    prompt_length: Int[Array, "B"]
     key: Key[Array, "B"]
     sampling: Sampling
     max_length: Int[Array, "B"]
@@ -54,7 +57,10 @@ class Rows:
 
 @struct.dataclass
 class Rounds:
-    """Raw counts, one column per round; -1 where a row was finished already."""
+    """Raw counts, one column per round of the row's own; -1 where there was none.
+
+    `width` is the window's slots, `drafted` counts nodes.
+    """
 
     width: Int[Array | np.ndarray, "B R"]
     drafted: Int[Array | np.ndarray, "B R"]
@@ -67,8 +73,10 @@ class State:
     """Everything that one round passes to the next.
 
     `tokens[b, :length[b]]` are committed, prompt first; `logprobs` are those of the committed
-    tokens under the target, by position. `overlaps` are sum_x min(p, q) at the nodes that were
-    reached, NaN elsewhere.
+    tokens under the target, by position. `round` counts each row's own rounds. `features` are those
+    that drafters have yet to observe, as `Context.features` holds them. `overlaps` are
+    sum_x min(p, q) at the nodes that were reached, NaN elsewhere. Every leaf has rows as its first
+    axis, or belongs to a cache or a window.
     """
 
     tokens: Int[Array, "B S"]
@@ -76,8 +84,9 @@ class State:
     status: Int[Array, "B"]
     cache: KVCache
     drafter: Any
+    features: dict[str, Float[Array, "B M D"]]
     rows: Rows
-    round: Int[Array, ""]
+    round: Int[Array, "B"]
     rounds: Rounds
     history: History
     logprobs: Float[Array, "B S"] | None
@@ -87,3 +96,38 @@ class State:
     def active(self) -> Bool[Array, "B"]:
         """Rows that still decode."""
         return self.status == RUNNING
+
+
+def admit(state: State, slots: Int[Array, "A"], new: State) -> State:
+    """The state with the A rows of `new` in `slots`; slots out of range are dropped.
+
+    Both states are of one plan. What was in those slots is forgotten.
+    """
+
+    def put(into: Any, rows: Any) -> Any:
+        if isinstance(into, KVCache | Window):
+            return into.admit(slots, rows)
+        return into.at[slots].set(rows, mode="drop")
+
+    return jax.tree.map(put, state, new, is_leaf=_knows_its_rows)
+
+
+def release(state: State, slots: Int[Array, "A"]) -> State:
+    """The state without the rows in `slots`: they are finished, and their caches are empty."""
+
+    def empty(part: Any) -> Any:
+        return part.release(slots) if isinstance(part, KVCache) else part
+
+    state = jax.tree.map(empty, state, is_leaf=_knows_its_rows)
+    return state.replace(
+        status=state.status.at[slots].set(STOPPED, mode="drop"),
+        length=state.length.at[slots].set(1, mode="drop"),
+        drafter=tuple(
+            part.replace(unobserved=part.unobserved.at[slots].set(0, mode="drop"))
+            for part in state.drafter
+        ),
+    )
+
+
+def _knows_its_rows(node: Any) -> bool:
+    return isinstance(node, KVCache | Window)

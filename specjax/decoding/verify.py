@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
@@ -17,7 +16,7 @@ from specjax.decoding.state import Plan, State
 from specjax.distributed.sharding import constrain
 from specjax.drafters.base import warp_rows
 from specjax.errors import InputError, one_line, shown
-from specjax.trees import Draft, ancestors, depths
+from specjax.trees import Draft
 
 
 class VerifiedDraft(NamedTuple):
@@ -37,36 +36,69 @@ def check_rule(rule: sampling.Rule, rows: int, widths: Sequence[int], vocab_size
     It is called as a round calls it, with shapes instead of numbers, so that nothing is computed.
     """
     remedy = (
-        "return Decision(num_accepted [B] whole numbers, next_logp [B, V] log-probabilities), "
-        "as specjax.testing.check_rule describes"
+        "decide returns Decision(num_accepted [B] whole numbers, next_logp [B, V] "
+        "log-probabilities), verify a Verification; see specjax.testing.check_rule"
     )
     for width in widths:
         tokens = jax.ShapeDtypeStruct((rows, width - 1), jnp.int32)
         count = jax.ShapeDtypeStruct((rows,), jnp.int32)
         logp = jax.ShapeDtypeStruct((rows, width, vocab_size), jnp.float32)
         uniforms = jax.ShapeDtypeStruct((rows, width - 1), jnp.float32)
-        returned: Any = None
+        keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
 
-        def call(tokens: Any, count: Any, logp: Any, uniforms: Any) -> None:
-            nonlocal returned
+        def decide(tokens: Any, count: Any, logp: Any, uniforms: Any) -> Any:
             draft = sampling.one_hot_distributions(tokens, vocab_size, jnp.float32)
-            returned = rule(tokens, count, sampling.by_slot(logp), draft, uniforms)
+            return rule.decide(tokens, count, sampling.by_slot(logp), draft, uniforms)
 
-        try:
-            hash(rule)  # compiled programs are kept by it
-            jax.eval_shape(call, tokens, count, logp, uniforms)
-        except Exception as error:  # a rule is the user's own code and may raise anything
-            raise InputError(
-                f"verify={shown(rule)}: fails for drafts of {width - 1} tokens "
-                f"({type(error).__name__}: {one_line(error):.200}); {remedy}"
-            ) from error
-        kinds = ((jnp.integer, (rows,)), (jnp.floating, (rows, vocab_size)))
-        parts = [getattr(returned, name, None) for name in sampling.Decision._fields]
-        if not all(
-            getattr(part, "shape", None) == shape and jnp.issubdtype(part.dtype, kind)
-            for part, (kind, shape) in zip(parts, kinds, strict=True)
-        ):
-            raise InputError(f"verify={shown(rule)}: returns {shown(returned, 120)}; {remedy}")
+        def verify(keys: Any, tokens: Any, count: Any, logp: Any) -> Any:
+            return rule.verify(
+                keys,
+                tokens,
+                count,
+                sampling.by_slot(logp),
+                None,
+                positions=count,
+                vocab=vocab_size,
+            )
+
+        calls: list[tuple[Any, tuple, dict[str, tuple]]] = []
+        if isinstance(rule, sampling.UniformRule):
+            wanted = {"num_accepted": (jnp.integer, (rows,))}
+            wanted["next_logp"] = (jnp.floating, (rows, vocab_size))
+            calls.append((decide, (tokens, count, logp, uniforms), wanted))
+        wanted = {"path_slots": (jnp.integer, (rows, width - 1))}
+        wanted |= dict.fromkeys(("num_accepted", "next_token"), (jnp.integer, (rows,)))
+        calls.append((verify, (keys, tokens, count, logp), wanted))
+        for call, arguments, wanted in calls:
+            returned = _shapes_returned(rule, call, arguments, width, remedy)
+            for name, (kind, shape) in wanted.items():
+                part = getattr(returned, name, None)
+                if getattr(part, "shape", None) != shape or not jnp.issubdtype(part.dtype, kind):
+                    raise InputError(
+                        f"verify={shown(rule)}: {call.__name__} returns {shown(returned, 120)}; "
+                        f"{remedy}"
+                    )
+
+
+def _shapes_returned(
+    rule: sampling.Rule, call: Any, arguments: tuple, width: int, remedy: str
+) -> Any:
+    """What a function of a rule returns for arrays of these shapes, as shapes."""
+    returned: Any = None
+
+    def keep(*given: Any) -> None:
+        nonlocal returned
+        returned = call(*given)
+
+    try:
+        hash(rule)  # compiled programs are kept by it
+        jax.eval_shape(keep, *arguments)
+    except Exception as error:  # a rule is the user's own code and may raise anything
+        raise InputError(
+            f"verify={shown(rule)}: fails for drafts of {width - 1} tokens "
+            f"({type(error).__name__}: {one_line(error):.200}); {remedy}"
+        ) from error
+    return returned
 
 
 def verify_draft(
@@ -81,20 +113,19 @@ def verify_draft(
     """Extend over the root and the first `width` - 1 nodes, and verify them."""
     nodes = width - 1
     root = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
-    depth = depths(draft.parents)[:width].astype(np.int32)
-    seen = ancestors(draft.parents)[:width, :width]
+    topology = draft.topology.first(nodes)
     result = plan.target.extend(
         params,
         jnp.concatenate([root, draft.tokens[:, :nodes]], axis=1),
-        (state.length - 1)[:, None] + depth[None, :],
+        (state.length - 1)[:, None] + topology.depths[None, :],
         state.cache,
         plan.target.make_window(root.shape[0], width),
         0,
-        jnp.asarray(seen)[None],
+        jnp.asarray(topology.ancestors)[None],
         features=plan.drafter.features,
     )
     logits = result.logits
-    if plan.flags.sampled or not isinstance(plan.rule, str):
+    if plan.flags.sampled or not plan.rule.greedy_walk:
         # A draw needs all of a row's distribution; without one, each device looks at its own part.
         logits = constrain(logits, "batch", None, None)
     target, distributions = _distributions(plan, state, draft, logits)
@@ -177,16 +208,14 @@ def _verify(
 ) -> sampling.Verification:
     nodes = logits.shape[1] - 1
     tokens = draft.tokens[:, :nodes]
-    if not plan.flags.sampled and isinstance(plan.rule, str):
-        # Every exact rule says this of one-hot distributions.
+    if not plan.flags.sampled and plan.rule.greedy_walk:
         return sampling.walk_greedy(tokens, drafted, sampling.argmax(logits))
-    return sampling.verify_by_slot(
+    return plan.rule.verify(
         keys,
         tokens,
         drafted,
         target,
         distributions,
         positions=state.length,
-        rule=plan.rule,
         vocab=logits.shape[2],
     )

@@ -1,1 +1,1 @@
-"""Meshes of devices, jobs of several processes, locks of folders."""
+"""Meshes of devices, runs over several processes, folder locks, device memory."""

@@ -1,4 +1,4 @@
-"""Whether a compiled program fits into the memory that is free, found out before it runs."""
+"""Checks, before a compiled program runs, that it fits into free memory."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _GIB = 1 << 30
 
 
 def check_fits(programs: Sequence[Any], remedy: str, mesh: Mesh | None = None) -> None:
-    """Raise InputError, with the remedy, unless compiled programs that run in turn can run here.
+    """Raise InputError, with the remedy, unless compiled programs that run in turn fit into memory.
 
-    What the first one gives is taken to stay; arguments that are there already do not count. Where
-    free memory is unknown, or where processes might come to different answers, nothing is said.
+    The first one's outputs are assumed to stay; arguments that exist already do not count. Nothing
+    is checked where free memory is unknown, or where processes might get different results.
     """
     sizes = [program.memory_analysis() for program in programs]
     free = free_bytes()
@@ -28,7 +28,7 @@ def check_fits(programs: Sequence[Any], remedy: str, mesh: Mesh | None = None) -
     given = sizes[0].output_size_in_bytes - sizes[0].alias_size_in_bytes
     needed = given + max(size.temp_size_in_bytes for size in sizes)
     if mesh is not None and jax.default_backend() == "cpu":
-        # Devices that are made of one host share its memory.
+        # Simulated devices of one host share its memory.
         needed *= mesh.size
     if needed > free:
         raise InputError(
@@ -38,7 +38,7 @@ def check_fits(programs: Sequence[Any], remedy: str, mesh: Mesh | None = None) -
 
 
 def free_bytes() -> int | None:
-    """Bytes that a device can still give, or the host where the host is the device; else None."""
+    """Free bytes of the device, or of the host where the CPU is the device; None if unknown."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
@@ -57,7 +57,7 @@ def _available() -> int | None:
 
 
 def _left_in_group(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What a container's limit leaves (cgroup v2); files that are cached can be given back."""
+    """Free bytes below a container's limit (cgroup v2); cached files count as free."""
     try:
         limit = int((folder / "memory.max").read_text(encoding="utf-8"))
         used = int((folder / "memory.current").read_text(encoding="utf-8"))

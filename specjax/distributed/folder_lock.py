@@ -23,20 +23,20 @@ from specjax.files.temporary import open_without_links
 
 _LONGEST_COMMAND = 200
 _WAIT_FOR_TEXT_S = 1.0
-"""A process that has just taken the lock is given this time to write down who it is."""
+"""Seconds to wait for the process that has just taken the lock to write its name into it."""
 
 
 @contextmanager
 def hold(folder: Path, kind: Kind, where: str) -> Iterator[None]:
-    """Make a folder that of this run and keep other runs out until the context ends.
+    """Claim a folder for this run and lock it against other runs until the context ends.
 
     Every process of the run makes the call; the first one claims and locks. `where` begins the
     messages: the field that named the folder, with its value. Raises InputError as
-    `folders.claim` does, and where another run is at work there, saying which.
+    `folders.claim` does, and where another run holds the lock, naming it.
     """
     with ExitStack() as stack:
         taken = lambda: stack.enter_context(lock(folder, kind, where))  # noqa: E731
-        processes.together(lambda: taken() if processes.speaks() else None)
+        processes.together(lambda: taken() if processes.is_first() else None)
         yield
 
 
@@ -44,7 +44,7 @@ def hold(folder: Path, kind: Kind, where: str) -> Iterator[None]:
 def lock(folder: Path, kind: Kind, where: str) -> Iterator[int]:
     """As `hold`, for a run that is one process: no device is touched.
 
-    Gives the lock's file descriptor: a process that inherits it keeps the lock until it ends too.
+    Yields the lock's file descriptor: a process that inherits it keeps the lock until it ends too.
     """
     folders.check_claimable(folder, kind, where)
     try:

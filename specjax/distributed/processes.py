@@ -1,8 +1,8 @@
-"""One job over several processes: joining them, agreeing on the job, and one that speaks.
+"""One run over several processes: joining them, exchanging values, comparing their configs.
 
-Every process runs the same command. JAX's own service connects them; it aborts the whole process
-where somebody never comes, so that, unless a cluster's scheduler starts them, is found out
-beforehand, and is an error with a name.
+Every process runs the same command. JAX's own service connects them, and aborts the whole process
+where one is missing. So, unless a cluster's scheduler starts them, the processes first contact
+process 0, and a missing one raises an InputError that names it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def join(
     process_id: int | None = None,
     timeout_s: float = 300,
 ) -> None:
-    """Make this process one of several; before anything touches a device.
+    """Connect this process to the others of its run; must be called before JAX uses a device.
 
     With `cluster` the address and the numbers come from the scheduler (Slurm, Kubernetes, TPU pods,
     MPI), as `jax.distributed.initialize` finds them. Without it and without an address nothing is
-    done. Raises InputError where something is missing, or somebody does not come within the time.
+    done. Raises InputError where an argument is missing, or a process does not join in time.
     """
     given = {
         "coordinator_address": coordinator_address,
@@ -96,7 +96,7 @@ def _initialize(given: Mapping[str, Any], timeout_s: float) -> None:
 
 
 def _gather(address: str, port: int, count: int, deadline: float, timeout_s: float) -> None:
-    """Process 0 waits for each of the others, then lets all of them continue."""
+    """On process 0: wait for each of the others, then let all of them continue."""
     waiting: dict[int, socket.socket] = {}
     with contextlib.ExitStack() as opened:
         try:
@@ -132,7 +132,7 @@ def _gather(address: str, port: int, count: int, deadline: float, timeout_s: flo
 
 
 def _number(peer: socket.socket, deadline: float) -> int | None:
-    """The number that a peer says it has; None for one that is not of this job."""
+    """The number that a peer sends; None for one that is not of this run."""
     peer.settimeout(min(max(deadline - time.monotonic(), 0.01), 5))
     try:
         name, _, number = peer.recv(64).decode(errors="replace").rpartition(" ")
@@ -144,7 +144,7 @@ def _number(peer: socket.socket, deadline: float) -> int | None:
 def _report(
     address: str, target: tuple[str, int], number: int, deadline: float, timeout_s: float
 ) -> None:
-    """The others tell process 0 that they are there, and wait until all are."""
+    """On the others: send the number to process 0, and wait until all have done so."""
     while True:
         left = deadline - time.monotonic()
         if left <= 0:
@@ -174,13 +174,16 @@ def number() -> int:
     return jax.process_index()
 
 
-def speaks() -> bool:
-    """Whether this process is the one that prints and writes reports."""
+def is_first() -> bool:
+    """Whether this is process 0, which prints and writes reports."""
     return number() == 0
 
 
 def together(work: Callable[[], Result], values: Mapping[str, Any] | None = None) -> Result:
-    """What `work` returns; an InputError of one process, or other values, becomes one of all."""
+    """The result of `work`, called on every process.
+
+    Raises InputError on all processes where it raises one on any, or where `values` differ.
+    """
     result, error = None, None
     try:
         result = work()
@@ -193,13 +196,13 @@ def together(work: Callable[[], Result], values: Mapping[str, Any] | None = None
 
 
 class _Agreed(InputError):
-    """An error that every process has been told of, so that a call around it must not ask again."""
+    """An error raised on every process: an enclosing `together` does not exchange it again."""
 
 
 def agree(values: Mapping[str, Any], error: str | None = None) -> None:
     """Raise InputError on every process where the (JSON-ready) values of two of them differ.
 
-    A process that has found an error of its own hands it over, so that all of them stop.
+    A process with an error of its own passes it as `error`, which is then raised on all of them.
     """
     if count() == 1:
         if error is not None:
@@ -222,19 +225,19 @@ def agree(values: Mapping[str, Any], error: str | None = None) -> None:
 
 
 def from_first(value: Any) -> Any:
-    """What the first process has found (JSON-ready), on every process: measured times differ."""
+    """The first process's value (JSON-ready), on every process; such as a measured time."""
     return value if count() == 1 else _exchange(value)[0]
 
 
 def _exchange(value: Any) -> list[Any]:
-    """What each process says, in their order, on every process."""
+    """The values of all processes, in their order, on every process."""
     from jax.experimental import multihost_utils
 
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.array([text.size], np.int32), tiled=False)
-    room = np.zeros(int(sizes.max()), np.uint8)
-    room[: text.size] = text
-    rows = multihost_utils.process_allgather(room, tiled=False)
+    padded = np.zeros(int(sizes.max()), np.uint8)
+    padded[: text.size] = text
+    rows = multihost_utils.process_allgather(padded, tiled=False)
     return [
         json.loads(bytes(row[: int(size)])) for row, size in zip(rows, np.ravel(sizes), strict=True)
     ]

@@ -1,4 +1,4 @@
-"""Where arrays live on a mesh of devices: two axes, and one rule for each logical name.
+"""Placement of arrays on a mesh of devices: two mesh axes, and a table of logical axis names.
 
 Rows of a batch are spread over `data`. Weights, caches and logits are split over `model` along
 heads, MLP width and vocabulary (tensor parallelism: Shoeybi et al. 1909.08053); everything else is
@@ -32,7 +32,7 @@ Axes = Sequence[str | None]
 
 
 def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh of data x model devices, all there are by default.
+    """A mesh of data x model devices; `devices` are by default all of them.
 
     Raises InputError where the product is not the number of devices.
     """
@@ -41,8 +41,8 @@ def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | Non
         DEVICES.check(f"mesh.{name}", size)
     if data * model != len(devices):
         raise InputError(
-            f"mesh.data={data}, mesh.model={model}: {data * model} devices are asked for and "
-            f"{len(devices)} are there; make data x model = {len(devices)}"
+            f"mesh.data={data}, mesh.model={model}: {data * model} devices are requested and "
+            f"{len(devices)} available; make data x model = {len(devices)}"
         )
     return jax.make_mesh(
         (data, model), (DATA, MODEL), axis_types=(AxisType.Auto,) * 2, devices=devices
@@ -79,7 +79,7 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
 
 def constrain_rows(tree: Any) -> Any:
-    """A tree of arrays with a batch row each in front, spread over `data` and whole otherwise."""
+    """A tree of arrays whose first axis is the batch, split over `data` and otherwise whole."""
 
     def rows(leaf: jax.Array) -> jax.Array:
         return constrain(leaf, "batch", *[None] * (leaf.ndim - 1)) if leaf.ndim else leaf
@@ -88,7 +88,7 @@ def constrain_rows(tree: Any) -> Any:
 
 
 def place(array: np.ndarray, axes: Axes, mesh: Mesh | None) -> jax.Array:
-    """A host array on the devices; each process hands over the parts its own devices hold."""
+    """A host array as a device array with these logical axes; every process makes the call."""
     if mesh is None:
         return jax.numpy.asarray(array)
     sharding = NamedSharding(mesh, partition(axes, array.shape, mesh))
@@ -96,12 +96,12 @@ def place(array: np.ndarray, axes: Axes, mesh: Mesh | None) -> jax.Array:
 
 
 def place_rows(array: np.ndarray, mesh: Mesh | None) -> jax.Array:
-    """A host array with a batch row each in front, spread over `data`."""
+    """A host array whose first axis is the batch as a device array, split over `data`."""
     return place(array, ("batch", *[None] * (array.ndim - 1)), mesh)
 
 
 def place_keys(keys: Sequence[jax.Array], mesh: Mesh | None) -> jax.Array:
-    """A batch of keys, one per row, spread over `data`."""
+    """A batch of keys, one per row, split over `data`."""
     if mesh is None:
         return jax.numpy.stack(list(keys))
     data = place_rows(np.stack([np.asarray(jax.random.key_data(key)) for key in keys]), mesh)
@@ -119,7 +119,7 @@ def fetch(tree: Any) -> Any:
 
 
 def spread(tree: Any, mesh: Mesh | None) -> Any:
-    """The tree with every array that is not on the mesh yet put there, whole on each device."""
+    """The tree with all arrays on the mesh; those that were not are whole on each device."""
     if mesh is None:
         return tree
 

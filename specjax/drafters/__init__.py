@@ -1,17 +1,17 @@
 """Drafters: one file each, found by name in `registry`."""
 
-from specjax.drafters.base import Accepted, Context, Drafter, Noise, stateless, unmoved
+from specjax.drafters.base import DRAFT_TOKENS, Accepted, Context, Drafter, LoadedDrafter, Noise
 from specjax.drafters.registry import (
-    DRAFT_TOKENS,
     DRAFTER_KIND,
     DRAFTERS,
     TRAINED,
     check_options,
-    check_tokenizers,
     drafter_options,
+    head_drafter,
     make_drafter,
     option_type,
 )
+from specjax.drafters.turns import Turns, take_turns
 
 __all__ = [
     "DRAFTERS",
@@ -21,12 +21,13 @@ __all__ = [
     "Accepted",
     "Context",
     "Drafter",
+    "LoadedDrafter",
     "Noise",
+    "Turns",
     "check_options",
-    "check_tokenizers",
     "drafter_options",
+    "head_drafter",
     "make_drafter",
     "option_type",
-    "stateless",
-    "unmoved",
+    "take_turns",
 ]

@@ -1,4 +1,4 @@
-"""Drafting one token after another: what a draft model and an early exit have in common."""
+"""Drafting one token after another: what draft models, heads and early exits share."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ LeastProbability = Annotated[float, Number(0.0, 0.999999, remedy="use a number i
 
 
 def draft_chain(
+    longest: int,
     step: Step,
     carry: Any,
     context: Context,
@@ -35,14 +36,13 @@ def draft_chain(
     p_min: float = 0.0,
     draft_ids: Int[Array, "Vd"] | None = None,
 ) -> tuple[Draft, Any]:
-    """A chain of up to K tokens per row, drawn from the distribution of `step`, or its likeliest.
+    """A chain of up to `longest` tokens per row, drawn from `step`, or its likeliest.
 
     A row stops at its limit, or where the likeliest next token has a probability below `p_min`
     (before any warp, and before the token is drawn: the draft stays exact). The loop ends with its
-    longest row. Step 0 always runs, so that a cache behind it never falls behind. Where `step`
-    gives logits of a part of the vocabulary, `draft_ids` say which.
+    longest row. Where `step` gives logits of a part of the vocabulary, `draft_ids` say which.
     """
-    batch, most = context.length.shape[0], context.num_tokens
+    batch, most = context.length.shape[0], longest
     keeps_logq = sampled and context.needs_logq and most > 0
     root = context.token_at(context.length - 1)
 

@@ -1,10 +1,10 @@
-"""What a drafter is: three pure functions and a few static fields, as optax has two."""
+"""What a drafter is: a frozen value with three pure functions, and arrays beside it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import struct
@@ -12,10 +12,14 @@ from jaxtyping import Array, Float, Int
 
 from specjax.cache import KVCache
 from specjax.distributed.sharding import constrain
+from specjax.fields import Whole
+from specjax.loading.model import Model
 from specjax.models.interface import LanguageModel
 from specjax.sampling import WarpFlags, argmax, warp
 from specjax.trees import Draft
 
+DRAFT_TOKENS = Whole(0, 1024, remedy='use a whole number from 0 to 1024, or "auto"')
+"""The longest draft that may be asked for."""
 Noise = Callable[[Int[Array, ""] | int], Float[Array, "B V"]]
 """Gumbel noise for the draft at depth 0, 1, ...; under `coupled` it is the target's own."""
 
@@ -34,29 +38,46 @@ class Sampling:
 class Context:
     """What a drafter may look at: committed tokens, and the target as it stands.
 
-    `tokens[b, :length[b]]` are row b's committed tokens (n of them), prompt included; `cache` holds
-    the keys and values of the first n - 1. `limit` is the longest draft each row may make in this
-    round, at most `num_tokens` (K) and 0 in rows that are finished. `index` is the index of a row's
-    prompt in the whole input.
+    `tokens[b, :length[b]]` are row b's committed tokens (n of them), of which the first
+    `prompt_length[b]` are the prompt; `cache` holds the keys and values of the first n - 1. `limit`
+    is the longest path each row may draft in this round: at most the drafter's
+    `num_speculative_tokens`, and 0 in rows that are finished. `index` is the index of a row's
+    prompt in the whole input. `features[name][b, t % M]` is the target's feature at position t, for
+    the last M positions before n - 1 at most: read it by `feature_from`.
     """
 
-    tokens: Int[Array, "B M"]
+    tokens: Int[Array, "B S"]
     length: Int[Array, "B"]
+    prompt_length: Int[Array, "B"]
     limit: Int[Array, "B"]
     index: Int[Array, "B"]
     sampling: Sampling
     cache: KVCache
     params: Any
+    features: dict[str, Float[Array, "B M D"]]
     target: LanguageModel = struct.field(pytree_node=False)
     flags: WarpFlags = struct.field(pytree_node=False)
-    num_tokens: int = struct.field(pytree_node=False)
     needs_logq: bool = struct.field(pytree_node=False)
     """Whether the rule reads q, so that a draft that was sampled must bring its distributions."""
+    longest_commit: int = struct.field(pytree_node=False)
+    """The most tokens that a round commits in a row."""
 
     def token_at(self, position: Int[Array, "B"]) -> Int[Array, "B"]:
         """Each row's committed token at a position; positions below 0 give the first token."""
         position = jnp.maximum(position, 0)[:, None]
         return jnp.take_along_axis(self.tokens, position, axis=1)[:, 0]
+
+    def tokens_from(self, first: Int[Array, "B"], count: int) -> Int[Array, "B T"]:
+        """`count` tokens of each row from its position `first` on; what is not there is 0."""
+        positions = first[:, None] + jnp.arange(count)[None, :]
+        tokens = jnp.take_along_axis(self.tokens, positions, axis=1, mode="fill", fill_value=0)
+        return jnp.where((positions >= 0) & (positions < self.length[:, None]), tokens, 0)
+
+    def feature_from(self, name: str, first: Int[Array, "B"], count: int) -> Float[Array, "B T D"]:
+        """A feature at `count` positions of each row from `first` on, of those that are kept."""
+        kept = self.features[name]
+        slots = (first[:, None] + jnp.arange(count)[None, :]) % kept.shape[1]
+        return jnp.take_along_axis(kept, slots[:, :, None], axis=1)
 
     def warp(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
         """Log-probabilities under each row's sampling parameters, whole on each device."""
@@ -88,55 +109,93 @@ def warp_rows(
 
 @struct.dataclass
 class Accepted:
-    """What a round committed: `count` tokens a row, the last of them the target's own.
+    """Tokens that were committed, of a prompt or of rounds: the last `count[b]` of row b.
 
-    `path_slots` are the window slots of the accepted nodes, -1 after them; `features` hold the
-    target's named features at the root and at those nodes.
+    `tokens[b, i]` stands right after the position that `features[b, i]` belong to: a drafter that
+    reads pairs (x_{t+1}, f_t) reads both as they are.
     """
 
-    path_slots: Int[Array, "B P"]
-    tokens: Int[Array, "B P+1"]
+    tokens: Int[Array, "B T"]
     count: Int[Array, "B"]
-    features: dict[str, Float[Array, "B P+1 D"]]
+    features: dict[str, Float[Array, "B T D"]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Drafter:
-    """A drafter: how it starts, what it proposes, how it follows what was accepted.
+    """A drafter: subclass it as a frozen dataclass whose fields are its static configuration.
 
-    `init(params, context, features) -> state` runs after the prompt's prefill; `features` maps each
-    name asked for to [B, S, D], defined at positions 0..n-2. `propose(params, state, context,
-    noise) -> (Draft, state)` proposes up to `context.num_tokens` nodes, of which no row may have
-    more valid ones than `context.limit`. `observe(params, state, context, accepted) -> state`
-    follows the commit; its context is the one after it. All three are traced and draw no keys.
-
-    Whether a node is proposed may depend on committed tokens, on its ancestors and on the
-    distribution it will be drawn from, never on its own token, unless nodes are deterministic.
+    Its arrays travel beside it: `params` as in `LoadedDrafter`, and a state whose every leaf has
+    rows as its first axis or belongs to a `KVCache` or a `Window`. The three functions are traced
+    and derive no keys. Equal drafters share one compiled program.
     """
 
-    name: str
-    init: Callable[[Any, Context, dict[str, Float[Array, "B S D"]]], Any]
-    propose: Callable[[Any, Any, Context, Noise], tuple[Draft, Any]]
-    observe: Callable[[Any, Any, Context, Accepted], Any]
-    num_speculative_tokens: int
-    """K where the caller asks for none."""
-    params: Any = field(default=None, compare=False)
-    features: tuple[str, ...] = ()
-    sampled: bool = False
-    """Whether nodes are drawn from distributions (sampled rows) rather than chosen."""
-    lengths: tuple[int, ...] = ()
-    """Drafts shorter than the longest that are worth a compiled width of their own."""
-    follows_own_drafts: bool = False
-    """Whether `observe` only knows what to do with drafts that this drafter's `propose` made."""
+    num_speculative_tokens: Annotated[int, DRAFT_TOKENS] = 4
+    """K: the most nodes of a draft, on one path."""
+
+    @property
+    def name(self) -> str:
+        """What messages and reports call it."""
+        return type(self).__name__.lower()
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The target's features that `observe` reads, by name."""
+        return ()
+
+    @property
+    def sampled(self) -> bool:
+        """Whether nodes are drawn from distributions (sampled rows) rather than chosen."""
+        return False
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Drafts shorter than the longest that are worth a compiled width of their own."""
+        return ()
+
+    @property
+    def observes(self) -> bool:
+        """Whether `observe` does anything: whether there is a state that follows the tokens."""
+        return type(self).observe is not Drafter.observe
+
+    @classmethod
+    def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:
+        """The drafter that is registered as `name`, for a target; `path` names what was trained.
+
+        `options` are the keyword-only fields. Raises InputError.
+        """
+        del name, target, path
+        return LoadedDrafter(cls(**options))
+
+    def init(self, params: Any, batch: int, capacity: int) -> Any:
+        """The state of `batch` rows that hold nothing yet and may hold `capacity` tokens."""
+        del params, batch, capacity
+        return ()
+
+    def propose(self, params: Any, state: Any, context: Context, noise: Noise) -> tuple[Draft, Any]:
+        """A draft after each row's last token, no path longer than `context.limit`, and the state.
+
+        Whether a node is proposed may depend on committed tokens, on its ancestors and on the
+        distribution it will be drawn from, never on its own token, unless it is deterministic.
+        """
+        raise NotImplementedError
+
+    def observe(self, params: Any, state: Any, context: Context, accepted: Accepted) -> Any:
+        """The state after further committed tokens; `context` is the one after them.
+
+        A prompt is observed chunk by chunk, from its second token on (the first stands in
+        `context.tokens`); later calls bring what one or several rounds committed, whoever drafted.
+        """
+        del params, context, accepted
+        return state
 
 
-def stateless(params: Any, context: Context, features: dict) -> tuple[()]:
-    """`init` of a drafter that remembers nothing."""
-    del params, context, features
-    return ()
+class LoadedDrafter(NamedTuple):
+    """A drafter and its parameters: what `make_drafter` gives, as `load_model` gives a model."""
 
+    drafter: Drafter
+    params: Any = ()
 
-def unmoved(params: Any, state: Any, context: Context, accepted: Accepted) -> Any:
-    """`observe` of a drafter whose state does not follow the tokens."""
-    del params, context, accepted
-    return state
+    @property
+    def name(self) -> str:
+        """The drafter's name."""
+        return self.drafter.name

@@ -6,6 +6,7 @@ window is their own. (LayerSkip: Elhoushi et al. 2404.16710.)
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import jax.numpy as jnp
@@ -13,41 +14,55 @@ from jaxtyping import Array, Float, Int
 
 from specjax.cache import Window
 from specjax.drafters.autoregressive import LeastProbability, SampleMethod, draft_chain
-from specjax.drafters.base import Context, Drafter, Noise, stateless, unmoved
+from specjax.drafters.base import Context, Drafter, LoadedDrafter, Noise
 from specjax.errors import InputError
-from specjax.fields import Whole, check_arguments
+from specjax.fields import Whole, check_instance
+from specjax.loading.model import Model
 from specjax.models.masks import causal
 from specjax.trees import Draft
 
 
-def make(
-    num_layers: int,
-    *,
-    exit_layer: Annotated[int, Whole(1)] | None = None,
-    draft_sample_method: SampleMethod = "probabilistic",
-    draft_p_min: LeastProbability = 0.0,
-) -> Drafter:
+@dataclass(frozen=True, kw_only=True)
+class EarlyExit(Drafter):
     """A drafter that runs the first `exit_layer` of the target's `num_layers` (half by default).
 
     Raises InputError for a layer out of range or bad options.
     """
-    check_arguments(
-        make,
-        "drafter.",
-        exit_layer=exit_layer,
-        draft_sample_method=draft_sample_method,
-        draft_p_min=draft_p_min,
-    )
-    exit_layer = max(1, num_layers // 2) if exit_layer is None else exit_layer
-    if exit_layer > num_layers:
-        raise InputError(
-            f"drafter.exit_layer={exit_layer}: the target has {num_layers} layers; use 1 to "
-            f"{num_layers}"
-        )
 
-    def propose(params: Any, state: Any, context: Context, noise: Noise) -> tuple[Draft, Any]:
+    num_layers: Annotated[int, Whole(1)] = field(kw_only=False)
+    exit_layer: Annotated[int, Whole(1)] | None = None
+    draft_sample_method: SampleMethod = "probabilistic"
+    draft_p_min: LeastProbability = 0.0
+
+    def __post_init__(self) -> None:
+        check_instance(self, "drafter.")
+        if self.exit_layer is not None and self.exit_layer > self.num_layers:
+            raise InputError(
+                f"drafter.exit_layer={self.exit_layer}: the target has {self.num_layers} layers; "
+                f"use 1 to {self.num_layers}"
+            )
+
+    @classmethod
+    def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:
+        """The drafter of a target's own layers."""
+        del name, path
+        return LoadedDrafter(cls(target.config.num_layers, **options))
+
+    @property
+    def name(self) -> str:
+        """Its registered name."""
+        return "early_exit"
+
+    @property
+    def sampled(self) -> bool:
+        """As `draft_sample_method` says."""
+        return self.draft_sample_method == "probabilistic"
+
+    def propose(self, params: Any, state: Any, context: Context, noise: Noise) -> tuple[Draft, Any]:
+        """A chain from the first layers, which read the target's cache."""
         del params
-        slots = max(context.num_tokens, 1)
+        slots = max(self.num_speculative_tokens, 1)
+        num_layers = self.exit_layer or max(1, self.num_layers // 2)
 
         def step(
             depth: Int[Array, ""] | int, token: Int[Array, "B"], window: Window
@@ -60,26 +75,18 @@ def make(
                 window,
                 depth,
                 causal(jnp.asarray(depth)[None], slots),
-                num_layers=exit_layer,
+                num_layers=num_layers,
             )
             return result.logits[:, 0], result.window
 
         window = context.target.make_window(context.length.shape[0], slots)
         draft, _ = draft_chain(
+            self.num_speculative_tokens,
             step,
             window,
             context,
             noise,
-            sampled=draft_sample_method == "probabilistic",
-            p_min=draft_p_min,
+            sampled=self.sampled,
+            p_min=self.draft_p_min,
         )
         return draft, state
-
-    return Drafter(
-        "early_exit",
-        stateless,
-        propose,
-        unmoved,
-        num_speculative_tokens=4,
-        sampled=draft_sample_method == "probabilistic",
-    )

@@ -1,11 +1,12 @@
 """Medusa heads draft from the target's last feature, all at once (Cai et al. 2401.10774).
 
 Head i predicts the token i + 2 positions after the feature it reads, f_{n-2}; its distribution does
-not depend on what the heads before it drew. A chain is drafted, one token a head.
+not depend on what the heads before it drew. A chain is drafted, one token per head.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,8 +15,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from specjax.drafters.autoregressive import LeastProbability, SampleMethod, draft_chain
-from specjax.drafters.base import Accepted, Context, Drafter, Noise
-from specjax.fields import check_arguments
+from specjax.drafters.base import Accepted, Context, Drafter, LoadedDrafter, Noise
+from specjax.drafters.trained import load_head
+from specjax.fields import check_instance
+from specjax.loading.heads.head import Head
+from specjax.loading.model import Model
 from specjax.models.heads.medusa import Medusa
 from specjax.trees import Draft
 
@@ -27,31 +31,59 @@ class State:
     feature: Float[Array, "B D"]
 
 
-def make(
-    head: Medusa,
-    params: Any,
-    *,
-    draft_sample_method: SampleMethod = "probabilistic",
-    draft_p_min: LeastProbability = 0.0,
-) -> Drafter:
-    """A drafter of Medusa heads; `params` also hold "shared" and, for a part of V, "draft_ids".
+@dataclass(frozen=True, kw_only=True)
+class MedusaDrafter(Drafter):
+    """Medusa heads as a drafter; their parameters hold "shared" and, for a part of V, "draft_ids".
 
     Options are those of a draft model. No more tokens are drafted than there are heads, whatever is
     asked for, and none in the first round of a row of one token, which has no feature. Raises
     InputError for bad options.
     """
-    check_arguments(
-        make, "drafter.", draft_sample_method=draft_sample_method, draft_p_min=draft_p_min
-    )
-    heads = head.config.num_heads
 
-    def init(params: Any, context: Context, features: dict) -> State:
-        del params
-        return State(_at(features["final_norm"], context.length - 2))
+    head: Medusa = field(kw_only=False)
+    draft_sample_method: SampleMethod = "probabilistic"
+    draft_p_min: LeastProbability = 0.0
 
-    def propose(params: Any, state: State, context: Context, noise: Noise) -> tuple[Draft, State]:
-        asked = max(min(heads, context.num_tokens), 1)
-        every = _logits(head, params, state.feature, asked)
+    def __post_init__(self) -> None:
+        check_instance(self, "drafter.")
+
+    @classmethod
+    def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:
+        """The heads at a path, or those that come with specjax for the target."""
+        return cls.of_head(*load_head(name, path, target), target, **options)
+
+    @classmethod
+    def of_head(cls, head: Head, params: Any, target: Model, **options: Any) -> LoadedDrafter:
+        """The drafter of trained heads and their complete parameters; K is their number."""
+        options = {"num_speculative_tokens": head.config.num_heads, **options}
+        return LoadedDrafter(cls(Medusa(head.config, target.dtype), **options), params)
+
+    @property
+    def name(self) -> str:
+        """Its registered name."""
+        return "medusa"
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What the heads read."""
+        return ("final_norm",)
+
+    @property
+    def sampled(self) -> bool:
+        """As `draft_sample_method` says."""
+        return self.draft_sample_method == "probabilistic"
+
+    def init(self, params: Any, batch: int, capacity: int) -> State:
+        """No feature yet."""
+        del params, capacity
+        return State(jnp.zeros((batch, self.head.config.hidden_size), self.head.dtype))
+
+    def propose(
+        self, params: Any, state: State, context: Context, noise: Noise
+    ) -> tuple[Draft, State]:
+        """A chain of one token per head."""
+        heads = self.head.config.num_heads
+        every = self._logits(params, state.feature)
 
         def step(
             depth: Int[Array, ""] | int, token: Int[Array, "B"], carry: tuple[()]
@@ -61,46 +93,30 @@ def make(
 
         limit = jnp.where(context.length > 1, jnp.minimum(context.limit, heads), 0)
         draft, _ = draft_chain(
+            self.num_speculative_tokens,
             step,
             (),
             context.replace(limit=limit),
             noise,
-            sampled=draft_sample_method == "probabilistic",
-            p_min=draft_p_min,
+            sampled=self.sampled,
+            p_min=self.draft_p_min,
             draft_ids=params.get("draft_ids"),
         )
         return draft, state
 
-    def observe(params: Any, state: State, context: Context, accepted: Accepted) -> State:
+    def observe(self, params: Any, state: State, context: Context, accepted: Accepted) -> State:
+        """The feature before the latest token, whose own is not known yet."""
         del params, context
-        # The last token is the target's own: its feature is not known yet.
-        latest = _at(accepted.features["final_norm"], accepted.count - 1)
+        features = accepted.features["final_norm"]
+        last = jnp.maximum(accepted.count - 1, 0)[:, None, None]
+        latest = jnp.take_along_axis(features, last, axis=1)[:, 0]
         return State(jnp.where((accepted.count > 0)[:, None], latest, state.feature))
 
-    return Drafter(
-        "medusa",
-        init,
-        propose,
-        observe,
-        num_speculative_tokens=heads,
-        params=params,
-        features=("final_norm",),
-        sampled=draft_sample_method == "probabilistic",
-    )
-
-
-def _logits(
-    head: Medusa, params: Any, feature: Float[Array, "B D"], asked: int
-) -> Float[Array, "B K Vd"]:
-    """What the first `asked` heads say; where they share one head, in one product."""
-    states = head.states(params, feature[:, None])[:asked, :, 0]
-    if head.config.original_lm_head:
-        return head.logits(params, states.swapaxes(0, 1), 0)
-    each = [head.logits(params, states[index][:, None], index) for index in range(asked)]
-    return jnp.concatenate(each, axis=1)
-
-
-def _at(features: Float[Array, "B T D"], position: Int[Array, "B"]) -> Float[Array, "B D"]:
-    """Each row's feature at its own position; below 0, the first."""
-    positions = jnp.maximum(position, 0)[:, None, None]
-    return jnp.take_along_axis(features, positions, axis=1)[:, 0]
+    def _logits(self, params: Any, feature: Float[Array, "B D"]) -> Float[Array, "B K Vd"]:
+        """The logits of the heads in use; where they share one matrix, in one product."""
+        used = max(min(self.head.config.num_heads, self.num_speculative_tokens), 1)
+        states = self.head.states(params, feature[:, None])[:used, :, 0]
+        if self.head.config.original_lm_head:
+            return self.head.logits(params, states.swapaxes(0, 1), 0)
+        each = [self.head.logits(params, states[i][:, None], i) for i in range(used)]
+        return jnp.concatenate(each, axis=1)

@@ -6,57 +6,58 @@ device. A row without a match drafts nothing, and a round without a draft is a p
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from specjax import trees
-from specjax.drafters.base import Context, Drafter, Noise, stateless, unmoved
+from specjax.drafters.base import DRAFT_TOKENS, Context, Drafter, Noise
 from specjax.errors import InputError
-from specjax.fields import Whole, check_arguments
+from specjax.fields import Whole, check_instance
 from specjax.trees import Draft
 
 _LENGTH = Whole(1, 64)
 """Of a match: each token more is some code more in the compiled loop."""
 
 
-def make(
-    *,
-    prompt_lookup_max: Annotated[int, _LENGTH] = 3,
-    prompt_lookup_min: Annotated[int, _LENGTH] = 2,
-    match: Literal["latest", "earliest"] = "latest",
-) -> Drafter:
+@dataclass(frozen=True, kw_only=True)
+class Ngram(Drafter):
     """A drafter that copies from the row's own tokens, prompt included.
 
     The longest match of `prompt_lookup_min`..`prompt_lookup_max` last tokens counts; among matches
     of one length `match` takes the latest or the earliest. Raises InputError for bad bounds.
     """
-    check_arguments(
-        make,
-        "drafter.",
-        prompt_lookup_max=prompt_lookup_max,
-        prompt_lookup_min=prompt_lookup_min,
-        match=match,
-    )
-    if prompt_lookup_max < prompt_lookup_min:
-        raise InputError(
-            f"drafter.prompt_lookup_max={prompt_lookup_max}: must be at least "
-            f"prompt_lookup_min={prompt_lookup_min}"
-        )
 
-    def propose(params: Any, state: Any, context: Context, noise: Noise) -> tuple[Draft, Any]:
+    num_speculative_tokens: Annotated[int, DRAFT_TOKENS] = 8
+    prompt_lookup_max: Annotated[int, _LENGTH] = 3
+    prompt_lookup_min: Annotated[int, _LENGTH] = 2
+    match: Literal["latest", "earliest"] = "latest"
+
+    def __post_init__(self) -> None:
+        check_instance(self, "drafter.")
+        if self.prompt_lookup_max < self.prompt_lookup_min:
+            raise InputError(
+                f"drafter.prompt_lookup_max={self.prompt_lookup_max}: must be at least "
+                f"prompt_lookup_min={self.prompt_lookup_min}"
+            )
+
+    def propose(self, params: Any, state: Any, context: Context, noise: Noise) -> tuple[Draft, Any]:
+        """What followed the latest or earliest match, in rows that have one."""
         del params, noise
         end, found = find_match(
-            context.tokens, context.length, prompt_lookup_max, prompt_lookup_min, match == "latest"
+            context.tokens,
+            context.length,
+            self.prompt_lookup_max,
+            self.prompt_lookup_min,
+            self.match == "latest",
         )
-        # After the last committed token the copy goes on in what it has copied: a loop stays one.
+        # After the last committed token the copy continues in what it has copied: a loop stays one.
         period = jnp.maximum(context.length - 1 - end, 1)
-        step = jnp.arange(context.num_tokens)[None, :] % period[:, None]
+        step = jnp.arange(self.num_speculative_tokens)[None, :] % period[:, None]
         tokens = jnp.take_along_axis(context.tokens, end[:, None] + 1 + step, axis=1)
         return trees.chain(tokens, jnp.where(found, context.limit, 0)), state
-
-    return Drafter("ngram", stateless, propose, unmoved, num_speculative_tokens=8)
 
 
 def find_match(

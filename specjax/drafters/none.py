@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 
 from specjax import trees
-from specjax.drafters.base import Context, Drafter, Noise, stateless, unmoved
+from specjax.drafters.base import Context, Drafter, Noise
 from specjax.trees import Draft
 
 
-def make() -> Drafter:
+@dataclass(frozen=True, kw_only=True)
+class NoDrafter(Drafter):
     """The drafter that proposes nothing; every round emits one token."""
-    return Drafter("none", stateless, _propose, unmoved, num_speculative_tokens=0)
+
+    num_speculative_tokens: int = 0
+
+    @property
+    def name(self) -> str:
+        """The field's word for plain decoding on a command line."""
+        return "none"
+
+    def propose(self, params: Any, state: Any, context: Context, noise: Noise) -> tuple[Draft, Any]:
+        """An empty draft."""
+        del params, noise
+        return empty_draft(context.length.shape[0], self.num_speculative_tokens), state
 
 
-def _propose(params: Any, state: Any, context: Context, noise: Noise) -> tuple[Draft, Any]:
-    del params, noise
-    batch = context.length.shape[0]
-    nothing = jnp.zeros((batch, context.num_tokens), jnp.int32)
-    return trees.chain(nothing, jnp.zeros(batch, jnp.int32)), state
+def empty_draft(batch: int, length: int) -> Draft:
+    """A chain of `length` nodes of which no row proposes any."""
+    return trees.chain(jnp.zeros((batch, length), jnp.int32), jnp.zeros(batch, jnp.int32))

@@ -2,66 +2,82 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-import functools
 import importlib
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from specjax.drafters import (
-    draft_model,
-    eagle,
-    early_exit,
-    fallback,
-    medusa,
-    ngram,
-    none,
-    simulated,
-)
-from specjax.drafters.base import Drafter
-from specjax.drafters.trained import head_drafter
+from specjax.drafters.base import DRAFT_TOKENS, Drafter, LoadedDrafter
+from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.eagle import EagleDrafter
+from specjax.drafters.early_exit import EarlyExit
+from specjax.drafters.medusa import MedusaDrafter
+from specjax.drafters.ngram import Ngram
+from specjax.drafters.none import NoDrafter
+from specjax.drafters.simulated import Simulated
+from specjax.drafters.turns import Turns, take_turns
 from specjax.errors import InputError, one_line, shown
-from specjax.fields import Instance, Whole, kind_of, optional
+from specjax.fields import kind_of, optional
 from specjax.files.paths import user_path
-from specjax.loading.heads.find_head import holds_head, open_head
-from specjax.loading.load import load_model
+from specjax.loading.heads.complete_parameters import complete_parameters
+from specjax.loading.heads.head import Head
 from specjax.loading.model import MODEL_KIND, Model
 
-DRAFTERS: dict[str, Callable[..., Drafter]] = {
-    "none": none.make,
-    "ngram": ngram.make,
-    "draft_model": draft_model.make,
-    "early_exit": early_exit.make,
-    "medusa": medusa.make,
-    "eagle": eagle.make,
-    "eagle3": eagle.make,
-    "simulated": simulated.make,
+DRAFTERS: dict[str, type[Drafter]] = {
+    "none": NoDrafter,
+    "ngram": Ngram,
+    "draft_model": DraftModel,
+    "early_exit": EarlyExit,
+    "medusa": MedusaDrafter,
+    "eagle": EagleDrafter,
+    "eagle3": EagleDrafter,
+    "simulated": Simulated,
 }
-_ALONE = {
-    "none": "it drafts nothing",
-    "draft_model": "it only follows drafts that it made itself",
-    "simulated": "it is recorded for one run",
-}
+_ALONE = {"none": "it drafts nothing", "simulated": "it is recorded for one run"}
 """Drafters that cannot be joined by name, and why."""
 TRAINED = ("draft_model", "medusa", "eagle", "eagle3")
 """Drafters that have weights of their own, and so a path; some come with specjax."""
-DRAFT_TOKENS = Whole(0, 1024, remedy='use a whole number from 0 to 1024, or "auto"')
-"""The longest draft that may be asked for."""
-DRAFTER_KIND = Instance(Drafter, "use a drafter, as specjax.make_drafter gives it, or a name")
+_OWN_FORM = """subclass specjax.Drafter as a frozen dataclass:
+
+    @dataclass(frozen=True, kw_only=True)
+    class Mine(specjax.Drafter):
+        def propose(self, params, state, context, noise):
+            ...  # return (Draft, state)
+
+and pass Mine(), or LoadedDrafter(Mine(), params) where it has parameters"""
+"""How to write a drafter of one's own, as errors say it."""
+
+
+@dataclass(frozen=True)
+class DrafterKind:
+    """A drafter: a value, or one with its parameters."""
+
+    def check(self, name: str, value: Any) -> LoadedDrafter:
+        """The drafters that take turns (mostly a single one), with their parameters."""
+        loaded = LoadedDrafter(value) if isinstance(value, Drafter | Turns) else value
+        pair = isinstance(loaded, tuple) and len(loaded) == 2
+        if not pair or not isinstance(loaded[0], Drafter | Turns):
+            raise InputError(f"{name}={shown(value)}: use a name, or {' '.join(_OWN_FORM.split())}")
+        return take_turns(LoadedDrafter(*loaded))
+
+
+DRAFTER_KIND = DrafterKind()
 
 
 def drafter_options(name: str) -> dict[str, inspect.Parameter]:
-    """The options of a drafter: the keyword-only arguments of its constructor, with their types."""
-    constructor = _constructor(name)
-    hints = get_type_hints(constructor, include_extras=True)
-    return {
-        option: parameter.replace(annotation=hints[option])
-        for option, parameter in inspect.signature(constructor).parameters.items()
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-    }
+    """The options of a drafter by name: keyword-only fields and arguments, with their types."""
+    kind = _registered(name)
+    found: dict[str, inspect.Parameter] = {}
+    for function in (kind, kind.load):
+        hints = get_type_hints(function, include_extras=True)
+        for option, parameter in inspect.signature(function).parameters.items():
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+                found[option] = parameter.replace(annotation=hints[option])
+    del found["num_speculative_tokens"]
+    return found
 
 
 def option_type(parameter: inspect.Parameter) -> type | None:
@@ -81,51 +97,52 @@ def make_drafter(
     *,
     num_speculative_tokens: int | None = None,
     **options: Any,
-) -> Drafter:
+) -> LoadedDrafter:
     """The drafter of that name for a target, or what "package.module:function" makes of the target.
 
     `path` names what was trained: a head that training exported or a published layout
     (`specjax.loading.head_formats`), by default the one that comes with specjax for the target; for
     `draft_model` also anything `load_model` takes, or a loaded model. A function of one's own is
-    called as function(target, **options), with path=path if one is given. Names joined by +
-    ("ngram+eagle3") give the first one's draft where it has any and else the next one's
-    (`fallback`); an option goes to those that take it, `num_speculative_tokens` to all. Raises
-    InputError for an unknown drafter or option, and for a head or a draft model of another target.
+    called as function(target, **options), with path=path if one is given, and returns a Drafter or
+    a LoadedDrafter. Names joined by + ("ngram+eagle3") take turns (`turns.take_turns`): an option
+    goes to those that take it, `num_speculative_tokens` to all. Raises InputError for an unknown
+    drafter or option, and for a head or a draft model of another target.
     """
     MODEL_KIND.check("target", target)
     length = optional(DRAFT_TOKENS).check("num_speculative_tokens", num_speculative_tokens)
     options = check_options(name, path, options)
     if "+" in name:
-        parts = (
-            make_drafter(part, target, at, num_speculative_tokens=length, **own)
-            for part, at, own in _divide(name, path, options)
+        return take_turns(
+            *(
+                make_drafter(part, target, at, num_speculative_tokens=length, **own)
+                for part, at, own in _divide(name, path, options)
+            )
         )
-        drafter = functools.reduce(fallback.make, parts)
-    elif ":" in name:
-        drafter = _call_own(name, target, {} if path is None else {"path": path}, options)
-    elif name in TRAINED and not _is_model(name, path):
-        drafter = head_drafter(open_head(name, path, target), target, **options)
-    elif name == "draft_model":
-        model = path if isinstance(path, Model) else _load(path, target)
-        check_tokenizers(target, model)
-        drafter = draft_model.make(model.architecture, model.params, **options)
-    elif name == "early_exit":
-        drafter = early_exit.make(target.config.num_layers, **options)
-    elif name == "simulated":
-        drafter = simulated.make(target.config.vocab_size, **options)
+    if ":" in name:
+        loaded = _call_own(name, target, {} if path is None else {"path": path}, options)
     else:
-        drafter = DRAFTERS[name](**options)
-    if length is not None:
-        drafter = dataclasses.replace(drafter, num_speculative_tokens=length)
-    return drafter
+        loaded = DRAFTERS[name].load(name, target, path, **options)
+    if length is None:
+        return loaded
+    return loaded._replace(drafter=replace(loaded.drafter, num_speculative_tokens=length))
+
+
+def head_drafter(head: Head, target: Model, **options: Any) -> LoadedDrafter:
+    """The drafter of a head for its target; what it borrows is the target's own arrays.
+
+    Options are those of the drafter's kind. Raises InputError for a head of another target and for
+    bad options.
+    """
+    params = complete_parameters(head, target)
+    return DRAFTERS[head.kind].of_head(head, params, target, **options)
 
 
 def _call_own(
     name: str, target: Model, path: Mapping[str, Any], options: Mapping[str, Any]
-) -> Drafter:
+) -> LoadedDrafter:
     """What a function of the caller's own makes; raises InputError unless it is a drafter."""
     try:
-        drafter = _constructor(name)(target, **path, **options)
+        made = _constructor(name)(target, **path, **options)
     except InputError:
         raise
     except SystemExit as ended:  # its text may be any value's, the model's among them
@@ -137,27 +154,14 @@ def _call_own(
             f"drafter={name!r} fails ({type(error).__name__}: {one_line(error):.120}); call it in "
             "Python to see where"
         ) from error
-    if not isinstance(drafter, Drafter):
-        raise InputError(
-            f"drafter={name!r} returned {type(drafter).__name__}, not a Drafter; return one"
-        )
-    return drafter
-
-
-def check_tokenizers(target: Model, draft: Model) -> None:
-    """Raise InputError, with the first tokens that differ, unless both models share one."""
-    if target.tokenizer is None or draft.tokenizer is None:
-        difference = None
-    else:
-        difference = target.tokenizer.first_difference(draft.tokenizer)
-    sizes = (target.config.vocab_size, draft.config.vocab_size)
-    if difference is None and sizes[0] != sizes[1]:
-        difference = f"{sizes[0]} against {sizes[1]} tokens"
-    if difference is not None:
-        raise InputError(
-            f"drafter.path: the tokenizers of {target.name} and {draft.name} differ "
-            f"({difference}): use a draft model with the target's own tokenizer"
-        )
+    if isinstance(made, Drafter | Turns):
+        return LoadedDrafter(made)
+    if isinstance(made, LoadedDrafter):
+        return made
+    raise InputError(
+        f"drafter={name!r} returned {type(made).__name__}, not a Drafter; return one, or a "
+        "LoadedDrafter"
+    )
 
 
 def _constructor(name: str) -> Callable[..., Any]:
@@ -173,6 +177,10 @@ def _constructor(name: str) -> Callable[..., Any]:
         if not callable(found):
             raise InputError(f"drafter={name!r} is {shown(found)}, no function; name a function")
         return found
+    return _registered(name)
+
+
+def _registered(name: str) -> type[Drafter]:
     if name not in DRAFTERS:
         near = difflib.get_close_matches(name, DRAFTERS, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
@@ -262,7 +270,7 @@ def _divide(
         raise InputError(f"drafter={name!r}: join different drafters, as ngram+eagle3")
     for part in parts:
         if part in _ALONE or ":" in part:
-            why = _ALONE.get(part, "its options are its own; specjax.drafters.fallback can join it")
+            why = _ALONE.get(part, "its options are its own; use specjax.drafters.take_turns")
             raise InputError(f"drafter={name!r}: {part} cannot be joined by name: {why}")
     taken = {part: drafter_options(part) for part in parts}
     for option, value in options.items():
@@ -274,7 +282,7 @@ def _divide(
     if path is not None and len(trained) != 1:
         raise InputError(
             f"drafter.path={str(path)!r}: of {name} {', '.join(trained) or 'no part'} could take "
-            "it; leave it out, or join drafters in Python (specjax.drafters.fallback)"
+            "it; leave it out, or join drafters in Python (specjax.drafters.take_turns)"
         )
     return [
         (
@@ -284,14 +292,3 @@ def _divide(
         )
         for part in parts
     ]
-
-
-def _is_model(name: str, path: Any) -> bool:
-    """Whether the path of a draft model names a whole model, rather than a trained head."""
-    if name != "draft_model" or path is None:
-        return False
-    return isinstance(path, Model) or not holds_head(user_path("drafter.path", path))
-
-
-def _load(path: Any, target: Model) -> Model:
-    return load_model(path, mesh=target.mesh, field="drafter.path")

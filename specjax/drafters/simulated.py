@@ -7,6 +7,7 @@ on any weights, and compared with what theory says.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import jax.numpy as jnp
@@ -14,58 +15,68 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from specjax import trees
-from specjax.drafters.base import Context, Drafter, Noise, unmoved
-from specjax.fields import Items, Number, Whole, check_arguments
+from specjax.drafters.base import Context, Drafter, LoadedDrafter, Noise
+from specjax.fields import Items, Number, Whole, check_instance
+from specjax.loading.model import Model
 from specjax.trees import Draft
 
-_CONTINUATIONS = Items(
+CONTINUATIONS = Items(
     Items(Whole()), least=1, remedy="pass the token ids of a plain run, one list per prompt"
 )
 
 
-def make(
-    vocab_size: int,
-    *,
-    continuations: Annotated[Sequence[Sequence[int]], _CONTINUATIONS],
-    acceptance: Annotated[float, Number(0.0, 1.0)] = 0.8,
-    mistake_seed: Annotated[int, Whole()] = 0,
-) -> Drafter:
-    """A drafter that proposes `continuations[i]` for prompt i, each token right at `acceptance`.
+@dataclass(frozen=True, kw_only=True)
+class Simulated(Drafter):
+    """A drafter that proposes the tokens of a plain run, each right at the rate `acceptance`.
 
-    The continuations are the token ids that plain decoding gave, greedy or `coupled` at the same
-    seed, in the order of the prompts. Which tokens are wrong depends on `mistake_seed`, the prompt
-    and the position alone. Raises InputError for a rate outside [0, 1] or no continuations.
+    Its parameters are what `load` makes of `continuations[i]` for prompt i: the token ids that
+    plain decoding gave, greedy or `coupled` at the same seed, in the order of the prompts. Which
+    tokens are wrong depends on `mistake_seed`, the prompt and the position alone. Raises InputError
+    for a rate outside [0, 1] or no continuations.
     """
-    check_arguments(
-        make,
-        "drafter.",
-        continuations=continuations,
-        acceptance=acceptance,
-        mistake_seed=mistake_seed,
-    )
-    longest = max(1, *(len(tokens) for tokens in continuations))
-    replay = np.full((len(continuations), longest), -1, np.int32)
-    for row, tokens in enumerate(continuations):
-        replay[row, : len(tokens)] = tokens
-    for row in range(len(replay)):
-        wrong = np.random.default_rng((mistake_seed, row)).random(longest) >= acceptance
-        replay[row] = np.where(
-            wrong & (replay[row] >= 0), (replay[row] + 1) % vocab_size, replay[row]
-        )
 
-    def init(params: Any, context: Context, features: dict) -> Int[Array, "B"]:
-        del params, features
-        return context.length
+    # They only make the parameters: drafters that differ in them share their programs.
+    acceptance: Annotated[float, Number(0.0, 1.0)] = field(default=0.8, compare=False)
+    mistake_seed: Annotated[int, Whole()] = field(default=0, compare=False)
 
-    def propose(
-        params: Any, state: Int[Array, "B"], context: Context, noise: Noise
-    ) -> tuple[Draft, Any]:
+    def __post_init__(self) -> None:
+        check_instance(self, "drafter.")
+
+    @classmethod
+    def load(
+        cls,
+        name: str,
+        target: Model,
+        path: Any = None,
+        *,
+        continuations: Annotated[Sequence[Sequence[int]], CONTINUATIONS],
+        **options: Any,
+    ) -> LoadedDrafter:
+        """The drafter that replays these token ids."""
+        del name, path
+        CONTINUATIONS.check("drafter.continuations", continuations)
+        drafter = cls(**options)
+        return LoadedDrafter(drafter, drafter.replay(continuations, target.config.vocab_size))
+
+    def replay(
+        self, continuations: Sequence[Sequence[int]], vocab_size: int
+    ) -> Int[Array, "prompts longest"]:
+        """The tokens to propose, mistakes included; -1 after the end of a continuation."""
+        longest = max(1, *(len(tokens) for tokens in continuations))
+        replay = np.full((len(continuations), longest), -1, np.int32)
+        for row, tokens in enumerate(continuations):
+            replay[row, : len(tokens)] = tokens
+        for row in range(len(replay)):
+            rng = np.random.default_rng((self.mistake_seed, row))
+            wrong = (rng.random(longest) >= self.acceptance) & (replay[row] >= 0)
+            replay[row] = np.where(wrong, (replay[row] + 1) % vocab_size, replay[row])
+        return jnp.asarray(replay)
+
+    def propose(self, params: Any, state: Any, context: Context, noise: Noise) -> tuple[Draft, Any]:
+        """The next tokens of the row's replay."""
         del noise
-        offset = (context.length - state)[:, None] + jnp.arange(context.num_tokens)[None, :]
+        step = jnp.arange(self.num_speculative_tokens)
+        offset = (context.length - context.prompt_length)[:, None] + step[None, :]
         known = params.at[context.index[:, None], offset].get(mode="fill", fill_value=-1)
         count = jnp.minimum((known >= 0).sum(axis=1), context.limit)
         return trees.chain(jnp.maximum(known, 0), count.astype(jnp.int32)), state
-
-    return Drafter(
-        "simulated", init, propose, unmoved, num_speculative_tokens=4, params=jnp.asarray(replay)
-    )

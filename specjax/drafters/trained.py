@@ -1,32 +1,36 @@
-"""Drafters made of trained heads."""
+"""What drafters with weights of their own share: finding a head, and checking a tokenizer."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
-from specjax.drafters import draft_model, eagle, medusa
-from specjax.drafters.base import Drafter
+from specjax.errors import InputError
 from specjax.loading.heads.complete_parameters import complete_parameters
+from specjax.loading.heads.find_head import open_head
 from specjax.loading.heads.head import Head
 from specjax.loading.model import Model
-from specjax.models.decoder import Decoder
-from specjax.models.heads.draft_decoder import ReducedDecoder
-from specjax.models.heads.eagle import Eagle
-from specjax.models.heads.medusa import Medusa
 
 
-def head_drafter(head: Head, target: Model, **options: Any) -> Drafter:
-    """The drafter of a head for its target; what it borrows is the target's own arrays.
+def load_head(kind: str, path: Any, target: Model) -> tuple[Head, Any]:
+    """A head of a kind and its complete parameters; without a path, the one that is shipped.
 
-    Options are those of the drafter's kind. Raises InputError for a head of another target and for
-    bad options.
+    Raises InputError where there is none, and for a head of another kind or target.
     """
-    params = complete_parameters(head, target)
-    if head.kind == "draft_model":
-        form = dataclasses.replace(target.form, scan_layers=True, cache_attention="blocks")
-        decoder = Decoder(head.config.decoder, target.dtype, form=form)
-        return draft_model.make(ReducedDecoder(decoder), params, **options)
-    if head.kind == "medusa":
-        return medusa.make(Medusa(head.config, target.dtype), params, **options)
-    return eagle.make(Eagle(head.config, target.dtype), params, **options)
+    head = open_head(kind, path, target)
+    return head, complete_parameters(head, target)
+
+
+def check_tokenizers(target: Model, draft: Model) -> None:
+    """Raise InputError, with the first tokens that differ, unless both models share one."""
+    if target.tokenizer is None or draft.tokenizer is None:
+        difference = None
+    else:
+        difference = target.tokenizer.first_difference(draft.tokenizer)
+    sizes = (target.config.vocab_size, draft.config.vocab_size)
+    if difference is None and sizes[0] != sizes[1]:
+        difference = f"{sizes[0]} against {sizes[1]} tokens"
+    if difference is not None:
+        raise InputError(
+            f"drafter.path: the tokenizers of {target.name} and {draft.name} differ "
+            f"({difference}): use a draft model with the target's own tokenizer"
+        )

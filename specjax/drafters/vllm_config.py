@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from specjax.drafters import Drafter, make_drafter
-from specjax.drafters.trained import head_drafter
+from specjax.drafters import LoadedDrafter, head_drafter, make_drafter
 from specjax.errors import InputError, shown
 from specjax.files.json_files import parse_json
 from specjax.files.paths import user_path
@@ -71,7 +70,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 class Speculation:
     """A drafter, and how `generate` is to use it: `generate(target, prompts, **asked.options)`."""
 
-    drafter: Drafter
+    drafter: LoadedDrafter
     num_speculative_tokens: int
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...]
     verify: str
@@ -109,7 +108,8 @@ def from_vllm_speculative_config(config: Mapping[str, Any] | str, target: Model)
         drafter = _ngram(given, target)
     else:
         drafter = _with_model(given, method, sample, target)
-    drafter = dataclasses.replace(drafter, num_speculative_tokens=length)
+    value = dataclasses.replace(drafter.drafter, num_speculative_tokens=length)
+    drafter = drafter._replace(drafter=value)
     return Speculation(drafter, length, schedule, _RULES[rule])
 
 
@@ -171,7 +171,7 @@ def _schedule(given: dict[str, Any]) -> tuple[tuple[int, int, int], ...]:
     return tuple(tuple(entry) for entry in entries)
 
 
-def _ngram(given: dict[str, Any], target: Model) -> Drafter:
+def _ngram(given: dict[str, Any], target: Model) -> LoadedDrafter:
     """As in vLLM, the earliest of the longest matches counts, and bounds not given are 5."""
     if given.get("model", "ngram") not in _NGRAM_MODELS:
         raise _fail(given, "model", "ngram takes no model; leave it out")
@@ -189,7 +189,7 @@ def _ngram(given: dict[str, Any], target: Model) -> Drafter:
     )
 
 
-def _with_model(given: dict[str, Any], method: str, sample: str, target: Model) -> Drafter:
+def _with_model(given: dict[str, Any], method: str, sample: str, target: Model) -> LoadedDrafter:
     for key in ("prompt_lookup_max", "prompt_lookup_min"):
         if key in given:
             raise _fail(given, key, f"{method} does not take it; leave it out")

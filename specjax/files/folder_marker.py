@@ -100,9 +100,9 @@ def find_damage(
     share: tuple[int, int] | None = (0, 1),
     needed: Iterable[str] = (),
 ) -> str | None:
-    """What is wrong with the files that a marker lists, in words that name the file; None: nothing.
+    """The first problem with the files that a marker lists, naming the file, or None.
 
-    `share` is (i, n) to read the i-th of n parts of the files, None to compare sizes alone. Files
+    `share` is (i, n) to read the i-th of n parts of the files, None to compare sizes only. Files
     that are `needed` must be listed.
     """
     files = marker.files or {}
@@ -118,7 +118,7 @@ def find_damage(
             return f"{name} has {size} bytes, {record.bytes} were written"
     if share is None:
         return None
-    # The largest first, dealt out in turns, so that the parts take similar times.
+    # Assigned in turn, the largest first, so that the parts take similar times.
     names = sorted(files, key=lambda name: (-files[name].bytes, name))[share[0] :: share[1]]
     try:
         with _hashing(len(names)) as pool:
@@ -137,8 +137,8 @@ def verify(
     """Raise InputError, naming the file, where a folder is not what specjax saved there.
 
     `needed` are the files that will be read, by their names: the marker must list them. A folder
-    without a marker is somebody else's and passes, unless its files say that specjax wrote them.
-    Each process reads all files: the folder may be on a disk of its own.
+    without a marker was not written by specjax and passes, unless its files say that it was. Each
+    process reads all files: the folder may be on a local disk.
     """
     marker = read_marker(folder)
     if marker is None or marker.kind not in kinds or marker.files is None:
@@ -153,14 +153,14 @@ def verify(
 
 
 def record_of(file: Path) -> Record:
-    """What a marker says of a file as it is now; raises as `open_files.open_regular` does."""
+    """The current size and SHA-256 of a file; raises as `open_files.open_regular` does."""
     with open_regular(file) as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
         return Record(os.fstat(opened.fileno()).st_size, digest)
 
 
 def is_kept(file: Path) -> bool:
-    """Whether a file's name is one that specjax keeps for itself, or its folder's marker lists it.
+    """Whether a file's name is reserved by specjax, or its folder's marker lists it.
 
     A marker that cannot be read lists nothing.
     """
@@ -174,7 +174,7 @@ def is_kept(file: Path) -> bool:
 
 
 def is_lock(handle: int) -> bool:
-    """Whether an open file is a lock of ours: empty, or what `folder_lock` writes."""
+    """Whether an open file is a lock of specjax: empty, or what `folder_lock` writes."""
     return os.pread(handle, len(_LOCK_BEGINS), 0) in (b"", _LOCK_BEGINS)
 
 
@@ -213,7 +213,7 @@ def _raise(error: OSError) -> None:
 
 
 def _records(file: Path, files: Any) -> dict[str, Record]:
-    """The files of a marker, none of which may lie outside its folder."""
+    """The files of a marker; raises InputError for a path outside its folder."""
     found: dict[str, Record] = {}
     for name, record in files.items() if isinstance(files, dict) else ():
         path = PurePosixPath(name)

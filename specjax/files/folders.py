@@ -45,11 +45,11 @@ def check_claimable(folder: Path, kind: Kind, where: str) -> None:
 
 
 def claim(folder: Path, kind: Kind, where: str) -> None:
-    """Make a folder that of a run, before anything else is written there.
+    """Mark a folder as a run's, before anything else is written there.
 
-    Temporary files that a killed process left in an earlier run's folder are deleted: the run is to
-    hold the folder's lock. Raises InputError as `check_claimable` does, and where the folder cannot
-    be written.
+    Temporary files that a killed process left in an earlier run's folder are deleted: the caller
+    must hold the folder's lock. Raises InputError as `check_claimable` does, and where the folder
+    cannot be written.
     """
     check_claimable(folder, kind, where)
     try:
@@ -65,7 +65,7 @@ def claim(folder: Path, kind: Kind, where: str) -> None:
 def check_replaceable(folder: Path, kind: Kind, where: str) -> None:
     """Raise InputError unless a folder is new, empty, or sealed as that kind and unchanged since.
 
-    Files that were deleted since do no harm. The message names a file that specjax has not
+    Files that were deleted since are allowed. The message names a file that specjax has not
     written, or that was changed.
     """
     if not folder.exists():
@@ -96,7 +96,7 @@ def delete(folder: Path) -> None:
         return
     inside = {parent for name in marker.files for parent in PurePosixPath(name).parents}
     ours = [*marker.files, *filter(temporary.is_temporary, os.listdir(folder))]
-    # The marker last: what is left after an interruption is still known to be ours.
+    # The marker last: after an interruption it still says that specjax wrote the rest.
     for name in (*ours, MARKER):
         with suppress(OSError):
             (folder / name).unlink()
@@ -114,9 +114,9 @@ def write_folder(
 ) -> None:
     """Write a folder whole or not at all; an earlier one of this kind is replaced.
 
-    `write` fills a new folder beside it. That is sealed, shown to `check`, which raises where it is
-    not right, and takes the earlier one's place. Raises InputError as `check_replaceable` does, and
-    where the disk refuses; what was there before is then still there.
+    `write` fills a new folder beside it. The new folder is sealed, checked by `check`, which raises
+    where it is wrong, and replaces the earlier one. Raises InputError as `check_replaceable` does,
+    and where writing fails; the earlier folder is then unchanged.
     """
     where = str(folder)
     try:
@@ -161,9 +161,9 @@ def delete_temporary(folder: Path) -> None:
 
 
 def unwritable(where: str, error: OSError) -> InputError:
-    """The error for a folder that the disk does not take."""
+    """The error for a folder that cannot be written; `where` begins the message."""
     reason = error.strerror or one_line(error)
-    return InputError(f"{where}: cannot be written ({reason}); make room or write elsewhere")
+    return InputError(f"{where}: cannot be written ({reason}); free space or write elsewhere")
 
 
 def _another_kind(where: str, marker: Marker, wanted: Kind) -> InputError:
@@ -173,7 +173,7 @@ def _another_kind(where: str, marker: Marker, wanted: Kind) -> InputError:
 
 
 def check_is_folder(folder: Path, where: str) -> None:
-    """Raise InputError for a file where a folder is to be."""
+    """Raise InputError where the path is a file."""
     if not folder.is_dir():
         raise InputError(f"{where}: is a file; {_REMEDY}")
 
@@ -190,9 +190,9 @@ def _first_foreign(
 
 
 def _tidy(folder: Path) -> None:
-    """Clear away what a killed `write_folder` left beside a folder."""
+    """Delete what a killed `write_folder` left beside a folder."""
     with temporary.exclusive(folder.parent, folder.name):
-        for left in temporary.left_behind(folder.parent, folder.name):
+        for left in temporary.abandoned(folder.parent, folder.name):
             earlier = left / temporary.EARLIER
             if earlier.exists() and not folder.exists():
                 earlier.rename(folder)

@@ -1,4 +1,4 @@
-"""JSON from outside: every way in which a text can fail to be JSON is an InputError."""
+"""Reading JSON and JSON Lines files; whatever is not valid JSON raises InputError."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _LONGEST_LINE = 64 << 20
 """Bytes: a file without line ends is not read whole."""
 
 _LARGEST_FILE = 256 << 20
-"""Bytes: Python's values of a JSON text take many times its size."""
+"""Bytes. Python's values take many times the size of the JSON text."""
 
 
 def parse_json(text: str | bytes, where: str, remedy: str = "repair it") -> Any:
-    """The value of a JSON text; `where` names the file, and the line if there are lines.
+    """The value of a JSON text; `where` names the file, and the line in a JSONL file, in errors.
 
     Raises InputError for anything that is not JSON: NaN, numbers of thousands of digits or beyond
     what a float holds, nesting that is too deep, a key that is twice in one object, and bytes that
@@ -46,13 +46,13 @@ def read_json_file(path: Path, remedy: str = "restore it") -> Any:
     """
     try:
         with open_files.open_regular(path, remedy) as file:
-            content = bytearray()  # in pieces: Python makes room first for all that is asked for
+            content = bytearray()  # in pieces: Python allocates the requested size first
             while len(content) <= _LARGEST_FILE and (piece := file.read(1 << 20)):
                 content += piece
         if len(content) > _LARGEST_FILE:
             raise InputError(
-                f"{path}: too large to be read: JSON of at most {_LARGEST_FILE >> 20} MiB is; give "
-                "a smaller file"
+                f"{path}: too large: JSON files of at most {_LARGEST_FILE >> 20} MiB are read; "
+                "give a smaller file"
             )
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror or error}); {remedy}") from None
@@ -60,7 +60,7 @@ def read_json_file(path: Path, remedy: str = "restore it") -> Any:
 
 
 def read_json_lines(path: Path, field: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a JSONL file, gzipped or not, each with "FILE, line N"; empty lines are left.
+    """The objects of a JSONL file, gzipped or not, each with "FILE, line N"; skips empty lines.
 
     The file, which may be a pipe, is read line by line. Raises InputError with file and line for a
     line that is not a JSON object, and with `field` for a file that cannot be read.

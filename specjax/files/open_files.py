@@ -1,4 +1,4 @@
-"""Opening files that may turn out to be pipes, devices or folders, without waiting for ever."""
+"""Opening files that may be pipes, devices or folders, without waiting for ever."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from specjax.errors import InputError
 
 WRITER_SECONDS = 10
-"""How long a pipe may be without a writer."""
+"""How long to wait for a pipe's writer, in seconds."""
 _FIRST_BYTES = 8
 
 
@@ -22,7 +22,7 @@ def regular_file(path: Path, remedy: str = "put a file there") -> Path:
     """The path of a file inside a folder, for a reader that opens it by its name.
 
     Raises InputError naming it where a folder, a pipe or a device is there: what opens those may
-    wait for ever. What is missing or cannot be looked at is for the reader to say.
+    wait for ever. A missing or unreadable file is not an error here, but in the reader.
     """
     with suppress(OSError):
         _check_regular(path, path.stat(), remedy)
@@ -63,7 +63,7 @@ def open_pipe(path: Path) -> io.BufferedReader:
         if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
             first = _wait_for_writer(path, file)
             os.set_blocking(file.fileno(), True)
-            # A peek reads no more than once, and should see what tells formats apart.
+            # A peek reads at most once, and has to see the bytes that identify the format.
             while len(first) < _FIRST_BYTES and (more := file.read(_FIRST_BYTES - len(first))):
                 first += more
     except BaseException:
@@ -73,13 +73,13 @@ def open_pipe(path: Path) -> io.BufferedReader:
 
 
 def _wait_for_writer(path: Path, file: io.FileIO) -> bytes:
-    """What a writer has written so far; nothing where one has come and gone."""
+    """The bytes that a writer has written so far; empty where it has closed the pipe already."""
     events = select.poll()
     events.register(file, select.POLLIN)
     end = time.monotonic() + WRITER_SECONDS
     while True:
-        # Of a pipe, None means that there is a writer which has written nothing, and an end
-        # that there is none, or none any more: then the kernel reports POLLHUP.
+        # From a pipe, None means that there is a writer which has written nothing, and an end of
+        # file that there is no writer yet, or that it has ended: then the kernel reports POLLHUP.
         ended = any(event & select.POLLHUP for _, event in events.poll(0))
         first = file.read(1 << 16)
         if first is None or first or ended:

@@ -1,4 +1,4 @@
-"""Paths that users name: the one place where a text becomes a path.
+"""Checks of the paths that users give, as files or folders to read or write.
 
 Each function takes the name of the field that held the text, and raises InputError naming field,
 value and remedy for a path that cannot be what the field asks for. Nothing is created or written.
@@ -14,17 +14,17 @@ from pathlib import Path
 from specjax.errors import InputError, shown
 
 _DEVICES = ("/dev", "/proc", "/sys")
-"""Below these a name stands for a device or a process, also where it looks like a file."""
+"""Names below these are devices or processes, even where they look like files."""
 
 _SHARED_MEMORY = "/dev/shm"
-"""But here are ordinary files."""
+"""Exceptions, which hold ordinary files."""
 
 
 def user_path(field: str, value: str | os.PathLike[str]) -> Path:
-    """The absolute path that a text means, `~` expanded; it need not exist.
+    """The absolute path of a text, `~` expanded; it need not exist.
 
-    Raises InputError for what no path can be: empty, too long, with a NUL, `~` of an unknown user,
-    below something that is a file, or in a folder that may not be entered.
+    Raises InputError for a text that cannot be a path: empty, too long, with a NUL, `~` of an
+    unknown user, below a file, or in a folder that may not be entered.
     """
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(text, str):
@@ -144,5 +144,5 @@ def _status(field: str, value: str | os.PathLike[str], path: Path) -> os.stat_re
 
 
 def _refusal(field: str, value: str | os.PathLike[str], what: str) -> InputError:
-    # Of a path the end tells more than the beginning, so there is room for it.
+    # The limit is high because the end of a path says more than its beginning.
     return InputError(f"{field}={shown(str(value), 200)}{what}")

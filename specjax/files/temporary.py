@@ -1,7 +1,7 @@
-"""Temporary files and folders beside what is being written: names, and who is still writing them.
+"""Temporary files and folders beside what is being written, and which of them are abandoned.
 
-Each has a name that `is_temporary` knows. A folder that is not finished holds a note, which its
-writer keeps locked: where the lock is free, the writer has ended and left the folder behind.
+`is_temporary` recognises their names. An unfinished folder holds a note, which its writer keeps
+locked: where the lock is free, the writer has ended and the folder is abandoned.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def is_temporary(name: str) -> bool:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file that takes the place of `path` when the context ends without an error.
+    """A new file that replaces `path` when the context ends without an error.
 
     Raises OSError where that fails; the earlier file is then still there.
     """
     handle, name = tempfile.mkstemp(dir=path.parent, **NAMES)
     try:
         with open(handle, "wb") as file:
-            # mkstemp keeps others out; what we write is an ordinary file.
+            # mkstemp's file is for its owner only; the written file has ordinary permissions.
             mask = os.umask(0)
             os.umask(mask)
             os.fchmod(handle, 0o666 & ~mask)
@@ -58,12 +58,12 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def unfinished(parent: Path, of: str, name: str | None = None) -> Iterator[Path]:
-    """A path for what will be moved into `parent` when it is finished; nothing is there yet.
+    """A new path for a file or folder that will be moved into `parent` when it is finished.
 
     It is in a new folder of `parent`, with the given name or a random one, and `EARLIER` beside it
-    is for what it replaces. `of` says what is made, for `left_behind`. What is left at the path, or
-    at the path with a suffix, is deleted at the end, `EARLIER` and other files are not. Raises
-    OSError, FileExistsError for a name that is taken.
+    is for what it replaces. `of` is the text that `abandoned` looks for. Whatever is left at the
+    path, or at the path with a suffix, is deleted at the end; `EARLIER` and other files are not.
+    Raises OSError, and FileExistsError for a name that is taken.
     """
     if name is None:
         folder = Path(tempfile.mkdtemp(dir=parent, **NAMES))
@@ -84,16 +84,14 @@ def unfinished(parent: Path, of: str, name: str | None = None) -> Iterator[Path]
 
 
 def path_of(parent: Path, name: str) -> Path:
-    """What `unfinished` gives for a name; another process may need it."""
+    """The path that `unfinished` yields for a name, for another process."""
     return parent / name / _WORK
 
 
-def left_behind(
-    parent: Path, of: str, named: Callable[[str], bool] = is_temporary
-) -> Iterator[Path]:
+def abandoned(parent: Path, of: str, named: Callable[[str], bool] = is_temporary) -> Iterator[Path]:
     """The folders of `unfinished` whose writers have ended; each is deleted after its turn.
 
-    `named` tells which names to look at.
+    `named` selects folders by name.
     """
     for name in sorted(filter(named, os.listdir(parent))):
         handle = _take(parent / name, of)
@@ -119,10 +117,10 @@ def is_unfinished(folder: Path, of: str) -> bool:
 
 @contextmanager
 def exclusive(folder: Path, what: str) -> Iterator[None]:
-    """Keep other threads and processes that ask for the same out, for a few quick changes.
+    """A lock against other threads and processes that use the same `what`, for quick changes.
 
-    Raises OSError where the folder cannot be written. On a file system without locks nobody is kept
-    out.
+    Raises OSError where the folder cannot be written. On a file system without locks it has no
+    effect.
     """
     digest = hashlib.sha256(what.encode(errors="surrogateescape")).hexdigest()[:8]
     path = folder / f"{NAMES['prefix']}{digest}{NAMES['suffix']}"
@@ -132,7 +130,7 @@ def exclusive(folder: Path, what: str) -> Iterator[None]:
         try:
             with suppress(OSError):
                 fcntl.flock(handle, fcntl.LOCK_EX)
-            # The one before us has deleted the file that it had locked.
+            # The previous holder has deleted the file that it had locked.
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(handle), os.lstat(path)):
                     break
@@ -173,7 +171,7 @@ def _open_note(folder: Path) -> int | None:
 
 
 def _take(folder: Path, of: str) -> int | None:
-    """The locked note of a folder whose writer has ended; None where that cannot be said."""
+    """The locked note of a folder whose writer has ended; None where that is not known."""
     handle = _open_note(folder)
     if handle is None:
         return None

@@ -8,7 +8,7 @@ from specjax.files.temporary import replacing
 
 
 def write_text(path: Path, text: str) -> None:
-    r"""Replace a file by a text, by way of a temporary file beside it.
+    r"""Replace a file's content by a text, through a temporary file beside it.
 
     What UTF-8 cannot encode (half of a surrogate pair) is escaped as \udXXX, which JSON reads
     back as it was. Raises OSError where that fails; the earlier file is then still there.

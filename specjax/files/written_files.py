@@ -1,6 +1,6 @@
-"""Files written into a folder that the user names, where they may replace none but their own.
+"""Files written into a folder that the user names, where only files of specjax are replaced.
 
-The folder's marker (`files.folder_marker`) lists what was written; other files stay beside it.
+The folder's marker (`files.folder_marker`) lists what was written; other files are left alone.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from specjax.files.temporary import exclusive
 from specjax.files.text_files import write_text
 
 _ANNOUNCED = Record(-1, "")
-"""Of a file that is being written: one that a kill leaves behind is then known to be ours."""
+"""Recorded while a file is being written, so that one left by a kill is known to be specjax's."""
 
 
 class WrittenFiles:
-    """The files of one kind in a folder; `field` names what held the folder's path.
+    """The files of one kind in a folder; `field` is the field that named the folder, for errors.
 
     Raises InputError for a folder whose marker is of another kind.
     """
@@ -30,7 +30,7 @@ class WrittenFiles:
         self._records = self._listed_there()
 
     def check(self, names: Iterable[str]) -> None:
-        """Raise InputError where a file of such a name is there that was not written from here."""
+        """Raise InputError for a name whose file exists and was not written by this kind."""
         for name in names:
             path = self.folder / name
             if not os.path.lexists(path):
@@ -47,11 +47,11 @@ class WrittenFiles:
             )
 
     def write(self, name: str, text: str) -> Path:
-        """Write a text file; as `check`, and raises OSError where it cannot be written."""
+        """Write a text file; returns its path. Raises as `check`, and OSError."""
         return self._put(name, lambda path: write_text(path, text))
 
     def move(self, file: Path) -> Path:
-        """Move a file here from a folder on the same disk; as `write`."""
+        """Move a file here from a folder on the same disk; returns and raises as `write`."""
         return self._put(file.name, lambda path: os.replace(file, path))
 
     def _put(self, name: str, put: Callable[[Path], object]) -> Path:

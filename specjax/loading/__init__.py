@@ -1,1 +1,1 @@
-"""Models, heads and tokenizers: loaded, saved, found by name."""
+"""Loading and saving models, heads and tokenizers."""

@@ -1,4 +1,4 @@
-"""The directory of a checkpoint: how what is in it is named, numbered, recognised and deleted.
+"""The directory of a checkpoint: names and numbers of its folders, their checks and deletion.
 
 A directory holds one checkpoint, `specjax-1`, with a marker (`files.folder_marker`), which lists
 its files. A save over it writes into `specjax-2.unfinished`, from where the checkpoint is moved
@@ -25,7 +25,7 @@ _OURS = re.compile(rf"specjax-([1-9]\d*)({re.escape(_UNFINISHED)})?", re.ASCII)
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Whether a directory holds a checkpoint of ours, or what an interrupted save has left."""
+    """Whether a directory holds a checkpoint of specjax, finished or of an interrupted save."""
     if not directory.is_dir() or (directory / "config.json").exists():
         return False
     return any(_OURS.fullmatch(name) for name in _names(directory))
@@ -39,27 +39,27 @@ def newest(directory: Path) -> Path:
         return directory / _NAME.format(numbers[-1])
     if is_checkpoint(directory):
         raise InputError(
-            f"{directory}: the only save into it was interrupted, nothing is whole; save again"
+            f"{directory}: the only save into it was interrupted and is incomplete; save again"
         )
     raise InputError(f"{directory}: holds no checkpoint; give a directory that specjax saved")
 
 
 def unfinished(directory: Path, number: int) -> Path:
-    """The folder in which a save of that number writes."""
+    """The folder into which a save of that number writes."""
     return temporary.path_of(directory, _NAME.format(number) + _UNFINISHED)
 
 
 def committed(directory: Path, number: int) -> Path:
-    """Where a checkpoint of that number is once it is whole."""
+    """The folder of a complete checkpoint of that number."""
     return directory / _NAME.format(number)
 
 
 def check_free(directory: Path, kind: Kind, overwrite: bool, where: str | None = None) -> None:
-    """Raise InputError where `save` would: a directory that holds anything else than `save` wrote.
+    """Raise InputError where `save` would: a directory that holds files that `save` did not write.
 
-    A checkpoint that is there is an error unless it is to be replaced, and then too where it is of
-    another kind, was changed, or holds a file that `save` did not write. `where` begins the
-    message, the path if it is left out.
+    An existing checkpoint is an error without `overwrite`; with it, one of another kind, one that
+    was changed, or one with a file that `save` did not write is. `where` begins the message; the
+    default is the path.
     """
     where = where or str(directory)
     if not directory.exists():
@@ -84,7 +84,7 @@ def check_free(directory: Path, kind: Kind, overwrite: bool, where: str | None =
             marker = folder_marker.read_marker(path)
         except InputError:
             marker = None
-        # What lacks a marker that can be read is not ours to delete, and stays.
+        # Without a readable marker it may not be specjax's: it is not deleted.
         if marker is not None:
             folders.check_replaceable(path, kind, str(path))
 
@@ -104,7 +104,7 @@ def begin(directory: Path, kind: Kind, overwrite: bool, stack: ExitStack) -> int
             name = _NAME.format(number) + _UNFINISHED
             try:
                 stack.enter_context(temporary.unfinished(directory, f"{kind} {name}", name))
-            except FileExistsError:  # another save was faster
+            except FileExistsError:  # a concurrent save has taken the number
                 number += 1
                 continue
             return number
@@ -119,7 +119,7 @@ def delete_all_but_newest(directory: Path, kind: Kind) -> None:
 
 
 def delete(directory: Path, kind: Kind) -> None:
-    """Delete a directory's checkpoints of a kind, and itself if nothing else is in it."""
+    """Delete a directory's checkpoints of a kind, and the directory if nothing else is in it."""
     with suppress(InputError, OSError):
         _delete_checkpoints(directory, kind, keep=None)
         directory.rmdir()
@@ -129,8 +129,8 @@ def _delete_checkpoints(directory: Path, kind: Kind, keep: int | None) -> None:
     for name in _names(directory):
         match = _OURS.fullmatch(name)
         if match and match[2]:
-            # Taking one deletes it.
-            list(temporary.left_behind(directory, f"{kind} {name}", name.__eq__))
+            # Iterating deletes them.
+            list(temporary.abandoned(directory, f"{kind} {name}", name.__eq__))
         elif match and int(match[1]) != keep:
             with suppress(InputError):
                 marker = folder_marker.read_marker(directory / name)
@@ -139,7 +139,7 @@ def _delete_checkpoints(directory: Path, kind: Kind, keep: int | None) -> None:
 
 
 def read_marker(directory: Path, path: Path) -> folder_marker.Marker:
-    """The marker of a checkpoint, which it has got last."""
+    """The marker of a checkpoint, which is written last; raises InputError without one."""
     try:
         marker = folder_marker.read_marker(path)
     except InputError as error:

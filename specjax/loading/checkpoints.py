@@ -1,4 +1,4 @@
-"""Checkpoints of models and drafters, with all that is needed to use them again."""
+"""Checkpoints of models (with config and tokenizer) and of drafters: save and load."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def save_checkpoint(model: Model, directory: str | Path, *, overwrite: bool = Fa
     """Write a model with its config and tokenizer, whole or not at all, for `load_model`.
 
     Every process makes the call. Raises InputError where the directory holds a checkpoint already
-    (unless `overwrite`) or anything else, or cannot be written: what it held is then still there.
+    (unless `overwrite`) or anything else, or cannot be written; it is then unchanged.
     """
     MODEL_KIND.check("model", model)
     path = _writable(directory, overwrite)
@@ -55,7 +55,7 @@ def read_model(
 ) -> tuple[DecoderConfig, Tokenizer | None, dict[str, Any]]:
     """The parts of a saved model, each device reading its own part of each parameter.
 
-    Every process makes the call. Layers are stacked or apart as `scan_layers` says, however they
+    Every process makes the call. `scan_layers` says whether layers are stacked, however they
     were saved. Raises InputError for a checkpoint that is damaged, not a model's, or does not fit
     its config, and for a mesh that does not fit the model.
     """
@@ -87,7 +87,7 @@ def save_drafter(
     """Write a drafter's nested dict of arrays and JSON-ready metadata, for `load_drafter`.
 
     Every process makes the call. Raises InputError as `save_checkpoint` does, and for names with
-    dots, leaves that are not arrays of numbers, and metadata that JSON does not know.
+    dots, leaves that are not arrays of numbers, and metadata that are not JSON.
     """
     path = _writable(directory, overwrite)
     for name, value in (("params", params), ("metadata", metadata)):
@@ -112,7 +112,7 @@ def load_drafter(
 
 
 def _look_at_model(path: Path) -> tuple[orbax_checkpoint.Found, DecoderConfig, Tokenizer | None]:
-    """What a checkpoint says about its model, after a comparison with the arrays it lists."""
+    """A checkpoint's index, config and tokenizer, checked against the arrays it lists."""
     found = orbax_checkpoint.look(path, "model")
     metadata = model_metadata.check_fields("metadata", found.metadata, _MODEL_METADATA)
     config, tokenizer = model_metadata.read_config(metadata["config"]), None
@@ -127,7 +127,7 @@ def _look_at_model(path: Path) -> tuple[orbax_checkpoint.Found, DecoderConfig, T
         raise InputError(
             f"{path}: dtype={metadata['dtype']!r:.40}: use a checkpoint in {', '.join(_DTYPES)}"
         )
-    # Layers that lie apart have entries of their own, so that their number has to be bounded first.
+    # Unstacked layers have an entry each, so that their number has to be bounded first.
     if not metadata["scan_layers"] and config.num_layers > len(jax.tree.leaves(found.arrays)):
         raise InputError(
             f"{path}: the config asks for {config.num_layers} layers, which are not there; "
@@ -176,7 +176,7 @@ def _all_placed(tree: Any, sharding: Sharding) -> Any:
 
 
 def _stack(layers: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
-    """Layers that lie apart as one array a parameter; `layers` is emptied, to free them early."""
+    """Unstacked layers as one array per parameter; `layers` is emptied, to free memory early."""
     targets, tree = jax.tree.flatten(wanted)
     rows = [jax.tree.leaves(layers.pop(name)) for name in sorted(layers, key=int)]
     stacked = []

@@ -1,4 +1,4 @@
-"""Models by name, file, directory or hub id; saving them; random ones for tests."""
+"""Loads models by name, file, directory or hub id; saves them; makes random ones for tests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from specjax.loading.formats import (
     huggingface_config,
     parameter_names,
 )
-from specjax.loading.formats.gguf_header import open_gguf
+from specjax.loading.formats.gguf_file import open_gguf
 from specjax.loading.model import MODEL_KIND, Model
 from specjax.loading.tokenizers import huggingface_tokenizer as files
 from specjax.loading.tokenizers.gguf_tokenizer import read_tokenizer
@@ -53,12 +53,14 @@ def load_model(
     form: Form | None = None,
     field: str = "name_or_path",
 ) -> Model:
-    """A model by built-in name, .gguf file, directory (ours or Hugging Face's), or hub's org/name.
+    """A model by built-in name, .gguf file, directory, or the hub's org/name.
+
+    A directory is a checkpoint of specjax or in Hugging Face's layout.
 
     `dtype` is float32, bfloat16, float16, or auto: float32 on CPU, bfloat16 elsewhere. On a `mesh`
     (`sharding.make_mesh`) each tensor goes straight into its part of each device, split over
-    `model`, or whole with `replicated`. `form` is the backend's own unless given. `field` is what
-    errors call the first argument. Raises InputError for anything that is not an intact
+    `model`, or whole with `replicated`. `form` is by default that of the backend. `field` is the
+    name of the first argument in errors. Raises InputError for anything that is not an intact
     Llama-family model, and for a mesh that its heads cannot be split over.
     """
     Flag().check("replicated", replicated)
@@ -110,7 +112,7 @@ def place_model(model: Model, mesh: Mesh | None, *, replicated: bool = False) ->
 def save_model(model: Model, directory: str | Path) -> None:
     """Write a model as a Hugging Face directory, which `load_model` and transformers read.
 
-    One process writes it all; for a model on many devices there is `checkpoints.save_checkpoint`.
+    One process writes all of it; for a model on many devices use `checkpoints.save_checkpoint`.
     Raises InputError where the directory holds anything that specjax did not write.
     """
     MODEL_KIND.check("model", model)
@@ -134,7 +136,7 @@ def random_model(
     """A model with random weights, the same for a seed on every machine.
 
     Kernels are scaled by 1/sqrt(inputs), so that logits have a spread of about one; norm scales
-    and biases differ from their neutral values, so that a test sees where one is left out.
+    and biases differ from their neutral values, so that a test fails where one is left out.
     """
     form = form or Form.of(jax.default_backend())
     target = _Target(resolve_dtype(dtype), mesh, _shards(mesh, replicated=False), form)
@@ -157,7 +159,7 @@ def random_model(
 
 
 class _Target(NamedTuple):
-    """What a model is to become: its dtype, and where it goes."""
+    """How a model is loaded: its dtype and its placement on devices."""
 
     dtype: np.dtype
     mesh: Mesh | None
@@ -166,7 +168,7 @@ class _Target(NamedTuple):
 
     @property
     def layout(self) -> tuple[np.dtype, Mesh | None, int, bool]:
-        """What a reader of parameters has to know."""
+        """The arguments of a reader of parameters: dtype, mesh, shards, stacked layers."""
         return self.dtype, self.mesh, self.shards, self.form.scan_layers
 
     def model(
@@ -212,7 +214,7 @@ def _load_directory(name: str, path: Path, target: _Target) -> Model:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Put the path in front of errors from parts that know no files."""
+    """Put the path in front of InputErrors raised inside."""
     try:
         yield
     except InputError as error:

@@ -17,7 +17,7 @@ from specjax.models.decoder import DEFAULT_FORM, Decoder, Form
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """What `load_model` gives; `tokenizer` is None for models of bare token ids.
+    """The result of `load_model`; `tokenizer` is None for models without one.
 
     `params` is a plain nested dict of arrays. On a `mesh` they are split over `shards` devices, or
     whole on each of them (1). `form` says how its layers are laid out for the backend.

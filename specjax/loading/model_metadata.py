@@ -1,4 +1,4 @@
-"""A model's config and tokenizer as JSON: written by us, read with suspicion."""
+"""A model's config and tokenizer as JSON in checkpoints; every field is checked when read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def config_metadata(config: DecoderConfig) -> dict[str, Any]:
 
 
 def read_config(metadata: dict[str, Any]) -> DecoderConfig:
-    """The config; raises InputError for unknown, missing and senseless fields."""
+    """The config; raises InputError for unknown, missing and invalid fields."""
     fields = dataclass_fields("config", metadata, DecoderConfig)
     if fields.get("rope_scaling") is not None:
         scaling = dataclass_fields("rope_scaling", fields["rope_scaling"], RopeScaling)
@@ -53,7 +53,7 @@ def tokenizer_metadata(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def read_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
-    """The tokenizer; raises InputError for fields or a backend that are none."""
+    """The tokenizer; raises InputError for invalid fields or an unreadable backend."""
     fields = check_fields("tokenizer", metadata, _TOKENIZER)
     with refused("tokenizer: not one that can be read", "save the model again"):
         backend = tokenizers.Tokenizer.from_str(fields["backend"])
@@ -73,7 +73,7 @@ def read_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
 def check_fields(
     where: str, metadata: dict[str, Any], kinds: Mapping[str, Any], optional: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The metadata, where their names and types are these; raises InputError otherwise."""
+    """The metadata; raises InputError unless their names and types are the given ones."""
     unknown = sorted(metadata.keys() - kinds.keys())
     missing = sorted(kinds.keys() - metadata.keys() - set(optional))
     for label, names in (("unknown", unknown), ("missing", missing)):
@@ -99,7 +99,7 @@ def dataclass_fields(where: str, metadata: dict[str, Any], kind: type) -> dict[s
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value from JSON can stand for a type; numbers of no sensible size cannot."""
+    """Whether a value from JSON is of a type; numbers of an absurd size are not."""
     origin, inside = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return any(_fits(value, one) for one in inside)

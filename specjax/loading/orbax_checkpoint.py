@@ -1,7 +1,7 @@
 """Arrays and metadata in an Orbax checkpoint: saved whole or not at all, restored onto any mesh.
 
-Every process makes these calls, on a file system that all of them see; `checkpoint_directory` says
-where a checkpoint is.
+Every process makes these calls, on a file system that all of them share; `checkpoint_directory`
+defines the folders.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from specjax.loading.checkpoint_directory import (
 _FORMAT = 1
 _ARRAYS = "params"
 _INDEX = ("_CHECKPOINT_METADATA", f"{_ARRAYS}/_METADATA", f"{_ARRAYS}/manifest.ocdbt")
-"""The files that say what the others hold."""
+"""The files that describe the others."""
 _READERS = {"model": "specjax.load_model", "drafter": "specjax.loading.checkpoints.load_drafter"}
 
 _CHUNK_BYTES = 64 << 20
-"""Arrays are stored in pieces of this size, so that a device reads little more than its part."""
+"""Arrays are stored in chunks of this size, so that a device reads little more than its part."""
 _READ_BYTES = 2 << 30
 """The most that the host holds while reading; twice the largest array where that is more."""
 _WEIGHED_BYTES = 1 << 20
-"""Smaller arrays may lie compressed in Orbax's index; others take their full size on disk."""
+"""Smaller arrays may be compressed in Orbax's index; others take their full size on disk."""
 _LAST_WORDS_S = 0.2
-"""After this time a failed call is taken to have no more pending reads and writes."""
+"""After this time a failed call is assumed to have no more pending reads and writes."""
 
 
 class Found(NamedTuple):
@@ -68,7 +68,7 @@ def save(
     """Write a nested dict of arrays and its metadata, replacing an earlier checkpoint if asked.
 
     Raises InputError where the directory holds anything else, cannot be written, or is not seen by
-    all processes, for parameters that are not arrays and metadata that JSON does not know.
+    all processes, for parameters that are not arrays and metadata that are not JSON.
     """
 
     def check() -> dict[str, Any]:
@@ -80,7 +80,7 @@ def save(
     with ExitStack() as stack:
         # One process looks, since file systems may show the others an older listing.
         number = processes.together(
-            lambda: begin(directory, kind, overwrite, stack) if processes.speaks() else 0
+            lambda: begin(directory, kind, overwrite, stack) if processes.is_first() else 0
         )
         number = processes.from_first(number)
         path, writing = committed(directory, number), unfinished(directory, number)
@@ -105,9 +105,9 @@ def save(
         try:
             _, failure = _attempt(write)
             processes.agree({}, failure and str(_unwritable(directory, failure)))
-            processes.together(lambda: commit() if processes.speaks() else None)
+            processes.together(lambda: commit() if processes.is_first() else None)
         finally:
-            if processes.speaks():
+            if processes.is_first():
                 delete_all_but_newest(directory, kind)
 
 
@@ -164,8 +164,8 @@ def verify(found: Found) -> None:
 def restore(found: Found, wanted: dict[str, Any]) -> dict[str, Any]:
     """The arrays in the dtypes and shardings of `wanted`, each device reading its own part.
 
-    `wanted` is a tree of ShapeDtypeStruct. Raises InputError where an array cannot be read; that
-    the files are those that were saved is for `verify` to say.
+    `wanted` is a tree of ShapeDtypeStruct. Raises InputError where an array cannot be read; it does
+    not check that files are unchanged, which `verify` does.
     """
     pairs = zip(jax.tree.leaves(found.arrays), jax.tree.leaves(wanted), strict=True)
     largest = max(a.size * max(a.dtype.itemsize, b.dtype.itemsize) for a, b in pairs)
@@ -186,12 +186,12 @@ def shapes(tree: Any) -> Any:
 
 
 def _attempt(work: Callable[[Any, Any], Any]) -> tuple[Any, str | None]:
-    """What `work` gives for Orbax and a context of its own, or in a line what went wrong.
+    """(result, None) of `work`, called with Orbax and a new context, or (_, the error in one line).
 
-    After a failure each read and write that was still pending complains as well, in the log, when
-    it ends and when it is freed: they do so here, and unheard.
+    After a failure each read and write that was still pending logs an error as well, when it ends
+    and when it is freed: this function waits for them and silences those messages.
     """
-    # Slow to import, and of no use to who saves nothing.
+    # Slow to import, and needed only for checkpoints.
     from orbax.checkpoint import v1 as ocp
 
     failure = None
@@ -199,7 +199,7 @@ def _attempt(work: Callable[[Any, Any], Any]) -> tuple[Any, str | None]:
         try:
             return work(ocp, ocp.Context()), None
         except (MemoryError, jax.errors.JaxRuntimeError):
-            raise  # a device that is full is no fault of the files
+            raise  # a device out of memory: the files are not at fault
         except Exception as error:  # what Orbax and TensorStore raise has no base class
             failure = _brief(error)
         time.sleep(_LAST_WORDS_S)
@@ -284,13 +284,13 @@ def _check_shared(directory: Path) -> None:
 
 
 def _for_the_first(leaf: Any) -> Any:
-    """An array that each process has for itself is written by one, from its memory."""
+    """An array that each process holds separately is written by the first, from its memory."""
     return np.asarray(leaf) if isinstance(leaf, jax.Array) and leaf.is_fully_addressable else leaf
 
 
 def _unwritable(directory: Path, reason: str | None) -> InputError:
     return InputError(
-        f"{directory}: the checkpoint cannot be written ({reason}); make room or save elsewhere"
+        f"{directory}: the checkpoint cannot be written ({reason}); free space or save elsewhere"
     )
 
 

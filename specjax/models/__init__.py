@@ -1,1 +1,1 @@
-"""Language models: the decoder, its loaders, its tokenizer."""
+"""Language models: the decoder, its layers and kernels, and the trained heads."""

@@ -17,8 +17,8 @@ _LARGEST = {
     "head_dim": 1 << 16,
     "max_positions": 1 << 30,
 }
-"""Far above every model there is: a larger one is damage. Positions, and what is added to them
-within a round, are int32."""
+"""Far above every existing model: a larger size means a damaged file. Positions, and what is added
+to them within a round, are int32."""
 
 _SMALLEST_REAL, _LARGEST_REAL = 1e-15, 1e15
 """Quotients of two reals of a config must be numbers in float32 too."""
@@ -26,7 +26,7 @@ _SMALLEST_REAL, _LARGEST_REAL = 1e-15, 1e15
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """A change of the rotary frequencies for longer contexts.
+    """A scaling of the rotary frequencies for longer contexts.
 
     `linear` divides every frequency by `factor`. `llama3` (Llama 3.1) divides the slow ones by
     `factor`, keeps the fast ones and interpolates between wavelengths of original_max_positions /

@@ -41,10 +41,10 @@ class Form:
     """How the same arithmetic is laid out for a backend; the numbers agree up to rounding.
 
     `scan_layers` stacks the layers' parameters and loops over them; otherwise each layer has
-    parameters and code of its own. `cache_attention` is `blocks`, a loop over as many blocks of the
-    cache as are filled, `whole`, one product over its capacity, or `kernel`, a GPU kernel over what
-    is filled, for layers that are apart (a prefill, and heads that the kernel does not take, use
-    `blocks`). Raises InputError for other words.
+    parameters and code of its own. `cache_attention` is `blocks`, a loop over the filled blocks of
+    the cache, `whole`, one product over its capacity, or `kernel`, a GPU kernel over the filled
+    slots, which needs separate layers (prefill, and head widths that the kernel does not support,
+    use `blocks`). Raises InputError for other values.
     """
 
     scan_layers: bool = True
@@ -62,8 +62,8 @@ class Form:
     def of(cls, platform: str) -> Form:
         """The form for a platform: cpu, tpu, or a GPU (cuda, rocm, gpu).
 
-        On GPU, XLA copies each layer's slice of stacked weights, and of the cache, before it
-        multiplies, and the host waits for each turn of a loop (`scripts/inspect_round.py`).
+        On GPU, XLA copies each layer's slice of stacked weights, and of the cache, before the
+        product, and the host waits for each iteration of a loop (`scripts/inspect_round.py`).
         """
         if platform in ("cpu", "tpu"):
             return cls()
@@ -74,11 +74,11 @@ DEFAULT_FORM = Form()
 
 
 def parameter_table(config: DecoderConfig, scan_layers: bool = True) -> dict[str, Any]:
-    """Every parameter of a decoder: head axes apart, kernels [in, out], layers stacked in front.
+    """Every parameter of a decoder as a nested dict of `Parameter`.
 
-    Without `scan_layers` each layer is an entry of its own, "0", "1", ... A tied head is the
-    embedding, kept once as the head reads it ([D, V]): that pass over all of it is what costs, the
-    embedding only looks up a few columns.
+    Head axes are separate, kernels are [in, out], and layers are stacked on the first axis; without
+    `scan_layers` each layer is an entry of its own, "0", "1", ... A tied head and the embedding are
+    stored once, in the head's layout [D, V]: the head reads all of it, the embedding a few columns.
     """
     layers, width, hidden = config.num_layers, config.hidden_size, config.intermediate_size
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
@@ -131,12 +131,12 @@ def parameter_table(config: DecoderConfig, scan_layers: bool = True) -> dict[str
 
 @dataclass(frozen=True)
 class Decoder:
-    """A decoder as plain functions of its parameters, as `interface.LanguageModel` asks for.
+    """A decoder as plain functions of its parameters; implements `interface.LanguageModel`.
 
     `shards` is the number of devices its weights are split over (the mesh's `model` axis), 1 where
-    each device holds them whole. With more shards than key/value heads every head is cached as
-    often as it takes to give each shard its own copy. `multiply` is the dtype in which its products
-    read their operands, where that is not `dtype` (training: `products.product`).
+    each device holds them whole. With more shards than key/value heads, heads are repeated in the
+    cache so that each shard has a copy. `multiply` is the dtype to which products round their
+    operands, where that is not `dtype` (training: `matmul.product`).
     """
 
     config: DecoderConfig
@@ -157,7 +157,7 @@ class Decoder:
 
     @property
     def cached_heads(self) -> int:
-        """Key/value heads in caches and windows (G): the model's own, or one a shard if more."""
+        """Key/value heads in caches and windows (G): the model's, or one per shard if more."""
         return max(self.config.num_kv_heads, self.shards)
 
     @property
@@ -257,7 +257,7 @@ class DecoderModule(nn.Module):
         copies = kv_heads // config.num_kv_heads
         rotation = rotate_by(positions, config)
         repeats = config.num_heads // kv_heads
-        # [#B, 1, X, W]: the queries that share a key head stand side by side, token by token.
+        # [#B, 1, X, W]: the queries that share a key head are adjacent, token by token.
         seen = jnp.repeat(visible, repeats, axis=1)[:, None]
         check_features(features, config.num_layers)
         taps = {name: _tapped_layer(name) for name in features if ":" in name}
@@ -335,13 +335,13 @@ def write_window(
     layer: Int[Array, ""] | int,
     start: Int[Array, ""] | int,
 ) -> Float[Array, "L B G W C"]:
-    """A window's keys or values, with those of T new tokens in the slots from `start` on."""
+    """A window's keys or values with those of T new tokens written to slots start..start+T."""
     new = new.transpose(0, 2, 1, 3)[None].astype(window.dtype)
     return lax.dynamic_update_slice(window, new, (layer, 0, 0, start, 0))
 
 
 def check_features(names: Iterable[str], num_layers: int) -> None:
-    """Raise InputError for a name that is no feature of a model with so many layers."""
+    """Raise InputError for a name that is no feature of a model with `num_layers` layers."""
     for name in names:
         match = re.fullmatch(r"layer_input:(\d+)", name)
         if name not in ("final_norm", "pre_norm") and not (match and int(match[1]) < num_layers):

@@ -1,4 +1,4 @@
-"""What the decoding loop asks of a language model: a few plain functions, no Flax."""
+"""The interface of a language model for the decoding loop: a few plain functions, no Flax."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specjax.cache import KVCache, Window
 
 @struct.dataclass
 class Extension:
-    """What one forward gives: logits in float32 if asked for, named features, the new window."""
+    """The result of one forward: float32 logits (None unless requested), features, new window."""
 
     logits: Float[Array, "B T V"] | None
     features: dict[str, Float[Array, "B T D"]]

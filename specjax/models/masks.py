@@ -1,4 +1,4 @@
-"""Which slots of a round's window its tokens see."""
+"""Masks: which slots of a round's window its tokens attend to."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Key
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter: its shape, the logical name of each axis, and how it starts."""
+    """One parameter: its shape, the logical name of each axis, and its initialiser."""
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]

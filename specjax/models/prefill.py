@@ -1,49 +1,54 @@
-"""Prompts into caches, a chunk at a time: one compiled shape for every prompt length."""
+"""Prefill: runs prompts into caches in chunks, with one compiled shape for all prompt lengths."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
-from specjax.cache import KVCache, commit, put
+from specjax.cache import KVCache, commit
 from specjax.models.interface import LanguageModel
 
-Features = dict[str, Float[Array, "B S D"]]
+Follow = Callable[[Any, KVCache, Int[Array, ""], Int[Array, "B"], dict[str, Array]], Any]
+"""(carry, cache, first, count, features [B, T, D]) -> carry: what follows a chunk that was read.
+
+`cache` holds the chunk's `count` tokens already, which stand at positions `first` and after.
+"""
 
 
 def prefill(
     model: LanguageModel,
     params: Any,
-    tokens: Int[Array, "B M"],
+    tokens: Int[Array, "B S"],
     lengths: Int[Array, "B"],
     cache: KVCache,
     chunk: int,
     features: tuple[str, ...] = (),
-) -> tuple[KVCache, Features]:
-    """The empty cache filled with each row's first `lengths` tokens, and the features asked for.
+    follow: Follow | None = None,
+    carry: Any = None,
+) -> tuple[KVCache, Any]:
+    """The empty cache filled with each row's first `lengths` tokens, and what `follow` carried.
 
-    Runs ceil(max length / chunk) forwards of [B, chunk] tokens without logits; a row that is
-    through commits nothing more. Features are [B, S, D] with S the cache's capacity, zero where not
-    computed.
+    Runs ceil(max length / chunk) forwards of [B, chunk] tokens without logits; a row that has
+    finished commits nothing more. After each forward `follow` sees the chunk's named features,
+    which are kept no longer than that.
     """
     batch, available = tokens.shape
     step = jnp.arange(chunk)
-    # Room for the last chunk to reach past the buffer, instead of a slice that is silently moved.
+    # Padded so that the last chunk fits: a slice that reaches past the end would be shifted.
     padded = jnp.pad(tokens, ((0, 0), (0, chunk)))
     causal = jnp.tril(jnp.ones((1, chunk, chunk), bool))
     slots = jnp.broadcast_to(step, (batch, chunk))
 
-    def forward(first: Int[Array, ""], cache: KVCache) -> Any:
-        part = lax.dynamic_slice(padded, (0, first), (batch, chunk))
-        positions = jnp.broadcast_to(first + step, (batch, chunk))
-        return model.extend(
+    def advance(state: tuple) -> tuple:
+        first, cache, carry = state
+        result = model.extend(
             params,
-            part,
-            positions,
+            lax.dynamic_slice(padded, (0, first), (batch, chunk)),
+            jnp.broadcast_to(first + step, (batch, chunk)),
             cache,
             model.make_window(batch, chunk),
             0,
@@ -51,24 +56,14 @@ def prefill(
             features=features,
             logits=False,
         )
-
-    def advance(carry: tuple) -> tuple:
-        first, cache, kept = carry
-        result = forward(first, cache)
-        kept = {
-            name: put(kept[name], (first + step)[None, :], value)
-            for name, value in result.features.items()
-        }
         count = jnp.clip(lengths - first, 0, chunk)
-        return first + chunk, commit(cache, result.window, slots, count), kept
+        cache = commit(cache, result.window, slots, count)
+        if follow is not None:
+            carry = follow(carry, cache, first, count, result.features)
+        return first + chunk, cache, carry
 
-    shapes = jax.eval_shape(forward, jnp.int32(0), cache).features
-    kept = {
-        name: jnp.zeros((batch, cache.capacity, *shape.shape[2:]), shape.dtype)
-        for name, shape in shapes.items()
-    }
     longest = jnp.minimum(lengths.max(), available)
-    _, cache, kept = lax.while_loop(
-        lambda carry: carry[0] < longest, advance, (jnp.int32(0), cache, kept)
+    _, cache, carry = lax.while_loop(
+        lambda state: state[0] < longest, advance, (jnp.int32(0), cache, carry)
     )
-    return cache, kept
+    return cache, carry

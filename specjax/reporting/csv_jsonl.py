@@ -12,7 +12,7 @@ from specjax.reporting.statistics import OVERALL, Entry, tasks_of
 
 
 def csv_text(entries: Sequence[Entry]) -> str:
-    """A line for each run and task, and for all of a run's tasks; empty where undefined."""
+    """CSV with a line per run and task, and one for all of a run's tasks; undefined: empty."""
     longest = max(len(entry.figures[OVERALL].counts.acceptance_at_pos) for entry in entries)
     lines = [
         _csv_row(entry, task, longest)
@@ -51,10 +51,10 @@ def _csv_row(entry: Entry, task: str, longest: int) -> dict[str, Any]:
 
 
 def jsonl_text(entry: Entry) -> str:
-    """A run's answers as Spec-Bench writes them, a question a line.
+    """A run's answers in Spec-Bench's format, one question per line.
 
     `wall_time` is prefill and decoding in seconds, of the whole batch that an answer was in;
-    `accept_lengths` are those of all turns in a row. The further fields are specjax's own.
+    `accept_lengths` are those of all turns, concatenated. Other fields are specjax's own.
     """
     run = entry.run
     questions: dict[tuple[int | str, str], list] = {}

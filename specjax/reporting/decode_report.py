@@ -21,10 +21,10 @@ from specjax.decoding.prompts import Question
 
 @dataclass(frozen=True)
 class Batch:
-    """A finished batch: its questions, what the drafter gave, and what plain decoding gave.
+    """A finished batch: its questions, the drafter's generation, and plain decoding's.
 
-    `differences` has an entry a row, None where the two agree; it is None without a comparison
-    that means something. `number` counts the batches of the run.
+    `differences` has one entry per row, None where the two agree; it is None where the outputs are
+    not compared. `number` is the batch's index in the run.
     """
 
     number: int
@@ -37,7 +37,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Setting:
-    """What holds for the whole run."""
+    """Settings of the whole run."""
 
     drafter: str
     device: str
@@ -45,12 +45,12 @@ class Setting:
     config: Mapping[str, Any]
     load_s: float
     turns: bool = False
-    """Whether rows say which turn of a conversation they are."""
+    """Whether rows have the field `turn`, the turn of a conversation."""
 
 
 @dataclass
 class Clock:
-    """Seconds that pile up while the run goes on."""
+    """Seconds, summed up during the run."""
 
     compile_s: float = 0.0
     first_token_s: float | None = None
@@ -58,7 +58,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Totals:
-    """What the finished batches add up to; speeds are new tokens over seconds of decoding."""
+    """Totals over the finished batches; speeds are new tokens over seconds of decoding."""
 
     metrics: metrics.Summary | None
     tokens_per_second: float | None
@@ -69,13 +69,13 @@ class Totals:
     num_rows: int
     differences: Sequence[tuple[Question, Difference]] = ()
     acceptance_of_tested: float | None = None
-    """Accepted over tested draft tokens: of a draft, the accepted ones and one more were tested."""
+    """Accepted over tested draft tokens; tested are the accepted ones and the first rejected."""
     expected: metrics.ExpectedAcceptance | None = None
-    """What the distributions of the run let expect of it, where that was worked out."""
+    """The acceptance that the run's distributions imply, where that was computed."""
 
 
 def total(batches: Sequence[Batch], expected: Sequence[metrics.ExpectedAcceptance] = ()) -> Totals:
-    """The totals of finished batches; the speed-up is over those that were also decoded plainly."""
+    """The totals of finished batches; the speed-up is over those with plain decoding too."""
     both = [batch for batch in batches if batch.plain is not None]
     ours, plain = _speed([b.ours for b in both]), _speed([b.plain for b in both])
     compared = [batch for batch in batches if batch.differences is not None]
@@ -146,7 +146,7 @@ def versions() -> dict[str, str]:
 
 
 def device_name(mesh: Mesh | None = None) -> str:
-    """The kind of device that JAX computes on, and how a mesh shares them out."""
+    """The kind of device that JAX computes on; with a mesh, also their number and its shape."""
     kind = jax.devices()[0].device_kind
     if mesh is None:
         return kind
@@ -156,7 +156,7 @@ def device_name(mesh: Mesh | None = None) -> str:
 
 
 def largest_size(num_rows: int, new_tokens: int, *, logprobs: bool) -> int:
-    """About how many bytes a report has at most: ids, counts and text of each token of each row."""
+    """An upper estimate of a report's bytes: ids, counts and text of each token of each row."""
     token = 32 + 24 * logprobs
     return 16_000 + num_rows * (1_500 + token * new_tokens)
 
@@ -192,14 +192,14 @@ def _rows(batch: Batch, setting: Setting) -> list[dict[str, Any]]:
 
 
 def _rounds(run: Generation, index: int) -> dict[str, list[int]]:
-    """The raw counts of the rounds that a row took part in; emitted is `accept_lengths`."""
+    """The raw counts of the rounds in which a row was active; emitted is `accept_lengths`."""
     took_part = run.emitted[index] >= 0
     names = ("drafted", "accepted", "width")
     return {name: getattr(run, name)[index][took_part].tolist() for name in names}
 
 
 def _plain(run: Generation, index: int) -> dict[str, Any]:
-    """What plain decoding took for a row; seconds are those of its batch."""
+    """Tokens and seconds of plain decoding for a row; seconds are those of its batch."""
     return {
         "new_tokens": len(run.token_ids[index]),
         "prefill_s": run.prefill_s[index],
@@ -208,7 +208,7 @@ def _plain(run: Generation, index: int) -> dict[str, Any]:
 
 
 def _fingerprint(batches: Sequence[Batch]) -> str:
-    """Tells two sets of questions apart, whatever file they came from."""
+    """A hash of the questions, independent of the file they came from."""
     asked = [
         (batch.turn, question.question_id, question.category, question.turns)
         for batch in batches
@@ -248,7 +248,7 @@ def _tested(runs: Sequence[Generation]) -> float | None:
 
 
 def _pooled(turns: Sequence[metrics.ExpectedAcceptance]) -> metrics.ExpectedAcceptance | None:
-    """Over all nodes of all turns, whose errors are taken as independent."""
+    """The mean over all nodes of all turns, whose errors are assumed to be independent."""
     turns = [one for one in turns if one.num_nodes]
     if len(turns) < 2:
         return turns[0] if turns else None

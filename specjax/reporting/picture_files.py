@@ -13,7 +13,7 @@ _PICTURES = ("speedup_by_k", "tau_by_task", "acceptance_by_position")
 
 
 def file_names(num_groups: int) -> list[str]:
-    """The names of all pictures that there can be of so many sets of conditions."""
+    """The names of all possible pictures for `num_groups` sets of conditions."""
     return [name + end for end in _ends(num_groups) for name in _PICTURES]
 
 
@@ -75,8 +75,8 @@ def _draw_tau(path: Path, group: Sequence[Entry], where: str) -> bool:
         path,
         [*map(heading, tasks[:-1]), "All"],
         bars,
-        title=f"Tau: tokens a round\n{where}",
-        y_label="tokens a round",
+        title=f"Tau: tokens per round\n{where}",
+        y_label="tokens per round",
         families=[entry.family for entry in group],
         level=1.0,
     )
@@ -84,7 +84,7 @@ def _draw_tau(path: Path, group: Sequence[Entry], where: str) -> bool:
 
 
 def _draw_speedup(path: Path, group: Sequence[Entry], where: str) -> bool:
-    """A line a family of runs that differ in nothing but K; False where there is none."""
+    """One line for each family of runs that differ only in K; False where there is none."""
     families: dict[str, list[Entry]] = {}
     for entry in group:
         if entry.run.draft_length is not None and entry.figures[OVERALL].speedup is not None:
@@ -100,7 +100,7 @@ def _draw_speedup(path: Path, group: Sequence[Entry], where: str) -> bool:
         path,
         {"": curves},
         title=f"Speed-up against draft length\n{where}",
-        x_label="K (draft tokens a round, at most)",
+        x_label="K (draft tokens per round, at most)",
         y_label="speed-up over plain decoding (times)",
         level=1.0,
         theory_label="predicted from its parts",

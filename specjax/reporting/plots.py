@@ -1,4 +1,4 @@
-"""Measured curves beside what theory says of them, as pictures (needs the extra `plots`)."""
+"""Line and bar charts of measured and predicted values (needs the extra `plots`)."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 
 from specjax.errors import InputError
 
-# Okabe and Ito's colours, without the yellow that white swallows.
+# Okabe and Ito's colours, without the yellow, which is invisible on white.
 _MARKERS = "os^Dv"
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 
 _INSIDE = 5
-"""So many lines or bars are named inside of the picture; more of them beside it."""
+"""At most this many lines or bars have their legend inside the plot, more beside it."""
 _OUTSIDE = {"loc": "outside right upper", "fontsize": "small"}
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One line: what was measured at `x`, and what theory, if any, says at `theory_x`.
+    """One line: measured values at `x`, and, optionally, predicted ones at `theory_x`.
 
     Curves of one family share a colour, the first of them in the lightest shade; a curve without
-    one has a colour of its own.
+    a family has its own colour.
     """
 
     label: str
@@ -99,7 +99,7 @@ def draw_curves(
     if many:
         figure.legend(*all_axes[0].get_legend_handles_labels(), **_OUTSIDE)
     if not log_y:
-        # The panels share it: set before all are drawn, it would cut those that follow.
+        # The panels share the axis: set earlier, the limit would be too low for later panels.
         all_axes[0].set_ylim(bottom=0, top=top)
     all_axes[0].set_ylabel(y_label)
     _save(figure, path)
@@ -115,9 +115,9 @@ def draw_bars(
     families: Sequence[str] | None = None,
     level: float | None = None,
 ) -> None:
-    """Write a PNG: for each group a bar of each label, its value above it; None leaves a gap.
+    """Write a PNG: for each group one bar per label, its value above it; None leaves a gap.
 
-    `families` are those of the labels, as a curve has one; `level` draws a thin horizontal line.
+    `families` has one family per label, as in `Curve`; `level` draws a thin horizontal line.
     Raises InputError where matplotlib is missing.
     """
     require_matplotlib()
@@ -125,7 +125,7 @@ def draw_bars(
 
     many = len(bars) > _INSIDE
     bar = 0.8 / len(bars)
-    # Inches a bar: as wide as its value where that leaves the picture readable.
+    # Inches per bar: as wide as its value where that leaves the picture readable.
     inches = min(0.36, max(0.13, 12 / (len(groups) * len(bars))))
     width = max(6.5, 1 + len(groups) * (0.35 + inches * len(bars))) + 2.2 * many
     figure = Figure(figsize=(width, 4.2), facecolor="white", layout="constrained")
@@ -175,7 +175,7 @@ def _styles(families: Sequence[str]) -> list[tuple[Any, str, str]]:
 
 
 def _literal(text: str) -> str:
-    """A text that matplotlib draws as it is: no formula, and nothing that no font can encode."""
+    """A text that matplotlib draws unchanged: formulas and unencodable characters escaped."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8").replace("$", r"\$")
 
 

@@ -68,13 +68,13 @@ def read_report(path: str | Path) -> Run | Bench:
 
 
 def is_report(path: Path) -> bool:
-    """Whether a file is a report by its outline, finished or not; its fields are not checked.
+    """Whether a file has a report's structure, finished or not; its fields are not checked.
 
     Raises OSError where it cannot be read.
     """
     with path.open("rb") as file:
         if not file.read(1 << 10).lstrip().startswith(b"{"):
-            return False  # no need to read a model
+            return False  # a binary file, such as a model
     try:
         content = read_json_file(path, _REMEDY)
     except InputError:
@@ -90,7 +90,7 @@ def is_report(path: Path) -> bool:
 
 
 class _Misfit(Exception):
-    """What of a file is not as a report has it."""
+    """How a file differs from a report."""
 
 
 def _run(path: Path, content: Any) -> Run:
@@ -128,7 +128,7 @@ def _row(row: Any, where: str) -> Row:
         if not all(type(value) is int and 0 <= value <= _LARGEST for value in values):
             raise _Misfit(f"{where}: {name} must hold whole numbers of at least 0")
         if len(values) != len(row["accept_lengths"]):
-            raise _Misfit(f"{where}: {name} must have an entry a round")
+            raise _Misfit(f"{where}: {name} must have one entry per round")
     if sum(row["accept_lengths"]) != row["new_tokens"]:
         raise _Misfit(f"{where}: accept_lengths do not add up to new_tokens")
     if not all(type(token) is int and 0 <= token <= _LARGEST for token in row["token_ids"]):
@@ -167,11 +167,11 @@ def _check(content: Any, fields: Mapping[str, tuple[type, ...]], where: str) -> 
     for name, kinds in fields.items():
         if name not in content:
             raise _Misfit(f"{where} has no {name!r} (another version of specjax?)")
-        # A bool is an int to Python, and is none here.
+        # In Python a bool is an int; here it is refused.
         if type(content[name]) not in kinds:
             raise _Misfit(f"{where}.{name} is {shown(content[name])}")
         if isinstance(content[name], _NUMBER) and abs(content[name]) > _LARGEST:
-            raise _Misfit(f"{where}.{name} is {shown(content[name])}, which nothing takes")
+            raise _Misfit(f"{where}.{name} is {shown(content[name])}, which is not a valid value")
 
 
 def _list(content: Mapping[str, Any], name: str, where: str) -> list:

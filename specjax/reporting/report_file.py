@@ -1,4 +1,4 @@
-"""The file of a JSON report: tried before the work, kept as it grows, never lost at the end."""
+"""The file of a JSON report: checked before the run, written during it and at its end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from specjax import signals
-from specjax.errors import NO_ROOM, InputError, one_line
+from specjax.errors import NO_SPACE, InputError, one_line
 from specjax.files import folder_marker
 from specjax.files.paths import output_file
 from specjax.files.temporary import NAMES
@@ -25,22 +25,21 @@ from specjax.files.text_files import write_text
 from specjax.reporting.read import is_report
 
 _TRIED_BYTES = 64 << 20
-"""At most so much of the disk is taken to see that there is room; more is asked of the system."""
+"""Bytes that are written to check for free space; beyond that the file system is asked."""
 _SHARE = 1 / 20
 """At most this share of the run's time goes into writing the report while it grows."""
 
 
 def check_writable(value: str | os.PathLike[str], size: int = 0, field: str = "report") -> Path:
-    """The path of a report of about `size` bytes, which can be written; before the long work.
+    """The path of a report of about `size` bytes, checked to be writable before the long work.
 
-    Raises InputError for what is no regular file, a file that is there and is neither empty nor a
-    report, one that specjax keeps in a folder of its own, and as `check_room`. A file that is there
-    stays as it is.
+    Raises InputError for anything but a regular file, an existing file that is neither empty nor a
+    report, a file name that specjax reserves, and as `check_space`. An existing file is unchanged.
     """
     path = output_file(field, value)
     said = f"{field}={os.fspath(value)!r}"
     if folder_marker.is_kept(path):
-        raise InputError(f"{said} is a file that specjax keeps for itself; name another file")
+        raise InputError(f"{said} is a file that specjax reserves; name another file")
     try:
         ours = not path.exists() or not path.stat().st_size or is_report(path)
     except OSError as error:
@@ -50,12 +49,12 @@ def check_writable(value: str | os.PathLike[str], size: int = 0, field: str = "r
             f"{said} is a file that is no report, and would be replaced; move it away, or name "
             "another file"
         )
-    check_room(path, size, said)
+    check_space(path, size, said)
     return path
 
 
-def check_room(path: Path, size: int, said: str) -> None:
-    """Raise InputError where a folder, a disk, a quota or a limit takes no file of that size.
+def check_space(path: Path, size: int, said: str) -> None:
+    """Raise InputError where a folder, disk, quota or limit does not allow a file of that size.
 
     `said` begins the message: the field that named the file, with its value.
     """
@@ -64,9 +63,9 @@ def check_room(path: Path, size: int, said: str) -> None:
         with tempfile.TemporaryFile(dir=path.parent, **NAMES) as file:
             _reserve(file.fileno(), size)
     except OSError as error:
-        if error.errno in NO_ROOM:
+        if error.errno in NO_SPACE:
             raise InputError(
-                f"{said}: no room for a report of up to {-(-size // 1000)} kB "
+                f"{said}: no space for a report of up to {-(-size // 1000)} kB "
                 f"({error.strerror}); free some, or choose another folder"
             ) from None
         raise InputError(
@@ -76,17 +75,17 @@ def check_room(path: Path, size: int, said: str) -> None:
 
 def _reserve(handle: int, size: int) -> None:
     """Raise OSError unless a file can grow to a size."""
-    os.ftruncate(handle, size)  # takes no room, but is refused above a limit on files' sizes
+    os.ftruncate(handle, size)  # takes no space, but is refused above a limit on files' sizes
     room = os.fstatvfs(handle)
     if room.f_bavail * room.f_frsize < size:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     try:
-        # Nothing but taking the room shows what a quota leaves.
+        # Only allocating the space shows what a quota leaves.
         os.posix_fallocate(handle, 0, min(size, _TRIED_BYTES))
     except AttributeError:  # not on this system
         pass
     except OSError as error:
-        if error.errno in NO_ROOM:
+        if error.errno in NO_SPACE:
             raise
 
 
@@ -96,9 +95,9 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def json_text(content: Any) -> str:
-    """A value as JSON, numbers that are not finite as null. Raises TypeError for what is none."""
+    """A value as JSON, non-finite numbers as null. Raises TypeError for other objects."""
     text = json.dumps(_with_finite_numbers(content), indent=1, ensure_ascii=False, allow_nan=False)
-    # A list of numbers on one line: token ids are read across.
+    # A list of numbers on one line, so that token ids are readable.
     text = re.sub(r"\[[\s\d.,eE+-]*\]", lambda match: " ".join(match[0].split()), text)
     return text + "\n"
 
@@ -118,10 +117,10 @@ def _tell(line: str) -> None:
 
 
 class ReportFile:
-    """A report that is written again and again while its run is under way.
+    """A report that is rewritten repeatedly during its run.
 
     `content(interrupted)` gives the report of what is finished so far. Used as a context manager:
-    whatever ends the run, what `grew` was called for is written. Without a path nothing is.
+    whatever ends the run, what `grew` was called for is written. Without a path nothing is written.
     """
 
     def __init__(
@@ -135,9 +134,9 @@ class ReportFile:
         self._next = float("-inf")
 
     def grew(self) -> None:
-        """Write what is finished, unless the last writing was too short a time ago.
+        """Write what is finished, unless the previous write was too recent.
 
-        A failure is said once, and does not end the run.
+        A failure is reported once, and does not end the run.
         """
         self._grown = self._unsaved = True
         begin = time.monotonic()
@@ -157,11 +156,11 @@ class ReportFile:
         self._next = end + (end - begin) / _SHARE
 
     def finish(self, interrupted: bool = False) -> bool:
-        """Write the last report, undisturbed by signals; whether there is one.
+        """Write the last report while signals are held off; returns whether one was written.
 
-        A run that was interrupted with nothing finished leaves an earlier report as it was. Raises
-        InputError where the report cannot be written, and says where it is instead: in a temporary
-        folder, or on stdout as JSON lines.
+        A run that was interrupted with nothing finished leaves an earlier report unchanged. Raises
+        InputError where the report cannot be written; the message says where it is instead: in a
+        temporary folder, or on stdout as JSON lines.
         """
         self._unsaved = False
         if self._path is None or (interrupted and not self._grown and self._path.exists()):
@@ -173,8 +172,8 @@ class ReportFile:
             except OSError as error:
                 raise InputError(
                     f"report={str(self._path)!r} cannot be written ({error.strerror or error}); "
-                    f"what was finished is {_kept_elsewhere(self._path.name, content)}; make room, "
-                    "and copy it there"
+                    f"what was finished is {_kept_elsewhere(self._path.name, content)}; free "
+                    "space, and copy it there"
                 ) from None
         return True
 
@@ -191,12 +190,12 @@ class ReportFile:
             try:
                 self.finish(interrupted=True)
             except InputError as failure:
-                # What ended the run is to be seen as well.
+                # The error that ended the run has to be shown as well.
                 self._tell(one_line(failure))
 
 
 def _kept_elsewhere(name: str, content: Mapping[str, Any]) -> str:
-    """Keep a report where there is room for it; says where that is."""
+    """Write a report where there is space for it; returns where, in words."""
     folder = None
     try:
         folder = Path(tempfile.mkdtemp(prefix="specjax-"))

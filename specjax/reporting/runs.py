@@ -1,4 +1,4 @@
-"""Decode runs as a report compares them: rows with their raw counts, labels, conditions."""
+"""Decode runs read back from reports: rows with raw counts, labels, conditions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Row:
-    """One answer: its text, what it took with the drafter and plainly, and a count a round."""
+    """One answer: its text, timings with the drafter and plain, and one count per round."""
 
     question_id: int | str
     category: str
@@ -65,7 +65,7 @@ class Run:
 
     @property
     def interrupted(self) -> bool:
-        """Whether it ended, or was killed, before all of its prompts were answered."""
+        """Whether the run ended, or was killed, before all of its prompts were answered."""
         return bool(self.summary.get("interrupted"))
 
     @property
@@ -75,7 +75,7 @@ class Run:
 
     @property
     def exact(self) -> bool:
-        """Whether no row differs from plain decoding but by a near-tie, which float32 excuses."""
+        """Whether all rows equal plain decoding's, except for near-ties in float32."""
         excusable = self.summary["dtype"] == "float32"
         different = [row for row in self.rows if row.identical is False]
         return all(
@@ -85,7 +85,7 @@ class Run:
 
     @property
     def conditions(self) -> Conditions:
-        """Under what the run was made."""
+        """The conditions of the run that affect its speed."""
         sampling = self.config["sampling"]
         return Conditions(
             device=self.summary["device"],
@@ -97,7 +97,7 @@ class Run:
 
     @property
     def draft_length(self) -> int | None:
-        """K: the config's, or that of the longest draft where it is the drafter's own.
+        """K of the config, or the longest draft's length where the drafter chooses it.
 
         None for "auto" and for a run that drafted nothing.
         """
@@ -112,7 +112,7 @@ class Run:
 
 @dataclass(frozen=True, order=True)
 class Conditions:
-    """What has to be alike for two speeds to be compared; the letters of a table's header."""
+    """What must be equal for two speeds to be comparable; as text, the heading of a table."""
 
     device: str
     dtype: str
@@ -129,7 +129,7 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Bench:
-    """The contests of a report of `specjax.bench`."""
+    """A report of `specjax.bench`: its comparisons with plain decoding, the field `contests`."""
 
     path: Path
     contests: tuple[Mapping[str, Any], ...]
@@ -144,7 +144,7 @@ def check_together(runs: Sequence[Run]) -> None:
         if ours != theirs:
             raise InputError(
                 f"target: {str(run.path)!r} is of {ours}, {str(first.path)!r} of {theirs}; "
-                "report each target apart"
+                "report each target separately"
             )
         if run.summary["prompts"] != first.summary["prompts"]:
             pairs = ((one, len(one.rows)) for one in (run, first))
@@ -152,13 +152,13 @@ def check_together(runs: Sequence[Run]) -> None:
             stopped = [one for one in (run, first) if one.interrupted]
             remedy = f"{str(stopped[0].path)!r} was interrupted: run it again" if stopped else ""
             raise InputError(
-                f"prompts: {sizes} answer other prompts; {remedy or 'report each set apart'}"
+                f"prompts: {sizes} answer other prompts; {remedy or 'report each set separately'}"
             )
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
     """A name for each run: its drafter, and the fields in which the runs differ."""
-    fields = [_told_apart(run) for run in runs]
+    fields = [_distinguishing_fields(run) for run in runs]
     names = dict.fromkeys(name for one in fields for name in one)
     differing = [name for name in names if len({str(one.get(name)) for one in fields}) > 1]
     found = []
@@ -176,7 +176,7 @@ def labels(runs: Sequence[Run]) -> list[str]:
 
 
 def summarize(rows: Sequence[Row]) -> metrics.Summary:
-    """The numbers of some rows, by `specjax.metrics`. Raises ValueError where counts misfit."""
+    """The summary of some rows (`specjax.metrics`). Raises ValueError for inconsistent counts."""
     return metrics.summarize(
         *(_padded(getattr(row, name) for row in rows) for name in ("drafted", "accepted")),
         *(_padded(getattr(row, name) for row in rows) for name in ("emitted", "width")),
@@ -184,18 +184,18 @@ def summarize(rows: Sequence[Row]) -> metrics.Summary:
 
 
 def batch_widths(rows: Sequence[Row]) -> np.ndarray:
-    """The width of each pass [R]; a batch runs one width for all of its rows."""
+    """The width of each pass [R]; a batch's pass has one width for all rows."""
     batches: dict[int, list[tuple[int, ...]]] = {}
     for row in rows:
         batches.setdefault(row.batch, []).append(row.width)
     return np.concatenate([_padded(widths).max(axis=0) for widths in batches.values()])
 
 
-def _told_apart(run: Run) -> dict[str, Any]:
-    """The fields that may tell runs apart: the config's, less what tables say elsewhere."""
+def _distinguishing_fields(run: Run) -> dict[str, Any]:
+    """The fields by which runs may differ: the config's, less those shown elsewhere."""
     elsewhere = ("report", "compare", "batch_size", "dtype")
     elsewhere += ("sampling.temperature", "sampling.max_new_tokens")
-    # Prompts are compared as such: two paths may name the same ones.
+    # Prompts are compared by content: two paths may name the same ones.
     elsewhere += ("target", "prompt", "prompts", "limit", "per_task", "num_speculative_tokens")
     fields = {name: value for name, value in dotted(run.config).items() if name not in elsewhere}
     asked = run.config.get("num_speculative_tokens")

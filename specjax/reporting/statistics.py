@@ -1,8 +1,8 @@
-"""What a run's rows say of each task: acceptance by `specjax.metrics`, and speeds.
+"""Statistics of a run by task: acceptance (`specjax.metrics`), and speeds.
 
 A speed is new tokens over seconds of decoding, a batch's seconds counted once. The speed-up is the
-drafter's speed over plain decoding's, both over the batches that were decoded both ways. Of a task
-only the batches count that held nothing else: where tasks share a batch, they share its seconds.
+drafter's speed over plain decoding's, both over the batches that were decoded both ways. A task's
+speeds are over the batches that hold only this task, as tasks in one batch share its seconds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TASKS = {
     "rag": "RAG",
     "code": "Code",
 }
-"""Spec-Bench's tasks in its order, by the heads of its columns; others follow by name."""
+"""Spec-Bench's tasks in its order, with the headings of its columns; others follow by name."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of the leaderboard; `predicted` is the speed-up its measured parts add up to."""
+    """A line of the leaderboard; `predicted` is the speed-up computed from measured parts."""
 
     label: str
     run: Run
@@ -64,7 +64,7 @@ class Entry:
 
     @property
     def family(self) -> str:
-        """The same for runs that differ in nothing but K."""
+        """A label that is the same for runs that differ only in K."""
         apart = ("num_speculative_tokens", "report", "compare")
         fields = dotted(self.run.config)
         return repr([(name, value) for name, value in fields.items() if name not in apart])
@@ -84,7 +84,7 @@ def in_order(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def by_conditions(entries: Iterable[Entry]) -> dict[Conditions, list[Entry]]:
-    """The entries whose speeds may be compared, together; in the order of their conditions."""
+    """The entries grouped by conditions, within which speeds may be compared; sorted."""
     groups: dict[Conditions, list[Entry]] = {}
     for entry in entries:
         groups.setdefault(entry.run.conditions, []).append(entry)
@@ -92,13 +92,13 @@ def by_conditions(entries: Iterable[Entry]) -> dict[Conditions, list[Entry]]:
 
 
 def tasks_of(runs: Iterable[Run]) -> list[str]:
-    """The tasks there are, in Spec-Bench's order."""
+    """The tasks of some runs, in Spec-Bench's order."""
     found = {row.task for run in runs for row in run.rows}
     return [task for task in TASKS if task in found] + sorted(found - TASKS.keys())
 
 
 def heading(task: str) -> str:
-    """The head of a task's column."""
+    """The heading of a task's column."""
     return TASKS.get(task, task.replace("_", " ").capitalize())
 
 

@@ -10,7 +10,7 @@ from specjax.reporting.statistics import OVERALL, Entry, Figures, by_conditions,
 
 
 def leaderboard(entries: Sequence[Entry]) -> str:
-    """Speed-up by task, tau and speed-up of all, a line a drafter, the best of a column in bold."""
+    """Speed-up by task, overall tau and speed-up; one line per drafter, a column's best in bold."""
     return _by_task(
         entries,
         lambda figures: figures.speedup,
@@ -60,15 +60,15 @@ def _section(group: Sequence[Entry]) -> list[str]:
     parts = [
         "### Speed-up over plain decoding\n",
         leaderboard(group),
-        "Tokens a second with the drafter over those of plain decoding, in the same loop and over "
-        "the same prompts, pooled; prefill and compiling are outside."
-        + (" \\* over the batches that hold this task alone." if _any_partial(group) else "")
+        "Tokens per second with the drafter over those of plain decoding, in the same loop and "
+        "over the same prompts, pooled, without prefill and compiling."
+        + (" \\* over the batches that hold only this task." if _any_partial(group) else "")
         + "\n",
     ]
     if note := interrupted(group):
         parts.append(note)
     parts += [
-        "### Tau: tokens a round\n",
+        "### Tau: tokens per round\n",
         _by_task(
             group,
             lambda figures: figures.counts.acceptance_length,
@@ -97,7 +97,7 @@ _DETAILS: tuple[tuple[str, Callable[[Figures], float | None], Callable[..., str]
     ("mean over requests", lambda one: one.speedup_per_request, lambda value: _times(value)),
     ("with prefill", lambda one: one.speedup_with_prefill, lambda value: _times(value)),
     ("tau where drafted", lambda one: one.counts.tau_drafted, lambda value: _number(value)),
-    ("tokens a round", lambda one: one.counts.tokens_per_round, lambda value: _number(value)),
+    ("tokens per round", lambda one: one.counts.tokens_per_round, lambda value: _number(value)),
     ("accepted / drafted", lambda one: one.counts.acceptance_rate, lambda value: f"{value:.3f}"),
 )
 
@@ -146,7 +146,7 @@ def _by_task(
     *,
     mark_partial: bool = False,
 ) -> str:
-    """A column a task, then those of `last`, which are over all tasks."""
+    """A table with one column per task, then those of `last`, which are over all tasks."""
     columns: list[tuple[str, list[str]]] = []
     for task in tasks_of(entry.run for entry in group):
         cells = [_cell(value(entry.figures[task]), form) for entry in group]
@@ -176,7 +176,7 @@ def _any_partial(group: Sequence[Entry]) -> bool:
 
 
 def _best_bold(cells: Sequence[str], values: Sequence[float | None]) -> list[str]:
-    """All cells that show the greatest value in bold; none where there is nothing to beat."""
+    """The cells, those that show the greatest value in bold; none with fewer than two values."""
     known = [value for value in values if value is not None]
     if len(known) < 2:
         return list(cells)
@@ -216,7 +216,7 @@ def _versions(run: Run) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table with its columns lined up; the first to the left, figures to the right."""
+    """A Markdown table with aligned columns; the first to the left, numbers to the right."""
     rows = [head, *rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
 
@@ -242,6 +242,6 @@ def _number(value: float) -> str:
 
 
 def _plain_text(text: Any) -> str:
-    """A text that Markdown takes as it is, on one line."""
+    """A text escaped for Markdown, on one line."""
     escaped = "".join("\\" + letter if letter in "\\`*<>|" else letter for letter in str(text))
     return " ".join(escaped.split())

@@ -7,7 +7,6 @@ specjax.
 from specjax.sampling.chain import (
     Decision,
     Distributions,
-    Rule,
     Verification,
     block,
     by_slot,
@@ -39,17 +38,20 @@ from specjax.sampling.keys import (
     split_keys,
     uniforms,
 )
-from specjax.sampling.verify import COUPLED, RULES, NamedRule, verify_by_slot, verify_chain
+from specjax.sampling.rules import RULES, Block, Coupled, Rejection, Rule, UniformRule
+from specjax.sampling.verify import verify_chain
 from specjax.sampling.warp import WarpFlags, argmax, warp
 
 __all__ = [
-    "COUPLED",
     "RULES",
+    "Block",
+    "Coupled",
     "Decision",
     "Distributions",
-    "NamedRule",
+    "Rejection",
     "RoundKeys",
     "Rule",
+    "UniformRule",
     "Verification",
     "WarpFlags",
     "acceptance_probability",
@@ -75,7 +77,6 @@ __all__ = [
     "row_key",
     "split_keys",
     "uniforms",
-    "verify_by_slot",
     "verify_chain",
     "walk",
     "walk_greedy",

@@ -43,12 +43,6 @@ class Decision(NamedTuple):
     next_logp: Float[Array, "B V"]
 
 
-Rule = Callable[
-    [Int[Array, "B K"], Int[Array, "B"], Distributions, Distributions, Float[Array, "B K"]],
-    Decision,
-]
-
-
 def rejection(
     tokens: Int[Array, "B K"],
     num_valid: Int[Array, "B"],

@@ -4,9 +4,9 @@
                   whole input); never the slot of a batch
     coupled       Gumbel noise of fold_in(row key, absolute position), the same for drafter and
                   target
-    other rules   fold_in(row key, round), split into draft, accept and final:
-      draft       Gumbel noise of fold_in(draft key, depth); where two drafters share a draft, of
-                  fold_in(draft key, 2 * depth + the drafter's number)
+    other rules   fold_in(row key, the row's own round), split into draft, accept and final:
+      draft       Gumbel noise of fold_in(draft key, depth); where m drafters share a draft, of
+                  fold_in(draft key, m * depth + the drafter's number)
       accept      a uniform of fold_in(accept key, i) for the i-th drafted token
       final       Gumbel noise of fold_in(final key, 0), and for deterministic drafts of
                   fold_in(final key, slot) at each slot
@@ -107,9 +107,9 @@ def draft_noise(keys: Key[Array, "B"], vocab: int) -> NoiseAt:
     return lambda depth: position_gumbel(draft, jnp.broadcast_to(depth, draft.shape), vocab)
 
 
-def drafter_noise(noise: NoiseAt, number: int) -> NoiseAt:
-    """The part of a draft's noise that the first (0) or second (1) of two drafters sees."""
-    return lambda depth: noise(2 * depth + number)
+def drafter_noise(noise: NoiseAt, number: int, count: int) -> NoiseAt:
+    """The part of a draft's noise that drafter `number` (0, 1, ...) of `count` drafters sees."""
+    return lambda depth: noise(count * depth + number)
 
 
 def uniforms(

@@ -1,45 +1,15 @@
-"""Verification from keys: the chain rules by name, with their uniforms and noise drawn."""
+"""Verification of arrays: a drafted chain, its distributions and the target's, from keys."""
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from specjax.sampling.chain import (
-    Distributions,
-    Rule,
-    Verification,
-    block,
-    by_slot,
-    conclude,
-    one_hot_distributions,
-    rejection,
-    walk,
-)
-from specjax.sampling.keys import coupled_noise, position_gumbel, split_keys, uniforms
-
-COUPLED = "coupled"
-
-
-class NamedRule(NamedTuple):
-    """How an exact rule decides by uniforms (None for `coupled`), and what it does, in words."""
-
-    decide: Rule | None
-    description: str
-
-
-RULES = {
-    "rejection": NamedRule(
-        rejection, "accept with probability min(1, p/q), else draw from what p has left"
-    ),
-    "block": NamedRule(block, "verify the draft as a whole; accepts no less than rejection"),
-    COUPLED: NamedRule(None, "the output depends on seed and prompt only, whatever is drafted"),
-}
-"""The exact rules by name."""
+from specjax.sampling.chain import Verification, by_slot
+from specjax.sampling.rules import RULES, Rule
 
 
 def verify_chain(
@@ -60,19 +30,21 @@ def verify_chain(
     `num_valid[b]` (K by default) of row b's tokens were really drafted. `keys` are one a row, used
     for this call alone by every rule but `coupled`; a single key is split.
 
-    `rule` is "rejection", "block", "coupled", or a function as `specjax.testing.check_rule`
-    describes. `coupled` needs `positions`, the absolute position of each row's first drafted token:
-    its noise there is `position_gumbel(keys, position, V)`, so plain decoding with those keys gives
-    the same tokens.
+    `rule` is a `Rule` or the name of one in `RULES`. `coupled` needs `positions`, the absolute
+    position of each row's first drafted token: its noise there is `position_gumbel(keys, position,
+    V)`, so plain decoding with those keys gives the same tokens.
 
     Raises ValueError for an unknown rule, missing positions, or shapes that do not fit.
     """
     batch, length = tokens.shape
-    if isinstance(rule, str) and rule not in RULES:
-        known = ", ".join(RULES)
-        raise ValueError(f"rule={rule!r} is unknown: use one of {known}, or a function")
-    if rule == COUPLED and positions is None:
-        raise ValueError("rule='coupled' needs positions: pass those of the first drafted tokens")
+    if isinstance(rule, str):
+        if rule not in RULES:
+            raise ValueError(f"rule={rule!r} is unknown: use one of {', '.join(RULES)}, or a Rule")
+        rule = RULES[rule]
+    if rule.position_noise and positions is None:
+        raise ValueError(
+            f"rule={rule.name!r} needs positions: pass those of the first drafted tokens"
+        )
     if logp.ndim != 3 or logp.shape[:2] != (batch, length + 1):
         raise ValueError(
             f"logp has shape {logp.shape} for tokens {tokens.shape}: it must be "
@@ -106,48 +78,15 @@ def _verify_arrays(
     positions: Int[Array, "B"],
     num_valid: Int[Array, "B"],
     *,
-    rule: str | Rule,
+    rule: Rule,
 ) -> Verification:
-    return verify_by_slot(
+    return rule.verify(
         keys,
         tokens,
         num_valid,
         by_slot(logp),
         None if logq is None else by_slot(logq),
         positions=positions,
-        rule=rule,
         vocab=logp.shape[2],
         dtype=logp.dtype,
     )
-
-
-def verify_by_slot(
-    keys: Key[Array, "B"],
-    tokens: Int[Array, "B K"],
-    num_valid: Int[Array, "B"],
-    target: Distributions,
-    draft: Distributions | None,
-    *,
-    positions: Int[Array, "B"],
-    rule: str | Rule,
-    vocab: int,
-    dtype: jnp.dtype | type = jnp.float32,
-) -> Verification:
-    """`verify_chain` on distributions that are computed slot by slot, as the decoding loop does.
-
-    `draft` None says that the tokens are deterministic.
-    """
-    if rule == COUPLED:
-        return walk(tokens, num_valid, target, coupled_noise(keys, positions, vocab, dtype))
-    _, accept, final = split_keys(keys)
-    if rule == "rejection" and draft is None:
-        return walk(
-            tokens, num_valid, target, lambda slots: position_gumbel(final, slots, vocab, dtype)
-        )
-    length = tokens.shape[1]
-    if draft is None:
-        draft = one_hot_distributions(tokens, vocab, dtype)
-    decide = RULES[rule].decide if isinstance(rule, str) else rule
-    decision = decide(tokens, num_valid, target, draft, uniforms(accept, length, dtype))
-    gumbel = position_gumbel(final, jnp.zeros_like(num_valid), vocab, dtype)
-    return conclude(decision, gumbel, length)

@@ -15,16 +15,17 @@ from jaxtyping import Array, Float, Int
 from specjax import sampling
 from specjax.decoding.draft_length import DraftLength
 from specjax.decoding.executor import compile_plan
-from specjax.decoding.options import RULE_OR_FUNCTION
+from specjax.decoding.options import RULE
 from specjax.decoding.plan import widths
 from specjax.decoding.sampling_params import SEED, SamplingParams
 from specjax.decoding.state import RUNNING, Plan, Rows, State
-from specjax.drafters import DRAFT_TOKENS, DRAFTER_KIND, Drafter
+from specjax.drafters import DRAFT_TOKENS, DRAFTER_KIND, Drafter, LoadedDrafter, Turns
 from specjax.drafters.base import Sampling, warp_rows
 from specjax.errors import InputError
 from specjax.fields import Instance, Items, Whole, optional
 from specjax.loading.model import Model
 from specjax.models.interface import LanguageModel
+from specjax.testing.contracts import check_contract
 
 QUANTILE = 1e-6
 """How often an exact drafter fails by chance."""
@@ -71,7 +72,7 @@ _PAIR = Items(
 
 
 def check_drafter(
-    drafter: Drafter,
+    drafter: Drafter | LoadedDrafter,
     target: Model | tuple[LanguageModel, Any],
     rows: int = 200_000,
     *,
@@ -90,10 +91,11 @@ def check_drafter(
     or a `Tabular` with its logits, of at most 16 tokens. `draft_length` lets the length adapt, and
     `request` says how rows are warped. Give the drafter a distribution that differs from the
     target's by a total variation of 0.2 to 0.6, so that accepting and refusing both count. An exact
-    drafter fails once in a million seeds. Raises InputError for a target that is too large, or bad
+    drafter fails once in a million seeds. Raises InputError for a drafter that breaks its contract
+    (`contracts.check_contract`), for a target that is too large, or bad
     sizes.
     """
-    DRAFTER_KIND.check("drafter", drafter)
+    loaded = DRAFTER_KIND.check("drafter", drafter)
     if isinstance(target, Model):
         target = target.architecture, target.params
     model, params = _PAIR.check("target", target)
@@ -101,24 +103,26 @@ def check_drafter(
     prompt = Items(Whole(), least=1).check("prompt", prompt)
     DRAFT_TOKENS.check("num_speculative_tokens", num_speculative_tokens)
     optional(Instance(DraftLength, "use a DraftLength")).check("draft_length", draft_length)
-    RULE_OR_FUNCTION.check("verify", verify)
+    rule = RULE.check("verify", verify)
     Instance(SamplingParams, "use SamplingParams").check("request", request)
     seed = SEED.check("seed", seed)
     length = num_speculative_tokens + 2
     _check_sizes(model, rows, prompt, length)
     plan = make_plan(
         model,
-        drafter,
+        loaded.drafter,
         draft_length or DraftLength(num_speculative_tokens),
-        verify=verify,
+        verify=rule,
         request=request,
         capacity=len(prompt) + length + num_speculative_tokens,
     )
+    few = first_rows(plan, prompt, request, np.arange(num_speculative_tokens + 2), seed)
+    check_contract(plan, (params, loaded.params), few)
     batch = min(_BATCH, rows)
     counted, tested = np.zeros(model.vocab_size**3, np.int64), []
     for first in range(0, rows, batch):
         index = np.arange(first, first + batch)
-        state = decode(plan, (params, drafter.params), prompt, request, index, seed, length)
+        state = decode(plan, (params, loaded.params), prompt, request, index, seed, length)
         end = len(prompt) + length
         outputs = np.asarray(state.tokens)[:, end - 3 : end]
         code = np.ravel_multi_index(tuple(outputs.T), (model.vocab_size,) * 3)
@@ -140,14 +144,15 @@ def check_drafter(
 
 def make_plan(
     model: LanguageModel,
-    drafter: Drafter,
+    drafter: Turns,
     draft_length: DraftLength,
     *,
-    verify: str | sampling.Rule,
+    verify: sampling.Rule,
     request: SamplingParams,
     capacity: int,
 ) -> Plan:
     """The plan of a loop over short rows that all make the same request."""
+    drafter = drafter.limited(draft_length.max_tokens)
     return Plan(
         target=model,
         drafter=drafter,
@@ -197,6 +202,7 @@ def first_rows(
     keys = jax.vmap(lambda number: sampling.row_key(seed, number))(jnp.asarray(index))
     rows = Rows(
         index=jnp.asarray(index, jnp.int32),
+        prompt_length=every(len(prompt), jnp.int32),
         key=keys,
         sampling=Sampling(
             temperature=every(request.temperature, jnp.float32),

@@ -28,6 +28,10 @@ Table = tuple[Float[np.ndarray, "_ V"], ...]
 """Distributions by context: entry d has V**d rows, one per d earlier tokens, the first slowest."""
 
 
+Decide = Callable[..., sampling.Decision]
+"""`UniformRule.decide` of a rule."""
+
+
 class Drafts(NamedTuple):
     """Drafted chains, their distributions, and the group each belongs to, with its weight.
 
@@ -80,7 +84,7 @@ def distributions_along(
     return np.stack(distributions, axis=1) if distributions else np.zeros((len(tokens), 0, vocab))
 
 
-def decisions(rule: sampling.Rule, drafts: Drafts) -> Outcomes:
+def decisions(rule: Decide, drafts: Drafts) -> Outcomes:
     """Every cell of the uniforms on which the rule decides alike, for every draft."""
     run = _Run.of(rule, drafts)
     item, low, high = _cells(run, drafts.tokens.shape[1], len(drafts.tokens))
@@ -164,7 +168,7 @@ class _Run:
     drafts: Drafts
 
     @classmethod
-    def of(cls, rule: sampling.Rule, drafts: Drafts) -> _Run:
+    def of(cls, rule: Decide, drafts: Drafts) -> _Run:
         @jax.jit
         def call(
             tokens: Int[Array, "R K"],

@@ -9,6 +9,8 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from specjax import sampling
+from specjax.decoding.options import RULE
+from specjax.errors import InputError, shown
 from specjax.fields import Choice, Function, Instance, Items, Whole, optional
 from specjax.testing.enumeration import (
     Drafts,
@@ -83,9 +85,9 @@ def check_rule(
 ) -> Check:
     """Whether a rule keeps the target's distribution: P(output prefix) = product of p, to 1e-10.
 
-    `rule` is the name of one, or a function `rule(tokens [B,K], num_valid [B], target, draft,
-    uniforms [B,K]) -> Decision(num_accepted [B], next_logp [B,V])` that can be compiled by
-    `jax.jit`:
+    `rule` is a `sampling.UniformRule`, whose `decide(tokens [B,K], num_valid [B], target, draft,
+    uniforms [B,K]) -> Decision(num_accepted [B], next_logp [B,V])` is checked, or the name of a
+    rule:
 
     - row b drafted `tokens[b, :num_valid[b]]`; what stands after them was never drafted;
     - `target(slots [B])` and `draft(slots [B])` are log-probabilities [B,V], p and q of the token
@@ -103,12 +105,12 @@ def check_rule(
     tokens that it keeps of each draft. Raises InputError for an unknown rule or topology and for
     sizes that are out of range.
     """
-    _check_input(rule, topology, vocab, length, distributions, valid)
+    rule = _check_input(rule, topology, vocab, length, distributions, valid)
     distributions = example_distributions(vocab, length) if distributions is None else distributions
     sampled, fixed = _sampled(distributions, valid), _deterministic(distributions, valid)
-    if rule == sampling.COUPLED:
+    if rule.position_noise:
         return _compare([(fixed, walks(fixed[0]))])
-    decide = sampling.RULES[rule].decide if isinstance(rule, str) else rule
+    decide = rule.decide
     try:
         found = [(sampled, decisions(decide, sampled[0])), (fixed, decisions(decide, fixed[0]))]
     except NotAStepFunction:
@@ -117,7 +119,7 @@ def check_rule(
             "use each uniform once, against one threshold"
         )
         return Check(False, float("nan"), counterexample)
-    if rule == "rejection":
+    if rule == sampling.Rejection():
         # Deterministic drafts take this way when no distribution is stored.
         found.append((fixed, walks(fixed[0])))
     return _compare(found)
@@ -283,9 +285,12 @@ def _check_input(
     length: int,
     distributions: list[DistributionPair] | None,
     valid: Valid | None,
-) -> None:
-    if not callable(rule):
-        Choice(tuple(sampling.RULES)).check("rule", rule)
+) -> sampling.Rule:
+    rule = RULE.check("rule", rule)
+    if not isinstance(rule, sampling.UniformRule | sampling.Coupled):
+        raise InputError(
+            f"rule={shown(rule)}: only a specjax.sampling.UniformRule is enumerated; subclass it"
+        )
     Choice(("chain",)).check("topology", topology)
     Whole(2, 5, remedy="every output is enumerated, so use 2 to 5").check("vocab", vocab)
     Whole(1, 3, remedy="every draft is enumerated, so use 1 to 3").check("length", length)
@@ -293,3 +298,4 @@ def _check_input(
         "distributions", distributions
     )
     optional(Function()).check("valid", valid)
+    return rule

@@ -1,9 +1,10 @@
-"""What speculative decoding can gain, before any of it is run.
+"""Expected tokens, speed-up and memory of speculative decoding, in closed form.
 
-The closed forms take `alpha`, the probability that a draft token is accepted, as the same at each
-position and independent of the others (Leviathan et al. 2023, "Fast Inference from Transformers via
-Speculative Decoding", section 3). Numbers may be scalars or numpy arrays that broadcast together;
-results are floats where all of them were scalars. Bad input raises `specjax.errors.InputError`.
+The formulas assume that `alpha`, the probability that a draft token is accepted, is equal at all
+positions and independent of the others (Leviathan et al. 2023, "Fast Inference from Transformers
+via Speculative Decoding", section 3). Numbers may be scalars or numpy arrays that broadcast
+together; results are floats where all of them were scalars. Bad input raises
+`specjax.errors.InputError`.
 """
 
 from specjax.theory.deployment import (

@@ -1,4 +1,4 @@
-"""The numbers that theory takes and gives: scalars or numpy arrays, checked on the way in."""
+"""Checks of theory's arguments, which are scalars or numpy arrays."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def checked(
 
 
 def checked_count(name: str, value: Count, least: int) -> int | Int[np.ndarray, "..."]:
-    """`value` as int, or an int64 array, if all of it is whole and at least `least`."""
+    """`value` as int, or an int64 array, if all of it is whole and at least `least`, else error."""
     array = np.asarray(value)
     if not np.issubdtype(array.dtype, np.integer):
         raise InputError(f"{name} = {value}: give a whole number of at least {least}")

@@ -1,4 +1,4 @@
-"""Bytes and least seconds of a model on a chip, and the speed-up that these leave possible."""
+"""Memory and least seconds of a model on a chip, and the speed-up that these allow (roofline)."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ class ModelShape:
         return self.num_layers * (attention + mlp) + self.vocab_size * self.hidden_size
 
     def kv_elements(self) -> int:
-        """Numbers that the cache keeps of one token: keys and values, 2 L G C."""
+        """Numbers that the cache stores per token: keys and values, 2 L G C."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes that a deployment holds on the device, by what holds them."""
+    """Bytes that a deployment needs on the device, by purpose."""
 
     target_weights: Count
     draft_weights: Count
@@ -84,7 +84,7 @@ def memory(
     cache_itemsize: int = 2,
     logit_itemsize: int = 4,
 ) -> Memory:
-    """Bytes that speculative decoding keeps alive in a round, activations left out.
+    """Bytes that speculative decoding needs during a round, without activations.
 
     Weights of target and `draft`; for each of them a cache of 2 L G C S B numbers (S = `capacity`,
     B = `batch`) and a window of W = `num_nodes` + 1 slots; logits [B, W, V] and the draft
@@ -148,12 +148,12 @@ def pass_seconds(
     context: Count,
     itemsize: int = 2,
 ) -> Result:
-    """Least time of one pass over `tokens` new tokens a row, in seconds.
+    """Least time of one pass over `tokens` new tokens per row, in seconds.
 
     max(bytes / bandwidth, FLOPs / peak), with perfect overlap (Williams et al. 2009, "Roofline").
-    Bytes: all weights once, keys and values of `context` tokens a row read, those of the new ones
-    written. FLOPs: 2 for each matmul weight and token, and 4 L H C for each token attended to, the
-    new ones causally. `itemsize` is that of weights and cache, in bytes.
+    Bytes: all weights once, keys and values of `context` tokens per row read, new ones written.
+    FLOPs: 2 for each matmul weight and token, and 4 L H C for each token attended to, the new ones
+    causally. `itemsize` is that of weights and cache, in bytes.
     """
     chip = _chip(chip)
     tokens = np.asarray(checked_count("tokens", tokens, 1), np.float64)
@@ -169,10 +169,10 @@ def pass_seconds(
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """Speculative against plain decoding at the chip's limits; each field a float or an array.
+    """Speculative compared with plain decoding at the chip's limits; fields are floats or arrays.
 
     Times in seconds: of a plain pass, of a round's draft, of its verify pass. `fits` says whether
-    weights, caches and logits fit into the chip's memory: where they do not, the rest is moot.
+    weights, caches and logits fit into the chip's memory; where not, ignore the other fields.
     """
 
     plain_seconds: Result
@@ -196,12 +196,13 @@ def roofline(
     draft_cost: Real | ModelShape = 0.0,
     itemsize: int = 2,
 ) -> Roofline:
-    """Speed-up of k drafts a round by batch size and context (committed tokens a row) on a chip.
+    """Speed-up of k drafts per round on a chip, by batch size and context.
 
+    `context` is the number of committed tokens per row.
     `draft_cost` is one draft step in plain target passes, or the shape of a draft model: then k of
     its one-token passes are timed on the same chip, batch and context. `batch`, `context` and
     `alpha` broadcast: `roofline(shape, "h100-sxm", batch[:, None], context[None], 4, 0.8)` is a
-    table. tokens/s are of all rows together. One chip: for n of them scale `Chip` by n.
+    table. tokens/s are of all rows together. For n chips multiply the figures of `Chip` by n.
     """
     chip = _chip(chip)
     k = checked_count("k", k, 0)

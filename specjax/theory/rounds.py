@@ -1,4 +1,4 @@
-"""Closed forms of one round: tokens it emits, what it costs, when it pays."""
+"""Closed forms of one round: expected tokens, speed-up, best draft length, break-even."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specjax.theory.checks import Real, Result, checked, checked_count, unwrap
 
 
 def expected_tokens(alpha: Real, k: int) -> Result:
-    """Mean tokens a round emits with k drafts, the target's own token included.
+    """Mean tokens that a round emits with k drafts, the target's own token included.
 
     (1 - alpha^(k+1)) / (1 - alpha), or k + 1 at alpha = 1 (Leviathan et al. 2023, equation 1). It
     already counts the bonus token: do not add one.
@@ -38,12 +38,12 @@ def acceptance_from_tv(tv: Real) -> Result:
 def speedup(
     alpha: Real, k: int, c: Real, *, convention: str = "per_step", verify_cost: Real = 1.0
 ) -> Result:
-    """Speed-up over plain decoding with k drafts a round, in terms of one plain target pass.
+    """Speed-up over plain decoding with k drafts per round, in terms of one plain target pass.
 
     `c` is the cost of drafting: with `per_step` that of one of the round's k draft steps (divide by
     k c + 1; Leviathan et al. 2023, theorem 3.8), with `per_draft` that of the round's whole draft
     (divide by c + 1; no draft and no cost at k = 0). `verify_cost` is T(k+1) / T(1), the cost of a
-    target pass over k + 1 tokens, and takes the place of the 1.
+    target pass over k + 1 tokens, and replaces the 1.
     """
     cost = _round_cost(k, c, convention, verify_cost)
     return unwrap(np.asarray(expected_tokens(alpha, k)) / cost)
@@ -57,7 +57,7 @@ def optimal_k(
     convention: str = "per_step",
     verify_cost: Real | Callable[[int], Real] = 1.0,
 ) -> int | Int[np.ndarray, "..."]:
-    """The k in 0..max_k with the greatest `speedup`, the least such k; 0 says do not speculate.
+    """The least k in 0..max_k with the greatest `speedup`; 0 means plain decoding is fastest.
 
     `verify_cost` may be a function of k, such as measured T(k+1) / T(1). A constant other than 1 is
     the cost of each k > 0, as k = 0 is plain decoding. With `per_draft` and a constant cost more
@@ -76,7 +76,7 @@ def optimal_k(
 def break_even_alpha(
     k: int, c: float | int, *, convention: str = "per_step", verify_cost: float | int = 1.0
 ) -> float:
-    """The least acceptance probability at which k drafts a round do not lose to plain decoding.
+    """The least acceptance probability at which k drafts per round are no slower than none.
 
     The alpha in [0, 1] with `speedup` = 1, by bisection; 0 where a round costs no more than a plain
     pass. For k = 1 it is c itself (Leviathan et al. 2023, corollary 3.9). Raises InputError where a

@@ -13,8 +13,8 @@ from typing import Any
 
 from specjax.files.json_files import read_json_file
 from specjax.files.paths import cache_folder
+from train.data.dataset_cache import prepared
 from train.data.json_lines import read_rows
-from train.data.prepared import prepared
 from train.data.writing import write_responses
 
 NAME = "shipped"

@@ -58,7 +58,7 @@ def _counts_of(part: Responses, vocab_size: int) -> Int64[np.ndarray, "V"]:
     for index in np.flatnonzero(~part.validation):
         example = part[int(index)]
         counts += np.bincount(example.tokens[example.loss_mask], minlength=vocab_size)
-    if processes.speaks():
+    if processes.is_first():
         _keep(file, counts)
     return counts
 

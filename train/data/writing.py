@@ -72,7 +72,7 @@ def _disk(path: Path) -> Iterator[None]:
     except (OSError, RuntimeError) as error:
         raise InputError(
             f"{path}: the dataset cannot be written ({one_line(error)[:120]}); "
-            "make room or write elsewhere"
+            "free space or write elsewhere"
         ) from None
 
 

@@ -16,7 +16,7 @@ from specjax.cli.mesh_config import DistributedConfig, MeshConfig
 from specjax.decoding.executor import Programs, run_batch
 from specjax.decoding.generate import collect
 from specjax.decoding.open_session import open_session
-from specjax.decoding.options import BATCH_SIZE, RULE, DecodeOptions
+from specjax.decoding.options import BATCH_SIZE, RULE_NAME, DecodeOptions
 from specjax.decoding.plan import Session
 from specjax.decoding.prompts import CHAT
 from specjax.decoding.sampling_params import MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P, SamplingParams
@@ -141,7 +141,7 @@ class AnswersConfig:
     batch_size: Annotated[int, BATCH_SIZE]
     drafter: DrafterSection
     num_speculative_tokens: Annotated[int | None, optional(DRAFT_TOKENS)]
-    verify: Annotated[str, RULE]
+    verify: Annotated[str, RULE_NAME]
     minutes: Annotated[float | None, optional(Number(0.0, 1e9, above=True))]
     mesh: MeshConfig
     distributed: DistributedConfig
@@ -208,7 +208,7 @@ def find_requests(config: AnswersConfig, screen: Screen) -> list[Request]:
     corpus.sizes_of(made.num_prompts, made.mix)
     with screen.working("making the prompts of specjax_corpus"):
         # The others find what the first has made, or make it on a disk of their own.
-        if processes.speaks():
+        if processes.is_first():
             corpus.prepare_corpus(made, config.tfds.data_dir, screen.say)
         processes.agree({})
         return read_dataset(str(corpus.prepare_corpus(made, config.tfds.data_dir, screen.say)))

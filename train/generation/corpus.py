@@ -24,7 +24,7 @@ import tensorflow_datasets as tfds
 from specjax.errors import InputError
 from specjax.files import folder_marker
 from specjax.files.paths import cache_folder, output_folder
-from train.data.prepared import prepared
+from train.data.dataset_cache import prepared
 from train.generation.corpus_tasks import CATEGORIES, DEFAULT_MIX, Draft, Texts
 from train.generation.prompts import prepare
 

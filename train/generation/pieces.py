@@ -53,7 +53,7 @@ class Pieces:
                 )
         except OSError as error:
             raise InputError(
-                f"{path}: cannot be written ({error.strerror or error}); make room, then start "
+                f"{path}: cannot be written ({error.strerror or error}); free space, then start "
                 "again: finished batches are kept"
             ) from None
 
@@ -91,5 +91,5 @@ def open_pieces(root: Path, record: Mapping[str, Any]) -> Pieces:
             folders.delete_temporary(pieces.directory)
         write_file(file, json.dumps(record, indent=1) + "\n")
 
-    processes.together(lambda: check() if processes.speaks() else None)
+    processes.together(lambda: check() if processes.is_first() else None)
     return pieces

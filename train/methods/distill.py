@@ -33,8 +33,8 @@ from train.methods.draft_losses import (
     score_drafts,
     variation,
 )
-from train.methods.labels import ahead, at_rows, label_ahead, visible
 from train.methods.method import Measures, Method, measure
+from train.methods.packed_rows import ahead, at_rows, label_ahead, visible
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax.models.layers.matmul import product
 from train.data.batches import Batch
-from train.methods.labels import ahead, at_rows, label_ahead
 from train.methods.losses import soft_cross_entropy, total_variation
+from train.methods.packed_rows import ahead, at_rows, label_ahead
 
 _BLOCK = 512
 """Labels at a time, over all rows of the batch."""

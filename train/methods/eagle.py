@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Key
 
 from specjax.errors import InputError
 from specjax.fields import Choice
-from specjax.loading.head_formats.borrowed import target_embedding
+from specjax.loading.head_formats.shared_with_target import target_embedding
 from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.model import Model
 from specjax.models.heads.eagle import Eagle, EagleConfig

@@ -21,9 +21,9 @@ from specjax.models.heads.eagle import Eagle
 from specjax.models.layers.attention import Partial, attend_in_blocks, merge
 from train.data.batches import Batch
 from train.methods.draft_losses import LabelLoss, Scoring, Teacher, Truth, score_drafts
-from train.methods.labels import ahead, at_rows, label_ahead
 from train.methods.losses import smooth_l1, soft_cross_entropy
 from train.methods.method import Measures, measure
+from train.methods.packed_rows import ahead, at_rows, label_ahead
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ from train.methods.draft_losses import (
     kl_divergence,
     score_drafts,
 )
-from train.methods.labels import at_rows, label_ahead
 from train.methods.method import Measures, Method, measure
+from train.methods.packed_rows import at_rows, label_ahead
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from specjax.models.decoder import Decoder
 from specjax.models.heads.medusa import Medusa, MedusaConfig
 from train.data.batches import Batch
 from train.methods.draft_losses import Scoring, Teacher, cross_entropy, kl_divergence, score_drafts
-from train.methods.labels import at_rows, visible
 from train.methods.medusa import MedusaLoss, first_params, heads_loss, heads_measures
 from train.methods.method import Measures, Method
+from train.methods.packed_rows import at_rows, visible
 
 
 @dataclass(frozen=True)

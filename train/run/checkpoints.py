@@ -42,7 +42,7 @@ def last_checkpoint(workdir: Workdir) -> Saved | None:
     damaged.
     """
     # One process looks, since file systems may show the others an older listing.
-    finished = processes.from_first(_finished(workdir) if processes.speaks() else [])
+    finished = processes.from_first(_finished(workdir) if processes.is_first() else [])
     damaged: list[int] = []
     first = None
     for step in reversed(finished):
@@ -67,11 +67,11 @@ def save_checkpoint(workdir: Workdir, step: int, state: Any, metadata: dict[str,
     try:
         orbax_checkpoint.save(directory, _KIND, _nested(state), metadata, overwrite=True)
     except InputError:
-        if processes.speaks():
+        if processes.is_first():
             with suppress(OSError):
                 directory.rmdir()
         raise
-    if processes.speaks():
+    if processes.is_first():
         whole = [one for one in steps(workdir) if _is_whole(workdir, one)]
         for other in set(steps(workdir)) - set(whole[-KEPT:]):
             checkpoint_directory.delete(_directory(workdir, other), _KIND)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from specjax.decoding.generate import generate
-from specjax.drafters.trained import head_drafter
+from specjax.drafters import head_drafter
 from specjax.loading.model import Model
 from train.data.batches import Batch, Packing, Shape, Source, build
 from train.methods.method import Method
@@ -96,7 +96,7 @@ def measure_tau(
     """Decode prompts of token ids with a head: `tau` and `decoded_acc_pos_i`, by definition.
 
     `tau` is `metrics.acceptance_length`; `decoded_acc_pos_i` the share of rounds in which draft
-    tokens 0..i were accepted. `make_drafter(head, target)` is `drafters.trained.head_drafter`.
+    tokens 0..i were accepted. `make_drafter(head, target)` is `drafters.head_drafter`.
     """
     result = generate(
         target,

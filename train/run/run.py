@@ -107,13 +107,13 @@ def _train(
     begin: float,
 ) -> int:
     settings, method, mesh = setup.settings, setup.method, setup.mesh
-    processes.together(lambda: _check_exports(method, workdir) if processes.speaks() else None)
+    processes.together(lambda: _check_exports(method, workdir) if processes.is_first() else None)
     progress = loop.Progress()
     if saved := checkpoints.last_checkpoint(workdir):
         program, progress = loop.resumed(program, saved)
     files.truncate_metrics(workdir, progress.step)
 
-    quiet = not processes.speaks()
+    quiet = not processes.is_first()
     console = console or Console(width=None if sys.stdout.isatty() else 160)
     with MetricsWriter(workdir, console, settings.steps, progress.step, quiet) as writer:
         _introduce(writer, setup, program.state.params)

@@ -18,8 +18,8 @@ from specjax.distributed.device_memory import check_fits
 from specjax.distributed.sharding import DATA, axis_size, use
 from specjax.models.decoder import Decoder
 from train.data.batches import Batch
-from train.methods.labels import fill_features
 from train.methods.method import Measures, Method
+from train.methods.packed_rows import fill_features
 from train.run.config import Settings
 from train.run.optimizer import learning_rate, make_optimizer, summed_gradients
 

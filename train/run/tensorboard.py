@@ -69,7 +69,7 @@ class TensorBoardWriter:
 
     def _unwritable(self, error: OSError) -> InputError:
         return InputError(
-            f"{self._path.parent}: cannot be written ({error.strerror or error}); make room, then "
+            f"{self._path.parent}: cannot be written ({error.strerror or error}); free space, then "
             "start again"
         )
 

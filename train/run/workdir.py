@@ -107,8 +107,8 @@ def open_workdir(directory: str | Path, record: Mapping[str, Any]) -> Workdir:
         write_file(workdir.config, text)
 
     # The others must not look before the first one has, nor write.
-    processes.together(lambda: check() if processes.speaks() else None)
-    processes.together(lambda: None if processes.speaks() else _check_seen(workdir))
+    processes.together(lambda: check() if processes.is_first() else None)
+    processes.together(lambda: None if processes.is_first() else _check_seen(workdir))
     return workdir
 
 
@@ -122,7 +122,7 @@ def steps(workdir: Workdir) -> list[int]:
 
 def truncate_metrics(workdir: Workdir, step: int) -> None:
     """Drop the lines of steps after `step`, and one that was truncated."""
-    if not processes.speaks() or not workdir.metrics.exists():
+    if not processes.is_first() or not workdir.metrics.exists():
         return
     kept = [row for row in read_metrics(workdir) if row["step"] <= step]
     write_file(workdir.metrics, "".join(json.dumps(row) + "\n" for row in kept))
@@ -137,7 +137,7 @@ def is_evaluated(workdir: Workdir, step: int) -> bool:
             row["step"] == step and any(name.startswith("eval/") for name in row) for row in rows
         )
 
-    return processes.from_first(look() if processes.speaks() else False)
+    return processes.from_first(look() if processes.is_first() else False)
 
 
 def read_metrics(workdir: Workdir) -> list[dict[str, Any]]:
@@ -212,5 +212,5 @@ def _check_seen(workdir: Workdir) -> None:
 
 def _unwritable(path: Path, error: OSError) -> InputError:
     return InputError(
-        f"{path}: cannot be written ({error.strerror or error}); make room, then start again"
+        f"{path}: cannot be written ({error.strerror or error}); free space, then start again"
     )

@@ -1,1 +1,1 @@
-"""Model files: GGUF and Hugging Face's layout."""
+"""Model formats: GGUF files and Hugging Face directories."""

@@ -1,4 +1,4 @@
-"""Parameters on their way from a file to the devices, a tensor at a time."""
+"""Builds a parameter tree on the devices from a file's tensors, one at a time."""
 
 from __future__ import annotations
 
@@ -68,9 +68,10 @@ def build(
 ) -> dict[str, Any]:
     """The parameter tree with every location filled, on the default device or split over a mesh.
 
-    The host holds a tensor or two at a time, never the model, but where the CPU is the device:
-    without a mesh its memory is the device's. `threads` fill at once; with one, locations are
-    filled in order. Raises InputError where the mesh does not fit the model.
+    The host holds one or two tensors at a time, except where the CPU is the device and there is no
+    mesh: then the tree is filled in host memory directly. `threads` is the number of threads that
+    fill concurrently; one fills the locations in order. Raises InputError where the mesh does not
+    fit the model.
     """
     if mesh is not None:
         check_shards(config, shards)
@@ -133,7 +134,7 @@ def _adopted(
 def _read_ahead(
     locations: Sequence[parameter_names.Location], dtype: np.dtype, fill: Fill, threads: int
 ) -> Iterator[tuple[parameter_names.Location, np.ndarray]]:
-    """Each location with its tensor, in order: every process runs the same programs in turn."""
+    """Each location with its tensor, in order, so that all processes run programs in one order."""
 
     def read(location: parameter_names.Location) -> tuple[parameter_names.Location, np.ndarray]:
         tensor = np.empty(location.shape, dtype)

@@ -1,4 +1,4 @@
-"""Llama-family models in GGUF files: config and weights, dequantised while they are read."""
+"""Llama-family models in GGUF files: config, and weights dequantised to the wanted dtype."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from jax.sharding import Mesh
 
 from specjax.errors import InputError, shown
 from specjax.loading.formats import build_parameters, parameter_names
-from specjax.loading.formats.gguf_header import GgufFile, Tensor, check_type, short
+from specjax.loading.formats.gguf_file import GgufFile, Tensor, check_type, short
 from specjax.models.config import DecoderConfig, RopeScaling
 
 
 class _Keys:
-    """Typed reading of the `llama.*` metadata; remembers what was asked for."""
+    """Typed reading of the `llama.*` metadata; records which keys were read."""
 
     def __init__(self, file: GgufFile) -> None:
         self.path, self.metadata, self.asked = file.path, file.metadata, set[str]()
 
     def get(self, name: str, kinds: tuple[type, ...], default: Any = None) -> Any:
-        """One value, or the one that all entries of an array share (some files list layers)."""
+        """One value, or the common value of an array (some files list one per layer)."""
         key = f"llama.{name}"
         self.asked.add(key)
         value = self.metadata.get(key, default)
@@ -43,7 +43,7 @@ class _Keys:
         return float(self.get(name, (int, float), default))
 
     def only(self, name: str, neutral: Any) -> None:
-        """Refuse a setting that changes the arithmetic in a way the decoder does not know."""
+        """Raise InputError for a setting that changes the arithmetic, unless it is `neutral`."""
         value = self.get(name, (bool, int, float, str), neutral)
         if value != neutral:
             raise InputError(
@@ -62,7 +62,7 @@ _INERT = {
 
 
 def check_architecture(file: GgufFile) -> None:
-    """Raise InputError unless the file is of the architecture that `read_config` knows."""
+    """Raise InputError unless the file's architecture is the one that `read_config` supports."""
     architecture = file.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture != "llama":
         raise InputError(
@@ -162,10 +162,10 @@ def read_params(
     shards: int = 1,
     scan_layers: bool = True,
 ) -> dict[str, Any]:
-    """The parameter tree of `layout.param_shapes`, dequantised straight into its location.
+    """The parameter tree of `parameter_names.param_shapes`, dequantised into its final arrays.
 
     Raises InputError listing tensors that are missing, unexpected, mis-shaped or of a type that
-    cannot be dequantised; nothing is allocated before that is known.
+    cannot be dequantised, before anything is allocated.
     """
     found = {name: tensor.shape for name, tensor in file.tensors.items()}
     locations = parameter_names.match(
@@ -179,7 +179,7 @@ def read_params(
     def fill(location: parameter_names.Location, target: np.ndarray) -> None:
         _fill(file, file.tensors[location.name], location, target)
 
-    # Biggest first, so that the threads end together.
+    # Largest first, so that the threads finish at similar times.
     locations.sort(key=lambda location: -file.tensors[location.name].size)
     return build_parameters.build(config, dtype, locations, fill, mesh, shards, scan_layers)
 
@@ -196,7 +196,7 @@ def _fill(
     rest = location.stored_shape[1:]
     into = parameter_names.stored_view(target, location)
     for first, values in file.chunks(tensor):
-        # A chunk is whole rows, small enough to be turned in cache.
+        # A chunk is whole rows, small enough to be transposed in the CPU's cache.
         start = first // math.prod(rest)
-        room = into[start : start + values.size // math.prod(rest)]
-        np.copyto(room, values.reshape(-1, *rest)[: len(room)], casting="same_kind")
+        part = into[start : start + values.size // math.prod(rest)]
+        np.copyto(part, values.reshape(-1, *rest)[: len(part)], casting="same_kind")

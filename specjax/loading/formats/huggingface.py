@@ -133,7 +133,7 @@ def read_params(
     shards: int = 1,
     scan_layers: bool = True,
 ) -> dict[str, Any]:
-    """The parameter tree of `layout.param_shapes`, from model.safetensors or its shards.
+    """The parameter tree of `parameter_names.param_shapes`, from model.safetensors or its shards.
 
     Raises InputError for missing shards, damaged files, pickles, tensors that are missing,
     unexpected or mis-shaped, and a directory that is not what `save` wrote there.
@@ -153,7 +153,7 @@ def read_params(
     )
     if tied_copy:
         _check_tied(directory, where)
-    # In the order of the shards, each of which is open once.
+    # In the order of the shards, so that each is opened once.
     locations.sort(key=lambda location: str(where[location.name]))
     with ExitStack() as stack:
         files = {path: stack.enter_context(_open_shard(path)) for path in set(where.values())}
@@ -170,7 +170,7 @@ def read_params(
 
 
 def _check_tied(directory: Path, where: dict[str, Path]) -> None:
-    """A head that a tied checkpoint also stores must be the embedding."""
+    """Raise InputError where a tied checkpoint also stores a head that is not the embedding."""
     both = []
     for name in ("lm_head.weight", "model.embed_tokens.weight"):
         with _open_shard(where[name]) as file:

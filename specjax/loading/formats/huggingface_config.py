@@ -1,4 +1,4 @@
-"""config.json of a Llama model, in the spelling of transformers 4 and of transformers 5."""
+"""config.json of a Llama model, with the field names of transformers 4 and 5."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specjax.loading.tokenizers.huggingface_tokenizer import end_fields, read_js
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from specjax.models.config import DecoderConfig, RopeScaling
 
-_LARGEST = 10**30  # JSON knows whole numbers that no float holds
+_LARGEST = 10**30  # JSON has whole numbers that no float holds
 
 
 def read_config(directory: Path, vocab_size: int | None) -> DecoderConfig:
@@ -46,7 +46,7 @@ def read_config(directory: Path, vocab_size: int | None) -> DecoderConfig:
     }
     for field, value in neutral.items():
         if raw.get(field) not in (value, None):
-            raise fail(field, f"the decoder knows only {shown(value)}")
+            raise fail(field, f"the decoder supports only {shown(value)}")
 
     def number(field: str, kinds: tuple[type, ...], default: Any = None) -> Any:
         value = raw.get(field)

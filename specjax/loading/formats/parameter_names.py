@@ -1,4 +1,4 @@
-"""Where each tensor of a checkpoint lives in the parameter tree, and in which shape.
+"""Tensor names of GGUF and Hugging Face, with their location and shape in the parameter tree.
 
 One table per file format serves reading and writing. The tree is a plain nested dict; layers are
 stacked on the first axis, head axes are their own dimension, kernels are [in..., out...].
@@ -46,7 +46,7 @@ class Slot(NamedTuple):
 
 
 def _table(names: dict[str, str], *, paired: bool) -> tuple[Slot, ...]:
-    """Both formats store the same matrices, [out, in]; they differ in names and in row order."""
+    """A format's table. Both store the same matrices, [out, in], in other names and row orders."""
     layer = ("layers",)
     slots = [
         Slot(names["embed"] + ".weight", ("head", "kernel"), 1, tied=True),
@@ -149,7 +149,7 @@ def locations(table: Iterable[Slot], config: DecoderConfig) -> Iterator[Location
 
 
 def from_stored(stored: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
-    """The tree's array, as a view where that is possible, of one tensor as the file has it."""
+    """The tree's array of one tensor in the file's layout; a view where that is possible."""
     if location.slot.paired:
         stored = _unpair(stored, _head_width(location))
     return (stored.T if location.slot.in_axes else stored).reshape(location.shape)

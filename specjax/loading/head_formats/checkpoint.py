@@ -1,4 +1,4 @@
-"""A head's directory as other tools lay it out: config.json beside safetensors."""
+"""A head's directory in other tools' layouts: config.json and safetensors, read and written."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def _weight_files(directory: Path) -> list[Path]:
 def check_target(path: Path, where: str | None = None) -> None:
     """Raise InputError unless a directory can be written: it is new, empty, or an earlier export.
 
-    Writing replaces an earlier export, in which there must be nothing else. `where` begins the
-    message, the path if it is left out.
+    Writing replaces an earlier export, which must hold nothing else. `where` begins the message;
+    the default is the path.
     """
     folders.check_replaceable(path, "head", where or str(path))
 
@@ -117,8 +117,8 @@ def write_checkpoint(
 ) -> None:
     """Write a directory that `read_checkpoint` reads, whole or not at all.
 
-    `check` sees what was written before it takes the place of an earlier export, and raises where
-    it is not right. Raises InputError as `check_target` does, and where the disk refuses.
+    `check` is called with the written directory before it replaces an earlier export, and raises
+    where it is wrong. Raises InputError as `check_target` does, and where writing fails.
     """
 
     def write(part: Path) -> None:

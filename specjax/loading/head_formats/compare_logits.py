@@ -1,4 +1,4 @@
-"""Draft logits of a head on fixed inputs, to see that two heads are the same."""
+"""Compares the draft logits of two heads on fixed inputs, bit for bit."""
 
 from __future__ import annotations
 

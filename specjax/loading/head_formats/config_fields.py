@@ -1,4 +1,4 @@
-"""Values of a config.json: typed, and none of them without a meaning."""
+"""Typed reading of a head's config.json; unknown fields are errors."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ _DECODER = (
 
 
 class Fields:
-    """The fields of one JSON object of a config; `where` names it in errors."""
+    """The fields of one JSON object of a config; `where` names the object in errors."""
 
     def __init__(self, where: str, values: Mapping[str, Any]) -> None:
         self.where, self.values = where, values
@@ -126,7 +126,7 @@ class Fields:
         return value
 
     def check_known(self, known: Collection[str], idle: bool = True) -> None:
-        """Raise InputError for a field without a meaning here; `idle` ones may have any value."""
+        """Raise InputError for an unknown field; with `idle`, fields without effect are allowed."""
         allowed = {*known, *(_IDLE if idle else ())}
         unknown = sorted(self.values.keys() - allowed)
         if unknown:
@@ -140,8 +140,8 @@ class Fields:
 def read_decoder(fields: Fields, target: Model, extra: Collection[str] = ()) -> DecoderConfig:
     """The one Llama layer that a config describes, with the target's vocabulary.
 
-    `extra` fields are known to the caller. A vocabulary padded beyond the target's is cut. Raises
-    InputError for another kind of layer and for unknown fields.
+    `extra` fields are read by the caller. A vocabulary padded beyond the target's is truncated.
+    Raises InputError for another kind of layer and for unknown fields.
     """
     fields.check_known({*_DECODER, *_NEUTRAL, *extra})
     if fields.values.get("model_type") not in (None, "llama"):
@@ -167,7 +167,7 @@ def read_decoder(fields: Fields, target: Model, extra: Collection[str] = ()) -> 
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
-        # The target's, of whose embedding and head this speaks.
+        # The target's value: the field is about its embedding and head.
         tie_word_embeddings=target.config.tie_word_embeddings,
         attention_bias=fields.flag("attention_bias"),
         mlp_bias=fields.flag("mlp_bias"),
@@ -175,7 +175,7 @@ def read_decoder(fields: Fields, target: Model, extra: Collection[str] = ()) -> 
 
 
 def decoder_fields(config: DecoderConfig, dtype: np.dtype) -> dict[str, Any]:
-    """What `read_decoder` reads, in the spelling of transformers 4 and 5."""
+    """The fields that `read_decoder` reads, with the names of transformers 4 and 5."""
     rope = _write_rope(config)
     return {
         "model_type": "llama",

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specjax.errors import InputError
-from specjax.loading.head_formats import borrowed, taps
+from specjax.loading.head_formats import shared_with_target, taps
 from specjax.loading.head_formats.checkpoint import Checkpoint
 from specjax.loading.head_formats.config_fields import Fields, decoder_fields, read_decoder
 from specjax.loading.head_formats.eagle_tensors import (
@@ -33,7 +33,7 @@ _EAGLE3_FIELDS = (*FLAGS, "draft_vocab_size", "target_hidden_size", "eagle_confi
 
 
 class Flags(NamedTuple):
-    """What a config says about an EAGLE-3 head beside its layer."""
+    """The fields of an EAGLE-3 head's config other than those of its layer."""
 
     draft_vocab_size: int
     target_hidden_size: int
@@ -44,9 +44,9 @@ class Flags(NamedTuple):
 def read_eagle1(
     checkpoint: Checkpoint, target: Model, metadata: TargetMetadata, training: dict[str, Any]
 ) -> Head:
-    """An EAGLE-1 or 2 head; an embedding or head beside it must be the target's own.
+    """An EAGLE-1 or 2 head; an embedding or head stored beside it must equal the target's.
 
-    Raises InputError for whatever does not fit.
+    Raises InputError for flags, names or shapes that do not fit.
     """
     fields = Fields(str(checkpoint.directory / "config.json"), checkpoint.config)
     decoder = read_decoder(fields, target, ("bias",))
@@ -76,9 +76,9 @@ def read_eagle1(
 
 
 def write_eagle1(head: Head) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The config and the tensors of an EAGLE-1 head; raises InputError for a part of a vocabulary.
+    """The config and the tensors of an EAGLE-1 head; raises InputError for a draft vocabulary.
 
-    What it borrows from its target is not written.
+    The target's arrays that it uses are not written.
     """
     config = head.config
     assert isinstance(config, EagleConfig)
@@ -100,7 +100,7 @@ def read_eagle3(
     training: dict[str, Any],
     layer_ids: taps.Convention | None,
 ) -> Head:
-    """An EAGLE-3 head in SafeAILab's layout. Raises InputError for whatever does not fit."""
+    """An EAGLE-3 head in SafeAILab's layout. Raises InputError for fields that do not fit."""
     fields = Fields(str(checkpoint.directory / "config.json"), checkpoint.config)
     decoder = read_decoder(fields, target, _EAGLE3_FIELDS)
     inner = fields.section("eagle_config")
@@ -108,7 +108,7 @@ def read_eagle3(
     if not inner.flag("use_aux_hidden_state", True):
         raise inner.fail("use_aux_hidden_state", "is not supported; only true is")
     norms = {flag: fields.flag(flag) for flag in FLAGS}
-    # vLLM reads this one of them here first.
+    # vLLM reads this flag here first.
     norms["norm_before_fc"] = inner.flag("norm_before_fc", norms["norm_before_fc"])
     flags = Flags(
         fields.whole("draft_vocab_size", fields.whole("vocab_size")),
@@ -125,7 +125,7 @@ def write_eagle3(
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """The config and the tensors of an EAGLE-3 head in SafeAILab's layout.
 
-    The flags and taps that the layout's own code has no name for are written as vLLM reads them.
+    Flags and taps without a name in the layout's own code are written under vLLM's names.
     """
     config = check_eagle3(head, "eagle3")
     tensors = named_tensors(head, "midlayer")
@@ -152,8 +152,8 @@ def build_eagle3(
 ) -> Head:
     """The head of a checkpoint's tensors and flags; `fields` are those of its layer.
 
-    An embedding beside it becomes the head's own where it differs from the target's. Raises
-    InputError for whatever does not fit.
+    A stored embedding becomes the head's own where it differs from the target's. Raises InputError
+    for flags, names or shapes that do not fit.
     """
     where, vocab_size = checkpoint.directory, target.config.vocab_size
     if flags.target_hidden_size != target.config.hidden_size:
@@ -164,7 +164,7 @@ def build_eagle3(
     tensors = without_padding(checkpoint.tensors, fields.whole("vocab_size"), target)
     size = flags.draft_vocab_size
     size = vocab_size if size == fields.whole("vocab_size") else size
-    ids = borrowed.read_offsets(where, tensors, size, vocab_size)
+    ids = shared_with_target.read_offsets(where, tensors, size, vocab_size)
     if ids is None and size != vocab_size:
         raise InputError(
             f"{where}: draft_vocab_size={size}, and the tensor d2t that maps them to the target's "
@@ -187,7 +187,7 @@ def build_eagle3(
     )
     _check_norms(str(where), config)
     params = read_params(where, tensors, config, layer, ("d2t", "t2d", named))
-    ids, order = borrowed.ascending(ids)
+    ids, order = shared_with_target.ascending(ids)
     params["head"]["kernel"] = params["head"]["kernel"][:, order]
     return Head("eagle3", config, params, ids, metadata, training)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from specjax.errors import InputError
 from specjax.loading.formats import parameter_names
-from specjax.loading.head_formats import borrowed
+from specjax.loading.head_formats import shared_with_target
 from specjax.loading.head_formats.checkpoint import match
 from specjax.loading.heads.head import Head, parameter_shapes
 from specjax.loading.model import Model
@@ -67,7 +67,7 @@ def named_tensors(head: Head, layer: str) -> dict[str, np.ndarray]:
         kernel = tensors[f"{layer}.self_attn.o_proj.weight"]
         tensors[f"{layer}.self_attn.o_proj.bias"] = np.zeros(len(kernel), kernel.dtype)
     if head.draft_ids is not None:
-        tensors |= borrowed.offsets(head.draft_ids, config.decoder.vocab_size)
+        tensors |= shared_with_target.offsets(head.draft_ids, config.decoder.vocab_size)
     return tensors
 
 
@@ -78,18 +78,24 @@ def without_padding(
     tensors = dict(stored)
     for name in ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t"):
         if name in tensors:
-            tensors[name] = borrowed.drop_padding(tensors[name], stated, target.config.vocab_size)
+            tensors[name] = shared_with_target.drop_padding(
+                tensors[name], stated, target.config.vocab_size
+            )
     return tensors
 
 
 def is_targets(
     name: str, tensors: dict[str, np.ndarray], target: Model, exactly: bool = False
 ) -> bool:
-    """Whether a tensor is the target's, to the last bit in the target's dtype with `exactly`."""
+    """Whether a tensor equals the target's; with `exactly` bit for bit in the target's dtype."""
     embedding = name.startswith("embed_tokens")
-    own = borrowed.target_embedding(target) if embedding else borrowed.target_head(target)
+    own = (
+        shared_with_target.target_embedding(target)
+        if embedding
+        else shared_with_target.target_head(target)
+    )
     stored = tensors[name].astype(target.dtype) if exactly else tensors[name]
-    return borrowed.same_numbers(stored, own)
+    return shared_with_target.same_numbers(stored, own)
 
 
 def read_params(
@@ -99,7 +105,7 @@ def read_params(
     layer: str,
     extra: tuple[str, ...],
 ) -> dict[str, Any]:
-    """The parameter tree of the tensors; `extra` names are dealt with elsewhere."""
+    """The parameter tree of the tensors; `extra` names are allowed and ignored."""
     table = locations(config, layer)
     bias = f"{layer}.self_attn.o_proj.bias"
     if config.decoder.attention_bias:

@@ -3,8 +3,8 @@
 Tensors are `{head}.{layer}.linear.weight` and `.bias` for the blocks and `{head}.{num_layers}
 .weight` for the head, or the same under vLLM's names. What vLLM adds: `truncated_vocab_size` with
 the tensor `token_map` of token ids, `original_lm_head` with one `lm_head.weight` for all heads (a
-copy of the target's), and `medusa_fc_bias`, without which it drops the biases. The layout knows no
-projection before the target's head: each is written as the product of both, a head of its own.
+copy of the target's), and `medusa_fc_bias`, without which it drops the biases. The layout has no
+projection before the target's head: the product of both is written, as the head's own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from specjax.errors import InputError
-from specjax.loading.head_formats import borrowed
+from specjax.loading.head_formats import shared_with_target
 from specjax.loading.head_formats.checkpoint import Checkpoint, match
 from specjax.loading.head_formats.config_fields import Fields
 from specjax.loading.heads.head import Head, TargetMetadata
@@ -70,7 +70,7 @@ def _published(name: str, num_layers: int) -> str:
 
 
 def read(checkpoint: Checkpoint, target: Model, metadata: TargetMetadata, training: dict) -> Head:
-    """The head that a checkpoint holds. Raises InputError for whatever does not fit."""
+    """The head in a checkpoint. Raises InputError for fields or tensors that do not fit."""
     where = checkpoint.directory
     fields = Fields(str(where / "config.json"), checkpoint.config)
     fields.check_known({*_FIELDS, "logit_scale"})
@@ -87,16 +87,16 @@ def read(checkpoint: Checkpoint, target: Model, metadata: TargetMetadata, traini
     original = fields.flag("original_lm_head")
     tensors = {_published(name, layers): value for name, value in checkpoint.tensors.items()}
     if len(tensors) != len(checkpoint.tensors):
-        raise InputError(f"{where}: two tensors have one meaning; use an intact head")
+        raise InputError(f"{where}: two tensors have the same meaning; use an intact head")
     ids = _read_ids(checkpoint, fields, tensors, vocab_size)
     rows = vocab_size if ids is None else len(ids)
     head_names = [f"{head}.{layers}.weight" for head in range(heads)]
     if original and head_names[0] in tensors:
-        # vLLM takes the first head's for all of them.
+        # vLLM uses the first head's for all of them.
         tensors["lm_head.weight"] = tensors.pop(head_names[0])
     for name in [*head_names, "lm_head.weight"]:
         if name in tensors:
-            tensors[name] = borrowed.drop_padding(tensors[name], stated, vocab_size)
+            tensors[name] = shared_with_target.drop_padding(tensors[name], stated, vocab_size)
             if ids is not None and tensors[name].shape[0] == vocab_size != rows:
                 tensors[name] = tensors[name][ids]
     blocks = [f"{head}.{layer}.linear" for head in range(heads) for layer in range(layers)]
@@ -111,7 +111,7 @@ def read(checkpoint: Checkpoint, target: Model, metadata: TargetMetadata, traini
     match(where, tensors, wanted, ["token_map", *(["lm_head.weight"] if original else [])])
     if "lm_head.weight" in tensors:
         _check_original(checkpoint, tensors["lm_head.weight"], ids, target)
-    draft_ids, order = borrowed.ascending(ids)
+    draft_ids, order = shared_with_target.ascending(ids)
     kernels = np.stack([tensors[f"{name}.weight"].T for name in blocks])
     zeros = np.zeros(width, kernels.dtype)
     biases = np.stack([tensors.get(f"{name}.bias", zeros) for name in blocks])
@@ -150,15 +150,15 @@ def _read_ids(
             "truncated_vocab_size",
             f"the tensor token_map is {ids.dtype}{list(ids.shape)}, not as many token ids",
         )
-    return borrowed.check_ids(where, "token_map", ids.astype(np.int64), vocab_size)
+    return shared_with_target.check_ids(where, "token_map", ids.astype(np.int64), vocab_size)
 
 
 def _check_original(
     checkpoint: Checkpoint, stored: np.ndarray, ids: np.ndarray | None, target: Model
 ) -> None:
-    own = borrowed.target_head(target)
+    own = shared_with_target.target_head(target)
     own = own if ids is None else own[ids]
-    if not borrowed.same_numbers(stored, own):
+    if not shared_with_target.same_numbers(stored, own):
         raise InputError(
             f"{checkpoint.directory}: original_lm_head is true, but lm_head.weight differs from "
             f"the head of {target.name}; use a head that was made for this target"
@@ -168,13 +168,13 @@ def _check_original(
 def with_own_heads(head: Head, target: Model) -> Head:
     """Projections before the target's head as heads of their own, in float32; same logits.
 
-    A head without projections comes back as it is.
+    A head without projections is returned unchanged.
     """
     config = head.config
     assert isinstance(config, MedusaConfig)
     if not config.projection:
         return head
-    rows = borrowed.target_head(target).astype(np.float32)
+    rows = shared_with_target.target_head(target).astype(np.float32)
     rows = rows if head.draft_ids is None else rows[head.draft_ids]
     params = {name: value for name, value in head.params.items() if name != "projection"}
     kernels = np.asarray(head.params["projection"]["kernel"], np.float32)
@@ -185,7 +185,7 @@ def with_own_heads(head: Head, target: Model) -> Head:
 
 
 def write(head: Head, target: Model) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The config and the tensors of a head, as `read` takes them."""
+    """The config and the tensors of a head, in the layout that `read` reads."""
     config = head.config
     assert isinstance(config, MedusaConfig)
     blocks, layers = head.params["blocks"], config.num_layers
@@ -199,7 +199,7 @@ def write(head: Head, target: Model) -> tuple[dict[str, Any], dict[str, np.ndarr
             tensors[f"{index}.{layers}.weight"] = np.asarray(head.params["head"]["kernel"][index]).T
     if config.original_lm_head:
         # vLLM does not share it with the target.
-        own = borrowed.target_head(target)
+        own = shared_with_target.target_head(target)
         own = own if head.draft_ids is None else own[head.draft_ids]
         tensors["lm_head.weight"] = own
     if head.draft_ids is not None:

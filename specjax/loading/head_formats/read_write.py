@@ -37,11 +37,11 @@ _NOTED = {"target": dict, "training": dict, "layer_ids": taps.Convention}
 def read_foreign(
     directory: str | Path, target: Model, *, layer_ids: taps.Convention | None = None
 ) -> Head:
-    """The head of a directory in any of `FORMATS`, which config and names tell apart.
+    """The head of a directory in any of `FORMATS`, recognised by its config and tensor names.
 
     `layer_ids` says whether the config's layer ids count inputs or outputs of layers
-    (`head_formats.taps`). Parameters keep the dtype they are stored in. A head that specjax wrote
-    brings its notes along, and its tokenizer is compared. Raises InputError for whatever is
+    (`head_formats.taps`). Parameters keep the dtype they are stored in. For a head that specjax
+    wrote, the notes are read and the tokenizer is compared. Raises InputError for whatever is
     missing, unexpected, out of range or made for another target.
     """
     taps.check_convention(layer_ids)
@@ -129,9 +129,10 @@ def check_format(head: Head, format: str) -> None:
 
 
 def whole_vocabulary(head: Head) -> Head:
-    """A head that uses its target's own head, with logits of all tokens instead of a part.
+    """A head with the target's output head and logits of all tokens instead of a draft vocabulary.
 
-    Those of the part stay the same. Raises InputError for a head with a reduced head of its own.
+    The logits of the draft vocabulary are unchanged. Raises InputError for a head whose own output
+    head has only a draft vocabulary.
     """
     config = head.config
     if head.draft_ids is None:
@@ -144,7 +145,7 @@ def whole_vocabulary(head: Head) -> Head:
         borrows, vocab_size = True, config.decoder.vocab_size
     if not borrows:
         raise InputError(
-            f"whole_vocabulary: this {head.kind} head has a head of its own for "
+            f"whole_vocabulary: this {head.kind} head has its own output head for "
             f"{config.draft_vocab_size} tokens"
         )
     config = dataclasses.replace(config, draft_vocab_size=vocab_size)
@@ -172,9 +173,9 @@ def detect(checkpoint: Checkpoint) -> Format:
 def _notes(
     checkpoint: Checkpoint, target: Model, form: str
 ) -> tuple[TargetMetadata, dict[str, Any], taps.Convention | None]:
-    """Target, training and what layer ids count, from the header of a file of ours.
+    """Target, training and what layer ids count, from the header of a file that specjax wrote.
 
-    For others the target that was given.
+    For other files, the given target.
     """
     if not checkpoint.is_ours:
         imported = {"format": form, "path": str(checkpoint.directory)}

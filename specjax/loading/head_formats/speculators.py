@@ -39,7 +39,7 @@ def read(
     training: dict[str, Any],
     layer_ids: taps.Convention | None,
 ) -> Head:
-    """The EAGLE-3 head of a checkpoint. Raises InputError for whatever does not fit."""
+    """The EAGLE-3 head of a checkpoint. Raises InputError for fields that do not fit."""
     fields = Fields(str(checkpoint.directory / "config.json"), checkpoint.config)
     if fields.values.get("speculators_model_type") != "eagle3":
         raise fields.fail("speculators_model_type", "is not supported; only 'eagle3' is")
@@ -65,7 +65,7 @@ def read(
 def write(
     head: Head, layer_ids: taps.Convention, speculative_tokens: int = _SPECULATIVE_TOKENS
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The config and the tensors of an EAGLE-3 head, as `read` takes them."""
+    """The config and the tensors of an EAGLE-3 head, in the layout that `read` reads."""
     if head.kind != "eagle3":
         raise InputError(f"format='speculators': the layout has no {head.kind} heads")
     config = eagle.check_eagle3(head, "speculators")

@@ -23,7 +23,7 @@ KEYS = (_IDS, _COUNT)
 
 
 def check_convention(layer_ids: str | None) -> None:
-    """Raise InputError for a convention that is none."""
+    """Raise InputError for an unknown convention."""
     if layer_ids not in (None, *CONVENTIONS):
         raise InputError(f"layer_ids={layer_ids!r}: use input or output")
 

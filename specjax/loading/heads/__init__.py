@@ -1,1 +1,1 @@
-"""Trained heads: what one is, and where it is found."""
+"""Trained heads: the class, its checkpoints, and finding heads by name or path."""

@@ -1,4 +1,4 @@
-"""A head's parameters with what it borrows from its target."""
+"""A head's parameters together with those that it shares with its target."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specjax.models.heads.shared_parameters import share
 def complete_parameters(head: Head, target: Model) -> dict[str, Any]:
     """The parameters in the target's dtype, with "shared" and, for a part of V, "draft_ids".
 
-    What is shared are the target's own arrays. Raises InputError for a head of another target.
+    Shared arrays are the target's, not copies. Raises InputError for a head of another target.
     """
     check_head(head, target)
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf, target.dtype), head.params)

@@ -1,4 +1,4 @@
-"""Finding heads: those that come with specjax, our checkpoints, and published layouts."""
+"""Finding heads: shipped ones, checkpoints of specjax, and published layouts."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def shipped_heads() -> dict[str, list[str]]:
 
 
 def holds_head(path: Path) -> bool:
-    """Whether a directory holds a drafter's checkpoint, rather than a model or nothing of ours."""
+    """Whether a directory holds a drafter's checkpoint of specjax (not a model's)."""
     if not is_checkpoint(path):
         return False
     try:
         look(path, "drafter")
-    except InputError:  # a model, or damaged, of which its own reader speaks
+    except InputError:  # a model, or damaged, which its reader reports
         return False
     return True
 
 
 def open_head(kind: str, path: str | Path | None, target: Model) -> Head:
-    """The head of a kind for a target: one that is shipped, of a checkpoint, or of a known layout.
+    """The head of a kind for a target: shipped (`path` None), a checkpoint, or a known layout.
 
     Raises InputError where there is none, for another kind, and as the readers do.
     """
@@ -54,7 +54,7 @@ def open_head(kind: str, path: str | Path | None, target: Model) -> Head:
 
 
 def read_any_head(path: str | Path, target: Model, field: str) -> Head:
-    """The head in a directory, of whatever kind and layout; `field` is what named the directory.
+    """The head in a directory, of any kind and layout; `field` is the field of the path.
 
     Raises InputError where there is no such directory, and as the readers do.
     """

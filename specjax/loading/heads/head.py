@@ -1,4 +1,4 @@
-"""A trained drafter: its parameters, what they are, and which target they belong to."""
+"""A trained drafter: its parameters, config, draft vocabulary and target; saved and read."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _METADATA = {"kind": str, "config": dict, "target": dict, "training": dict}
 
 @dataclass(frozen=True)
 class TargetMetadata:
-    """What tells a target from others; `tokenizer` is a hash of its token strings, or None."""
+    """What identifies a target; `tokenizer` is a hash of its token strings, or None."""
 
     name: str
     hidden_size: int
@@ -82,7 +82,7 @@ class TargetMetadata:
             )
 
     def difference(self, other: TargetMetadata) -> str | None:
-        """The first field that tells them apart; a tokenizer that is unknown does not."""
+        """The first field that differs, if any; an unknown tokenizer equals every other."""
         for name in ("hidden_size", "vocab_size", "num_layers", "tokenizer"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs and not (name == "tokenizer" and None in (mine, theirs)):
@@ -94,9 +94,9 @@ class TargetMetadata:
 class Head:
     """A trained drafter, as it is exported and shipped.
 
-    `params` is a nested dict of float arrays; what it borrows from its target is not in it.
-    `draft_ids` are the ascending token ids that its Vd logits stand for (None: all V). `training`
-    says, JSON-ready, where it comes from. Raises InputError where parts do not fit together.
+    `params` is a nested dict of float arrays, without those of its target. `draft_ids` are the
+    ascending token ids of its Vd logits (None: all V). `training` is JSON-ready metadata of the
+    training run. Raises InputError where parts do not fit together.
     """
 
     kind: str
@@ -229,7 +229,7 @@ def _compare(params: Mapping[str, Any], shapes: Mapping[str, Any], prefix: str =
         value = params[name]
         if isinstance(shape, Mapping):
             if not isinstance(value, Mapping):
-                raise InputError(f"head: {prefix}{name} is no group of parameters")
+                raise InputError(f"head: {prefix}{name} is not a group of parameters")
             _compare(value, shape, f"{prefix}{name}.")
         elif tuple(value.shape) != shape:
             raise InputError(

@@ -1,7 +1,7 @@
 """Chat templates: from a conversation to the text of a prompt.
 
-A template is a Jinja program that comes with a model file, so nobody here has read it. It runs in
-jinja2's sandbox, and that in a process of its own with limits (`chat_process`).
+A template is a Jinja program in a model file, and untrusted. It runs in jinja2's sandbox, in a
+separate process with limits (`template_process`).
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ def render(
     *,
     add_generation_prompt: bool = True,
 ) -> str:
-    """The prompt text that `template` makes of `messages`, whose values JSON must know.
+    """The prompt text that `template` renders for `messages`, whose values must be JSON.
 
     `special_tokens` are names such as `bos_token` that the template may print. Raises InputError
     where the messages are malformed, the template fails on them, or it takes more time or memory
-    than `chat_process.LIMITS` allow.
+    than `template_process.LIMITS` allow.
     """
     check_messages(messages)
     variables = {
@@ -80,7 +80,7 @@ def render(
         request = json.dumps([template, variables], ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(
-            f"messages: they hold what JSON does not know ({one_line(error):.160}); "
+            f"messages: they hold values that are not JSON ({one_line(error):.160}); "
             "use texts, numbers, lists and dicts"
         ) from None
     return template_process.render(request.encode("utf-8", "surrogatepass"))

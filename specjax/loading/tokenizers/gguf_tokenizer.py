@@ -106,7 +106,7 @@ def read_tokenizer(source: str, metadata: dict[str, Any]) -> Tokenizer:
 
 
 def _byte_level(keys: _Metadata, vocabulary: dict[str, int]) -> tuple[tokenizers.Tokenizer, bool]:
-    """Byte-level BPE, and whether its family starts text with bos."""
+    """The byte-level BPE tokenizer, and whether its family starts text with bos."""
     name = keys.get("ggml.pre", str)
     splitting = _SPLITTINGS.get(name or "")
     if splitting is None:

@@ -1,4 +1,4 @@
-"""A tokenizer as Hugging Face lays it out: tokenizer.json and the small files beside it."""
+"""Tokenizers in Hugging Face's layout: tokenizer.json and the small files beside it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, empty where there is no such file.
+    """The JSON object of a file, or an empty one where there is no such file.
 
     Raises InputError for a file that is not a JSON object.
     """
@@ -31,7 +31,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_tokenizer(directory: Path) -> Tokenizer | None:
-    """The tokenizer of a model directory; None where it has none, for models of bare token ids.
+    """The tokenizer of a model directory; None where it has none.
 
     Raises InputError where only a SentencePiece or slow tokenizer is there, or files disagree.
     """

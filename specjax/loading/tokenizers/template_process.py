@@ -31,7 +31,7 @@ _REMEDY = "use chat=false or another template"
 
 @dataclass(frozen=True)
 class Limits:
-    """What one template may take: seconds on the clock, bytes of memory, and text.
+    """Limits of one template: wall-clock seconds, bytes of memory, and text.
 
     `memory` bounds the process's address space, interpreter included, where the system has such a
     limit (Linux). `text` bounds the conversation in bytes, and the prompt made of it in characters.
@@ -46,7 +46,7 @@ LIMITS = Limits()
 
 
 def render(request: bytes, limits: Limits = LIMITS) -> str:
-    """What the template of a request gives: JSON's [template, variables] as UTF-8.
+    """The text that a request's template renders; `request` is JSON's [template, variables].
 
     Raises InputError where the template fails or goes over the limits.
     """
@@ -58,7 +58,7 @@ def render(request: bytes, limits: Limits = LIMITS) -> str:
     with _lock:
         try:
             kind, text = _connected(limits).ask(request)
-        except BaseException:  # Ctrl-C too: its answer must not be taken for the next one's
+        except BaseException:  # Ctrl-C too: its answer must not be read for the next request
             close()
             raise
     if kind == "error":
@@ -111,7 +111,7 @@ class _Child:
             ) from None
 
     def ask(self, request: bytes) -> tuple[str, str]:
-        """What became of a request, "text" or "error", and that text.
+        """The kind of a request's answer, "text" or "error", and its text.
 
         Raises InputError where the template went over the limits.
         """
@@ -125,7 +125,7 @@ class _Child:
                 f"chat template: it takes more than {self.limits.seconds} seconds; {_REMEDY}"
             ) from None
         except (OSError, ValueError):
-            # Ended without a message: out of memory in a place where Python cannot say so.
+            # Ended without a message: out of memory where Python cannot raise an error.
             raise InputError(
                 f"chat template: it ended the process that renders it, as happens with more than "
                 f"{self.limits.memory >> 20} MiB; {_REMEDY}"

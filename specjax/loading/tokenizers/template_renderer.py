@@ -1,4 +1,4 @@
-"""The program of the process in which chat templates run; started by `chat_process`.
+"""The program of the process in which chat templates run; started by `template_process`.
 
     python template_renderer.py SECONDS MEMORY TEXT     (a socket as standard input)
 
@@ -30,11 +30,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _LONGEST_ERROR = 400
 _IMPORTED_LATE = (jinja2.constants, jinja2.debug, pprint, textwrap)
-"""What jinja2 imports when it first needs it, which is when no file can be opened any more."""
+"""Modules that jinja2 imports on first use, when files can no longer be opened."""
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what a trainer learns from; for rendering it is its own body."""
+    """`{% generation %}` marks text to be trained on; rendering outputs its body."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 reads a plain class attribute
 
@@ -100,7 +100,7 @@ def _limit(memory: int) -> None:
             try:
                 resource.setrlimit(kind, (value, value))
             except (ValueError, OSError):
-                # macOS refuses some; the clock, which `chat_process` watches, is left.
+                # macOS refuses some; the time limit of `template_process` remains.
                 continue
 
 
@@ -120,7 +120,7 @@ def main() -> None:
     send("text", "")
     while len(prefix := reader.read(8)) == 8:
         request = reader.read(int.from_bytes(prefix, "big"))
-        # The other side watches the clock; this is for when it is gone.
+        # The parent process enforces the time limit; this is for when it has ended.
         soon = int(time.process_time()) + seconds + 2
         soon = soon if hard == resource.RLIM_INFINITY else min(soon, hard)
         resource.setrlimit(resource.RLIMIT_CPU, (soon, hard))

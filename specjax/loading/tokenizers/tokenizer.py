@@ -1,4 +1,4 @@
-"""Text to token ids and back: one view on the tokenizers of all file formats."""
+"""Text to token ids and back: one class for the tokenizers of all file formats."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _REPLACEMENT = "\ufffd"
 
 @contextmanager
 def refused(problem: str, remedy: str) -> Iterator[None]:
-    """Raise an InputError in place of whatever the tokenizers package raises.
+    """Raise an InputError instead of whatever the tokenizers package raises.
 
-    That is the bare Exception, and where its Rust code panics something that is no Exception.
+    That is a bare Exception, or a BaseException where its Rust code panics.
     """
     try:
         yield
@@ -33,7 +33,7 @@ def refused(problem: str, remedy: str) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class Tokenizer:
-    """A vocabulary, its segmentation rules, and the ids with a meaning of their own.
+    """A vocabulary, its segmentation rules, and its special ids.
 
     `eos_ids` end a sequence: end of text and end of turn; the first is the model's own. `add_bos`
     says that plain text starts with `bos_id`; a chat template writes its own. `special_tokens`
@@ -126,7 +126,7 @@ class Tokenizer:
             with refused("text: the tokenizer cannot encode it", "use the model's own tokenizer"):
                 return self.backend.encode(text, add_special_tokens=False).ids
         except InputError:
-            # The package says of half of a surrogate pair that the text is no text.
+            # For half of a surrogate pair the package's own error only says that it is not text.
             halves = [at for at, char in enumerate(text) if "\ud800" <= char <= "\udfff"]
             if not halves:
                 raise
@@ -159,7 +159,7 @@ def set_bos(backend: tokenizers.Tokenizer, bos: tuple[str, int] | None) -> None:
 
 
 class StreamDecoder:
-    """Turns tokens that arrive a few at a time into text that will not change any more.
+    """Decodes tokens that arrive a few at a time into text that later tokens do not change.
 
     Joined, the pieces of `feed` and the last one of `flush` equal `Tokenizer.decode` of all ids.
     """

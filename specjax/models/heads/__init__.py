@@ -1,1 +1,1 @@
-"""The heads that draft: EAGLE, Medusa, and draft models with the target's embedding."""
+"""Trained draft heads: EAGLE, Medusa, and draft models that use the target's embedding."""

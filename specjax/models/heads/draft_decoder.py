@@ -17,7 +17,7 @@ from specjax.models.interface import Extension
 
 @dataclass(frozen=True)
 class DraftModelConfig:
-    """A decoder of the target's width and vocabulary, and how many tokens it gives logits (Vd)."""
+    """A decoder of the target's width and vocabulary, with logits for Vd of the tokens."""
 
     decoder: DecoderConfig
     draft_vocab_size: int
@@ -25,14 +25,14 @@ class DraftModelConfig:
     def __post_init__(self) -> None:
         if not 1 <= self.draft_vocab_size <= self.decoder.vocab_size:
             raise InputError(
-                f"draft_vocab_size={self.draft_vocab_size}: must lie in "
+                f"draft_vocab_size={self.draft_vocab_size}: must be in "
                 f"1..{self.decoder.vocab_size}, the target's vocabulary"
             )
 
 
 @dataclass(frozen=True)
 class ReducedDecoder:
-    """The model as plain functions, a `LanguageModel` but for its Vd logits; hashable.
+    """The model as plain functions: a `LanguageModel` except that logits are [.., Vd]; hashable.
 
     `params` are "layers" and "final_norm" of its own, and under "shared" the target's embedding and
     the columns of its head (`shared.share`).
@@ -76,7 +76,7 @@ class ReducedDecoder:
         shared = {name: part for name, part in params["shared"].items() if name != "draft_head"}
         own = {"layers": params["layers"], "final_norm": params["final_norm"]}
         if "head" not in shared:
-            # The embedding is a table of its own; the decoder asks for a head that is never read.
+            # The embedding is a separate table; the decoder needs a head, which is never read.
             shape = (self.decoder.config.hidden_size, self.vocab_size)
             shared["head"] = {"kernel": jnp.broadcast_to(jnp.zeros((), self.decoder.dtype), shape)}
         whole = {**shared, **own}
@@ -101,6 +101,6 @@ class ReducedDecoder:
     def logits(
         self, params: dict[str, Any], final_norm: Float[Array, "B T D"]
     ) -> Float[Array, "B T Vd"]:
-        """Draft logits in float32 of its last features."""
+        """Draft logits in float32 from its `final_norm` features."""
         block = self.decoder.block
         return block.project("btd,dv->btv", final_norm, params["shared"]["draft_head"], jnp.float32)

@@ -15,7 +15,7 @@ from specjax.errors import InputError
 def expand(
     logits: Float[Array, "B Vd"], draft_ids: Int[Array, "Vd"] | None, vocab_size: int
 ) -> Float[Array, "B V"]:
-    """Logits over the whole vocabulary, -inf at the tokens that the draft does not know."""
+    """Logits over the whole vocabulary, -inf at the tokens outside the draft vocabulary."""
     if draft_ids is None:
         return logits
     whole = jnp.full((logits.shape[0], vocab_size), -jnp.inf, logits.dtype)
@@ -27,7 +27,7 @@ def check_draft_ids(draft_ids: np.ndarray, vocab_size: int) -> None:
     ids = np.asarray(draft_ids)
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
         raise InputError(
-            f"draft vocabulary: {ids.dtype}{list(ids.shape)} is no list of ids; export it again"
+            f"draft vocabulary: {ids.dtype}{list(ids.shape)} is not a list of ids; export it again"
         )
     if ids.min() < 0 or ids.max() >= vocab_size:
         wrong = ids[(ids < 0) | (ids >= vocab_size)][0]

@@ -39,7 +39,7 @@ class EagleConfig:
     features of width `target_hidden_size` (Dt), `draft_vocab_size` (Vd) counts its logits. Flags of
     version 3: `norm_before_residual` (the residual is the normed feature), `norm_before_fc` (a norm
     over all taps), `fc_norm` (a norm for each tap), `norm_output` (the normed output is fed back),
-    `own_embedding`. Raises InputError for what does not go together.
+    `own_embedding`. Raises InputError for sizes or flags that do not fit together.
     """
 
     decoder: DecoderConfig
@@ -61,7 +61,7 @@ class EagleConfig:
             raise InputError(f"num_layers={self.decoder.num_layers}: an EAGLE head has one layer")
         if not 1 <= self.draft_vocab_size <= self.decoder.vocab_size:
             raise InputError(
-                f"draft_vocab_size={self.draft_vocab_size}: must lie in "
+                f"draft_vocab_size={self.draft_vocab_size}: must be in "
                 f"1..{self.decoder.vocab_size}, the target's vocabulary"
             )
         if not self.taps:
@@ -156,8 +156,8 @@ def parameter_table(config: EagleConfig) -> dict[str, Any]:
 class Eagle:
     """An EAGLE head as plain functions of its parameters; hashable.
 
-    `params` are the head's own, and under "shared" what it borrows (`share`): the target's
-    embedding, and for version 1 the columns of its head.
+    `params` are the head's own, and under "shared" the target's arrays (`share`): its embedding,
+    and for version 1 the columns of its head.
     """
 
     config: EagleConfig
@@ -187,7 +187,7 @@ class Eagle:
     def fuse(
         self, params: dict[str, Any], features: dict[str, Float[Array, "B T Dt"]]
     ) -> Float[Array, "B T D"]:
-        """What the target's features give to start from: all taps through one linear layer."""
+        """The head's first hidden states: all taps of the target through one linear layer."""
         taps = [features[name].astype(self.dtype) for name in self.config.taps]
         if self.config.version == 1:
             return taps[0]
@@ -205,7 +205,7 @@ class Eagle:
     def inputs(
         self, params: dict[str, Any], tokens: Int[Array, "B T"], hidden: Float[Array, "B T D"]
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T Din"]]:
-        """The residual stream, and what attention reads of it, for pairs of token and feature."""
+        """The residual stream, and attention's input, for pairs of token and hidden state."""
         source = params if self.config.own_embedding else params["shared"]
         embedded = embed(source, tokens, self.dtype)
         if self.config.version == 1:
@@ -230,7 +230,7 @@ class Eagle:
     def finish(
         self, params: dict[str, Any], residual: Float[Array, "B T D"], mixed: Partial
     ) -> Float[Array, "B T D"]:
-        """The layer's output: attention gathered, then the MLP."""
+        """The layer's output: attention's result added to the residual stream, then the MLP."""
         layer = self._layer(params)
         x = self.block.add_attention(residual, mixed, layer["attention"])
         return self.block.add_mlp(x, layer)
@@ -238,7 +238,7 @@ class Eagle:
     def next_hidden(
         self, params: dict[str, Any], output: Float[Array, "B T D"]
     ) -> Float[Array, "B T D"]:
-        """What the next draft step reads in place of the target's feature."""
+        """The hidden state that the next draft step reads instead of the target's feature."""
         return self._normed(params, output) if self.config.norm_output else output
 
     def logits(
@@ -251,11 +251,11 @@ class Eagle:
     def readout(
         self, params: dict[str, Any], output: Float[Array, "B T D"]
     ) -> Float[Array, "B T D"]:
-        """What logits are made of."""
+        """The layer's outputs after the final norm; `logit_kernel` turns them into logits."""
         return self._normed(params, output) if self.config.version == 3 else output
 
     def logit_kernel(self, params: dict[str, Any]) -> Float[Array, "D Vd"]:
-        """What makes logits: the head's own, or the target's columns."""
+        """The output projection: the head's own, or the target's columns."""
         source = params["head"] if self.config.version == 3 else params["shared"]["draft_head"]
         return source["kernel"]
 
@@ -270,7 +270,7 @@ class Eagle:
         start: Int[Array, ""] | int,
         visible: Bool[Array, "#B T W"],
     ) -> tuple[Float[Array, "B T D"], Window]:
-        """Outputs of T pairs, put in the window from slot `start` on; the cache is only read."""
+        """Outputs of T pairs, and the window with them in slots start..start+T."""
         residual, attended = self.inputs(params, tokens, hidden)
         query, key, value = self.heads(params, attended, positions)
         window = Window(

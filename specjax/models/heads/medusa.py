@@ -1,9 +1,9 @@
 """Medusa heads: residual blocks that each predict one token further from the same feature.
 
 Cai et al. 2401.10774. Head i (0-based) reads f_t, the target's `final_norm`, and predicts
-x_{t+2+i}; x_{t+1} is the target's own. Blocks are x + SiLU(W x + b) with W zero at first. SiLU is
-bounded below, so a block cannot take away what a feature says of x_{t+1}: the head after it does,
-or a projection before a head that is the target's and frozen.
+x_{t+2+i}; x_{t+1} is predicted by the target. Blocks are x + SiLU(W x + b) with W zero at first.
+SiLU is bounded below, so a block alone cannot cancel the prediction of x_{t+1} in a feature: the
+trained head after it can, or a projection before the target's frozen head.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def parameter_table(config: MedusaConfig) -> dict[str, Any]:
 class Medusa:
     """Medusa heads as plain functions of their parameters; hashable.
 
-    `params` are the heads' own, and under "shared" what they borrow (`shared.share`): with
-    `original_lm_head` the columns of the target's head.
+    `params` are the heads' own, and under "shared" the target's arrays
+    (`shared_parameters.share`): with `original_lm_head` the columns of its head.
     """
 
     config: MedusaConfig
@@ -87,13 +87,13 @@ class Medusa:
     multiply: jnp.dtype | None = None
 
     def init(self, key: Key[Array, ""]) -> dict[str, Any]:
-        """Parameters at the start, boxed with the logical names of their axes."""
+        """Initial parameters, boxed with the logical names of their axes."""
         return ParameterTable(parameter_table(self.config), self.dtype).init(key)["params"]
 
     def states(
         self, params: dict[str, Any], features: Float[Array, "B A D"]
     ) -> Float[Array, "K B A D"]:
-        """What each head makes of the target's features."""
+        """The hidden state of each head for the target's features, before the output projection."""
 
         def one(own: dict[str, Any]) -> jax.Array:
             x = features.astype(self.dtype)

@@ -1,4 +1,4 @@
-"""What a trained head borrows from its target instead of storing it."""
+"""The target's parameters that a trained head uses instead of storing its own."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Attention over the committed cache as one GPU kernel, written in Pallas for Triton.
 
-Each program takes one row, one key/value head and one stretch of the cache, reads only the keys
-that are committed there, and leaves a partial softmax; the partials are merged by their log-sum-exp
-(flash decoding: Dao et al. 2023, https://pytorch.org/blog/flash-decoding/). The cache is read where
-it lies: XLA's own products copy a layer's slice of it first.
+Each program handles one row, one key/value head and one range of cache slots, reads only the
+committed keys of that range, and writes a partial softmax; the partials are merged by their
+log-sum-exp (flash decoding: Dao et al. 2023, https://pytorch.org/blog/flash-decoding/). The cache
+is read without a copy: XLA's own products copy a layer's slice of it first.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _FEWEST_QUERIES, _MOST_QUERIES = 16, 64
 
 
 def takes(tokens: int, width: int) -> bool:
-    """Whether the kernel does a pass of so many tokens, with heads of that width.
+    """Whether the kernel supports a pass over `tokens` tokens with heads of width `width`.
 
-    Triton's blocks are powers of two. Of a prefill the partial sums would outgrow the cache.
+    Triton's blocks are powers of two. A prefill's partial sums would be larger than the cache.
     """
     return tokens <= _MOST_TOKENS and width == pl.next_power_of_2(width) >= _FEWEST_QUERIES
 
@@ -149,7 +149,7 @@ def _program(
         scores = scores.astype(jnp.float32)
         visible = turn * step + lax.broadcasted_iota(jnp.int32, (rows, step), 1) < filled
         scores = jnp.where(visible, scores, -jnp.inf)
-        # Every step has a visible key, so that the peak is a number from the first one on.
+        # Every step has a visible key, so that the peak is finite from the first one on.
         higher = jnp.maximum(peak, scores.max(axis=1))
         weights = jnp.exp(scores - higher[:, None])
         scale = jnp.exp(peak - higher)

@@ -1,7 +1,8 @@
 """Attention of a few new tokens over the committed cache and the round's window.
 
-The two score blocks are softmaxed apart and merged by their log-sum-exp, so neither is ever copied
-next to the other. (Online softmax: Milakov and Gimelshein 2018, arXiv:1805.02867.)
+Each of the two score blocks has its own softmax, and the results are merged by their log-sum-exp,
+so that keys and values are not concatenated. (Online softmax: Milakov and Gimelshein 2018,
+arXiv:1805.02867.)
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ def attend(
     value: Float[Array, "B G Y C"],
     visible: Bool[Array, "#B 1 #X Y"],
 ) -> Partial:
-    """Softmax over one block of keys, accumulated in float32; rows that see nothing weigh 0."""
+    """Softmax over one block of keys, accumulated in float32; rows without visible keys weigh 0."""
     scores = jnp.einsum("bgxc,bgyc->bgxy", query, key, preferred_element_type=jnp.float32)
     scores = jnp.where(visible, scores, -jnp.inf)
     peak = scores.max(axis=-1, keepdims=True)
-    # A row without a visible key has peak -inf; 0 in its place keeps exp(-inf - peak) at 0.
+    # A row without a visible key has peak -inf; with 0 instead, exp(-inf - peak) is 0.
     weights = jnp.exp(scores - jnp.where(jnp.isneginf(peak), 0.0, peak))
     weighted = jnp.einsum(
         "bgxy,bgyc->bgxc", weights.astype(value.dtype), value, preferred_element_type=jnp.float32
@@ -73,10 +74,10 @@ def attend_in_blocks(
     visible: Bool[Array, "#B 1 X Y"],
     most_scores: int | None = None,
 ) -> Partial:
-    """`attend` with at most about `most_scores` scores at a time, made again for gradients.
+    """`attend` with at most about `most_scores` scores at a time, recomputed for gradients.
 
-    A few rows are taken together, of large ones a few queries (by default what a CPU's cache holds,
-    or much more on accelerators).
+    A few rows are computed at a time, or a few queries of a large row. The default for
+    `most_scores` is what a CPU's cache holds, or much more on accelerators.
     """
     if most_scores is None:
         most_scores = _MOST_SCORES["cpu" if jax.default_backend() == "cpu" else "accelerator"]
@@ -101,7 +102,7 @@ def attend_in_blocks(
     visible = jnp.broadcast_to(visible, (batch, *visible.shape[1:]))
 
     def apart(x: jax.Array) -> jax.Array:
-        # Neighbours stay apart, so that on a mesh each device takes part in every turn.
+        # Adjacent rows go to different groups, so that on a mesh each device has work in each one.
         return jnp.moveaxis(x.reshape(together, turns, *x.shape[1:]), 1, 0)
 
     def joined(x: jax.Array) -> jax.Array:
@@ -123,10 +124,10 @@ def _attend_queries(
     count = -(-queries // block)
     if count == 1:
         return attend(query, key, value, visible)
-    room = ((0, 0), (0, 0), (0, count * block - queries), (0, 0))
+    padding = ((0, 0), (0, 0), (0, count * block - queries), (0, 0))
 
     def split(x: jax.Array) -> jax.Array:
-        x = jnp.pad(x, room)
+        x = jnp.pad(x, padding)
         return jnp.moveaxis(x.reshape(*x.shape[:2], count, block, x.shape[3]), 2, 0)
 
     @jax.checkpoint
@@ -155,7 +156,7 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 
 def cached_blocks(cache: KVCache) -> Int[Array, ""]:
-    """How many blocks hold the longest committed row: what attention pays for, not the capacity."""
+    """How many blocks hold the longest committed row; attention's cost is proportional to it."""
     step = min(CACHE_BLOCK, cache.capacity)
     return (cache.length.max() + step - 1) // step
 
@@ -190,6 +191,6 @@ def attend_whole_cache(
     key = lax.dynamic_index_in_dim(cache.k, layer, keepdims=False)
     value = lax.dynamic_index_in_dim(cache.v, layer, keepdims=False)
     visible = jnp.arange(cache.capacity)[None, :] < cache.length[:, None]
-    # Else XLA joins this product with the window's, and copies the cache next to its keys.
+    # Otherwise XLA merges this product with the window's, and concatenates a copy of the cache.
     query = lax.optimization_barrier(query)
     return merge(start, attend(query, key, value, visible[:, None, None, :]))

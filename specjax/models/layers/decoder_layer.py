@@ -1,4 +1,4 @@
-"""What a decoder's layers, and the heads trained on one, compute between their attentions."""
+"""A decoder layer without its attention: norms, projections, rotation, MLP, embedding."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Rotation = tuple[Float[Array, "B T 1 C2"], Float[Array, "B T 1 C2"]]
 
 @dataclass(frozen=True)
 class Block:
-    """The arithmetic of one layer: `dtype` of activations, and in what products are multiplied.
+    """The arithmetic of one layer of a decoder or of a trained head.
 
-    `shards` is the number of devices that weights are split over. Without `multiply` products are
-    in the activations' dtype.
+    `dtype` is that of activations; products round their operands to `multiply`, or to `dtype`
+    without it. `shards` is the number of devices that weights are split over.
     """
 
     config: DecoderConfig
@@ -40,7 +40,7 @@ class Block:
     def project(
         self, equation: str, x: jax.Array, weights: dict[str, Any], out: Any = None
     ) -> jax.Array:
-        """A linear layer: kernel [in, out], and a bias where there is one."""
+        """A linear layer: kernel [in, out], and an optional bias."""
         y = product(equation, x, weights["kernel"], multiply=self.multiply, out=out)
         if "bias" in weights:
             y = y + jnp.expand_dims(weights["bias"].astype(y.dtype), (0, 1))
@@ -49,7 +49,7 @@ class Block:
     def heads(
         self, h: Float[Array, "B T Din"], attention: dict[str, Any], rotation: Rotation, copies: int
     ) -> tuple[Float[Array, "B G X C"], Float[Array, "B T G C"], Float[Array, "B T G C"]]:
-        """Queries by the key head they share, and keys and values; each head `copies` times.
+        """Queries grouped by the key head they share, keys and values; each head `copies` times.
 
         The projections' head axes are merged (`merge_heads`).
         """
@@ -66,13 +66,13 @@ class Block:
     def add_attention(
         self, x: Float[Array, "B T D"], mixed: Partial, attention: dict[str, Any]
     ) -> Float[Array, "B T D"]:
-        """The residual stream with what the heads have gathered."""
+        """The residual stream plus the projected attention result."""
         out = ungroup(mixed.weighted / mixed.denominator, x.shape[1]).astype(x.dtype)
         out = out.reshape(*x.shape[:2], -1)
         return self.whole(x + self.project("btn,nd->btd", out, attention["output"]))
 
     def add_mlp(self, x: Float[Array, "B T D"], weights: dict[str, Any]) -> Float[Array, "B T D"]:
-        """The residual stream with the gated MLP of its norm."""
+        """The residual stream plus the gated MLP of its norm."""
         h, mlp = self.norm(x, weights["mlp_norm"]), weights["mlp"]
         gate = nn.silu(self.project("btd,df->btf", h, mlp["gate"]))
         gate = gate * self.project("btd,df->btf", h, mlp["up"])
@@ -87,10 +87,10 @@ class Block:
 
 
 def merge_heads(layer: dict[str, Any], config: DecoderConfig) -> dict[str, Any]:
-    """A layer, or stacked ones, with each head axis and its width as one axis of the projections.
+    """One layer, or stacked layers, with each head axis and its width merged in the projections.
 
-    A product over plain matrices is read where it lies; with two axes to sum over, or to give, each
-    backend first copies some kernel transposed.
+    Backends multiply by plain matrices without a copy; with two axes to sum over, or two output
+    axes, each of them first copies some kernel transposed.
     """
     attention = dict(layer["attention"])
     for name in ("query", "key", "value"):
@@ -115,7 +115,7 @@ def embed(
 
 
 def rms_norm(x: Float[Array, "B T D"], scale: Float[Array, "D"], eps: float) -> jax.Array:
-    """X over its root mean square, taken in float32."""
+    """`x` over its root mean square, computed in float32."""
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return wide.astype(x.dtype) * scale[None, None, :].astype(x.dtype)
@@ -130,7 +130,7 @@ def rotate_by(positions: Int[Array, "B T"], config: DecoderConfig) -> Rotation:
 def rotate(
     x: Float[Array, "B T N C"], cos: Float[Array, "B T 1 C2"], sin: Float[Array, "B T 1 C2"]
 ) -> Float[Array, "B T N C"]:
-    """Each head's pairs (i, i + C/2) turned by their position's angles, in float32."""
+    """Each head's pairs (i, i + C/2) rotated by their position's angles, in float32."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x.dtype)

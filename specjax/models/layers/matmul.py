@@ -20,12 +20,12 @@ def product(
 ) -> jax.Array:
     """`einsum` of two arrays in x's dtype, or `out`.
 
-    With `multiply` (bfloat16, in training) both are rounded to that dtype first, and so is what
-    comes back in the gradient; sums are in float32 all the same. Two to five times as fast where
-    the device multiplies it in hardware.
+    With `multiply` (bfloat16, in training) both are rounded to that dtype first, and so is the
+    gradient; sums are in float32 in any case. Two to five times as fast where the device supports
+    that dtype in hardware.
     """
     if multiply is None or jnp.dtype(multiply) == x.dtype:
-        # Accelerators multiply float32 in fewer bits unless told otherwise.
+        # Accelerators multiply float32 in fewer bits by default.
         exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
         return jnp.einsum(equation, x, kernel, precision=exact, preferred_element_type=out)
     result = _rounded(equation, jnp.dtype(multiply), x, kernel)

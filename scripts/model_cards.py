@@ -1,4 +1,4 @@
-"""Model cards of trained drafters: what they are, and by which commands they were trained."""
+"""Model cards of trained drafters: description, results, and the commands that trained them."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _UNRECORDED = ("data", "target", "workdir", "start_from", "distributed", "mesh")
 """Fields, or sections, that a head's record leaves out (`train.run.setup`)."""
 
 _BEFORE = {
-    # There was no other optimizer.
+    # It was the only optimizer then.
     "optimizer": "adamw",
-    # A Medusa head's last residual block went straight to the target's head.
+    # Medusa heads had no projection then.
     "medusa.projection": False,
 }
-"""What fields that came later would have been for the heads trained before."""
+"""The values that later fields have for heads trained before those fields existed."""
 
 
 def card(head: Head, data: str = "", measured: Sequence[str] = ()) -> str:
@@ -80,11 +80,11 @@ def curve(kind: str, head: Head) -> str:
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """The lines of a table, of which the first row is the heading."""
     rule = "|" + "---:|" * len(rows[0])
-    told = ["| " + " | ".join(row) + " |" for row in rows]
-    return [told[0], rule, *told[1:]]
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return [lines[0], rule, *lines[1:]]
 
 
-def _training(head: Head, told: str) -> list[str]:
+def _training(head: Head, origin: str) -> list[str]:
     """What a head was trained on, and by which commands."""
     stages = _stages(head)
     if not stages:
@@ -97,7 +97,7 @@ def _training(head: Head, told: str) -> list[str]:
     return [
         f"- Data: {data['conversations']} conversations, {data['tokens']} tokens, of which "
         f"{data['labels']}, written by the target itself, are learned from.",
-        *([f"  {told}"] if told else []),
+        *([f"  {origin}"] if origin else []),
         f"- Trained on {tokens / 1e6:.2f} million tokens in {steps} steps, from the target's own "
         f"weights where they fit, by these commands ({names}):",
         "",
@@ -130,10 +130,10 @@ def _stages(head: Head) -> list[dict[str, Any]]:
 
 
 def _command(stages: Sequence[dict[str, Any]], number: int) -> str:
-    """What a stage was called with: the fields in which its record and its config file differ."""
+    """A stage's command: the fields in which its record and its config file differ."""
     about = stages[number]
     if about["method"] not in _ALL:
-        return f"# with a method of one's own, {about['method']}"
+        return f"# with a custom method, {about['method']}"
     module, file = _ALL[about["method"]]
     usual = dotted(json.loads(runpy.run_path(str(_ROOT / file))["get_config"]().to_json()))
     # A record has the factors by name; the field is a text.
@@ -160,8 +160,8 @@ def _command(stages: Sequence[dict[str, Any]], number: int) -> str:
             words.append(shlex.quote(f"--config.{name}={value}"))
     command = " \\\n    ".join(words)
     if unknown := [name for name in new if name not in _BEFORE]:
-        told = ", ".join(f"{name}={usual[name]}" for name in unknown)
+        values = ", ".join(f"{name}={usual[name]}" for name in unknown)
         command = (
-            f"# not there when this was trained, what it was then is not known: {told}\n{command}"
+            f"# not there when this was trained, what it was then is not known: {values}\n{command}"
         )
     return command

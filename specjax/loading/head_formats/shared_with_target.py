@@ -1,4 +1,4 @@
-"""What a head shares with its target: columns of its head, its embedding, a part of its vocabulary.
+"""What a head shares with its target: embedding, columns of the target's head, draft vocabulary.
 
 Other tools store a draft vocabulary as offsets (`d2t`: target token = i + d2t[i]) with a mask over
 the target's tokens (`t2d`), or as plain ids (vLLM's `token_map` of Medusa).
@@ -27,7 +27,7 @@ def target_head(target: Model) -> np.ndarray:
 
 
 def same_numbers(stored: np.ndarray, own: np.ndarray) -> bool:
-    """Whether two arrays are equal as far as the coarser of their types can tell."""
+    """Whether two arrays are equal in the coarser of their types."""
     if stored.shape != own.shape:
         return False
     with np.errstate(over="ignore"):
@@ -38,7 +38,7 @@ def same_numbers(stored: np.ndarray, own: np.ndarray) -> bool:
 
 
 def drop_padding(tensor: np.ndarray, stated: int, vocab_size: int) -> np.ndarray:
-    """The rows of the target's tokens, where a tensor has a row for each of `stated` tokens."""
+    """A tensor truncated to `vocab_size` rows if it has one for each of `stated` tokens."""
     if tensor.ndim and tensor.shape[0] == stated:
         return tensor[:vocab_size]
     return tensor
@@ -101,7 +101,7 @@ def check_ids(where: Path, name: str, ids: np.ndarray, vocab_size: int) -> np.nd
 
 
 def ascending(ids: np.ndarray | None) -> tuple[np.ndarray | None, np.ndarray | slice]:
-    """The ids in ascending order as int32, and how to order the rows that stand for them."""
+    """The ids in ascending order as int32, and the order of their rows."""
     if ids is None:
         return None, slice(None)
     order = np.argsort(ids)

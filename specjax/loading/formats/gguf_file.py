@@ -1,7 +1,7 @@
-"""GGUF files: a bounds-checked scan of the header, and tensors as float32.
+"""GGUF files: bounds-checked reading of the header and tensor list, and tensors as float32.
 
 Every count, length and offset is compared with the file's size before memory is taken, so a
-damaged or hostile file is an error and never a hang. (Format: ggml-org/ggml docs/gguf.md.)
+damaged or hostile file raises an error and cannot hang. (Format: ggml-org/ggml docs/gguf.md.)
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _CHUNK = 1 << 17  # values dequantised at a time: what the second-level cache ho
 
 
 class Tensor(NamedTuple):
-    """One tensor of a file: shape outermost first, and its place in bytes from the file start."""
+    """One tensor of a file: shape outermost first, offset and size in bytes from the file start."""
 
     shape: tuple[int, ...]
     kind: GGMLQuantizationType
@@ -73,7 +73,7 @@ class GgufFile:
         step = max(1, _CHUNK // row) * row // block * block_bytes
         for start in range(0, tensor.size, step):
             piece: UInt8[np.ndarray, "bytes"] = raw[start : start + step]
-            # One long row: the package works row by row, sixteen at a time, and that is slow.
+            # As one long row: the package loops over groups of sixteen rows, which is slow.
             # A hostile half-precision scale may overflow; the values are then inf, as stored.
             with np.errstate(all="ignore"):
                 values = dequantize(piece[None], tensor.kind)[0]
@@ -81,7 +81,7 @@ class GgufFile:
 
 
 class _Reader:
-    """A cursor over the header that never reads, or makes room for, more than the file holds."""
+    """A cursor over the header that never reads or allocates more than the file's size."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.data, self.size, self.at = path, data, len(data), 0
@@ -90,7 +90,7 @@ class _Reader:
         return InputError(f"{self.path}: {problem}; download or convert the file again")
 
     def take(self, count: int, what: str) -> int:
-        """Advance over `count` bytes and give where they began."""
+        """Advance over `count` bytes and return where they begin."""
         if count > self.size - self.at:
             raise self.fail(
                 f"GGUF truncated: {what} needs {count} bytes at {self.at}, the file has {self.size}"
@@ -148,7 +148,7 @@ class _Reader:
             raise self.fail(f"{what} has the unknown value type {kind}")
         dtype = np.dtype(_SCALARS[kind])
         start = self.take(count * dtype.itemsize, what)
-        # A copy: a view would keep the file mapped for as long as the metadata lives.
+        # A copy: a view would keep the file mapped for as long as the metadata exist.
         return np.frombuffer(self.data, dtype, count, start).copy()
 
 
@@ -241,7 +241,7 @@ def _read_tensors(reader: _Reader, count: int, metadata: dict[str, Any]) -> dict
 
 
 def short(name: str) -> str:
-    """A name as an error shows it: quoted, and not much longer than a line's half."""
+    """A name as an error shows it: quoted, and truncated to about half a line."""
     return repr(name if len(name) <= 60 else name[:57] + "...")
 
 

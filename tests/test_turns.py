@@ -9,6 +9,7 @@ import pytest
 from conftest import slow, tiny_config
 from decoding import (
     PROMPTS,
+    changed,
     decode,
     first_state,
     greedy,
@@ -23,8 +24,10 @@ from test_eagle import assert_fresh
 
 import specjax
 from specjax import trees
-from specjax.drafters import draft_model, early_exit, fallback, ngram, stateless, unmoved
-from specjax.drafters.base import Drafter
+from specjax.drafters import Drafter, LoadedDrafter, take_turns
+from specjax.drafters.early_exit import EarlyExit
+from specjax.drafters.ngram import Ngram
+from specjax.drafters.turns import PartState, joined
 from specjax.errors import InputError
 from specjax.loading.load import random_model
 from specjax.testing import check_drafter
@@ -39,52 +42,67 @@ def target():
 
 
 def lookup():
-    return ngram.make(prompt_lookup_min=2)
+    return Ngram(prompt_lookup_min=2)
 
 
 def model():
-    return early_exit.make(2, exit_layer=1)
+    return EarlyExit(2, exit_layer=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Says(Drafter):
+    """A drafter that always proposes the same, as long as it may."""
+
+    token: int = dataclasses.field(kw_only=False)
+    name = property(lambda self: f"says {self.token}")
+
+    def propose(self, params, state, context, noise):
+        shape = (context.length.shape[0], self.num_speculative_tokens)
+        return trees.chain(jnp.full(shape, self.token, jnp.int32), context.limit), state
 
 
 def says(token, length):
-    """A drafter that always proposes the same, as long as it may."""
+    return Says(token, num_speculative_tokens=length)
 
-    def propose(params, state, context, noise):
-        tokens = jnp.full((context.length.shape[0], context.num_tokens), token, jnp.int32)
-        return trees.chain(tokens, context.limit), state
 
-    return Drafter(f"says {token}", stateless, propose, unmoved, num_speculative_tokens=length)
+def proposed(loaded, context, noise, length=None):
+    """What drafters propose that have no state, and the states afterwards."""
+    turns = loaded.drafter if length is None else loaded.drafter.limited(length)
+    empty = jnp.zeros(context.length.shape, jnp.int32)
+    state = tuple(PartState((), empty) for _ in turns.parts)
+    return turns.propose(loaded.params, state, context, noise)
 
 
 def test_the_second_drafts_where_the_first_has_nothing_to_say():
     rows = [[1, 2, 3, 4, 1, 2], [5, 6, 8], [7, 7, 7], [1, 2, 1, 2]]
-    drafter = fallback.make(ngram.make(), says(9, 3))
+    drafter = take_turns(Ngram(), says(9, 3))
     assert drafter.name == "ngram+says 9"
-    assert drafter.num_speculative_tokens == 8
+    assert drafter.drafter.num_speculative_tokens == 8
     # The third row is finished, the last one near its end.
-    context = context_of(rows, [6, 6, 0, 1], 6)
-    draft, state = drafter.propose((None, None), ((), ()), context, silence)
-    assert state == ((), ())
+    context = context_of(rows, [6, 6, 0, 1])
+    draft, state = proposed(drafter, context, silence, 6)
+    assert [part.drafter for part in state] == [(), ()]
     assert draft.valid.sum(axis=1).tolist() == [6, 3, 0, 1]
     assert draft.tokens[0].tolist() == [3, 4, 1, 2, 3, 4]
     assert draft.tokens[1, :3].tolist() == [9, 9, 9]
     assert draft.tokens[3, 0] == 1
     assert (draft.logq_row == -1).all()
     assert draft.logq is None
-    assert trees.is_chain(draft)
+    assert draft.topology.is_chain
 
 
 def test_three_take_turns():
-    three = fallback.make(fallback.make(ngram.make(prompt_lookup_min=3), ngram.make()), says(9, 2))
-    context = context_of([[1, 2, 3, 4, 1, 2], [5, 6, 8]], [4, 4], 4)
-    draft, _ = three.propose(((None, None), None), (((), ()), ()), context, silence)
+    three = take_turns(take_turns(Ngram(prompt_lookup_min=3), Ngram()), says(9, 2))
+    assert len(three.drafter.parts) == 3
+    context = context_of([[1, 2, 3, 4, 1, 2], [5, 6, 8]], [4, 4])
+    draft, _ = proposed(three, context, silence, 4)
     assert draft.tokens[:, 0].tolist() == [3, 9]
 
 
 @pytest.mark.usefixtures("fast_programs")
 @pytest.mark.parametrize("rule", ["rejection", *slow("block")])
 def test_the_distribution_is_the_targets(rule, target):
-    check = check_drafter(fallback.make(lookup(), model()), target, ROWS, verify=rule)
+    check = check_drafter(take_turns(lookup(), model()), target, ROWS, verify=rule)
     assert check.passed, check
     assert check.acceptance_length > 1.3
 
@@ -92,64 +110,80 @@ def test_the_distribution_is_the_targets(rule, target):
 @pytest.mark.usefixtures("fast_programs")
 def test_two_that_draw_from_distributions(target):
     """Some rows stop before the first token, and the other's distributions come after."""
-    first = dataclasses.replace(random_distribution(target), num_speculative_tokens=2)
-    check = check_drafter(fallback.make(first, model()), target, ROWS)
+    first = random_distribution(target)
+    first = first._replace(drafter=dataclasses.replace(first.drafter, num_speculative_tokens=2))
+    check = check_drafter(take_turns(first, model()), target, ROWS)
     assert check.passed, check
     assert check.acceptance_length > 1.2
 
 
-def draws_in_secret(table):
-    """A distribution that nobody is told: its tokens are drawn, and it goes on by what it drew."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrawsInSecret(Drafter):
+    """A distribution that is not returned: tokens are drawn from it, and the state follows them."""
 
-    def propose(params, state, context, noise):
-        token = jnp.argmax(table[None, :] + noise(0), axis=-1).astype(jnp.int32)
-        tokens = jnp.broadcast_to(token[:, None], (token.shape[0], context.num_tokens))
+    num_speculative_tokens: int = 1
+
+    def propose(self, params, state, context, noise):
+        token = jnp.argmax(params[None, :] + noise(0), axis=-1).astype(jnp.int32)
+        tokens = jnp.broadcast_to(token[:, None], (token.shape[0], self.num_speculative_tokens))
         return trees.chain(tokens, jnp.where(token < 3, context.limit, 0)), state
 
-    return Drafter("secret", stateless, propose, unmoved, num_speculative_tokens=1)
+
+def draws_in_secret(table):
+    return LoadedDrafter(DrawsInSecret(), table)
 
 
 @pytest.mark.usefixtures("fast_programs")
 def test_what_the_first_drew_in_secret_tells_nothing_of_the_second(target):
     table = jax.random.normal(jax.random.key(3), (VOCAB,))
-    check = check_drafter(fallback.make(draws_in_secret(table), model()), target, ROWS)
+    check = check_drafter(take_turns(draws_in_secret(table), model()), target, ROWS)
     assert check.passed, check
+
+
+def as_one(first, second, propose):
+    """Two drafters without a state as one drafter, whose drafts `propose` makes."""
+    pair = take_turns(first, second)
+
+    def together(real, params, state, context, noise):
+        limited = pair.drafter.limited(length)
+        return propose(LoadedDrafter(limited, params), context, noise), state
+
+    length = 2
+    return changed(LoadedDrafter(says(0, length), pair.params), propose=together)
 
 
 def same_noise(first, second):
     """Both draw from the noise that the other one has seen."""
-    drafter = fallback.make(draws_in_secret(jnp.zeros(VOCAB)), second)
 
-    def propose(params, state, context, noise):
-        return drafter.propose(params, state, context, lambda depth: noise(depth // 2))
+    def propose(pair, context, noise):
+        return proposed(pair, context, lambda depth: noise(depth // 2))[0]
 
-    return dataclasses.replace(drafter, propose=propose)
+    return as_one(draws_in_secret(jnp.zeros(VOCAB)), second, propose)
 
 
 def every_node_was_drawn(first, second):
-    """Says of a copy, too, that it was drawn from a distribution."""
-    drafter = fallback.make(first, second)
+    """Claims that a copied token, too, was drawn from a distribution."""
 
-    def propose(params, state, context, noise):
-        draft, state = drafter.propose(params, state, context, noise)
-        distribution = jnp.broadcast_to(jnp.arange(draft.logq_row.shape[1]), draft.logq_row.shape)
-        return draft.replace(logq_row=distribution), state
+    def propose(pair, context, noise):
+        draft, _ = proposed(pair, context, noise)
+        row = jnp.broadcast_to(jnp.arange(draft.logq_row.shape[1]), draft.logq_row.shape)
+        return draft.replace(logq_row=row)
 
-    return dataclasses.replace(drafter, propose=propose)
+    return as_one(first, second, propose)
 
 
 def chooses_by_what_was_drawn(first, second):
     """Takes the copy only where the other one drew something else."""
-    drafter = fallback.make(first, second)
 
-    def propose(params, state, context, noise):
-        copied, _ = first.propose(params[0], state[0], context, noise)
-        drawn, _ = second.propose(params[1], state[1], context, noise)
+    def propose(pair, context, noise):
+        copying, drawing = pair.drafter.parts
+        copied, _ = copying.propose(pair.params[0], (), context, noise)
+        drawn, _ = drawing.propose(pair.params[1], (), context, noise)
         other = copied.tokens[:, :1] != drawn.tokens[:, :1]
         copied = copied.replace(valid=copied.valid & other)
-        return fallback.joined(copied, drawn, context.num_tokens), state
+        return joined(copied, drawn, pair.drafter.num_speculative_tokens)
 
-    return dataclasses.replace(drafter, propose=propose)
+    return as_one(first, second, propose)
 
 
 @pytest.mark.usefixtures("fast_programs")
@@ -161,8 +195,8 @@ def test_broken_variants_fail(broken, target):
 
 
 def test_a_head_follows_what_another_drafted(tiny):
-    drafter = fallback.make(ngram.make(prompt_lookup_min=1), eagle_drafter(tiny, spread=0.3))
-    assert drafter.features == eagle_drafter(tiny).features
+    drafter = take_turns(Ngram(prompt_lookup_min=1), eagle_drafter(tiny, spread=0.3))
+    assert drafter.drafter.features == eagle_drafter(tiny).drafter.features
     session = make_session(
         tiny,
         PROMPTS,
@@ -170,31 +204,30 @@ def test_a_head_follows_what_another_drafted(tiny):
         num_speculative_tokens=3,
         sampling=mixed(max_new_tokens=12),
     )
-    alone = dataclasses.replace(session, drafter=eagle_drafter(tiny, spread=0.3))
-    state = first_state(session)
-    for state in rounds(session, state):
-        assert_fresh(alone, state.replace(drafter=state.drafter[1]))
+    for state in rounds(session, first_state(session)):
+        assert_fresh(session, state, part=1)
     assert np.asarray(state.rounds.accepted).max() > 1
 
 
-def sized_by_context(length):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SizedByLength(Drafter):
     """A drafter whose state is as wide as its drafts."""
 
-    def init(params, context, features):
-        return jnp.zeros((context.length.shape[0], context.num_tokens), jnp.int32)
+    num_speculative_tokens: int = 2
 
-    def propose(params, state, context, noise):
+    def init(self, params, batch, capacity):
+        return jnp.zeros((batch, self.num_speculative_tokens), jnp.int32)
+
+    def propose(self, params, state, context, noise):
         return trees.chain(state, context.limit), state
 
-    def observe(params, state, context, accepted):
-        return state + init(params, context, {})
-
-    return Drafter("sized", init, propose, observe, num_speculative_tokens=length)
+    def observe(self, params, state, context, accepted):
+        return state + self.init(params, len(state), 0)
 
 
 @pytest.mark.parametrize("most", [None, 3, *slow(0, 16)])
 def test_each_drafts_at_most_its_own_number(most, tiny):
-    drafter = fallback.make(ngram.make(), sized_by_context(2))
+    drafter = take_turns(Ngram(), SizedByLength())
     requests = greedy(max_new_tokens=20)
     got = decode(tiny, PROMPTS, drafter=drafter, sampling=requests, num_speculative_tokens=most)
     plain = decode(tiny, PROMPTS, sampling=requests)
@@ -210,10 +243,10 @@ def test_each_drafts_at_most_its_own_number(most, tiny):
 def test_by_name(tiny):
     drafter = specjax.make_drafter("ngram+early_exit", tiny, prompt_lookup_min=1, exit_layer=2)
     assert drafter.name == "ngram+early_exit"
-    assert drafter.sampled
+    assert drafter.drafter.sampled
     shorter = specjax.make_drafter("ngram+early_exit", tiny, num_speculative_tokens=3)
-    assert shorter.num_speculative_tokens == 3
-    assert shorter.lengths == (3, 3)
+    assert shorter.drafter.num_speculative_tokens == 3
+    assert shorter.drafter.lengths == (3, 3)
 
 
 @pytest.mark.parametrize(
@@ -222,9 +255,8 @@ def test_by_name(tiny):
         ("ngram+", {}, r"drafter='ngram\+': join different drafters"),
         ("ngram+ngram", {}, "join different drafters"),
         ("ngram+none", {}, "none cannot be joined by name: it drafts nothing"),
-        ("ngram+draft_model", {"path": "x"}, "only follows drafts that it made itself"),
         ("ngram+simulated", {}, "simulated cannot be joined by name"),
-        ("ngram+test_drafters:make_own", {}, "specjax.drafters.fallback can join it"),
+        ("ngram+test_drafters:make_own", {}, "use specjax.drafters.take_turns"),
         ("ngram+earlyexit", {}, "'earlyexit' is unknown: did you mean early_exit"),
         ("ngram+early_exit", {"noise": 1}, r"drafter.noise=1: no part of ngram\+early_exit takes"),
         ("ngram+early_exit", {"path": "x"}, r"drafter.path='x': of ngram\+early_exit no part co"),
@@ -234,10 +266,3 @@ def test_by_name(tiny):
 def test_bad_input(name, options, said, tiny):
     with pytest.raises(InputError, match=said):
         specjax.make_drafter(name, tiny, **options)
-
-
-def test_a_draft_model_cannot_follow_what_another_drafted(tiny):
-    own = draft_model.make(tiny.architecture, tiny.params)
-    for pair in ((ngram.make(), own), (own, ngram.make())):
-        with pytest.raises(InputError, match="'draft_model' only follows drafts that it made"):
-            fallback.make(*pair)

@@ -1,11 +1,12 @@
-"""Compiled programs kept on disk by JAX's persistent cache, which must never stop a run.
+"""JAX's persistent cache of compiled programs on disk; its errors never stop a run.
 
-JAX warns of each entry that it cannot read and compiles again, but never writes over an entry that
-is there: a damaged one would be complained about for ever. It is deleted here, before JAX writes.
+JAX warns of each entry that it cannot read and compiles again, but never overwrites an entry: it
+would warn of a damaged one in every run. Such entries are deleted here, before JAX writes.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
@@ -48,8 +49,19 @@ def keep(tell: Callable[[str], Any]) -> None:
     _mend_entries(folder, tell)
 
 
+@functools.cache
+def keep_in_library() -> None:
+    """Keep compiled programs, as command lines do, unless JAX keeps them elsewhere or not at all.
+
+    For calls of the Python API, whose caller may have set up JAX's cache (or switched it off by
+    `jax_enable_compilation_cache`); lines of `keep` become warnings.
+    """
+    if jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir is None:
+        keep(lambda line: warnings.warn(line, stacklevel=3))
+
+
 def _mend_entries(folder: Path, tell: Callable[[str], Any]) -> None:
-    """From now on answer JAX's warnings of entries in a folder by deleting what is damaged."""
+    """Install a warning handler that deletes the damaged entries that JAX warns of."""
     show, shown = warnings.showwarning, set()
 
     def answer(
@@ -74,7 +86,7 @@ def _mend_entries(folder: Path, tell: Callable[[str], Any]) -> None:
         else:
             tell(
                 f"compiled programs in {folder}: {doing} fails ({' '.join(reason.split()):.160}); "
-                f"make room, change its permissions, or name another folder by {_FOLDER}"
+                f"free space, change its permissions, or name another folder by {_FOLDER}"
             )
 
     # Python shows a warning once for each text, and two entries may have the same.
@@ -85,8 +97,8 @@ def _mend_entries(folder: Path, tell: Callable[[str], Any]) -> None:
 def _delete_damaged(folder: Path, name: str, *, reading: bool) -> bool:
     """Delete the damaged entries of a program's name, and say whether any went.
 
-    Where an entry could not be read and none shows why, all of the name go: JAX tells the name
-    alone, and compiles again what is missing.
+    Where an entry could not be read and none is visibly damaged, all of that name are deleted: JAX
+    reports the name only, and compiles again what is missing.
     """
     try:
         entries = [path for path in folder.iterdir() if _is_entry(path.name, name)]

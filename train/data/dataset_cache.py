@@ -1,4 +1,4 @@
-"""Datasets that specjax makes by itself, in a cache: made once, and again where damaged."""
+"""Datasets that specjax makes, in a cache folder: made once, and again where damaged."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def prepared(
             make()
     except OSError as error:
         raise InputError(
-            f"{directory}: cannot be written ({error.strerror or error}); make room there, or use "
+            f"{directory}: cannot be written ({error.strerror or error}); free space there, or use "
             f"another {field}"
         ) from None
     return directory

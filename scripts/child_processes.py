@@ -1,4 +1,4 @@
-"""Commands in processes of their own, none of which is left behind; what some scripts share."""
+"""Running commands in child processes that are always ended with the script."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import IO
 from specjax import signals
 
 INTERRUPTED = "interrupted; the same command resumes it"
-"""What Ctrl-C says where finished work is kept."""
+"""The message of Ctrl-C where finished work is kept."""
 
 GRACE_S = 120.0
-"""How long a process has to save what it has."""
+"""Seconds that a process has to save its work."""
 
 _LOOK_S = 0.25
 
@@ -31,8 +31,8 @@ def run_child(
     """Run a command in a process of its own; returns its exit code, None where its time was over.
 
     Ctrl-C, SIGTERM and a closed terminal reach it as Ctrl-C, as does `until`, a time of
-    `time.monotonic`. It then has GRACE_S to end, and where it was not the time, KeyboardInterrupt
-    is raised; asked a second time, it is killed. What it says goes to `log`; `keep` are file
+    `time.monotonic`. It then has GRACE_S to end; afterwards KeyboardInterrupt is raised, unless the
+    reason was `until`. At a second request it is killed. Its output goes to `log`; `keep` are file
     descriptors that it inherits.
     """
     asked: list[int] = []

@@ -1,0 +1,231 @@
+"""Drafters that take turns, and that sleep while they do not draft.
+
+In each row the first drafter with a draft has the turn. A drafter works only in rounds in which
+some row may draft with it: what was committed meanwhile is observed before it proposes again, or
+when no more of the target's features can be kept. A single drafter is a team of one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
+from specjax.drafters.base import Accepted, Context, Drafter, LoadedDrafter, Noise
+from specjax.drafters.none import empty_draft
+from specjax.sampling import drafter_noise
+from specjax.trees import Draft, chain_topology
+
+_KEPT_ROUNDS = 8
+"""Rounds of full drafts whose features are kept for drafters that sleep."""
+
+
+@struct.dataclass
+class PartState:
+    """A drafter's own state, and how many of each row's latest tokens it has not observed."""
+
+    drafter: Any
+    unobserved: Int[Array, "B"]
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Drafters in the order in which they may draft; parameters and states are tuples like it.
+
+    Exact if each drafter is: what one's choice to draft depends on (tokens that it does not draw,
+    distributions, noise of its own) is independent of what the next one draws.
+    """
+
+    parts: tuple[Drafter, ...] = field()
+
+    @property
+    def name(self) -> str:
+        """The drafters' names, joined by +."""
+        return "+".join(part.name for part in self.parts)
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """The longest path that any of them drafts (P)."""
+        return max(part.num_speculative_tokens for part in self.parts)
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The target's features that any of them reads."""
+        return tuple(dict.fromkeys(name for part in self.parts for name in part.features))
+
+    @property
+    def sampled(self) -> bool:
+        """Whether any of them draws its drafts."""
+        return any(part.sampled for part in self.parts)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Draft lengths worth a compiled width; empty where a single drafter names none."""
+        if len(self.parts) == 1:
+            return self.parts[0].lengths
+        return tuple(
+            length
+            for part in self.parts
+            for length in (part.lengths or (part.num_speculative_tokens,))
+        )
+
+    @property
+    def kept_features(self) -> int:
+        """How many positions the loop keeps features of; 0 where no drafter reads any."""
+        return _KEPT_ROUNDS * (self.num_speculative_tokens + 1) if self.features else 0
+
+    def limited(self, length: int) -> Turns:
+        """The same drafters, none with drafts longer than `length`; a single one with just that."""
+        if len(self.parts) == 1:
+            return Turns((replace(self.parts[0], num_speculative_tokens=length),))
+        return Turns(
+            tuple(
+                replace(part, num_speculative_tokens=min(part.num_speculative_tokens, length))
+                for part in self.parts
+            )
+        )
+
+    def init(self, params: tuple, batch: int, capacity: int) -> tuple[PartState, ...]:
+        """Empty rows."""
+        return tuple(
+            PartState(part.init(own, batch, capacity), jnp.zeros(batch, jnp.int32))
+            for part, own in zip(self.parts, params, strict=True)
+        )
+
+    def observe_prompt(
+        self, params: tuple, state: tuple[PartState, ...], context: Context, accepted: Accepted
+    ) -> tuple[PartState, ...]:
+        """Each drafter's state after a chunk of the prompts."""
+        return tuple(
+            before.replace(drafter=part.observe(own, before.drafter, context, accepted))
+            for part, own, before in zip(self.parts, params, state, strict=True)
+        )
+
+    def commit(self, state: tuple[PartState, ...], count: Int[Array, "B"]) -> tuple[PartState, ...]:
+        """The states after a round that committed `count` tokens, which wait to be observed."""
+        return tuple(
+            before.replace(unobserved=before.unobserved + count) if part.observes else before
+            for part, before in zip(self.parts, state, strict=True)
+        )
+
+    def propose(
+        self, params: tuple, state: tuple[PartState, ...], context: Context, noise: Noise
+    ) -> tuple[Draft, tuple[PartState, ...]]:
+        """Each row's draft from the first drafter that has one, and the states.
+
+        `noise` is asked at a depth of its own for each drafter, so that none knows what another
+        one draws from; where a rule reads no distributions, all share the target's own.
+        """
+        taken = jnp.zeros(context.length.shape, bool)
+        draft, states = None, []
+        for number, part in enumerate(self.parts):
+            limit = jnp.minimum(context.limit, part.num_speculative_tokens)
+            own = context.replace(limit=jnp.where(taken, 0, limit))
+            new, after = _take_turn(
+                part, params[number], state[number], own, self._noise(number, noise, context)
+            )
+            taken |= new.valid.any(axis=1)
+            draft = new if draft is None else joined(draft, new, self.num_speculative_tokens)
+            states.append(after)
+        return draft, tuple(states)
+
+    def _noise(self, number: int, noise: Noise, context: Context) -> Noise:
+        return drafter_noise(noise, number, len(self.parts)) if context.needs_logq else noise
+
+
+def take_turns(*drafters: LoadedDrafter | Drafter) -> LoadedDrafter:
+    """One drafter of several: in each row the first that has a draft, else the next one's."""
+    loaded = [one if isinstance(one, LoadedDrafter) else LoadedDrafter(one) for one in drafters]
+    parts: tuple[Drafter, ...] = ()
+    params: tuple = ()
+    for one in loaded:
+        inside = isinstance(one.drafter, Turns)
+        parts += one.drafter.parts if inside else (one.drafter,)
+        params += tuple(one.params) if inside else (one.params,)
+    return LoadedDrafter(Turns(parts), params)
+
+
+def _take_turn(
+    part: Drafter, params: Any, state: PartState, context: Context, noise: Noise
+) -> tuple[Draft, PartState]:
+    """What a drafter proposes; where no row may draft, nothing, and it is not run."""
+    if not part.num_speculative_tokens:
+        return empty_draft(context.length.shape[0], 0), state
+    wanted = jnp.any(context.limit > 0)
+    if part.observes:
+        state = _catch_up(part, params, state, context, wanted)
+
+    def propose(inner: Any) -> tuple[Draft, Any]:
+        return part.propose(params, inner, context, noise)
+
+    shapes, _ = jax.eval_shape(propose, state.drafter)
+
+    def sleep(inner: Any) -> tuple[Draft, Any]:
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes), inner
+
+    draft, inner = lax.cond(wanted, propose, sleep, state.drafter)
+    return draft, state.replace(drafter=inner)
+
+
+def _catch_up(
+    part: Drafter, params: Any, state: PartState, context: Context, wanted: Bool[Array, ""]
+) -> PartState:
+    """The state with all observed if the drafter is wanted, else as much as could be lost soon."""
+    most = part.num_speculative_tokens + 1
+    needed = wanted
+    if part.features:
+        kept = next(iter(context.features.values())).shape[1]
+        needed |= jnp.any(state.unobserved > kept - context.longest_commit)
+
+    def step(state: PartState) -> PartState:
+        first = context.length - 1 - state.unobserved
+        count = jnp.minimum(state.unobserved, most)
+        accepted = Accepted(
+            context.tokens_from(first + 1, most),
+            count,
+            {name: context.feature_from(name, first, most) for name in part.features},
+        )
+        after = context.replace(length=first + 1 + count)
+        inner = part.observe(params, state.drafter, after, accepted)
+        return PartState(inner, state.unobserved - count)
+
+    return lax.while_loop(lambda state: needed & jnp.any(state.unobserved > 0), step, state)
+
+
+def joined(first: Draft, second: Draft, length: int) -> Draft:
+    """A chain of `length` nodes: each row's from the first draft that proposes any.
+
+    Raises ValueError for a tree.
+    """
+    if not (first.topology.is_chain and second.topology.is_chain):
+        raise ValueError("drafters that take turns propose chains: build drafts with trees.chain")
+    distributions = [draft.logq for draft in (first, second) if draft.logq is not None]
+    offset = 0 if first.logq is None else first.logq.shape[1]
+    second = second.replace(logq_row=jnp.where(second.logq_row < 0, -1, second.logq_row + offset))
+    here = first.valid.any(axis=1, keepdims=True)
+
+    def either(name: str, filler: int | bool) -> Array:
+        return jnp.where(
+            here,
+            *(
+                jnp.pad(
+                    getattr(draft, name),
+                    ((0, 0), (0, length - draft.tokens.shape[1])),
+                    constant_values=filler,
+                )
+                for draft in (first, second)
+            ),
+        )
+
+    return Draft(
+        tokens=either("tokens", 0),
+        valid=either("valid", False),
+        logq_row=either("logq_row", -1),
+        logq=jnp.concatenate(distributions, axis=1) if distributions else None,
+        topology=chain_topology(length),
+    )

@@ -1,0 +1,194 @@
+"""Verification rules as values: what a rule needs, and how it verifies a draft.
+
+A rule is a frozen dataclass without arrays, so that equal rules share one compiled program. `RULES`
+names those that come with specjax.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+from specjax.sampling import chain
+from specjax.sampling.chain import Decision, Distributions, Verification
+from specjax.sampling.keys import coupled_noise, position_gumbel, split_keys, uniforms
+
+
+class Rule:
+    """Verifies a draft; subclass it as a frozen dataclass, or subclass `UniformRule`."""
+
+    name: ClassVar[str] = "own"
+    """What messages and the command line call it."""
+    description: ClassVar[str] = ""
+    """What it does, in words."""
+    position_noise: ClassVar[bool] = False
+    """Whether draws at absolute position t use the row's own key and t alone, as do its drafters'.
+
+    Else every round has keys of its own, and drafters draw from noise that the rule never sees.
+    """
+    needs_logq: ClassVar[bool] = True
+    """Whether a drafter that samples has to bring the distributions it drew from."""
+    greedy_walk: ClassVar[bool] = False
+    """Whether it emits the target's likeliest tokens wherever p is one-hot, as exact rules do."""
+    takes_trees: ClassVar[bool] = False
+    """Whether it verifies every topology, rather than chains alone."""
+
+    def verify(
+        self,
+        keys: Key[Array, "B"],
+        tokens: Int[Array, "B K"],
+        num_valid: Int[Array, "B"],
+        target: Distributions,
+        draft: Distributions | None,
+        *,
+        positions: Int[Array, "B"],
+        vocab: int,
+        dtype: jnp.dtype | type = jnp.float32,
+    ) -> Verification:
+        """Accept a prefix of each row's chain, and draw the token that follows it.
+
+        `target(slots)` and `draft(slots)` are log-probabilities [B, V] of the token that follows
+        slot `slots[b]`; `draft` is None where all tokens are deterministic. `positions` are the
+        absolute positions of the first drafted tokens. `keys` are the rows' own where
+        `position_noise` is set, and else one key per row that nothing else draws from.
+        """
+        raise NotImplementedError
+
+
+class UniformRule(Rule):
+    """A rule on chains that decides by one uniform per drafted token: implement `decide`."""
+
+    def decide(
+        self,
+        tokens: Int[Array, "B K"],
+        num_valid: Int[Array, "B"],
+        target: Distributions,
+        draft: Distributions,
+        uniforms: Float[Array, "B K"],
+    ) -> Decision:
+        """How many tokens of each row are accepted, and log-probabilities of the next one."""
+        raise NotImplementedError
+
+    def verify(
+        self,
+        keys: Key[Array, "B"],
+        tokens: Int[Array, "B K"],
+        num_valid: Int[Array, "B"],
+        target: Distributions,
+        draft: Distributions | None,
+        *,
+        positions: Int[Array, "B"],
+        vocab: int,
+        dtype: jnp.dtype | type = jnp.float32,
+    ) -> Verification:
+        """`decide`, on uniforms and with a last draw from keys of their own."""
+        del positions
+        _, accept, final = split_keys(keys)
+        length = tokens.shape[1]
+        if draft is None:
+            draft = chain.one_hot_distributions(tokens, vocab, dtype)
+        decision = self.decide(tokens, num_valid, target, draft, uniforms(accept, length, dtype))
+        gumbel = position_gumbel(final, jnp.zeros_like(num_valid), vocab, dtype)
+        return chain.conclude(decision, gumbel, length)
+
+
+@dataclass(frozen=True)
+class Rejection(UniformRule):
+    """Token-wise rejection sampling: `chain.rejection`."""
+
+    name: ClassVar[str] = "rejection"
+    description: ClassVar[str] = (
+        "accept with probability min(1, p/q), else draw from what p has left"
+    )
+    greedy_walk: ClassVar[bool] = True
+
+    def decide(
+        self,
+        tokens: Int[Array, "B K"],
+        num_valid: Int[Array, "B"],
+        target: Distributions,
+        draft: Distributions,
+        uniforms: Float[Array, "B K"],
+    ) -> Decision:
+        """Each token with probability min(1, p/q); after a rejection, the residual."""
+        return chain.rejection(tokens, num_valid, target, draft, uniforms)
+
+    def verify(
+        self,
+        keys: Key[Array, "B"],
+        tokens: Int[Array, "B K"],
+        num_valid: Int[Array, "B"],
+        target: Distributions,
+        draft: Distributions | None,
+        *,
+        positions: Int[Array, "B"],
+        vocab: int,
+        dtype: jnp.dtype | type = jnp.float32,
+    ) -> Verification:
+        """`decide`; deterministic drafts are compared with the target's own draws instead."""
+        if draft is None:
+            final = split_keys(keys).final
+            return chain.walk(
+                tokens, num_valid, target, lambda slots: position_gumbel(final, slots, vocab, dtype)
+            )
+        return super().verify(
+            keys, tokens, num_valid, target, draft, positions=positions, vocab=vocab, dtype=dtype
+        )
+
+
+@dataclass(frozen=True)
+class Block(UniformRule):
+    """Block verification: `chain.block`."""
+
+    name: ClassVar[str] = "block"
+    description: ClassVar[str] = "verify the draft as a whole; accepts no less than rejection"
+    greedy_walk: ClassVar[bool] = True
+
+    def decide(
+        self,
+        tokens: Int[Array, "B K"],
+        num_valid: Int[Array, "B"],
+        target: Distributions,
+        draft: Distributions,
+        uniforms: Float[Array, "B K"],
+    ) -> Decision:
+        """The longest prefix whose joint probability allows it."""
+        return chain.block(tokens, num_valid, target, draft, uniforms)
+
+
+@dataclass(frozen=True)
+class Coupled(Rule):
+    """The target's own draw at each position, accepted where the draft says the same.
+
+    Its noise is keyed by row and position (Daliri et al. 2408.07978), so that the output is that of
+    plain decoding with the same keys, whatever was drafted.
+    """
+
+    name: ClassVar[str] = "coupled"
+    description: ClassVar[str] = "the output depends on seed and prompt only, whatever is drafted"
+    position_noise: ClassVar[bool] = True
+    needs_logq: ClassVar[bool] = False
+    greedy_walk: ClassVar[bool] = True
+
+    def verify(
+        self,
+        keys: Key[Array, "B"],
+        tokens: Int[Array, "B K"],
+        num_valid: Int[Array, "B"],
+        target: Distributions,
+        draft: Distributions | None,
+        *,
+        positions: Int[Array, "B"],
+        vocab: int,
+        dtype: jnp.dtype | type = jnp.float32,
+    ) -> Verification:
+        """The walk along the draft with the noise of each position."""
+        del draft
+        return chain.walk(tokens, num_valid, target, coupled_noise(keys, positions, vocab, dtype))
+
+
+RULES: dict[str, Rule] = {rule.name: rule for rule in (Rejection(), Block(), Coupled())}
+"""The rules by name, all exact."""

@@ -1,0 +1,69 @@
+"""What a drafter has to keep to, whatever it drafts; `check_drafter` begins with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.cache import KVCache, Window
+from specjax.decoding import loop
+from specjax.decoding.state import Plan
+from specjax.errors import InputError
+
+
+def check_contract(plan: Plan, params: tuple[Any, Any], arguments: tuple) -> None:
+    """Raise InputError, with the drafter's name, where one of a plan's drafters breaks a rule.
+
+    Every leaf of its state has rows as its first axis or belongs to a cache or a window; in no row
+    does it propose a path longer than `context.limit`; valid nodes have valid ancestors.
+    `arguments` are those of `loop.start`, of which each row gets another limit.
+    """
+    for part, own in zip(plan.drafter.parts, params[1], strict=True):
+        for rows in (3, 5):
+            state = jax.eval_shape(lambda own, part=part, rows=rows: part.init(own, rows, 8), own)
+            for leaf in jax.tree.leaves(state, is_leaf=_knows_its_rows):
+                if not _knows_its_rows(leaf) and leaf.shape[:1] != (rows,):
+                    raise InputError(
+                        f"drafter {part.name!r}: its state holds an array of shape "
+                        f"{list(leaf.shape)} for {rows} rows; every array needs rows as its first "
+                        "axis"
+                    )
+    for number, part in enumerate(plan.drafter.parts):
+        if part.num_speculative_tokens:
+            _check_draft(plan, params, arguments, number)
+
+
+def _check_draft(plan: Plan, params: tuple[Any, Any], arguments: tuple, number: int) -> None:
+    part = plan.drafter.parts[number]
+
+    @jax.jit
+    def propose(params: Any, *arguments: Any) -> Any:
+        state = loop.start(plan, params, *arguments)
+        context = loop.make_context(plan, params[0], state)
+        limit = jnp.arange(len(context.limit)) % (1 + part.num_speculative_tokens)
+        context = context.replace(limit=jnp.minimum(limit, context.limit))
+        noise = loop.draft_noise(plan, state, loop.round_keys(plan, state))
+        own = state.drafter[number].drafter
+        return part.propose(params[1][number], own, context, noise)[0], context.limit
+
+    draft, limit = propose(params, *arguments)
+    valid = np.asarray(draft.valid)
+    depths = np.where(valid, draft.topology.depths[None, 1:], 0).max(axis=1, initial=0)
+    if (depths > limit).any():
+        row = int(np.argmax(depths > limit))
+        raise InputError(
+            f"drafter {part.name!r}: proposes more than its limit, {depths[row]} tokens where "
+            f"context.limit is {limit[row]}; make them invalid"
+        )
+    if not (np.asarray(draft.topology.close(draft.valid)) == valid).all():
+        raise InputError(
+            f"drafter {part.name!r}: its valid nodes are not closed under ancestors: a node whose "
+            "parent was never proposed cannot be verified; make it invalid"
+        )
+
+
+def _knows_its_rows(node: Any) -> bool:
+    return isinstance(node, KVCache | Window)

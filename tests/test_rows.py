@@ -1,0 +1,116 @@
+"""Rows that are admitted while others decode give what they give alone."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from decoding import PROMPTS, decode, drafters, make_session, mixed, replay
+from heads import eagle_drafter, medusa_head
+
+from specjax.cache import KVCache, Window
+from specjax.decoding import loop
+from specjax.decoding.plan import batch_arguments
+from specjax.decoding.state import RUNNING, STOPPED, admit, release
+from specjax.drafters import head_drafter, take_turns
+from specjax.drafters.ngram import Ngram
+
+NEW, ADMITTED, SLOT = 20, 5, 1
+NAMES = (
+    "ngram",
+    "similar",
+    "early_exit",
+    "random_distribution",
+    "turns_model",
+    "eagle3",
+    "medusa",
+    "ngram+eagle3",
+    "simulated",
+)
+
+
+def drafter_of(name, tiny, unrelated, similar):
+    if name == "eagle3":
+        return eagle_drafter(tiny, spread=0.3)
+    if name == "medusa":
+        return head_drafter(medusa_head(tiny), tiny)
+    if name == "ngram+eagle3":
+        return take_turns(Ngram(prompt_lookup_min=1), eagle_drafter(tiny, spread=0.3))
+    if name == "simulated":
+        return replay(tiny, plain_rows(tiny), 0.7)
+    return drafters(tiny, unrelated, similar)[name]
+
+
+def plain_rows(tiny):
+    return decode(tiny, PROMPTS, sampling=mixed(max_new_tokens=NEW), verify="coupled")
+
+
+def session_for(tiny, drafter, rule):
+    return make_session(
+        tiny,
+        PROMPTS,
+        drafter=drafter,
+        num_speculative_tokens=3,
+        verify=rule,
+        sampling=mixed(max_new_tokens=NEW),
+        batch_size=4,
+    )
+
+
+def finish(run, params, state):
+    while bool((state.status == RUNNING).any()):
+        state = run(params, state, jnp.int32(1))
+    return state
+
+
+def emitted(state, row):
+    """The tokens and the raw counts of a row."""
+    length, count = int(state.length[row]), int(state.round[row])
+    counts = [np.asarray(part)[row, :count].tolist() for part in jax.tree.leaves(state.rounds)[1:]]
+    return np.asarray(state.tokens)[row, :length].tolist(), counts
+
+
+@pytest.mark.parametrize("rule", ["rejection", pytest.param("coupled", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_admitted_in_a_later_round_decodes_as_alone(name, rule, tiny, unrelated, similar):
+    session = session_for(tiny, drafter_of(name, tiny, unrelated, similar), rule)
+    start = jax.jit(functools.partial(loop.start, session.plan))
+    run = jax.jit(functools.partial(loop.run, session.plan))
+    params = session.params
+    strangers = start(params, *batch_arguments(session, [0, 1, 2, 3]))
+    late = start(params, *batch_arguments(session, [ADMITTED]))
+    alone = finish(run, params, late)
+    state = run(params, strangers, jnp.int32(6))
+    state = release(state, jnp.array([SLOT]))
+    assert int(state.status[SLOT]) == STOPPED
+    state = jax.jit(admit)(state, jnp.array([SLOT, 9, 9, 9]), late)
+    state = finish(run, params, state)
+    together, counts = emitted(state, SLOT)
+    wanted, wanted_counts = emitted(alone, 0)
+    assert together == wanted
+    # Widths are the batch's; what a row drafted, had accepted and emitted is its own.
+    assert counts == wanted_counts
+    untouched = finish(run, params, strangers)
+    for row in (0, 2, 3):
+        assert emitted(state, row) == emitted(untouched, row)
+
+
+def test_every_leaf_has_rows_first_or_belongs_to_a_cache(tiny, unrelated, similar):
+    session = session_for(tiny, drafter_of("turns_model", tiny, unrelated, similar), "rejection")
+    state = jax.eval_shape(
+        functools.partial(loop.start, session.plan), session.params, *batch_arguments(session, [0])
+    )
+    leaves = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, KVCache | Window))
+    assert sum(isinstance(leaf, KVCache) for leaf in leaves) == 2
+    for leaf in leaves:
+        assert isinstance(leaf, KVCache | Window) or leaf.shape[0] == 4
+
+
+def test_a_released_slot_holds_nothing(tiny, similar, unrelated):
+    session = session_for(tiny, drafter_of("similar", tiny, unrelated, similar), "rejection")
+    state = loop.start(session.plan, session.params, *batch_arguments(session, [0, 1, 2, 3]))
+    state = release(state, jnp.array([2]))
+    assert state.cache.length.tolist()[2] == 0
+    assert state.drafter[0].drafter.cache.length.tolist()[2] == 0
+    assert state.status.tolist() == [RUNNING, RUNNING, STOPPED, RUNNING]

@@ -1,0 +1,172 @@
+"""Equal calls compile once, and no compile cache keeps an array alive."""
+
+import gc
+import os
+import subprocess
+import sys
+import weakref
+
+import jax
+import pytest
+from conftest import tiny_config
+from decoding import PROMPTS, changed, greedy, random_distribution
+from heads import eagle_head, medusa_head
+
+import specjax
+from specjax import sampling
+from specjax.decoding import executor
+from specjax.decoding.draft_length import DraftLength
+from specjax.drafters import LoadedDrafter, head_drafter, make_drafter
+from specjax.drafters.ngram import Ngram
+from specjax.errors import InputError
+from specjax.loading.load import random_model
+from specjax.testing import check_drafter
+from specjax.trees import Topology, chain, chain_topology
+
+
+def makers():
+    """Each kind of drafter, made anew for a target."""
+    return {
+        "none": lambda target: None,
+        "ngram": lambda target: "ngram",
+        "early_exit": lambda target: make_drafter("early_exit", target, exit_layer=2),
+        "draft_model": lambda target: make_drafter("draft_model", target, target),
+        "eagle3": lambda target: head_drafter(eagle_head(target), target),
+        "medusa": lambda target: head_drafter(medusa_head(target), target),
+        "simulated": lambda target: make_drafter("simulated", target, continuations=[[1, 2]]),
+        "ngram+early_exit": lambda target: "ngram+early_exit",
+    }
+
+
+@pytest.mark.parametrize("name", makers())
+def test_equal_calls_never_compile_again(name, tiny):
+    make = makers()[name]
+
+    def call(**changes):
+        options = dict(sampling=greedy(max_new_tokens=12), batch_size=2) | changes
+        specjax.generate(tiny, PROMPTS[:2], drafter=make(tiny), **options)
+        return executor._compile.cache_info().misses
+
+    first = call()
+    assert call() == first
+    assert call(seed=3, sampling=greedy(max_new_tokens=11)) == first
+    if name != "none":
+        assert call(num_speculative_tokens=1) > first
+
+
+@pytest.mark.parametrize("name", makers())
+def test_nothing_keeps_the_arrays_of_a_model(name):
+    """After the model is gone, none of its arrays is alive, nor its drafter's."""
+    target = random_model(tiny_config(hidden_size=28, head_dim=8), 5, dtype="float32")
+    result = specjax.generate(
+        target, PROMPTS[:1], drafter=makers()[name](target), sampling=greedy(max_new_tokens=3)
+    )
+    arrays = [weakref.ref(leaf) for leaf in jax.tree.leaves(target.params)]
+    before = len(jax.live_arrays())
+    assert result.new_tokens == 3
+    del target
+    gc.collect()
+    assert not any(array() is not None for array in arrays)
+    assert len(jax.live_arrays()) <= before - len(arrays)
+
+
+def test_a_cache_that_held_an_array_would_be_found(tiny):
+    """The broken variant: a drafter whose field is an array keeps it alive."""
+    loaded = random_distribution(tiny)
+    held = changed(LoadedDrafter(loaded.drafter, loaded.params))
+    weights = weakref.ref(loaded.params)
+    keep = {held.drafter: loaded.params}
+    del loaded, held
+    gc.collect()
+    assert weights() is not None
+    keep.clear()
+    gc.collect()
+    assert weights() is None
+
+
+def test_values_are_equal_by_their_fields():
+    assert Ngram() == Ngram() != Ngram(num_speculative_tokens=2)
+    assert hash(sampling.Rejection()) == hash(sampling.Rejection())
+    assert sampling.Rejection() != sampling.Block()
+    assert chain_topology(2) == Topology((0, 1)) != Topology((0, 0))
+    tree = Topology((0, 0, 1, 2, 2))
+    assert (tree.num_nodes, tree.width, tree.depth, tree.is_chain) == (5, 6, 2, False)
+    with pytest.raises(ValueError, match=r"parents\[1\]=3: a parent is the slot of an earlier"):
+        Topology((0, 3))
+
+
+def test_valid_nodes_are_closed_under_ancestors():
+    tree = Topology((0, 0, 1, 2, 2))
+    valid = jax.numpy.array([[True, False, True, True, True], [False, True, True, True, False]])
+    assert tree.close(valid).tolist() == [
+        [True, False, True, False, False],
+        [False, True, False, True, False],
+    ]
+    line = chain_topology(3).close(jax.numpy.array([[True, False, True]]))
+    assert line.tolist() == [[True, False, False]]
+
+
+def test_two_chains_of_one_shape_can_be_chosen_between():
+    tokens, count = jax.numpy.zeros((1, 2), int), jax.numpy.ones(1, int)
+    chosen = jax.lax.cond(True, lambda: chain(tokens, count), lambda: chain(tokens + 1, count))
+    assert chosen.topology.is_chain
+
+
+@pytest.mark.slow
+def test_programs_are_kept_for_calls_from_python(tmp_path):
+    """A process that only calls the Python API finds the programs of the one before."""
+    code = (
+        "import specjax\n"
+        "from specjax.loading.load import random_model\n"
+        "from specjax.models.config import DecoderConfig\n"
+        "shape = dict(vocab_size=61, hidden_size=24, intermediate_size=40, num_layers=2)\n"
+        "heads = dict(num_heads=2, num_kv_heads=1, head_dim=12, max_positions=100)\n"
+        "model = random_model(DecoderConfig(**shape, **heads), 0, dtype='float32')\n"
+        "specjax.generate(model, [[1, 2]], drafter='ngram', sampling={'max_new_tokens': 4})\n"
+    )
+    kept = []
+    for _ in range(2):
+        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "HOME": str(tmp_path)}
+        environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+        subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+        kept.append(sorted(path.name for path in tmp_path.rglob("*-cache")))
+    assert kept[0]
+    assert kept[0] == kept[1]
+
+
+def test_the_old_form_of_a_drafter_and_of_a_rule(tiny, monkeypatch):
+    """Closures are refused with the form of today."""
+    old = type("Drafter", (), {"init": None, "propose": None, "observe": None})()
+    import jaxtyping
+
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    with pytest.raises(InputError, match=r"^drafter=.*subclass specjax.Drafter as a frozen datacl"):
+        specjax.generate(tiny, [[1]], drafter=old)
+    with pytest.raises(InputError, match=r"^verify=.*subclass specjax.sampling.UniformRule"):
+        specjax.generate(tiny, [[1]], verify=lambda *arguments: None)
+
+
+def test_checks_name_what_a_drafter_does_wrong(tiny):
+    small = random_model(tiny_config(vocab_size=8, max_positions=64), 0, dtype="float32")
+
+    def too_many(real, params, state, context, noise):
+        draft, state = real(params, state, context, noise)
+        return draft.replace(valid=jax.numpy.ones_like(draft.valid)), state
+
+    def with_a_hole(real, params, state, context, noise):
+        draft, state = real(params, state, context, noise)
+        step = jax.numpy.arange(draft.valid.shape[1])[None, :]
+        hole = (step > 0) & (step < context.limit[:, None])
+        return draft.replace(valid=hole), state
+
+    class Rowless(Ngram):
+        def init(self, params, batch, capacity):
+            return jax.numpy.zeros(())
+
+    for drafter, said in (
+        (changed(Ngram(), propose=too_many), "proposes more than its limit"),
+        (changed(Ngram(), propose=with_a_hole), "not closed under ancestors"),
+        (Rowless(), "rows as its first axis"),
+    ):
+        with pytest.raises(InputError, match=said):
+            check_drafter(drafter, small, rows=100, draft_length=DraftLength(2))
