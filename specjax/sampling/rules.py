@@ -52,10 +52,11 @@ class Rule:
         """Accept a path of each row's tree, and draw the token that follows it.
 
         Node i, of `tokens[:, i]`, is the child of window slot `parents[i]`; it was proposed where
-        it is `valid`, and then all its ancestors are. `target(slots)` and `draft(slots)` are log-probabilities [B, V] of the token that follows
-        slot `slots[b]`; `draft` is None where all tokens are deterministic. `positions` are the
-        absolute positions of the roots' children. `keys` are the rows' own where
-        `position_noise` is set, and else one key per row that nothing else draws from.
+        it is `valid`, and then all its ancestors are. `target(slots)` and `draft(slots)` are
+        log-probabilities [B, V] of the token that follows slot `slots[b]`; `draft` is None where
+        all tokens are deterministic. `positions` are the absolute positions of the roots' children.
+        `keys` are the rows' own where `position_noise` is set, and else one key per row that
+        nothing else draws from.
         """
         raise NotImplementedError
 
