@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import slow
 from decoding import PROMPTS, decode, drafters, make_session, mixed, replay
 from heads import eagle_drafter, medusa_head
 
@@ -16,7 +17,7 @@ from specjax.decoding.state import RUNNING, STOPPED, admit, release
 from specjax.drafters import head_drafter, take_turns
 from specjax.drafters.ngram import Ngram
 
-NEW, ADMITTED, SLOT = 20, 5, 1
+NEW, SLOT = 20, 1
 NAMES = (
     "ngram",
     "similar",
@@ -71,20 +72,29 @@ def emitted(state, row):
     return np.asarray(state.tokens)[row, :length].tolist(), counts
 
 
-@pytest.mark.parametrize("rule", ["rejection", pytest.param("coupled", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", NAMES)
-def test_a_row_admitted_in_a_later_round_decodes_as_alone(name, rule, tiny, unrelated, similar):
+CASES = [
+    *((name, "rejection", 7) for name in NAMES),
+    *slow(*((name, rule, 2) for name in NAMES for rule in ("block", "coupled"))),
+    *slow(*((name, "rejection", 5) for name in NAMES)),
+]
+"""The prompts admitted have 33 tokens, 40 and one."""
+
+
+@pytest.mark.parametrize(("name", "rule", "prompt"), CASES)
+def test_a_row_admitted_in_a_later_round_decodes_as_alone(
+    name, rule, prompt, tiny, unrelated, similar
+):
     session = session_for(tiny, drafter_of(name, tiny, unrelated, similar), rule)
     start = jax.jit(functools.partial(loop.start, session.plan))
     run = jax.jit(functools.partial(loop.run, session.plan))
     params = session.params
     strangers = start(params, *batch_arguments(session, [0, 1, 2, 3]))
-    late = start(params, *batch_arguments(session, [ADMITTED]))
+    late = start(params, *batch_arguments(session, [prompt]))
     alone = finish(run, params, late)
     state = run(params, strangers, jnp.int32(6))
     state = release(state, jnp.array([SLOT]))
     assert int(state.status[SLOT]) == STOPPED
-    state = jax.jit(admit)(state, jnp.array([SLOT, 9, 9, 9]), late)
+    state = jax.jit(admit)(state, jnp.array([SLOT, 9, -1, 9]), late)
     state = finish(run, params, state)
     together, counts = emitted(state, SLOT)
     wanted, wanted_counts = emitted(alone, 0)

@@ -1,5 +1,6 @@
 """Equal calls compile once, and no compile cache keeps an array alive."""
 
+import dataclasses
 import gc
 import os
 import subprocess
@@ -16,7 +17,7 @@ import specjax
 from specjax import sampling
 from specjax.decoding import executor
 from specjax.decoding.draft_length import DraftLength
-from specjax.drafters import LoadedDrafter, head_drafter, make_drafter
+from specjax.drafters import LoadedDrafter, Turns, head_drafter, make_drafter
 from specjax.drafters.ngram import Ngram
 from specjax.errors import InputError
 from specjax.loading.load import random_model
@@ -77,18 +78,71 @@ def test_nothing_keeps_the_arrays_of_a_model(name):
     assert len(jax.live_arrays()) <= before - len(arrays)
 
 
-def test_a_cache_that_held_an_array_would_be_found(tiny):
-    """The broken variant: a drafter whose field is an array keeps it alive."""
+class Holder:
+    """Hashable by identity, with an array in it: what a closure would be."""
+
+    def __init__(self, array):
+        self.array = array
+
+
+def test_a_drafter_that_holds_an_array_keeps_it_alive(tiny):
+    """The broken variant: the compile cache keeps the drafter, and the drafter its table."""
     loaded = random_distribution(tiny)
-    held = changed(LoadedDrafter(loaded.drafter, loaded.params))
-    weights = weakref.ref(loaded.params)
-    keep = {held.drafter: loaded.params}
-    del loaded, held
+    table = weakref.ref(loaded.params)
+    holder = Holder(loaded.params)
+
+    def propose(real, params, state, context, noise, holder=holder):
+        return real(holder.array, state, context, noise)
+
+    broken = changed(LoadedDrafter(loaded.drafter, ()), propose=propose)
+    specjax.generate(tiny, [[1]], drafter=broken, sampling={"max_new_tokens": 6})
+    del loaded, holder, propose, broken
     gc.collect()
-    assert weights() is not None
-    keep.clear()
-    gc.collect()
-    assert weights() is None
+    assert table() is not None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WithATable(Ngram):
+    table: object = dataclasses.field(kw_only=False)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "said"),
+    [
+        (lambda: WithATable(jax.numpy.ones(3)), "unhashable.*params of LoadedDrafter"),
+        (lambda: changed(Ngram(), propose=lambda real, *rest: real(*rest)[0]), "fails in a round"),
+        (lambda: changed(Ngram(), propose=lambda real, *rest: 1 / 0), "ZeroDivisionError"),
+        (
+            lambda: changed(
+                Ngram(), propose=lambda real, *rest: (real(*rest)[0], jax.numpy.ones(2))
+            ),
+            "fails in a round|state changes shape",
+        ),
+        (lambda: LoadedDrafter(Turns((Ngram(), Ngram())), ()), "has 2 drafters and 0 params"),
+    ],
+)
+def test_a_drafter_of_ones_own_that_is_none(drafter, said, tiny):
+    with pytest.raises(InputError, match=f"^drafter.*{said}") as caught:
+        specjax.generate(tiny, [[1, 2]], drafter=drafter(), sampling={"max_new_tokens": 4})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_token_out_of_range_spoils_nothing(tiny):
+    """Neither a proposed one, nor one in a node that is not valid."""
+
+    def propose(real, params, state, context, noise):
+        draft, state = real(params, state, context, noise)
+        return draft.replace(tokens=jax.numpy.where(draft.valid, draft.tokens, 61)), state
+
+    def unknown(real, params, state, context, noise):
+        draft, state = real(params, state, context, noise)
+        return draft.replace(tokens=draft.tokens + 61), state
+
+    plain = specjax.generate(tiny, PROMPTS, sampling=greedy(max_new_tokens=8))
+    for broken in (propose, unknown):
+        drafter = changed(Ngram(prompt_lookup_min=1), propose=broken)
+        got = specjax.generate(tiny, PROMPTS, drafter=drafter, sampling=greedy(max_new_tokens=8))
+        assert got.token_ids == plain.token_ids
 
 
 def test_values_are_equal_by_their_fields():
@@ -143,6 +197,8 @@ def test_programs_are_kept_for_calls_from_python(tmp_path):
 
 def test_the_old_form_of_a_drafter_and_of_a_rule(tiny, monkeypatch):
     """Closures are refused with the form of today."""
+    with pytest.raises(InputError, match=r"^Drafter\('mine', .*subclass specjax.Drafter as a froz"):
+        specjax.Drafter("mine", None, None, None, num_speculative_tokens=3)
     old = type("Drafter", (), {"init": None, "propose": None, "observe": None})()
     import jaxtyping
 

@@ -16,10 +16,12 @@ from jax.sharding import Mesh, NamedSharding
 from specjax import metrics
 from specjax.decoding import loop
 from specjax.decoding.plan import Session, batch_arguments
-from specjax.decoding.state import RUNNING, STOPPED, Plan, Rounds
+from specjax.decoding.state import RUNNING, STOPPED, Plan, Rounds, State
 from specjax.decoding.stop_strings import tokens_to_stop, truncate_rounds
 from specjax.distributed import device_memory
 from specjax.distributed.sharding import fetch, place_rows, use
+from specjax.drafters import DRAFTERS
+from specjax.errors import InputError, one_line
 from specjax.files import compiled_programs
 
 
@@ -89,6 +91,7 @@ def _compile(plan: Plan, mesh: Mesh | None, tree: Any, leaves: tuple[_Leaf, ...]
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in leaves
     ]
     params, *arguments = jax.tree.unflatten(tree, shapes)
+    _check_drafters(plan, params, arguments)
     with use(mesh):
         start = jax.jit(loop.start, static_argnums=0).lower(plan, params, *arguments)
         state = start.out_info
@@ -109,6 +112,34 @@ def _compile(plan: Plan, mesh: Mesh | None, tree: Any, leaves: tuple[_Leaf, ...]
         mesh,
     )
     return Programs(start, run, time.perf_counter() - begin)
+
+
+def _check_drafters(plan: Plan, params: Any, arguments: Sequence[Any]) -> None:
+    """Raise InputError, its cause with it, where a drafter of a user's own cannot be traced."""
+    if all(type(part) in DRAFTERS.values() for part in plan.drafter.parts):
+        return
+
+    def one_round(params: Any, *arguments: Any) -> State:
+        return loop.one_round(plan, params, loop.start(plan, params, *arguments))
+
+    try:
+        started = jax.eval_shape(functools.partial(loop.start, plan), params, *arguments)
+        after = jax.eval_shape(one_round, params, *arguments)
+    except Exception as error:  # a drafter is the user's own code and may raise anything
+        raise InputError(
+            f"drafter {plan.drafter.name!r}: fails in a round ({type(error).__name__}: "
+            f"{one_line(error):.200}); propose returns (Draft, state) with "
+            "num_speculative_tokens nodes of whole numbers, and the state keeps its shapes"
+        ) from error
+    before, now = (
+        jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state.drafter)
+        for state in (started, after)
+    )
+    if before != now:
+        raise InputError(
+            f"drafter {plan.drafter.name!r}: its state changes shape or dtype in a round; "
+            "propose and observe return a state like that of init"
+        )
 
 
 def run_session(

@@ -52,7 +52,20 @@ class DrafterKind:
         pair = isinstance(loaded, tuple) and len(loaded) == 2
         if not pair or not isinstance(loaded[0], Drafter | Turns):
             raise InputError(f"{name}={shown(value)}: use a name, or {OWN_DRAFTER}")
-        return take_turns(LoadedDrafter(*loaded))
+        turns = take_turns(LoadedDrafter(*loaded))
+        try:
+            hash(turns.drafter)
+        except TypeError as error:
+            raise InputError(
+                f"{name}={shown(value, 120)}: {one_line(error)}: fields are static, and arrays "
+                "belong into the params of LoadedDrafter(drafter, params)"
+            ) from error
+        if len(turns.params) != len(turns.drafter.parts):
+            raise InputError(
+                f"{name}: {turns.drafter.name} has {len(turns.drafter.parts)} drafters and "
+                f"{len(turns.params)} params; give each its own"
+            )
+        return turns
 
 
 DRAFTER_KIND = DrafterKind()
