@@ -81,6 +81,7 @@ def test_debug_size(name, folders, tmp_path, capsys):
     assert decode.main(decoding) == 0
 
 
+@pytest.mark.usefixtures("fast_programs")
 def test_training_needs_no_flags(tmp_path, monkeypatch, capsys):
     """Only the size is given: target, data and folder are the config's own."""
     (tmp_path / "configs").symlink_to(Path("configs").absolute())
