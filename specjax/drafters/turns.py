@@ -16,6 +16,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from specjax.distributed.sharding import constrain
 from specjax.drafters.base import Accepted, Context, Drafter, LoadedDrafter, Noise
 from specjax.drafters.none import empty_draft
 from specjax.sampling import drafter_noise
@@ -93,7 +94,10 @@ class Turns:
     def init(self, params: tuple, batch: int, capacity: int) -> tuple[PartState, ...]:
         """Empty rows."""
         return tuple(
-            PartState(part.init(own, batch, capacity), jnp.zeros(batch, jnp.int32))
+            PartState(
+                part.init(own, batch, capacity),
+                constrain(jnp.zeros(batch, jnp.int32), "batch"),
+            )
             for part, own in zip(self.parts, params, strict=True)
         )
 
@@ -109,7 +113,9 @@ class Turns:
     def commit(self, state: tuple[PartState, ...], count: Int[Array, "B"]) -> tuple[PartState, ...]:
         """The states after a round that committed `count` tokens, which wait to be observed."""
         return tuple(
-            before.replace(unobserved=before.unobserved + count) if part.observes else before
+            before.replace(unobserved=constrain(before.unobserved + count, "batch"))
+            if part.observes
+            else before
             for part, before in zip(self.parts, state, strict=True)
         )
 
@@ -192,7 +198,7 @@ def _catch_up(
         )
         after = context.replace(length=first + 1 + count)
         inner = part.observe(params, state.drafter, after, accepted)
-        return PartState(inner, state.unobserved - count)
+        return PartState(inner, constrain(state.unobserved - count, "batch"))
 
     return lax.while_loop(lambda state: needed & jnp.any(state.unobserved > 0), step, state)
 
