@@ -129,7 +129,7 @@ CALLS = {
 SIGNATURES = {"stream": specjax.stream}
 OBJECTS = {"model", "mesh", "form", "progress", "draft_length", "request", "distributions", "valid"}
 """Arguments that only code can give: everything of another class is wrong."""
-VALUES = {"Drafter", "Generation", "Model", "InputError"}
+VALUES = {"Drafter", "LoadedDrafter", "Generation", "Model", "InputError"}
 """Exported for what they hold, not to be called."""
 GOOD = {("SamplingParams", "seed", None)}
 """Values that one function accepts, although others do not."""

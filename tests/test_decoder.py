@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import tiny_config
 
-from specjax.cache import commit
+from specjax.cache import commit, put
 from specjax.loading.load import random_model
 from specjax.models.prefill import prefill
 
@@ -46,11 +46,21 @@ def one_pass(model, tokens, **options):
 
 
 def prefilled(model, lengths, chunk=64, features=()):
+    """The cache, and the features of all positions, gathered chunk by chunk."""
     cache = model.architecture.make_cache(len(lengths), CAPACITY)
     tokens = jnp.asarray(TOKENS[: len(lengths)])
-    program = jax.jit(prefill, static_argnums=(0, 5, 6))
+    width = model.config.hidden_size
+    kept = {name: jnp.zeros((len(lengths), CAPACITY, width)) for name in features}
+
+    def follow(kept, cache, first, count, found):
+        where = (first + jnp.arange(chunk))[None, :]
+        return {name: put(kept[name], where, value) for name, value in found.items()}
+
+    program = jax.jit(prefill, static_argnums=(0, 5, 6, 7))
     lengths = jnp.asarray(lengths, jnp.int32)
-    return program(model.architecture, model.params, tokens, lengths, cache, chunk, features)
+    return program(
+        model.architecture, model.params, tokens, lengths, cache, chunk, features, follow, kept
+    )
 
 
 @pytest.fixture(scope="module")

@@ -303,7 +303,7 @@ def test_a_part_of_the_vocabulary_in_eagle1(tiny, tmp_path):
     np.testing.assert_allclose(
         draft_logits(whole, tiny)[:, head.draft_ids], draft_logits(head, tiny), rtol=1e-5, atol=1e-5
     )
-    with pytest.raises(InputError, match="a head of its own"):
+    with pytest.raises(InputError, match="has its own output head"):
         whole_vocabulary(eagle_head(tiny, vocabulary=VOCABULARY))
 
 

@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoding import PROMPTS, decode, drafters, make_session
+from decoding import PROMPTS, decode, draft_model, drafters, make_session
 from test_loop_distribution import small_model
 
 from specjax import theory
 from specjax.decoding.draft_length import DraftLength
 from specjax.decoding.executor import expected_acceptance
 from specjax.decoding.sampling_params import SamplingParams
-from specjax.drafters import draft_model, take_turns
+from specjax.drafters import take_turns
 from specjax.sampling import RULES
 from specjax.testing import Tabular
 from specjax.testing.drafters import conditional_distributions, make_plan

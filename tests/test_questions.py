@@ -105,7 +105,7 @@ def test_a_file_that_is_too_large_is_not_to_be_restored(tmp_path, monkeypatch):
     monkeypatch.setattr(json_files, "_LARGEST_FILE", 1 << 20)
     path = tmp_path / "a.json"
     path.write_bytes(b" " * ((1 << 20) + 1))
-    with pytest.raises(InputError, match="a.json: too large .* at most 1 MiB .* a smaller file$"):
+    with pytest.raises(InputError, match="a.json: too large: .* at most 1 MiB .* a smaller file$"):
         json_files.read_json_file(path, "restore it")
 
 
