@@ -289,16 +289,16 @@ def test_the_program_holds_no_copy_of_all_warped_distributions(rule):
 
     def program(keys):
         at = sampling.by_slot(logits)
-        return sampling.RULES[rule].verify(
-            keys,
-            jnp.zeros((rows, LENGTH), jnp.int32),
-            jnp.ones((rows, LENGTH), bool),
-            lambda slots: sampling.warp(at(slots), jnp.ones(rows)),
-            sampling.by_slot(logq),
-            parents=tuple(range(LENGTH)),
-            positions=jnp.zeros(rows, jnp.int32),
-            vocab=vocab,
+        nothing = jnp.zeros((rows, LENGTH), jnp.int32)
+        drafted = sampling.Drafted(
+            nothing, nothing == 0, tuple(range(LENGTH)), sampling.by_slot(logq)
         )
+
+        def warped(slots):
+            return sampling.warp(at(slots), jnp.ones(rows))
+
+        target = sampling.Target(warped, jnp.zeros(rows, jnp.int32), vocab)
+        return sampling.RULES[rule].verify(keys, drafted, target)
 
     text = str(jax.make_jaxpr(program)(jax.random.split(jax.random.key(0), rows)))
     assert f"f32[{rows},{vocab}] = exp" in text

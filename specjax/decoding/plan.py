@@ -123,7 +123,7 @@ def plan_session(
         drafter=turns,
         rule=options.verify,
         draft_length=DraftLength(most, ladder),
-        widths=widths(most, turns.lengths),
+        widths=widths(turns.num_nodes, turns.lengths),
         flags=_flags(requests),
         capacity=_round_up(max(totals), CACHE_BLOCK),
         max_rounds=_round_up(room, 64),
@@ -146,7 +146,7 @@ def plan_session(
 
 
 def widths(most: int, lengths: Sequence[int] = ()) -> tuple[int, ...]:
-    """The window sizes that are compiled for drafts of up to `most` tokens, `lengths` among them.
+    """The window sizes that are compiled for drafts of up to `most` nodes, `lengths` among them.
 
     A drafter that names no lengths gets one of three tokens.
     """

@@ -51,16 +51,11 @@ def check_rule(rule: sampling.Rule, rows: int, widths: Sequence[int], vocab_size
             return rule.decide(tokens, count, sampling.by_slot(logp), draft, uniforms)
 
         def verify(keys: Any, tokens: Any, count: Any, logp: Any) -> Any:
-            return rule.verify(
-                keys,
-                tokens,
-                jnp.arange(tokens.shape[1])[None, :] < count[:, None],
-                sampling.by_slot(logp),
-                None,
-                parents=tuple(range(tokens.shape[1])),
-                positions=count,
-                vocab=vocab_size,
-            )
+            length = tokens.shape[1]
+            valid = jnp.arange(length)[None, :] < count[:, None]
+            drafted = sampling.Drafted(tokens, valid, tuple(range(length)), None)
+            target = sampling.Target(sampling.by_slot(logp), count, vocab_size)
+            return rule.verify(keys, drafted, target)
 
         calls: list[tuple[Any, tuple, dict[str, tuple]]] = []
         if isinstance(rule, sampling.UniformRule):
@@ -212,13 +207,6 @@ def _verify(
     tokens = draft.tokens[:, :nodes]
     if not plan.flags.sampled and plan.rule.greedy_walk:
         return sampling.walk_greedy(tokens, drafted, sampling.argmax(logits))
-    return plan.rule.verify(
-        keys,
-        tokens,
-        draft.valid[:, :nodes],
-        target,
-        distributions,
-        parents=draft.topology.first(nodes).parents,
-        positions=state.length,
-        vocab=logits.shape[2],
-    )
+    parents = draft.topology.first(nodes).parents
+    proposed = sampling.Drafted(tokens, draft.valid[:, :nodes], parents, distributions)
+    return plan.rule.verify(keys, proposed, sampling.Target(target, state.length, logits.shape[2]))

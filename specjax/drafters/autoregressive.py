@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
@@ -11,8 +12,8 @@ from jax.scipy.special import logsumexp
 from jaxtyping import Array, Float, Int
 
 from specjax import trees
-from specjax.drafters.base import Context, Noise
-from specjax.fields import Number
+from specjax.drafters.base import Context, Drafter, Noise
+from specjax.fields import Number, check_instance
 from specjax.models.heads.draft_vocabulary import expand
 from specjax.sampling import argmax
 from specjax.trees import Draft
@@ -23,6 +24,47 @@ Step = Callable[[Int[Array, ""] | int, Int[Array, "B"], Any], tuple[Float[Array,
 SampleMethod = Literal["probabilistic", "greedy"]
 LeastProbability = Annotated[float, Number(0.0, 0.999999, remedy="use a number in [0, 1)")]
 """Of the likeliest token, for drafting to continue."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainDrafter(Drafter):
+    """A drafter that drafts one token after another, drawn or the likeliest.
+
+    `draft_sample_method` "probabilistic" draws each token under the row's own warp, from a
+    distribution that the rules then know; "greedy" takes the likeliest. A row stops drafting where
+    the likeliest token has a probability below `draft_p_min`. Raises InputError for bad options.
+    """
+
+    draft_sample_method: SampleMethod = "probabilistic"
+    draft_p_min: LeastProbability = 0.0
+
+    def __post_init__(self) -> None:
+        check_instance(self, "drafter.")
+
+    @property
+    def sampled(self) -> bool:
+        """As `draft_sample_method` says."""
+        return self.draft_sample_method == "probabilistic"
+
+    def draft(
+        self,
+        step: Step,
+        carry: Any,
+        context: Context,
+        noise: Noise,
+        draft_ids: Int[Array, "Vd"] | None = None,
+    ) -> tuple[Draft, Any]:
+        """`draft_chain` of up to K tokens, with this drafter's options."""
+        return draft_chain(
+            self.num_speculative_tokens,
+            step,
+            carry,
+            context,
+            noise,
+            sampled=self.sampled,
+            p_min=self.draft_p_min,
+            draft_ids=draft_ids,
+        )
 
 
 def draft_chain(

@@ -150,6 +150,11 @@ class Drafter:
         return type(self).__name__.lower()
 
     @property
+    def num_nodes(self) -> int:
+        """N: the nodes of every draft; more than its longest path where it branches."""
+        return self.num_speculative_tokens
+
+    @property
     def features(self) -> tuple[str, ...]:
         """The target's features that `observe` reads, by name."""
         return ()

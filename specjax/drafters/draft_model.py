@@ -18,10 +18,9 @@ from jaxtyping import Array, Float, Int
 
 from specjax.cache import KVCache, Window, commit
 from specjax.distributed.sharding import constrain
-from specjax.drafters.autoregressive import LeastProbability, SampleMethod, draft_chain
-from specjax.drafters.base import Accepted, Context, Drafter, LoadedDrafter, Noise
+from specjax.drafters.autoregressive import ChainDrafter
+from specjax.drafters.base import Accepted, Context, LoadedDrafter, Noise
 from specjax.drafters.trained import check_tokenizers, load_head
-from specjax.fields import check_instance
 from specjax.files.paths import user_path
 from specjax.loading.heads.find_head import holds_head
 from specjax.loading.heads.head import Head
@@ -51,7 +50,7 @@ class State:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftModel(Drafter):
+class DraftModel(ChainDrafter):
     """A drafter that decodes with a model of its own, which must share the target's tokenizer.
 
     `probabilistic` draws each token from the model's distribution under the row's own warp, which
@@ -61,11 +60,6 @@ class DraftModel(Drafter):
     """
 
     model: LanguageModel = field(kw_only=False)
-    draft_sample_method: SampleMethod = "probabilistic"
-    draft_p_min: LeastProbability = 0.0
-
-    def __post_init__(self) -> None:
-        check_instance(self, "drafter.")
 
     @classmethod
     def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:
@@ -93,11 +87,6 @@ class DraftModel(Drafter):
     def name(self) -> str:
         """Its registered name."""
         return "draft_model"
-
-    @property
-    def sampled(self) -> bool:
-        """As `draft_sample_method` says."""
-        return self.draft_sample_method == "probabilistic"
 
     @property
     def _slots(self) -> int:
@@ -153,14 +142,11 @@ class DraftModel(Drafter):
         batch = context.length.shape[0]
         pair = [jnp.where(last > 0, context.token_at(last - 1), _NOTHING), context.token_at(last)]
         fed = jnp.full((batch, slots), _NOTHING, jnp.int32).at[:, :2].set(jnp.stack(pair, axis=1))
-        draft, (window, fed) = draft_chain(
-            self.num_speculative_tokens,
+        draft, (window, fed) = self.draft(
             step,
             (self.model.make_window(batch, slots), fed),
             context,
             noise,
-            sampled=self.sampled,
-            p_min=self.draft_p_min,
             draft_ids=params.get("draft_ids") if isinstance(params, dict) else None,
         )
         return draft, State(state.cache, window, constrain(fed, "batch", None))

@@ -15,10 +15,8 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from specjax.cache import KVCache, commit
-from specjax.drafters.autoregressive import LeastProbability, SampleMethod, draft_chain
-from specjax.drafters.base import Accepted, Context, Drafter, LoadedDrafter, Noise
-from specjax.drafters.trained import load_head
-from specjax.fields import check_instance
+from specjax.drafters.base import Accepted, Context, LoadedDrafter, Noise
+from specjax.drafters.trained import HeadDrafter
 from specjax.loading.heads.head import Head
 from specjax.loading.model import Model
 from specjax.models.heads.eagle import Eagle
@@ -35,7 +33,7 @@ class State:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleDrafter(Drafter):
+class EagleDrafter(HeadDrafter):
     """An EAGLE head as a drafter; its parameters hold "shared" and, for a part of V, "draft_ids".
 
     Options are those of a draft model. A row of one token has no pair, and drafts nothing in its
@@ -43,16 +41,6 @@ class EagleDrafter(Drafter):
     """
 
     head: Eagle = field(kw_only=False)
-    draft_sample_method: SampleMethod = "probabilistic"
-    draft_p_min: LeastProbability = 0.0
-
-    def __post_init__(self) -> None:
-        check_instance(self, "drafter.")
-
-    @classmethod
-    def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:
-        """The head at a path, or the one that comes with specjax for the target."""
-        return cls.of_head(*load_head(name, path, target), target, **options)
 
     @classmethod
     def of_head(cls, head: Head, params: Any, target: Model, **options: Any) -> LoadedDrafter:
@@ -68,11 +56,6 @@ class EagleDrafter(Drafter):
     def features(self) -> tuple[str, ...]:
         """The features that the head fuses."""
         return self.head.config.taps
-
-    @property
-    def sampled(self) -> bool:
-        """As `draft_sample_method` says."""
-        return self.draft_sample_method == "probabilistic"
 
     def init(self, params: Any, batch: int, capacity: int) -> State:
         """No pair yet."""
@@ -110,14 +93,11 @@ class EagleDrafter(Drafter):
 
         # A row of one token has no pair to draft from.
         limit = jnp.where(context.length > 1, context.limit, 0)
-        draft, _ = draft_chain(
-            self.num_speculative_tokens,
+        draft, _ = self.draft(
             step,
             (state.output, self.head.make_window(context.length.shape[0], slots)),
             context.replace(limit=limit),
             noise,
-            sampled=self.sampled,
-            p_min=self.draft_p_min,
             draft_ids=params.get("draft_ids"),
         )
         return draft, state

@@ -13,17 +13,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from specjax.cache import Window
-from specjax.drafters.autoregressive import LeastProbability, SampleMethod, draft_chain
-from specjax.drafters.base import Context, Drafter, LoadedDrafter, Noise
+from specjax.drafters.autoregressive import ChainDrafter
+from specjax.drafters.base import Context, LoadedDrafter, Noise
 from specjax.errors import InputError
-from specjax.fields import Whole, check_instance
+from specjax.fields import Whole
 from specjax.loading.model import Model
 from specjax.models.masks import causal
 from specjax.trees import Draft
 
 
 @dataclass(frozen=True, kw_only=True)
-class EarlyExit(Drafter):
+class EarlyExit(ChainDrafter):
     """A drafter that runs the first `exit_layer` of the target's `num_layers` (half by default).
 
     Raises InputError for a layer out of range or bad options.
@@ -31,11 +31,9 @@ class EarlyExit(Drafter):
 
     num_layers: Annotated[int, Whole(1)] = field(kw_only=False)
     exit_layer: Annotated[int, Whole(1)] | None = None
-    draft_sample_method: SampleMethod = "probabilistic"
-    draft_p_min: LeastProbability = 0.0
 
     def __post_init__(self) -> None:
-        check_instance(self, "drafter.")
+        super().__post_init__()
         if self.exit_layer is not None and self.exit_layer > self.num_layers:
             raise InputError(
                 f"drafter.exit_layer={self.exit_layer}: the target has {self.num_layers} layers; "
@@ -52,11 +50,6 @@ class EarlyExit(Drafter):
     def name(self) -> str:
         """Its registered name."""
         return "early_exit"
-
-    @property
-    def sampled(self) -> bool:
-        """As `draft_sample_method` says."""
-        return self.draft_sample_method == "probabilistic"
 
     def propose(self, params: Any, state: Any, context: Context, noise: Noise) -> tuple[Draft, Any]:
         """A chain from the first layers, which read the target's cache."""
@@ -80,13 +73,10 @@ class EarlyExit(Drafter):
             return result.logits[:, 0], result.window
 
         window = context.target.make_window(context.length.shape[0], slots)
-        draft, _ = draft_chain(
-            self.num_speculative_tokens,
+        draft, _ = self.draft(
             step,
             window,
             context,
             noise,
-            sampled=self.sampled,
-            p_min=self.draft_p_min,
         )
         return draft, state

@@ -14,10 +14,8 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from specjax.drafters.autoregressive import LeastProbability, SampleMethod, draft_chain
-from specjax.drafters.base import Accepted, Context, Drafter, LoadedDrafter, Noise
-from specjax.drafters.trained import load_head
-from specjax.fields import check_instance
+from specjax.drafters.base import Accepted, Context, LoadedDrafter, Noise
+from specjax.drafters.trained import HeadDrafter
 from specjax.loading.heads.head import Head
 from specjax.loading.model import Model
 from specjax.models.heads.medusa import Medusa
@@ -32,7 +30,7 @@ class State:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MedusaDrafter(Drafter):
+class MedusaDrafter(HeadDrafter):
     """Medusa heads as a drafter; their parameters hold "shared" and, for a part of V, "draft_ids".
 
     Options are those of a draft model. No more tokens are drafted than there are heads, whatever is
@@ -41,16 +39,6 @@ class MedusaDrafter(Drafter):
     """
 
     head: Medusa = field(kw_only=False)
-    draft_sample_method: SampleMethod = "probabilistic"
-    draft_p_min: LeastProbability = 0.0
-
-    def __post_init__(self) -> None:
-        check_instance(self, "drafter.")
-
-    @classmethod
-    def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:
-        """The heads at a path, or those that come with specjax for the target."""
-        return cls.of_head(*load_head(name, path, target), target, **options)
 
     @classmethod
     def of_head(cls, head: Head, params: Any, target: Model, **options: Any) -> LoadedDrafter:
@@ -67,11 +55,6 @@ class MedusaDrafter(Drafter):
     def features(self) -> tuple[str, ...]:
         """What the heads read."""
         return ("final_norm",)
-
-    @property
-    def sampled(self) -> bool:
-        """As `draft_sample_method` says."""
-        return self.draft_sample_method == "probabilistic"
 
     def init(self, params: Any, batch: int, capacity: int) -> State:
         """No feature yet."""
@@ -92,14 +75,11 @@ class MedusaDrafter(Drafter):
             return lax.dynamic_index_in_dim(every, depth, axis=1, keepdims=False), carry
 
         limit = jnp.where(context.length > 1, jnp.minimum(context.limit, heads), 0)
-        draft, _ = draft_chain(
-            self.num_speculative_tokens,
+        draft, _ = self.draft(
             step,
             (),
             context.replace(limit=limit),
             noise,
-            sampled=self.sampled,
-            p_min=self.draft_p_min,
             draft_ids=params.get("draft_ids"),
         )
         return draft, state

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+from specjax.drafters.autoregressive import ChainDrafter
+from specjax.drafters.base import LoadedDrafter
 from specjax.errors import InputError
 from specjax.loading.heads.complete_parameters import complete_parameters
 from specjax.loading.heads.find_head import open_head
 from specjax.loading.heads.head import Head
 from specjax.loading.model import Model
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadDrafter(ChainDrafter):
+    """A drafter that is a trained head for one target."""
+
+    @classmethod
+    def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:
+        """The head at a path, or the one that comes with specjax for the target."""
+        return cls.of_head(*load_head(name, path, target), target, **options)
+
+    @classmethod
+    def of_head(cls, head: Head, params: Any, target: Model, **options: Any) -> LoadedDrafter:
+        """The drafter of a head and its complete parameters."""
+        raise NotImplementedError
 
 
 def load_head(kind: str, path: Any, target: Model) -> tuple[Head, Any]:

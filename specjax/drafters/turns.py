@@ -7,7 +7,7 @@ when no more of the target's features can be kept. A single drafter is a tuple o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -42,7 +42,7 @@ class Turns:
     distributions, noise of its own) is independent of what the next one draws.
     """
 
-    parts: tuple[Drafter, ...] = field()
+    parts: tuple[Drafter, ...]
 
     @property
     def name(self) -> str:
@@ -53,6 +53,11 @@ class Turns:
     def num_speculative_tokens(self) -> int:
         """The longest path that any of them drafts (P)."""
         return max(part.num_speculative_tokens for part in self.parts)
+
+    @property
+    def num_nodes(self) -> int:
+        """The nodes of every draft (N)."""
+        return max(part.num_nodes for part in self.parts)
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -135,7 +140,8 @@ class Turns:
             new, after = _take_turn(
                 part, params[number], state[number], own, self._noise(number, noise, context)
             )
-            taken |= new.topology.close(new.valid).any(axis=1)
+            new = new.replace(valid=new.topology.close(new.valid))
+            taken |= new.valid.any(axis=1)
             draft = new if draft is None else joined(draft, new, self.num_speculative_tokens)
             states.append(after)
         return draft, tuple(states)

@@ -38,7 +38,16 @@ from specjax.sampling.keys import (
     split_keys,
     uniforms,
 )
-from specjax.sampling.rules import RULES, Block, Coupled, Rejection, Rule, UniformRule
+from specjax.sampling.rules import (
+    RULES,
+    Block,
+    Coupled,
+    Drafted,
+    Rejection,
+    Rule,
+    Target,
+    UniformRule,
+)
 from specjax.sampling.verify import verify_chain
 from specjax.sampling.warp import WarpFlags, argmax, warp
 
@@ -48,9 +57,11 @@ __all__ = [
     "Coupled",
     "Decision",
     "Distributions",
+    "Drafted",
     "Rejection",
     "RoundKeys",
     "Rule",
+    "Target",
     "UniformRule",
     "Verification",
     "WarpFlags",

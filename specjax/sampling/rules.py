@@ -7,7 +7,7 @@ names those that come with specjax.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
@@ -15,6 +15,37 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from specjax.sampling import chain
 from specjax.sampling.chain import Decision, Distributions, Verification
 from specjax.sampling.keys import coupled_noise, position_gumbel, split_keys, uniforms
+
+
+class Drafted(NamedTuple):
+    """A drafted tree, as rules see it.
+
+    Node i, of `tokens[:, i]`, is the child of window slot `parents[i]`; it was proposed where it is
+    `valid`, and then all its ancestors are. `distributions` are q by slot, None where all tokens
+    are deterministic.
+    """
+
+    tokens: Int[Array, "B N"]
+    valid: Bool[Array, "B N"]
+    parents: tuple[int, ...]
+    distributions: Distributions | None
+
+    @property
+    def num_valid(self) -> Int[Array, "B"]:
+        """How many nodes of each row were proposed; in a chain they are its first."""
+        return self.valid.sum(axis=1, dtype=jnp.int32)
+
+
+class Target(NamedTuple):
+    """The target's p by slot, over `vocab` tokens, with log-probabilities in `dtype`.
+
+    `positions` are the absolute positions of the tokens that follow the roots.
+    """
+
+    distributions: Distributions
+    positions: Int[Array, "B"]
+    vocab: int
+    dtype: jnp.dtype | type = jnp.float32
 
 
 class Rule:
@@ -36,25 +67,9 @@ class Rule:
     takes_trees: ClassVar[bool] = False
     """Whether it verifies every topology, rather than chains alone."""
 
-    def verify(
-        self,
-        keys: Key[Array, "B"],
-        tokens: Int[Array, "B N"],
-        valid: Bool[Array, "B N"],
-        target: Distributions,
-        draft: Distributions | None,
-        *,
-        parents: tuple[int, ...],
-        positions: Int[Array, "B"],
-        vocab: int,
-        dtype: jnp.dtype | type = jnp.float32,
-    ) -> Verification:
+    def verify(self, keys: Key[Array, "B"], drafted: Drafted, target: Target) -> Verification:
         """Accept a path of each row's tree, and draw the token that follows it.
 
-        Node i, of `tokens[:, i]`, is the child of window slot `parents[i]`; it was proposed where
-        it is `valid`, and then all its ancestors are. `target(slots)` and `draft(slots)` are
-        log-probabilities [B, V] of the token that follows slot `slots[b]`; `draft` is None where
-        all tokens are deterministic. `positions` are the absolute positions of the roots' children.
         `keys` are the rows' own where `position_noise` is set, and else one key per row that
         nothing else draws from.
         """
@@ -88,26 +103,15 @@ class UniformRule(Rule):
         """How many tokens of each row are accepted, and log-probabilities of the next one."""
         raise NotImplementedError
 
-    def verify(
-        self,
-        keys: Key[Array, "B"],
-        tokens: Int[Array, "B N"],
-        valid: Bool[Array, "B N"],
-        target: Distributions,
-        draft: Distributions | None,
-        *,
-        parents: tuple[int, ...],
-        positions: Int[Array, "B"],
-        vocab: int,
-        dtype: jnp.dtype | type = jnp.float32,
-    ) -> Verification:
+    def verify(self, keys: Key[Array, "B"], drafted: Drafted, target: Target) -> Verification:
         """`decide`, on uniforms and with a last draw from keys of their own."""
-        del parents, positions
         _, accept, final = split_keys(keys)
-        length, num_valid = tokens.shape[1], _count(valid)
-        if draft is None:
-            draft = chain.one_hot_distributions(tokens, vocab, dtype)
-        decision = self.decide(tokens, num_valid, target, draft, uniforms(accept, length, dtype))
+        tokens, num_valid = drafted.tokens, drafted.num_valid
+        length, vocab, dtype = tokens.shape[1], target.vocab, target.dtype
+        draft = drafted.distributions or chain.one_hot_distributions(tokens, vocab, dtype)
+        decision = self.decide(
+            tokens, num_valid, target.distributions, draft, uniforms(accept, length, dtype)
+        )
         gumbel = position_gumbel(final, jnp.zeros_like(num_valid), vocab, dtype)
         return chain.conclude(decision, gumbel, length)
 
@@ -121,50 +125,18 @@ class Rejection(UniformRule):
         "accept with probability min(1, p/q), else draw from what p has left"
     )
     greedy_walk: ClassVar[bool] = True
+    decide = staticmethod(chain.rejection)
 
-    def decide(
-        self,
-        tokens: Int[Array, "B K"],
-        num_valid: Int[Array, "B"],
-        target: Distributions,
-        draft: Distributions,
-        uniforms: Float[Array, "B K"],
-    ) -> Decision:
-        """Each token with probability min(1, p/q); after a rejection, the residual."""
-        return chain.rejection(tokens, num_valid, target, draft, uniforms)
-
-    def verify(
-        self,
-        keys: Key[Array, "B"],
-        tokens: Int[Array, "B N"],
-        valid: Bool[Array, "B N"],
-        target: Distributions,
-        draft: Distributions | None,
-        *,
-        parents: tuple[int, ...],
-        positions: Int[Array, "B"],
-        vocab: int,
-        dtype: jnp.dtype | type = jnp.float32,
-    ) -> Verification:
+    def verify(self, keys: Key[Array, "B"], drafted: Drafted, target: Target) -> Verification:
         """`decide`; deterministic drafts are compared with the target's own draws instead."""
-        if draft is None:
-            final = split_keys(keys).final
-            return chain.walk(
-                tokens,
-                _count(valid),
-                target,
-                lambda slots: position_gumbel(final, slots, vocab, dtype),
-            )
-        return super().verify(
-            keys,
-            tokens,
-            valid,
-            target,
-            draft,
-            parents=parents,
-            positions=positions,
-            vocab=vocab,
-            dtype=dtype,
+        if drafted.distributions is not None:
+            return super().verify(keys, drafted, target)
+        final = split_keys(keys).final
+        return chain.walk(
+            drafted.tokens,
+            drafted.num_valid,
+            target.distributions,
+            lambda slots: position_gumbel(final, slots, target.vocab, target.dtype),
         )
 
 
@@ -175,17 +147,7 @@ class Block(UniformRule):
     name: ClassVar[str] = "block"
     description: ClassVar[str] = "verify the draft as a whole; accepts no less than rejection"
     greedy_walk: ClassVar[bool] = True
-
-    def decide(
-        self,
-        tokens: Int[Array, "B K"],
-        num_valid: Int[Array, "B"],
-        target: Distributions,
-        draft: Distributions,
-        uniforms: Float[Array, "B K"],
-    ) -> Decision:
-        """The longest prefix whose joint probability allows it."""
-        return chain.block(tokens, num_valid, target, draft, uniforms)
+    decide = staticmethod(chain.block)
 
 
 @dataclass(frozen=True)
@@ -202,28 +164,10 @@ class Coupled(Rule):
     needs_logq: ClassVar[bool] = False
     greedy_walk: ClassVar[bool] = True
 
-    def verify(
-        self,
-        keys: Key[Array, "B"],
-        tokens: Int[Array, "B N"],
-        valid: Bool[Array, "B N"],
-        target: Distributions,
-        draft: Distributions | None,
-        *,
-        parents: tuple[int, ...],
-        positions: Int[Array, "B"],
-        vocab: int,
-        dtype: jnp.dtype | type = jnp.float32,
-    ) -> Verification:
+    def verify(self, keys: Key[Array, "B"], drafted: Drafted, target: Target) -> Verification:
         """The walk along the draft with the noise of each position."""
-        del draft, parents
-        noise = coupled_noise(keys, positions, vocab, dtype)
-        return chain.walk(tokens, _count(valid), target, noise)
-
-
-def _count(valid: Bool[Array, "B N"]) -> Int[Array, "B"]:
-    """How many tokens of each row's chain were proposed."""
-    return valid.sum(axis=1, dtype=jnp.int32)
+        noise = coupled_noise(keys, target.positions, target.vocab, target.dtype)
+        return chain.walk(drafted.tokens, drafted.num_valid, target.distributions, noise)
 
 
 RULES: dict[str, Rule] = {rule.name: rule for rule in (Rejection(), Block(), Coupled())}

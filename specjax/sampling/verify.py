@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from specjax.sampling.chain import Verification, by_slot
-from specjax.sampling.rules import RULES, Rule
+from specjax.sampling.rules import RULES, Drafted, Rule, Target
 
 
 def verify_chain(
@@ -80,14 +80,7 @@ def _verify_arrays(
     *,
     rule: Rule,
 ) -> Verification:
-    return rule.verify(
-        keys,
-        tokens,
-        jnp.arange(tokens.shape[1])[None, :] < num_valid[:, None],
-        by_slot(logp),
-        None if logq is None else by_slot(logq),
-        parents=tuple(range(tokens.shape[1])),
-        positions=positions,
-        vocab=logp.shape[2],
-        dtype=logp.dtype,
-    )
+    length = tokens.shape[1]
+    valid = jnp.arange(length)[None, :] < num_valid[:, None]
+    drafted = Drafted(tokens, valid, tuple(range(length)), logq if logq is None else by_slot(logq))
+    return rule.verify(keys, drafted, Target(by_slot(logp), positions, logp.shape[2], logp.dtype))

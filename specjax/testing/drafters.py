@@ -158,7 +158,7 @@ def make_plan(
         drafter=drafter,
         rule=verify,
         draft_length=draft_length,
-        widths=widths(draft_length.max_tokens, drafter.lengths),
+        widths=widths(drafter.num_nodes, drafter.lengths),
         flags=sampling.WarpFlags.of(
             request.temperature, request.top_k, request.top_p, request.min_p
         ),
