@@ -34,7 +34,7 @@ from train.methods.draft_losses import (
     variation,
 )
 from train.methods.method import Measures, Method, measure
-from train.methods.packed_rows import ahead, at_rows, label_ahead, visible
+from train.methods.packed_rows import ahead, at_rows, features_of, label_ahead
 
 
 @dataclass(frozen=True)
@@ -137,22 +137,12 @@ def distill_loss(
     each label up to it: it reads its own drafts, which then are the target's tokens.
     """
     labels = batch.labels
-    result = model.extend(
-        params,
-        batch.tokens,
-        batch.positions,
-        None,
-        None,
-        0,
-        visible(batch.segments),
-        features=("final_norm",),
-        logits=False,
-    )
+    features = features_of(model, params, batch, ("final_norm",))
     columns = params["shared"]["draft_head"]["kernel"]
     teacher = Teacher.of(batch, columns, draft_ids)
     total, scores = score_drafts(
         Scoring(tuple(loss.parts.values()), False, model.decoder.multiply),
-        at_rows(result.features["final_norm"], labels - 1)[None],
+        at_rows(features["final_norm"], labels - 1)[None],
         columns,
         teacher,
         teacher.counts(labels, 1),
