@@ -27,19 +27,21 @@ from specjax.loading.tokenizers.tokenizer import Tokenizer
 from specjax.models.config import DecoderConfig
 from specjax.models.decoder import check_features
 from specjax.models.decoder import parameter_table as decoder_table
-from specjax.models.heads import eagle, medusa
+from specjax.models.heads import medusa
 from specjax.models.heads.draft_decoder import DraftModelConfig
 from specjax.models.heads.draft_vocabulary import check_draft_ids
 from specjax.models.heads.eagle import EagleConfig
 from specjax.models.heads.medusa import MedusaConfig
+from specjax.models.heads.mtp import MtpConfig
 from specjax.models.parameters import Parameter
 
-Config = DraftModelConfig | MedusaConfig | EagleConfig
+Config = DraftModelConfig | MedusaConfig | EagleConfig | MtpConfig
 _CONFIGS: dict[str, type] = {
     "draft_model": DraftModelConfig,
     "medusa": MedusaConfig,
     "eagle": EagleConfig,
     "eagle3": EagleConfig,
+    "mtp": MtpConfig,
 }
 KINDS = tuple(_CONFIGS)
 _METADATA = {"kind": str, "config": dict, "target": dict, "training": dict}
@@ -141,8 +143,8 @@ def parameter_shapes(config: Config) -> dict[str, Any]:
     """The shape of each parameter of a head, nested alike."""
     if isinstance(config, MedusaConfig):
         table = medusa.parameter_table(config)
-    elif isinstance(config, EagleConfig):
-        table = eagle.parameter_table(config)
+    elif isinstance(config, EagleConfig | MtpConfig):
+        table = config.parameter_table()
     else:
         whole = decoder_table(config.decoder)
         table = {name: whole[name] for name in ("layers", "final_norm")}
