@@ -35,6 +35,7 @@ from train.methods.draft_losses import (
 )
 from train.methods.method import Measures, Method, measure
 from train.methods.packed_rows import ahead, at_rows, features_of, label_ahead
+from train.methods.target_layers import some_layers
 
 
 @dataclass(frozen=True)
@@ -110,18 +111,6 @@ def distill_method(
         return Head("draft_model", config, params, draft_ids, TargetMetadata.of(target), training)
 
     return Method("draft_model", ("final_norm",), init, summed, finished)
-
-
-def some_layers(target: Model, layers: Sequence[int]) -> dict[str, Any]:
-    """Those layers of a model, stacked, and its final norm, in float32."""
-    theirs = target.params["layers"]
-    if target.form.scan_layers:
-        taken = jax.tree.map(lambda leaf: np.asarray(leaf)[list(layers)], theirs)
-    else:
-        each = [theirs[str(layer)] for layer in layers]
-        taken = jax.tree.map(lambda *leaves: np.stack([np.asarray(x) for x in leaves]), *each)
-    params = {"layers": taken, "final_norm": target.params["final_norm"]}
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params)
 
 
 def distill_loss(
