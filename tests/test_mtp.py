@@ -140,9 +140,12 @@ def test_each_convention_is_what_it_says(convention, tiny):
     ("fields", "says"),
     [
         ({"num_modules": 0}, "num_modules=0: use a whole number from 1 to 64"),
-        ({"concat": "both"}, \"concat='both' is unknown: use embedding_first, hidden_first\"),
-        ({"hidden": "layer_input:1"}, \"hidden='layer_input:1' is unknown: use final_norm, pre_norm\"),
-        ({"recursion": "no"}, \"recursion='no' is unknown: use normed, raw\"),
+        ({"concat": "both"}, "concat='both' is unknown: use embedding_first, hidden_first"),
+        (
+            {"hidden": "layer_input:1"},
+            "hidden='layer_input:1' is unknown: use final_norm, pre_norm",
+        ),
+        ({"recursion": "no"}, "recursion='no' is unknown: use normed, raw"),
         ({"zero_first_embedding": 1}, "zero_first_embedding=1"),
         ({"vocabulary": 62}, "draft_vocab_size=62: must be in 1..61"),
     ],
