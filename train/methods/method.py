@@ -14,7 +14,6 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from specjax.loading.heads.head import Head
 from specjax.loading.model import Model
 
-
 Schedule = Callable[[Int[Array, ""]], Float[Array, ""]]
 """A number by the step."""
 

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from specjax.errors import InputError
 from specjax.fields import Number, Whole, check_instance
 from specjax.models.decoder import Decoder
 from specjax.models.heads.mtp import Mtp
