@@ -54,7 +54,7 @@ def mtp_method(
     check_choices(trains, exports, 0 if config is None else config.num_modules, loss.steps)
     if draft_ids is not None and exports == "model":
         raise InputError(
-            f"mtp.draft_vocab_size={len(draft_ids)}: a model's own modules draft from all "
+            f"mtp.draft_vocab_size={len(draft_ids)}: modules inside a model draft from all "
             f"{target.config.vocab_size} tokens; leave it out, or use mtp.export=head"
         )
     ids = None if draft_ids is None else jnp.asarray(draft_ids)
@@ -85,7 +85,7 @@ def mtp_method(
         step: Int[Array, ""],
     ) -> tuple[Float[Array, ""], Measures]:
         del key
-        return joint_loss(head, decoder, params, target_params, ids, batch, step, loss)
+        return joint_loss(head, decoder, params, target_params, batch, step, loss)
 
     def finished(params: Any, training: dict[str, Any]) -> Head:
         own = params["mtp"] if along else params

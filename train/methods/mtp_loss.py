@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from specjax.fields import Number, Whole, check_instance
+from specjax.fields import Number, Whole, check_instance, optional
 from specjax.models.decoder import Decoder
 from specjax.models.heads.mtp import Mtp
 from specjax.models.heads.shared_parameters import share
@@ -49,7 +49,7 @@ class MtpLoss:
     steps: Annotated[int, Whole(0, 64)] = 1
     decay: Annotated[float, Number(above=True)] = 1.0
     loss_weight: Annotated[float, Number()] = 0.3
-    late_loss_weight: Annotated[float | None, Number()] = None
+    late_loss_weight: Annotated[float | None, optional(Number())] = None
     late_from: Annotated[float, Number(0.0, 1.0)] = 0.7
     schedule_steps: Annotated[int, Whole(1)] = 1
     label_loss: LabelLoss | None = None
@@ -130,7 +130,6 @@ def joint_loss(
     decoder: Decoder,
     params: dict[str, Any],
     frozen: dict[str, Any],
-    draft_ids: Int[Array, "Vd"] | None,
     batch: Batch,
     step: Int[Array, ""],
     loss: MtpLoss,
@@ -153,15 +152,13 @@ def joint_loss(
         nothing = jnp.zeros((0, *labels.shape), bool)
         weight = (labels >= 0).sum(dtype=jnp.float32)
         return own, measure(parts, nothing, nothing).replace(weight=weight)
-    if before is not None and draft_ids is not None:
-        before = jnp.take(before, draft_ids, axis=1)
-    teacher = Teacher.of(batch, before, draft_ids)
+    teacher = Teacher.of(batch, before, None)
     drafts, scores = modules_loss(
-        head, params["mtp"], target, draft_ids, batch, now, teacher, loss, True
+        head, params["mtp"], target, None, batch, now, teacher, loss, True
     )
-    chosen = scores.choices if draft_ids is None else draft_ids[scores.choices]
     likeliest = jnp.stack([ahead(spoken.choices[0], depth) for depth in range(loss.steps)])
-    return own + loss.weight(step) * drafts, _measures(parts, scores, chosen == likeliest, labels)
+    right = scores.choices == likeliest
+    return own + loss.weight(step) * drafts, _measures(parts, scores, right, labels)
 
 
 def _measures(
