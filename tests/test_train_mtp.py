@@ -159,7 +159,7 @@ def check_measures(measures: Measures, weight, sums, counts):
 @pytest.mark.parametrize(("modules", "steps"), [(1, 3), (2, 2), *slow((3, 3), (2, 4))])
 @pytest.mark.parametrize("leaks", [False, True])
 def test_no_label_is_visible_to_its_own_prediction(leaks, modules, steps, tiny, batch, monkeypatch):
-    """Broken variant, as published: a module's input shifted like its label, which it then reads."""
+    """Broken variant, as published: a module's input shifted like its label, which it reads."""
     head = mtp_head(tiny, modules)
     method = mtp_method(tiny, head.config, None, MtpLoss(steps=steps), trains="all")
     params = {"target": tiny.params, "mtp": head.params}
@@ -212,14 +212,11 @@ def test_everything_learns(tiny, batch):
     head = mtp_head(tiny, 2)
     params = {"target": tiny.params, "mtp": head.params}
 
-    def gradient(weight):
-        loss = MtpLoss(steps=2, loss_weight=weight)
-        method = mtp_method(tiny, head.config, None, loss, trains="all")
-        summed = jax.jit(jax.value_and_grad(method.loss, has_aux=True))
-        return summed(params, tiny.params, batch, None, jnp.int32(0))
-
-    (total, measures), grads = gradient(0.5)
-    (own, _), alone = gradient(0.0)
+    loss = MtpLoss(steps=2, loss_weight=0.5, late_loss_weight=0.0, schedule_steps=10)
+    method = mtp_method(tiny, head.config, None, loss, trains="all")
+    gradient = jax.jit(jax.value_and_grad(method.loss, has_aux=True))
+    (total, measures), grads = gradient(params, tiny.params, batch, None, jnp.int32(6))
+    (own, _), alone = gradient(params, tiny.params, batch, None, jnp.int32(7))
     for depth in range(2):
         assert measures.losses[f"mtp_{depth}"] > 10
     drafts = sum(measures.losses[f"mtp_{depth}"] for depth in range(2)) / 2

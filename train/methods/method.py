@@ -72,7 +72,7 @@ def measure(
     along = jax.lax.cumprod(right.astype(jnp.int32), axis=0)
     total = lambda x: x.sum(axis=(1, 2), dtype=jnp.float32)  # noqa: E731
     return Measures(
-        weight=scored[0].sum(dtype=jnp.float32),
+        weight=scored[:1].sum(dtype=jnp.float32),
         losses=losses,
         correct=total(right),
         prefix_correct=total(along),
