@@ -8,7 +8,7 @@ one module to be run on its own outputs. Checkpoints differ in the conventions o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
@@ -59,6 +59,24 @@ class MtpConfig:
         """The target's feature that module 0 reads."""
         return (self.hidden,)
 
+    @property
+    def target_hidden_size(self) -> int:
+        """The modules are as wide as the target."""
+        return self.decoder.hidden_size
+
+    def check_target(self, target: DecoderConfig) -> None:
+        """Raise InputError unless the modules are as wide as a model and draft all its tokens."""
+        for name, mine, theirs in (
+            ("hidden_size", self.decoder.hidden_size, target.hidden_size),
+            ("vocab_size", self.decoder.vocab_size, target.vocab_size),
+            ("draft_vocab_size", self.draft_vocab_size, target.vocab_size),
+        ):
+            if mine != theirs:
+                raise InputError(
+                    f"mtp: {name}={mine}, and the model has {theirs}; use modules that were "
+                    "trained with it"
+                )
+
     def parameter_table(self) -> dict[str, Any]:
         """Every parameter of the modules, "0", "1", ... under "modules"."""
         width = self.decoder.hidden_size
@@ -70,6 +88,14 @@ class MtpConfig:
             "final_norm": norm(width),
         }
         return {"modules": {str(index): module for index in range(self.num_modules)}}
+
+
+@dataclass(frozen=True, eq=False)
+class MtpModules:
+    """A model's own modules: `params` are the entries of `config.parameter_table`."""
+
+    config: MtpConfig
+    params: dict[str, Any] = field(repr=False)
 
 
 @dataclass(frozen=True)

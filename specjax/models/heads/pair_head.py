@@ -39,6 +39,10 @@ class PairConfig(Protocol):
         """The target's features that module 0 reads, by name."""
 
     @property
+    def target_hidden_size(self) -> int:
+        """The width of those features (Dt)."""
+
+    @property
     def num_modules(self) -> int:
         """The number of modules (D)."""
 
