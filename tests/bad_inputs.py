@@ -27,6 +27,7 @@ TEXTS = {
         *["((1, 4, 1025),)", "((1, 4, -1),)", "((1, 4, 2), (3, 9, 1))", "(('a', 2, 3),)"],
     ],
     decode_config.DraftLengthText: ["", "x", "-1", "1.5", "1025", str(10**6), MANY_DIGITS],
+    train_config.TargetName: _PATHS,
     train_config.RunFolder: [*_PATHS, "file", "file/x/y", "/dev/full", "."],
     train_config.HeadFolder: [*_PATHS, "nosuch", "file", "EAGLE3"],
     train_config.DataFolders: [*_PATHS, "nosuch", "file", "folder,", "folder,nosuch"],

@@ -33,6 +33,7 @@ Kind = Literal[
     "recipe",
     "report",
     "corpus",
+    "tokens",
 ]
 
 MARKER = "specjax_folder.json"

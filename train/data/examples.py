@@ -2,7 +2,9 @@
 
 A dataset's directory holds array_record files with one record per conversation, TFDS's own metadata
 (any TFDS reader opens it: `tfds.builder_from_directory`), `specjax.json` with metadata that the
-records lack, and `records.npy` with each record's id, length and number of labels.
+records lack, and `records.npy` with each record's id, length and number of labels. Text that was
+tokenized for models that do not exist yet (`train.corpus`) has the same form: every token of it is
+a label, and the directory `tokenizer` keeps its tokenizer, in Hugging Face's layout.
 """
 
 from __future__ import annotations
@@ -15,12 +17,13 @@ import numpy as np
 from jaxtyping import Bool, Float16, Int32
 
 from specjax.errors import InputError
-from specjax.loading.heads.head import TargetMetadata
+from specjax.loading.heads.head import TargetMetadata, vocabulary_hash
 from specjax.loading.model import Model
+from specjax.loading.tokenizers.tokenizer import Tokenizer
 
 NAME, SPLIT = "specjax_responses", "conversations"
 """The dataset and its only split, as TFDS calls them."""
-METADATA, RECORDS = "specjax.json", "records.npy"
+METADATA, RECORDS, TOKENIZER = "specjax.json", "records.npy", "tokenizer"
 FORMAT = 1
 TARGET_FIELDS = tuple(one.name for one in fields(TargetMetadata))
 
@@ -47,9 +50,24 @@ def target_metadata(model: Model) -> dict[str, Any]:
     return asdict(TargetMetadata.of(model))
 
 
+def text_metadata(name: str, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What a dataset of text keeps instead: any model with its tokenizer can be trained on it."""
+    return {
+        "name": name,
+        "hidden_size": None,
+        "vocab_size": tokenizer.vocab_size,
+        "num_layers": None,
+        "tokenizer": vocabulary_hash(tokenizer),
+    }
+
+
 def check_target(where: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Raise InputError where two targets' metadata differ in more than their names."""
-    mine, other = TargetMetadata(**ours), TargetMetadata(**theirs)
+    """Raise InputError where two targets' metadata differ in more than their names.
+
+    What is None in one of them is unknown, and equals everything.
+    """
+    known = {name: value for name, value in ours.items() if value is not None}
+    mine, other = TargetMetadata(**{**theirs, **known}), TargetMetadata(**theirs)
     if (name := mine.difference(other)) is not None:
         raise InputError(
             f"{where}: written by another target, {mine.name!r:.60} with "

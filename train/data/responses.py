@@ -16,12 +16,16 @@ from specjax.files import folder_marker
 from specjax.files.json_files import read_json_file
 from specjax.files.open_files import regular_files
 from specjax.files.paths import user_path
+from specjax.loading.heads.head import vocabulary_hash
+from specjax.loading.tokenizers.huggingface_tokenizer import read_tokenizer
+from specjax.loading.tokenizers.tokenizer import Tokenizer
 from train.data.examples import (
     FORMAT,
     METADATA,
     RECORDS,
     SPLIT,
     TARGET_FIELDS,
+    TOKENIZER,
     Example,
     check_target,
     feature_key,
@@ -60,6 +64,19 @@ class Responses:
     def generation(self) -> dict[str, Any]:
         """How the conversations were made."""
         return dict(self.metadata["generation"])
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer that is kept with the tokens; None where only their target has it.
+
+        Raises InputError for one that is not the tokenizer of these tokens.
+        """
+        if not (self.directory / TOKENIZER).is_dir():
+            return None
+        tokenizer = read_tokenizer(self.directory / TOKENIZER)
+        if tokenizer is None or vocabulary_hash(tokenizer) != self.target["tokenizer"]:
+            raise _damaged(self.directory, f"{TOKENIZER} is missing, or another one")
+        return tokenizer
 
     @property
     def ids(self) -> Int64[np.ndarray, "n"]:

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Int32
 from specjax.errors import InputError, Problems
 from specjax.fields import Text
 from specjax.files.paths import input_folder, user_path
+from specjax.loading.tokenizers.tokenizer import Tokenizer
 from train.data import shipped
 from train.data.examples import METADATA, Example
 from train.data.responses import Responses, open_responses
@@ -58,6 +59,28 @@ class Sources:
             for name in self.parts[0].feature_names
             if all(name in part.feature_names for part in self.parts)
         )
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that the datasets keep.
+
+        Raises InputError where one keeps none, or another one.
+        """
+        found: Tokenizer | None = None
+        for part in self.parts:
+            own = part.tokenizer
+            if own is None:
+                raise InputError(
+                    f"data={str(part.directory)!r}: keeps no tokenizer for a new model; make it "
+                    "with train.corpus, or name a target"
+                )
+            if found is not None and (difference := found.first_difference(own)) is not None:
+                raise InputError(
+                    f"data={str(part.directory)!r}: has another tokenizer than "
+                    f"{self.parts[0].directory} ({difference}); tokenize both with the same one"
+                )
+            found = found or own
+        assert found is not None, "open_sources finds at least one part"
+        return found
 
     @cached_property
     def lengths(self) -> Int32[np.ndarray, "n"]:

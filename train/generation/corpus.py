@@ -25,8 +25,8 @@ from specjax.errors import InputError
 from specjax.files import folder_marker
 from specjax.files.paths import cache_folder, output_folder
 from train.data.dataset_cache import prepared
+from train.data.tfds_files import prepare
 from train.generation.corpus_tasks import CATEGORIES, DEFAULT_MIX, Draft, Texts
-from train.generation.prompts import prepare
 
 _PATIENCE = 2000
 """After so many known prompts in succession a stream is assumed to have no other."""

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from specjax.decoding.prompts import encode_prompt
-from specjax.errors import InputError, one_line, shown
+from specjax.errors import InputError, shown
 from specjax.fields import Text
 from specjax.files.json_files import read_json_lines
-from specjax.files.open_files import regular_files
 from specjax.files.paths import input_file
 from specjax.loading.model import Model
-from train.data.examples import import_tfds
+from train.data.tfds_files import FieldNames, open_texts
 
 _FORMS = ("prompt", "messages", "turns")
 """A line of a file holds one of these: a text, a conversation, or Spec-Bench's list of turns."""
@@ -105,76 +101,24 @@ def read_dataset(
     split: str = "train",
     prompt_field: str = "prompt",
 ) -> list[Request]:
-    """The prompts of a TFDS dataset: a directory that holds one, or a name that TFDS knows.
+    """The prompts of a TFDS dataset, as `tfds_files.open_texts` reads it.
 
-    One that is not prepared is prepared first, as array_record files. Raises InputError where that
-    fails, or a split or field is missing.
+    Raises InputError as that does, for records without a text, and where there are none.
     """
-    tfds = import_tfds()
-    try:
-        if Path(name).is_dir():
-            regular_files(Path(name), "prepare the dataset again")
-            builder = tfds.builder_from_directory(name)
-        else:
-            builder = prepare(
-                lambda: tfds.builder(name, data_dir=data_dir, file_format="array_record")
+    names = FieldNames("prompts", "tfds.prompt_field", "a JSONL file, or a dataset with its split")
+    texts = open_texts(name, data_dir, split, prompt_field, names)
+    requests = []
+    for index, (text, notes) in enumerate(texts):
+        if not text:
+            raise InputError(
+                f"tfds.prompt_field={prompt_field!r}: record {index} of {texts.label} holds no "
+                "text there; use a field of texts"
             )
-        source = builder.as_data_source(split)
-    except InputError:
-        raise
-    except Exception as error:  # TFDS and its datasets raise whatever they like
-        raise InputError(
-            f"prompts={name!r}: no file, and TFDS says: {one_line(error)[:160]}; give a JSONL file "
-            "or a dataset with its split"
-        ) from None
-    fields = builder.info.features.keys()
-    if prompt_field not in fields:
-        raise InputError(
-            f"tfds.prompt_field={prompt_field!r}: {name} has no such field; "
-            f"use one of {', '.join(sorted(fields))}"
-        )
-    label = Path(name).name if Path(name).is_dir() else name
-    try:
-        requests = [
-            _from_record(row, index, prompt_field, label) for index, row in enumerate(source)
-        ]
-    except InputError:
-        raise
-    except Exception as error:  # its files are read here, and may be damaged
-        raise InputError(
-            f"prompts={name!r}: its records cannot be read ({one_line(error)[:160]}); prepare the "
-            "dataset again"
-        ) from None
+        kept = {note: notes[note] for note in _NOTES if note in notes}
+        requests.append(Request(index, text, **{"source": texts.label} | kept))
     if not requests:
         raise InputError(f"prompts={name!r}: split {split!r} holds no prompts; use another one")
     return requests
-
-
-def _from_record(row: Mapping[str, Any], index: int, prompt_field: str, label: str) -> Request:
-    text = row[prompt_field]
-    if not isinstance(text, bytes) or not text:
-        raise InputError(
-            f"tfds.prompt_field={prompt_field!r}: record {index} of {label} holds no text there; "
-            "use a field of texts"
-        )
-    notes = {name: row[name].decode() for name in _NOTES if isinstance(row.get(name), bytes)}
-    return Request(index, text.decode(errors="replace"), **{"source": label} | notes)
-
-
-def prepare(make_builder: Callable[[], Any]) -> Any:
-    """The builder, its dataset written where it is not yet, without TFDS's own reports of it."""
-    tfds = import_tfds()
-    tfds.disable_progress_bar()
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            builder = make_builder()
-            builder.download_and_prepare()
-    finally:
-        logger.setLevel(level)
-    return builder
 
 
 def encode_requests(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ml_collections import ConfigDict, config_dict
 
@@ -37,6 +38,20 @@ from train.run.start_from import HeadFolder
 from train.run.workdir import RunFolder
 
 FEATURES = ("auto", "stored", "online")
+
+
+@dataclass(frozen=True)
+class TargetName:
+    """A model that exists, by its path or name; whether it does is not checked."""
+
+    def check(self, name: str, value: Any) -> str:
+        """The text; raises InputError for None: a method that trains drafters needs a target."""
+        if value is None:
+            raise InputError(
+                f"{name} is missing: a drafter is trained for a model; pass --config.{name}=NAME, "
+                "or a directory"
+            )
+        return PathOrName().check(name, value)
 
 
 def training_fields() -> ConfigDict:
@@ -150,7 +165,7 @@ class Settings:
 DRAFT_VOCAB_SIZE = optional(Whole(1))
 """How many of the target's tokens a head can draft; None = all."""
 TRAINING_FIELDS: Fields = {
-    "target": PathOrName(),
+    "target": TargetName(),
     "dtype": MULTIPLY,
     "data": DataFolders(),
     "features": Choice(FEATURES),

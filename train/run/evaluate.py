@@ -17,6 +17,9 @@ from train.run.config import Settings
 from train.run.metrics import MetricsWriter, add, scalars, shown, sums_of
 from train.run.step import Program, gathered, placement_of
 
+_TEXT_PROMPT = 64
+"""Tokens of a text that are a prompt, the rest of the text being an answer to compare with."""
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -119,7 +122,8 @@ def measure_tau(
 def held_out_prompts(source: Source, chosen: np.ndarray, count: int, room: int) -> list[list[int]]:
     """Up to `count` prompts of the chosen conversations, spread evenly over them.
 
-    A prompt ends where the target's first answer begins; those longer than `room` are left out.
+    A prompt ends where the target's first answer begins, and in text, where every token is a
+    label, in its middle, at `_TEXT_PROMPT` tokens at most. Those longer than `room` are left out.
     """
     found: list[list[int]] = []
     spread = np.unique(np.linspace(0, len(chosen) - 1, min(2 * count, len(chosen))).astype(int))
@@ -127,6 +131,8 @@ def held_out_prompts(source: Source, chosen: np.ndarray, count: int, room: int) 
         example = source[int(chosen[index])]
         answers = np.flatnonzero(example.loss_mask)
         end = int(answers[0]) if len(answers) else 0
+        if len(answers) == len(example.tokens):
+            end = min(len(answers) // 2, _TEXT_PROMPT, room)
         if 1 <= end <= room and len(found) < count:
             found.append([int(token) for token in example.tokens[:end]])
     return found

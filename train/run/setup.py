@@ -26,6 +26,7 @@ from train.data.examples import check_target, target_metadata
 from train.data.sources import Sources, open_sources, split_names
 from train.data.vocabulary import Vocabulary, draft_vocabulary
 from train.methods.method import Method
+from train.pretraining.new_target import check_new_target, new_target
 from train.run.config import Settings, read_settings, record_of
 from train.run.loop import Feed
 from train.run.precision import as_multiplied, multiply_dtype
@@ -79,6 +80,7 @@ def set_up(config: ConfigDict, make_method: MakeMethod) -> Setup:
         MeshConfig(**config.mesh), DistributedConfig(**config.distributed), config.to_dict()
     )
     settings = read_settings(config)
+    check_new_target(config)
     multiply = multiply_dtype(config.dtype)
     directories = split_names(config.data)
 
@@ -86,8 +88,14 @@ def set_up(config: ConfigDict, make_method: MakeMethod) -> Setup:
         problems = Problems()
         with problems.collect():
             data = open_sources(directories)
+        if config.target is None:
+            problems.check()  # a new model takes its tokenizer from the data
         with problems.collect():
-            model = load_model(config.target, mesh=mesh, field="target")
+            model = (
+                new_target(config, data, mesh)
+                if config.target is None
+                else load_model(config.target, mesh=mesh, field="target")
+            )
         problems.check()
         metadata = target_metadata(model)
         for part in data.parts:

@@ -19,12 +19,7 @@ from specjax.files import folder_marker, folders
 from specjax.files.open_files import regular_file
 from specjax.loading.formats import build_parameters, parameter_names
 from specjax.loading.formats.huggingface_config import write_config
-from specjax.loading.tokenizers.huggingface_tokenizer import (
-    end_fields,
-    read_json,
-    write_json,
-    write_tokenizer,
-)
+from specjax.loading.tokenizers.huggingface_tokenizer import read_json, write_tokenizer
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from specjax.models.config import DecoderConfig
 
@@ -246,6 +241,5 @@ def save(
         write_params(params, config, part / _WEIGHTS)
         if tokenizer is not None:
             write_tokenizer(tokenizer, part, config.max_positions)
-            write_json(part / "generation_config.json", end_fields(tokenizer))
 
     folders.write_folder(directory, "model", write)

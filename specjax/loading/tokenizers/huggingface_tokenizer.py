@@ -131,17 +131,20 @@ def _template(directory: Path, settings: dict[str, Any]) -> str | None:
     return None if template is None else chat_templates.check_template(field, template)
 
 
-def write_tokenizer(tokenizer: Tokenizer, directory: Path, max_positions: int) -> None:
-    """Write what `read_tokenizer` reads, except for the end ids, which `end_fields` names."""
+def write_tokenizer(
+    tokenizer: Tokenizer, directory: Path, max_positions: int | None = None
+) -> None:
+    """Write the files that `read_tokenizer` reads; `max_positions` is noted for other readers."""
     tokenizer.backend.save(str(directory / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": max_positions,
+        **({} if max_positions is None else {"model_max_length": max_positions}),
         "clean_up_tokenization_spaces": False,
         "add_bos_token": tokenizer.add_bos,
         **dict(tokenizer.special_tokens),
     }
     write_json(directory / "tokenizer_config.json", settings)
+    write_json(directory / "generation_config.json", end_fields(tokenizer))
     if tokenizer.chat_template is not None:
         path = directory / "chat_template.jinja"
         path.write_text(tokenizer.chat_template, encoding="utf-8", newline="")

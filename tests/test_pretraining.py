@@ -1,0 +1,433 @@
+"""Text to tokens to a new model: what goes in comes out, and what is wrong is said so."""
+
+import dataclasses
+import gzip
+import json
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import toy_training
+from conftest import tiny_config
+
+from specjax.cli.config_file import read_config
+from specjax.distributed.sharding import make_mesh
+from specjax.errors import InputError
+from specjax.fields import check_values
+from specjax.files.folder_marker import MARKER
+from specjax.loading.checkpoints import save_checkpoint
+from specjax.loading.load import load_model
+from train import corpus, eagle
+from train.data.examples import target_metadata, text_metadata
+from train.data.responses import open_responses
+from train.data.sources import open_sources
+from train.pretraining.documents import Document, read_documents, write_documents
+from train.pretraining.new_model import ModelSizes, new_model
+from train.pretraining.new_target import NEW_TARGET_FIELDS
+from train.pretraining.tokenizers import END, encode_document, train_tokenizer
+from train.run import run
+from train.run.config import TRAINING_FIELDS
+
+ROOT = Path(__file__).parent.parent
+OWN = sorted((ROOT / "docs").glob("*.md"))
+V = 320
+SIZES = dict(
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    max_positions=200,
+    rope_theta=10000.0,
+    tie_word_embeddings=False,
+)
+
+
+@pytest.fixture(scope="module")
+def documents():
+    """Paragraphs of this repository's own documentation, ids by their order."""
+    texts = [text for file in OWN for text in file.read_text().split("\n\n") if len(text) > 200]
+    return [Document(text, "docs", "Apache-2.0") for text in texts[:120]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(documents):
+    return train_tokenizer([one.text for one in documents], V)
+
+
+@pytest.fixture(scope="module")
+def text(documents, tmp_path_factory):
+    """A TFDS dataset of them."""
+    folder = tmp_path_factory.mktemp("text") / "text"
+    assert write_documents(folder, documents) == len(documents)
+    return folder
+
+
+def tokenize(text, workdir, *more):
+    """Run the command on a TFDS dataset."""
+    options = {"dataset": text, "workdir": workdir, "vocab_size": V, "max_tokens": 48}
+    flags = [f"--config.{name}={value}" for name, value in options.items()]
+    return corpus.main([*flags, "--config.documents_per_part=50", *more])
+
+
+@pytest.fixture(scope="module")
+def tokens(text, tmp_path_factory):
+    """The datasets of tokens that the command makes of them."""
+    workdir = tmp_path_factory.mktemp("corpus") / "w"
+    assert tokenize(text, workdir) == 0
+    return workdir / "tokens"
+
+
+def test_every_byte_comes_back(tokenizer):
+    every = bytes(range(256)).decode("latin-1") + "\U0001f600 e\u0301 \u4f60\u597d\r\n\t\0"
+    for text in (every, f"a{END}b<|im_end|>", "", " leading", "trailing \n"):
+        ids = encode_document(tokenizer, text)
+        assert ids[-1] == tokenizer.eos_ids[0]
+        assert tokenizer.eos_ids[0] not in ids[:-1]
+        assert tokenizer.decode(ids) == text
+    assert tokenizer.vocab_size == V
+    assert tokenizer.token(tokenizer.eos_ids[0]) == END
+    # In a prompt it is the special token, as for every other model.
+    assert tokenizer.encode(END) == list(tokenizer.eos_ids)
+
+
+def test_the_same_texts_give_the_same_tokenizer(documents, tokenizer):
+    again = train_tokenizer([one.text for one in documents], V)
+    assert again.backend.to_str() == tokenizer.backend.to_str()
+
+
+def test_too_few_words_for_a_vocabulary():
+    with pytest.raises(InputError, match="vocab_size=5000: the corpus gives only 2[0-9]+ tokens"):
+        train_tokenizer(["a few words"], 5000)
+
+
+def test_documents_come_back_from_tfds(text, documents):
+    import tensorflow_datasets as tfds
+
+    source = tfds.builder_from_directory(text).as_data_source("train")
+    assert len(source) == len(documents)
+    for index in (0, 7, len(documents) - 1):
+        record = {name: value.decode() for name, value in source[index].items()}
+        assert Document(**record) == documents[index]
+
+
+def test_tokens_are_the_documents(tokens, documents):
+    data = open_sources([tokens])
+    assert [path.name for path in sorted(tokens.iterdir())] == [f"part-0000{n}" for n in range(3)]
+    tokenizer = data.tokenizer()
+    pieces = [data[index] for index in range(len(data))]
+    assert max(len(one.tokens) for one in pieces) == 48
+    assert all(one.loss_mask.all() for one in pieces)
+    assert {(one.source, one.licence) for one in pieces} == {("docs", "Apache-2.0")}
+    end, texts, held_out = tokenizer.eos_ids[0], [], []
+    ids = []
+    for piece, aside in zip(pieces, data.validation, strict=True):
+        ids += piece.tokens.tolist()
+        if ids[-1] == end:
+            texts.append(tokenizer.decode(ids))
+            held_out.append(bool(aside))
+            ids = []
+    assert texts == [one.text for one in documents]
+    # Whole documents: no piece of one that is held out is trained on.
+    assert np.flatnonzero(held_out).tolist() == [0, 50, 100]
+    for part in data.parts:
+        assert len(set(part.ids.tolist())) == len(part)
+    several = data.lengths[data.validation]
+    assert len(several) > 3
+
+
+def test_the_tokenizer_learns_nothing_of_what_is_held_out(tmp_path, documents):
+    odd = "zyx" * 400
+    texts = [
+        dataclasses.replace(one, text=odd) if not i % 50 else one for i, one in enumerate(documents)
+    ]
+    write_documents(tmp_path / "text", texts)
+    assert tokenize(tmp_path / "text", tmp_path / "w") == 0
+    tokenizer = open_sources([tmp_path / "w" / "tokens"]).tokenizer()
+    strings = {tokenizer.token(index) for index in range(V)}
+    assert not any("zy" in one or "yx" in one for one in strings)
+
+
+def files(folder):
+    """The content of each file but the lock."""
+    found = (path for path in folder.rglob("*") if path.is_file() and "lock" not in path.name)
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
+def test_resumed_to_the_same_datasets(tmp_path, text, monkeypatch, capsys):
+    assert tokenize(text, tmp_path / "whole") == 0
+    written = []
+
+    def dies(path, pieces, *arguments, **options):
+        if written:
+            next(iter(pieces))
+            raise KeyboardInterrupt
+        written.append(path)
+        return write(path, pieces, *arguments, **options)
+
+    write = corpus.write_responses
+    monkeypatch.setattr(corpus, "write_responses", dies)
+    assert tokenize(text, tmp_path / "w") == 130
+    assert [path.name for path in (tmp_path / "w" / "tokens").iterdir()] == ["part-00000"]
+    monkeypatch.undo()
+    # The tokenizer that is there is used, not trained again.
+    monkeypatch.setattr(corpus, "train_tokenizer", None)
+    capsys.readouterr()
+    assert tokenize(text, tmp_path / "w") == 0
+    assert "resuming: 1 of 3 parts are written" in capsys.readouterr().out
+    whole, resumed = files(tmp_path / "whole" / "tokens"), files(tmp_path / "w" / "tokens")
+    assert whole == resumed
+    assert tokenize(text, tmp_path / "w") == 0
+    assert files(tmp_path / "w" / "tokens") == resumed
+    capsys.readouterr()
+    assert tokenize(text, tmp_path / "w", "--config.max_tokens=32") == 2
+    assert "max_tokens=48 then, 32 now" in capsys.readouterr().err
+    assert files(tmp_path / "w" / "tokens") == resumed
+
+
+def test_files_of_ones_own(tmp_path, capsys):
+    folder = tmp_path / "texts"
+    (folder / "more").mkdir(parents=True)
+    (folder / ".hidden").write_bytes(b"\xff")
+    (folder / "b.txt").write_text("\ufeffsecond", encoding="utf-8")
+    (folder / "more" / "c.md").write_text("third")
+    rows = [{"text": "one", "source": "me", "licence": "CC0-1.0"}, {"text": "two"}]
+    lines = "\n".join(map(json.dumps, rows))
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    assert list(read_documents([folder, folder / "b.txt"])) == [
+        Document("one", "me", "CC0-1.0"),
+        Document("two", "a.jsonl.gz"),
+        Document("second", "b.txt"),
+        Document("third", "c.md"),
+        Document("second", "b.txt"),
+    ]
+    arguments = [f"--config.workdir={tmp_path / 'w'}", "--config.vocab_size=258"]
+    assert corpus.main([*arguments, f"--config.files=('{folder}',)"]) == 0
+    data = open_sources([tmp_path / "w" / "tokens"])
+    tokenizer = data.tokenizer()
+    assert [tokenizer.decode(data[index].tokens.tolist()) for index in range(4)] == [
+        "one",
+        "two",
+        "second",
+        "third",
+    ]
+    (folder / "b.txt").write_text("changed")
+    capsys.readouterr()
+    assert corpus.main([*arguments, f"--config.files=('{folder}',)"]) == 2
+    assert "text.files=" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.txt", b"caf\xe9", r"a.txt: not text in UTF-8 \(byte 3 is 0xe9\)"),
+        ("a.jsonl", b'{"text": "x"}\n{"txt": "y"}', "line 2: text=None is missing or no text"),
+        ("a.jsonl", b'{"text": "x", "licence": 3}', "line 1: licence=3 is missing or no text"),
+        ("a.jsonl", b'{"text": "\\ud800"}', "line 1: text: character 0"),
+        ("a.jsonl", b"[]", "line 1 is \\[\\]; put one JSON object in a line"),
+    ],
+)
+def test_files_that_are_no_documents(tmp_path, capsys, name, content, said):
+    (tmp_path / name).write_bytes(content)
+    file, workdir = tmp_path / name, tmp_path / "w"
+    assert corpus.main([f"--config.files=('{file}',)", f"--config.workdir={workdir}"]) == 2
+    assert re.search(said, capsys.readouterr().err)
+    assert not (workdir / "text").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((), "files, dataset: missing"),
+        (("files=('{text}',)", "dataset={text}"), "files, dataset: both given"),
+        (("files=('nosuch',)",), "files='.*nosuch': no such file or folder"),
+        (("files=('{empty}',)",), "files='.*': an empty folder"),
+        (("files=('{text}',)", "tfds.split=test"), "tfds.split='test': files have only 'train'"),
+        (("dataset=nosuch",), "dataset='nosuch': no file, and TFDS says"),
+        (("dataset={text}", "tfds.split=test"), "dataset='.*': no file, and TFDS says"),
+        (("dataset={text}", "tfds.text_field=body"), "tfds.text_field='body': .* no such field"),
+        (("dataset={text}", "vocab_size=256"), "vocab_size=256: use a whole number from 257"),
+        (("dataset={text}", "vocab_size=100000"), "vocab_size=100000: the corpus gives only"),
+        (("dataset={text}", "tokenizer=nosuch"), "tokenizer='nosuch': no such file"),
+        (("dataset={text}", "limit=1"), "limit=1: use a whole number of at least 2"),
+    ],
+)
+def test_refused(tmp_path, text, capsys, options, said):
+    (tmp_path / "empty").mkdir()
+    names = {"text": text, "empty": tmp_path / "empty"}
+    flags = [f"--config.{one.format(**names)}" for one in options]
+    assert corpus.main([*flags, f"--config.workdir={tmp_path / 'w'}"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert re.search(said, error)
+    assert not (tmp_path / "w" / "tokens").exists()
+
+
+def test_one_document_leaves_none_to_train_on(tmp_path, capsys):
+    write_documents(tmp_path / "text", [Document("alone")])
+    assert tokenize(tmp_path / "text", tmp_path / "w") == 2
+    assert "has 1 documents, and the first is held out" in capsys.readouterr().err
+    with pytest.raises(InputError, match="no document to write"):
+        write_documents(tmp_path / "none", [])
+
+
+def test_a_folder_of_somebody_else_is_not_written(tmp_path, text, capsys):
+    (tmp_path / "w").mkdir()
+    (tmp_path / "w" / "letter.txt").write_text("keep me")
+    assert tokenize(text, tmp_path / "w") == 2
+    assert "holds 'letter.txt'" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "w").iterdir()] == ["letter.txt"]
+
+
+def test_damaged_datasets_are_found(tmp_path, text, documents):
+    assert tokenize(text, tmp_path / "w") == 0
+    part = tmp_path / "w" / "tokens" / "part-00001"
+    kept = part / "tokenizer" / "tokenizer.json"
+    content = kept.read_bytes()
+    kept.unlink()
+    with pytest.raises(InputError, match="damaged dataset .*tokenizer.json"):
+        open_responses(part)
+    kept.write_bytes(content.replace(b"<|endoftext|>", b"<|endofbook|>"))
+    # Of the same size: the tokens' hash of the tokenizer finds it.
+    settings = part / "tokenizer" / "tokenizer_config.json"
+    settings.write_bytes(settings.read_bytes().replace(b"<|endoftext|>", b"<|endofbook|>"))
+    with pytest.raises(InputError, match="tokenizer is missing, or another one"):
+        open_sources([tmp_path / "w" / "tokens"]).tokenizer()
+    assert json.loads((part / MARKER).read_text())["kind"] == "dataset"
+
+
+def test_a_models_tokenizer(tmp_path, text, chatty):
+    """Of a checkpoint and of a directory; a model of that tokenizer can be trained on the data."""
+    save_checkpoint(chatty, tmp_path / "model")
+    assert tokenize(text, tmp_path / "a", f"--config.tokenizer={tmp_path / 'model'}") == 0
+    data = open_sources([tmp_path / "a" / "tokens"], target_metadata(chatty))
+    kept = data.tokenizer()
+    assert kept.first_difference(chatty.tokenizer) is None
+    for name in ("bos_id", "eos_ids", "add_bos", "chat_template", "special_tokens"):
+        assert getattr(kept, name) == getattr(chatty.tokenizer, name)
+    inside = data.parts[0].directory / "tokenizer"
+    assert tokenize(text, tmp_path / "b", f"--config.tokenizer={inside}") == 0
+    assert files(tmp_path / "a" / "tokens").keys() == files(tmp_path / "b" / "tokens").keys()
+    for name in ("hidden_size", "num_layers"):
+        open_responses(data.parts[0].directory, {**target_metadata(chatty), name: 3})
+    with pytest.raises(InputError, match="another target.* with tokenizer="):
+        open_responses(data.parts[0].directory, {**target_metadata(chatty), "tokenizer": "0"})
+
+
+def scratch_config(tokens, workdir, **model):
+    """A training config of a new model."""
+    config = toy_training.get_config()
+    config.target = None
+    config.model = {**SIZES, **model}
+    config.data, config.workdir = str(tokens), str(workdir)
+    config.row_tokens, config.row_labels = 64, 60
+    return config
+
+
+def test_a_new_model(tokens, tokenizer):
+    sizes = ModelSizes(**SIZES)
+    data = open_sources([tokens])
+    one = new_model(sizes.config(V), tokenizer, 0)
+    assert one.config.vocab_size == V
+    assert target_metadata(one)["tokenizer"] == text_metadata("", tokenizer)["tokenizer"]
+    open_sources([tokens], target_metadata(new_model(sizes.config(V), data.tokenizer(), 0)))
+    again, other = (new_model(sizes.config(V), tokenizer, seed) for seed in (0, 1))
+    on_mesh = new_model(sizes.config(V), tokenizer, 0, make_mesh(4, 2))
+    assert on_mesh.shards == 2
+    for path, leaf in jax.tree_util.tree_leaves_with_path(one.params):
+        name = jax.tree_util.keystr(path)
+        wanted = np.asarray(leaf)
+        take = lambda model: np.asarray(  # noqa: E731
+            dict(jax.tree_util.tree_leaves_with_path(model.params))[path]  # noqa: B023
+        )
+        np.testing.assert_array_equal(take(again), wanted)
+        np.testing.assert_allclose(take(on_mesh), wanted, rtol=1e-6)
+        if "norm" in name:
+            assert (wanted == 1).all()
+            continue
+        assert not np.array_equal(take(other), wanted)
+        added = "'output'" in name or "'down'" in name
+        assert wanted.std() == pytest.approx(0.02 / (2 if added else 1), rel=0.1), name
+    tied = new_model(ModelSizes(**{**SIZES, "tie_word_embeddings": True}).config(V), tokenizer, 0)
+    assert tied.num_params == one.num_params - V * SIZES["hidden_size"]
+
+
+def test_a_new_model_is_saved_and_loaded(tmp_path, tokenizer):
+    model = new_model(ModelSizes(**SIZES).config(V), tokenizer, 0)
+    save_checkpoint(model, tmp_path / "m")
+    loaded = load_model(str(tmp_path / "m"), dtype="float32")
+    assert loaded.config == model.config
+    assert target_metadata(loaded)["tokenizer"] == target_metadata(model)["tokenizer"]
+    assert loaded.tokenizer.eos_ids == tokenizer.eos_ids
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, model.params)
+
+
+def test_a_run_without_a_target(tokens, tmp_path, capsys):
+    """The toy's target is frozen, but it is a new model that the run works with."""
+    config = scratch_config(tokens, tmp_path / "w")
+    config.eval.prompts = 2
+    config.eval.new_tokens = 4
+    made = []
+
+    def make(target, vocabulary, config):
+        made.append(target)
+        return toy_training.toy_method(target)
+
+    assert run.run(config, make) == 0
+    said = capsys.readouterr().out
+    assert "for new (" in said
+    assert "eval" in (tmp_path / "w" / "metrics.jsonl").read_text()
+    assert run.run(config, make) == 0
+    first, second = (jax.tree.leaves(model.params) for model in made)
+    assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+    assert target_metadata(made[0])["name"] == "new"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (dict(target="x"), "target='x': the section model has the sizes of a new one"),
+        (dict(model=None), "target is missing: pass --config.target=NAME"),
+        (dict(num_heads=3), "model.num_heads=3: must be a multiple of num_kv_heads=2"),
+        (dict(head_dim=5), "model.head_dim=5: must be even"),
+        (dict(data="shipped"), "data='.*': keeps no tokenizer for a new model"),
+    ],
+)
+def test_a_new_model_that_cannot_be(tokens, tmp_path, change, said, monkeypatch):
+    config = scratch_config(tokens, tmp_path / "w")
+    for name, value in change.items():
+        if name in SIZES:
+            config.model[name] = value
+        elif name == "model":
+            del config.model
+        else:
+            config.unlock()
+            config[name] = value
+    with pytest.raises(InputError, match=said):
+        run.run(config, lambda *_: None)
+    assert not (tmp_path / "w").exists()
+
+
+def test_methods_for_a_frozen_target_refuse_none(tmp_path):
+    config = read_config(["--config=train_eagle3"], "train_eagle3").to_dict()
+    with pytest.raises(InputError, match="target is missing: a drafter is trained for a model"):
+        check_values(eagle.FIELDS, {**config, "target": None})
+    fields = {**TRAINING_FIELDS, **NEW_TARGET_FIELDS}
+    scratch = scratch_config("shipped", tmp_path / "w").to_dict()
+    assert check_values(fields, scratch)["target"] is None
+    with pytest.raises(InputError, match="model.num_layers=0: use a whole number"):
+        check_values(fields, {**scratch, "model": {**scratch["model"], "num_layers": 0}})
+    sizes = {name: size for name, size in SIZES.items() if name != "head_dim"}
+    with pytest.raises(InputError, match="model.head_dim is missing"):
+        check_values(fields, {**scratch, "model": sizes})
+
+
+def test_datasets_of_other_tokenizers(tokens, text, tmp_path, chatty):
+    save_checkpoint(chatty, tmp_path / "model")
+    assert tokenize(text, tmp_path / "a", f"--config.tokenizer={tmp_path / 'model'}") == 0
+    with pytest.raises(InputError, match="has another tokenizer than .* \\(token "):
+        open_sources([tokens, tmp_path / "a" / "tokens"]).tokenizer()
+    assert tiny_config().vocab_size != V

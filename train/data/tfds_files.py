@@ -1,0 +1,232 @@
+"""TFDS datasets: records written as array_record files, and texts read from any of them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specjax.errors import InputError, one_line
+from specjax.files.open_files import regular_files
+from train.data.examples import import_tfds
+
+SHARD_BYTES = 128 << 20
+"""A file is closed, and the next one begun, when it has grown to this size."""
+
+
+def write_records(
+    folder: Path,
+    name: str,
+    split: str,
+    features: Mapping[str, Any],
+    records: Iterable[Mapping[str, Any]],
+    *,
+    description: str,
+    where: Path,
+    compress: bool = True,
+    shard_bytes: int = SHARD_BYTES,
+) -> int:
+    """Write records as the only split of a dataset into an empty folder; returns their number.
+
+    `features` are TFDS's, by name. Any TFDS reader opens the folder, unless it got no record:
+    then nothing is written. Raises InputError, which begins with `where`, for a disk that is full.
+    """
+    tfds = import_tfds()
+    encoder = tfds.features.FeaturesDict(features)
+    shards = _Shards(folder, compress, shard_bytes)
+    try:
+        for record in records:
+            encoded = encoder.serialize_example(record)
+            with disk(where):
+                shards.add(encoded)
+    finally:
+        with disk(where):
+            shards.close()
+    if not shards.lengths:
+        return 0
+    with disk(where):
+        template = shards.finish(tfds, name, split)
+        info = tfds.core.SplitInfo(
+            name=split,
+            shard_lengths=shards.lengths,
+            num_bytes=shards.num_bytes,
+            filename_template=template,
+        )
+        tfds.folder_dataset.write_metadata(
+            data_dir=folder,
+            features=encoder,
+            split_infos=[info],
+            filename_template=template,
+            check_data=False,
+            disable_shuffling=True,
+            description=description,
+        )
+    return sum(shards.lengths)
+
+
+@contextmanager
+def disk(where: Path) -> Iterator[None]:
+    """What a disk says, as an InputError; array_record says it with a RuntimeError."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        raise InputError(
+            f"{where}: the dataset cannot be written ({one_line(error)[:120]}); "
+            "free space or write elsewhere"
+        ) from None
+
+
+@dataclass(frozen=True)
+class FieldNames:
+    """What errors call the fields that name a dataset and its text, and what to give instead."""
+
+    dataset: str
+    text: str
+    remedy: str
+
+
+@dataclass(frozen=True, eq=False)
+class Texts:
+    """The texts of a TFDS dataset's split, in order, each with the record's other texts by name.
+
+    `label` is what to call the dataset, `num_bytes` the size of the split's records.
+    """
+
+    label: str
+    num_bytes: int
+    _source: Any = field(repr=False)
+    _text_field: str = field(repr=False)
+    _name: str = field(repr=False)
+    _names: FieldNames = field(repr=False)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, index: int) -> tuple[str, dict[str, str]]:
+        """Raises InputError for a record that has no text or cannot be read."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"text {index} of {len(self)}")
+        try:
+            record = self._source[index]
+        except Exception as error:  # files are read here, and may be damaged
+            raise InputError(
+                f"{self._names.dataset}={self._name!r}: its records cannot be read "
+                f"({one_line(error)[:160]}); prepare the dataset again"
+            ) from None
+        text = record[self._text_field]
+        if not isinstance(text, bytes):
+            raise InputError(
+                f"{self._names.text}={self._text_field!r}: record {index} of {self.label} holds no "
+                "text there; use a field of texts"
+            )
+        others = {
+            name: value.decode(errors="replace")
+            for name, value in record.items()
+            if isinstance(value, bytes) and name != self._text_field
+        }
+        return text.decode(errors="replace"), others
+
+    def __iter__(self) -> Iterator[tuple[str, dict[str, str]]]:
+        return (self[index] for index in range(len(self)))
+
+
+def open_texts(
+    name: str, data_dir: Path | None, split: str, text_field: str, names: FieldNames
+) -> Texts:
+    """The texts of a TFDS dataset: a directory that holds one, or a name that TFDS knows.
+
+    One that is not prepared is prepared first, as array_record files. Raises InputError where that
+    fails, or a split or field is missing.
+    """
+    tfds = import_tfds()
+    in_folder = Path(name).is_dir()
+    try:
+        if in_folder:
+            regular_files(Path(name), "prepare the dataset again")
+            builder = tfds.builder_from_directory(name)
+        else:
+            builder = prepare(
+                lambda: tfds.builder(name, data_dir=data_dir, file_format="array_record")
+            )
+        source = builder.as_data_source(split)
+        size = builder.info.splits[split].num_bytes
+    except InputError:
+        raise
+    except Exception as error:  # TFDS and its datasets raise whatever they like
+        raise InputError(
+            f"{names.dataset}={name!r}: no file, and TFDS says: {one_line(error)[:160]}; give "
+            f"{names.remedy}"
+        ) from None
+    fields = builder.info.features.keys()
+    if text_field not in fields:
+        raise InputError(
+            f"{names.text}={text_field!r}: {name} has no such field; use one of "
+            f"{', '.join(sorted(fields))}"
+        )
+    label = Path(name).name if in_folder else name
+    return Texts(label, int(size), source, text_field, name, names)
+
+
+def prepare(make_builder: Callable[[], Any]) -> Any:
+    """The builder, its dataset written where it is not yet, without TFDS's own reports of it."""
+    tfds = import_tfds()
+    tfds.disable_progress_bar()
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            builder = make_builder()
+            builder.download_and_prepare()
+    finally:
+        logger.setLevel(level)
+    return builder
+
+
+class _Shards:
+    """array_record files that are numbered when their count is known."""
+
+    def __init__(self, path: Path, compress: bool, shard_bytes: int) -> None:
+        self._path, self._shard_bytes = path, shard_bytes
+        # Groups of one record are what random access wants. Float16 features hardly shrink, and
+        # unpacking them would take three times as long as reading them.
+        self._options = "group_size:1" if compress else "group_size:1,uncompressed"
+        self._writer: Any = None
+        self._open_bytes = 0
+        self.lengths: list[int] = []
+        self.num_bytes = 0
+
+    def add(self, record: bytes) -> None:
+        from array_record.python import array_record_module
+
+        if self._writer is None:
+            file = self._path / f"{len(self.lengths)}.part"
+            self._writer = array_record_module.ArrayRecordWriter(str(file), self._options)
+            self.lengths.append(0)
+        self._writer.write(record)
+        self.lengths[-1] += 1
+        self.num_bytes += len(record)
+        self._open_bytes += len(record)
+        if self._open_bytes >= self._shard_bytes:
+            self.close()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self._writer, self._open_bytes = None, 0
+
+    def finish(self, tfds: Any, name: str, split: str) -> Any:
+        """Give the files the names that TFDS expects; returns its template of them."""
+        template = tfds.core.ShardedFileTemplate(
+            data_dir=self._path, dataset_name=name, split=split, filetype_suffix="array_record"
+        )
+        for index in range(len(self.lengths)):
+            file = template.sharded_filepath(shard_index=index, num_shards=len(self.lengths))
+            (self._path / f"{index}.part").rename(os.fspath(file))
+        return template

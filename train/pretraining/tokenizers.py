@@ -1,0 +1,75 @@
+"""The tokenizer of a corpus: trained on it, or that of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from specjax.errors import InputError
+from specjax.files.paths import user_path
+from specjax.loading.load import load_model
+from specjax.loading.tokenizers.huggingface_tokenizer import read_tokenizer
+from specjax.loading.tokenizers.tokenizer import Tokenizer
+
+TRAIN = "train"
+"""Stands for a tokenizer that is trained on the corpus."""
+END = "<|endoftext|>"
+"""Ends each document, and so the texts of a model that was trained on them."""
+SMALLEST_VOCABULARY = 257
+"""Every byte, and the end of a document."""
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE of `vocab_size` tokens, `END` included (Radford et al. 2019, section 2.2).
+
+    Every byte is a token, so that every text can be encoded and comes back as it was. Raises
+    InputError where the texts have too few different words for so many tokens.
+    """
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    if (size := backend.get_vocab_size()) != vocab_size:
+        raise InputError(
+            f"vocab_size={vocab_size}: the corpus gives only {size} tokens; use at most {size}"
+        )
+    end = backend.token_to_id(END)
+    return Tokenizer(backend, eos_ids=(end,), special_tokens=(("eos_token", END),))
+
+
+def open_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer of a directory in Hugging Face's layout, or of a model that `load_model` knows.
+
+    Raises InputError where there is none, or it has no token that ends a text.
+    """
+    path = user_path("tokenizer", name)
+    found = read_tokenizer(path) if path.is_dir() else None
+    if found is None:
+        found = load_model(name, field="tokenizer").tokenizer
+    if found is None or not found.eos_ids:
+        missing = "no tokenizer" if found is None else "no token that ends a text"
+        raise InputError(f"tokenizer={name!r}: has {missing}; use another one, or {TRAIN}")
+    return found
+
+
+def encode_document(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of a document and the one that ends it.
+
+    What looks like a special token in the text is text: it must not end the document, nor begin a
+    turn of a conversation.
+    """
+    backend = tokenizer.backend
+    before = backend.encode_special_tokens
+    backend.encode_special_tokens = True
+    try:
+        return [*tokenizer.encode(text), tokenizer.eos_ids[0]]
+    finally:
+        backend.encode_special_tokens = before
