@@ -26,6 +26,7 @@ from train.methods.draft_losses import LabelLoss
 from train.methods.method import Method
 from train.methods.mtp import EXPORTS, START, TRAINS, check_choices, mtp_method
 from train.methods.mtp_loss import MtpLoss
+from train.pretraining.new_target import NEW_TARGET_FIELDS
 from train.run import run
 from train.run.config import DRAFT_VOCAB_SIZE, TRAINING_FIELDS
 from train.run.precision import multiply_dtype
@@ -35,6 +36,7 @@ _CONVENTIONS = ("concat", "hidden", "recursion", "zero_first_embedding")
 _LOSS = ("labels", "decay", "late_loss_weight", "late_from")
 FIELDS: Fields = {
     **TRAINING_FIELDS,
+    **NEW_TARGET_FIELDS,
     "mtp": {
         "trains": TRAINS,
         "num_modules": Whole(0, 64),
@@ -94,6 +96,15 @@ def _check_weights(trains: str, weight: float | None, late: float | None) -> Non
             )
 
 
+def _check_new(target: str | None, trains: str, labels: str) -> None:
+    for name, value, only in (("trains", trains, "all"), ("labels", labels, "tokens")):
+        if target is None and value != only:
+            raise InputError(
+                f"mtp.{name}={value!r}: a new model has nothing to say yet; use mtp.{name}={only}, "
+                "or name a target"
+            )
+
+
 def _check_decoding(modules: int, prompts: int) -> None:
     if not modules and prompts:
         raise InputError(
@@ -103,6 +114,7 @@ def _check_decoding(modules: int, prompts: int) -> None:
 
 
 CROSS_CHECKS = (
+    CrossCheck(("target", "mtp.trains", "mtp.labels"), _check_new),
     CrossCheck(("mtp.trains", "mtp.loss_weight", "mtp.late_loss_weight"), _check_weights),
     CrossCheck(("mtp.num_modules", "eval.prompts"), _check_decoding),
     CrossCheck(("mtp.trains", "mtp.export", "mtp.num_modules", "mtp.steps"), check_choices),
