@@ -18,9 +18,9 @@ from ml_collections import ConfigDict
 
 from specjax.cli.command import use_compilation_cache
 from specjax.errors import InputError
-from specjax.fields import CrossCheck, Fields, Number, Whole, fields_of, optional
+from specjax.fields import CrossCheck, Fields, Flag, Number, Whole, fields_of, kind_of, optional
 from specjax.loading.model import Model
-from specjax.models.heads.mtp import MtpConfig
+from specjax.models.heads.mtp import Concat, Hidden, MtpConfig, Recursion
 from train.data.vocabulary import Vocabulary
 from train.methods.draft_losses import LabelLoss
 from train.methods.method import Method
@@ -32,7 +32,12 @@ from train.run.config import DRAFT_VOCAB_SIZE, TRAINING_FIELDS
 from train.run.precision import multiply_dtype
 
 CONFIG = "train_mtp"
-_CONVENTIONS = ("concat", "hidden", "recursion", "zero_first_embedding")
+_CONVENTIONS = {
+    "concat": kind_of(Concat),
+    "hidden": kind_of(Hidden),
+    "recursion": kind_of(Recursion),
+    "zero_first_embedding": Flag(),
+}
 _LOSS = ("labels", "decay", "late_loss_weight", "late_from")
 FIELDS: Fields = {
     **TRAINING_FIELDS,
@@ -46,7 +51,7 @@ FIELDS: Fields = {
         "export": EXPORTS,
         "loss_weight": optional(Number()),
         **{name: fields_of(MtpLoss)[name] for name in _LOSS},
-        **{name: fields_of(MtpConfig)[name] for name in _CONVENTIONS},
+        **_CONVENTIONS,
     },
 }
 _LOSS_WEIGHT = 0.3
