@@ -55,7 +55,7 @@ def case():
 def whole(states, kernel, teacher, counted, weights):
     """Every logit at once, by the definitions."""
     p = jax.nn.softmax(jnp.einsum("bad,dv->bav", teacher.features, teacher.columns))
-    total, losses, right = 0.0, [], []
+    total, losses, right, choices = 0.0, [], [], []
     for draft in range(K):
         own = kernel if kernel.ndim == 2 else kernel[draft]
         q = jax.nn.softmax(jnp.einsum("bad,dv->bav", states[draft], own))
@@ -69,8 +69,9 @@ def whole(states, kernel, teacher, counted, weights):
         sums = jnp.stack([jnp.where(counted[draft], part, 0.0).sum() for part in parts])
         total += weights[draft] * jnp.dot(sums, jnp.array([weight for _, weight in PARTS]))
         losses.append(sums)
-        right.append(counted[draft] & (q.argmax(axis=-1) == distribution.argmax(axis=-1)))
-    return total, (jnp.stack(losses), jnp.stack(right))
+        choices.append(q.argmax(axis=-1))
+        right.append(counted[draft] & (choices[-1] == distribution.argmax(axis=-1)))
+    return total, (jnp.stack(losses), jnp.stack(right), jnp.stack(choices))
 
 
 @pytest.mark.parametrize(("block", "shared"), [(7, True), (4, False), (512, False)])
@@ -89,16 +90,36 @@ def test_blocks_change_nothing(block, shared, case, monkeypatch):
         jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(states, kernel)
         for loss in (blocked, slowly)
     )
-    (total, (losses, right)), grads = got
-    (wanted, (wanted_losses, wanted_right)), wanted_grads = want
+    (total, (losses, right, choices)), grads = got
+    (wanted, (wanted_losses, wanted_right, wanted_choices)), wanted_grads = want
     np.testing.assert_allclose(total, wanted, rtol=1e-5)
     np.testing.assert_allclose(losses, wanted_losses, rtol=1e-5)
     np.testing.assert_array_equal(right, wanted_right)
+    np.testing.assert_array_equal(choices, wanted_choices)
     assert 0 < right.sum() < counted.sum()
     for mine, theirs in zip(grads, wanted_grads, strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-5)
     # Without gradients the same numbers come out.
     np.testing.assert_allclose(jax.jit(blocked)(states, kernel)[0], total, rtol=1e-6)
+
+
+def test_the_data_alone_can_teach(case):
+    """The same cross-entropy, right where the data's token is the likeliest."""
+    states, kernel, teacher, counted, weights = case
+    plan = Scoring(((cross_entropy, 1.0),), True)
+
+    def both(states):
+        return [
+            score_drafts(plan, states, kernel, one, counted, weights)
+            for one in (teacher, teacher._replace(features=None, columns=None))
+        ]
+
+    (total, scores), (same, alone) = jax.jit(both)(states)
+    np.testing.assert_allclose(same, total, rtol=1e-6)
+    np.testing.assert_array_equal(alone.choices, scores.choices)
+    tokens = jnp.stack([jnp.roll(teacher.token, -draft, axis=1) for draft in range(K)])
+    np.testing.assert_array_equal(alone.right, counted & (alone.choices == tokens))
+    assert (alone.right != scores.right).any()
 
 
 def test_a_frozen_kernel_has_no_gradient(case):

@@ -21,7 +21,8 @@ from specjax.models.heads.shared_parameters import share
 from specjax.models.layers.decoder_layer import embed
 from specjax.models.masks import causal
 from train.methods.eagle import eagle_method, from_target
-from train.methods.eagle_loss import EagleLoss, eagle_loss, unroll
+from train.methods.eagle_loss import EagleLoss, eagle_loss
+from train.methods.unroll import unroll
 
 FLAGS = dict(
     norm_before_residual=True, norm_before_fc=True, fc_norm=True, norm_output=True, vocabulary=50
@@ -45,7 +46,8 @@ def unrolled(head, params, batch, steps):
     """The outputs of training, compiled as one program."""
 
     def outputs(params, batch):
-        return list(unroll(head, params, batch, taps_of(head, batch), steps))
+        taken = unroll(head, params, batch, taps_of(head, batch), steps)
+        return [step.output for step in taken]
 
     return jax.jit(outputs)(params, batch)
 

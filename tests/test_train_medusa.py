@@ -267,7 +267,7 @@ def test_the_target_learns_too(tiny, batch):
     (_, measures), _ = gradient(moved, tiny.params, batch, KEY, jnp.int32(9))
     assert measures.losses["target"] > 1
     np.testing.assert_array_equal(
-        method.tuned(moved).params["final_norm"]["scale"], moved["target"]["final_norm"]["scale"]
+        method.model(moved).params["final_norm"]["scale"], moved["target"]["final_norm"]["scale"]
     )
 
 
@@ -289,7 +289,7 @@ def test_medusa_2_on_a_cycle():
     batch = counting_batch(target)
     params, measures = trainer(method, target, batch)(batch)
     assert measures.losses["target"] / measures.weight < 0.1
-    tuned, head = method.tuned(params), method.head(params, {})
+    tuned, head = method.model(params), method.head(params, {})
     drafter = head_drafter(head, tuned)
     got = decode(tuned, PAIRS, drafter=drafter, sampling=greedy(max_new_tokens=9))
     assert got.token_ids == after_pairs(9)

@@ -12,7 +12,7 @@ from test_processes import finish, free_port, joined, start
 from specjax import decode
 from specjax.loading.heads.head import read_head
 from specjax.loading.load import load_model, save_model
-from train import distill, eagle, medusa
+from train import distill, eagle, medusa, mtp
 from train.data.examples import Example, target_metadata
 from train.data.responses import write_responses
 
@@ -26,6 +26,16 @@ RUNS = {
     ),
     "train_medusa": (medusa, "medusa", ["--config.medusa.draft_vocab_size=40"]),
     "train_medusa2": (medusa, "medusa", ["--config.medusa.draft_vocab_size=40"]),
+    "train_mtp": (mtp, "mtp", ["--config.mtp.steps=2"]),
+    "train_mtp all": (
+        mtp,
+        "mtp",
+        [
+            "--config.mtp.trains=all",
+            "--config.mtp.num_modules=2",
+            "--config.mtp.late_loss_weight=0.1",
+        ],
+    ),
 }
 
 
@@ -51,12 +61,15 @@ def folders(chatty, tmp_path_factory):
 @pytest.mark.parametrize(
     "name",
     # The others share their code: Medusa's is part of its second stage, EAGLE's of EAGLE-3's.
-    ["train_eagle3", "train_distill", "train_medusa2", *slow("train_eagle1", "train_medusa")],
+    [
+        *("train_eagle3", "train_distill", "train_medusa2", "train_mtp all"),
+        *slow("train_eagle1", "train_medusa", "train_mtp"),
+    ],
 )
 def test_debug_size(name, folders, tmp_path, capsys):
     module, kind, options = RUNS[name]
     command = [
-        f"--config=configs/{name}.py:debug",
+        f"--config=configs/{name.split()[0]}.py:debug",
         f"--config.target={folders / 'model'}",
         f"--config.data={folders / 'data'}",
         f"--config.workdir={tmp_path / 'run'}",
@@ -66,15 +79,19 @@ def test_debug_size(name, folders, tmp_path, capsys):
     export, target = tmp_path / "run" / "export", folders / "model"
     if name == "train_medusa2":
         export, target = export / "head", export / "target"
+    drafter = [f"--config.drafter.path={export}"]
+    if module is mtp:
+        drafter, target = [], export
     assert module.main(command) == 0
     assert "resuming after step" in capsys.readouterr().out
-    assert len(json.loads((tmp_path / "run" / "config.json").read_text())["draft_vocabulary"]) == 16
+    record = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert module is mtp or len(record["draft_vocabulary"]) == 16
     decoding = [
         "--config=configs/decode_smollm2.py",
         f"--config.target={target}",
         "--config.prompt=one two",
         f"--config.drafter.name={kind}",
-        f"--config.drafter.path={export}",
+        *drafter,
         "--config.sampling.max_new_tokens=6",
         "--config.compare=true",
     ]
@@ -101,7 +118,7 @@ def started_from(folders, workdir, name, *options):
     module, _, usual = RUNS[name]
     return module.main(
         [
-            f"--config=configs/{name}.py:debug",
+            f"--config=configs/{name.split()[0]}.py:debug",
             f"--config.target={folders / 'model'}",
             f"--config.data={folders / 'data'}",
             f"--config.workdir={workdir}",
@@ -205,7 +222,7 @@ def test_two_processes_give_the_curve_of_one(name, folders, tmp_path):
     """A target that is split over two devices in each of them, which hold it twice."""
     module, kind, usual = RUNS[name]
     options = [
-        f"--config=configs/{name}.py:debug",
+        f"--config=configs/{name.split()[0]}.py:debug",
         f"--config.target={folders / 'model'}",
         f"--config.data={folders / 'data'}",
         "--config.dtype=float32",
@@ -227,5 +244,5 @@ def test_two_processes_give_the_curve_of_one(name, folders, tmp_path):
     one, two = (losses_of(tmp_path / part) for part in ("one", "two"))
     assert len(one) == 6
     np.testing.assert_allclose(two, one, rtol=1e-5)
-    if name != "train_medusa2":
+    if name != "train_medusa2" and module is not mtp:
         assert read_head(tmp_path / "two" / "export").kind == kind

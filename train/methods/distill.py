@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
@@ -34,7 +33,8 @@ from train.methods.draft_losses import (
     variation,
 )
 from train.methods.method import Measures, Method, measure
-from train.methods.packed_rows import ahead, at_rows, label_ahead, visible
+from train.methods.packed_rows import ahead, at_rows, features_of, label_ahead
+from train.methods.target_layers import some_layers
 
 
 @dataclass(frozen=True)
@@ -112,18 +112,6 @@ def distill_method(
     return Method("draft_model", ("final_norm",), init, summed, finished)
 
 
-def some_layers(target: Model, layers: Sequence[int]) -> dict[str, Any]:
-    """Those layers of a model, stacked, and its final norm, in float32."""
-    theirs = target.params["layers"]
-    if target.form.scan_layers:
-        taken = jax.tree.map(lambda leaf: np.asarray(leaf)[list(layers)], theirs)
-    else:
-        each = [theirs[str(layer)] for layer in layers]
-        taken = jax.tree.map(lambda *leaves: np.stack([np.asarray(x) for x in leaves]), *each)
-    params = {"layers": taken, "final_norm": target.params["final_norm"]}
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params)
-
-
 def distill_loss(
     model: ReducedDecoder,
     params: dict[str, Any],
@@ -137,22 +125,12 @@ def distill_loss(
     each label up to it: it reads its own drafts, which then are the target's tokens.
     """
     labels = batch.labels
-    result = model.extend(
-        params,
-        batch.tokens,
-        batch.positions,
-        None,
-        None,
-        0,
-        visible(batch.segments),
-        features=("final_norm",),
-        logits=False,
-    )
+    features = features_of(model, params, batch, ("final_norm",))
     columns = params["shared"]["draft_head"]["kernel"]
     teacher = Teacher.of(batch, columns, draft_ids)
     total, scores = score_drafts(
         Scoring(tuple(loss.parts.values()), False, model.decoder.multiply),
-        at_rows(result.features["final_norm"], labels - 1)[None],
+        at_rows(features["final_norm"], labels - 1)[None],
         columns,
         teacher,
         teacher.counts(labels, 1),

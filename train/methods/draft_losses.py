@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from specjax.models.layers.matmul import product
 from train.data.batches import Batch
@@ -27,9 +27,12 @@ _BLOCK = 512
 
 
 class Truth(NamedTuple):
-    """What a draft is scored by: the target's log-probabilities, and the data's token's index."""
+    """What a draft is scored by: the target's log-probabilities, and the data's token's index.
 
-    log_probs: Float[Array, "B A Vd"]
+    There are no log-probabilities where the teacher is the data alone.
+    """
+
+    log_probs: Float[Array, "B A Vd"] | None
     token: Int[Array, "B A"]
 
 
@@ -74,19 +77,28 @@ class Teacher(NamedTuple):
     `token` is the data's token as an index among the columns, wherever `known`. Labels whose token
     the columns do not have teach nothing: as those tokens were drawn from the target, a label
     counts by how likely the draft vocabulary is there, without a pass over the whole one.
+    Features and columns are None where the data's tokens alone teach.
     """
 
-    features: Float[Array, "B A D"]
-    columns: Float[Array, "D Vd"]
+    features: Float[Array, "B A D"] | None
+    columns: Float[Array, "D Vd"] | None
     token: Int[Array, "B A"]
     known: Bool[Array, "B A"]
 
     @classmethod
     def of(
-        cls, batch: Batch, columns: Float[Array, "D Vd"], draft_ids: Int[Array, "Vd"] | None
+        cls,
+        batch: Batch,
+        columns: Float[Array, "D Vd"] | None,
+        draft_ids: Int[Array, "Vd"] | None,
     ) -> Teacher:
-        """The teacher of a batch with `final_norm`; `columns` are those of `draft_ids`."""
-        features = at_rows(batch.features["final_norm"], batch.labels - 1)
+        """The teacher of a batch with `final_norm`; `columns` are those of `draft_ids`.
+
+        Without columns the batch's tokens alone teach, and it needs no features.
+        """
+        features = None
+        if columns is not None:
+            features = at_rows(batch.features["final_norm"], batch.labels - 1)
         token = at_rows(batch.tokens, batch.labels)
         if draft_ids is None:
             return cls(features, columns, token, jnp.ones(token.shape, bool))
@@ -103,11 +115,13 @@ class Teacher(NamedTuple):
 class Scores(NamedTuple):
     """Sums of each part over the counted labels by draft, and which drafts are right.
 
-    Right is the token that the target finds likeliest of those that can be drafted.
+    Right is the token that the target finds likeliest of those that can be drafted; the data's,
+    where that alone teaches. `choices` are the drafts' own likeliest, as indices among the columns.
     """
 
     losses: Float[Array, "K P"]
     right: Bool[Array, "K B A"]
+    choices: Int[Array, "K B A"]
 
 
 def score_drafts(
@@ -137,30 +151,32 @@ def score_drafts(
         first = range(0, count * size, size)
         return jnp.stack([lax.slice_in_dim(x, i, i + size + more, axis=axis) for i in first])
 
-    parts = (
-        blocks(states, 2),
-        lax.stop_gradient(blocks(teacher.features.astype(jnp.float32), 1, drafts - 1)),
-        blocks(teacher.token, 1, drafts - 1),
-        blocks(counted, 2),
+    def joined(x: Shaped[Array, "n K B _"]) -> Shaped[Array, "K B A"]:
+        return jnp.moveaxis(x, 0, 2).reshape(drafts, batch, count * size)[:, :, :labels]
+
+    features = teacher.features
+    if features is not None:
+        features = lax.stop_gradient(blocks(features.astype(jnp.float32), 1, drafts - 1))
+    rest = (features, blocks(teacher.token, 1, drafts - 1), blocks(counted, 2))
+    total, losses, right, choices = _scores(
+        plan, blocks(states, 2), kernel, rest, teacher.columns, weights
     )
-    total, losses, right = _scores(plan, parts[0], kernel, parts[1:], teacher.columns, weights)
-    right = jnp.moveaxis(right, 0, 2).reshape(drafts, batch, count * size)[:, :, :labels]
-    return total, Scores(losses, right)
+    return total, Scores(losses, joined(right), joined(choices))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _scores(
-    plan: Scoring, states: Array, kernel: Array, rest: tuple, columns: Array, weights: Array
-) -> tuple[Array, Array, Array]:
-    def one(block: tuple) -> tuple[Array, tuple[Array, Array]]:
+    plan: Scoring, states: Array, kernel: Array, rest: tuple, columns: Array | None, weights: Array
+) -> tuple[Array, Array, Array, Array]:
+    def one(block: tuple) -> tuple[Array, tuple[Array, Array, Array]]:
         return _block(plan, block[0], kernel, block[1], columns, weights)
 
-    total, (losses, right) = lax.map(one, (states, rest))
-    return total.sum(), losses.sum(axis=0), right
+    total, (losses, right, choices) = lax.map(one, (states, rest))
+    return total.sum(), losses.sum(axis=0), right, choices
 
 
 def _forward(
-    plan: Scoring, states: Array, kernel: Array, rest: tuple, columns: Array, weights: Array
+    plan: Scoring, states: Array, kernel: Array, rest: tuple, columns: Array | None, weights: Array
 ) -> tuple[Any, Any]:
     inputs = (0, 1) if plan.trains_kernel else (0,)
 
@@ -174,8 +190,9 @@ def _forward(
         return kernel_sum, (total, aux, grads[0])
 
     begin = jnp.zeros_like(kernel) if plan.trains_kernel else None
-    to_kernel, (total, (losses, right), to_states) = lax.scan(one, begin, (states, rest))
-    return (total.sum(), losses.sum(axis=0), right), (to_states, to_kernel)
+    to_kernel, (total, aux, to_states) = lax.scan(one, begin, (states, rest))
+    losses, right, choices = aux
+    return (total.sum(), losses.sum(axis=0), right, choices), (to_states, to_kernel)
 
 
 def _backward(plan: Scoring, kept: tuple, gradient: tuple) -> tuple:
@@ -188,26 +205,30 @@ _scores.defvjp(_forward, _backward)
 
 
 def _block(
-    plan: Scoring, states: Array, kernel: Array, rest: tuple, columns: Array, weights: Array
-) -> tuple[Array, tuple[Array, Array]]:
+    plan: Scoring, states: Array, kernel: Array, rest: tuple, columns: Array | None, weights: Array
+) -> tuple[Array, tuple[Array, Array, Array]]:
     features, tokens, counted = rest
     size = states.shape[2]
 
     def logits_of(x: Array, kernel: Array) -> Array:
         return product("bad,dv->bav", x, kernel, multiply=plan.multiply, out=jnp.float32)
 
-    logits = logits_of(features, columns)
-    likeliest, log_probs = jnp.argmax(logits, axis=-1), jax.nn.log_softmax(logits, axis=-1)
-    total, losses, right = jnp.float32(0), [], []
+    likeliest, log_probs = tokens, None
+    if features is not None:
+        logits = logits_of(features, columns)
+        likeliest, log_probs = jnp.argmax(logits, axis=-1), jax.nn.log_softmax(logits, axis=-1)
+    total, losses, choices = jnp.float32(0), [], []
     for draft in range(states.shape[0]):
         logits = logits_of(states[draft], kernel if kernel.ndim == 2 else kernel[draft])
         here = slice(draft, draft + size)
-        truth = Truth(log_probs[:, here], tokens[:, here])
+        truth = Truth(None if log_probs is None else log_probs[:, here], tokens[:, here])
         parts = [
             jnp.where(counted[draft], part(logits, truth), 0.0).sum() for part, _ in plan.parts
         ]
         value = sum(weight * part for part, (_, weight) in zip(parts, plan.parts, strict=True))
         total += weights[draft] * value
         losses.append(jnp.stack(parts))
-        right.append(counted[draft] & (jnp.argmax(logits, axis=-1) == likeliest[:, here]))
-    return total, (jnp.stack(losses), jnp.stack(right))
+        choices.append(jnp.argmax(logits, axis=-1))
+    aims = jnp.stack([likeliest[:, draft : draft + size] for draft in range(len(choices))])
+    choices = jnp.stack(choices)
+    return total, (jnp.stack(losses), counted & (choices == aims), choices)

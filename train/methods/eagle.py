@@ -21,6 +21,7 @@ from specjax.models.heads.shared_parameters import share
 from train.data.batches import Batch
 from train.methods.eagle_loss import EagleLoss, eagle_loss
 from train.methods.method import Measures, Method
+from train.methods.target_layers import last_layer
 
 START = Choice(("target", "random"))
 """What a new head starts from."""
@@ -75,12 +76,7 @@ def from_target(
     shape = dataclasses.replace(target.config, num_layers=1)
     if dataclasses.replace(config.decoder, num_layers=1) != shape:
         raise InputError("start='target': the head's layer has another shape; use start=random")
-    layers = target.params["layers"]
-    if target.form.scan_layers:
-        last = jax.tree.map(lambda leaf: np.asarray(leaf[-1], np.float32), layers)
-    else:
-        last = layers[str(target.config.num_layers - 1)]
-        last = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), last)
+    last = last_layer(target)
     width = shape.hidden_size
     layer = {**params["layer"], "mlp": last["mlp"], "mlp_norm": last["mlp_norm"]}
     attention = {"output": last["attention"]["output"]}

@@ -6,7 +6,6 @@ true features with noise. EAGLE-3 (2503.01840): cross-entropy alone ("training-t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -18,12 +17,12 @@ from jaxtyping import Array, Float, Int, Key
 from specjax.errors import InputError
 from specjax.fields import Number, Whole, check_instance
 from specjax.models.heads.eagle import Eagle
-from specjax.models.layers.attention import Partial, attend_in_blocks, merge
 from train.data.batches import Batch
 from train.methods.draft_losses import LabelLoss, Scoring, Teacher, Truth, score_drafts
 from train.methods.losses import smooth_l1, soft_cross_entropy
 from train.methods.method import Measures, measure
 from train.methods.packed_rows import ahead, at_rows, label_ahead
+from train.methods.unroll import unroll
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,9 @@ def eagle_loss(
     columns = target_params["head"]["kernel"]
     columns = columns if draft_ids is None else jnp.take(columns, draft_ids, axis=1)
     teacher = Teacher.of(batch, columns, draft_ids)
-    outputs = jnp.stack(list(unroll(head, params, batch, taps, loss.steps)))
+    outputs, states = map(
+        jnp.stack, zip(*unroll(head, params, batch, taps, loss.steps), strict=True)
+    )
     weights = jnp.asarray([loss.decay**step for step in range(loss.steps)])
     name, part = loss.part
     plan = Scoring(
@@ -93,7 +94,7 @@ def eagle_loss(
     )
     total, scores = score_drafts(
         plan,
-        jax.vmap(head.readout, in_axes=(None, 0))(params, outputs),
+        states,
         head.logit_kernel(params),
         teacher,
         teacher.counts(labels, loss.steps),
@@ -112,59 +113,3 @@ def eagle_loss(
 
 def _against_distribution(logits: Float[Array, "B A Vd"], truth: Truth) -> Float[Array, "B A"]:
     return soft_cross_entropy(logits, jnp.exp(truth.log_probs))
-
-
-def unroll(
-    head: Eagle,
-    params: dict[str, Any],
-    batch: Batch,
-    taps: dict[str, Float[Array, "B T Dt"]],
-    steps: int,
-) -> Iterator[Float[Array, "B A D"]]:
-    """The head's output at each label, draft step by draft step, as decoding would give it.
-
-    Label j is predicted from row r = j - 2, the pair of x_{j-1} and f_{j-2}; step i reads x_{j-1+i}
-    and the head's own output. Keys and values are made for all rows, the rest for those of labels
-    alone. Step i > 0 attends to the same keys and, at its own row, to those of the steps before:
-    scores of [B, H, T, T + i] never exist (EAGLE-3's training-time test).
-    """
-    labels, tokens = batch.labels, batch.tokens
-    # Where there is no label, row 0: what sees nothing is not a number, nor is its gradient.
-    rows = jnp.maximum(labels - 2, 0)
-    fused = head.fuse(params, taps)
-    residual, attended = head.inputs(params, jnp.roll(tokens, -1, axis=1), fused)
-    # Its queries are made again below, for fewer rows; XLA drops those that are not read.
-    _, keys, values = head.heads(params, attended, batch.positions)
-    keys, values = keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3)
-    positions, segments = at_rows(batch.positions, rows), at_rows(batch.segments, rows)
-    same = segments[:, :, None] == batch.segments[:, None, :]
-    until = jnp.arange(tokens.shape[1])[None, None, :] <= rows[:, :, None]
-    repeats = head.config.decoder.num_heads // head.config.decoder.num_kv_heads
-    seen = jnp.repeat(same & until, repeats, axis=1)[:, None]
-
-    earlier: list[tuple[jax.Array, jax.Array]] = []
-    residual, attended = at_rows(residual, rows), at_rows(attended, rows)
-    for step in range(steps):
-        if step:
-            token = at_rows(tokens, jnp.minimum(labels - 1 + step, tokens.shape[1] - 1))
-            residual, attended = head.inputs(params, token, head.next_hidden(params, output))
-        query, key, value = head.heads(params, attended, positions + step)
-        mixed = attend_in_blocks(query, keys, values, seen)
-        if step:
-            earlier.append((_own(key, repeats), _own(value, repeats)))
-        for key_own, value_own in earlier:
-            mixed = merge(mixed, _attend_own(query, key_own, value_own))
-        output = head.finish(params, residual, mixed)
-        yield output
-
-
-def _own(heads: Float[Array, "B A G C"], repeats: int) -> Float[Array, "B G X C"]:
-    return jnp.repeat(heads.transpose(0, 2, 1, 3), repeats, axis=2)
-
-
-def _attend_own(
-    query: Float[Array, "B G X C"], key: Float[Array, "B G X C"], value: Float[Array, "B G X C"]
-) -> Partial:
-    """Each query over the one key at its own row."""
-    score = jnp.sum(query * key, axis=-1, keepdims=True)
-    return Partial(score, jnp.ones_like(score), value)

@@ -22,10 +22,11 @@ from specjax.loading.model import Model
 from specjax.models.decoder import Decoder
 from specjax.models.heads.medusa import Medusa, MedusaConfig
 from train.data.batches import Batch
-from train.methods.draft_losses import Scoring, Teacher, cross_entropy, kl_divergence, score_drafts
+from train.methods.draft_losses import Teacher
 from train.methods.medusa import MedusaLoss, first_params, heads_loss, heads_measures
 from train.methods.method import Measures, Method
-from train.methods.packed_rows import at_rows, visible
+from train.methods.packed_rows import features_of
+from train.methods.target_loss import target_loss
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,17 @@ def medusa2_method(
         whole = jax.tree.map(lambda leaf: leaf.astype(target.dtype), params["target"])
         return dataclasses.replace(target, params=whole)
 
-    return Method("medusa2", ("final_norm",), init, summed, finished, tuned, True)
+    return Method(
+        "medusa2",
+        ("final_norm",),
+        init,
+        summed,
+        finished,
+        tuned,
+        exports="both",
+        trains_target=True,
+        takes_step=True,
+    )
 
 
 def joint_loss(
@@ -129,28 +140,10 @@ def joint_loss(
         return total, heads_measures(scores, labels, {"target": jnp.float32(0)})
 
     def together(params: dict[str, Any]) -> tuple[Array, Measures]:
-        now = decoder.extend(
-            params["target"],
-            batch.tokens,
-            batch.positions,
-            None,
-            None,
-            0,
-            visible(batch.segments),
-            features=("final_norm",),
-            logits=False,
-        ).features["final_norm"]
+        now = features_of(decoder, params["target"], batch, ("final_norm",))["final_norm"]
         kernel = params["target"]["head"]["kernel"]
-        before = Teacher.of(batch, frozen["head"]["kernel"], None)
-        part = kl_divergence if joint.target == "self" else cross_entropy
-        own, spoken = score_drafts(
-            Scoring(((part, 1.0),), True, head.multiply),
-            at_rows(now, labels - 1)[None],
-            kernel,
-            before,
-            before.counts(labels, 1),
-            jnp.ones(1),
-        )
+        before = frozen["head"]["kernel"] if joint.target == "self" else None
+        own, spoken = target_loss(kernel, now, before, batch, head.multiply)
         heads, scores = heads_loss(
             head, params["heads"], columns(kernel), now, labels, teacher, loss, trains_columns=True
         )

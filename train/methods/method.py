@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax.loading.heads.head import Head
 from specjax.loading.model import Model
+
+Schedule = Callable[[Int[Array, ""]], Float[Array, ""]]
+"""A number by the step."""
 
 
 @struct.dataclass
@@ -32,23 +36,30 @@ class Measures:
 
 
 class Method(NamedTuple):
-    """A way to train a drafter.
+    """A way to train a drafter, perhaps along with its target.
 
     `init(key) -> params` gives what is trained. `loss(params, target_params, batch, key)` gives the
     sum of the loss over labels, and measures; without a key there is no noise in it. `features` are
-    the target's features it reads from the batch. `head(params, training)` is what is exported, and
-    measured by decoding. A method that trains the target too gives the model as it then is as
-    `tuned(params)`, and is exported with it. With `takes_step` the loss has the step, an int32
-    scalar, as its last argument.
+    the frozen target's features that it reads from the batch. `head(params, training)` is what is
+    measured by decoding, None where nothing drafts. `model(params)` is the target as it then is;
+    `exports` says what a run leaves: the "head", "both" in a folder each, or a "model" that holds
+    the head too. `trains_target` where the target is trained too. With `takes_step` the loss has
+    the step, an int32 scalar, as its last argument. `schedules` are numbers that follow from the
+    step alone, by the names under which they are logged. A sequence needs `least_tokens` to have a
+    label for every draft.
     """
 
     name: str
     features: tuple[str, ...]
     init: Callable[[Key[Array, ""]], Any]
     loss: Callable[..., tuple[Float[Array, ""], Measures]]
-    head: Callable[[Any, dict[str, Any]], Head]
-    tuned: Callable[[Any], Model] | None = None
+    head: Callable[[Any, dict[str, Any]], Head] | None
+    model: Callable[[Any], Model] | None = None
+    exports: Literal["head", "both", "model"] = "head"
+    trains_target: bool = False
     takes_step: bool = False
+    schedules: Mapping[str, Schedule] = MappingProxyType({})
+    least_tokens: int = 3
 
 
 def measure(
@@ -61,7 +72,7 @@ def measure(
     along = jax.lax.cumprod(right.astype(jnp.int32), axis=0)
     total = lambda x: x.sum(axis=(1, 2), dtype=jnp.float32)  # noqa: E731
     return Measures(
-        weight=scored[0].sum(dtype=jnp.float32),
+        weight=scored[:1].sum(dtype=jnp.float32),
         losses=losses,
         correct=total(right),
         prefix_correct=total(along),

@@ -1,4 +1,4 @@
-"""Values at labels, and the frozen target's features where the data set has none."""
+"""Values at labels, and a target's features of packed rows."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from specjax.models.decoder import Decoder
+from specjax.models.heads.draft_decoder import ReducedDecoder
 from train.data.batches import Batch
 
 
@@ -19,6 +20,23 @@ def visible(segments: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
     return same & jnp.tril(jnp.ones((1, rows, rows), bool))
 
 
+def features_of(
+    model: Decoder | ReducedDecoder, params: Any, batch: Batch, names: tuple[str, ...]
+) -> dict[str, Float[Array, "B T D"]]:
+    """The named features of a batch's tokens, differentiable in `params`."""
+    return model.extend(
+        params,
+        batch.tokens,
+        batch.positions,
+        None,
+        None,
+        0,
+        visible(batch.segments),
+        features=names,
+        logits=False,
+    ).features
+
+
 def fill_features(
     target: Decoder, target_params: Any, batch: Batch, names: tuple[str, ...]
 ) -> Batch:
@@ -26,19 +44,8 @@ def fill_features(
     missing = tuple(name for name in names if name not in batch.features)
     if not missing:
         return batch
-    result = target.extend(
-        target_params,
-        batch.tokens,
-        batch.positions,
-        None,
-        None,
-        0,
-        visible(batch.segments),
-        features=missing,
-        logits=False,
-    )
-    found = jax.tree.map(jax.lax.stop_gradient, result.features)
-    return batch.replace(features={**batch.features, **found})
+    found = features_of(target, target_params, batch, missing)
+    return batch.replace(features={**batch.features, **jax.lax.stop_gradient(found)})
 
 
 def at_rows(

@@ -276,7 +276,8 @@ def record_of(config: ConfigDict) -> dict:
     """The config as it is compared when a run is resumed: JSON-ready, placeholders resolved."""
     fields = config.to_dict()
     fields["learning_rate_scales"] = read_scales(config.learning_rate_scales)
-    # Medusa-2's ramp ends there too.
-    if config.schedule != "constant" or "joint" in config:
+    # Medusa-2's ramp ends there too, and a late weight of the MTP loss begins at a share of it.
+    late = config.get("mtp", {}).get("late_loss_weight") is not None
+    if config.schedule != "constant" or "joint" in config or late:
         fields["decay_steps"] = config.decay_steps or config.steps
     return fields

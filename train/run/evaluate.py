@@ -68,7 +68,7 @@ class Evaluation:
     def _decode(self, params: Any, last: bool) -> dict[str, float]:
         params = gathered(params, self.program.mesh)
         head = self.method.head(params, {})
-        target = self.target if self.method.tuned is None else self.method.tuned(params)
+        target = self.target if self.method.model is None else self.method.model(params)
         temperatures = self.settings.eval_temperatures
         numbers: dict[str, float] = {}
         for temperature in temperatures if last else temperatures[:1]:

@@ -237,7 +237,7 @@ def _numbers(progress: Progress, report: Report, window: _Window) -> dict[str, f
     speed, waited = window.speeds()
     numbers = scalars(progress.sums, "train")
     numbers |= {
-        "train/learning_rate": float(report.learning_rate),
+        **{f"train/{name}": float(value) for name, value in report.schedules.items()},
         "train/grad_norm": float(report.grad_norm),
         "train/tokens": float(progress.tokens),
         "train/tokens_per_second": speed,

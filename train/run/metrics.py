@@ -160,6 +160,10 @@ def shown(numbers: Mapping[str, float], prefix: str = "train") -> str:
     """The numbers of a line on screen."""
     at = lambda name: numbers.get(f"{prefix}/{name}")  # noqa: E731
     parts = [f"loss {at('loss'):.4f}"]
+    begin = f"{prefix}/loss_"
+    losses = {name: value for name, value in numbers.items() if name.startswith(begin)}
+    if len(losses) > 1:
+        parts += [f"{name.removeprefix(begin)} {value:.3f}" for name, value in losses.items()]
     for label, measure in (("acc", "acc_pos_"), ("cond", "cond_acc_")):
         begin = f"{prefix}/{measure}"
         depths = [value for name, value in numbers.items() if name.startswith(begin)]
@@ -167,6 +171,8 @@ def shown(numbers: Mapping[str, float], prefix: str = "train") -> str:
             parts.append(f"{label} " + " ".join(f"{value:.3f}" for value in depths))
     if (tau := at("tau_sim")) is not None:
         parts.append(f"tau_sim {tau:.3f}")
+    if (weight := at("lambda")) is not None:
+        parts.append(f"lambda {weight:g}")
     if (rate := at("learning_rate")) is not None:
         parts.append(f"lr {rate:.1e}  grad {at('grad_norm'):.2f}")
     if (speed := at("tokens_per_second")) is not None:

@@ -154,22 +154,25 @@ def _train(
 
 def _check_exports(method: Method, workdir: files.Workdir) -> None:
     """Raise InputError where what is to be exported at the end could not be written."""
-    for directory, kind in zip(_exports(method, workdir), ("drafter", "model"), strict=False):
+    for kind, directory in _exports(method, workdir).items():
         checkpoint_directory.check_free(directory, kind, overwrite=True)
 
 
-def _exports(method: Method, workdir: files.Workdir) -> tuple[Path, ...]:
-    """The directory of the head, and where the target is trained along that of the target."""
-    if method.tuned is None:
-        return (workdir.export,)
-    return workdir.export / "head", workdir.export / "target"
+def _exports(method: Method, workdir: files.Workdir) -> dict[str, Path]:
+    """The directories of the head and of the model, those that the method leaves."""
+    return {
+        "head": {"drafter": workdir.export},
+        "both": {"drafter": workdir.export / "head", "model": workdir.export / "target"},
+        "model": {"model": workdir.export},
+    }[method.exports]
 
 
 def _export(method: Method, params: Any, metadata: dict[str, Any], workdir: files.Workdir) -> None:
-    head, *target = _exports(method, workdir)
-    save_head(method.head(params, metadata), head, overwrite=True)
-    if method.tuned is not None:
-        save_checkpoint(method.tuned(params), target[0], overwrite=True)
+    where = _exports(method, workdir)
+    if "drafter" in where:
+        save_head(method.head(params, metadata), where["drafter"], overwrite=True)
+    if "model" in where:
+        save_checkpoint(method.model(params), where["model"], overwrite=True)
 
 
 def _prompts(setup: Setup) -> list[list[int]]:
@@ -185,7 +188,7 @@ def _introduce(writer: MetricsWriter, setup: Setup, params: Any) -> None:
     rows, tokens = len(packing.rows(0)), packing.tokens
     source = "stored" if shape.features else "computed in the step"
     full, labelled = packing.fill_rate(), packing.label_fill_rate()
-    trained = "frozen" if setup.method.tuned is None else "trained along"
+    trained = "trained along" if setup.method.trains_target else "frozen"
     writer.say(
         f"{setup.method.name} for {setup.target.name} ({setup.target.num_params / 1e6:.1f}M "
         f"parameters, {trained}): {count / 1e6:.2f}M parameters, on "
@@ -196,6 +199,9 @@ def _introduce(writer: MetricsWriter, setup: Setup, params: Any) -> None:
         f"{shape.tokens}, {full:.1%} full (labels {labelled:.1%} of {shape.labels}); "
         f"{packing.left_out} without a label left out; features {source}"
     )
+    least, lengths = setup.method.least_tokens, setup.feed.source.lengths
+    if short := int((lengths < least).sum()):
+        writer.say(f"{short} of {len(lengths)} have fewer than {least} tokens: not for every draft")
     epochs = settings.steps * settings.batch_size / rows
     writer.say(
         f"{settings.steps} steps of {settings.batch_size} rows: {epochs:.1f} epochs, about "
@@ -240,11 +246,13 @@ def _say_next(writer: MetricsWriter, setup: Setup, workdir: files.Workdir, param
     ]
     if learned:
         writer.say(f"held out, from step {curve[0]['step']} on: {', '.join(learned)}", "green")
-    head, *target = (_as_argument(path) for path in _exports(setup.method, workdir))
-    name = setup.record["config"]["target"]
-    options = [f"target={one}" for one in target or ([] if name == DEFAULT_MODEL else [name])]
-    kind = setup.method.head(params, {}).kind
-    options += [f"drafter.name={kind}", f"drafter.path={head}", "compare=true"]
+    where = {kind: _as_argument(path) for kind, path in _exports(setup.method, workdir).items()}
+    target = where.get("model", setup.record["config"]["target"])
+    options = [] if target == DEFAULT_MODEL else [f"target={target}"]
+    if setup.method.head is not None:
+        options += [f"drafter.name={setup.method.head(params, {}).kind}"]
+        options += [f"drafter.path={where['drafter']}"] if "drafter" in where else []
+        options += ["compare=true"]
     command = " ".join(f"--config.{option}" for option in options)
     writer.say(f"decode with it: python -m specjax.decode {command}", "green")
     if shipped.NAME in split_names(setup.record["config"]["data"]):

@@ -113,6 +113,7 @@ def set_up(config: ConfigDict, make_method: MakeMethod) -> Setup:
             method = make_method(model, vocabulary, config)
             method = method if earlier is None else earlier.continued(method)
         problems.check()
+        _check_lengths(settings, data, method)
         return model, data, method, earlier, vocabulary.digest
 
     target, data, method, earlier, vocabulary = processes.together(load)
@@ -177,6 +178,19 @@ def _check_positions(settings: Settings, target: Model) -> None:
             f"eval.new_tokens={settings.eval_new_tokens}: {target.name} has {positions} "
             f"positions, and a prompt needs some; use at most {positions - 1}"
         )
+
+
+def _check_lengths(settings: Settings, data: Sources, method: Method) -> None:
+    """Raise InputError where no row has a label for each draft of the method."""
+    least = method.least_tokens
+    longest = int(data.lengths.max())
+    for field, value in (("row_tokens", settings.row_tokens), ("data", longest)):
+        if value < least:
+            what = f"{field}={value}" if field != "data" else f"data: sequences of up to {value}"
+            raise InputError(
+                f"{what} tokens: the last draft of {method.name} has no label in fewer than "
+                f"{least}; use longer ones, or fewer modules and steps"
+            )
 
 
 def _features_read(method: Method, data: Sources, wanted: str) -> tuple[str, ...]:

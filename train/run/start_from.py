@@ -50,7 +50,7 @@ class Earlier:
     def continued(self, method: Method) -> Method:
         """The method, which starts from the head's parameters; raises InputError for another's."""
         where = f"start_from={self.name!r}"
-        if method.tuned is not None:
+        if method.trains_target:
             raise InputError(
                 f"{where}: a method that trains the target too starts from the target; leave "
                 "start_from out"

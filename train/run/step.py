@@ -39,13 +39,16 @@ class State:
 
 @struct.dataclass
 class Report:
-    """A step's results: sums over its labels, and the number of tokens that are not padding."""
+    """A step's results: sums over its labels, and the number of tokens that are not padding.
+
+    `schedules` are the step's learning rate and the method's own numbers, by name.
+    """
 
     loss: Float[Array, ""]
     measures: Measures
     tokens: Int[Array, ""]
     grad_norm: Float[Array, ""]
-    learning_rate: Float[Array, ""]
+    schedules: dict[str, Float[Array, ""]]
 
 
 class Program(NamedTuple):
@@ -118,7 +121,10 @@ def make_program(
             measures=measures,
             tokens=(batches.segments > 0).sum(dtype=jnp.int32),
             grad_norm=norm,
-            learning_rate=learning_rate(settings.optimization, state.step),
+            schedules={
+                "learning_rate": learning_rate(settings.optimization, state.step),
+                **{name: value(state.step) for name, value in method.schedules.items()},
+            },
         )
 
     def evaluate(params: Any, target_params: Any, batches: Batch) -> tuple[Any, Measures]:

@@ -86,7 +86,7 @@ class Workdir:
 
     @property
     def export(self) -> Path:
-        """The trained head; `head` and `target` in it where the target was trained along."""
+        """What was trained: a head, a model, or `head` and `target` in it."""
         return self.root / "export"
 
 

@@ -1,0 +1,169 @@
+"""MTP modules for a frozen target, or trained along with it, be it loaded or from scratch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.core import meta
+from jaxtyping import Array, Float, Int, Key
+
+from specjax.errors import InputError
+from specjax.fields import Choice
+from specjax.loading.heads.head import Head, TargetMetadata
+from specjax.loading.model import Model
+from specjax.models.heads.mtp import Mtp, MtpConfig, MtpModules
+from train.data.batches import Batch
+from train.methods.method import Measures, Method
+from train.methods.mtp_loss import MtpLoss, frozen_loss, joint_loss
+from train.methods.target_layers import last_layer
+
+TRAINS = Choice(("modules", "all"))
+"""What learns: the modules of a frozen target, or the target with them."""
+START = Choice(("target", "random"))
+"""What modules start from: the target's own or its last layer, or random weights."""
+EXPORTS = Choice(("model", "head"))
+"""What a run leaves: the target with the modules inside, or the modules alone."""
+
+
+def mtp_method(
+    target: Model,
+    config: MtpConfig | None,
+    draft_ids: np.ndarray | None,
+    loss: MtpLoss,
+    *,
+    trains: str = "modules",
+    start: str = "target",
+    exports: str = "model",
+    multiply: Any = None,
+) -> Method:
+    """How to train MTP modules; without a `config` (D = 0) the target alone.
+
+    `draft_ids` are the tokens that the modules draft, None for all. `trains` is "modules" or "all":
+    then parameters are {"target": ..., "mtp": ...}. `start` is "target" or "random"; `exports` says
+    whether a run leaves the modules alone or the target with them inside; `multiply` is the dtype
+    of products. Raises InputError for choices that do not fit each other or the target.
+    """
+    TRAINS.check("mtp.trains", trains)
+    START.check("mtp.start", start)
+    EXPORTS.check("mtp.export", exports)
+    dtype, along = jnp.dtype(jnp.float32), trains == "all"
+    check_choices(trains, exports, 0 if config is None else config.num_modules, loss.steps)
+    if draft_ids is not None and exports == "model":
+        raise InputError(
+            f"mtp.draft_vocab_size={len(draft_ids)}: modules inside a model draft from all "
+            f"{target.config.vocab_size} tokens; leave it out, or use mtp.export=head"
+        )
+    ids = None if draft_ids is None else jnp.asarray(draft_ids)
+    head = None if config is None else Mtp(config, dtype, multiply)
+    decoder = dataclasses.replace(target.architecture, dtype=dtype, multiply=multiply)
+    if head is not None and start == "target":
+        _check_own_modules(target, config)
+
+    def modules(key: Key[Array, ""]) -> dict[str, Any]:
+        params = meta.unbox(head.init(key))
+        return params if start == "random" else from_target(params, target, config)
+
+    def both(key: Key[Array, ""]) -> dict[str, Any]:
+        whole = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), target.params)
+        return {"target": whole} if head is None else {"target": whole, "mtp": modules(key)}
+
+    def frozen(
+        params: Any, target_params: Any, batch: Batch, key: Key[Array, ""] | None
+    ) -> tuple[Float[Array, ""], Measures]:
+        del key
+        return frozen_loss(head, params, target_params, ids, batch, loss)
+
+    def joint(
+        params: Any,
+        target_params: Any,
+        batch: Batch,
+        key: Key[Array, ""] | None,
+        step: Int[Array, ""],
+    ) -> tuple[Float[Array, ""], Measures]:
+        del key
+        return joint_loss(head, decoder, params, target_params, batch, step, loss)
+
+    def finished(params: Any, training: dict[str, Any]) -> Head:
+        own = params["mtp"] if along else params
+        return Head("mtp", config, own, draft_ids, TargetMetadata.of(target), training)
+
+    def model(params: Any) -> Model:
+        whole = params["target"] if along else target.params
+        own = None if head is None else finished(params, {}).params
+        whole, own = jax.tree.map(lambda leaf: jnp.asarray(leaf, target.dtype), (whole, own))
+        inside = None if own is None else MtpModules(config, own)
+        return dataclasses.replace(target, params=whole, mtp=inside)
+
+    read = () if config is None else config.taps
+    if along:
+        features = ("final_norm",) if loss.labels == "distributions" else ()
+    else:
+        features = tuple(dict.fromkeys((*read, "final_norm")))
+    return Method(
+        "mtp",
+        features,
+        both if along else modules,
+        joint if along else frozen,
+        None if config is None else finished,
+        model,
+        exports=exports,
+        trains_target=along,
+        takes_step=along,
+        schedules={"lambda": loss.weight} if along and config is not None else {},
+        least_tokens=loss.steps + 2,
+    )
+
+
+def check_choices(trains: str, exports: str, modules: int, steps: int | None) -> None:
+    """Raise InputError where what is trained and exported, D and the steps do not fit each other.
+
+    Without `steps` there is one for each module.
+    """
+    if not modules and trains == "modules":
+        raise InputError("mtp.num_modules=0: a frozen target learns nothing; use mtp.trains=all")
+    if trains == "all" and exports == "head":
+        raise InputError(
+            "mtp.export='head': modules trained along with a target belong to it alone; use "
+            "mtp.export=model"
+        )
+    if steps is not None and (steps < modules or (steps and not modules)):
+        raise InputError(
+            f"mtp.steps={steps}: mtp.num_modules={modules}, each of which is a step, and the last "
+            "of which makes the others; leave mtp.steps out, or change one of them"
+        )
+
+
+def _check_own_modules(target: Model, config: MtpConfig) -> None:
+    """Raise InputError where a target has modules of another shape or convention."""
+    if target.mtp is None or target.mtp.config == config:
+        return
+    there = target.mtp.config
+    name = next(name for name in vars(config) if getattr(config, name) != getattr(there, name))
+    raise InputError(
+        f"mtp.{name}={getattr(config, name)!s:.60}: the target's own modules have "
+        f"{getattr(there, name)!s:.60}; give the same, or use mtp.start=random"
+    )
+
+
+def from_target(params: dict[str, Any], target: Model, config: MtpConfig) -> dict[str, Any]:
+    """The target's own modules, or random ones with what the target has taken from it.
+
+    A module's layer and final norm start as the target's last ones, after a projection that passes
+    the hidden state through; what reads the embedding stays random.
+    """
+    if target.mtp is not None:
+        return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), target.mtp.params)
+    width, layer = config.decoder.hidden_size, last_layer(target)
+    rows = slice(width, None) if config.concat == "embedding_first" else slice(width)
+
+    def started(module: dict[str, Any]) -> dict[str, Any]:
+        kernel = module["projection"]["kernel"].at[rows].add(jnp.eye(width))
+        norm = jnp.asarray(target.params["final_norm"]["scale"], jnp.float32)
+        more = {"projection": {"kernel": kernel}, "layer": layer, "final_norm": {"scale": norm}}
+        return {**module, **more}
+
+    return {"modules": {name: started(module) for name, module in params["modules"].items()}}

@@ -1,0 +1,170 @@
+"""The loss of MTP modules, alone or weighted by lambda beside their target's own.
+
+DeepSeek-V3 (2412.19437, section 2.2): LM + (lambda / D) * sum over modules of the cross-entropy.
+FastMTP (2509.18362): one module over several steps, with weights that decay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+from specjax.fields import Number, Whole, check_instance, optional
+from specjax.models.decoder import Decoder
+from specjax.models.heads.mtp import Mtp
+from specjax.models.heads.shared_parameters import share
+from train.data.batches import Batch
+from train.methods.draft_losses import (
+    LabelLoss,
+    Scores,
+    Scoring,
+    Teacher,
+    cross_entropy,
+    kl_divergence,
+    score_drafts,
+)
+from train.methods.method import Measures, measure
+from train.methods.packed_rows import ahead, features_of, label_ahead
+from train.methods.target_loss import target_loss
+from train.methods.unroll import unroll
+
+
+@dataclass(frozen=True)
+class MtpLoss:
+    """What predictions are compared with, over how many draft steps, and how they are weighted.
+
+    `labels` are the data's "tokens" (cross-entropy) or the "distributions" of the target as it was
+    before the run (KL divergence), for the modules and for a target that is trained along;
+    `label_loss` replaces the loss of the modules. Draft step i has the weight `decay` ** i, and the
+    weights add to one, so that without decay each has 1 / D. lambda is `loss_weight`, and
+    `late_loss_weight`, if given, after the share `late_from` of `schedule_steps`. Raises InputError
+    for values out of range.
+    """
+
+    labels: Literal["tokens", "distributions"] = "tokens"
+    steps: Annotated[int, Whole(0, 64)] = 1
+    decay: Annotated[float, Number(above=True)] = 1.0
+    loss_weight: Annotated[float, Number()] = 0.3
+    late_loss_weight: Annotated[float | None, optional(Number())] = None
+    late_from: Annotated[float, Number(0.0, 1.0)] = 0.7
+    schedule_steps: Annotated[int, Whole(1)] = 1
+    label_loss: LabelLoss | None = None
+
+    def __post_init__(self) -> None:
+        check_instance(self, "mtp.")
+
+    @property
+    def part(self) -> LabelLoss:
+        """The loss of each label."""
+        if self.label_loss is not None:
+            return self.label_loss
+        return kl_divergence if self.labels == "distributions" else cross_entropy
+
+    @property
+    def step_weights(self) -> Float[Array, "K"]:
+        """The weights of draft steps; they add to one."""
+        weights = self.decay ** jnp.arange(self.steps, dtype=jnp.float32)
+        return weights / weights.sum()
+
+    def weight(self, step: Int[Array, ""]) -> Float[Array, ""]:
+        """lambda, an optax schedule."""
+        parts, changes = [optax.constant_schedule(self.loss_weight)], []
+        if self.late_loss_weight is not None:
+            parts.append(optax.constant_schedule(self.late_loss_weight))
+            changes.append(round(self.late_from * self.schedule_steps))
+        return jnp.asarray(optax.join_schedules(parts, changes)(step), jnp.float32)
+
+
+def modules_loss(
+    head: Mtp,
+    params: dict[str, Any],
+    target_params: dict[str, Any],
+    draft_ids: Int[Array, "Vd"] | None,
+    batch: Batch,
+    features: dict[str, Float[Array, "B T D"]],
+    teacher: Teacher,
+    loss: MtpLoss,
+    trains_target: bool,
+) -> tuple[Float[Array, ""], Scores]:
+    """The weighted sum over draft steps and labels, without lambda, and what it is made of.
+
+    `features` are those that the modules read, `target_params` what they share. Step i is scored
+    where the token i positions after a label is a label too, and is in the draft's vocabulary.
+    """
+    params = {**params, "shared": share(target_params, draft_ids, head=True)}
+    taps = {name: features[name].astype(jnp.float32) for name in head.config.taps}
+    states = [step.state for step in unroll(head, params, batch, taps, loss.steps)]
+    return score_drafts(
+        Scoring(((loss.part, 1.0),), trains_target, head.multiply),
+        jnp.stack(states),
+        head.logit_kernel(head.module(params, 0)),
+        teacher,
+        teacher.counts(batch.labels, loss.steps),
+        loss.step_weights,
+    )
+
+
+def frozen_loss(
+    head: Mtp,
+    params: dict[str, Any],
+    target_params: dict[str, Any],
+    draft_ids: Int[Array, "Vd"] | None,
+    batch: Batch,
+    loss: MtpLoss,
+) -> tuple[Float[Array, ""], Measures]:
+    """The loss of modules for a frozen target, whose features the batch brings, and measures."""
+    columns = share(target_params, draft_ids, head=True)["draft_head"]["kernel"]
+    teacher = Teacher.of(batch, columns, draft_ids)
+    total, scores = modules_loss(
+        head, params, target_params, draft_ids, batch, batch.features, teacher, loss, False
+    )
+    return total, _measures({}, scores, scores.right, batch.labels)
+
+
+def joint_loss(
+    head: Mtp | None,
+    decoder: Decoder,
+    params: dict[str, Any],
+    frozen: dict[str, Any],
+    batch: Batch,
+    step: Int[Array, ""],
+    loss: MtpLoss,
+) -> tuple[Float[Array, ""], Measures]:
+    """The loss of a target, and of its modules times lambda, at a step; and measures.
+
+    `params` are {"target": ..., "mtp": ...}, the latter only with a `head`. The `frozen` target is
+    read for `labels` "distributions" alone. A draft is right where it is the token that the target,
+    as it is now, finds likeliest.
+    """
+    target, labels = params["target"], batch.labels
+    names = ("final_norm",) if head is None else ("final_norm", *head.config.taps)
+    now = features_of(decoder, target, batch, tuple(dict.fromkeys(names)))
+    before = frozen["head"]["kernel"] if loss.labels == "distributions" else None
+    own, spoken = target_loss(
+        target["head"]["kernel"], now["final_norm"], before, batch, decoder.multiply
+    )
+    parts = {"lm": spoken.losses[0, 0]}
+    if head is None:
+        nothing = jnp.zeros((0, *labels.shape), bool)
+        weight = (labels >= 0).sum(dtype=jnp.float32)
+        return own, measure(parts, nothing, nothing).replace(weight=weight)
+    teacher = Teacher.of(batch, before, None)
+    drafts, scores = modules_loss(
+        head, params["mtp"], target, None, batch, now, teacher, loss, True
+    )
+    likeliest = jnp.stack([ahead(spoken.choices[0], depth) for depth in range(loss.steps)])
+    right = scores.choices == likeliest
+    return own + loss.weight(step) * drafts, _measures(parts, scores, right, labels)
+
+
+def _measures(
+    parts: dict[str, Float[Array, ""]], scores: Scores, right: Any, labels: Int[Array, "B A"]
+) -> Measures:
+    depths = range(len(scores.losses))
+    each = {f"mtp_{depth}": scores.losses[depth, 0] for depth in depths}
+    scored = jnp.stack([label_ahead(labels, depth) for depth in depths])
+    return measure({**parts, **each}, right, scored)

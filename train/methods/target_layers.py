@@ -1,0 +1,30 @@
+"""Layers of a target, as a draft starts from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.loading.model import Model
+
+
+def some_layers(target: Model, layers: Sequence[int]) -> dict[str, Any]:
+    """Those layers of a model, stacked, and its final norm, in float32."""
+    theirs = target.params["layers"]
+    if target.form.scan_layers:
+        taken = jax.tree.map(lambda leaf: np.asarray(leaf)[list(layers)], theirs)
+    else:
+        each = [theirs[str(layer)] for layer in layers]
+        taken = jax.tree.map(lambda *leaves: np.stack([np.asarray(x) for x in leaves]), *each)
+    params = {"layers": taken, "final_norm": target.params["final_norm"]}
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params)
+
+
+def last_layer(target: Model) -> dict[str, Any]:
+    """A model's last layer, in float32."""
+    last = some_layers(target, [target.config.num_layers - 1])
+    return jax.tree.map(lambda leaf: leaf[0], last["layers"])

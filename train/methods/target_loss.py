@@ -1,0 +1,45 @@
+"""The loss of a target that is trained along with what drafts for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from train.data.batches import Batch
+from train.methods.draft_losses import (
+    Scores,
+    Scoring,
+    Teacher,
+    cross_entropy,
+    kl_divergence,
+    score_drafts,
+)
+from train.methods.packed_rows import at_rows
+
+
+def target_loss(
+    kernel: Float[Array, "D V"],
+    final_norm: Float[Array, "B T D"],
+    before: Float[Array, "D V"] | None,
+    batch: Batch,
+    multiply: Any = None,
+) -> tuple[Float[Array, ""], Scores]:
+    """The sum of the loss over the batch's labels, and what it is made of.
+
+    `kernel` and `final_norm` are the target's as it is. With `before`, the head of the target as it
+    was, whose features the batch brings, it is the KL divergence from that target; without, the
+    cross-entropy of the data's tokens.
+    """
+    labels = batch.labels
+    teacher = Teacher.of(batch, before, None)
+    part = cross_entropy if before is None else kl_divergence
+    return score_drafts(
+        Scoring(((part, 1.0),), True, multiply),
+        at_rows(final_norm, labels - 1)[None],
+        kernel,
+        teacher,
+        teacher.counts(labels, 1),
+        jnp.ones(1),
+    )

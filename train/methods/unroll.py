@@ -1,0 +1,96 @@
+"""Draft steps of a head over packed rows, as decoding would run them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from specjax.models.heads.pair_head import PairHead
+from specjax.models.layers.attention import Partial, attend_in_blocks, merge
+from train.data.batches import Batch
+from train.methods.packed_rows import at_rows, visible
+
+
+class Step(NamedTuple):
+    """A draft step at each label: the layer's output, and the state that logits are made of."""
+
+    output: Float[Array, "B A D"]
+    state: Float[Array, "B A D"]
+
+
+def unroll(
+    head: PairHead,
+    params: dict[str, Any],
+    batch: Batch,
+    taps: dict[str, Float[Array, "B T Dt"]],
+    steps: int,
+) -> Iterator[Step]:
+    """Each of the D or more draft steps of a head, at each label.
+
+    Label j is predicted from row r = j - 2, and step i predicts x_{j+i}. Step k < D runs module k
+    on x_{j-1+k} and the output of module k - 1 at the same row (the target's features for k = 0);
+    it sees its own pairs at rows up to r of the same segment. A further step runs the last module
+    on x_{j-1+i} and its own output, at the next position: it sees the pairs that this module saw
+    and, at its own row, those of the steps before, so that scores of [B, H, T, T + i] never exist
+    (EAGLE-3's training-time test, 2503.01840). Keys and values are made for all rows, and where no
+    module follows the rest for the rows of labels alone.
+    """
+    labels, tokens, last = batch.labels, batch.tokens, head.config.num_modules - 1
+    # Where there is no label, row 0: what sees nothing is not a number, nor is its gradient.
+    rows = jnp.maximum(labels - 2, 0)
+    positions, segments = at_rows(batch.positions, rows), at_rows(batch.segments, rows)
+    same = segments[:, :, None] == batch.segments[:, None, :]
+    until = jnp.arange(tokens.shape[1])[None, None, :] <= rows[:, :, None]
+    repeats = head.config.decoder.num_heads // head.config.decoder.num_kv_heads
+
+    def repeated(seen: jax.Array) -> jax.Array:
+        return jnp.repeat(seen, repeats, axis=1)[:, None]
+
+    hidden = head.fuse(params, taps)
+    for index in range(last + 1):
+        own = head.module(params, index)
+        residual, attended = head.inputs(
+            own, jnp.roll(tokens, -1 - index, axis=1), hidden, batch.positions
+        )
+        query, keys, values = head.heads(own, attended, batch.positions)
+        keys, values = keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3)
+        if index < last:
+            mixed = attend_in_blocks(query, keys, values, repeated(visible(batch.segments)))
+            whole = head.finish(own, residual, mixed)
+            hidden, output = head.next_hidden(own, whole), at_rows(whole, rows)
+            yield Step(output, head.readout(own, output))
+
+    seen = repeated(same & until)
+    earlier: list[tuple[jax.Array, jax.Array]] = []
+    # Queries are made again for fewer rows; XLA drops those that are not read.
+    residual, attended = at_rows(residual, rows), at_rows(attended, rows)
+    for further in range(steps - last):
+        if further:
+            ahead = jnp.minimum(labels - 1 + last + further, tokens.shape[1] - 1)
+            residual, attended = head.inputs(
+                own, at_rows(tokens, ahead), head.next_hidden(own, output), positions + further
+            )
+        query, key, value = head.heads(own, attended, positions + further)
+        mixed = attend_in_blocks(query, keys, values, seen)
+        if further:
+            earlier.append((_own(key, repeats), _own(value, repeats)))
+        for key_own, value_own in earlier:
+            mixed = merge(mixed, _attend_own(query, key_own, value_own))
+        output = head.finish(own, residual, mixed)
+        yield Step(output, head.readout(own, output))
+
+
+def _own(heads: Float[Array, "B A G C"], repeats: int) -> Float[Array, "B G X C"]:
+    return jnp.repeat(heads.transpose(0, 2, 1, 3), repeats, axis=2)
+
+
+def _attend_own(
+    query: Float[Array, "B G X C"], key: Float[Array, "B G X C"], value: Float[Array, "B G X C"]
+) -> Partial:
+    """Each query over the one key at its own row."""
+    score = jnp.sum(query * key, axis=-1, keepdims=True)
+    return Partial(score, jnp.ones_like(score), value)

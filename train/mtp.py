@@ -1,0 +1,136 @@
+"""Train multi-token prediction modules: for a frozen target, along with it, or from scratch.
+
+    python -m train.mtp [--config=configs/train_mtp.py:quick] [--config.FIELD=VALUE ...]
+
+Module k (0-based) predicts the token k + 2 positions after the row that it reads (DeepSeek-V3,
+2412.19437). The loss is LM + (lambda / D) * the sum over the D modules; for a frozen target the
+modules' alone. With mtp.steps above D the last module is trained on its own outputs too (FastMTP,
+2509.18362). A run leaves one model with its modules inside, or with mtp.export=head the modules
+alone. Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from ml_collections import ConfigDict
+
+from specjax.cli.command import use_compilation_cache
+from specjax.errors import InputError
+from specjax.fields import CrossCheck, Fields, Flag, Number, Whole, fields_of, kind_of, optional
+from specjax.loading.model import Model
+from specjax.models.heads.mtp import Concat, Hidden, MtpConfig, Recursion
+from train.data.vocabulary import Vocabulary
+from train.methods.draft_losses import LabelLoss
+from train.methods.method import Method
+from train.methods.mtp import EXPORTS, START, TRAINS, check_choices, mtp_method
+from train.methods.mtp_loss import MtpLoss
+from train.pretraining.new_target import NEW_TARGET_FIELDS
+from train.run import run
+from train.run.config import DRAFT_VOCAB_SIZE, TRAINING_FIELDS
+from train.run.precision import multiply_dtype
+
+CONFIG = "train_mtp"
+_CONVENTIONS = {
+    "concat": kind_of(Concat),
+    "hidden": kind_of(Hidden),
+    "recursion": kind_of(Recursion),
+    "zero_first_embedding": Flag(),
+}
+_LOSS = ("labels", "decay", "late_loss_weight", "late_from")
+FIELDS: Fields = {
+    **TRAINING_FIELDS,
+    **NEW_TARGET_FIELDS,
+    "mtp": {
+        "trains": TRAINS,
+        "num_modules": Whole(0, 64),
+        "steps": optional(Whole(1, 64)),
+        "draft_vocab_size": DRAFT_VOCAB_SIZE,
+        "start": START,
+        "export": EXPORTS,
+        "loss_weight": optional(Number()),
+        **{name: fields_of(MtpLoss)[name] for name in _LOSS},
+        **_CONVENTIONS,
+    },
+}
+_LOSS_WEIGHT = 0.3
+"""lambda where the config names none (DeepSeek-V3, GLM-4.5)."""
+
+
+def make_method(
+    target: Model, vocabulary: Vocabulary, config: ConfigDict, label_loss: LabelLoss | None = None
+) -> Method:
+    """The method of a config, perhaps with another loss of each label; raises InputError."""
+    options = config.mtp
+    modules = options.num_modules
+    draft_ids = vocabulary(options.draft_vocab_size) if modules else None
+    shape = None
+    if modules:
+        shape = MtpConfig(
+            decoder=dataclasses.replace(target.config, num_layers=1),
+            draft_vocab_size=target.config.vocab_size if draft_ids is None else len(draft_ids),
+            num_modules=modules,
+            **{name: options[name] for name in _CONVENTIONS},
+        )
+    loss = MtpLoss(
+        steps=modules if options.steps is None else options.steps,
+        loss_weight=_LOSS_WEIGHT if options.loss_weight is None else options.loss_weight,
+        schedule_steps=config.decay_steps or config.steps,
+        label_loss=label_loss,
+        **{name: options[name] for name in _LOSS},
+    )
+    return mtp_method(
+        target,
+        shape,
+        draft_ids,
+        loss,
+        trains=options.trains,
+        start=options.start,
+        exports=options.export,
+        multiply=multiply_dtype(config.dtype),
+    )
+
+
+def _check_weights(trains: str, weight: float | None, late: float | None) -> None:
+    for name, value in (("loss_weight", weight), ("late_loss_weight", late)):
+        if trains == "modules" and value is not None:
+            raise InputError(
+                f"mtp.{name}={value}: weighs the MTP loss beside the target's own, and a frozen "
+                "target has none; leave it out, or use mtp.trains=all"
+            )
+
+
+def _check_new(target: str | None, trains: str, labels: str) -> None:
+    for name, value, only in (("trains", trains, "all"), ("labels", labels, "tokens")):
+        if target is None and value != only:
+            raise InputError(
+                f"mtp.{name}={value!r}: a new model has nothing to say yet; use mtp.{name}={only}, "
+                "or name a target"
+            )
+
+
+def _check_decoding(modules: int, prompts: int) -> None:
+    if not modules and prompts:
+        raise InputError(
+            f"mtp.num_modules=0: no module to decode eval.prompts={prompts} with; set "
+            "eval.prompts=0"
+        )
+
+
+CROSS_CHECKS = (
+    CrossCheck(("target", "mtp.trains", "mtp.labels"), _check_new),
+    CrossCheck(("mtp.trains", "mtp.loss_weight", "mtp.late_loss_weight"), _check_weights),
+    CrossCheck(("mtp.num_modules", "eval.prompts"), _check_decoding),
+    CrossCheck(("mtp.trains", "mtp.export", "mtp.num_modules", "mtp.steps"), check_choices),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    return run.main(make_method, FIELDS, CONFIG, argv, CROSS_CHECKS)
+
+
+if __name__ == "__main__":
+    use_compilation_cache()
+    raise SystemExit(main())
