@@ -7,9 +7,9 @@ def get_config(size=""):
     config = config_dict.ConfigDict()
     config.workdir = "build/corpus"  # the datasets; the same command resumes
 
-    # One of both: files and folders of your own, such as ('texts','more.jsonl.gz'), or a TFDS
-    # dataset, by the directory that holds it or by its name.
-    config.files = ()
+    # One of both: files and folders of your own, such as texts,more.jsonl.gz, or a TFDS dataset, by
+    # the directory that holds it or by its name.
+    config.files = config_dict.placeholder(str)
     config.dataset = config_dict.placeholder(str)
     config.tfds = config_dict.ConfigDict()
     config.tfds.data_dir = config_dict.placeholder(str)

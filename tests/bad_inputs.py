@@ -4,6 +4,7 @@ from specjax import fields
 from specjax.cli import decode_config
 from specjax.cli.flags import Listed
 from specjax.decoding import options
+from train.pretraining import documents
 from train.run import config as train_config
 
 MANY_DIGITS = "9" * 5000
@@ -31,6 +32,7 @@ TEXTS = {
     train_config.RunFolder: [*_PATHS, "file", "file/x/y", "/dev/full", "."],
     train_config.HeadFolder: [*_PATHS, "nosuch", "file", "EAGLE3"],
     train_config.DataFolders: [*_PATHS, "nosuch", "file", "folder,", "folder,nosuch"],
+    documents.DocumentFiles: [*_PATHS, "nosuch", "folder,", "folder,nosuch"],
     train_config.Scales: ["x", "a:", ":1", "a:-1", "a:nan", "a:1,a:2"],
 }
 

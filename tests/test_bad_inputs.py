@@ -13,8 +13,9 @@ from script_modules import script_module
 from specjax import bench, decode, export, report
 from specjax.cli.decode_config import decode_fields
 from specjax.fields import Kind, fields_of
-from train import distill, eagle, features, generate, import_responses, medusa
+from train import corpus, distill, eagle, features, generate, import_responses, medusa
 from train.generation import answers
+from train.pretraining.tokens import CorpusConfig
 from train.run.config import TRAINING_FIELDS
 
 CONFIGS = Path("configs").absolute()
@@ -23,6 +24,7 @@ COMMANDS = {
     "specjax.decode": (decode.main, decode_fields(), "decode_smollm2.py"),
     "specjax.bench": (bench.main, fields_of(bench.BenchConfig), "bench_smollm2.py"),
     "train.generate": (generate.main, fields_of(answers.AnswersConfig), "generate_smollm2.py"),
+    "train.corpus": (corpus.main, fields_of(CorpusConfig), "corpus.py"),
     "train.medusa": (medusa.main, medusa.FIELDS, "train_medusa2.py"),
     "train.eagle": (eagle.main, eagle.FIELDS, "train_eagle3.py"),
     "train.distill": (distill.main, distill.FIELDS, "train_distill.py"),
@@ -159,11 +161,14 @@ def test_fields_are_those_of_the_config(command, capsys, tmp_path):
         "    return config\n"
     )
     file = tmp_path / "config.py"
+    field = next(name for name in ("seed", "runs", "limit") if name in kinds)
+    section = "mesh" if "mesh" in kinds else "tfds"
+    names = ", ".join(list(kinds[section])[:2])
     for change, said in (
-        ("del config.seed" if "seed" in kinds else "del config.runs", "is missing"),
+        (f"del config.{field}", f"{field} is missing"),
         ("config.sede = 1", "sede=1 is not supported: did you mean seed?"),
-        ("del config.mesh; config.mesh = 5", "mesh=5: must be a section"),
-        ("config.mesh.depth = 5", "mesh.depth=5 is not supported: use data, model"),
+        (f"del config.{section}; config.{section} = 5", f"{section}=5: must be a section"),
+        (f"config.{section}.depth = 5", f"{section}.depth=5 is not supported: use {names}"),
     ):
         file.write_text(source.format(change))
         assert main([f"--config={file}"]) == 2

@@ -29,6 +29,7 @@ from train.pretraining.new_target import NEW_TARGET_FIELDS
 from train.pretraining.tokenizers import END, encode_document, train_tokenizer
 from train.run import run
 from train.run.config import TRAINING_FIELDS
+from train.run.evaluate import held_out_prompts
 
 ROOT = Path(__file__).parent.parent
 OWN = sorted((ROOT / "docs").glob("*.md"))
@@ -48,9 +49,10 @@ SIZES = dict(
 
 @pytest.fixture(scope="module")
 def documents():
-    """Paragraphs of this repository's own documentation, ids by their order."""
-    texts = [text for file in OWN for text in file.read_text().split("\n\n") if len(text) > 200]
-    return [Document(text, "docs", "Apache-2.0") for text in texts[:120]]
+    """120 texts of this repository's own documentation."""
+    text = "".join(file.read_text() for file in OWN)
+    starts = range(0, 120 * 240, 240)
+    return [Document(text[start : start + 240], "docs", "Apache-2.0") for start in starts]
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +207,7 @@ def test_files_of_ones_own(tmp_path, capsys):
         Document("second", "b.txt"),
     ]
     arguments = [f"--config.workdir={tmp_path / 'w'}", "--config.vocab_size=258"]
-    assert corpus.main([*arguments, f"--config.files=('{folder}',)"]) == 0
+    assert corpus.main([*arguments, f"--config.files={folder}"]) == 0
     data = open_sources([tmp_path / "w" / "tokens"])
     tokenizer = data.tokenizer()
     assert [tokenizer.decode(data[index].tokens.tolist()) for index in range(4)] == [
@@ -216,7 +218,7 @@ def test_files_of_ones_own(tmp_path, capsys):
     ]
     (folder / "b.txt").write_text("changed")
     capsys.readouterr()
-    assert corpus.main([*arguments, f"--config.files=('{folder}',)"]) == 2
+    assert corpus.main([*arguments, f"--config.files={folder}"]) == 2
     assert "text.files=" in capsys.readouterr().err
 
 
@@ -233,7 +235,7 @@ def test_files_of_ones_own(tmp_path, capsys):
 def test_files_that_are_no_documents(tmp_path, capsys, name, content, said):
     (tmp_path / name).write_bytes(content)
     file, workdir = tmp_path / name, tmp_path / "w"
-    assert corpus.main([f"--config.files=('{file}',)", f"--config.workdir={workdir}"]) == 2
+    assert corpus.main([f"--config.files={file}", f"--config.workdir={workdir}"]) == 2
     assert re.search(said, capsys.readouterr().err)
     assert not (workdir / "text").exists()
 
@@ -242,10 +244,13 @@ def test_files_that_are_no_documents(tmp_path, capsys, name, content, said):
     ("options", "said"),
     [
         ((), "files, dataset: missing"),
-        (("files=('{text}',)", "dataset={text}"), "files, dataset: both given"),
-        (("files=('nosuch',)",), "files='.*nosuch': no such file or folder"),
-        (("files=('{empty}',)",), "files='.*': an empty folder"),
-        (("files=('{text}',)", "tfds.split=test"), "tfds.split='test': files have only 'train'"),
+        (("files={text}", "dataset={text}"), "files, dataset: both given"),
+        (
+            ("files=nosuch,none",),
+            "files='nosuch': no such file or folder; files='none': no such file or folder",
+        ),
+        (("files={empty}",), "files='.*': an empty folder"),
+        (("files={text}", "tfds.split=test"), "tfds.split='test': files have only 'train'"),
         (("dataset=nosuch",), "dataset='nosuch': no file, and TFDS says"),
         (("dataset={text}", "tfds.split=test"), "dataset='.*': no file, and TFDS says"),
         (("dataset={text}", "tfds.text_field=body"), "tfds.text_field='body': .* no such field"),
@@ -368,8 +373,7 @@ def test_a_new_model_is_saved_and_loaded(tmp_path, tokenizer):
 def test_a_run_without_a_target(tokens, tmp_path, capsys):
     """The toy's target is frozen, but it is a new model that the run works with."""
     config = scratch_config(tokens, tmp_path / "w")
-    config.eval.prompts = 2
-    config.eval.new_tokens = 4
+    config.steps, config.checkpoint_every = 2, 2
     made = []
 
     def make(target, vocabulary, config):
@@ -384,6 +388,16 @@ def test_a_run_without_a_target(tokens, tmp_path, capsys):
     first, second = (jax.tree.leaves(model.params) for model in made)
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
     assert target_metadata(made[0])["name"] == "new"
+
+
+def test_a_texts_first_half_is_a_prompt(tokens):
+    data = open_sources([tokens])
+    held_out = np.flatnonzero(data.validation)
+    prompts = held_out_prompts(data, held_out, 3, 20)
+    assert len(prompts) == 3
+    assert prompts[0] == data[int(held_out[0])].tokens[:20].tolist()
+    halves = held_out_prompts(data, held_out, len(held_out), 500)
+    assert max(map(len, halves)) == 24
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Turn text into a dataset of tokens, to train models on from scratch.
 
-    python -m train.corpus --config.files="('FOLDER',)" --config.workdir=W
+    python -m train.corpus --config.files=FOLDER,FILE --config.workdir=W
     python -m train.corpus --config.dataset=TFDS --config.tfds.split=train --config.workdir=W
 
 Texts of your own (each file a document, or JSON lines with the key text) become a TFDS dataset in
@@ -82,7 +82,7 @@ def make_corpus(config: CorpusConfig, console: Console | None = None) -> int:
 def _texts(config: CorpusConfig, root: Path, screen: Screen) -> Texts:
     """The documents; a user's own files become a TFDS dataset first. Records what the run is."""
     own = root / TEXT
-    if config.files:
+    if config.files is not None:
         record: dict[str, Any] = {"files": _digest(config.files)}
         texts = None
     else:
@@ -95,13 +95,14 @@ def _texts(config: CorpusConfig, root: Path, screen: Screen) -> Texts:
     write_file(file, json.dumps(record, indent=1) + "\n")
     if texts is not None:
         return texts
+    assert config.files is not None
     if not (root / TOKENS).exists() or folder_marker.read_marker(own) is None:
         with screen.working(f"writing {own}"):
             write_documents(own, read_documents(config.files))
     return read_texts(config, str(own))
 
 
-def _digest(files: Sequence[str]) -> str:
+def _digest(files: Sequence[Path]) -> str:
     """A hash of the contents of files, in their order."""
     digest = hashlib.sha256()
     for path in document_files(files):

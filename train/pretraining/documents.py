@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specjax.errors import InputError, shown
+from specjax.errors import InputError, Problems, shown
 from specjax.fields import Text
 from specjax.files import folders
 from specjax.files.json_files import read_json_lines
@@ -40,6 +40,22 @@ class Document:
     licence: str = "unknown"
 
 
+@dataclass(frozen=True)
+class DocumentFiles:
+    """Files and folders with documents, separated by commas."""
+
+    def check(self, name: str, value: Any) -> tuple[Path, ...]:
+        """The paths; raises InputError listing all that are missing."""
+        problems, found = Problems(), []
+        for path in Text().check(name, value).split(","):
+            with problems.collect():
+                found.append(user_path(name, path.strip()))
+                if not found[-1].exists():
+                    raise InputError(f"{name}={shown(path, 200)}: no such file or folder")
+        problems.check()
+        return tuple(found)
+
+
 def read_documents(paths: Sequence[str | Path]) -> Iterator[Document]:
     """The documents of files, and of folders with all files inside but hidden ones, in their order.
 
@@ -54,15 +70,12 @@ def read_documents(paths: Sequence[str | Path]) -> Iterator[Document]:
 
 
 def document_files(paths: Sequence[str | Path]) -> list[Path]:
-    """The files themselves, each folder's sorted by name; raises InputError where one is missing.
+    """The files themselves, each folder's sorted by name; raises InputError for an empty folder.
 
     Hidden files, whose name begins with a dot, are no part of a folder.
     """
     found: list[Path] = []
-    for path in paths:
-        path = user_path("files", path)
-        if not path.exists():
-            raise InputError(f"files={shown(str(path), 200)}: no such file or folder")
+    for path in map(Path, paths):
         if not path.is_dir():
             found.append(path)
             continue

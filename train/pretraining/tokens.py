@@ -11,7 +11,6 @@ import numpy as np
 
 from specjax.errors import InputError
 from specjax.fields import (
-    Items,
     OutputFolder,
     PathOrName,
     Text,
@@ -24,7 +23,7 @@ from specjax.loading.tokenizers.tokenizer import Tokenizer
 from train.data.examples import Example
 from train.data.responses import VALIDATION_EVERY
 from train.data.tfds_files import FieldNames, Texts, open_texts
-from train.pretraining.documents import SPLIT, TEXT_FIELD, document_files
+from train.pretraining.documents import SPLIT, TEXT_FIELD, DocumentFiles, document_files
 from train.pretraining.tokenizers import SMALLEST_VOCABULARY, TRAIN, encode_document
 
 NAMES = FieldNames("dataset", "tfds.text_field", "files of your own, or a dataset with its split")
@@ -44,7 +43,7 @@ class CorpusConfig:
     """What to tokenize, and how; `configs/corpus.py` says what each field does."""
 
     workdir: Annotated[Path, OutputFolder()]
-    files: Annotated[tuple[str, ...], Items(PathOrName())]
+    files: Annotated[tuple[Path, ...] | None, optional(DocumentFiles())]
     dataset: Annotated[str | None, optional(PathOrName())]
     tfds: TfdsSection
     tokenizer: Annotated[str, PathOrName()]
@@ -59,13 +58,13 @@ class CorpusConfig:
 def read_corpus_config(written: Mapping[str, Any]) -> CorpusConfig:
     """Check a config's values as far as that goes without reading texts. Raises InputError."""
     config = replace(read_values(CorpusConfig, written), written=written)
-    if bool(config.files) == (config.dataset is not None):
-        both = "both given" if config.files else "missing"
+    if (config.files is None) == (config.dataset is None):
+        both = "missing" if config.files is None else "both given"
         raise InputError(
-            f"files, dataset: {both}; pass --config.files=\"('FOLDER',)\" for texts of your own, "
-            "or --config.dataset=DIRECTORY for a TFDS dataset"
+            f"files, dataset: {both}; pass --config.files=FOLDER for texts of your own, or "
+            "--config.dataset=DIRECTORY for a TFDS dataset"
         )
-    if config.files:
+    if config.files is not None:
         document_files(config.files)
         for name, own in (("split", SPLIT), ("text_field", TEXT_FIELD)):
             if (value := getattr(config.tfds, name)) != own:
