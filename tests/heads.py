@@ -11,7 +11,7 @@ from specjax.drafters import head_drafter
 from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.models.heads.eagle import Eagle, EagleConfig, default_taps
 from specjax.models.heads.medusa import Medusa, MedusaConfig, parameter_table
-from specjax.models.heads.mtp import Mtp, MtpConfig
+from specjax.models.heads.mtp import Mtp, MtpConfig, MtpModules
 from specjax.models.parameters import Parameter
 from train.methods.medusa import first_params
 
@@ -70,6 +70,16 @@ def mtp_head(target, num_modules=1, vocabulary=None, seed=0, spread=1.0, **conve
     params = meta.unbox(Mtp(config, jnp.dtype("float32")).init(jax.random.key(seed)))
     ids = None if vocabulary is None else some_ids(target, vocabulary, seed)
     return Head("mtp", config, scaled(params, seed, spread), ids, TargetMetadata.of(target))
+
+
+def with_modules(target, num_modules=1, **options):
+    """The target with MTP modules of its own."""
+    head = mtp_head(target, num_modules, **options)
+    return dataclasses.replace(target, mtp=MtpModules(head.config, head.params))
+
+
+def mtp_drafter(target, **options):
+    return head_drafter(mtp_head(target, **options), target)
 
 
 def eagle_drafter(target, **options):

@@ -1,12 +1,18 @@
 """MTP modules: what they compute, against a straightforward computation of its own."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
-from heads import mtp_config, mtp_head
+from conftest import slow
+from decoding import first_state, greedy, make_session
+from heads import mtp_config, mtp_drafter, mtp_head
+from test_decoder import one_pass
 
+from specjax.decoding import loop
 from specjax.errors import InputError
 from specjax.loading.heads.complete_parameters import complete_parameters
 from specjax.models.heads.mtp import Mtp
@@ -62,33 +68,57 @@ def block(layer, x, shape):
     return x + (gate / (1 + np.exp(-gate)) * (h @ kernel("mlp", "up"))) @ kernel("mlp", "down")
 
 
-def reference(config, params, tokens, features):
-    """The logits of each module at each of its positions, from x_0 .. x_{n-1} and f_0 .. f_{n-2}.
+def run_module(config, params, index, tokens, hidden):
+    """The outputs of a module at positions 0, 1, ..., for its tokens and hidden states there."""
+    own, shared, eps = params["modules"][str(index)], params["shared"], config.decoder.rms_norm_eps
+    if "embed" in shared:
+        embedded = shared["embed"]["embedding"][tokens]
+    else:
+        embedded = shared["head"]["kernel"].T[tokens]
+    if config.zero_first_embedding:
+        embedded = embedded * (np.arange(len(tokens)) > 0)[:, None]
+    e = rms(embedded, own["embedding_norm"]["scale"], eps)
+    h = rms(hidden, own["hidden_norm"]["scale"], eps)
+    pair = np.concatenate([e, h] if config.concat == "embedding_first" else [h, e], axis=1)
+    return block(own["layer"], pair @ own["projection"]["kernel"], config.decoder)
 
-    Module k has n - 1 - k positions.
+
+def normed(config, params, index, output):
+    scale = params["modules"][str(index)]["final_norm"]["scale"]
+    return rms(output, scale, config.decoder.rms_norm_eps)
+
+
+def handed_on(config, params, index, output):
+    return normed(config, params, index, output) if config.recursion == "normed" else output
+
+
+def reference(config, params, tokens, features):
+    """The logits of each module at each position that it has.
+
+    From x_0 .. x_{n-1}, drafts after them, and f_0 .. f_{n-2}. Module k reads x_{t+1+k} at position
+    t, up to n-2, and the last one its own outputs at further positions.
     """
-    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
-    shared, eps = params["shared"], config.decoder.rms_norm_eps
-    hidden, every = np.asarray(features[config.hidden], np.float64), []
+    hidden, every = features[config.hidden].astype(np.float64), []
+    most = len(hidden)
     for index in range(config.num_modules):
-        own = params["modules"][str(index)]
-        count = len(tokens) - 1 - index
-        if "embed" in shared:
-            embedded = shared["embed"]["embedding"][tokens[1 + index :]]
-        else:
-            embedded = shared["head"]["kernel"].T[tokens[1 + index :]]
-        if config.zero_first_embedding:
-            embedded = embedded * (np.arange(count) > 0)[:, None]
-        e = rms(embedded, own["embedding_norm"]["scale"], eps)
-        h = rms(hidden[:count], own["hidden_norm"]["scale"], eps)
-        pair = [e, h] if config.concat == "embedding_first" else [h, e]
-        x = block(
-            own["layer"], np.concatenate(pair, axis=1) @ own["projection"]["kernel"], config.decoder
+        read = tokens[1 + index :]
+        last = index == config.num_modules - 1
+        count = len(read) if last else min(len(read), most)
+        hidden = hidden[:count]
+        output = run_module(config, params, index, read[: len(hidden)], hidden)
+        while len(hidden) < count:
+            latest = handed_on(config, params, index, output[-1:])
+            hidden = np.concatenate([hidden, latest])
+            output = run_module(config, params, index, read[: len(hidden)], hidden)
+        every.append(
+            normed(config, params, index, output) @ params["shared"]["draft_head"]["kernel"]
         )
-        normed = rms(x, own["final_norm"]["scale"], eps)
-        every.append(normed @ shared["draft_head"]["kernel"])
-        hidden = normed if config.recursion == "normed" else x
+        hidden = handed_on(config, params, index, output)
     return every
+
+
+def wide(params):
+    return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
 
 
 def given(target, seed=0, length=6):
@@ -128,12 +158,54 @@ def test_each_convention_is_what_it_says(convention, tiny):
     params = complete_parameters(head, tiny)
     tokens, features = given(tiny)
     got = chained(Mtp(head.config, tiny.dtype), params, tokens, features)
-    wanted = reference(head.config, params, tokens, features)
+    wanted = reference(head.config, wide(params), tokens, features)
     for mine, theirs in zip(got, wanted, strict=True):
         np.testing.assert_allclose(mine, theirs, atol=2e-4, rtol=1e-3)
     usual = chained(Mtp(mtp_config(tiny, 3), tiny.dtype), params, tokens, features)
     differ = np.abs(np.asarray(got[1]) - np.asarray(usual[1])).max() > 1e-2
     assert differ == (convention != "default")
+
+
+@pytest.mark.parametrize(
+    ("modules", "convention"),
+    [
+        *((1, "raw"), (2, "hidden_first"), (3, "zero_first")),
+        *slow((1, "zero_first"), (3, "default"), (3, "raw"), (3, "pre_norm")),
+    ],
+)
+def test_drafts_are_those_of_a_plain_computation(modules, convention, tiny):
+    """Beyond the number of modules too, and where modules have pairs before the first position."""
+    length = modules + 3
+    prompts = [[5, 9], [3, 4, 5], [9, 8, 7, 6], list(range(20, 29))]
+    loaded = mtp_drafter(tiny, num_modules=modules, vocabulary=40, **CONVENTIONS[convention])
+    session = make_session(
+        tiny,
+        prompts,
+        drafter=loaded._replace(drafter=replace(loaded.drafter, draft_sample_method="greedy")),
+        num_speculative_tokens=length,
+        sampling=greedy(max_new_tokens=16),
+    )
+
+    @jax.jit
+    def propose(params, state):
+        context = loop.make_context(session.plan, params[0], state)
+        part, own = session.plan.drafter.parts[0], state.drafter[0].drafter
+        noise = loop.draft_noise(session.plan, state, loop.round_keys(session.plan, state))
+        return part.propose(params[1][0], own, context, noise)[0]
+
+    draft = propose(session.params, first_state(session))
+    config, params = loaded.drafter.head.config, wide(loaded.params)
+    ids = np.asarray(loaded.params["draft_ids"])
+    assert np.asarray(draft.valid).all()
+    for row, prompt in enumerate(prompts):
+        read = one_pass(tiny, np.array([prompt[:-1]]), features=(config.hidden,)).features
+        features = {config.hidden: np.asarray(read[config.hidden])[0]}
+        known, wanted = list(prompt), []
+        for index in range(length):
+            every = reference(config, params, np.array(known), features)
+            wanted.append(int(ids[every[min(index, modules - 1)][-1].argmax()]))
+            known.append(wanted[-1])
+        assert np.asarray(draft.tokens)[row].tolist() == wanted
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from decoding import (
 )
 from heads import eagle_drafter
 from test_drafters import context_of, silence
-from test_eagle import assert_fresh
+from test_pair_heads import assert_fresh
 
 import specjax
 from specjax import trees
