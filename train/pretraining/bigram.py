@@ -15,6 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float64, Int, Int64
 
+_GATHERED = 1 << 22
+"""Tokens that are counted at once."""
+
 
 @dataclass(frozen=True, eq=False)
 class Bigram:
@@ -45,7 +48,7 @@ class Bigram:
             ids = tokens.astype(np.int64)
             waiting.append(ids[:-1] * vocab_size + ids[1:])
             size += len(ids)
-            if size > 1 << 22:
+            if size > _GATHERED:
                 add()
                 waiting, size = [], 0
         add()
@@ -55,36 +58,48 @@ class Bigram:
         self, before: Int[np.ndarray, "T"], tokens: Int[np.ndarray, "T"]
     ) -> Float64[np.ndarray, "T"]:
         """The log-probability, in nats, of each token after the one before it."""
-        single = self._single()
+        single, total, spread = self._parts()
         pair = before.astype(np.int64) * self.vocab_size + tokens
-        index = np.minimum(np.searchsorted(self.pairs, pair), max(len(self.pairs) - 1, 0))
-        found = self.pairs[index] == pair if len(self.pairs) else np.zeros(len(pair), bool)
-        count = np.where(found, self.counts[index], 0) if len(self.pairs) else np.zeros(len(pair))
-        first = self.pairs // self.vocab_size
-        total = np.bincount(first, self.counts, self.vocab_size)[before]
-        different = np.bincount(first, minlength=self.vocab_size)[before]
-        discount = _discount(self.counts)
-        known = np.maximum(count - discount, 0) + discount * different * single[tokens]
-        return np.log(np.where(total > 0, known / np.maximum(total, 1), single[tokens]))
+        index = np.searchsorted(self.pairs, pair)
+        there = np.append(self.pairs, -1)[index] == pair
+        kept = np.where(there, np.append(self.counts, 0)[index] - self._discount, 0)
+        known = (kept + spread[before] * single[tokens]) / np.maximum(total[before], 1)
+        return np.log(np.where(total[before] > 0, known, single[tokens]))
 
     def likeliest(self) -> Int64[np.ndarray, "V"]:
-        """The likeliest token after each token: the smallest id of several."""
-        best = np.full(self.vocab_size, int(self._single().argmax()), np.int64)
+        """The likeliest token after each token."""
+        single, _, spread = self._parts()
         first, second = np.divmod(self.pairs, self.vocab_size)
-        # The last one written counts: the highest count, and of those the smallest id.
-        order = np.lexsort((-second, self.counts))
-        best[first[order]] = second[order]
+        # Of the tokens that never came after it, the likeliest is the likeliest of all.
+        common = int(single.argmax())
+        every = np.arange(self.vocab_size)
+        after = np.concatenate([first, every])
+        token = np.concatenate([second, np.full(self.vocab_size, common)])
+        kept = np.concatenate([self.counts - self._discount, np.zeros(self.vocab_size)])
+        score = kept + spread[after] * single[token]
+        # The last one written of each token counts, which is the best one.
+        order = np.argsort(score, kind="stable")
+        best = np.full(self.vocab_size, common, np.int64)
+        best[after[order]] = token[order]
         return best
 
-    def _single(self) -> Float64[np.ndarray, "V"]:
-        """The distribution of a token after one that says nothing about it; positive everywhere."""
-        kinds = np.bincount(self.pairs % self.vocab_size, minlength=self.vocab_size)
-        total = kinds.sum()
-        if not total:
-            return np.full(self.vocab_size, 1 / self.vocab_size)
+    @property
+    def _discount(self) -> float:
+        return _discount(self.counts)
+
+    def _parts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """By token: its share of different pairs, its count, and what is taken from its pairs."""
+        first, second = np.divmod(self.pairs, self.vocab_size)
+        size = self.vocab_size
+        kinds = np.bincount(second, minlength=size)
+        different = np.bincount(first, minlength=size)
+        total = np.bincount(first, self.counts, size)
         discount = _discount(kinds[kinds > 0])
-        rest = discount * np.count_nonzero(kinds) / total
-        return np.maximum(kinds - discount, 0) / total + rest / self.vocab_size
+        rest = discount * np.count_nonzero(kinds) / max(len(self.pairs), 1)
+        single = np.maximum(kinds - discount, 0) / max(len(self.pairs), 1) + rest / size
+        if not len(self.pairs):
+            single = np.full(size, 1 / size)
+        return single, total, self._discount * different
 
 
 def _discount(counts: Int64[np.ndarray, "n"]) -> float:
