@@ -60,10 +60,11 @@ def folders(chatty, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "name",
-    # The others share their code: Medusa's is part of its second stage, EAGLE's of EAGLE-3's.
+    # The others share their code: Medusa's is part of its second stage, EAGLE's of EAGLE-3's. A new
+    # model and its modules have a test of their own.
     [
-        *("train_eagle3", "train_distill", "train_medusa2", "train_mtp"),
-        *slow("train_eagle1", "train_medusa", "train_mtp all"),
+        *("train_eagle3", "train_distill", "train_medusa2"),
+        *slow("train_eagle1", "train_medusa", "train_mtp", "train_mtp all"),
     ],
 )
 def test_debug_size(name, folders, tmp_path, capsys):
@@ -269,8 +270,11 @@ def test_a_run_starts_from_a_trained_head(folders, medusa_export, tmp_path):
             "start_from='nowhere': no such",
         ),
         ("train_eagle3", ["--config.start_from=eagle3"], "no eagle3 comes with specjax for"),
-        ("train_mtp", [], "a head of the kind medusa"),
-        ("train_mtp all", [], "leave start_from out"),
+        (
+            "train_mtp",
+            ["--config.mtp.draft_vocab_size=40", "--config.mtp.export=head"],
+            "a head of the kind medusa",
+        ),
     ],
 )
 def test_an_earlier_head_of_another_kind(name, options, said, folders, medusa_export, capsys):
@@ -295,6 +299,9 @@ def test_modules_alone_are_a_head(folders, mtp_export, tmp_path, capsys):
     other = [*options, "--config.mtp.recursion=raw"]
     assert started_from(folders, tmp_path / "other", "train_mtp", *other) == 2
     assert "has recursion=normed, the config raw; give the head's own" in capsys.readouterr().err
+    along = [f"--config.start_from={mtp_export}"]
+    assert started_from(folders, tmp_path / "other", "train_mtp all", *along) == 2
+    assert "leave start_from out" in capsys.readouterr().err
     still = [*options, "--config.learning_rate=1e-12"]
     assert started_from(folders, tmp_path / "still", "train_mtp", *still) == 0
     same = read_head(tmp_path / "still" / "export")
