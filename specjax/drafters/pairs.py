@@ -198,7 +198,7 @@ class PairDrafter(HeadDrafter):
             missing = jnp.maximum(index - first, 0)
             count = jnp.maximum(accepted.count - missing, 0)
             which = jnp.minimum(missing[:, None] + step[None, :], slots - 1)
-            caches.append(commit(cache, window, which, count))
+            caches.append(commit(cache, window, which, count + _zeros_after(output)))
             latest = jnp.take_along_axis(output, at_last, axis=1)[:, 0]
             kept = state.outputs[:, index]
             outputs.append(jnp.where((count > 0)[:, None], latest, kept))
@@ -229,6 +229,15 @@ class PairDrafter(HeadDrafter):
             visible = (visible & exists[:, None, :]) | itself[None]
         positions = first[:, None] + rows[None, :]
         return self.head.extend(own, tokens, hidden, positions, cache, window, start, visible)
+
+
+def _zeros_after(output: Float[Array, "B T D"]) -> Int[Array, "B"]:
+    """Zeros that are computed from a module's output, whatever numbers it has.
+
+    A layer's keys do not depend on the attention that reads its cache. An append that depends on
+    neither would be made to a copy of the cache.
+    """
+    return jnp.any(output > jnp.inf, axis=(1, 2)).astype(jnp.int32)
 
 
 @dataclass(frozen=True, kw_only=True)
