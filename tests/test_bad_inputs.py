@@ -13,7 +13,7 @@ from script_modules import script_module
 from specjax import bench, decode, export, report
 from specjax.cli.decode_config import decode_fields
 from specjax.fields import Kind, fields_of
-from train import corpus, distill, eagle, features, generate, import_responses, medusa
+from train import corpus, distill, eagle, features, generate, import_responses, medusa, mtp
 from train.generation import answers
 from train.pretraining.tokens import CorpusConfig
 from train.run.config import TRAINING_FIELDS
@@ -28,6 +28,7 @@ COMMANDS = {
     "train.medusa": (medusa.main, medusa.FIELDS, "train_medusa2.py"),
     "train.eagle": (eagle.main, eagle.FIELDS, "train_eagle3.py"),
     "train.distill": (distill.main, distill.FIELDS, "train_distill.py"),
+    "train.mtp": (mtp.main, mtp.FIELDS, "train_mtp_scratch.py"),
 }
 
 # A command's entry point, its flags, and those that it needs, all of them good.
@@ -100,7 +101,7 @@ def test_every_field(command, folder, capsys, monkeypatch):
         monkeypatch.setattr(f"{module}.load_model", None)
     # absl writes the whole config down as a flag's default, which takes most of the time.
     monkeypatch.setattr(ml_collections.ConfigDict, "__str__", lambda self: "a config")
-    if command in ("train.eagle", "train.distill"):
+    if command in ("train.eagle", "train.distill", "train.mtp"):
         # What all methods share is tried with one of them.
         kinds = {name: kind for name, kind in kinds.items() if name not in TRAINING_FIELDS}
     problems = []

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from heads import SOME, eagle_config, medusa_config
+from heads import SOME, eagle_config, medusa_config, mtp_config
 from rows import two_rows, with_features
 from test_distill import shaken
 
@@ -26,6 +26,8 @@ from train.methods.eagle import eagle_method
 from train.methods.eagle_loss import EagleLoss
 from train.methods.medusa import MedusaLoss, medusa_method
 from train.methods.medusa2 import JointLoss, medusa2_method
+from train.methods.mtp import mtp_method
+from train.methods.mtp_loss import MtpLoss
 
 K, B, A, D, V = 3, 2, 11, 6, 9
 PARTS = ((kl_divergence, 0.5), (variation, 2.0), (cross_entropy, 0.25))
@@ -183,6 +185,11 @@ def medusa2(target, **loss):
     return method._replace(loss=lambda *given: method.loss(*given, jnp.int32(0)))
 
 
+def mtp(target, **loss):
+    config = mtp_config(target, 2)
+    return mtp_method(target, config, None, MtpLoss(steps=2, labels="distributions", **loss))
+
+
 def distill(target, **loss):
     return distill_method(target, (0, 2), SOME, DistillLoss(**loss))
 
@@ -194,6 +201,7 @@ def distill(target, **loss):
         (medusa, kl_divergence),
         (medusa2, kl_divergence),
         (distill, kl_divergence),
+        (mtp, kl_divergence),
     ],
 )
 def test_each_method_takes_a_loss_of_labels(make, usual, tiny):
@@ -224,7 +232,12 @@ def test_each_method_takes_a_loss_of_labels(make, usual, tiny):
 
 @pytest.mark.parametrize(
     ("module", "options"),
-    [("eagle", {}), ("medusa", {}), ("distill", {"distill.layers": (0, 2)})],
+    [
+        ("eagle", {}),
+        ("medusa", {}),
+        ("distill", {"distill.layers": (0, 2)}),
+        ("mtp", {"mtp.draft_vocab_size": len(SOME), "mtp.export": "head"}),
+    ],
 )
 def test_command_lines_take_it_too(module, options, tiny):
     module = importlib.import_module(f"train.{module}")

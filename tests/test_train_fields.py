@@ -9,7 +9,7 @@ from toy_training import get_config, settings_of
 from specjax.cli.config_file import read_config
 from specjax.errors import InputError
 from specjax.fields import Whole, check_values
-from train import distill, eagle, medusa
+from train import distill, eagle, medusa, mtp
 from train.run import run
 from train.run.config import TRAINING_CHECKS, read_settings, record_of
 
@@ -103,6 +103,7 @@ def test_folders_that_are_not_named(tmp_path):
         ("train_eagle3", eagle),
         ("train_medusa", medusa),
         ("train_medusa2", medusa),
+        ("train_mtp", mtp),
     ],
 )
 def test_every_size_is_complete_without_flags(name, module, size, tmp_path, monkeypatch):
@@ -135,3 +136,34 @@ def test_what_ends_with_the_schedule_is_recorded():
     assert record_of(config)["decay_steps"] is None
     config.joint = {"ramp": True}
     assert record_of(config)["decay_steps"] == config.steps
+
+
+@pytest.mark.parametrize(("late", "steps"), [(None, None), (0.1, 12)])
+def test_a_late_weight_is_recorded(late, steps):
+    config = get_config()
+    config.schedule = "constant"
+    config.mtp = {"late_loss_weight": late}
+    assert record_of(config)["decay_steps"] == steps
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("train_mtp", {"loss_weight": 0.3}, "mtp.loss_weight=0.3: weighs the MTP loss beside"),
+        ("train_mtp", {"late_loss_weight": 0.0}, "mtp.late_loss_weight=0.0: weighs the MTP loss"),
+        ("train_mtp", {"trains": "all", "loss_weight": -0.3}, "mtp.loss_weight=-0.3: use a number"),
+        ("train_mtp", {"num_modules": 0}, "a frozen target learns nothing; use mtp.trains=all"),
+        ("train_mtp_scratch", {"num_modules": 0}, "no module to decode eval.prompts=8 with"),
+        ("train_mtp_scratch", {"trains": "modules"}, "mtp.trains='modules': a new model has"),
+        ("train_mtp_scratch", {"labels": "distributions"}, "mtp.labels='distributions': a new"),
+        ("train_mtp", {"num_modules": 2, "steps": 1}, "mtp.steps=1: mtp.num_modules=2"),
+    ],
+)
+def test_mtp_fields_that_do_not_fit(name, changes, said, tmp_path, monkeypatch, capsys):
+    configs = Path(toy_training.__file__).parents[1] / "configs"
+    monkeypatch.chdir(tmp_path)
+    options = [f"--config.mtp.{field}={value}" for field, value in changes.items()]
+    assert mtp.main([f"--config={configs / name}.py", *options]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1

@@ -11,9 +11,10 @@ import pytest
 from conftest import slow
 from heads import SOME, mtp_config, mtp_head
 from rows import two_rows, with_features
-from test_mtp import CONVENTIONS, reference
+from test_mtp import CONVENTIONS, reference, wide
 
 from specjax.errors import InputError
+from specjax.models.heads.mtp import Mtp
 from specjax.models.heads.shared_parameters import share
 from train.methods import mtp_loss, target_loss
 from train.methods.draft_losses import score_drafts
@@ -48,6 +49,43 @@ def spoken(decoder, params, tokens):
     return result.logits[0], jax.tree.map(lambda value: value[0], result.features)
 
 
+@pytest.mark.parametrize(
+    ("modules", "steps", "convention"),
+    [
+        *((1, 3, "raw"), (2, 4, "default")),
+        *slow(*((1, 3, name) for name in CONVENTIONS), *((3, 4, name) for name in CONVENTIONS)),
+    ],
+)
+def test_training_runs_what_decoding_runs(modules, steps, convention, tiny, batch):
+    """The plain computation that drafts are compared with, on true tokens in place of drafts."""
+    made = mtp_head(tiny, modules, **CONVENTIONS[convention])
+    head = Mtp(made.config, jnp.dtype("float32"))
+    params = {**made.params, "shared": share(tiny.params, None, head=True)}
+    filled = with_features(tiny, batch, (made.config.hidden,))
+
+    @jax.jit
+    def unrolled(params):
+        return [
+            head.logits(head.module(params, min(index, modules - 1)), step.output)
+            for index, step in enumerate(unroll(head, params, filled, filled.features, steps))
+        ]
+
+    got = unrolled(params)
+    for row, column in ((0, 0), (0, 7), (1, 5)):
+        label, segment = int(batch.labels[row, column]), np.asarray(batch.segments[row])
+        where = np.flatnonzero(segment == segment[label])
+        begin = label - where[0]
+        known, features = (
+            np.asarray(batch.tokens[row])[where],
+            {made.config.hidden: np.asarray(filled.features[made.config.hidden][row])[where]},
+        )
+        features = {name: value[: begin - 1] for name, value in features.items()}
+        for index in range(steps):
+            every = reference(made.config, wide(params), known[: begin + index], features)
+            wanted = every[min(index, modules - 1)][-1]
+            np.testing.assert_allclose(got[index][row, column], wanted, atol=2e-4, rtol=1e-3)
+
+
 def log_softmax(x):
     return x - x.max() - np.log(np.exp(x - x.max()).sum())
 
@@ -70,8 +108,8 @@ def slow_loss(config, modules, target_params, tiny, ids, batch, labels):
             padded = np.pad(tokens, (0, 24 - len(tokens)))
             says, features = spoken(tiny.architecture, target_params, padded)
             says = np.asarray(says, np.float64)
-            pairs = {name: value[: len(tokens) - 1] for name, value in features.items()}
-            drafts = reference(config, {**modules, "shared": shared}, tokens, pairs)
+            pairs = {name: np.asarray(value)[: len(tokens) - 1] for name, value in features.items()}
+            drafts = reference(config, wide({**modules, "shared": shared}), tokens, pairs)
             for t in range(1, len(tokens)):
                 if where[t] in there:
                     lm -= log_softmax(says[t - 1])[tokens[t]]

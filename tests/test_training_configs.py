@@ -12,7 +12,7 @@ from test_processes import finish, free_port, joined, start
 from specjax import decode
 from specjax.loading.heads.head import read_head
 from specjax.loading.load import load_model, save_model
-from train import distill, eagle, medusa, mtp
+from train import corpus, distill, eagle, medusa, mtp
 from train.data.examples import Example, target_metadata
 from train.data.responses import write_responses
 
@@ -62,8 +62,8 @@ def folders(chatty, tmp_path_factory):
     "name",
     # The others share their code: Medusa's is part of its second stage, EAGLE's of EAGLE-3's.
     [
-        *("train_eagle3", "train_distill", "train_medusa2", "train_mtp all"),
-        *slow("train_eagle1", "train_medusa", "train_mtp"),
+        *("train_eagle3", "train_distill", "train_medusa2", "train_mtp"),
+        *slow("train_eagle1", "train_medusa", "train_mtp all"),
     ],
 )
 def test_debug_size(name, folders, tmp_path, capsys):
@@ -96,6 +96,96 @@ def test_debug_size(name, folders, tmp_path, capsys):
         "--config.compare=true",
     ]
     assert decode.main(decoding) == 0
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A folder of tokens of this repository's documentation."""
+    folder = tmp_path_factory.mktemp("text")
+    own = Path("docs/training.md").read_text()
+    texts = [{"text": own[start : start + 150]} for start in range(0, 60 * 150, 150)]
+    (folder / "own.jsonl").write_text("".join(json.dumps(one) + "\n" for one in texts))
+    options = [f"--config.files={folder / 'own.jsonl'}", f"--config.workdir={folder / 'w'}"]
+    options += ["--config=configs/corpus.py:debug", "--config.max_tokens=32"]
+    assert corpus.main(options) == 0
+    return folder / "w" / "tokens"
+
+
+def from_scratch(text, workdir, *options):
+    return mtp.main(
+        [
+            "--config=configs/train_mtp_scratch.py:debug",
+            f"--config.data={text}",
+            f"--config.workdir={workdir}",
+            *options,
+        ]
+    )
+
+
+@pytest.mark.usefixtures("fast_programs")
+def test_a_new_model_and_its_modules(text, tmp_path, capsys):
+    options = [
+        "--config.mtp.num_modules=2",
+        "--config.mtp.late_from=0.5",
+        "--config.eval.prompts=0",
+    ]
+    assert from_scratch(text, tmp_path / "w", *options) == 0
+    said = capsys.readouterr().out
+    for words in (
+        "mtp for new (",
+        "trained along)",
+        "  lm ",
+        "  mtp_1 ",
+        "lambda 0.3",
+        "lambda 0.1",
+    ):
+        assert words in said, words
+    export = tmp_path / "w" / "export"
+    command = f"--config.target={export} --config.drafter.name=mtp --config.compare=true"
+    assert f"decode with it: python -m specjax.decode {command}" in said
+    rows = map(json.loads, (tmp_path / "w" / "metrics.jsonl").read_text().splitlines())
+    steps = [row for row in rows if "train/loss" in row]
+    assert [row["train/lambda"] for row in steps] == pytest.approx([0.3] * 3 + [0.1] * 3)
+    for row in steps:
+        drafts = row["train/loss_mtp_0"] + row["train/loss_mtp_1"]
+        whole = row["train/loss_lm"] + row["train/lambda"] / 2 * drafts
+        assert row["train/loss"] == pytest.approx(whole, rel=1e-5)
+        assert {"train/acc_pos_1", "train/tau_sim"} <= row.keys()
+    decoding = [
+        *command.split(),
+        "--config.prompt=The design",
+        "--config.num_speculative_tokens=3",
+    ]
+    decoding += [
+        "--config=configs/decode_smollm2.py",
+        "--config.sampling.max_new_tokens=6",
+        "--config.chat=false",
+    ]
+    assert decode.main(decoding) == 0
+
+
+@pytest.mark.usefixtures("fast_programs")
+def test_a_new_model_without_modules(text, tmp_path, capsys):
+    options = ["--config.mtp.num_modules=0", "--config.eval.prompts=0", "--config.steps=2"]
+    assert from_scratch(text, tmp_path / "w", *options) == 0
+    said = capsys.readouterr().out
+    assert f"python -m specjax.decode --config.target={tmp_path / 'w' / 'export'}\n" in said
+    target = load_model(str(tmp_path / "w" / "export"))
+    assert target.mtp is None
+    assert "lambda" not in said
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--config.row_tokens=4", "--config.mtp.num_modules=3"], "row_tokens=4 tokens: the last"),
+        (["--config.mtp.num_modules=31"], "data: sequences of up to 32 tokens: the last draft"),
+    ],
+)
+def test_sequences_that_are_too_short(options, said, text, tmp_path, capsys):
+    assert from_scratch(text, tmp_path / "w", *options) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "w").exists()
 
 
 @pytest.mark.usefixtures("fast_programs")
@@ -179,12 +269,37 @@ def test_a_run_starts_from_a_trained_head(folders, medusa_export, tmp_path):
             "start_from='nowhere': no such",
         ),
         ("train_eagle3", ["--config.start_from=eagle3"], "no eagle3 comes with specjax for"),
+        ("train_mtp", [], "a head of the kind medusa"),
+        ("train_mtp all", [], "leave start_from out"),
     ],
 )
 def test_an_earlier_head_of_another_kind(name, options, said, folders, medusa_export, capsys):
     options = [f"--config.start_from={medusa_export}", *options]
     assert started_from(folders, folders / "refused", name, *options) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def mtp_export(folders):
+    """MTP modules, apart from their target, that were trained for three steps."""
+    workdir = folders / "mtp"
+    assert started_from(folders, workdir, "train_mtp", "--config.mtp.export=head") == 0
+    return workdir / "export"
+
+
+def test_modules_alone_are_a_head(folders, mtp_export, tmp_path, capsys):
+    """It decodes with its target, and a run starts from it where the conventions are the same."""
+    head = read_head(mtp_export)
+    assert (head.kind, head.draft_ids, head.training["method"]) == ("mtp", None, "mtp")
+    options = [f"--config.start_from={mtp_export}", "--config.mtp.export=head"]
+    other = [*options, "--config.mtp.recursion=raw"]
+    assert started_from(folders, tmp_path / "other", "train_mtp", *other) == 2
+    assert "has recursion=normed, the config raw; give the head's own" in capsys.readouterr().err
+    still = [*options, "--config.learning_rate=1e-12"]
+    assert started_from(folders, tmp_path / "still", "train_mtp", *still) == 0
+    same = read_head(tmp_path / "still" / "export")
+    for mine, theirs in zip(*map(jax.tree.leaves, (same.params, head.params)), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-9)
 
 
 def losses_of(workdir):
