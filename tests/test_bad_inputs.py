@@ -56,6 +56,8 @@ SCRIPTS = {
     "kill_and_resume": {},
     "reproduce_heads": {},
     "report_heads": {"out": "new"},
+    "report_mtp": {"model": "folder", "data": "folder"},
+    "make_corpus": {"output": "new"},
     "sweep": {},
 }
 for name, needed in SCRIPTS.items():
