@@ -307,6 +307,8 @@ def test_modules_start_from_the_target(tiny):
         jax.tree.map(np.testing.assert_array_equal, again, own.mtp.params)
     with pytest.raises(InputError, match="mtp.recursion=raw: the target's own modules have normed"):
         mtp_method(own, dataclasses.replace(config, recursion="raw"), None, MtpLoss(steps=2))
+    with pytest.raises(InputError, match="mtp.num_modules=0: the target's own modules have 2"):
+        mtp_method(own, None, None, MtpLoss(steps=0), trains="all")
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def mtp_method(
     ids = None if draft_ids is None else jnp.asarray(draft_ids)
     head = None if config is None else Mtp(config, dtype, multiply)
     decoder = dataclasses.replace(target.architecture, dtype=dtype, multiply=multiply)
-    if head is not None and start == "target":
+    if start == "target":
         _check_own_modules(target, config)
 
     def modules(key: Key[Array, ""]) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def mtp_method(
         both if along else modules,
         joint if along else frozen,
         None if config is None else finished,
-        model,
+        model if exports == "model" else None,
         exports=exports,
         trains_target=along,
         takes_step=along,
@@ -137,15 +137,16 @@ def check_choices(trains: str, exports: str, modules: int, steps: int | None) ->
         )
 
 
-def _check_own_modules(target: Model, config: MtpConfig) -> None:
-    """Raise InputError where a target has modules of another shape or convention."""
+def _check_own_modules(target: Model, config: MtpConfig | None) -> None:
+    """Raise InputError where a target has modules of another number, shape or convention."""
     if target.mtp is None or target.mtp.config == config:
         return
-    there = target.mtp.config
-    name = next(name for name in vars(config) if getattr(config, name) != getattr(there, name))
+    there = vars(target.mtp.config)
+    here = {**there, "num_modules": 0} if config is None else vars(config)
+    name = next(name for name in here if here[name] != there[name])
     raise InputError(
-        f"mtp.{name}={getattr(config, name)!s:.60}: the target's own modules have "
-        f"{getattr(there, name)!s:.60}; give the same, or use mtp.start=random"
+        f"mtp.{name}={here[name]!s:.60}: the target's own modules have {there[name]!s:.60}; give "
+        "the same, or use mtp.start=random"
     )
 
 
