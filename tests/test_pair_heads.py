@@ -9,6 +9,7 @@ import pytest
 from conftest import slow, tiny_config
 from decoding import (
     PROMPTS,
+    assert_ends,
     changed,
     decode,
     first_state,
@@ -240,6 +241,11 @@ def test_greedy_rows_and_the_end_of_room(form, tiny):
         num_speculative_tokens=4,
     )
     assert got.token_ids == plain.token_ids
+
+
+@pytest.mark.parametrize("form", slow("eagle3", "mtp", "mtp_3"))
+def test_the_end_of_room_and_of_sequence(form, tiny):
+    assert_ends(tiny, drafter_of(form, tiny))
 
 
 def test_options_are_checked(tiny):
