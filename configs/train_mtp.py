@@ -35,7 +35,9 @@ def get_config(size=""):
     config.mtp.late_loss_weight = config_dict.placeholder(float)  # lambda later in the run
     config.mtp.late_from = 0.7  # where later begins: a share of the schedule's steps
     config.mtp.draft_vocab_size = config_dict.placeholder(int)  # the commonest tokens; None = all
-    config.mtp.start = "target"  # target: its own modules or its last layer | random
+    config.mtp.start = (
+        "target"  # its own modules, or new ones that pass its feature through | random
+    )
     config.mtp.export = "model"  # the target with the modules inside | head: the modules alone
     # Conventions in which checkpoints differ.
     config.mtp.concat = "embedding_first"  # | hidden_first

@@ -297,10 +297,9 @@ def test_modules_start_from_the_target(tiny):
         config = mtp_config(tiny, 2, concat=concat)
         method = mtp_method(tiny, config, None, MtpLoss(steps=2))
         params = method.init(KEY)
-        last = jax.tree.map(lambda leaf: leaf[-1], tiny.params["layers"])
-        module = params["modules"]["1"]
-        jax.tree.map(np.testing.assert_array_equal, module["layer"], last)
-        assert abs(np.trace(module["projection"]["kernel"][half]) / 24 - 1) < 0.1
+        kernel = np.asarray(params["modules"]["1"]["projection"]["kernel"])
+        kernel[half] -= np.eye(24)
+        assert np.abs(kernel).max() < 0.1
         # A target that has modules goes on with them, and its model holds what was trained.
         own = method.model(jax.tree.map(lambda leaf: leaf + 1, params))
         again = mtp_method(own, config, None, MtpLoss(steps=2)).init(KEY)

@@ -19,12 +19,12 @@ from specjax.models.heads.mtp import Mtp, MtpConfig, MtpModules
 from train.data.batches import Batch
 from train.methods.method import Measures, Method
 from train.methods.mtp_loss import MtpLoss, frozen_loss, joint_loss
-from train.methods.target_layers import last_layer
 
 TRAINS = Choice(("modules", "all"))
 """What learns: the modules of a frozen target, or the target with them."""
 START = Choice(("target", "random"))
-"""What modules start from: the target's own or its last layer, or random weights."""
+"""What modules start from: the target's own, or a projection that passes the hidden state through;
+or random weights."""
 EXPORTS = Choice(("model", "head"))
 """What a run leaves: the target with the modules inside, or the modules alone."""
 
@@ -151,20 +151,18 @@ def _check_own_modules(target: Model, config: MtpConfig | None) -> None:
 
 
 def from_target(params: dict[str, Any], target: Model, config: MtpConfig) -> dict[str, Any]:
-    """The target's own modules, or random ones with what the target has taken from it.
+    """The target's own modules, or random ones that at first pass the hidden state through.
 
-    A module's layer and final norm start as the target's last ones, after a projection that passes
-    the hidden state through; what reads the embedding stays random.
+    Nothing else is taken from the target: its last layer and its final norm expect a residual
+    stream of another size, and modules that started as those learned more slowly.
     """
     if target.mtp is not None:
         return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), target.mtp.params)
-    width, layer = config.decoder.hidden_size, last_layer(target)
+    width = config.decoder.hidden_size
     rows = slice(width, None) if config.concat == "embedding_first" else slice(width)
 
     def started(module: dict[str, Any]) -> dict[str, Any]:
         kernel = module["projection"]["kernel"].at[rows].add(jnp.eye(width))
-        norm = jnp.asarray(target.params["final_norm"]["scale"], jnp.float32)
-        more = {"projection": {"kernel": kernel}, "layer": layer, "final_norm": {"scale": norm}}
-        return {**module, **more}
+        return {**module, "projection": {"kernel": kernel}}
 
     return {"modules": {name: started(module) for name, module in params["modules"].items()}}
