@@ -297,7 +297,7 @@ def test_modules_start_from_the_target(tiny):
         config = mtp_config(tiny, 2, concat=concat)
         method = mtp_method(tiny, config, None, MtpLoss(steps=2))
         params = method.init(KEY)
-        kernel = np.asarray(params["modules"]["1"]["projection"]["kernel"])
+        kernel = np.array(params["modules"]["1"]["projection"]["kernel"])
         kernel[half] -= np.eye(24)
         assert np.abs(kernel).max() < 0.1
         # A target that has modules goes on with them, and its model holds what was trained.
