@@ -201,7 +201,10 @@ def _introduce(writer: MetricsWriter, setup: Setup, params: Any) -> None:
     )
     least, lengths = setup.method.least_tokens, setup.feed.source.lengths
     if short := int((lengths < least).sum()):
-        writer.say(f"{short} of {len(lengths)} have fewer than {least} tokens: not for every draft")
+        writer.say(
+            f"{short} of all {len(lengths)} conversations have fewer than {least} tokens, and so no "
+            "label for the last draft"
+        )
     epochs = settings.steps * settings.batch_size / rows
     writer.say(
         f"{settings.steps} steps of {settings.batch_size} rows: {epochs:.1f} epochs, about "
