@@ -11,6 +11,7 @@ from specjax.drafters import head_drafter
 from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.models.heads.eagle import Eagle, EagleConfig, default_taps
 from specjax.models.heads.medusa import Medusa, MedusaConfig, parameter_table
+from specjax.models.heads.mtp import Mtp, MtpConfig, MtpModules
 from specjax.models.parameters import Parameter
 from train.methods.medusa import first_params
 
@@ -42,16 +43,43 @@ def scaled(params, seed, spread):
     return jax.tree.unflatten(tree, noisy)
 
 
+def some_ids(target, count, seed):
+    rng = np.random.default_rng(seed)
+    return np.sort(rng.choice(target.config.vocab_size, count, replace=False)).astype(np.int32)
+
+
 def eagle_head(target, version=3, vocabulary=None, seed=0, spread=1.0, **flags):
     config = eagle_config(target, version, vocabulary, **flags)
     params = meta.unbox(Eagle(config, jnp.dtype("float32")).init(jax.random.key(seed)))
-    ids = None
-    if vocabulary is not None:
-        rng = np.random.default_rng(seed)
-        ids = np.sort(rng.choice(target.config.vocab_size, vocabulary, replace=False))
-        ids = ids.astype(np.int32)
+    ids = None if vocabulary is None else some_ids(target, vocabulary, seed)
     kind = "eagle3" if version == 3 else "eagle"
     return Head(kind, config, scaled(params, seed, spread), ids, TargetMetadata.of(target))
+
+
+def mtp_config(target, num_modules=1, vocabulary=None, **conventions):
+    return MtpConfig(
+        decoder=dataclasses.replace(target.config, num_layers=1),
+        draft_vocab_size=vocabulary or target.config.vocab_size,
+        num_modules=num_modules,
+        **conventions,
+    )
+
+
+def mtp_head(target, num_modules=1, vocabulary=None, seed=0, spread=1.0, **conventions):
+    config = mtp_config(target, num_modules, vocabulary, **conventions)
+    params = meta.unbox(Mtp(config, jnp.dtype("float32")).init(jax.random.key(seed)))
+    ids = None if vocabulary is None else some_ids(target, vocabulary, seed)
+    return Head("mtp", config, scaled(params, seed, spread), ids, TargetMetadata.of(target))
+
+
+def with_modules(target, num_modules=1, **options):
+    """The target with MTP modules of its own."""
+    head = mtp_head(target, num_modules, **options)
+    return dataclasses.replace(target, mtp=MtpModules(head.config, head.params))
+
+
+def mtp_drafter(target, **options):
+    return head_drafter(mtp_head(target, **options), target)
 
 
 def eagle_drafter(target, **options):

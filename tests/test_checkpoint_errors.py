@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpointing import CONFIG, assert_same, mesh_of
+from heads import with_modules
 
 from specjax.errors import InputError
 from specjax.files import folder_marker
@@ -93,6 +94,45 @@ def test_a_config_that_does_not_fit_is_refused(change, said, model, tmp_path, mo
         load_model(tmp_path / "odd")
     assert str(caught.value).startswith(f"{tmp_path / 'odd'}: ")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            changed("mtp", to=None),
+            "holds arrays of MTP modules, which its metadata do not",
+        ),
+        (changed("mtp", "num_modules", to=2), r"missing: mtp.modules.1\S+, .* and \d more"),
+        (changed("mtp", "num_modules", to=60), "num_modules=60, which are not there"),
+        (changed("mtp", "num_modules", to=0), "num_modules=0: use a whole number from 1"),
+        (changed("mtp", "concat", to="both"), "concat='both' is of no use"),
+        (changed("mtp", "decoder", "hidden_size", to=36), "hidden_size=36, and the model has 32"),
+        (changed("mtp", "draft_vocab_size", to=40), "draft_vocab_size=40, and the model has 64"),
+        (changed("mtp", "experts", to=40), "mtp: 'experts' is unknown"),
+    ],
+)
+def test_modules_that_do_not_fit_are_refused(change, said, model, tmp_path, monkeypatch):
+    whole = with_modules(model)
+    content = {**metadata_of(model), "mtp": model_metadata.head_metadata(whole.mtp.config)}
+    content = json.loads(json.dumps(content))
+    change(content)
+    orbax_checkpoint.save(tmp_path / "odd", "model", whole.arrays, content, overwrite=False)
+    monkeypatch.setattr(orbax_checkpoint, "restore", None)
+    with pytest.raises(InputError, match=said) as caught:
+        load_model(tmp_path / "odd")
+    assert str(caught.value).startswith(f"{tmp_path / 'odd'}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_modules_that_are_announced_and_not_there(model, tmp_path):
+    content = {
+        **metadata_of(model),
+        "mtp": model_metadata.head_metadata(with_modules(model).mtp.config),
+    }
+    orbax_checkpoint.save(tmp_path / "odd", "model", model.params, content, overwrite=False)
+    with pytest.raises(InputError, match="lacks the arrays of MTP modules, which its metadata ann"):
+        load_model(tmp_path / "odd")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from checkpointing import CONFIG, assert_same, mesh_of
 from conftest import tiny_config
+from heads import with_modules
 from jax.sharding import NamedSharding, PartitionSpec
 from test_processes import ROOT, finish, free_port, start
 
@@ -165,6 +166,33 @@ def test_layers_are_stacked_or_apart_as_the_reader_asks(stacked, shape, tmp_path
         loaded = load_model(tmp_path / "model", dtype="float32", mesh=mesh, form=form)
         assert_same(loaded.params, want.params)
         assert_placed(loaded, mesh, loaded.shards)
+
+
+@pytest.mark.parametrize("after", [None, (2, 2)])
+@pytest.mark.parametrize("stacked", [True, False])
+def test_modules_come_back_with_their_model(stacked, after, tmp_path):
+    form = Form(scan_layers=stacked)
+    model = random_model(CONFIG, 0, dtype="float32", form=form)
+    model = with_modules(model, 2, concat="hidden_first", zero_first_embedding=True)
+    own = model.num_params - dataclasses.replace(model, mtp=None).num_params
+    assert own == sum(leaf.size for leaf in jax.tree.leaves(model.mtp.params)) > 0
+    save_checkpoint(place_model(model, mesh_of((1, 2))), tmp_path / "model")
+    loaded = load_model(tmp_path / "model", dtype="float32", mesh=mesh_of(after))
+    assert_same(loaded.mtp.params, model.mtp.params)
+    assert (loaded.mtp.config, loaded.num_params) == (model.mtp.config, model.num_params)
+    rounded = load_model(tmp_path / "model", dtype="bfloat16")
+    assert_same(
+        rounded.mtp.params, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model.mtp.params)
+    )
+    key = loaded.mtp.params["modules"]["0"]["layer"]["attention"]["key"]["kernel"]
+    heads = CONFIG.num_kv_heads // (after[1] if after else 1)
+    assert key.addressable_shards[0].data.shape[1] == heads
+
+
+def test_a_layout_without_modules_says_so(model, tmp_path):
+    with pytest.raises(InputError, match="has MTP modules, .* use specjax.save_checkpoint"):
+        save_model(with_modules(model), tmp_path / "model")
+    assert not (tmp_path / "model").exists()
 
 
 def test_a_checkpoint_is_replaced_only_when_asked_for(saved, tiny):

@@ -7,7 +7,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from heads import eagle_head
+from heads import eagle_head, mtp_head
 
 from specjax import export
 from specjax.loading.head_formats import read_foreign
@@ -64,6 +64,19 @@ def test_a_draft_models_vocabulary_is_widened(target, tmp_path, capsys):
     flags = [f"--head={tmp_path / 'head'}", "--format=specjax", f"--target={path}"]
     assert run(*flags, f"--output={tmp_path / 'out'}", "--whole_vocabulary") == 0
     assert "61 of 61 tokens; read again" in capsys.readouterr().out
+    assert read_head(tmp_path / "out").draft_ids is None
+
+
+def test_modules_have_no_other_layout(target, tmp_path, capsys):
+    path, model = target
+    save_head(mtp_head(model, 2, vocabulary=40), tmp_path / "head")
+    flags = [f"--head={tmp_path / 'head'}", f"--target={path}"]
+    assert run(*flags, "--format=eagle3", f"--output={tmp_path / 'other'}") == 2
+    said = capsys.readouterr().err
+    assert "format='eagle3': this head is mtp; no other tool has a layout for it" in said
+    flags += ["--format=specjax", f"--output={tmp_path / 'out'}"]
+    assert run(*flags, "--whole_vocabulary") == 0
+    assert "mtp for" in capsys.readouterr().out
     assert read_head(tmp_path / "out").draft_ids is None
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import tiny_config
-from heads import eagle_config, eagle_head
+from heads import eagle_config, eagle_head, mtp_head, with_modules
 
 import specjax
 from specjax.drafters import head_drafter
@@ -52,6 +52,30 @@ def other(tiny, **changes):
 def test_a_head_of_another_target_is_refused(changes, says, tiny):
     with pytest.raises(InputError, match=says):
         head_drafter(eagle_head(tiny), other(tiny, **changes))
+
+
+def test_modules_as_a_head_and_of_the_target(tiny, tmp_path):
+    head = mtp_head(tiny, 2, vocabulary=20, recursion="raw")
+    save_head(head, tmp_path / "head")
+    again = read_head(tmp_path / "head")
+    assert (again.kind, again.config) == ("mtp", head.config)
+    jax.tree.map(np.testing.assert_array_equal, again.params, head.params)
+    drafter = specjax.make_drafter("mtp", tiny, tmp_path / "head", draft_p_min=0.5)
+    assert drafter.drafter.num_speculative_tokens == 1
+    own = with_modules(tiny, 3)
+    assert specjax.make_drafter("mtp", own, tmp_path / "head").drafter.head.config == head.config
+    loaded = specjax.make_drafter("ngram+mtp", own, num_speculative_tokens=5)
+    assert loaded.drafter.parts[1].head.config == own.mtp.config
+    assert loaded.drafter.parts[1].num_speculative_tokens == 5
+    module = own.mtp.params["modules"]["0"]["projection"]["kernel"]
+    assert loaded.params[1]["modules"]["0"]["projection"]["kernel"] is module
+    with pytest.raises(InputError, match="random-0 has no MTP modules, .* as drafter.path="):
+        specjax.make_drafter("mtp", tiny)
+    with pytest.raises(InputError, match="num_layers=3, and random-1 has 4"):
+        specjax.make_drafter("mtp", other(tiny, num_layers=4), tmp_path / "head")
+    for changes, says in (({"hidden_size": 32}, "hidden_size=24, and the model has 32"),):
+        with pytest.raises(InputError, match=says):
+            dataclasses.replace(other(tiny, **changes), mtp=own.mtp)
 
 
 @pytest.mark.parametrize(

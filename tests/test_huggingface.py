@@ -222,6 +222,19 @@ def test_integer_weights_are_refused(directory):
     assert "model.norm.weight has the type I8" in refusal(directory)
 
 
+@pytest.mark.parametrize("name", ["model.layers.2.eh_proj.weight", "mtp.fc.weight"])
+def test_mtp_layers_are_refused(name, directory):
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    save_file({**tensors, name: np.ones((2, 2), np.float32)}, path)
+    assert f"{name} belongs to an MTP layer" in refusal(directory)
+    edit(directory / "config.json", {"num_nextn_predict_layers": 1})
+    assert "num_nextn_predict_layers=1 is not supported; MTP layers" in refusal(directory)
+    edit(directory / "config.json", {"num_nextn_predict_layers": 0})
+    save_file(tensors, path)
+    load_model(directory)
+
+
 @pytest.mark.parametrize("suffix", [".bin", ".pt", ".pth"])
 def test_a_pickle_is_refused_with_the_command_that_converts_it(directory, suffix):
     path = directory / f"pytorch_model{suffix}"

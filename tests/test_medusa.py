@@ -1,16 +1,14 @@
 """Medusa heads in the decoding loop: exact, and always at the state that a fresh prefill gives."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 from conftest import tiny_config
 from decoding import (
     PROMPTS,
+    assert_ends,
     changed,
     decode,
     first_state,
-    greedy,
     make_session,
     mixed,
     observed,
@@ -19,7 +17,6 @@ from decoding import (
 from heads import SOME, medusa_head
 from test_decoder import one_pass
 
-from specjax.decoding.sampling_params import SamplingParams
 from specjax.drafters import head_drafter
 from specjax.errors import InputError
 from specjax.loading.load import random_model
@@ -83,25 +80,7 @@ def test_a_row_does_not_depend_on_its_neighbours(tiny, plain):
 
 
 def test_the_end_of_room_and_of_sequence(tiny):
-    drafter = head_drafter(medusa_head(tiny, ids=SOME), tiny)
-    rng = np.random.default_rng(1)
-    lengths = (570, 590, 598, 599)
-    prompts = [rng.integers(V, size=length).tolist() for length in lengths]
-    # The noise is shared, so that drafts of sampled rows are accepted.
-    drawn = SamplingParams(temperature=0.8, seed=3, max_new_tokens=12)
-    requests = [greedy(max_new_tokens=50)] * 4 + [drawn]
-    options = dict(verify="coupled", batch_size=16)
-    plain = decode(tiny, [*prompts, PROMPTS[1]], sampling=requests, **options)
-    tokens = plain.token_ids[4]
-    # A stop token at each position of a path.
-    requests[4:] = [dataclasses.replace(drawn, stop_token_ids=(stop,)) for stop in tokens]
-    prompts += [PROMPTS[1]] * len(tokens)
-    got = decode(tiny, prompts, sampling=requests, drafter=drafter, **options)
-    assert got.token_ids[:4] == plain.token_ids[:4]
-    assert [len(each) for each in got.token_ids[:4]] == [30, 10, 2, 1]
-    assert got.token_ids[4:] == [tokens[: tokens.index(stop) + 1] for stop in tokens]
-    assert set(got.finish_reasons[4:]) == {"stop"}
-    assert got.accepted[4:].max() > 0
+    assert_ends(tiny, head_drafter(medusa_head(tiny, ids=SOME), tiny))
 
 
 def assert_fresh(session, state):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import slow
 from decoding import PROMPTS, decode, drafters, make_session, mixed, replay
-from heads import eagle_drafter, medusa_head
+from heads import eagle_drafter, medusa_head, mtp_drafter
 
 from specjax.cache import KVCache, Window
 from specjax.decoding import loop
@@ -23,6 +23,7 @@ NAMES = (
     "random_distribution",
     "turns_model",
     "eagle3",
+    "mtp",
     "medusa",
     "simulated",
     # The rows of these are parts of others.
@@ -35,6 +36,8 @@ NAMES = (
 def drafter_of(name, tiny, unrelated, similar):
     if name == "eagle3":
         return eagle_drafter(tiny, spread=0.3)
+    if name == "mtp":
+        return mtp_drafter(tiny, num_modules=2, spread=0.3)
     if name == "medusa":
         return head_drafter(medusa_head(tiny), tiny)
     if name == "ngram+eagle3":

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from conftest import slow, tiny_config
 from decoding import PROMPTS, decode, greedy, make_session, mixed
+from heads import eagle_drafter, with_modules
 
 from specjax.decoding import loop
 from specjax.decoding.executor import compile_session
@@ -155,6 +156,26 @@ def test_the_other_drafters_run_on_a_mesh(name, eight, alone):
         num_speculative_tokens=3,
     )
     assert result.token_ids == alone["ngram, greedy"].token_ids
+
+
+@pytest.mark.parametrize(("name", "model"), [("mtp", 2), *slow(("mtp", 8), ("eagle3", 2))])
+def test_a_heads_cache_is_split_as_the_targets(name, model, eight, alone):
+    """Weights of the target's own modules as well; a head that was loaded is whole."""
+    target = with_modules(eight, 2) if name == "mtp" else eight
+    split = place_model(target, mesh_of(8 // model, model))
+    if name == "mtp":
+        up = split.mtp.params["modules"]["1"]["layer"]["mlp"]["up"]["kernel"]
+        assert up.addressable_shards[0].data.shape == (24, 40 // model)
+        drafter = make_drafter("mtp", split)
+    else:
+        drafter = eagle_drafter(split)
+    options = dict(sampling=greedy(max_new_tokens=14), num_speculative_tokens=3)
+    result = decode(split, PROMPTS, drafter=drafter, **options)
+    assert result.token_ids == alone["ngram, greedy"].token_ids
+    state = start(make_session(split, PROMPTS, drafter=drafter, **options))
+    for cache in state.drafter[0].drafter.caches:
+        batch, heads = cache.k.addressable_shards[0].data.shape[1:3]
+        assert (batch, heads) == (model, 8 // model)
 
 
 @pytest.mark.parametrize("batch_size", [3, *slow(1, 5)])

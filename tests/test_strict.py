@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 from conftest import tiny_config
 from decoding import PROMPTS, changed, draft_model, greedy, make_session, mixed
+from heads import with_modules
 
 import specjax
 from specjax import sampling
-from specjax.cache import make_cache
+from specjax.cache import KVCache, make_cache
 from specjax.decoding import loop
 from specjax.decoding.executor import compile_session, run_session
 from specjax.decoding.plan import batch_arguments
 from specjax.decoding.sampling_params import SamplingParams
+from specjax.drafters import make_drafter
 from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.ngram import Ngram
 from specjax.loading.load import random_model
@@ -62,6 +64,7 @@ CASES = {
     "ngram": lambda model, draft: Ngram(prompt_lookup_min=1),
     "early_exit": lambda model, draft: EarlyExit(3),
     "draft_model": lambda model, draft: draft_model(draft),
+    "mtp": lambda model, draft: make_drafter("mtp", with_modules(model)),
 }
 
 
@@ -103,9 +106,11 @@ def test_a_round_works_in_place(name, models):
     state, program = lowered(session)
     compiled = program.compile()
     caches = [state.cache.k, state.cache.v]
-    if name == "draft_model":
-        cache = state.drafter[0].drafter.cache
-        caches += [cache.k, cache.v]
+    leaves = jax.tree.leaves(state.drafter, is_leaf=lambda node: isinstance(node, KVCache))
+    for cache in leaves:
+        if isinstance(cache, KVCache):
+            caches += [cache.k, cache.v]
+    assert len(caches) == {"draft_model": 4, "mtp": 4}.get(name, 2)
     cache_bytes = sum(cache.size * cache.dtype.itemsize for cache in caches)
     assert compiled.memory_analysis().alias_size_in_bytes >= cache_bytes
     kept = {cache.shape for cache in caches}

@@ -18,9 +18,8 @@ from decoding import (
     random_distribution,
     rounds,
 )
-from heads import eagle_drafter
 from test_drafters import context_of, silence
-from test_eagle import assert_fresh
+from test_pair_heads import assert_fresh, drafter_of
 
 import specjax
 from specjax import trees
@@ -194,9 +193,11 @@ def test_broken_variants_fail(broken, target):
     assert check.chi2 > 1.5 * check.threshold
 
 
-def test_a_head_follows_what_another_drafted(tiny):
-    drafter = take_turns(Ngram(prompt_lookup_min=1), eagle_drafter(tiny, spread=0.3))
-    assert drafter.drafter.features == eagle_drafter(tiny).drafter.features
+@pytest.mark.parametrize("form", ["eagle3", *slow("mtp_3")])
+def test_a_head_follows_what_another_drafted(form, tiny):
+    head = drafter_of(form, tiny, spread=0.3)
+    drafter = take_turns(Ngram(prompt_lookup_min=1), head)
+    assert drafter.drafter.features == head.drafter.features
     session = make_session(
         tiny,
         PROMPTS,

@@ -11,7 +11,7 @@ import jax
 import pytest
 from conftest import slow, tiny_config
 from decoding import PROMPTS, changed, greedy, random_distribution
-from heads import eagle_head, medusa_head
+from heads import eagle_head, medusa_head, with_modules
 
 import specjax
 from specjax import sampling
@@ -33,6 +33,7 @@ def makers():
         "early_exit": lambda target: make_drafter("early_exit", target, exit_layer=2),
         "draft_model": lambda target: make_drafter("draft_model", target, target),
         "eagle3": lambda target: head_drafter(eagle_head(target), target),
+        "mtp": lambda target: make_drafter("mtp", with_modules(target)),
         "medusa": lambda target: head_drafter(medusa_head(target), target),
         "simulated": lambda target: make_drafter("simulated", target, continuations=[[1, 2]]),
         "ngram+early_exit": lambda target: "ngram+early_exit",
@@ -66,7 +67,7 @@ def test_equal_calls_never_compile_again(name, tiny):
     # The others have no arrays of their own.
     [
         *("draft_model", "eagle3", "medusa", "simulated", "ngram+early_exit"),
-        *slow("none", "ngram", "early_exit"),
+        *slow("none", "ngram", "early_exit", "mtp"),
     ],
 )
 def test_nothing_keeps_the_arrays_of_a_model(name):

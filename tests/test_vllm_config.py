@@ -3,8 +3,9 @@
 import json
 
 import pytest
+from conftest import slow
 from decoding import PROMPTS
-from heads import eagle_head
+from heads import eagle_head, mtp_head, with_modules
 
 import specjax
 from specjax.drafters.vllm_config import from_vllm_speculative_config
@@ -77,11 +78,13 @@ def heads(tiny, tmp_path_factory):
         head = eagle_head(tiny, version=version)
         save_head(head, folder / method)
         write_foreign(head, folder / f"{method}_foreign", method, tiny)
+    save_head(mtp_head(tiny), folder / "mtp")
     return folder
 
 
 @pytest.mark.parametrize(
-    "name", ["draft_model", "eagle", "eagle_foreign", "eagle3", "eagle3_foreign"]
+    "name",
+    ["draft_model", "eagle", "eagle_foreign", "eagle3", "eagle3_foreign", *slow("mtp")],
 )
 def test_models_and_heads(name, tiny, plain, heads):
     method = name.removesuffix("_foreign")
@@ -96,6 +99,15 @@ def test_models_and_heads(name, tiny, plain, heads):
     assert specjax.from_vllm_speculative_config(config, tiny).drafter.drafter.sampled
 
 
+def test_modules_of_the_target(tiny):
+    """As in vLLM, mtp without a model, or with the target's name, drafts with its own modules."""
+    target, config = with_modules(tiny), {"method": "mtp", "num_speculative_tokens": 2}
+    for given in (config, {**config, "model": target.name}):
+        asked = specjax.from_vllm_speculative_config(given, target)
+        assert (asked.drafter.name, asked.num_speculative_tokens) == ("mtp", 2)
+        assert not asked.drafter.drafter.sampled
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -107,7 +119,8 @@ def test_models_and_heads(name, tiny, plain, heads):
         ({"quantization": "fp8"}, "quantization='fp8': is not supported; leave it out"),
         ({"enforce_eager": True}, "enforce_eager=True: is not supported"),
         ({"parallel_drafting": True}, "parallel_drafting=True"),
-        ({"method": "mtp"}, "method='mtp': is not supported; use ngram, draft_model"),
+        ({"method": "suffix"}, "method='suffix': is not supported; use ngram, draft_model"),
+        ({"method": "mtp"}, "drafter.name=mtp: random-0 has no MTP modules"),
         ({"method": "eagle4"}, "method='eagle4': is unknown; use"),
         ({"method": None}, "method=None: is needed; use"),
         ({"method": None, "model": "x"}, "method=None: is needed for a model"),

@@ -12,11 +12,11 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from specjax.drafters.base import DRAFT_TOKENS, OWN_DRAFTER, Drafter, LoadedDrafter
 from specjax.drafters.draft_model import DraftModel
-from specjax.drafters.eagle import EagleDrafter
 from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.medusa import MedusaDrafter
 from specjax.drafters.ngram import Ngram
 from specjax.drafters.none import NoDrafter
+from specjax.drafters.pairs import EagleDrafter, MtpDrafter
 from specjax.drafters.simulated import Simulated
 from specjax.drafters.turns import Turns, take_turns
 from specjax.errors import InputError, one_line, shown
@@ -34,11 +34,12 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "medusa": MedusaDrafter,
     "eagle": EagleDrafter,
     "eagle3": EagleDrafter,
+    "mtp": MtpDrafter,
     "simulated": Simulated,
 }
 _ALONE = {"none": "it drafts nothing", "simulated": "it is recorded for one run"}
 """Drafters that cannot be joined by name, and why."""
-TRAINED = ("draft_model", "medusa", "eagle", "eagle3")
+TRAINED = ("draft_model", "medusa", "eagle", "eagle3", "mtp")
 """Drafters that have weights of their own, and so a path; some come with specjax."""
 
 

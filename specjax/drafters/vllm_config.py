@@ -22,8 +22,8 @@ from specjax.loading.heads.find_head import holds_head
 from specjax.loading.heads.head import read_head
 from specjax.loading.model import Model
 
-METHODS = ("ngram", "draft_model", "medusa", "eagle", "eagle3")
-_OTHER_METHODS = ("mtp", "suffix", "dflash", "dspark", "ngram_gpu", "mlp_speculator")
+METHODS = ("ngram", "draft_model", "medusa", "eagle", "eagle3", "mtp")
+_OTHER_METHODS = ("suffix", "dflash", "dspark", "ngram_gpu", "mlp_speculator")
 _NGRAM_MODELS = ("ngram", "[ngram]")
 _RULES = {"standard": "rejection", "block": "block"}
 _SAMPLE_METHODS = ("greedy", "probabilistic")
@@ -86,7 +86,8 @@ def from_vllm_speculative_config(config: Mapping[str, Any] | str, target: Model)
     """The drafter and options of `generate` that a vLLM speculative config asks for.
 
     `config` is a dict or its JSON. Methods are `METHODS`; `model` is a directory that specjax wrote
-    or one in a layout of `loading.head_formats`, and for draft_model anything `load_model` takes.
+    or one in a layout of `loading.head_formats`, and for draft_model anything `load_model` takes;
+    for mtp it may be left out, or name the target, whose own modules then draft.
     As in vLLM, drafts are greedy unless `draft_sample_method` says otherwise. Raises InputError,
     by name, for keys and values that are unknown, unsupported or do not fit the method.
     """
@@ -194,6 +195,8 @@ def _with_model(given: dict[str, Any], method: str, sample: str, target: Model) 
         if key in given:
             raise _fail(given, key, f"{method} does not take it; leave it out")
     model = given.get("model")
+    if method == "mtp" and model in (None, target.name):
+        return make_drafter(method, target, draft_sample_method=sample)
     if not isinstance(model, str) or not model:
         raise _fail(given, "model", f"{method} needs a directory or a name")
     path = user_path("speculative_config.model", model)

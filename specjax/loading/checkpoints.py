@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +18,24 @@ from specjax.errors import InputError
 from specjax.fields import Flag, Instance
 from specjax.files.paths import output_folder, user_path
 from specjax.loading import model_metadata, orbax_checkpoint
-from specjax.loading.formats import build_parameters, parameter_names
-from specjax.loading.model import MODEL_KIND, Model
+from specjax.loading.formats import build_parameters
+from specjax.loading.model import MODEL_KIND, Model, array_table, split_arrays
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from specjax.models.config import DecoderConfig
+from specjax.models.heads.mtp import MtpConfig, MtpModules
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_MODEL_METADATA = {"config": dict, "dtype": str, "scan_layers": bool, "tokenizer": dict | None}
+_MODEL_METADATA = {
+    "config": dict,
+    "dtype": str,
+    "scan_layers": bool,
+    "tokenizer": dict | None,
+    "mtp": dict | None,
+}
 
 
 def save_checkpoint(model: Model, directory: str | Path, *, overwrite: bool = False) -> None:
-    """Write a model with its config and tokenizer, whole or not at all, for `load_model`.
+    """Write a model, its tokenizer and its MTP modules, whole or not at all, for `load_model`.
 
     Every process makes the call. Raises InputError where the directory holds a checkpoint already
     (unless `overwrite`) or anything else, or cannot be written; it is then unchanged.
@@ -36,14 +43,17 @@ def save_checkpoint(model: Model, directory: str | Path, *, overwrite: bool = Fa
     MODEL_KIND.check("model", model)
     path = _writable(directory, overwrite)
     dtype, scan_layers = np.dtype(model.dtype), model.form.scan_layers
-    _compare(path, orbax_checkpoint.shapes(model.params), _arrays(model.config, dtype, scan_layers))
+    modules = model.mtp and model.mtp.config
+    wanted = _arrays(model.config, modules, dtype, scan_layers)
+    _compare(path, orbax_checkpoint.shapes(model.arrays), wanted)
     metadata = {
         "config": model_metadata.config_metadata(model.config),
         "dtype": dtype.name,
         "scan_layers": scan_layers,
         "tokenizer": model.tokenizer and model_metadata.tokenizer_metadata(model.tokenizer),
+        "mtp": modules and model_metadata.head_metadata(modules),
     }
-    orbax_checkpoint.save(path, "model", model.params, metadata, overwrite)
+    orbax_checkpoint.save(path, "model", model.arrays, metadata, overwrite)
 
 
 def read_model(
@@ -52,29 +62,30 @@ def read_model(
     mesh: Mesh | None = None,
     shards: int = 1,
     scan_layers: bool = True,
-) -> tuple[DecoderConfig, Tokenizer | None, dict[str, Any]]:
-    """The parts of a saved model, each device reading its own part of each parameter.
+) -> tuple[DecoderConfig, Tokenizer | None, dict[str, Any], MtpModules | None]:
+    """The parts of a saved model, each device reading its own part of each array.
 
-    Every process makes the call. `scan_layers` says whether layers are stacked, however they
-    were saved. Raises InputError for a checkpoint that is damaged, not a model's, or does not fit
-    its config, and for a mesh that does not fit the model.
+    The last part are its MTP modules. Every process makes the call. `scan_layers` says whether
+    layers are stacked, however they were saved. Raises InputError for a checkpoint that is damaged,
+    not a model's, or does not fit its config, and for a mesh that does not fit the model.
     """
     path = user_path("directory", directory)
 
-    def look() -> tuple[orbax_checkpoint.Found, DecoderConfig, Tokenizer | None]:
-        found, config, tokenizer = _look_at_model(path)
+    def look() -> _Model:
+        found = _look_at_model(path)
         if mesh is not None:
-            build_parameters.check_shards(config, shards)
-        return found, config, tokenizer
+            build_parameters.check_shards(found.config, shards)
+        return found
 
-    found, config, tokenizer = processes.together(look)
+    found, config, tokenizer, modules = processes.together(look)
     orbax_checkpoint.verify(found)
     stacked = found.metadata["scan_layers"]
-    params = orbax_checkpoint.restore(found, _placed_arrays(config, dtype, mesh, shards, stacked))
+    placed = _placed_arrays(config, modules, dtype, mesh, shards, stacked)
+    params, mtp = split_arrays(orbax_checkpoint.restore(found, placed), modules)
     if stacked != scan_layers:
-        wanted = _placed_arrays(config, dtype, mesh, shards, scan_layers)
+        wanted = _placed_arrays(config, None, dtype, mesh, shards, scan_layers)
         params["layers"] = (_split if stacked else _stack)(params["layers"], wanted["layers"])
-    return config, tokenizer, params
+    return config, tokenizer, params, mtp
 
 
 def save_drafter(
@@ -111,10 +122,19 @@ def load_drafter(
     return orbax_checkpoint.restore(found, _all_placed(found.arrays, sharding)), found.metadata
 
 
-def _look_at_model(path: Path) -> tuple[orbax_checkpoint.Found, DecoderConfig, Tokenizer | None]:
-    """A checkpoint's index, config and tokenizer, checked against the arrays it lists."""
+class _Model(NamedTuple):
+    """A checkpoint's index, and what its metadata say."""
+
+    found: orbax_checkpoint.Found
+    config: DecoderConfig
+    tokenizer: Tokenizer | None
+    mtp: MtpConfig | None
+
+
+def _look_at_model(path: Path) -> _Model:
+    """A checkpoint's index, configs and tokenizer, checked against the arrays it lists."""
     found = orbax_checkpoint.look(path, "model")
-    metadata = model_metadata.check_fields("metadata", found.metadata, _MODEL_METADATA)
+    metadata = model_metadata.check_fields("metadata", found.metadata, _MODEL_METADATA, ("mtp",))
     config, tokenizer = model_metadata.read_config(metadata["config"]), None
     if metadata["tokenizer"] is not None:
         tokenizer = model_metadata.read_tokenizer(metadata["tokenizer"])
@@ -133,9 +153,26 @@ def _look_at_model(path: Path) -> tuple[orbax_checkpoint.Found, DecoderConfig, T
             f"{path}: the config asks for {config.num_layers} layers, which are not there; "
             "take parameters and config from one model"
         )
+    modules = metadata.get("mtp")
+    if (modules is None) != ("mtp" not in found.arrays):
+        announced = "holds arrays of" if modules is None else "lacks the arrays of"
+        listed = "do not announce" if modules is None else "announce"
+        raise InputError(
+            f"{path}: the checkpoint {announced} MTP modules, which its metadata {listed}; save "
+            "the model again"
+        )
+    if modules is not None:
+        modules = model_metadata.read_head_config("mtp", MtpConfig, modules)
+        # Each module has entries of its own, so that their number is bounded by what is there.
+        if modules.num_modules > len(jax.tree.leaves(found.arrays)):
+            raise InputError(
+                f"{path}: mtp: num_modules={modules.num_modules}, which are not there; save the "
+                "model again"
+            )
+        modules.check_target(config)
     stored = np.dtype(jnp.dtype(metadata["dtype"]))
-    _compare(path, found.arrays, _arrays(config, stored, metadata["scan_layers"]))
-    return found, config, tokenizer
+    _compare(path, found.arrays, _arrays(config, modules, stored, metadata["scan_layers"]))
+    return _Model(found, config, tokenizer, modules)
 
 
 def _writable(directory: str | Path, overwrite: bool) -> Path:
@@ -143,23 +180,30 @@ def _writable(directory: str | Path, overwrite: bool) -> Path:
     return output_folder("directory", directory)
 
 
-def _arrays(config: DecoderConfig, dtype: np.dtype, scan_layers: bool) -> dict[str, Any]:
-    """The parameters of a decoder as shapes."""
+def _arrays(
+    config: DecoderConfig, mtp: MtpConfig | None, dtype: np.dtype, scan_layers: bool
+) -> dict[str, Any]:
+    """The arrays of a model as shapes."""
     return jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, dtype),
-        parameter_names.param_shapes(config, scan_layers),
-        is_leaf=lambda node: isinstance(node, tuple),
+        lambda entry: jax.ShapeDtypeStruct(entry.shape, dtype),
+        array_table(config, mtp, scan_layers),
     )
 
 
 def _placed_arrays(
-    config: DecoderConfig, dtype: np.dtype, mesh: Mesh | None, shards: int, scan_layers: bool
+    config: DecoderConfig,
+    mtp: MtpConfig | None,
+    dtype: np.dtype,
+    mesh: Mesh | None,
+    shards: int,
+    scan_layers: bool,
 ) -> dict[str, Any]:
     """Likewise, each with its sharding."""
-    arrays = _arrays(config, dtype, scan_layers)
+    arrays = _arrays(config, mtp, dtype, scan_layers)
     if mesh is None:
         return _all_placed(arrays, _default_device())
-    shardings = build_parameters.parameter_shardings(config, mesh, shards, scan_layers)
+    table = array_table(config, mtp, scan_layers)
+    shardings = build_parameters.table_shardings(table, mesh, shards)
     return jax.tree.map(_placed, arrays, shardings)
 
 

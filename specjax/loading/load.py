@@ -29,7 +29,7 @@ from specjax.loading.formats import (
     parameter_names,
 )
 from specjax.loading.formats.gguf_file import open_gguf
-from specjax.loading.model import MODEL_KIND, Model
+from specjax.loading.model import MODEL_KIND, Model, array_table, split_arrays
 from specjax.loading.tokenizers import huggingface_tokenizer as files
 from specjax.loading.tokenizers.gguf_tokenizer import read_tokenizer
 from specjax.loading.tokenizers.tokenizer import Tokenizer
@@ -99,14 +99,14 @@ def place_model(model: Model, mesh: Mesh | None, *, replicated: bool = False) ->
     if (mesh, shards) == (model.mesh, model.shards):
         return model
     if mesh is None:
-        return replace(
-            model, params=jax.device_put(model.params, jax.devices()[0]), mesh=None, shards=1
-        )
-    build_parameters.check_shards(model.config, shards)
-    shardings = build_parameters.parameter_shardings(
-        model.config, mesh, shards, model.form.scan_layers
-    )
-    return replace(model, params=jax.device_put(model.params, shardings), mesh=mesh, shards=shards)
+        arrays = jax.device_put(model.arrays, jax.devices()[0])
+    else:
+        build_parameters.check_shards(model.config, shards)
+        table = array_table(model.config, model.mtp and model.mtp.config, model.form.scan_layers)
+        shardings = build_parameters.table_shardings(table, mesh, shards)
+        arrays = jax.device_put(model.arrays, shardings)
+    params, mtp = split_arrays(arrays, model.mtp and model.mtp.config)
+    return replace(model, params=params, mtp=mtp, mesh=mesh, shards=shards)
 
 
 def save_model(model: Model, directory: str | Path) -> None:
@@ -117,6 +117,11 @@ def save_model(model: Model, directory: str | Path) -> None:
     """
     MODEL_KIND.check("model", model)
     path = output_folder("directory", directory)
+    if model.mtp is not None:
+        raise InputError(
+            f"{path}: the model has MTP modules, for which this layout has no names; use "
+            "specjax.save_checkpoint, or dataclasses.replace(model, mtp=None) to leave them out"
+        )
     if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(model.params)):
         raise InputError(
             f"{path}: the model is spread over processes, and one cannot write it; "
@@ -199,8 +204,8 @@ def _load_gguf(name: str, path: Path, target: _Target) -> Model:
 
 def _load_checkpoint(name: str, path: Path, target: _Target) -> Model:
     with _naming(path):
-        config, tokenizer, params = checkpoints.read_model(path, *target.layout)
-    return target.model(name, config, params, tokenizer)
+        config, tokenizer, params, mtp = checkpoints.read_model(path, *target.layout)
+    return replace(target.model(name, config, params, tokenizer), mtp=mtp)
 
 
 def _load_directory(name: str, path: Path, target: _Target) -> Model:

@@ -12,7 +12,11 @@ from jax.sharding import Mesh
 from specjax.fields import Instance
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from specjax.models.config import DecoderConfig
-from specjax.models.decoder import DEFAULT_FORM, Decoder, Form
+from specjax.models.decoder import DEFAULT_FORM, Decoder, Form, parameter_table
+from specjax.models.heads.mtp import MtpConfig, MtpModules
+
+_MTP = "mtp"
+"""The name of the modules among a model's arrays."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,7 +24,9 @@ class Model:
     """The result of `load_model`; `tokenizer` is None for models without one.
 
     `params` is a plain nested dict of arrays. On a `mesh` they are split over `shards` devices, or
-    whole on each of them (1). `form` says how its layers are laid out for the backend.
+    whole on each of them (1). `form` says how its layers are laid out for the backend. `mtp` are
+    its own modules for multi-token prediction, if it has any. Raises InputError for modules of
+    another model.
     """
 
     name: str
@@ -31,6 +37,11 @@ class Model:
     mesh: Mesh | None = None
     shards: int = 1
     form: Form = DEFAULT_FORM
+    mtp: MtpModules | None = None
+
+    def __post_init__(self) -> None:
+        if self.mtp is not None:
+            self.mtp.config.check_target(self.config)
 
     @property
     def architecture(self) -> Decoder:
@@ -39,8 +50,29 @@ class Model:
 
     @property
     def num_params(self) -> int:
-        """Number of parameters, a tied head counted once."""
-        return sum(leaf.size for leaf in jax.tree.leaves(self.params))
+        """Number of parameters, those of MTP modules among them, a tied head counted once."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.arrays))
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """All of its arrays: `params`, and under "mtp" those of its modules."""
+        return self.params if self.mtp is None else {**self.params, _MTP: self.mtp.params}
+
+
+def array_table(config: DecoderConfig, mtp: MtpConfig | None, scan_layers: bool) -> dict[str, Any]:
+    """Every entry of `Model.arrays` as a nested dict of `Parameter`."""
+    table = parameter_table(config, scan_layers)
+    return table if mtp is None else {**table, _MTP: mtp.parameter_table()}
+
+
+def split_arrays(
+    arrays: dict[str, Any], mtp: MtpConfig | None
+) -> tuple[dict[str, Any], MtpModules | None]:
+    """A model's `params` and `mtp`, from its `arrays` and the config of its modules."""
+    if mtp is None:
+        return arrays, None
+    params = {name: part for name, part in arrays.items() if name != _MTP}
+    return params, MtpModules(mtp, arrays[_MTP])
 
 
 MODEL_KIND = Instance(Model, "use a model, as specjax.load_model gives it")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Collection, Mapping
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tokenizers
 
@@ -14,6 +14,7 @@ from specjax.loading.tokenizers import chat_templates
 from specjax.loading.tokenizers.tokenizer import Tokenizer, refused
 from specjax.models.config import DecoderConfig, RopeScaling
 
+T = TypeVar("T")
 _LARGEST, _LARGEST_INT = 1e30, 2**31 - 1
 _TOKENIZER = {
     "backend": str,
@@ -38,6 +39,25 @@ def read_config(metadata: dict[str, Any]) -> DecoderConfig:
         factors = tuple(scaling.get("factors", ()))
         fields = {**fields, "rope_scaling": RopeScaling(**{**scaling, "factors": factors})}
     return DecoderConfig(**fields)
+
+
+def head_metadata(config: Any) -> dict[str, Any]:
+    """What `read_head_config` reads, of the config of a trained head."""
+    metadata = {entry.name: getattr(config, entry.name) for entry in dataclasses.fields(config)}
+    return {
+        name: config_metadata(value) if isinstance(value, DecoderConfig) else value
+        for name, value in metadata.items()
+    }
+
+
+def read_head_config(where: str, kind: type[T], metadata: dict[str, Any]) -> T:
+    """The config of a trained head; raises InputError as `read_config` does."""
+    fields = dict(dataclass_fields(where, metadata, kind))
+    if "decoder" in get_type_hints(kind):
+        fields["decoder"] = read_config(fields["decoder"])
+    if "taps" in fields:
+        fields["taps"] = tuple(fields["taps"])
+    return kind(**fields)
 
 
 def tokenizer_metadata(tokenizer: Tokenizer) -> dict[str, Any]:

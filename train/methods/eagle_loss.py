@@ -132,7 +132,7 @@ def unroll(
     # Where there is no label, row 0: what sees nothing is not a number, nor is its gradient.
     rows = jnp.maximum(labels - 2, 0)
     fused = head.fuse(params, taps)
-    residual, attended = head.inputs(params, jnp.roll(tokens, -1, axis=1), fused)
+    residual, attended = head.inputs(params, jnp.roll(tokens, -1, axis=1), fused, batch.positions)
     # Its queries are made again below, for fewer rows; XLA drops those that are not read.
     _, keys, values = head.heads(params, attended, batch.positions)
     keys, values = keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3)
@@ -147,7 +147,9 @@ def unroll(
     for step in range(steps):
         if step:
             token = at_rows(tokens, jnp.minimum(labels - 1 + step, tokens.shape[1] - 1))
-            residual, attended = head.inputs(params, token, head.next_hidden(params, output))
+            residual, attended = head.inputs(
+                params, token, head.next_hidden(params, output), positions + step
+            )
         query, key, value = head.heads(params, attended, positions + step)
         mixed = attend_in_blocks(query, keys, values, seen)
         if step:

@@ -26,16 +26,18 @@ Fill = Callable[[parameter_names.Location, np.ndarray], None]
 _THREADS = 2
 
 
+def can_split(config: DecoderConfig, shards: int) -> bool:
+    """Whether a decoder's heads and MLP can be split over that many devices."""
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    grouped = kv_heads % shards == 0 or shards % kv_heads == 0
+    return heads % shards == 0 and grouped and config.intermediate_size % shards == 0
+
+
 def check_shards(config: DecoderConfig, shards: int) -> None:
     """Raise InputError unless heads and MLP can be split over that many devices."""
-
-    def fits(count: int) -> bool:
-        heads, kv_heads = config.num_heads, config.num_kv_heads
-        grouped = kv_heads % count == 0 or count % kv_heads == 0
-        return heads % count == 0 and grouped and config.intermediate_size % count == 0
-
-    if not fits(shards):
-        good = [str(count) for count in range(1, config.num_heads + 1) if fits(count)]
+    if not can_split(config, shards):
+        counts = range(1, config.num_heads + 1)
+        good = [str(count) for count in counts if can_split(config, count)]
         raise InputError(
             f"mesh.model={shards}: {config.num_heads} heads, {config.num_kv_heads} key/value heads "
             f"and an MLP of {config.intermediate_size} cannot be split over {shards} devices; "
@@ -47,13 +49,18 @@ def parameter_shardings(
     config: DecoderConfig, mesh: Mesh, shards: int, scan_layers: bool = True
 ) -> dict[str, Any]:
     """Where each parameter is placed on a mesh: split over `model`, or whole on each device."""
+    return table_shardings(parameter_table(config, scan_layers), mesh, shards)
+
+
+def table_shardings(table: dict[str, Any], mesh: Mesh, shards: int) -> dict[str, Any]:
+    """Likewise for each entry of a nested dict of `Parameter`."""
 
     def sharded(entry: Any) -> NamedSharding:
         if shards == 1:
             return NamedSharding(mesh, PartitionSpec())
         return NamedSharding(mesh, sharding.partition(entry.axes, entry.shape, mesh))
 
-    return jax.tree.map(sharded, parameter_table(config, scan_layers))
+    return jax.tree.map(sharded, table)
 
 
 def build(

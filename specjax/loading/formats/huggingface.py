@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,11 @@ _READ_IF_THERE = (
     "chat_template.jinja",
 )
 """Files that change what a model says."""
+
+_OF_MTP = re.compile(
+    r"(model\.)?mtp(_layers)?\.|model\.layers\.\d+\.(enorm|hnorm|eh_proj|shared_head)\."
+)
+"""Names of tensors of DeepSeek's, GLM's, MiMo's, Qwen's and Step's MTP layers."""
 
 _FLOATS = ("F32", "F16", "BF16", "F64")
 PRODUCER = {"format": "pt", "producer": "specjax"}
@@ -143,6 +149,7 @@ def read_params(
     read += [name for name in _READ_IF_THERE if (directory / name).exists()]
     folder_marker.verify(directory, ("model",), any(map(is_ours, shards_found)), read)
     where, shapes = _read_headers(shards_found)
+    _check_mtp(directory, where)
     tied_copy = config.tie_word_embeddings and "lm_head.weight" in where
     locations = parameter_names.match(
         str(directory),
@@ -166,6 +173,16 @@ def read_params(
 
         return build_parameters.build(
             config, dtype, locations, fill, mesh, shards, scan_layers, threads=1
+        )
+
+
+def _check_mtp(directory: Path, names: Iterable[str]) -> None:
+    """Raise InputError where a checkpoint holds layers for multi-token prediction."""
+    found = [name for name in sorted(names) if _OF_MTP.match(name)]
+    if found:
+        raise InputError(
+            f"{directory}: {found[0]} belongs to an MTP layer ({len(found)} tensors in all), which "
+            "is not read from this layout; delete its tensors to use the model without"
         )
 
 

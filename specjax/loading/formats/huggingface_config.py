@@ -48,6 +48,13 @@ def read_config(directory: Path, vocab_size: int | None) -> DecoderConfig:
         if raw.get(field) not in (value, None):
             raise fail(field, f"the decoder supports only {shown(value)}")
 
+    if raw.get("num_nextn_predict_layers") not in (0, None):
+        raise fail(
+            "num_nextn_predict_layers",
+            "MTP layers are not read from this layout; delete them and the field to use the model "
+            "without them",
+        )
+
     def number(field: str, kinds: tuple[type, ...], default: Any = None) -> Any:
         value = raw.get(field)
         value = default if value is None else value

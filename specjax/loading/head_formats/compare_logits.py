@@ -17,6 +17,8 @@ from specjax.models.decoder import Decoder
 from specjax.models.heads.draft_decoder import DraftModelConfig, ReducedDecoder
 from specjax.models.heads.eagle import Eagle
 from specjax.models.heads.medusa import Medusa, MedusaConfig
+from specjax.models.heads.mtp import Mtp, MtpConfig
+from specjax.models.heads.pair_head import PairHead
 from specjax.models.masks import causal
 
 _TOKENS = 6
@@ -25,7 +27,8 @@ _TOKENS = 6
 def draft_logits(head: Head, target: Model, seed: int = 0) -> np.ndarray:
     """Float32 logits [n, Vd] of a head on random tokens and features.
 
-    An EAGLE head runs over a few pairs and then one step further on its own output.
+    Each module of a head of pairs runs over a few of them, and the last one then one step further
+    on its own output.
     """
     params = complete_parameters(head, target)
     rng = np.random.default_rng(seed)
@@ -41,10 +44,12 @@ def draft_logits(head: Head, target: Model, seed: int = 0) -> np.ndarray:
         tokens = rng.integers(0, head.config.decoder.vocab_size, (1, _TOKENS))
         every = _model_logits(model, params, jnp.asarray(tokens, jnp.int32))
     else:
-        eagle = Eagle(head.config, target.dtype)
+        functions = Mtp if isinstance(head.config, MtpConfig) else Eagle
+        pairs = functions(head.config, target.dtype)
         features = {tap: feature(head.config.target_hidden_size) for tap in head.config.taps}
-        tokens = rng.integers(0, head.config.decoder.vocab_size, (1, _TOKENS + 1))
-        every = _eagle_logits(eagle, params, features, jnp.asarray(tokens, jnp.int32))
+        count = _TOKENS + head.config.num_modules
+        tokens = rng.integers(0, head.config.decoder.vocab_size, (1, count))
+        every = _pair_logits(pairs, params, features, jnp.asarray(tokens, jnp.int32))
     return np.asarray(every)[0]
 
 
@@ -63,21 +68,31 @@ def _model_logits(model: ReducedDecoder, params: Any, tokens: jax.Array) -> jax.
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _eagle_logits(
-    eagle: Eagle, params: Any, features: dict[str, jax.Array], tokens: jax.Array
+def _pair_logits(
+    head: PairHead, params: Any, features: dict[str, jax.Array], tokens: jax.Array
 ) -> jax.Array:
-    cache, window = eagle.make_cache(1, _TOKENS), eagle.make_window(1, _TOKENS + 1)
     positions = jnp.arange(_TOKENS + 1)
     seen = causal(positions, _TOKENS + 1)
-    hidden = eagle.fuse(params, features)
-    output, window = eagle.extend(
-        params, tokens[:, :-1], hidden, positions[None, :-1], cache, window, 0, seen[:, :-1]
+    cache, hidden, every = head.make_cache(1, _TOKENS), head.fuse(params, features), []
+    for index in range(head.config.num_modules):
+        own, window = head.module(params, index), head.make_window(1, _TOKENS + 1)
+        read = tokens[:, index : index + _TOKENS]
+        output, window = head.extend(
+            own, read, hidden, positions[None, :-1], cache, window, 0, seen[:, :-1]
+        )
+        every.append(head.logits(own, output))
+        hidden = head.next_hidden(own, output)
+    further, _ = head.extend(
+        own,
+        tokens[:, -1:],
+        hidden[:, -1:],
+        positions[None, -1:],
+        cache,
+        window,
+        _TOKENS,
+        seen[:, -1:],
     )
-    hidden = eagle.next_hidden(params, output[:, -1:])
-    further, _ = eagle.extend(
-        params, tokens[:, -1:], hidden, positions[None, -1:], cache, window, _TOKENS, seen[:, -1:]
-    )
-    return jnp.concatenate([eagle.logits(params, output), eagle.logits(params, further)], axis=1)
+    return jnp.concatenate([*every, head.logits(own, further)], axis=1)
 
 
 def check_same(head: Head, again: Head, target: Model, where: str) -> None:

@@ -43,7 +43,12 @@ def open_head(kind: str, path: str | Path | None, target: Model) -> Head:
     Raises InputError where there is none, for another kind, and as the readers do.
     """
     if path is None:
-        return _shipped(kind, target)
+        if (head := shipped_head(kind, target)) is not None:
+            return head
+        raise InputError(
+            f"drafter.path is missing: no {kind} comes with specjax for {target.name}; give what "
+            "training exported, or a downloaded head"
+        )
     head = read_any_head(path, target, "drafter.path")
     if head.kind != kind:
         raise InputError(
@@ -74,7 +79,8 @@ def read_any_head(path: str | Path, target: Model, field: str) -> Head:
     return read_foreign(path, target)
 
 
-def _shipped(kind: str, target: Model) -> Head:
+def shipped_head(kind: str, target: Model) -> Head | None:
+    """The head of a kind that comes with specjax for a target, if any."""
     metadata = TargetMetadata.of(target)
     for name, kinds in shipped_heads().items():
         if kind not in kinds:
@@ -82,7 +88,4 @@ def _shipped(kind: str, target: Model) -> Head:
         head = read_head(SHIPPED / name / kind, target.mesh)
         if head.target.matches(metadata):
             return head
-    raise InputError(
-        f"drafter.path is missing: no {kind} comes with specjax for {target.name}; give what "
-        "training exported, or a downloaded head"
-    )
+    return None

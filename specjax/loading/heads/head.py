@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,27 +19,28 @@ from specjax.loading import checkpoints
 from specjax.loading.model import Model
 from specjax.loading.model_metadata import (
     check_fields,
-    config_metadata,
     dataclass_fields,
-    read_config,
+    head_metadata,
+    read_head_config,
 )
 from specjax.loading.tokenizers.tokenizer import Tokenizer
-from specjax.models.config import DecoderConfig
 from specjax.models.decoder import check_features
 from specjax.models.decoder import parameter_table as decoder_table
-from specjax.models.heads import eagle, medusa
+from specjax.models.heads import medusa
 from specjax.models.heads.draft_decoder import DraftModelConfig
 from specjax.models.heads.draft_vocabulary import check_draft_ids
 from specjax.models.heads.eagle import EagleConfig
 from specjax.models.heads.medusa import MedusaConfig
+from specjax.models.heads.mtp import MtpConfig
 from specjax.models.parameters import Parameter
 
-Config = DraftModelConfig | MedusaConfig | EagleConfig
+Config = DraftModelConfig | MedusaConfig | EagleConfig | MtpConfig
 _CONFIGS: dict[str, type] = {
     "draft_model": DraftModelConfig,
     "medusa": MedusaConfig,
     "eagle": EagleConfig,
     "eagle3": EagleConfig,
+    "mtp": MtpConfig,
 }
 KINDS = tuple(_CONFIGS)
 _METADATA = {"kind": str, "config": dict, "target": dict, "training": dict}
@@ -141,8 +142,8 @@ def parameter_shapes(config: Config) -> dict[str, Any]:
     """The shape of each parameter of a head, nested alike."""
     if isinstance(config, MedusaConfig):
         table = medusa.parameter_table(config)
-    elif isinstance(config, EagleConfig):
-        table = eagle.parameter_table(config)
+    elif isinstance(config, EagleConfig | MtpConfig):
+        table = config.parameter_table()
     else:
         whole = decoder_table(config.decoder)
         table = {name: whole[name] for name in ("layers", "final_norm")}
@@ -161,7 +162,7 @@ def save_head(head: Head, directory: str | Path, *, overwrite: bool = False) -> 
         params["draft_ids"] = np.asarray(head.draft_ids, np.int32)
     metadata = {
         "kind": head.kind,
-        "config": _config_metadata(head.config),
+        "config": head_metadata(head.config),
         "target": dataclasses.asdict(head.target),
         "training": head.training,
     }
@@ -178,7 +179,7 @@ def read_head(directory: str | Path, mesh: Mesh | None = None) -> Head:
         metadata = check_fields("head", metadata, _METADATA)
         if metadata["kind"] not in _CONFIGS:
             raise InputError(f"kind={metadata['kind']!r:.40} is unknown; use {', '.join(KINDS)}")
-        config = _read_config(_CONFIGS[metadata["kind"]], metadata["config"])
+        config = read_head_config("config", _CONFIGS[metadata["kind"]], metadata["config"])
         target = TargetMetadata(**dataclass_fields("target", metadata["target"], TargetMetadata))
         ids = params.pop("draft_ids", None)
         ids = None if ids is None else np.asarray(ids)
@@ -190,28 +191,11 @@ def read_head(directory: str | Path, mesh: Mesh | None = None) -> Head:
 def check_head(head: Head, target: Model, where: str = "drafter.path") -> None:
     """Raise InputError unless a head was made for such a target: its shape and its tokenizer."""
     head.target.check(where, target)
-    if isinstance(head.config, EagleConfig):
+    if isinstance(head.config, EagleConfig | MtpConfig):
         try:
             check_features(head.config.taps, target.config.num_layers)
         except InputError as error:
             raise InputError(f"{where}: taps: {error}") from None
-
-
-def _config_metadata(config: Config) -> dict[str, Any]:
-    metadata = {entry.name: getattr(config, entry.name) for entry in dataclasses.fields(config)}
-    return {
-        name: config_metadata(value) if isinstance(value, DecoderConfig) else value
-        for name, value in metadata.items()
-    }
-
-
-def _read_config(kind: type, metadata: dict[str, Any]) -> Config:
-    fields = dict(dataclass_fields("config", metadata, kind))
-    if "decoder" in get_type_hints(kind):
-        fields["decoder"] = read_config(fields["decoder"])
-    if "taps" in fields:
-        fields["taps"] = tuple(fields["taps"])
-    return kind(**fields)
 
 
 def _compare(params: Mapping[str, Any], shapes: Mapping[str, Any], prefix: str = "") -> None:

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.cache import KVCache, Window
-from specjax.errors import InputError
 from specjax.models.config import DecoderConfig
 from specjax.models.decoder import Decoder
+from specjax.models.heads.draft_vocabulary import check_draft_vocab_size
 from specjax.models.interface import Extension
 
 
@@ -23,11 +23,7 @@ class DraftModelConfig:
     draft_vocab_size: int
 
     def __post_init__(self) -> None:
-        if not 1 <= self.draft_vocab_size <= self.decoder.vocab_size:
-            raise InputError(
-                f"draft_vocab_size={self.draft_vocab_size}: must be in "
-                f"1..{self.decoder.vocab_size}, the target's vocabulary"
-            )
+        check_draft_vocab_size(self.draft_vocab_size, self.decoder.vocab_size)
 
 
 @dataclass(frozen=True)

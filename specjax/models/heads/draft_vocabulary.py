@@ -22,6 +22,14 @@ def expand(
     return whole.at[:, draft_ids].set(logits, unique_indices=True, indices_are_sorted=True)
 
 
+def check_draft_vocab_size(size: int, vocab_size: int) -> None:
+    """Raise InputError unless a draft vocabulary of that size is a part of the target's, or all."""
+    if not 1 <= size <= vocab_size:
+        raise InputError(
+            f"draft_vocab_size={size}: must be in 1..{vocab_size}, the target's vocabulary"
+        )
+
+
 def check_draft_ids(draft_ids: np.ndarray, vocab_size: int) -> None:
     """Raise InputError unless they are ascending token ids below `vocab_size`."""
     ids = np.asarray(draft_ids)

@@ -1,4 +1,4 @@
-"""EAGLE heads in the decoding loop: exact, and always at the state that a fresh prefill gives."""
+"""EAGLE heads and MTP modules in the loop: exact, and at the state that a fresh prefill gives."""
 
 import functools
 
@@ -9,6 +9,7 @@ import pytest
 from conftest import slow, tiny_config
 from decoding import (
     PROMPTS,
+    assert_ends,
     changed,
     decode,
     first_state,
@@ -18,7 +19,7 @@ from decoding import (
     observed,
     rounds,
 )
-from heads import eagle_drafter, eagle_head
+from heads import eagle_drafter, eagle_head, mtp_drafter
 from test_decoder import one_pass
 
 from specjax.decoding import loop
@@ -42,7 +43,15 @@ FORMS = {
         norm_output=True,
         own_embedding=True,
     ),
+    "mtp": dict(),
+    "mtp_2": dict(num_modules=2, vocabulary=40, concat="hidden_first", zero_first_embedding=True),
+    "mtp_3": dict(num_modules=3, hidden="pre_norm", recursion="raw"),
 }
+
+
+def drafter_of(form, target, **options):
+    make = mtp_drafter if form.startswith("mtp") else eagle_drafter
+    return make(target, **{**FORMS[form], **options})
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +61,17 @@ def plain(tiny):
 
 
 @pytest.mark.parametrize(
-    "form", ["eagle_bias_reduced", "eagle3", "eagle3_flags", *slow("eagle", "eagle3_reduced")]
+    "form",
+    [
+        *("eagle_bias_reduced", "eagle3", "eagle3_flags", "mtp_2"),
+        *slow("eagle", "eagle3_reduced", "mtp", "mtp_3"),
+    ],
 )
 def test_coupled_rows_are_those_of_plain_decoding(form, tiny, plain):
     got = decode(
         tiny,
         PROMPTS,
-        drafter=eagle_drafter(tiny, **FORMS[form]),
+        drafter=drafter_of(form, tiny),
         verify="coupled",
         sampling=mixed(max_new_tokens=NEW),
         num_speculative_tokens=3,
@@ -70,12 +83,15 @@ def test_coupled_rows_are_those_of_plain_decoding(form, tiny, plain):
     assert [row for row in range(8) if got.drafted[row, 0] == 0] == [0, 5]
 
 
-@pytest.mark.parametrize("length", [8, *slow(0, 1)])
-def test_draft_lengths(length, tiny, plain):
+@pytest.mark.parametrize(
+    ("form", "length"),
+    [("eagle3", 8), *slow(("eagle3", 0), ("eagle3", 1), ("mtp_3", 1), ("mtp_3", 2), ("mtp_3", 8))],
+)
+def test_draft_lengths(form, length, tiny, plain):
     got = decode(
         tiny,
         PROMPTS,
-        drafter=eagle_drafter(tiny),
+        drafter=drafter_of(form, tiny),
         verify="coupled",
         sampling=mixed(max_new_tokens=NEW),
         num_speculative_tokens=length,
@@ -84,10 +100,16 @@ def test_draft_lengths(length, tiny, plain):
     assert got.drafted.max() == length
 
 
-@pytest.mark.parametrize("rule", ["rejection", *slow("block")])
-def test_a_row_does_not_depend_on_its_neighbours(rule, tiny):
+@pytest.mark.parametrize(
+    ("form", "rule"),
+    [
+        ("eagle3_reduced", "rejection"),
+        *slow(("eagle3_reduced", "block"), ("mtp_3", "rejection"), ("mtp_2", "block")),
+    ],
+)
+def test_a_row_does_not_depend_on_its_neighbours(form, rule, tiny):
     options = dict(
-        drafter=eagle_drafter(tiny, vocabulary=40),
+        drafter=drafter_of(form, tiny),
         verify=rule,
         sampling=mixed(max_new_tokens=NEW),
         num_speculative_tokens=3,
@@ -115,19 +137,20 @@ def fresh(session, state, part):
 
 
 def assert_fresh(session, state, part=0):
-    """With what waits to be observed, cache and output are what the committed tokens give."""
+    """With what waits to be observed, caches and outputs are what the committed tokens give."""
     wanted, got = fresh(session, state, part), observed(session, state)[part]
-    np.testing.assert_array_equal(got.cache.length, jnp.maximum(state.length - 1, 0))
-    held = jnp.arange(got.cache.capacity)[None, :] < got.cache.length[:, None]
-    held = held[None, :, None, :, None]
-    for mine, theirs in ((got.cache.k, wanted.cache.k), (got.cache.v, wanted.cache.v)):
-        np.testing.assert_allclose(
-            jnp.where(held, mine, 0), jnp.where(held, theirs, 0), atol=3e-5, rtol=1e-4
-        )
+    for module, (mine, theirs) in enumerate(zip(got.caches, wanted.caches, strict=True)):
+        np.testing.assert_array_equal(mine.length, jnp.maximum(state.length - 1 - module, 0))
+        held = jnp.arange(mine.capacity)[None, :] < mine.length[:, None]
+        held = held[None, :, None, :, None]
+        for one, other in ((mine.k, theirs.k), (mine.v, theirs.v)):
+            np.testing.assert_allclose(
+                jnp.where(held, one, 0), jnp.where(held, other, 0), atol=3e-5, rtol=1e-4
+            )
     # A finished row's last output is not read any more.
     active = np.asarray(state.active)
     np.testing.assert_allclose(
-        np.asarray(got.output)[active], np.asarray(wanted.output)[active], atol=3e-5, rtol=1e-4
+        np.asarray(got.outputs)[active], np.asarray(wanted.outputs)[active], atol=3e-5, rtol=1e-4
     )
 
 
@@ -142,9 +165,9 @@ def session_of(tiny, drafter, rule="rejection"):
     )
 
 
-@pytest.mark.parametrize("form", ["eagle", "eagle3_flags"])
+@pytest.mark.parametrize("form", ["eagle", "eagle3_flags", "mtp_3", *slow("mtp", "mtp_2")])
 def test_the_state_equals_a_fresh_one_after_every_round(form, tiny):
-    session = session_of(tiny, eagle_drafter(tiny, **FORMS[form], spread=0.3))
+    session = session_of(tiny, drafter_of(form, tiny, spread=0.3))
     state = first_state(session)
     assert_fresh(session, state)
     for state in rounds(session, state):
@@ -177,36 +200,52 @@ def eight():
 
 @pytest.mark.usefixtures("fast_programs")
 @pytest.mark.parametrize(
-    ("version", "rule"),
+    ("form", "rule"),
     [
-        (3, "rejection"),
-        *slow((1, "rejection"), (1, "block"), (3, "block"), (3, "coupled")),
+        *(("eagle3", "rejection"), ("mtp_2", "rejection")),
+        *slow(*(("eagle", rule) for rule in ("rejection", "block"))),
+        *slow(*(("eagle3", rule) for rule in ("block", "coupled"))),
+        *slow(*(("mtp_2", rule) for rule in ("block", "coupled")), ("mtp", "rejection")),
     ],
 )
-def test_sampled_rows_have_the_targets_distribution(version, rule, eight):
-    drafter = eagle_drafter(eight, version=version, vocabulary=7, seed=1)
+def test_sampled_rows_have_the_targets_distribution(form, rule, eight):
+    drafter = drafter_of(form, eight, vocabulary=7, seed=1)
     check = check_drafter(drafter, eight, 20_000, verify=rule)
     assert check.passed, check
     assert check.acceptance_length > 1.2
 
 
 @pytest.mark.usefixtures("fast_programs")
-def test_a_distribution_that_was_not_drawn_from_is_found_out(eight):
+@pytest.mark.parametrize("form", ["eagle3", *slow("mtp_2")])
+def test_a_distribution_that_was_not_drawn_from_is_found_out(form, eight):
     """The broken variant returns its distributions one step late."""
 
     def late(real, params, state, context, noise):
         draft, state = real(params, state, context, noise)
         return draft.replace(logq=jnp.roll(draft.logq, 1, axis=1)), state
 
-    drafter = changed(eagle_drafter(eight, vocabulary=7, seed=1), propose=late)
+    drafter = changed(drafter_of(form, eight, vocabulary=7, seed=1), propose=late)
     assert not check_drafter(drafter, eight, 20_000).passed
 
 
-def test_greedy_rows_and_the_end_of_room(tiny):
+@pytest.mark.parametrize("form", ["eagle3", *slow("mtp_3")])
+def test_greedy_rows_and_the_end_of_room(form, tiny):
     requests = greedy(max_new_tokens=NEW)
     plain = decode(tiny, PROMPTS, sampling=requests, max_length=48)
-    got = decode(tiny, PROMPTS, drafter=eagle_drafter(tiny), sampling=requests, max_length=48)
+    got = decode(
+        tiny,
+        PROMPTS,
+        drafter=drafter_of(form, tiny),
+        sampling=requests,
+        max_length=48,
+        num_speculative_tokens=4,
+    )
     assert got.token_ids == plain.token_ids
+
+
+@pytest.mark.parametrize("form", slow("eagle3", "mtp", "mtp_3"))
+def test_the_end_of_room_and_of_sequence(form, tiny):
+    assert_ends(tiny, drafter_of(form, tiny))
 
 
 def test_options_are_checked(tiny):

@@ -1,0 +1,150 @@
+"""Multi-token prediction modules: decoder layers that predict tokens after the next one.
+
+DeepSeek-V3 (2412.19437, section 2.2) and its successors: module k (0-based) projects the normed
+embedding of x_{t+1+k} and the normed hidden state at t to one vector, runs one decoder layer over
+it, and predicts x_{t+k+2} by a norm of its own and the target's head. FastMTP (2509.18362) trains
+one module to be run on its own outputs. Checkpoints differ in the conventions of `MtpConfig`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from specjax.errors import InputError
+from specjax.fields import Whole, check_instance
+from specjax.models.config import DecoderConfig
+from specjax.models.decoder import parameter_table as decoder_table
+from specjax.models.heads.draft_vocabulary import check_draft_vocab_size
+from specjax.models.heads.pair_head import PairHead, kernel, norm
+from specjax.models.layers.decoder_layer import embed
+
+Concat = Literal["embedding_first", "hidden_first"]
+"""The order of the two inputs of the projection."""
+Hidden = Literal["final_norm", "pre_norm"]
+"""The target's feature that module 0 reads: after or before the target's final norm."""
+Recursion = Literal["normed", "raw"]
+"""Whether a module's output is read after or before the module's own final norm."""
+
+
+@dataclass(frozen=True)
+class MtpConfig:
+    """The shape of MTP modules, and the conventions in which checkpoints differ.
+
+    `decoder` describes the one layer of each of the D = `num_modules` modules, with the target's
+    width and vocabulary (V); `draft_vocab_size` (Vd) counts the logits. `concat`, `hidden` and
+    `recursion` are as their types say; with `zero_first_embedding` the embedding of the pair at
+    position 0 is zero. Raises InputError for values out of range.
+    """
+
+    decoder: DecoderConfig
+    draft_vocab_size: Annotated[int, Whole(1)]
+    num_modules: Annotated[int, Whole(1, 64)] = 1
+    concat: Concat = "embedding_first"
+    hidden: Hidden = "final_norm"
+    recursion: Recursion = "normed"
+    zero_first_embedding: bool = False
+
+    def __post_init__(self) -> None:
+        check_instance(self, "")
+        if self.decoder.num_layers != 1:
+            raise InputError(f"num_layers={self.decoder.num_layers}: an MTP module has one layer")
+        check_draft_vocab_size(self.draft_vocab_size, self.decoder.vocab_size)
+
+    @property
+    def taps(self) -> tuple[str, ...]:
+        """The target's feature that module 0 reads."""
+        return (self.hidden,)
+
+    @property
+    def target_hidden_size(self) -> int:
+        """The modules are as wide as the target."""
+        return self.decoder.hidden_size
+
+    def check_target(self, target: DecoderConfig) -> None:
+        """Raise InputError unless the modules are as wide as a model and draft all its tokens."""
+        for name, mine, theirs in (
+            ("hidden_size", self.decoder.hidden_size, target.hidden_size),
+            ("vocab_size", self.decoder.vocab_size, target.vocab_size),
+            ("draft_vocab_size", self.draft_vocab_size, target.vocab_size),
+        ):
+            if mine != theirs:
+                raise InputError(
+                    f"mtp: {name}={mine}, and the model has {theirs}; use modules that were "
+                    "trained with it"
+                )
+
+    def parameter_table(self) -> dict[str, Any]:
+        """Every parameter of the modules, "0", "1", ... under "modules"."""
+        width = self.decoder.hidden_size
+        module = {
+            "embedding_norm": norm(width),
+            "hidden_norm": norm(width),
+            "projection": kernel(2 * width, width, axes=(None, "embed")),
+            "layer": decoder_table(self.decoder, scan_layers=False)["layers"]["0"],
+            "final_norm": norm(width),
+        }
+        return {"modules": {str(index): module for index in range(self.num_modules)}}
+
+
+@dataclass(frozen=True, eq=False)
+class MtpModules:
+    """A model's own modules: `params` are the entries of `config.parameter_table`."""
+
+    config: MtpConfig
+    params: dict[str, Any] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Mtp(PairHead):
+    """MTP modules as plain functions of their parameters; hashable.
+
+    Under "shared" are the target's embedding and the columns of its head.
+    """
+
+    config: MtpConfig
+
+    def module(self, params: dict[str, Any], index: int) -> dict[str, Any]:
+        """The parameters of a module, "shared" among them."""
+        return {**params["modules"][str(index)], "shared": params["shared"]}
+
+    def fuse(
+        self, params: dict[str, Any], features: dict[str, Float[Array, "B T D"]]
+    ) -> Float[Array, "B T D"]:
+        """The target's feature, as it is: each module norms what it reads."""
+        del params
+        return features[self.config.hidden].astype(self.dtype)
+
+    def inputs(
+        self,
+        params: dict[str, Any],
+        tokens: Int[Array, "B T"],
+        hidden: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+        """The residual stream, and attention's input, for pairs of token and hidden state."""
+        embedded = embed(params["shared"], tokens, self.dtype)
+        if self.config.zero_first_embedding:
+            embedded = jnp.where((positions == 0)[:, :, None], 0, embedded)
+        both = [
+            self.block.norm(embedded, params["embedding_norm"]),
+            self.block.norm(hidden, params["hidden_norm"]),
+        ]
+        if self.config.concat == "hidden_first":
+            both.reverse()
+        joined = jnp.concatenate(both, axis=-1)
+        x = self.block.whole(self.block.project("btd,dn->btn", joined, params["projection"]))
+        return x, self.block.norm(x, params["layer"]["attention_norm"])
+
+    def next_hidden(
+        self, params: dict[str, Any], output: Float[Array, "B T D"]
+    ) -> Float[Array, "B T D"]:
+        """The hidden state that the next module or draft step reads: the output, normed or not."""
+        return self.readout(params, output) if self.config.recursion == "normed" else output
+
+    def logit_kernel(self, params: dict[str, Any]) -> Float[Array, "D Vd"]:
+        """The target's columns for the draft vocabulary."""
+        return params["shared"]["draft_head"]["kernel"]

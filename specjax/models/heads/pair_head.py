@@ -1,0 +1,189 @@
+"""Draft heads that read pairs of a token and a hidden state: what EAGLE and MTP modules share.
+
+A head has D modules of one decoder layer each. The pair of module k (0-based) at position t is
+x_{t+1+k} and a hidden state: the target's feature f_t for module 0, the output of module k - 1 at t
+for the others. Its output predicts x_{t+k+2}. Pairs at further positions, with the last module's
+own outputs as hidden states, predict further tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from specjax.cache import KVCache, Window
+from specjax.models.config import DecoderConfig
+from specjax.models.decoder import Decoder, write_window
+from specjax.models.layers.attention import Partial, attend, attend_cache, cached_blocks
+from specjax.models.layers.decoder_layer import Block, Rotation, merge_heads, rotate_by
+from specjax.models.parameters import Parameter, ParameterTable
+
+
+@runtime_checkable
+class PairConfig(Protocol):
+    """What a head's config says: `decoder` describes the one layer of each module."""
+
+    @property
+    def decoder(self) -> DecoderConfig:
+        """The layer, with the target's vocabulary (V)."""
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """The number of logits (Vd)."""
+
+    @property
+    def taps(self) -> tuple[str, ...]:
+        """The target's features that module 0 reads, by name."""
+
+    @property
+    def target_hidden_size(self) -> int:
+        """The width of those features (Dt)."""
+
+    @property
+    def num_modules(self) -> int:
+        """The number of modules (D)."""
+
+    def parameter_table(self) -> dict[str, Any]:
+        """Every parameter of the head, laid out as in `decoder.parameter_table`."""
+
+
+@dataclass(frozen=True)
+class PairHead:
+    """A head as plain functions of its parameters; hashable.
+
+    `params` are the head's own, and under "shared" the target's arrays (`share`). The functions
+    from `inputs` to `extend` take those of one module (`module`). `shards` is the number of devices
+    that keys and values are split over, as in `Decoder`; `multiply` is the dtype to which products
+    round their operands, where that is not `dtype`.
+    """
+
+    config: PairConfig
+    dtype: jnp.dtype
+    multiply: jnp.dtype | None = None
+    shards: int = 1
+
+    @property
+    def block(self) -> Block:
+        """The arithmetic of its layers."""
+        return Block(self.config.decoder, self.dtype, self.shards, self.multiply)
+
+    def init(self, key: Key[Array, ""]) -> dict[str, Any]:
+        """Random parameters, boxed with the logical names of their axes."""
+        return ParameterTable(self.config.parameter_table(), self.dtype).init(key)["params"]
+
+    def make_cache(self, batch: int, capacity: int) -> KVCache:
+        """An empty cache of one module [1, B, G, S, C]."""
+        return self._decoder.make_cache(batch, capacity)
+
+    def make_window(self, batch: int, slots: int) -> Window:
+        """An empty window of one module [1, B, G, W, C]."""
+        return self._decoder.make_window(batch, slots)
+
+    def module(self, params: dict[str, Any], index: int) -> dict[str, Any]:
+        """The parameters of a module, "shared" among them."""
+        raise NotImplementedError
+
+    def fuse(
+        self, params: dict[str, Any], features: dict[str, Float[Array, "B T Dt"]]
+    ) -> Float[Array, "B T D"]:
+        """The hidden states of module 0, from the target's features of `config.taps`."""
+        raise NotImplementedError
+
+    def inputs(
+        self,
+        params: dict[str, Any],
+        tokens: Int[Array, "B T"],
+        hidden: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T Din"]]:
+        """The residual stream, and attention's input, for pairs of token and hidden state."""
+        raise NotImplementedError
+
+    def heads(
+        self,
+        params: dict[str, Any],
+        attended: Float[Array, "B T Din"],
+        positions: Int[Array, "B T"],
+    ) -> tuple[Float[Array, "B G X C"], Float[Array, "B T G C"], Float[Array, "B T G C"]]:
+        """Queries, keys and values at those positions."""
+        rotation: Rotation = rotate_by(positions, self.config.decoder)
+        copies = self._decoder.cached_heads // self.config.decoder.num_kv_heads
+        return self.block.heads(attended, self._layer(params)["attention"], rotation, copies)
+
+    def finish(
+        self, params: dict[str, Any], residual: Float[Array, "B T D"], mixed: Partial
+    ) -> Float[Array, "B T D"]:
+        """The layer's output: attention's result added to the residual stream, then the MLP."""
+        layer = self._layer(params)
+        x = self.block.add_attention(residual, mixed, layer["attention"])
+        return self.block.add_mlp(x, layer)
+
+    def next_hidden(
+        self, params: dict[str, Any], output: Float[Array, "B T D"]
+    ) -> Float[Array, "B T D"]:
+        """The hidden state that the next module or draft step reads, from the layer's output."""
+        raise NotImplementedError
+
+    def logits(
+        self, params: dict[str, Any], output: Float[Array, "B T D"]
+    ) -> Float[Array, "B T Vd"]:
+        """Draft logits in float32 of the layer's outputs."""
+        states, kernel = self.readout(params, output), self.logit_kernel(params)
+        return self.block.project("btd,dv->btv", states, {"kernel": kernel}, jnp.float32)
+
+    def readout(
+        self, params: dict[str, Any], output: Float[Array, "B T D"]
+    ) -> Float[Array, "B T D"]:
+        """The layer's outputs after the final norm; `logit_kernel` turns them into logits."""
+        return self.block.norm(output, params["final_norm"])
+
+    def logit_kernel(self, params: dict[str, Any]) -> Float[Array, "D Vd"]:
+        """The output projection."""
+        raise NotImplementedError
+
+    def extend(
+        self,
+        params: dict[str, Any],
+        tokens: Int[Array, "B T"],
+        hidden: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        cache: KVCache,
+        window: Window,
+        start: Int[Array, ""] | int,
+        visible: Bool[Array, "#B T W"],
+    ) -> tuple[Float[Array, "B T D"], Window]:
+        """Outputs of a module for T pairs, and the window with them in slots start..start+T."""
+        residual, attended = self.inputs(params, tokens, hidden, positions)
+        query, key, value = self.heads(params, attended, positions)
+        window = Window(
+            write_window(window.k, key, 0, start), write_window(window.v, value, 0, start)
+        )
+        repeats = self.config.decoder.num_heads // self._decoder.cached_heads
+        seen = jnp.repeat(visible, repeats, axis=1)[:, None]
+        mixed = attend(query, window.k[0], window.v[0], seen)
+        mixed = attend_cache(query, cache, 0, mixed, cached_blocks(cache))
+        return self.finish(params, residual, mixed), window
+
+    @property
+    def _decoder(self) -> Decoder:
+        """A decoder of the one layer, which says how keys and values are held."""
+        return Decoder(self.config.decoder, self.dtype, self.shards)
+
+    def _layer(self, params: dict[str, Any]) -> dict[str, Any]:
+        return merge_heads(params["layer"], self.config.decoder)
+
+
+def kernel(*shape: int, axes: tuple[str | None, ...], bias: bool = False) -> dict[str, Parameter]:
+    """The entry of a linear layer in a parameter table; a bias has the axes after the first."""
+    entry = {"kernel": Parameter(shape, axes)}
+    if bias:
+        entry["bias"] = Parameter(shape[1:], axes[1:], "zeros")
+    return entry
+
+
+def norm(size: int) -> dict[str, Parameter]:
+    """The entry of an RMS norm in a parameter table."""
+    return {"scale": Parameter((size,), ("embed",), "ones")}
