@@ -29,8 +29,6 @@ from specjax.testing.drafters import (
     output_distribution,
 )
 
-# pytestmark = pytest.mark.usefixtures("fast_programs")
-
 VOCAB = 8
 # Each rule has a test of 200 000 rows; what drafts, or is broken, shows in fewer.
 FEWER = 40_000
@@ -79,6 +77,7 @@ def tables():
     return (Tabular(VOCAB), table), (Tabular(VOCAB), other)
 
 
+@pytest.mark.usefixtures("fast_programs")
 @pytest.mark.parametrize("rule", ["rejection", *slow("block")])
 def test_a_sampled_draft_model(rule, target, draft):
     assert 0.2 < distance(target, draft) < 0.6

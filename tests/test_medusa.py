@@ -132,7 +132,6 @@ def first_distribution_for_all(drafter):
     return changed(drafter, propose=propose)
 
 
-@pytest.mark.usefixtures("fast_programs")
 @pytest.mark.parametrize(
     ("rule", "broken"),
     [
