@@ -81,7 +81,7 @@ def decode(target, prompts, **options):
 
 
 def assert_ends(target, drafter):
-    """Rows end as in plain decoding: at the last position, and at a stop token anywhere in a path."""
+    """Rows end as in plain decoding: at the last position, and at a stop token in any slot."""
     rng = np.random.default_rng(1)
     lengths = (570, 590, 598, 599)
     prompts = [rng.integers(target.config.vocab_size, size=length).tolist() for length in lengths]

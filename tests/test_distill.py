@@ -274,7 +274,6 @@ def test_the_end_of_room_and_of_sequence(tiny, plain):
     assert "stop" in both[0].finish_reasons
 
 
-@pytest.mark.usefixtures("fast_programs")
 @pytest.mark.parametrize("rule", ["rejection", pytest.param("block", marks=pytest.mark.slow)])
 def test_the_distribution_is_the_targets(rule):
     """The chi-square test, after a prompt of one token, which the first round drafts from."""

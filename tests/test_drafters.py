@@ -278,8 +278,7 @@ def test_features_reach_the_drafter_at_the_right_positions(tiny):
     state = first_state(session)
     states = [state, *rounds(session, state)]
     for state in (states[0], states[1], states[-1]):
-        longest = int(state.length.max())
-        wanted = one_pass(tiny, np.asarray(state.tokens)[:, :longest], features=names).features
+        wanted = one_pass(tiny, np.asarray(state.tokens), features=names).features
         part = observed(session, state)[0]
         for name in names:
             for row in range(8):
@@ -303,7 +302,9 @@ def make_own(target, path=None, *, step=1):
 def test_drafters_by_name(tiny):
     for name in DRAFTERS:
         if name in TRAINED:
-            with pytest.raises(InputError, match=f"drafter.path is missing: no {name} comes with"):
+            with pytest.raises(
+                InputError, match=f"no {name} comes with|no MTP modules, and none come with"
+            ):
                 specjax.make_drafter(name, tiny)
         elif name != "simulated":
             assert specjax.make_drafter(name, tiny).name == name

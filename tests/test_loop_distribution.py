@@ -29,8 +29,6 @@ from specjax.testing.drafters import (
     output_distribution,
 )
 
-pytestmark = pytest.mark.usefixtures("fast_programs")
-
 VOCAB = 8
 # Each rule has a test of 200 000 rows; what drafts, or is broken, shows in fewer.
 FEWER = 40_000
@@ -79,6 +77,7 @@ def tables():
     return (Tabular(VOCAB), table), (Tabular(VOCAB), other)
 
 
+@pytest.mark.usefixtures("fast_programs")
 @pytest.mark.parametrize("rule", ["rejection", *slow("block")])
 def test_a_sampled_draft_model(rule, target, draft):
     assert 0.2 < distance(target, draft) < 0.6
@@ -124,13 +123,12 @@ EXACT = {
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
-        ("plain", "rejection"),
         ("sampled", "rejection"),
         ("sampled", "block"),
         ("greedy_nodes", "rejection"),
-        ("greedy_nodes", "block"),
         ("p_min", "block"),
         ("auto", "rejection"),
+        *slow(("plain", "rejection"), ("greedy_nodes", "block")),
     ],
 )
 def test_tables(name, rule, tables):

@@ -198,7 +198,6 @@ def eight():
     return random_model(tiny_config(vocab_size=8, num_layers=2, **shape), 0, dtype="float32")
 
 
-@pytest.mark.usefixtures("fast_programs")
 @pytest.mark.parametrize(
     ("form", "rule"),
     [
@@ -215,7 +214,6 @@ def test_sampled_rows_have_the_targets_distribution(form, rule, eight):
     assert check.acceptance_length > 1.2
 
 
-@pytest.mark.usefixtures("fast_programs")
 @pytest.mark.parametrize("form", ["eagle3", *slow("mtp_2")])
 def test_a_distribution_that_was_not_drawn_from_is_found_out(form, eight):
     """The broken variant returns its distributions one step late."""

@@ -48,7 +48,6 @@ CELLS = {
 }
 
 
-@pytest.mark.usefixtures("fast_programs")
 @pytest.mark.parametrize("cell", CELLS)
 def test_sampled_rows(cell):
     drafter, target, rule = CELLS[cell]

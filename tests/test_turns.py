@@ -98,7 +98,6 @@ def test_three_take_turns():
     assert draft.tokens[:, 0].tolist() == [3, 9]
 
 
-@pytest.mark.usefixtures("fast_programs")
 @pytest.mark.parametrize("rule", ["rejection", *slow("block")])
 def test_the_distribution_is_the_targets(rule, target):
     check = check_drafter(take_turns(lookup(), model()), target, ROWS, verify=rule)
@@ -106,7 +105,6 @@ def test_the_distribution_is_the_targets(rule, target):
     assert check.acceptance_length > 1.3
 
 
-@pytest.mark.usefixtures("fast_programs")
 def test_two_that_draw_from_distributions(target):
     """Some rows stop before the first token, and the other's distributions come after."""
     first = random_distribution(target)
@@ -132,7 +130,6 @@ def draws_in_secret(table):
     return LoadedDrafter(DrawsInSecret(), table)
 
 
-@pytest.mark.usefixtures("fast_programs")
 def test_what_the_first_drew_in_secret_tells_nothing_of_the_second(target):
     table = jax.random.normal(jax.random.key(3), (VOCAB,))
     check = check_drafter(take_turns(draws_in_secret(table), model()), target, ROWS)
@@ -185,7 +182,6 @@ def chooses_by_what_was_drawn(first, second):
     return as_one(first, second, propose)
 
 
-@pytest.mark.usefixtures("fast_programs")
 @pytest.mark.parametrize("broken", [every_node_was_drawn, chooses_by_what_was_drawn, same_noise])
 def test_broken_variants_fail(broken, target):
     check = check_drafter(broken(lookup(), model()), target, ROWS)

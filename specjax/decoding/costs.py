@@ -64,7 +64,7 @@ def widths_seconds(
 
 
 def propose_seconds(session: Session) -> float:
-    """The time a full draft takes, on the session's first batch after its prompts."""
+    """`draft_seconds` on the session's first batch after its prompts."""
     plan = replace(session.plan, draft_length=replace(session.plan.draft_length, costs=()))
     arguments = batch_arguments(session, session.batches()[0])
     state = jax.jit(loop.start, static_argnums=0)(plan, session.params, *arguments)
@@ -72,12 +72,16 @@ def propose_seconds(session: Session) -> float:
 
 
 def draft_seconds(plan: loop.Plan, params: Any, state: loop.State) -> float:
-    """The time a full draft takes in a state; `params` are (target's, drafter's)."""
+    """The time to observe a token per row and to draft in full in a state.
+
+    `params` are (target's, drafter's).
+    """
 
     def once(turn: Int[Array, ""], tokens: Array, params: Any, state: loop.State) -> Array:
         # Each turn's draft depends on the one before, so that none is moved out of the loop.
         last = state.tokens.at[:, -1].set(tokens[:, -1])
-        again = state.replace(tokens=last, round=jnp.full_like(state.round, turn))
+        waiting = plan.drafter.commit(state.drafter, jnp.ones_like(state.length))
+        again = state.replace(tokens=last, round=jnp.full_like(state.round, turn), drafter=waiting)
         draft = loop.propose(plan, params, again)[0]
         return tokens.at[:, -1].add(draft.tokens.sum(axis=1) % 2)
 

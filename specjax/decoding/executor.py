@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from specjax import metrics
 from specjax.decoding import loop
 from specjax.decoding.plan import Session, batch_arguments
-from specjax.decoding.state import RUNNING, STOPPED, Plan, Rounds, State
+from specjax.decoding.state import RUNNING, STOPPED, Plan, Rounds
 from specjax.decoding.stop_strings import tokens_to_stop, truncate_rounds
 from specjax.distributed import device_memory
 from specjax.distributed.sharding import fetch, place_rows, use
@@ -119,12 +119,9 @@ def _check_drafters(plan: Plan, params: Any, arguments: Sequence[Any]) -> None:
     if all(type(part) in DRAFTERS.values() for part in plan.drafter.parts):
         return
 
-    def one_round(params: Any, *arguments: Any) -> State:
-        return loop.one_round(plan, params, loop.start(plan, params, *arguments))
-
     try:
         started = jax.eval_shape(functools.partial(loop.start, plan), params, *arguments)
-        after = jax.eval_shape(one_round, params, *arguments)
+        after = jax.eval_shape(functools.partial(loop.one_round, plan), params, started)
     except Exception as error:  # a drafter is the user's own code and may raise anything
         raise InputError(
             f"drafter {plan.drafter.name!r}: fails in a round ({type(error).__name__}: "

@@ -7,6 +7,7 @@ when no more of the target's features can be kept. A single drafter is a tuple o
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,7 +63,8 @@ class Turns:
     @property
     def features(self) -> tuple[str, ...]:
         """The target's features that any of them reads."""
-        return tuple(dict.fromkeys(name for part in self.parts for name in part.features))
+        drafting = [part for part in self.parts if part.num_speculative_tokens]
+        return tuple(dict.fromkeys(name for part in drafting for name in part.features))
 
     @property
     def sampled(self) -> bool:
@@ -112,6 +114,8 @@ class Turns:
         """Each drafter's state after a chunk of the prompts."""
         return tuple(
             before.replace(drafter=part.observe(own, before.drafter, context, accepted))
+            if part.num_speculative_tokens
+            else before
             for part, own, before in zip(self.parts, params, state, strict=True)
         )
 
@@ -119,7 +123,7 @@ class Turns:
         """The states after a round that committed `count` tokens, which wait to be observed."""
         return tuple(
             before.replace(unobserved=constrain(before.unobserved + count, "batch"))
-            if part.observes
+            if part.observes and part.num_speculative_tokens
             else before
             for part, before in zip(self.parts, state, strict=True)
         )
@@ -188,25 +192,32 @@ def _catch_up(
     part: Drafter, params: Any, state: PartState, context: Context, wanted: Bool[Array, ""]
 ) -> PartState:
     """The state with all observed if the drafter is wanted, else as much as could be lost soon."""
-    most = part.num_speculative_tokens + 1
+    narrow = part.num_speculative_tokens + 1
     needed = wanted
     if part.features:
         kept = next(iter(context.features.values())).shape[1]
         needed |= jnp.any(state.unobserved > kept - context.longest_commit)
 
-    def step(state: PartState) -> PartState:
+    def observed(state: PartState, width: int) -> PartState:
         first = context.length - 1 - state.unobserved
-        count = jnp.minimum(state.unobserved, most)
+        count = jnp.minimum(state.unobserved, width)
         accepted = Accepted(
-            context.tokens_from(first + 1, most),
+            context.tokens_from(first + 1, width),
             count,
-            {name: context.feature_from(name, first, most) for name in part.features},
+            {name: context.feature_from(name, first, width) for name in part.features},
         )
         after = context.replace(length=first + 1 + count)
         inner = part.observe(params, state.drafter, after, accepted)
         return PartState(inner, constrain(state.unobserved - count, "batch"))
 
-    return lax.while_loop(lambda state: needed & jnp.any(state.unobserved > 0), step, state)
+    # What a drafter missed while it slept is read in few wide passes; a round's tokens in one.
+    for width, left in ((_KEPT_ROUNDS * narrow, narrow), (narrow, 0)):
+        state = lax.while_loop(
+            lambda state, left=left: needed & jnp.any(state.unobserved > left),
+            functools.partial(observed, width=width),
+            state,
+        )
+    return state
 
 
 def joined(first: Draft, second: Draft, length: int) -> Draft:

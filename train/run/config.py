@@ -125,6 +125,7 @@ def set_size(config: ConfigDict, size: str) -> None:
         config.eval.every = 0
         config.eval.prompts = 1
         config.eval.new_tokens = 8
+        config.eval.temperatures = (0.0,)
     elif size == "quick":
         config.checkpoint_every = 50
         config.eval.every = 0
