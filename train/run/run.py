@@ -202,8 +202,8 @@ def _introduce(writer: MetricsWriter, setup: Setup, params: Any) -> None:
     least, lengths = setup.method.least_tokens, setup.feed.source.lengths
     if short := int((lengths < least).sum()):
         writer.say(
-            f"{short} of all {len(lengths)} conversations have fewer than {least} tokens, and so no "
-            "label for the last draft"
+            f"{short} of all {len(lengths)} conversations have fewer than {least} tokens: too few "
+            "for a label of the last draft"
         )
     epochs = settings.steps * settings.batch_size / rows
     writer.say(
