@@ -45,13 +45,11 @@ def assert_counts(got):
 
 DRAFTERS = [
     "ngram",
-    "unrelated",
     "similar",
-    "itself",
     "early_exit",
     "turns",
     "random_distribution",
-    *slow("similar_greedy", "early_exit_p_min", "shifting"),
+    *slow("unrelated", "itself", "similar_greedy", "early_exit_p_min", "shifting"),
 ]
 
 

@@ -63,8 +63,8 @@ def plain(tiny):
 @pytest.mark.parametrize(
     "form",
     [
-        *("eagle_bias_reduced", "eagle3", "eagle3_flags", "mtp_2"),
-        *slow("eagle", "eagle3_reduced", "mtp", "mtp_3"),
+        *("eagle_bias_reduced", "eagle3_flags", "mtp_2"),
+        *slow("eagle", "eagle3", "eagle3_reduced", "mtp", "mtp_3"),
     ],
 )
 def test_coupled_rows_are_those_of_plain_decoding(form, tiny, plain):
@@ -165,7 +165,7 @@ def session_of(tiny, drafter, rule="rejection"):
     )
 
 
-@pytest.mark.parametrize("form", ["eagle", "eagle3_flags", "mtp_3", *slow("mtp", "mtp_2")])
+@pytest.mark.parametrize("form", ["eagle3_flags", "mtp_3", *slow("eagle", "mtp", "mtp_2")])
 def test_the_state_equals_a_fresh_one_after_every_round(form, tiny):
     session = session_of(tiny, drafter_of(form, tiny, spread=0.3))
     state = first_state(session)
