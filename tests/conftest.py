@@ -28,10 +28,15 @@ XLA = {
     "xla_disable_hlo_passes": "while-loop-invariant-code-motion,simplify-while-loops",
 }
 SHIPPED = {"xla_disable_hlo_passes": ""}
+FAST = {"xla_backend_optimization_level": 1}
 if jaxlib.version.__version_info__ < (0, 11):
     # Later ones have no other emitters, and an unknown flag ends the process.
     XLA["xla_cpu_use_fusion_emitters"] = "false"
     SHIPPED["xla_cpu_use_fusion_emitters"] = True
+    # A worker has one core, and no use for code in many parts.
+    XLA["xla_cpu_parallel_codegen_split_count"] = 1
+    XLA["xla_llvm_disable_expensive_passes"] = "true"
+    FAST["xla_llvm_disable_expensive_passes"] = False
 
 
 def xla_flags(devices=8):
@@ -148,7 +153,7 @@ def compiled_with(**options):
 @pytest.fixture
 def fast_programs():
     """Programs take thrice as long to compile and a third to run: for many rows."""
-    with compiled_with(xla_backend_optimization_level=1):
+    with compiled_with(**FAST):
         yield
 
 
