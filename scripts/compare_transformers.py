@@ -60,7 +60,7 @@ def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     import specjax
     from specjax.cli.built_in_prompts import BUILT_IN
-    from specjax.decoding import executor, generate, open_session, plan, prompts
+    from specjax.decoding import executor, generate, plan, prompts
     from specjax.decoding.options import DecodeOptions
     from specjax.loading import load
 
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> None:
     sampling = specjax.SamplingParams(max_new_tokens=_NEW_TOKENS.value)
 
     def ours(drafter: str) -> plan.Session:
-        return open_session.open_session(
+        return plan.plan_session(
             model,
             ids,
             drafter=specjax.make_drafter(drafter, model),
@@ -137,11 +137,11 @@ def compare_prefill(model: Any, peer: Peer) -> None:
     import numpy as np
 
     import specjax
-    from specjax.decoding import executor, open_session
+    from specjax.decoding import executor, plan
 
     length = _PREFILL.value
     ids = np.random.default_rng(0).integers(100, 40000, length).tolist()
-    one = open_session.open_session(model, [ids], requests=specjax.SamplingParams(max_new_tokens=1))
+    one = plan.plan_session(model, [ids], requests=specjax.SamplingParams(max_new_tokens=1))
     programs = executor.compile_session(one)
     mine, theirs = [], []
     for turn in range(_RUNS.value + 1):

@@ -109,10 +109,10 @@ def compile_round(devices: list[Any]) -> Any:
 
     from specjax import sampling
     from specjax.decoding import executor
-    from specjax.decoding.draft_length import DraftLength
     from specjax.decoding.plan import widths
     from specjax.decoding.state import Plan, Rows
     from specjax.distributed import sharding
+    from specjax.draft_length.limits import DraftLength
     from specjax.drafters import Turns
     from specjax.drafters.base import Sampling
     from specjax.drafters.ngram import Ngram

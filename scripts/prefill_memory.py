@@ -13,7 +13,7 @@ import sys
 from absl import app, flags
 
 from specjax.decoding.executor import compile_session
-from specjax.decoding.open_session import open_session
+from specjax.decoding.plan import plan_session
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.drafters import make_drafter
 from specjax.loading.load import load_model
@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
     model = load_model("smollm2-135m-instruct", dtype="float32")
     plain = None
     for name in _DRAFTERS.value:
-        session = open_session(
+        session = plan_session(
             model,
             [[1] * _TOKENS.value] * _ROWS.value,
             drafter=make_drafter(name, model),

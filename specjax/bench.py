@@ -33,9 +33,8 @@ from specjax.cli.mesh_config import DistributedConfig, MeshConfig, open_mesh
 from specjax.decoding import costs, prompts
 from specjax.decoding.executor import Programs, compile_session, run_session
 from specjax.decoding.generate import Generation, collect
-from specjax.decoding.open_session import open_session
 from specjax.decoding.options import DecodeOptions
-from specjax.decoding.plan import Session
+from specjax.decoding.plan import Session, plan_session
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.distributed import processes, sharding
 from specjax.drafters import DRAFT_TOKENS, LoadedDrafter, make_drafter
@@ -153,8 +152,8 @@ def contest(
     """Decode the prompts plainly and with a drafter, in turn, and predict the ratio."""
     requests = SamplingParams(max_new_tokens=max_new_tokens)
     options = DecodeOptions(num_speculative_tokens=num_speculative_tokens, batch_size=batch_size)
-    plain = open_session(model, ids, options=options.without_drafts(), requests=requests)
-    drafted = open_session(model, ids, drafter=drafter, options=options, requests=requests)
+    plain = plan_session(model, ids, options=options.without_drafts(), requests=requests)
+    drafted = plan_session(model, ids, drafter=drafter, options=options, requests=requests)
     sessions = [(one, compile_session(one)) for one in (plain, drafted)]
     pairs = [tuple(_decode(*one) for one in sessions) for _ in range(runs + 1)][1:]
     ratios = [fast.tokens_per_second / slow.tokens_per_second for slow, fast in pairs]
@@ -303,7 +302,7 @@ def _contests(
 ) -> Iterator[Contest]:
     shared = {"max_new_tokens": config.max_new_tokens, "runs": config.runs}
     most = max((_full_batches(ids, fewest, batch) for batch in config.batch_sizes), key=len)
-    plain = open_session(
+    plain = plan_session(
         model,
         most,
         requests=SamplingParams(max_new_tokens=config.max_new_tokens),

@@ -85,7 +85,8 @@ class Draft:
 
     A row's node that is not `valid` was never proposed; `valid` is closed under ancestors, which
     the loop sees to. `logq_row` names the row of `logq` a node was drawn from, before any sibling
-    was removed; -1 says the node is deterministic (q is one-hot).
+    was removed; -1 says the node is deterministic (q is one-hot). `confidence` is how sure the
+    drafter was of a node before its token was drawn, from 0 to 1, where it says so.
     """
 
     tokens: Int[Array, "B N"]
@@ -93,12 +94,14 @@ class Draft:
     logq_row: Int[Array, "B N"]
     logq: Float[Array, "B Q V"] | None
     topology: Topology = struct.field(pytree_node=False)
+    confidence: Float[Array, "B N"] | None = None
 
 
 def chain(
     tokens: Int[Array, "B K"],
     num_valid: Int[Array, "B"],
     logq: Float[Array, "B K V"] | None = None,
+    confidence: Float[Array, "B K"] | None = None,
 ) -> Draft:
     """A draft without branches: row b proposes its first `num_valid[b]` tokens.
 
@@ -112,4 +115,5 @@ def chain(
         logq_row=jnp.full_like(step, -1) if logq is None else step,
         logq=logq,
         topology=chain_topology(length),
+        confidence=confidence,
     )

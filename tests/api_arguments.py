@@ -6,8 +6,8 @@ import numpy as np
 
 import specjax
 from specjax import testing
-from specjax.decoding.open_session import open_session
 from specjax.decoding.options import DecodeOptions
+from specjax.decoding.plan import plan_session
 from specjax.drafters import DRAFTERS, drafter_options
 from specjax.loading import checkpoints
 from specjax.loading.load import random_model
@@ -194,7 +194,7 @@ def numbers_refused():
     """Why NumPy's numbers are refused, which are numbers; None where they are not."""
     three = np.int64(3)
     try:
-        session = open_session(
+        session = plan_session(
             TARGET,
             [np.array([1, 2]), (np.uint8(1),)],
             drafter=specjax.make_drafter("ngram", TARGET, prompt_lookup_max=three),

@@ -11,9 +11,8 @@ from specjax import trees
 from specjax.decoding import loop
 from specjax.decoding.executor import compile_session, run_session
 from specjax.decoding.generate import collect
-from specjax.decoding.open_session import open_session
 from specjax.decoding.options import DecodeOptions
-from specjax.decoding.plan import batch_arguments
+from specjax.decoding.plan import batch_arguments, plan_session
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.state import RUNNING
 from specjax.drafters import Drafter, LoadedDrafter, make_drafter, take_turns, turns
@@ -56,16 +55,25 @@ def greedy(**fields):
 
 
 def make_session(
-    target, prompts, *, drafter=None, draft_length=None, sampling=None, seed=0, **options
+    target,
+    prompts,
+    *,
+    drafter=None,
+    draft_length=None,
+    sampling=None,
+    seed=0,
+    replay=None,
+    **options,
 ):
     requests = SamplingParams() if sampling is None else sampling
-    session = open_session(
+    session = plan_session(
         target,
         prompts,
         drafter=drafter,
         options=DecodeOptions(**options),
         requests=requests,
         seed=seed,
+        replay=replay,
     )
     if draft_length is None:
         return session

@@ -13,7 +13,7 @@ from specjax.cli import decode_run
 from specjax.cli.console import Screen
 from specjax.decoding import compare_outputs
 from specjax.decoding.generate import generate
-from specjax.decoding.open_session import open_session
+from specjax.decoding.plan import plan_session
 from specjax.loading.load import load_model, save_model
 from specjax.reporting import report_file
 
@@ -243,7 +243,7 @@ def test_half_precision_excuses_nothing(run, monkeypatch):
 
 
 def test_margin_is_that_of_the_two_best_logits(chatty):
-    session = open_session(chatty, [[5, 6, 7]], requests={"max_new_tokens": 4})
+    session = plan_session(chatty, [[5, 6, 7]], requests={"max_new_tokens": 4})
     plain = generate(chatty, [[5, 6, 7]], sampling={"max_new_tokens": 4, "ignore_eos": True})
     ours = [*plain.token_ids[0][:2], (plain.token_ids[0][2] + 1) % 90]
     found = compare_outputs.compare_row(session, 0, ours, plain.token_ids[0])

@@ -7,9 +7,8 @@ import pytest
 
 from specjax.decoding.executor import compile_session
 from specjax.decoding.generate import generate
-from specjax.decoding.open_session import open_session
 from specjax.decoding.options import DecodeOptions
-from specjax.decoding.plan import batch_arguments
+from specjax.decoding.plan import batch_arguments, plan_session
 from specjax.distributed import device_memory
 from specjax.drafters.ngram import Ngram
 from specjax.errors import InputError, shown
@@ -20,7 +19,7 @@ def test_buffers_follow_the_positions_and_not_the_wish(tiny):
     """`tiny` has 600 positions."""
     drafter = Ngram(prompt_lookup_max=64)
     wish = {"max_new_tokens": 10**9, "stop_token_ids": list(range(61))}
-    session = open_session(
+    session = plan_session(
         tiny,
         [[1, 2, 3]],
         drafter=drafter,
@@ -37,7 +36,7 @@ def test_buffers_follow_the_positions_and_not_the_wish(tiny):
 
 
 def test_drafts_are_no_longer_than_what_a_row_may_emit(tiny):
-    session = open_session(
+    session = plan_session(
         tiny,
         [[1, 2, 3]],
         drafter=Ngram(),
@@ -49,7 +48,7 @@ def test_drafts_are_no_longer_than_what_a_row_may_emit(tiny):
 
 
 def test_too_little_memory_is_said_before_the_first_token(tiny, monkeypatch):
-    session = open_session(tiny, [[1, 2, 3]], requests={"max_new_tokens": 77})
+    session = plan_session(tiny, [[1, 2, 3]], requests={"max_new_tokens": 77})
     monkeypatch.setattr(device_memory, "free_bytes", lambda: 1000)
     with pytest.raises(InputError, match=r"memory: .* GiB are free; lower batch_size, max_length"):
         compile_session(session)

@@ -16,7 +16,7 @@ from decoding import (
     rounds,
 )
 
-from specjax.decoding.draft_length import DraftLength
+from specjax.draft_length.limits import DraftLength
 from specjax.drafters.none import NoDrafter
 from specjax.models.prefill import prefill
 

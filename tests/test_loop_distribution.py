@@ -11,8 +11,9 @@ from decoding import Deciding, changed, draft_model
 
 from specjax import sampling
 from specjax.decoding import loop
-from specjax.decoding.draft_length import DraftLength
 from specjax.decoding.sampling_params import SamplingParams
+from specjax.draft_length.limits import DraftLength
+from specjax.draft_length.policy import Costs
 from specjax.drafters import take_turns
 from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.ngram import Ngram
@@ -111,12 +112,19 @@ def test_ngram(target):
     assert check.acceptance_length > 1.03
 
 
+STEEP = Costs(
+    passes=np.asarray([1.0, 1.02, 1.05], np.float32),
+    first=np.asarray([0.1], np.float32),
+    further=np.asarray([0.3], np.float32),
+)
+"""Of rounds of widths 1, 2 and 4: they make the third token pay in some rounds only."""
+
 EXACT = {
     "plain": (lambda draft: NoDrafter(), {}),
     "sampled": (draft_model, {}),
     "greedy_nodes": (functools.partial(draft_model, draft_sample_method="greedy"), {}),
     "p_min": (functools.partial(draft_model, draft_p_min=0.4), {}),
-    "auto": (draft_model, {"draft_length": DraftLength(3, costs=(1.0, 1.5, 2.0, 2.5))}),
+    "auto": (draft_model, {"draft_length": DraftLength(3, auto=True), "costs": STEEP}),
 }
 
 

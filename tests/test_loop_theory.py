@@ -10,9 +10,9 @@ from decoding import PROMPTS, decode, draft_model, drafters, make_session
 from test_loop_distribution import small_model
 
 from specjax import theory
-from specjax.decoding.draft_length import DraftLength
 from specjax.decoding.executor import expected_acceptance
 from specjax.decoding.sampling_params import SamplingParams
+from specjax.draft_length.limits import DraftLength
 from specjax.drafters import take_turns
 from specjax.sampling import RULES
 from specjax.testing import Tabular

@@ -16,7 +16,7 @@ from heads import eagle_head, medusa_head, with_modules
 import specjax
 from specjax import sampling
 from specjax.decoding import executor
-from specjax.decoding.draft_length import DraftLength
+from specjax.draft_length.limits import DraftLength
 from specjax.drafters import LoadedDrafter, Turns, head_drafter, make_drafter
 from specjax.drafters.ngram import Ngram
 from specjax.errors import InputError

@@ -18,9 +18,8 @@ from accelerator.synthetic import random_cache
 from specjax import metrics
 from specjax.cache import KVCache
 from specjax.decoding import costs, loop
-from specjax.decoding.open_session import open_session
 from specjax.decoding.options import DecodeOptions
-from specjax.decoding.plan import batch_arguments
+from specjax.decoding.plan import batch_arguments, plan_session
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.state import Rounds, State
 from specjax.drafters import LoadedDrafter, take_turns
@@ -41,7 +40,7 @@ class Loop:
         capacity = size.capacity(context)
         drafted = 0 if drafter.name == "none" else size.num_speculative_tokens
         # The prompt is one token: nothing is prefilled here.
-        session = open_session(
+        session = plan_session(
             model,
             [[0]] * batch,
             drafter=drafter,

@@ -20,15 +20,15 @@ from specjax.cli.decode_config import (
 )
 from specjax.decoding.compare_outputs import compare_row
 from specjax.decoding.executor import (
-    Programs,
     Snapshot,
     compile_session,
     expected_acceptance,
+    learn_costs,
     run_batch,
 )
 from specjax.decoding.generate import Follower, Generation, collect
-from specjax.decoding.open_session import open_session
-from specjax.decoding.plan import Session
+from specjax.decoding.learned import Learned
+from specjax.decoding.plan import Programs, Session, plan_session
 from specjax.decoding.state import RUNNING
 from specjax.drafters import LoadedDrafter
 from specjax.loading.model import Model
@@ -61,6 +61,7 @@ class _Side:
     name: str
     session: Session
     programs: Programs
+    learned: Learned | None
     results: list[Generation] = field(default_factory=list)
 
     def speed(self, snapshot: Snapshot) -> float:
@@ -90,17 +91,13 @@ def decode_batches(
     for turn in range(config.num_turns):
         seed, sampling = config.turn_seeds(turn)
         opened = functools.partial(
-            open_session,
+            plan_session,
             model,
             turn_prompts(config, model, turn, answers),
             requests=sampling,
             seed=seed,
         )
-        if config.options.num_speculative_tokens == "auto":
-            with screen.working("measuring passes of each width"):
-                session = opened(drafter=drafter, options=config.options)
-        else:
-            session = opened(drafter=drafter, options=config.options)
+        session = opened(drafter=drafter, options=config.options)
         plain = None
         if with_plain:
             alone = config.options.without_drafts()
@@ -172,8 +169,12 @@ def _prepare(name: str, session: Session, screen: Screen, clock: Clock) -> _Side
     with screen.working(f"compiling {'plain decoding' if name == 'plain' else name}"):
         programs = compile_session(session)
     clock.compile_s += time.perf_counter() - begin
-    next(run_batch(session, programs, session.batches()[0], 1))
-    return _Side(name, session, programs)
+    learned = None
+    if session.plan.draft_length.auto:
+        with screen.working("measuring rounds of each width"):
+            learned = learn_costs(session, programs)
+    next(run_batch(session, programs, session.batches()[0], 1, learned))
+    return _Side(name, session, programs, learned)
 
 
 def _decode(
@@ -188,7 +189,7 @@ def _decode(
     follower = Follower(side.session, index[0])
     marker = Marker(side.session.model.tokenizer)
     before = progress.done
-    for snapshot in run_batch(side.session, side.programs, index, ROUNDS_PER_STEP):
+    for snapshot in run_batch(side.session, side.programs, index, ROUNDS_PER_STEP, side.learned):
         if clock.first_token_s is None:
             clock.first_token_s = process_age()
         if live and (delta := follower.follow(snapshot, snapshot.kept_rounds(), 0)) is not None:

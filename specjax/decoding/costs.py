@@ -20,8 +20,6 @@ from jaxtyping import Array, Int
 
 from specjax.decoding import loop
 from specjax.decoding.plan import Session, batch_arguments
-from specjax.distributed import processes
-from specjax.distributed.sharding import use
 from specjax.models.interface import LanguageModel
 from specjax.sampling import argmax
 
@@ -65,7 +63,7 @@ def widths_seconds(
 
 def propose_seconds(session: Session) -> float:
     """`draft_seconds` on the session's first batch after its prompts."""
-    plan = replace(session.plan, draft_length=replace(session.plan.draft_length, costs=()))
+    plan = replace(session.plan, draft_length=replace(session.plan.draft_length, auto=False))
     arguments = batch_arguments(session, session.batches()[0])
     state = jax.jit(loop.start, static_argnums=0)(plan, session.params, *arguments)
     return draft_seconds(plan, session.params, state)
@@ -82,7 +80,7 @@ def draft_seconds(plan: loop.Plan, params: Any, state: loop.State) -> float:
         last = state.tokens.at[:, -1].set(tokens[:, -1])
         waiting = plan.drafter.commit(state.drafter, jnp.ones_like(state.length))
         again = state.replace(tokens=last, round=jnp.full_like(state.round, turn), drafter=waiting)
-        draft = loop.propose(plan, params, again)[0]
+        draft = loop.propose(plan, params, again).draft
         return tokens.at[:, -1].add(draft.tokens.sum(axis=1) % 2)
 
     return loop_seconds(once, state.tokens, params, state)
@@ -119,43 +117,6 @@ def matmul_flops(size: int, dtype: Any) -> float:
     )
     right = right * jnp.asarray(size**-0.5, dtype)
     return 2 * size**3 / loop_seconds(lambda _, product, by: product @ by, left, right)
-
-
-def round_costs(session: Session) -> tuple[float, ...]:
-    """What a round that drafts 0..K tokens costs, as `draft_length.DraftLength` takes it.
-
-    In units of a plain round, in steps of a twentieth: finer differences are noise, and would make
-    every session a program of its own. Measured once for a plan and a batch size.
-    """
-    committed = max(len(prompt) for prompt in session.prompts)
-    if (key := (session.plan, session.num_rows, session.mesh)) not in _MEASURED:
-        with use(session.mesh):
-            _MEASURED[key] = _measure_round(session, min(committed, session.plan.capacity))
-    return _MEASURED[key]
-
-
-_MEASURED: dict[tuple[loop.Plan, int, Any], tuple[float, ...]] = {}
-
-
-def _measure_round(session: Session, committed: int) -> tuple[float, ...]:
-    plan = session.plan
-    most = plan.draft_length.max_tokens
-    passes = widths_seconds(
-        plan.target,
-        session.params[0],
-        plan.widths,
-        batch=session.num_rows,
-        committed=committed,
-        capacity=plan.capacity,
-    )
-    draft = propose_seconds(session)
-    seconds = [
-        passes[min(width for width in plan.widths if width > length)]
-        + draft * max(length, 1) / most
-        for length in range(most + 1)
-    ]
-    steps = [max(1, round(20 * value / seconds[0])) / 20 for value in seconds]
-    return tuple(processes.from_first(steps))
 
 
 def loop_seconds(

@@ -15,7 +15,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from specjax import metrics
 from specjax.decoding import loop
-from specjax.decoding.plan import Session, batch_arguments
+from specjax.decoding.learned import ROUNDS_PER_LOOK, Learned
+from specjax.decoding.plan import Programs, Session, batch_arguments
 from specjax.decoding.state import RUNNING, STOPPED, Plan, Rounds
 from specjax.decoding.stop_strings import tokens_to_stop, truncate_rounds
 from specjax.distributed import device_memory
@@ -46,14 +47,6 @@ class Snapshot(NamedTuple):
     def kept_rounds(self) -> Rounds:
         """The counts without those of tokens after a stop string."""
         return truncate_rounds(self.rounds, self.kept)
-
-
-class Programs(NamedTuple):
-    """The two compiled functions of a plan, and what compiling them took."""
-
-    start: Any
-    run: Any
-    seconds: float
 
 
 def compile_session(session: Session) -> Programs:
@@ -140,34 +133,64 @@ def _check_drafters(plan: Plan, params: Any, arguments: Sequence[Any]) -> None:
 
 
 def run_session(
-    session: Session, rounds: int | None = None, programs: Programs | None = None
+    session: Session,
+    rounds: int | None = None,
+    programs: Programs | None = None,
+    learned: Learned | None = None,
 ) -> Iterator[Snapshot]:
     """Decode batch by batch; a snapshot after every `rounds` rounds, and one when a batch is done.
 
-    Without `rounds` a batch is one device call, unless a stop string has to be watched for.
+    Without `rounds` a batch is one device call, unless a stop string has to be watched for, or
+    draft lengths are decided by costs (`learn_costs`), which are looked at now and then.
     """
     programs = programs or compile_session(session)
+    learned = learned or learn_costs(session, programs)
     if rounds is None and any(request.stop for request in session.requests):
         rounds = 8
+    rounds = rounds or session.plan.max_rounds
     for index in session.batches():
-        yield from run_batch(session, programs, index, rounds or session.plan.max_rounds)
+        yield from run_batch(session, programs, index, rounds, learned)
+    if learned is not None:
+        learned.save()
+
+
+def learn_costs(session: Session, programs: Programs) -> Learned | None:
+    """What a session that decides draft lengths by costs knows of them; None for other sessions.
+
+    Measured now, unless an earlier process measured the same here.
+    """
+    if not session.plan.draft_length.auto:
+        return None
+    return Learned.of_session(session, programs)
 
 
 def run_batch(
-    session: Session, programs: Programs, index: list[int], rounds: int
+    session: Session,
+    programs: Programs,
+    index: list[int],
+    rounds: int,
+    learned: Learned | None = None,
 ) -> Iterator[Snapshot]:
     """Decode one of `session.batches()`: a snapshot after every `rounds` rounds, then the last."""
+    learned = learned or learn_costs(session, programs)
+    if learned is not None:
+        rounds = min(rounds, ROUNDS_PER_LOOK)
     arguments = jax.block_until_ready(batch_arguments(session, index))
     begin = time.perf_counter()
     state = jax.block_until_ready(programs.start(session.params, *arguments))
     prefill_s, decode_s = time.perf_counter() - begin, 0.0
+    if learned is not None:
+        state = learned.begin(state)
     kept = np.full(len(index), -1)
     finished = False
     while not finished:
         begin = time.perf_counter()
         state = programs.run(session.params, state, np.int32(rounds))
         status = np.array(fetch(state.status))
-        decode_s += time.perf_counter() - begin
+        step_s = time.perf_counter() - begin
+        decode_s += step_s
+        if learned is not None:
+            state = learned.after_step(state, step_s)
         shown = fetch(
             {
                 "tokens": state.tokens,
@@ -189,6 +212,8 @@ def run_batch(
         if stopped:
             state = state.replace(status=place_rows(status, session.mesh))
         finished = not (status == RUNNING).any()
+        if finished and learned is not None:
+            learned.end(state)
         real = slice(0, len(index))
         yield Snapshot(
             index=index,

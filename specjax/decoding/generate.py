@@ -11,15 +11,14 @@ from jax.sharding import Mesh
 
 from specjax import metrics, sampling
 from specjax.decoding.executor import Snapshot, compile_session, run_session
-from specjax.decoding.open_session import open_session
 from specjax.decoding.options import DecodeOptions
-from specjax.decoding.plan import Session
+from specjax.decoding.plan import Session, plan_session
 from specjax.decoding.prompts import Prompt
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.state import FULL, STOPPED, Rounds
 from specjax.decoding.stop_strings import final_length
 from specjax.drafters import Drafter, LoadedDrafter, make_drafter
-from specjax.fields import Function, Whole, optional
+from specjax.fields import Function, Instance, Whole, optional
 from specjax.loading.load import place_model
 from specjax.loading.model import Model
 from specjax.loading.tokenizers.tokenizer import StreamDecoder
@@ -34,7 +33,8 @@ class Generation:
 
     `token_ids` are the new tokens, the stop token included; `finish_reasons` are "stop" or
     "length"; `logprobs` are None where not asked for. `width`, `drafted`, `accepted` and `emitted`
-    are [B, R] counts per round, -1 where a row was finished already. `prefill_s` and `decode_s` are
+    are [B, R] counts per round, -1 where a row was finished already; `drafter` is the number of the
+    drafter whose turn it was, in the order of their names, -1 where none drafted. `prefill_s` and `decode_s` are
     seconds of the batch a row was in, and `batch` the batch's number; `compile_s` is outside of
     them.
     """
@@ -47,6 +47,7 @@ class Generation:
     drafted: np.ndarray = field(repr=False)
     accepted: np.ndarray = field(repr=False)
     emitted: np.ndarray = field(repr=False)
+    drafter: np.ndarray = field(repr=False)
     batch: list[int]
     prefill_s: list[float]
     decode_s: list[float]
@@ -103,14 +104,17 @@ def generate(
     seed: int = 0,
     batch_size: int | None = None,
     max_length: int | None = None,
+    replay: Generation | None = None,
     progress: Callable[[Snapshot], None] | None = None,
     mesh: Mesh | None = None,
 ) -> Generation:
     """Decode prompts with a drafter; the output has exactly the target's distribution.
 
     A prompt is raw text, a list of messages (through the chat template) or a list of token ids.
-    `num_speculative_tokens` is the longest draft (K; the drafter's own by default), or "auto": each
-    row then drafts what its acceptance so far and the measured time of each width make fastest.
+    `num_speculative_tokens` is the longest draft (K; the drafter's own by default), or "auto": up
+    to so many, as long as one more is worth what it is expected to cost, by measured times, the
+    drafter's confidence and acceptance so far (`draft_length.policy`). `replay` is an earlier
+    result for the same prompts: its draft lengths are used again, round by round.
     `num_speculative_tokens_per_batch_size` caps it by the number of unfinished rows, as (low, high,
     k). With either, a row of `rejection` or `block` may draw other tokens (of the same
     distribution) beside other neighbours or on another machine. `verify` is "rejection", "block",
@@ -122,6 +126,7 @@ def generate(
     InputError for bad input.
     """
     optional(Function("use a function of a Snapshot")).check("progress", progress)
+    optional(Instance(Generation, "use an earlier result")).check("replay", replay)
     options = DecodeOptions(
         num_speculative_tokens=num_speculative_tokens,
         num_speculative_tokens_per_batch_size=num_speculative_tokens_per_batch_size,
@@ -129,7 +134,7 @@ def generate(
         batch_size=batch_size,
         max_length=max_length,
     )
-    session = _open(target, prompts, drafter, options, sampling, seed, mesh)
+    session = _open(target, prompts, drafter, options, sampling, seed, mesh, replay)
     programs = compile_session(session)
     done = []
     for snapshot in run_session(session, None if progress is None else 16, programs):
@@ -176,6 +181,7 @@ def collect(session: Session, batches: Sequence[Snapshot], compile_s: float = 0.
         drafted=np.concatenate([count.drafted for count in counts]),
         accepted=np.concatenate([count.accepted for count in counts]),
         emitted=np.concatenate([count.emitted for count in counts]),
+        drafter=np.concatenate([count.drafter for count in counts]),
         compile_s=compile_s,
     )
 
@@ -188,6 +194,7 @@ def stream(
     drafter: LoadedDrafter | Drafter | str | None = None,
     sampling: Requests = SamplingParams(),  # noqa: B008 - frozen
     seed: int = 0,
+    replay: Generation | None = None,
     mesh: Mesh | None = None,
     **options: Any,
 ) -> Iterator[Delta]:
@@ -196,7 +203,9 @@ def stream(
     Takes what `generate` takes. Each delta also says which of its tokens were drafted.
     """
     rounds_per_step = Whole(1).check("rounds_per_step", rounds_per_step)
-    session = _open(target, prompts, drafter, DecodeOptions(**options), sampling, seed, mesh)
+    optional(Instance(Generation, "use an earlier result")).check("replay", replay)
+    decoding = DecodeOptions(**options)
+    session = _open(target, prompts, drafter, decoding, sampling, seed, mesh, replay)
     return stream_session(session, rounds_per_step)
 
 
@@ -208,12 +217,19 @@ def _open(
     requests: Requests,
     seed: int,
     mesh: Mesh | None,
+    replay: Generation | None = None,
 ) -> Session:
     target = target if mesh is None else place_model(target, mesh)
     if isinstance(drafter, str):
         drafter = make_drafter(drafter, target, num_speculative_tokens=options.fixed_draft_length)
-    return open_session(
-        target, prompts, drafter=drafter, options=options, requests=requests, seed=seed
+    return plan_session(
+        target,
+        prompts,
+        drafter=drafter,
+        options=options,
+        requests=requests,
+        seed=seed,
+        replay=None if replay is None else (replay.drafted, replay.drafter),
     )
 
 

@@ -17,13 +17,14 @@ from jaxtyping import Array, Int, Key
 
 from specjax import sampling
 from specjax.cache import KVCache, commit, put
-from specjax.decoding.draft_length import no_history, remember
 from specjax.decoding.state import FULL, RUNNING, STOPPED, Plan, Rounds, Rows, State
 from specjax.decoding.verify import VerifiedDraft, verify_draft
 from specjax.distributed.sharding import constrain_rows
+from specjax.draft_length import survival
+from specjax.draft_length.policy import Decisions, new_policy
 from specjax.drafters.base import Accepted, Context, Noise
+from specjax.drafters.turns import Proposal
 from specjax.models.prefill import prefill
-from specjax.trees import Draft
 
 _ROWS_FIRST = (
     "tokens",
@@ -112,8 +113,13 @@ def empty_state(
         },
         rows=rows,
         round=jnp.zeros(batch, jnp.int32),
-        rounds=Rounds(empty, empty, empty, empty),
-        history=no_history(batch),
+        rounds=Rounds(empty, empty, empty, empty, empty),
+        history=survival.no_history(batch) if plan.draft_length.auto else None,
+        policy=(
+            new_policy(len(drafter.parts), plan.draft_length.max_tokens, len(plan.widths))
+            if plan.draft_length.auto
+            else None
+        ),
         logprobs=jnp.zeros(tokens.shape, jnp.float32) if plan.logprobs else None,
         overlaps=(
             jnp.full((batch, plan.max_rounds, plan.widths[-1] - 1), jnp.nan)
@@ -166,7 +172,8 @@ def one_round(plan: Plan, params: Any, state: State) -> State:
     """Observe, propose, extend, verify, commit: e tokens are committed in each unfinished row."""
     target_params, _ = params
     keys = round_keys(plan, state)
-    draft, drafter_state = propose(plan, params, state)
+    proposal = propose(plan, params, state)
+    draft = proposal.draft
     drafted = draft.valid.sum(axis=1, dtype=jnp.int32)
 
     depths = jnp.where(draft.valid, draft.topology.depths[None, 1:], 0).max(axis=1, initial=0)
@@ -175,6 +182,8 @@ def one_round(plan: Plan, params: Any, state: State) -> State:
     slots = jnp.arange(1, draft.topology.width)[None, :]
     last = jnp.where(draft.valid, slots, 0).max(initial=0)
     branch = jnp.searchsorted(np.asarray(plan.widths), 1 + last)
+    if state.policy is not None:
+        branch = jnp.maximum(branch, state.policy.narrowest)
     branches = [
         functools.partial(verify_draft, plan, target_params, state, draft, drafted, keys, width)
         for width in plan.widths
@@ -189,6 +198,7 @@ def one_round(plan: Plan, params: Any, state: State) -> State:
         "drafted": drafted,
         "accepted": accepted,
         "emitted": count,
+        "drafter": proposal.drafter,
     }
     # A row's own next column; what a finished row would write is dropped.
     where = jnp.where(took_part, state.round, plan.max_rounds)[:, None]
@@ -198,21 +208,51 @@ def one_round(plan: Plan, params: Any, state: State) -> State:
     overlaps = state.overlaps
     if overlaps is not None:
         overlaps = put(overlaps, where, verified.overlaps[:, None])
+    learned = {}
+    if state.policy is not None:
+        learned = _learn(state, proposal, branch, depths, accepted, count)
     return _commit(state, verified, count, status).replace(
-        drafter=plan.drafter.commit(drafter_state, count),
+        drafter=plan.drafter.commit(proposal.state, count),
         round=state.round + took_part,
         rounds=Rounds(**recorded),
-        history=remember(state.history, depths, accepted),
         overlaps=overlaps,
+        **learned,
     )
 
 
-def propose(plan: Plan, params: Any, state: State) -> tuple[Draft, Any]:
-    """The drafter's proposal for this round, within each row's limit, and its new state."""
+def _learn(
+    state: State,
+    proposal: Proposal,
+    width: Int[Array, ""],
+    depths: Int[Array, "B"],
+    accepted: Int[Array, "B"],
+    count: Int[Array, "B"],
+) -> dict[str, Any]:
+    """The policy and the rows' histories after a round."""
+    policy, draft = state.policy, proposal.draft
+    longest = policy.survival.tested.shape[1]
+    confidence = draft.confidence
+    if confidence is None or not draft.topology.is_chain:
+        confidence = jnp.full((count.shape[0], longest), survival.UNKNOWN)
+    seen, history = survival.observe(
+        policy.survival,
+        state.history,
+        proposal.drafter,
+        jnp.pad(confidence, ((0, 0), (0, longest - confidence.shape[1]))),
+        depths,
+        accepted,
+    )
+    policy = policy.after_round(state.active, count, width, proposal.first, proposal.further, seen)
+    return {"policy": policy, "history": history}
+
+
+def propose(plan: Plan, params: Any, state: State) -> Proposal:
+    """The drafters' proposal for this round, within each row's limit, and their new states."""
     target_params, draft_params = params
     context = make_context(plan, target_params, state)
     noise = draft_noise(plan, state, round_keys(plan, state))
-    draft, drafter_state = plan.drafter.propose(draft_params, state.drafter, context, noise)
+    proposal = plan.drafter.propose(draft_params, state.drafter, context, noise)
+    draft = proposal.draft
     if not (draft.topology.is_chain or plan.rule.takes_trees):
         raise ValueError(
             f"drafter {plan.drafter.name!r} proposes a tree: {plan.rule.name} verifies chains, so "
@@ -222,7 +262,8 @@ def propose(plan: Plan, params: Any, state: State) -> tuple[Draft, Any]:
     # A token that the target does not know has no embedding, and would spoil the whole row.
     within &= (draft.tokens >= 0) & (draft.tokens < plan.target.vocab_size)
     valid = draft.topology.close(draft.valid & within)
-    return draft.replace(valid=valid, tokens=jnp.where(valid, draft.tokens, 0)), drafter_state
+    draft = draft.replace(valid=valid, tokens=jnp.where(valid, draft.tokens, 0))
+    return proposal._replace(draft=draft)
 
 
 def _truncate(state: State, verified: VerifiedDraft) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
@@ -275,7 +316,15 @@ def make_context(plan: Plan, params: Any, state: State) -> Context:
     """What drafters may look at in a state; `params` are the target's."""
     # A draft longer than what the row may still emit, less the target's own token, is waste.
     room = state.rows.max_length - state.length - 1
-    limit = jnp.minimum(plan.draft_length.limit(state.history, state.active), room)
+    limit = jnp.minimum(plan.draft_length.limit(state.active), room)
+    replay, decisions = state.rows.replay, None
+    if plan.draft_length.replayed:
+        column = jnp.minimum(state.round, replay.drafted.shape[1] - 1)[:, None]
+        drafted = jnp.take_along_axis(replay.drafted, column, axis=1)[:, 0]
+        drafter = jnp.take_along_axis(replay.drafter, column, axis=1)[:, 0]
+        limit = jnp.minimum(limit, drafted)
+    elif plan.draft_length.auto:
+        decisions = Decisions(state.policy, state.history, state.active, plan.widths)
     return Context(
         tokens=state.tokens,
         length=state.length,
@@ -290,6 +339,8 @@ def make_context(plan: Plan, params: Any, state: State) -> Context:
         flags=plan.flags,
         needs_logq=plan.flags.sampled and plan.rule.needs_logq,
         longest_commit=plan.drafter.num_speculative_tokens + 1,
+        decisions=decisions,
+        replay=drafter if plan.draft_length.replayed else None,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -13,16 +13,17 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Key
 
 from specjax import sampling
-from specjax.decoding.draft_length import DraftLength
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.prompts import Prompt, encode_prompt
 from specjax.decoding.sampling_params import SEED, SamplingParams, one_per_prompt
-from specjax.decoding.state import RUNNING, STOPPED, Plan, Rows
+from specjax.decoding.state import RUNNING, STOPPED, Plan, Replay, Rows
 from specjax.decoding.verify import check_rule
 from specjax.distributed.sharding import DATA, axis_size, place_keys, place_rows, spread
+from specjax.draft_length.limits import DraftLength
 from specjax.drafters import DRAFTER_KIND, Drafter, LoadedDrafter
 from specjax.drafters.base import Sampling
 from specjax.drafters.none import NoDrafter
+from specjax.drafters.turns import NO_DRAFTER, Turns
 from specjax.errors import InputError, shown
 from specjax.loading.model import MODEL_KIND, Model
 from specjax.models.layers.attention import CACHE_BLOCK
@@ -45,6 +46,8 @@ class Session:
     seed: int
     num_stop_ids: int
     max_length: int
+    replay: tuple[np.ndarray, np.ndarray] | None = None
+    """[prompts, R] each: how much was drafted in every round of an earlier run, and by whom."""
 
     @property
     def params(self) -> tuple[Any, Any]:
@@ -74,6 +77,14 @@ class Session:
         ]
 
 
+class Programs(NamedTuple):
+    """The two compiled functions of a plan, and what compiling them took."""
+
+    start: Any
+    run: Any
+    seconds: float
+
+
 def plan_session(
     target: Model,
     prompts: Sequence[Prompt],
@@ -82,10 +93,12 @@ def plan_session(
     options: DecodeOptions = DecodeOptions(),  # noqa: B008 - frozen
     requests: Any = SamplingParams(),  # noqa: B008 - frozen
     seed: int = 0,
+    replay: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> Session:
     """Check, encode and choose a program, without measuring anything; see `generate.generate`.
 
-    `requests` is one SamplingParams or dict for all prompts, or one for each. Raises InputError.
+    `requests` is one SamplingParams or dict for all prompts, or one for each. `replay` are the
+    counts `drafted` and `drafter` of an earlier result. Raises InputError.
     """
     MODEL_KIND.check("target", target)
     if isinstance(prompts, str):
@@ -103,6 +116,11 @@ def plan_session(
     if target.tokenizer is None and any(request.stop for request in requests):
         raise InputError(f"sampling.stop: {target.name} has no tokenizer; use stop_token_ids")
     encoded = [encode_prompt(target, p, f"prompts[{i}]") for i, p in enumerate(prompts)]
+    if replay is not None and len(replay[0]) != len(prompts):
+        raise InputError(
+            f"replay has {len(replay[0])} rows for {len(prompts)} prompts: give the result of a "
+            "run with the same prompts"
+        )
     longest = _longest(target, encoded, options.max_length)
     totals = [
         min(len(ids) + request.max_new_tokens, longest)
@@ -122,8 +140,13 @@ def plan_session(
         target=target.architecture,
         drafter=turns,
         rule=options.verify,
-        draft_length=DraftLength(most, ladder),
-        widths=widths(turns.num_nodes, turns.lengths),
+        draft_length=DraftLength(
+            most,
+            ladder,
+            auto=asked == "auto" and most > 0 and replay is None,
+            replayed=replay is not None,
+        ),
+        widths=widths(turns.num_nodes, _lengths(turns, ladder, auto=asked == "auto")),
         flags=_flags(requests),
         capacity=_round_up(max(totals), CACHE_BLOCK),
         max_rounds=_round_up(room, 64),
@@ -142,7 +165,18 @@ def plan_session(
         seed,
         stop_ids,
         longest,
+        replay,
     )
+
+
+def _lengths(
+    turns: Turns, ladder: Sequence[tuple[int, int, int]], *, auto: bool
+) -> tuple[int, ...]:
+    """Draft lengths that get a compiled width of their own."""
+    lengths = turns.lengths + tuple(count for _, _, count in ladder)
+    if not auto:
+        return lengths
+    return lengths + tuple(2**power for power in range(turns.num_nodes.bit_length()))
 
 
 def widths(most: int, lengths: Sequence[int] = ()) -> tuple[int, ...]:
@@ -184,8 +218,20 @@ def batch_arguments(session: Session, index: list[int]) -> tuple:
         ),
         max_length=placed(np.minimum(length + room, session.max_length).astype(np.int32)),
         stop_ids=placed(stop_ids),
+        replay=None if session.replay is None else _replay(session, index),
     )
     return placed(tokens), rows, placed(length), placed(status)
+
+
+def _replay(session: Session, index: list[int]) -> Replay:
+    """The recorded rounds of a batch's rows, none in rows without a prompt."""
+    shape = session.num_rows, session.plan.max_rounds
+    parts = [np.zeros(shape, np.int32), np.full(shape, NO_DRAFTER, np.int32)]
+    for part, recorded in zip(parts, session.replay, strict=True):
+        count = min(recorded.shape[1], shape[1])
+        part[: len(index), :count] = recorded[index, :count]
+    drafted, drafter = (place_rows(part, session.mesh) for part in parts)
+    return Replay(drafted, drafter)
 
 
 def _stop_ids(model: Model, request: SamplingParams) -> tuple[int, ...]:

@@ -13,7 +13,9 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax import sampling
 from specjax.cache import KVCache, Window
-from specjax.decoding.draft_length import DraftLength, History
+from specjax.draft_length.limits import DraftLength
+from specjax.draft_length.policy import Policy
+from specjax.draft_length.survival import RowHistory
 from specjax.drafters.base import Sampling
 from specjax.drafters.turns import Turns
 from specjax.models.interface import LanguageModel
@@ -45,6 +47,14 @@ class Plan:
 
 
 @struct.dataclass
+class Replay:
+    """The draft lengths of an earlier run, by the row's own rounds, and who drafted (-1: none)."""
+
+    drafted: Int[Array, "B R"]
+    drafter: Int[Array, "B R"]
+
+
+@struct.dataclass
 class Rows:
     """What the caller fixed for each row: its prompt's index in the input, key, and limits."""
 
@@ -54,19 +64,22 @@ class Rows:
     sampling: Sampling
     max_length: Int[Array, "B"]
     stop_ids: Int[Array, "B E"]
+    replay: Replay | None = None
 
 
 @struct.dataclass
 class Rounds:
     """Raw counts, one column per round of the row's own; -1 where there was none.
 
-    `width` is the window's slots, `drafted` counts nodes.
+    `width` is the window's slots, `drafted` counts nodes, and `drafter` is the number of the
+    drafter whose they are (also -1 where nothing was drafted).
     """
 
     width: Int[Array | np.ndarray, "B R"]
     drafted: Int[Array | np.ndarray, "B R"]
     accepted: Int[Array | np.ndarray, "B R"]
     emitted: Int[Array | np.ndarray, "B R"]
+    drafter: Int[Array | np.ndarray, "B R"]
 
 
 @struct.dataclass
@@ -76,8 +89,9 @@ class State:
     `tokens[b, :length[b]]` are committed, prompt first; `logprobs` are those of the committed
     tokens under the target, by position. `round` counts each row's own rounds. `features` are those
     that drafters have yet to observe, as `Context.features` holds them. `overlaps` are
-    sum_x min(p, q) at the nodes that were reached, NaN elsewhere. Every leaf has rows as its first
-    axis, or belongs to a cache or a window.
+    sum_x min(p, q) at the nodes that were reached, NaN elsewhere. `history` and `policy` decide
+    draft lengths under "auto". Every leaf has rows as its first axis, or belongs to a cache, a
+    window or the policy.
     """
 
     tokens: Int[Array, "B S"]
@@ -89,7 +103,8 @@ class State:
     rows: Rows
     round: Int[Array, "B"]
     rounds: Rounds
-    history: History
+    history: RowHistory | None
+    policy: Policy | None
     logprobs: Float[Array, "B S"] | None
     overlaps: Float[Array, "B R K"] | None
 
@@ -107,7 +122,7 @@ def admit(state: State, slots: Int[Array, "A"], new: State) -> State:
     slots = _in_range(state, slots)
 
     def put(into: Any, rows: Any) -> Any:
-        if isinstance(into, KVCache | Window):
+        if knows_its_rows(into):
             return into.admit(slots, rows)
         return into.at[slots].set(rows, mode="drop")
 
@@ -138,5 +153,5 @@ def _in_range(state: State, slots: Int[Array, "A"]) -> Int[Array, "A"]:
 
 
 def knows_its_rows(node: Any) -> bool:
-    """Whether a part of a state is a cache or a window, rather than an array with rows first."""
-    return isinstance(node, KVCache | Window)
+    """Whether a part of a state is a cache, a window or a policy, not an array with rows first."""
+    return isinstance(node, KVCache | Window | Policy)

@@ -11,6 +11,7 @@ import numpy as np
 
 from specjax import metrics
 from specjax.decoding.state import Rounds
+from specjax.drafters.turns import NO_DRAFTER
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 
 
@@ -42,7 +43,8 @@ def truncate_rounds(rounds: Rounds, kept: np.ndarray) -> Rounds:
     drafted, accepted, emitted, width = metrics.truncate_rounds(
         rounds.drafted, rounds.accepted, rounds.emitted, rounds.width, new
     )
-    return Rounds(width=width, drafted=drafted, accepted=accepted, emitted=emitted)
+    drafter = np.where(drafted > 0, rounds.drafter, NO_DRAFTER)
+    return Rounds(width, drafted, accepted, emitted, drafter)
 
 
 def final_length(text: str, stops: Sequence[str], *, ended: bool) -> int:

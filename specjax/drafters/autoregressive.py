@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
 from jax.scipy.special import logsumexp
 from jaxtyping import Array, Float, Int
@@ -40,6 +41,11 @@ class ChainDrafter(Drafter):
 
     def __post_init__(self) -> None:
         check_instance(self, "drafter.")
+
+    @property
+    def decides(self) -> bool:
+        """Before each token."""
+        return True
 
     @property
     def sampled(self) -> bool:
@@ -81,46 +87,91 @@ def draft_chain(
     """A chain of up to `longest` tokens per row, drawn from `step`, or its likeliest.
 
     A row stops at its limit, or where the likeliest next token has a probability below `p_min`
-    (before any warp, and before the token is drawn: the draft stays exact). The loop ends with its
-    longest row. Where `step` gives logits of a part of the vocabulary, `draft_ids` say which.
+    (before any warp, and before the token is drawn: the draft stays exact); all rows stop where
+    `context.turn` says that no more pays. The loop ends with its longest row. Where `step` gives
+    logits of a part of the vocabulary, `draft_ids` say which.
     """
-    batch, most = context.length.shape[0], longest
+    batch, most, turn = context.length.shape[0], longest, context.turn
     keeps_logq = sampled and context.needs_logq and most > 0
     root = context.token_at(context.length - 1)
 
-    def grow(depth: Int[Array, ""] | int, state: tuple) -> tuple:
-        token, count, tokens, distributions, carry = state
-        logits, carry = step(depth, token, carry)
-        wanted = depth < context.limit
-        if p_min > 0:
+    def grow(depth: Int[Array, ""] | int, chain: _Chain) -> _Chain:
+        logits, carry = step(depth, chain.token, chain.carry)
+        wanted = (chain.count == depth) & (depth < context.limit)
+        if p_min > 0 or turn is not None:
             confidence = jnp.exp(logits.max(axis=-1) - logsumexp(logits, axis=-1))
+            confidence = confidence.astype(jnp.float32)
+        if p_min > 0:
             wanted &= confidence >= p_min
-        count = jnp.where((count == depth) & wanted, count + 1, count)
+        chain = chain.replace(carry=carry)
+        if turn is not None and most:
+            survived = chain.survived * turn.chance(depth, confidence)
+            best = turn.best_length(depth, survived, wanted)
+            wanted &= depth < best
+            chain = chain.replace(
+                survived=survived,
+                best=best,
+                confidence=_put(chain.confidence, confidence, depth),
+            )
         token, distribution = choose(
             logits, context, noise, depth, sampled=sampled, draft_ids=draft_ids
         )
         if keeps_logq:
-            distributions = lax.dynamic_update_slice(
-                distributions, distribution[:, None], (0, depth, 0)
-            )
+            chain = chain.replace(distributions=_put(chain.distributions, distribution, depth))
         if most:
-            tokens = lax.dynamic_update_slice(tokens, token[:, None], (0, depth))
-        return token, count, tokens, distributions, carry
+            chain = chain.replace(tokens=_put(chain.tokens, token, depth))
+        return chain.replace(token=token, count=jnp.where(wanted, depth + 1, chain.count))
 
-    distributions = jnp.zeros((batch, most, context.target.vocab_size)) if keeps_logq else None
-    tokens, count = jnp.zeros((batch, most), jnp.int32), jnp.zeros(batch, jnp.int32)
-    state = grow(0, (root, count, tokens, distributions, carry))
+    chain = grow(
+        0,
+        _Chain(
+            token=root,
+            count=jnp.zeros(batch, jnp.int32),
+            tokens=jnp.zeros((batch, most), jnp.int32),
+            distributions=(
+                jnp.zeros((batch, most, context.target.vocab_size)) if keeps_logq else None
+            ),
+            carry=carry,
+            best=jnp.int32(most),
+            survived=None if turn is None else jnp.ones(batch),
+            confidence=None if turn is None else jnp.zeros((batch, most)),
+        ),
+    )
 
-    def going(loop: tuple) -> Array:
-        depth, (_, count, *_) = loop
-        return (depth < most) & jnp.any(count == depth)
+    def going(loop: tuple[Array, _Chain]) -> Array:
+        depth, chain = loop
+        return (depth < chain.best) & jnp.any(chain.count == depth)
 
-    def more(loop: tuple) -> tuple:
-        depth, state = loop
-        return depth + 1, grow(depth, state)
+    def more(loop: tuple[Array, _Chain]) -> tuple[Array, _Chain]:
+        depth, chain = loop
+        return depth + 1, grow(depth, chain)
 
-    _, (_, count, tokens, distributions, carry) = lax.while_loop(going, more, (jnp.int32(1), state))
-    return trees.chain(tokens, count, distributions), carry
+    _, chain = lax.while_loop(going, more, (jnp.int32(1), chain))
+    draft = trees.chain(chain.tokens, chain.count, chain.distributions, chain.confidence)
+    return draft, chain.carry
+
+
+@struct.dataclass
+class _Chain:
+    """A chain while it is drafted.
+
+    `token` is the latest one, `count` how many each row has, `best` how many are worth drafting as
+    it looks now, `survived` the chance that all so far are accepted.
+    """
+
+    token: Int[Array, "B"]
+    count: Int[Array, "B"]
+    tokens: Int[Array, "B K"]
+    distributions: Float[Array, "B K V"] | None
+    carry: Any
+    best: Int[Array, ""]
+    survived: Float[Array, "B"] | None
+    confidence: Float[Array, "B K"] | None
+
+
+def _put(into: Array, new: Array, depth: Int[Array, ""] | int) -> Array:
+    """An array with one more entry along its second axis."""
+    return lax.dynamic_update_slice(into, new[:, None], (0, depth, *[0] * (into.ndim - 2)))
 
 
 def choose(

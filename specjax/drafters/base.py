@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from specjax.cache import KVCache
 from specjax.distributed.sharding import constrain
+from specjax.draft_length.policy import Decisions, Turn
 from specjax.errors import InputError, shown
 from specjax.fields import Whole
 from specjax.loading.model import Model
@@ -49,7 +50,8 @@ class Context:
     is the longest path each row may draft in this round: at most the drafter's
     `num_speculative_tokens`, and 0 in rows that are finished. `index` is the index of a row's
     prompt in the whole input. `features[name][b, t % M]` is the target's feature at position t, for
-    the last M positions before n - 1 at most: read it by `feature_from`.
+    the last M positions before n - 1 at most: read it by `feature_from`. `turn`, where there is
+    one, decides how much of the limit pays: a drafter whose `decides` is true asks it.
     """
 
     tokens: Int[Array, "B S"]
@@ -67,6 +69,11 @@ class Context:
     """Whether the rule reads q, so that a draft that was sampled must bring its distributions."""
     longest_commit: int = struct.field(pytree_node=False)
     """The most tokens that a round commits in a row."""
+    turn: Turn | None = None
+    decisions: Decisions | None = None
+    """What drafters in turn make their turns from."""
+    replay: Int[Array, "B"] | None = None
+    """The number of the drafter that drafts in each row, where that is prescribed."""
 
     def token_at(self, position: Int[Array, "B"]) -> Int[Array, "B"]:
         """Each row's committed token at a position; positions below 0 give the first token."""
@@ -162,6 +169,11 @@ class Drafter:
     @property
     def sampled(self) -> bool:
         """Whether nodes are drawn from distributions (sampled rows) rather than chosen."""
+        return False
+
+    @property
+    def decides(self) -> bool:
+        """Whether `propose` asks `context.turn` before it draws a token."""
         return False
 
     @property

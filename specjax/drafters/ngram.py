@@ -46,7 +46,7 @@ class Ngram(Drafter):
     def propose(self, params: Any, state: Any, context: Context, noise: Noise) -> tuple[Draft, Any]:
         """What followed the latest or earliest match, in rows that have one."""
         del params, noise
-        end, found = find_match(
+        end, matched = find_match(
             context.tokens,
             context.length,
             self.prompt_lookup_max,
@@ -57,7 +57,11 @@ class Ngram(Drafter):
         period = jnp.maximum(context.length - 1 - end, 1)
         step = jnp.arange(self.num_speculative_tokens)[None, :] % period[:, None]
         tokens = jnp.take_along_axis(context.tokens, end[:, None] + 1 + step, axis=1)
-        return trees.chain(tokens, jnp.where(found, context.limit, 0)), state
+        count = jnp.where(matched > 0, context.limit, 0)
+        if context.turn is None:
+            return trees.chain(tokens, count), state
+        confidence = jnp.broadcast_to((matched / self.prompt_lookup_max)[:, None], tokens.shape)
+        return trees.chain(tokens, count, confidence=confidence), state
 
 
 def find_match(
@@ -79,4 +83,4 @@ def find_match(
     recency = position if latest else count - 1 - position
     score = jnp.where(matched >= shortest, matched * count + recency, -1)
     best = jnp.argmax(score, axis=1)
-    return best.astype(jnp.int32), score.max(axis=1) >= 0
+    return best.astype(jnp.int32), jnp.maximum(score.max(axis=1), 0) // count

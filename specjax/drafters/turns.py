@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +18,14 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from specjax.distributed.sharding import constrain
+from specjax.draft_length.survival import UNKNOWN
 from specjax.drafters.base import Accepted, Context, Drafter, LoadedDrafter, Noise
 from specjax.drafters.none import empty_draft
 from specjax.sampling import drafter_noise
 from specjax.trees import Draft, chain_topology
 
+NO_DRAFTER = -1
+"""The number of the drafter of a row without a draft."""
 _KEPT_ROUNDS = 8
 """Rounds of full drafts whose features are kept for drafters that sleep."""
 
@@ -33,6 +36,20 @@ class PartState:
 
     drafter: Any
     unobserved: Int[Array, "B"]
+
+
+class Proposal(NamedTuple):
+    """What drafters in turn propose.
+
+    `drafter` is the number of the one that drafted in each row, or `NO_DRAFTER`. `first` says which
+    drafters ran, and `further` how many tokens each drafted after its first.
+    """
+
+    draft: Draft
+    state: tuple[PartState, ...]
+    drafter: Int[Array, "B"]
+    first: Int[Array, "D"]
+    further: Int[Array, "D"]
 
 
 @dataclass(frozen=True)
@@ -130,25 +147,44 @@ class Turns:
 
     def propose(
         self, params: tuple, state: tuple[PartState, ...], context: Context, noise: Noise
-    ) -> tuple[Draft, tuple[PartState, ...]]:
+    ) -> Proposal:
         """Each row's draft from the first drafter that has one, and the states.
 
         `noise` is asked at a depth of its own for each drafter, so that none knows what another
         one draws from; where a rule reads no distributions, all share the target's own.
         """
-        taken = jnp.zeros(context.length.shape, bool)
-        draft, states = None, []
+        drafter = jnp.full(context.length.shape, NO_DRAFTER, jnp.int32)
+        decided = jnp.int32(0)
+        draft, states, first, further = None, [], [], []
         for number, part in enumerate(self.parts):
             limit = jnp.minimum(context.limit, part.num_speculative_tokens)
-            own = context.replace(limit=jnp.where(taken, 0, limit))
+            limit = jnp.where(drafter == NO_DRAFTER, limit, 0)
+            if context.replay is not None:
+                limit = jnp.where(context.replay == number, limit, 0)
+            own = context.replace(limit=limit)
+            if context.decisions is not None:
+                own = _decided_before(part, number, own, decided)
+            ran = jnp.any(own.limit > 0)
             new, after = _take_turn(
                 part, params[number], state[number], own, self._noise(number, noise, context)
             )
             new = new.replace(valid=new.topology.close(new.valid))
-            taken |= new.valid.any(axis=1)
-            draft = new if draft is None else joined(draft, new, self.num_speculative_tokens)
+            if context.decisions is not None:
+                new, length = _decided_after(part, own, new)
+                decided = jnp.maximum(decided, length)
+            drafted = new.valid.any(axis=1)
+            drafter = jnp.where(drafted & (drafter == NO_DRAFTER), number, drafter)
             states.append(after)
-        return draft, tuple(states)
+            first.append(ran)
+            further.append(jnp.maximum(new.valid.sum(axis=1).max() - 1, 0))
+            draft = new if draft is None else joined(draft, new, self.num_speculative_tokens)
+        return Proposal(
+            draft,
+            tuple(states),
+            drafter,
+            jnp.stack(first).astype(jnp.int32),
+            jnp.stack(further).astype(jnp.int32),
+        )
 
     def _noise(self, number: int, noise: Noise, context: Context) -> Noise:
         return drafter_noise(noise, number, len(self.parts)) if context.needs_logq else noise
@@ -164,6 +200,40 @@ def take_turns(*drafters: LoadedDrafter | Drafter) -> LoadedDrafter:
         parts += one.drafter.parts if inside else (one.drafter,)
         params += tuple(one.params) if inside else (one.params,)
     return LoadedDrafter(Turns(parts), params)
+
+
+def _decided_before(
+    part: Drafter, number: int, context: Context, decided: Int[Array, ""]
+) -> Context:
+    """The context of a drafter's turn, its limit what may pay as it looks before any draft.
+
+    `decided` is the longest draft that was decided on in other rows.
+    """
+    turn = context.decisions.turn(number, context.limit, decided)
+    if part.decides:
+        limit = jnp.where(turn.planned > 0, context.limit, 0)
+    elif part.sampled:
+        limit = jnp.minimum(context.limit, turn.planned)
+    else:
+        worth = (turn.planned > 0) | context.decisions.free(number)
+        limit = jnp.where(worth, context.limit, 0)
+    return context.replace(limit=limit, turn=turn.replace(limit=limit))
+
+
+def _decided_after(part: Drafter, context: Context, draft: Draft) -> tuple[Draft, Int[Array, ""]]:
+    """The draft, and the length that was decided on before any of its tokens was drawn.
+
+    Of a chain that nothing was drawn for only what pays is kept.
+    """
+    turn = context.turn
+    if part.decides or part.sampled or not draft.topology.is_chain or not draft.topology.num_nodes:
+        return draft, turn.planned
+    confidence = draft.confidence
+    if confidence is None:
+        confidence = jnp.full(draft.valid.shape, UNKNOWN)
+    length = turn.best_of_draft(confidence, draft.valid)
+    keep = jnp.arange(draft.valid.shape[1])[None, :] < length
+    return draft.replace(valid=draft.valid & keep), length
 
 
 def _take_turn(
@@ -231,8 +301,16 @@ def joined(first: Draft, second: Draft, length: int) -> Draft:
     offset = 0 if first.logq is None else first.logq.shape[1]
     second = second.replace(logq_row=jnp.where(second.logq_row < 0, -1, second.logq_row + offset))
     here = first.valid.any(axis=1, keepdims=True)
+    known = first.confidence is not None or second.confidence is not None
+    if known:
+        first, second = (
+            draft.replace(confidence=jnp.full(draft.valid.shape, UNKNOWN))
+            if draft.confidence is None
+            else draft
+            for draft in (first, second)
+        )
 
-    def either(name: str, filler: int | bool) -> Array:
+    def either(name: str, filler: float | bool) -> Array:
         return jnp.where(
             here,
             *(
@@ -251,4 +329,5 @@ def joined(first: Draft, second: Draft, length: int) -> Draft:
         logq_row=either("logq_row", -1),
         logq=jnp.concatenate(distributions, axis=1) if distributions else None,
         topology=chain_topology(length),
+        confidence=either("confidence", UNKNOWN) if known else None,
     )

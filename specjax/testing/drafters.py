@@ -13,12 +13,13 @@ import scipy.stats
 from jaxtyping import Array, Float, Int
 
 from specjax import sampling
-from specjax.decoding.draft_length import DraftLength
 from specjax.decoding.executor import compile_plan
 from specjax.decoding.options import RULE
 from specjax.decoding.plan import widths
 from specjax.decoding.sampling_params import SEED, SamplingParams
 from specjax.decoding.state import RUNNING, Plan, Rows, State
+from specjax.draft_length.limits import DraftLength
+from specjax.draft_length.policy import Costs
 from specjax.drafters import DRAFT_TOKENS, DRAFTER_KIND, Drafter, LoadedDrafter, Turns
 from specjax.drafters.base import Sampling, warp_rows
 from specjax.errors import InputError
@@ -79,6 +80,7 @@ def check_drafter(
     prompt: Sequence[int] = (1, 2, 3, 1, 2),
     num_speculative_tokens: int = 2,
     draft_length: DraftLength | None = None,
+    costs: Costs | None = None,
     verify: str | sampling.Rule = "rejection",
     request: SamplingParams = SamplingParams(temperature=1.0),  # noqa: B008 - frozen
     seed: int = 0,
@@ -88,10 +90,11 @@ def check_drafter(
     A chi-square test of three successive tokens jointly, which never come from one round: K =
     `num_speculative_tokens`, and the tokens are the K-th to the (K+2)-th after the prompt. The
     distribution is enumerated, so the target must be small: a `specjax.loading.load.random_model`
-    or a `Tabular` with its logits, of at most 16 tokens. `draft_length` lets the length adapt, and
-    `request` says how rows are warped. Give the drafter a distribution that differs from the
-    target's by a total variation of 0.2 to 0.6, so that accepting and refusing both count. An exact
-    drafter fails once in a million seeds. Raises InputError for a drafter that breaks its contract
+    or a `Tabular` with its logits, of at most 16 tokens. `draft_length` lets the length adapt, to
+    `costs` where it is `auto`, and `request` says how rows are warped. Give the drafter a
+    distribution that differs from the target's by a total variation of 0.2 to 0.6, so that
+    accepting and refusing both count. An exact drafter fails once in a million seeds. Raises
+    InputError for a drafter that breaks its contract
     (`contracts.check_contract`), for a target that is too large, or bad sizes.
     """
     loaded = DRAFTER_KIND.check("drafter", drafter)
@@ -102,6 +105,9 @@ def check_drafter(
     prompt = Items(Whole(), least=1).check("prompt", prompt)
     DRAFT_TOKENS.check("num_speculative_tokens", num_speculative_tokens)
     optional(Instance(DraftLength, "use a DraftLength")).check("draft_length", draft_length)
+    optional(Instance(Costs, "use draft_length.policy.Costs")).check("costs", costs)
+    if costs is not None and not (draft_length and draft_length.auto):
+        raise InputError("costs are given: they need a draft_length with auto=True")
     rule = RULE.check("verify", verify)
     Instance(SamplingParams, "use SamplingParams").check("request", request)
     seed = SEED.check("seed", seed)
@@ -121,7 +127,7 @@ def check_drafter(
     counted, tested = np.zeros(model.vocab_size**3, np.int64), []
     for first in range(0, rows, batch):
         index = np.arange(first, first + batch)
-        state = decode(plan, (params, loaded.params), prompt, request, index, seed, length)
+        state = decode(plan, (params, loaded.params), prompt, request, index, seed, length, costs)
         end = len(prompt) + length
         outputs = np.asarray(state.tokens)[:, end - 3 : end]
         code = np.ravel_multi_index(tuple(outputs.T), (model.vocab_size,) * 3)
@@ -176,11 +182,14 @@ def decode(
     index: Int[Array | np.ndarray, "B"],
     seed: int,
     rounds: int,
+    costs: Costs | None = None,
 ) -> State:
     """The state after some rounds of rows with one prompt; `index` tells the rows apart."""
     arguments = first_rows(plan, prompt, request, index, seed)
     programs = compile_plan(plan, params, arguments)
     state = programs.start(params, *arguments)
+    if costs is not None:
+        state = state.replace(policy=state.policy.replace(costs=costs))
     return programs.run(params, state, jnp.int32(rounds))
 
 

@@ -15,9 +15,8 @@ from specjax.cli.console import Screen
 from specjax.cli.mesh_config import DistributedConfig, MeshConfig
 from specjax.decoding.executor import Programs, run_batch
 from specjax.decoding.generate import collect
-from specjax.decoding.open_session import open_session
 from specjax.decoding.options import BATCH_SIZE, RULE_NAME, DecodeOptions
-from specjax.decoding.plan import Session
+from specjax.decoding.plan import Session, plan_session
 from specjax.decoding.prompts import CHAT
 from specjax.decoding.sampling_params import MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P, SamplingParams
 from specjax.decoding.state import RUNNING
@@ -265,7 +264,7 @@ def plan(config: AnswersConfig, model: Model, requests: Sequence[Request]) -> Jo
 
 def open_job(config: AnswersConfig, model: Model, job: Job) -> Session:
     """One session for all rows, so that one program decodes all batches. Raises InputError."""
-    session = open_session(
+    session = plan_session(
         model,
         [row.prompt for row in job.rows],
         drafter=make_drafter(config.drafter.name, model, config.drafter.path),

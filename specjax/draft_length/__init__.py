@@ -1,0 +1,1 @@
+"""How many tokens to draft in a round: fixed, by rows that decode, or what pays."""

@@ -1,0 +1,257 @@
+"""How much to draft in a round: as long as one more token is worth the time it is expected to cost.
+
+The batch pays for its widest row, so one length is chosen for all rows of a drafter. A round that
+commits E tokens in C seconds is worth E - pace * C, where `pace` is the tokens per second that the
+batch makes: the length with the highest value is the one that makes the whole run fastest. A
+drafter that draws one token after another decides again before each, from its confidence in it.
+
+What a decision depends on was there before the token in question was drawn: earlier rounds, tokens
+that stand before it in any row, and the distributions that those at its own depth will be drawn
+from. So the output keeps the target's distribution.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from specjax.draft_length import survival
+from specjax.draft_length.survival import RowHistory, Survival
+
+LOOK_AGAIN_ROUNDS = 16
+"""A drafter that does not pay is tried again after so many rounds at the earliest,"""
+LOOK_AGAIN_SHARE = 0.01
+"""and no sooner than what that costs is this share of the time since."""
+_PACE_MEMORY = 0.98
+_PACE_WEIGHT = 8.0
+"""Of the belief that nothing is gained, in rounds."""
+_FREE = 0.01
+"""A draft that takes less than this share of a plain round is always made."""
+NOT_FORCED = -1
+
+
+@struct.dataclass
+class Costs:
+    """Seconds of the parts of a round of one batch.
+
+    `passes` are rounds at each compiled width, drafting apart; `first` is to observe what a round
+    committed and to draft a token, `further` to draft one more, by drafter.
+    """
+
+    passes: Float[Array | np.ndarray, "widths"]
+    first: Float[Array | np.ndarray, "D"]
+    further: Float[Array | np.ndarray, "D"]
+
+
+@struct.dataclass
+class Work:
+    """How often each part of a round ran; the fields are those of `Costs`."""
+
+    passes: Int[Array, "widths"]
+    first: Int[Array, "D"]
+    further: Int[Array, "D"]
+
+
+@struct.dataclass
+class Turn:
+    """What decides how long one drafter's draft of this round is; prices are in tokens.
+
+    `price[k]` is the price of a pass with k draft tokens, `planned` the best length before anything
+    is drawn, and `at_least` the length that is drafted whatever it costs. A draft of
+    `forced` tokens, unless -1, is made without any decision.
+    """
+
+    chances: Float[Array, "K C"]
+    expected: Float[Array, "K"]
+    factor: Float[Array, "B"]
+    price: Float[Array, "K+1"]
+    first: Float[Array, ""]
+    further: Float[Array, ""]
+    limit: Int[Array, "B"]
+    planned: Int[Array, ""]
+    at_least: Int[Array, ""]
+    forced: Int[Array, ""]
+
+    def chance(
+        self, depth: Int[Array, ""] | int, confidence: Float[Array, "B"]
+    ) -> Float[Array, "B"]:
+        """The chance that each row's token at a depth passes if those before it do."""
+        table = self.chances[depth, survival.confidence_class(confidence)]
+        return survival.chance(table, self.factor)
+
+    def best_length(
+        self, depth: Int[Array, ""] | int, survived: Float[Array, "B"], rows: Bool[Array, "B"]
+    ) -> Int[Array, ""]:
+        """The length to draft as it looks before the token at `depth` is drawn in `rows`.
+
+        `survived` is the chance that it and all before it are accepted. The result is `depth` where
+        it is best to stop.
+        """
+        best = _best_length(self, depth, survived, rows)
+        best = jnp.where(best > depth, best, jnp.maximum(depth, self.at_least))
+        return jnp.where(self.forced == NOT_FORCED, best, self.forced)
+
+    def best_of_draft(
+        self, confidence: Float[Array, "B K"], valid: Bool[Array, "B K"]
+    ) -> Int[Array, ""]:
+        """How much to keep of a draft that no token was drawn for."""
+        step = jnp.arange(confidence.shape[1])[None, :]
+        table = self.chances[step, survival.confidence_class(confidence)]
+        each = jnp.where(valid, survival.chance(table, self.factor[:, None]), 0.0)
+        missing = self.expected.shape[0] - each.shape[1]
+        value = _values(self, jnp.pad(jnp.cumprod(each, axis=1), ((0, 0), (0, missing))))
+        best = jnp.maximum(jnp.argmax(value).astype(jnp.int32), self.at_least)
+        return jnp.where(self.forced == NOT_FORCED, best, self.forced)
+
+
+def _values(turn: Turn, survived: Float[Array, "B K"]) -> Float[Array, "K+1"]:
+    """What a draft of 0..K tokens is worth, given each token's chance to be accepted."""
+    gains = jnp.pad(jnp.cumsum(survived.sum(axis=0)), (1, 0))
+    length = jnp.arange(gains.shape[0])
+    drafting = jnp.where(length > 0, turn.first + turn.further * (length - 1), 0.0)
+    return gains - turn.price - drafting
+
+
+def _best_length(
+    turn: Turn, depth: Int[Array, ""] | int, survived: Float[Array, "B"], rows: Bool[Array, "B"]
+) -> Int[Array, ""]:
+    step = jnp.arange(turn.expected.shape[0])[None, :]
+    each = survival.chance(turn.expected[None, :], turn.factor[:, None])
+    each = jnp.where(step > depth, each, jnp.where(step == depth, survived[:, None], 1.0))
+    counted = (step >= depth) & (step < turn.limit[:, None]) & rows[:, None]
+    value = _values(turn, jnp.where(counted, jnp.cumprod(each, axis=1), 0.0))
+    # The logits at `depth` are there: only what is drafted after it costs anything more.
+    length = jnp.arange(value.shape[0])
+    value += jnp.where(length > depth, turn.first + turn.further * depth, 0.0)
+    value = value.at[depth].set(-turn.price[depth])
+    return jnp.argmax(jnp.where(length < depth, -jnp.inf, value)).astype(jnp.int32)
+
+
+def _planned(turn: Turn) -> Int[Array, ""]:
+    """The best length before anything is computed."""
+    each = survival.chance(turn.expected[None, :], turn.factor[:, None])
+    within = jnp.arange(each.shape[1])[None, :] < turn.limit[:, None]
+    value = _values(turn, jnp.where(within, jnp.cumprod(each, axis=1), 0.0))
+    best = jnp.maximum(jnp.argmax(value).astype(jnp.int32), turn.at_least)
+    return jnp.where(turn.forced == NOT_FORCED, best, turn.forced)
+
+
+@struct.dataclass
+class Policy:
+    """What is known of costs and acceptance, for all rows of a batch.
+
+    `earned` and `spent` are decayed sums of tokens per unfinished row and of plain rounds' time;
+    `asleep` are the rounds since each drafter drafted. `forced` and `narrowest` override decisions:
+    the length of each drafter's draft, or -1, and the least compiled width's index.
+    """
+
+    costs: Costs
+    work: Work
+    survival: Survival
+    earned: Float[Array, ""]
+    spent: Float[Array, ""]
+    asleep: Int[Array, "D"]
+    forced: Int[Array, "D"]
+    narrowest: Int[Array, ""]
+
+    def admit(self, slots: Int[Array, "A"], new: Policy) -> Policy:
+        """Itself: what was learned is not of a row."""
+        del slots, new
+        return self
+
+    def pace(self, active: Bool[Array, "B"]) -> Float[Array, ""]:
+        """Tokens per second that the batch makes; at least what it makes without drafts."""
+        gain = jnp.maximum(self.earned / self.spent, 1.0)
+        return gain * active.sum() / self.costs.passes[0]
+
+    def look_again(self, number: int) -> Int[Array, ""]:
+        """1 where a drafter has not drafted for so long that its chances may have changed."""
+        extra = self.costs.first[number] + self.costs.passes[min(1, len(self.costs.passes) - 1)]
+        extra = (extra - self.costs.passes[0]) / self.costs.passes[0]
+        rounds = jnp.maximum(LOOK_AGAIN_ROUNDS, extra / LOOK_AGAIN_SHARE)
+        return (self.asleep[number] >= rounds).astype(jnp.int32)
+
+    def after_round(
+        self,
+        active: Bool[Array, "B"],
+        emitted: Int[Array, "B"],
+        width: Int[Array, ""],
+        first: Int[Array, "D"],
+        further: Int[Array, "D"],
+        learned: Survival,
+    ) -> Policy:
+        """What is known after a round at compiled width `width` (its index)."""
+        rows = jnp.maximum(active.sum(), 1)
+        seconds = self.costs.passes[width]
+        seconds += (self.costs.first * first + self.costs.further * further).sum()
+        return self.replace(
+            work=Work(
+                self.work.passes.at[width].add(1),
+                self.work.first + first,
+                self.work.further + further,
+            ),
+            survival=learned,
+            earned=self.earned * _PACE_MEMORY + emitted.sum() / rows,
+            spent=self.spent * _PACE_MEMORY + seconds / self.costs.passes[0],
+            asleep=jnp.where(first > 0, 0, self.asleep + 1),
+        )
+
+
+@struct.dataclass
+class Decisions:
+    """A policy in one round; `active` are the rows that still decode."""
+
+    policy: Policy
+    history: RowHistory
+    active: Bool[Array, "B"]
+    widths: tuple[int, ...] = struct.field(pytree_node=False)
+
+    def turn(self, number: int, limit: Int[Array, "B"], drafted: Int[Array, ""]) -> Turn:
+        """The turn of drafter `number`, of whose tokens each row may have `limit`.
+
+        `drafted` is the longest draft that was decided on for other rows: a pass is as wide anyway.
+        """
+        policy = self.policy
+        pace = policy.pace(self.active)
+        length = jnp.maximum(jnp.arange(policy.survival.tested.shape[1] + 1), drafted)
+        # No compiled width holds more than the longest draft: `limit` sees to it.
+        index = jnp.searchsorted(np.asarray(self.widths), 1 + length)
+        index = jnp.minimum(jnp.maximum(index, policy.narrowest), len(self.widths) - 1)
+        turn = Turn(
+            chances=survival.chances(policy.survival)[number],
+            expected=survival.expected_chances(policy.survival)[number],
+            factor=survival.row_factor(self.history),
+            price=pace * policy.costs.passes[index],
+            first=pace * policy.costs.first[number],
+            further=pace * policy.costs.further[number],
+            limit=limit,
+            planned=jnp.int32(0),
+            at_least=policy.look_again(number),
+            forced=policy.forced[number],
+        )
+        return turn.replace(planned=_planned(turn))
+
+    def free(self, number: int) -> Bool[Array, ""]:
+        """Whether a draft costs so little that it need not pay."""
+        costs = self.policy.costs
+        return costs.first[number] < _FREE * costs.passes[0]
+
+
+def new_policy(drafters: int, longest: int, num_widths: int) -> Policy:
+    """A policy that knows nothing: a pass costs 1 at any width, and drafting nothing."""
+    return Policy(
+        costs=Costs(jnp.ones(num_widths), jnp.zeros(drafters), jnp.zeros(drafters)),
+        work=Work(
+            jnp.zeros(num_widths, jnp.int32),
+            jnp.zeros(drafters, jnp.int32),
+            jnp.zeros(drafters, jnp.int32),
+        ),
+        survival=survival.no_survival(drafters, longest),
+        earned=jnp.float32(_PACE_WEIGHT),
+        spent=jnp.float32(_PACE_WEIGHT),
+        asleep=jnp.zeros(drafters, jnp.int32),
+        forced=jnp.full(drafters, NOT_FORCED, jnp.int32),
+        narrowest=jnp.int32(0),
+    )

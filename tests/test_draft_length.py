@@ -1,0 +1,358 @@
+"""Draft lengths that follow costs and acceptance: the parts, and how much is lost to the best."""
+
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import slow, tiny_config
+from decoding import PROMPTS, decode, draft_model, greedy, make_session, mixed
+
+from specjax.decoding.executor import compile_session, run_session
+from specjax.decoding.generate import collect
+from specjax.decoding.learned import Learned
+from specjax.draft_length import survival
+from specjax.draft_length.estimate import CostEstimate
+from specjax.draft_length.limits import DraftLength
+from specjax.draft_length.policy import NOT_FORCED, Turn
+from specjax.drafters import make_drafter, take_turns
+from specjax.drafters.ngram import Ngram
+from specjax.loading.load import random_model
+
+TRUE = np.array([1.0, 1.1, 1.2, 1.5, 0.2, 0.05])
+"""Passes at four widths; a first draft token and a further one."""
+
+
+def steps(rng, seconds, count):
+    """Steps of the loop: how often each part ran, and how long all took, within 5 %."""
+    for _ in range(count):
+        ran = np.zeros(len(seconds))
+        for _ in range(16):
+            ran[rng.integers(4)] += 1
+            drafted = rng.integers(0, 5)
+            ran[4] += drafted > 0
+            ran[5] += max(drafted - 1, 0)
+        yield ran, ran @ seconds * rng.uniform(0.95, 1.05)
+
+
+def test_costs_are_found_from_wrong_figures():
+    estimate = CostEstimate(TRUE * np.array([1, 1.5, 1.5, 1.5, 2, 2]), 4)
+    for ran, seconds in steps(np.random.default_rng(0), TRUE, 300):
+        estimate.update(ran, seconds)
+    np.testing.assert_allclose(estimate.seconds[:5], TRUE[:5], rtol=0.15)
+
+
+def test_a_machine_that_grows_slow_changes_what_did_not_run_too():
+    estimate = CostEstimate(TRUE, 4)
+    for _ in range(60):
+        estimate.update(np.array([16.0, 0, 0, 0, 0, 0]), 16 * 2.0)
+    np.testing.assert_allclose(estimate.seconds[0], 2.0, rtol=0.05)
+    assert (estimate.seconds > 1.5 * TRUE).all()
+
+
+def test_a_longer_context_changes_what_ran():
+    estimate = CostEstimate(TRUE, 4)
+    for _ in range(200):
+        estimate.update(np.array([8.0, 0, 0, 8, 8, 0]), 8 * (1.0 + 2.5 + 0.2))
+    assert estimate.seconds[3] / estimate.seconds[0] > 1.7
+
+
+@pytest.mark.parametrize("seconds", [-1.0, 0.0, float("nan"), float("inf"), 1e9, 1e-9])
+def test_a_clock_that_jumps_once_is_forgotten(seconds):
+    estimate = CostEstimate(TRUE, 4)
+    rng = np.random.default_rng(1)
+    estimate.update(next(steps(rng, TRUE, 1))[0], seconds)
+    assert np.isfinite(estimate.seconds).all()
+    for ran, after in steps(rng, TRUE, 100):
+        estimate.update(ran, after)
+    np.testing.assert_allclose(estimate.seconds[:4], TRUE[:4], rtol=0.15)
+
+
+def test_a_wider_pass_is_never_cheaper():
+    estimate = CostEstimate([1.0, 0.5, 2.0, 0.0], 3)
+    assert estimate.seconds[:3].tolist() == [1.0, 1.0, 2.0]
+    assert (estimate.seconds > 0).all()
+
+
+def seen(survived, confidence, drafter, depth, rounds, longest=4, drafters=2):
+    """What is known after some rounds of one row that accepts `survived` of `depth` tokens."""
+    known, history = survival.no_survival(drafters, longest), survival.no_history(1)
+    for _ in range(rounds):
+        known, history = survival.observe(
+            known,
+            history,
+            jnp.asarray([drafter]),
+            jnp.full((1, longest), confidence),
+            jnp.asarray([depth]),
+            jnp.asarray([survived]),
+        )
+    return known, history
+
+
+def test_chances_follow_what_was_accepted():
+    known, history = seen(survived=2, confidence=0.6, drafter=1, depth=4, rounds=200)
+    chance = survival.chances(known)[1, :, int(survival.confidence_class(jnp.asarray(0.6)))]
+    assert (chance[:2] > 0.9).all()
+    assert chance[2] < 0.1
+    # The fourth was never tested: it is as all depths are.
+    assert 0.5 < chance[3] < 0.8
+    # Another drafter's chances, and those of another confidence, are what they were.
+    before = survival.chances(survival.no_survival(2, 4))
+    np.testing.assert_allclose(survival.chances(known)[0], before[0])
+    np.testing.assert_allclose(survival.chances(known)[1, 0, 0], before[1, 0, 0], rtol=1e-6)
+    assert 0.9 < float(survival.row_factor(history)[0]) < 1.1
+
+
+def test_a_row_that_accepts_less_than_others_has_a_lower_factor():
+    known, _ = seen(survived=4, confidence=0.6, drafter=0, depth=4, rounds=100)
+    history = survival.no_history(2)
+    for _ in range(10):
+        known, history = survival.observe(
+            known,
+            history,
+            jnp.asarray([0, -1]),
+            jnp.full((2, 4), 0.6),
+            jnp.asarray([4, 0]),
+            jnp.asarray([0, 0]),
+        )
+    factor = survival.row_factor(history)
+    assert float(factor[0]) < 0.6
+    assert float(factor[1]) == 1.0
+
+
+def turn(expected, price, first=0.0, further=0.0, rows=1, limit=None, **fields):
+    longest = len(expected)
+    limit = [longest] * rows if limit is None else limit
+    return Turn(
+        chances=jnp.broadcast_to(jnp.asarray(expected)[:, None], (longest, 8)),
+        expected=jnp.asarray(expected),
+        factor=jnp.ones(len(limit)),
+        price=jnp.asarray(price),
+        first=jnp.float32(first),
+        further=jnp.float32(further),
+        limit=jnp.asarray(limit),
+        **{
+            "planned": jnp.int32(0),
+            "at_least": jnp.int32(0),
+            "forced": jnp.int32(NOT_FORCED),
+            **fields,
+        },
+    )
+
+
+def best_by_hand(one, depth, survived):
+    """The best length of several rows, by trying each."""
+    values = {depth: -float(one.price[depth])}
+    for length in range(depth + 1, len(one.expected) + 1):
+        gain = 0.0
+        for row, limit in enumerate(one.limit):
+            chance = float(survived[row])
+            for step in range(depth, min(length, int(limit))):
+                chance *= 1.0 if step == depth else float(one.expected[step])
+                gain += chance
+        later = float(one.further) * (length - 1 - depth)
+        values[length] = gain - float(one.price[length]) - later
+    return max(values, key=lambda length: (round(values[length], 5), -length))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_best_length_is_the_best_of_all(seed):
+    rng = np.random.default_rng(seed)
+    expected = rng.uniform(0.2, 0.95, 4)
+    price = np.concatenate([[1.0], 1 + np.cumsum(rng.uniform(0, 0.6, 4))])
+    one = turn(expected, price, rng.uniform(0, 0.3), rng.uniform(0, 0.3), limit=[4, 2, 0])
+    for depth, survived in itertools.product(range(4), ([0.9] * 3, [0.1] * 3, [0.7, 0.2, 1.0])):
+        got = one.best_length(depth, jnp.asarray(survived), jnp.ones(3, bool))
+        assert int(got) == best_by_hand(one, depth, survived)
+
+
+def test_what_is_forced_is_drafted_and_what_is_due_too():
+    dear = dict(expected=[0.5, 0.5], price=[1.0, 9.0, 9.0])
+    every = jnp.ones(1, bool)
+    assert int(turn(**dear).best_length(0, jnp.ones(1), every)) == 0
+    due = turn(**dear, at_least=jnp.int32(1))
+    assert [int(due.best_length(depth, jnp.ones(1), every)) for depth in (0, 1)] == [1, 1]
+    forced = turn(**dear, forced=jnp.int32(2))
+    assert [int(forced.best_length(depth, jnp.ones(1), every)) for depth in (0, 1)] == [2, 2]
+
+
+class Injected(Learned):
+    """Costs that a test sets: `seconds_of(committed)` are the true figures at a length."""
+
+    def begin_with(self, seconds_of, session):
+        self.seconds_of, self.spent, self.session = seconds_of, 0.0, session
+        return self
+
+    def after_step(self, state, seconds):
+        work = state.policy.work
+        ran = np.concatenate([work.passes, work.first, work.further])
+        seconds = float(ran @ self.seconds_of(int(state.length.max())))
+        self.spent += seconds
+        return super().after_step(state, seconds)
+
+    def save(self):
+        pass
+
+
+LONGEST, NEW = 4, 1600
+
+
+def hindsight(right, length, seconds_of, widths, first):
+    """The seconds of fixed drafts of `length` tokens; `right[i]` says whether token i is right."""
+    position, spent = 0, 0.0
+    while position < len(right):
+        figures = seconds_of(first + position)
+        drafted = min(length, len(right) - position - 1)
+        width = next(i for i, width in enumerate(widths) if width > drafted)
+        spent += figures[width]
+        if drafted:
+            spent += figures[-2] + figures[-1] * (drafted - 1)
+        accepted = 0
+        while accepted < drafted and right[position + accepted]:
+            accepted += 1
+        position += accepted + 1
+    return spent
+
+
+def steady(committed):
+    return np.array([1.0, 1.1, 1.2, 1.5, 0.1, 0.05])
+
+
+def jump(committed):
+    """Wide passes and drafts become three times as dear half-way."""
+    return steady(committed) * (1 if committed < NEW / 2 else np.array([1, 1.4, 1.7, 2, 3, 3]))
+
+
+@pytest.fixture(scope="module")
+def long_target():
+    return random_model(tiny_config(num_layers=1, max_positions=2048), 0, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "seconds_of"),
+    [
+        (0.0, steady),
+        (0.6, jump),
+        (0.9, steady),
+        *slow((0.3, steady), (0.6, steady), (0.0, jump), (0.3, jump), (0.9, jump)),
+    ],
+)
+def test_little_is_lost_to_the_best_fixed_length(acceptance, seconds_of, long_target):
+    prompt, requests = [[5, 6, 7]], greedy(max_new_tokens=NEW)
+    plain = decode(long_target, prompt, sampling=requests)
+    drafter = make_drafter(
+        "simulated", long_target, continuations=plain.token_ids, acceptance=acceptance
+    )
+    session = make_session(
+        long_target,
+        prompt,
+        drafter=drafter,
+        sampling=requests,
+        draft_length=DraftLength(LONGEST, auto=True),
+        num_speculative_tokens=LONGEST,
+    )
+    widths = session.plan.widths
+    assert widths == (1, 4, 5)
+    # The figures that hold: those of the widths that are compiled.
+    pick = np.array([0, 2, 3, 4, 5])
+    learned = Injected(CostEstimate(seconds_of(0)[pick], len(widths)), None, 0.0)
+    learned.begin_with(lambda committed: seconds_of(committed)[pick], session)
+    done = [s for s in run_session(session, None, None, learned) if s.finished]
+    got = collect(session, done)
+    assert got.token_ids == plain.token_ids
+    replay = np.asarray(session.drafter.params)[0][0][:NEW]
+    right = replay == np.asarray(plain.token_ids[0])
+    best = min(
+        hindsight(right, length, lambda n: seconds_of(n)[pick], widths, 3)
+        for length in range(LONGEST + 1)
+    )
+    assert learned.spent < 1.03 * best
+
+
+def lengths_drafted(result):
+    return set(result.drafted[result.emitted > 0].tolist())
+
+
+@pytest.fixture(scope="module")
+def dear():
+    """Costs at which a draft sometimes pays."""
+    return lambda plan: CostEstimate(
+        [
+            *(1 + 0.1 * np.arange(len(plan.widths))),
+            *[0.2] * len(plan.drafter.parts),
+            *[0.2] * len(plan.drafter.parts),
+        ],
+        len(plan.widths),
+    )
+
+
+def decode_auto(target, costs, **options):
+    session = make_session(target, PROMPTS, num_speculative_tokens="auto", **options)
+    programs = compile_session(session)
+    learned = Injected(costs(session.plan), None, 0.0)
+    figures = learned.estimate.seconds.copy()
+    learned.begin_with(lambda committed: figures, session)
+    done = [s for s in run_session(session, None, programs, learned) if s.finished]
+    return session, collect(session, done)
+
+
+def pair(similar):
+    return take_turns(Ngram(prompt_lookup_min=1), draft_model(similar, num_speculative_tokens=3))
+
+
+@pytest.mark.parametrize("rule", ["rejection", "coupled"])
+def test_rounds_can_be_replayed(rule, tiny, similar, dear):
+    """Whoever drafted, and whatever it costs elsewhere: the same tokens and counts."""
+    options = dict(drafter=pair(similar), sampling=mixed(max_new_tokens=30), verify=rule)
+    _, got = decode_auto(tiny, dear, **options)
+    assert len(lengths_drafted(got)) >= 3
+    assert {-1, 0, 1} == set(got.drafter.ravel().tolist())
+    again = decode(
+        tiny,
+        PROMPTS,
+        num_speculative_tokens="auto",
+        replay=(got.drafted, got.drafter),
+        **options,
+    )
+    assert again.token_ids == got.token_ids
+    for name in ("drafted", "accepted", "emitted", "drafter"):
+        np.testing.assert_array_equal(getattr(again, name), getattr(got, name))
+
+
+def test_costs_are_measured_kept_and_read(tiny, similar, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    session = make_session(
+        tiny, PROMPTS, drafter=pair(similar), num_speculative_tokens="auto", sampling=greedy()
+    )
+    programs = compile_session(session)
+    learned = Learned.of_session(session, programs)
+    count = len(session.plan.widths) + 4
+    assert learned.estimate.seconds.shape == (count,)
+    learned.save()
+    (file,) = tmp_path.rglob("*.json")
+    again = Learned.of_session(session, programs)
+    np.testing.assert_allclose(again.estimate.seconds, learned.estimate.seconds)
+    for damage in ("{", '{"seconds": [1]}', '{"seconds": "x"}', "[]", '{"seconds": [-1]}'):
+        file.write_text(damage)
+        fresh = Learned.of_session(session, programs)
+        assert fresh.estimate.seconds.shape == (count,)
+
+
+def test_a_drafter_that_never_pays_is_looked_at_now_and_then(tiny, unrelated):
+    session = make_session(
+        tiny,
+        [[5]],
+        drafter=draft_model(unrelated),
+        num_speculative_tokens="auto",
+        sampling=greedy(max_new_tokens=400),
+    )
+    plan = session.plan
+    estimate = CostEstimate([1.0] * len(plan.widths) + [0.3, 0.3], len(plan.widths))
+    learned = Injected(estimate, None, 0.0)
+    figures = estimate.seconds.copy()
+    learned.begin_with(lambda committed: figures, session)
+    got = collect(session, [s for s in run_session(session, None, None, learned) if s.finished])
+    drafted = got.drafted[0][got.emitted[0] > 0]
+    later = drafted[100:]
+    assert 0 < (later > 0).mean() < 0.06
+    assert set(later[later > 0].tolist()) == {1}
