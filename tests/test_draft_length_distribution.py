@@ -50,14 +50,8 @@ def pairs(target, drafter, length, groups=GROUPS):
     model, params = target
     turns, drafter_params = take_turns(drafter)
     capacity = len(PROMPT) + LENGTH + length + 1
-    plan = make_plan(
-        model,
-        turns,
-        DraftLength(length, auto=True),
-        verify=Rejection(),
-        request=AS_IS,
-        capacity=capacity,
-    )
+    auto = DraftLength(length, auto=True)
+    plan = make_plan(model, turns, auto, verify=Rejection(), request=AS_IS, capacity=capacity)
 
     @jax.jit
     def one(group):
@@ -140,7 +134,7 @@ def test_broken_variants_fail(name, tables):
 
 
 def test_only_both_rows_together_show_what_ties_them(tables):
-    """Each row for itself has the right distribution, though its neighbour's tokens admit its own."""
+    """Each row for itself has the right distribution, though its neighbour's tokens admit it."""
     target, draft = tables
     drafter = tampered(changed(draft_model(draft)), admitted_by_the_neighbour)
     tokens, _ = pairs(target, drafter, 3)
