@@ -5,7 +5,8 @@
 `--list` prints drafters, rules, options and sampling fields. Exit codes: 0; 1 where the output
 differs from plain decoding's and must not; 2 for bad input, and where the report cannot be written;
 130 after Ctrl-C, SIGTERM or a closed terminal; 141 where stdout is closed. Rows are written to the
-report as they finish; it says "interrupted" until all are there. Of several processes the first one
+report as they finish; it says "interrupted" until all are there, and "refused" where a later turn
+has no room. Of several processes the first one
 prints, and writes the report.
 """
 
@@ -30,7 +31,7 @@ from specjax.decoding.compare_outputs import EXCUSED_MARGIN
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.distributed import processes
 from specjax.drafters import DRAFTERS, TRAINED, LoadedDrafter, drafter_options, option_type
-from specjax.errors import InputError
+from specjax.errors import InputError, one_line
 from specjax.loading.heads.find_head import shipped_heads
 from specjax.loading.load import load_model
 from specjax.loading.model import Model
@@ -97,9 +98,13 @@ def decode(config: DecodeConfig) -> int:
 
     def content(interrupted: bool) -> dict[str, Any]:
         totals = decode_report.total(batches, expected)
-        return decode_report.report(batches, totals, setting, clock, interrupted=interrupted)
+        said = None if refused is None else one_line(refused)
+        return decode_report.report(
+            batches, totals, setting, clock, interrupted=interrupted, refused=said
+        )
 
-    interrupted, refused, written = False, None, False
+    interrupted, written = False, False
+    refused: InputError | None = None
     excusable = setting.dtype == "float32"
     with ReportFile(path, content, screen.say) as file:
         try:
@@ -116,7 +121,7 @@ def decode(config: DecodeConfig) -> int:
         totals = decode_report.total(batches, expected)
         try:
             # First, since the terminal may be closed.
-            written = file.finish(interrupted or refused is not None)
+            written = file.finish(interrupted)
         finally:
             screen.table(config.drafter, totals, title, _identity(config, totals))
             screen.differences(totals, excusable)

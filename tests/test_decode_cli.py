@@ -9,6 +9,7 @@ from conftest import slow
 from rich.console import Console
 
 from specjax import decode
+from specjax import report as write_reports
 from specjax.cli import decode_run
 from specjax.cli.console import Screen
 from specjax.decoding import compare_outputs
@@ -16,6 +17,7 @@ from specjax.decoding.generate import generate
 from specjax.decoding.plan import plan_session
 from specjax.loading.load import load_model, save_model
 from specjax.reporting import report_file
+from specjax.reporting.read import read_report
 
 ROW = {
     "question_id",
@@ -197,7 +199,7 @@ def test_all_turns_see_the_answers(run, folder):
     assert rows[3]["token_ids"] == again.token_ids[0]
 
 
-def test_a_later_turn_that_outgrows_the_model_keeps_what_was_decoded(run, folder, capsys):
+def test_a_later_turn_that_outgrows_the_model_keeps_what_was_decoded(run, folder, tmp_path, capsys):
     path = folder / "long.jsonl"
     turns = [["one two one", "and then " * 40], ["abc abc ab", "and then"]]
     path.write_text(
@@ -206,8 +208,17 @@ def test_a_later_turn_that_outgrows_the_model_keeps_what_was_decoded(run, folder
     code, report = run(f"--config.prompts={path}", "--config.turns=all", "--config.max_length=120")
     assert code == 2
     assert [(row["question_id"], row["turn"]) for row in report["rows"]] == [(0, 0), (1, 0)]
-    assert report["summary"]["interrupted"] is True
-    assert "which leaves no room for a new one in max_length=120" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "which leaves no room for a new one in max_length=120" in error
+    # It ran to its end: what is missing is said, and is no interruption.
+    assert "interrupted" not in report["summary"]
+    assert f"error: {report['summary']['refused']}\n" == error
+    path = tmp_path / "report.json"
+    assert read_report(path).refused == report["summary"]["refused"]
+    assert write_reports.main([str(path), f"--out={tmp_path / 'out'}", "--nopictures"]) == 0
+    said = capsys.readouterr().out
+    assert "Later turns refused: ngram (2 answers): prompts[0] has" in said
+    assert "Interrupted" not in said
 
 
 def wrong(compare, margin):
@@ -260,10 +271,10 @@ def test_interrupt_leaves_finished_rows(run, monkeypatch, capsys):
         outcome(self, *arguments)
         seen.append(arguments)
 
-    def interrupted(session, programs, index, rounds):
+    def interrupted(session, programs, index, *more):
         if index == [2]:
             raise KeyboardInterrupt
-        return run_batch(session, programs, index, rounds)
+        return run_batch(session, programs, index, *more)
 
     run_batch = decode_run.run_batch
     monkeypatch.setattr(decode_run, "run_batch", interrupted)

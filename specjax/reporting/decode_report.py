@@ -105,8 +105,12 @@ def report(
     clock: Clock,
     *,
     interrupted: bool = False,
+    refused: str | None = None,
 ) -> dict[str, Any]:
-    """The report, JSON-ready; an interrupted run says so."""
+    """The report, JSON-ready; an interrupted run says so.
+
+    `refused` is the error of a later turn that could not be decoded, where there was one.
+    """
     counts = totals.metrics
     summary = {
         "drafter": setting.drafter,
@@ -131,6 +135,8 @@ def report(
     }
     if interrupted:
         summary["interrupted"] = True
+    if refused is not None:
+        summary["refused"] = refused
     return {"rows": [row for b in batches for row in _rows(b, setting)], "summary": summary}
 
 

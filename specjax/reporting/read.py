@@ -16,7 +16,11 @@ _LARGEST, _MOST_COUNTS, _DEEPEST = 2**53, 1 << 26, 20
 """Whole numbers above the first are not exact as floats; the second bounds a table of counts."""
 _SUMMARY = {"drafter": (str,), "device": (str,), "dtype": (str,), "prompts": (str,)}
 _CONFIG = {"target": (str,), "batch_size": (int,), "drafter": (dict,), "sampling": (dict,)}
-_MAY_BE = {"versions": (dict, NoneType), "interrupted": (bool, NoneType)}
+_MAY_BE = {
+    "versions": (dict, NoneType),
+    "interrupted": (bool, NoneType),
+    "refused": (str, NoneType),
+}
 _CONFIG_MAY_BE = {"distributed": (dict,)}
 _SAMPLING = {"temperature": _NUMBER, "max_new_tokens": (int,)}
 _ROW = {

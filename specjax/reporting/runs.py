@@ -69,6 +69,11 @@ class Run:
         return bool(self.summary.get("interrupted"))
 
     @property
+    def refused(self) -> str | None:
+        """The error of a later turn that could not be decoded, such as one that has no room."""
+        return self.summary.get("refused")
+
+    @property
     def drafter(self) -> str:
         """The drafter's name."""
         return self.summary["drafter"]
@@ -149,10 +154,16 @@ def check_together(runs: Sequence[Run]) -> None:
         if run.summary["prompts"] != first.summary["prompts"]:
             pairs = ((one, len(one.rows)) for one in (run, first))
             sizes = " and ".join(f"{str(one.path)!r} ({count} rows)" for one, count in pairs)
-            stopped = [one for one in (run, first) if one.interrupted]
-            remedy = f"{str(stopped[0].path)!r} was interrupted: run it again" if stopped else ""
+            remedies = [
+                f"{str(one.path)!r} was interrupted: run it again"
+                if one.interrupted
+                else f"a later turn of {str(one.path)!r} was refused: {one.refused}"
+                for one in (run, first)
+                if one.interrupted or one.refused
+            ]
             raise InputError(
-                f"prompts: {sizes} answer other prompts; {remedy or 'report each set separately'}"
+                f"prompts: {sizes} answer other prompts; "
+                + next(iter(remedies), "report each set separately")
             )
 
 
