@@ -3,11 +3,11 @@
     python -m specjax.decode --config=configs/decode_smollm2.py --config.compare=true
 
 `--list` prints drafters, rules, options and sampling fields. Exit codes: 0; 1 where the output
-differs from plain decoding's and must not; 2 for bad input, and where the report cannot be written;
-130 after Ctrl-C, SIGTERM or a closed terminal; 141 where stdout is closed. Rows are written to the
-report as they finish; it says "interrupted" until all are there, and "refused" where a later turn
-has no room. Of several processes the first one
-prints, and writes the report.
+differs from plain decoding's and must not; 2 for bad input, for logits that are not numbers, and
+where the report cannot be written; 130 after Ctrl-C, SIGTERM or a closed terminal; 141 where stdout
+is closed. Rows are written to the report as they finish; it says "interrupted" until all are there,
+and "refused" where a later turn has no room. Of several processes the first one prints, and writes
+the report.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from specjax.cli.decode_config import DecodeConfig, make_config_drafter, read_de
 from specjax.cli.decode_run import decode_batches
 from specjax.cli.mesh_config import open_mesh
 from specjax.decoding.compare_outputs import EXCUSED_MARGIN
+from specjax.decoding.generate import broken_logits
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.distributed import processes
 from specjax.drafters import DRAFTERS, TRAINED, LoadedDrafter, drafter_options, option_type
@@ -133,6 +134,13 @@ def decode(config: DecodeConfig) -> int:
         return command.INTERRUPTED
     if refused is not None:
         raise refused
+    failed = {
+        f"question {batch.questions[row].question_id}": count
+        for batch in batches
+        for row, count in batch.ours.failed_rows.items()
+    }
+    if failed:
+        raise InputError(broken_logits(model, failed))
     exact = all(excusable and one.margin < EXCUSED_MARGIN for _, one in totals.differences)
     return 0 if exact else DIFFERENT
 

@@ -26,6 +26,7 @@ ROW = {
     "token_ids",
     "text",
     "new_tokens",
+    "finish_reason",
     "accept_lengths",
     "rounds",
     "prefill_s",

@@ -167,6 +167,8 @@ class Screen:
                 parts[-1] += f" against {plain.tokens_per_second:.1f}"
         if same:
             parts.append(same)
+        if ours.finish_reasons[row] == "error":
+            parts.append("ENDED BY AN ERROR: logits that are not numbers")
         self.say("    " + ", ".join(parts), "dim")
 
     def table(self, drafter: str, totals: Totals, title: str, comparison: str | None) -> None:

@@ -179,6 +179,7 @@ def _rows(batch: Batch, setting: Setting) -> list[dict[str, Any]]:
             "token_ids": batch.ours.token_ids[index],
             "text": batch.ours.texts[index],
             "new_tokens": len(batch.ours.token_ids[index]),
+            "finish_reason": batch.ours.finish_reasons[index],
             "accept_lengths": lengths[index],
             "rounds": _rounds(batch.ours, index),
             "prefill_s": batch.ours.prefill_s[index],
