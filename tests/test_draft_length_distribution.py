@@ -23,7 +23,8 @@ from specjax.sampling import Rejection
 from specjax.testing import Tabular
 from specjax.testing.drafters import chi_square, first_rows, make_plan, output_distribution
 
-VOCAB, LENGTH, ROWS, GROUPS = 4, 3, 2, 60_000
+VOCAB, LENGTH, ROWS = 4, 3, 2
+GROUPS, FEWER = 40_000, 15_000
 PROMPT = (1, 2, 3, 1)
 AS_IS = SamplingParams(temperature=1.0)
 
@@ -35,8 +36,8 @@ def tables():
     return (Tabular(VOCAB), table), (Tabular(VOCAB), other)
 
 
-def costs(plan):
-    """At which some rounds draft nothing, some one token, and some all."""
+def some_pay(plan):
+    """Costs at which some rounds draft nothing, some one token, and some all."""
     drafters = len(plan.drafter.parts)
     return Costs(
         passes=jnp.linspace(1.0, 1.3, len(plan.widths)),
@@ -45,8 +46,11 @@ def costs(plan):
     )
 
 
-def pairs(target, drafter, length, groups=GROUPS):
-    """Counts of the first `LENGTH` tokens of both rows of each pair, and the lengths drafted."""
+def pairs(target, drafter, length, groups=FEWER, costs=None):
+    """The first `LENGTH` tokens of both rows of each pair, and the lengths drafted.
+
+    Without `costs` drafting costs nothing, so that as much as possible is drafted.
+    """
     model, params = target
     turns, drafter_params = take_turns(drafter)
     capacity = len(PROMPT) + LENGTH + length + 1
@@ -58,7 +62,8 @@ def pairs(target, drafter, length, groups=GROUPS):
         index = ROWS * group + jnp.arange(ROWS)
         arguments = first_rows(plan, PROMPT, AS_IS, index, 0)
         state = loop.start(plan, (params, drafter_params), *arguments)
-        state = state.replace(policy=state.policy.replace(costs=costs(plan)))
+        if costs is not None:
+            state = state.replace(policy=state.policy.replace(costs=costs(plan)))
         state = loop.run(plan, (params, drafter_params), state, jnp.int32(LENGTH))
         return state.tokens[:, len(PROMPT) : len(PROMPT) + LENGTH], state.rounds.drafted
 
@@ -83,11 +88,11 @@ DRAFTERS = {
 }
 
 
-@pytest.mark.parametrize("name", ["drawn", "turns", *slow("greedy")])
+@pytest.mark.parametrize("name", ["turns", *slow("drawn", "greedy")])
 def test_pairs_of_rows_are_exact_and_independent(name, tables):
     target, draft = tables
     make, length = DRAFTERS[name]
-    tokens, drafted = pairs(target, make(draft), length)
+    tokens, drafted = pairs(target, make(draft), length, GROUPS, some_pay)
     assert set(range(length + 1)) <= set(np.unique(drafted[..., :LENGTH]).tolist())
     found = joint(target, tokens)
     assert found.statistic < found.threshold, found
@@ -118,26 +123,31 @@ def admitted_by_the_neighbour(draft, context):
 
 
 BROKEN = {
-    "rounded_down_to_a_width": rounds_down,
-    "the_best_of_a_finished_draft": best_of_finished,
-    "admitted_by_the_neighbour": admitted_by_the_neighbour,
+    # It stops at a token that the head is not sure of, which the token before it decides.
+    "rounded_down_to_a_width": (rounds_down, {"draft_p_min": 0.45}),
+    "the_best_of_a_finished_draft": (best_of_finished, {}),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_variants_fail(name, tables):
     target, draft = tables
-    drafter = tampered(changed(draft_model(draft)), BROKEN[name])
+    change, options = BROKEN[name]
+    drafter = changed(draft_model(draft, **options))
     tokens, _ = pairs(target, drafter, 3)
+    assert joint(target, tokens).statistic < joint(target, tokens).threshold
+    tokens, _ = pairs(target, tampered(drafter, change), 3)
     found = joint(target, tokens)
     assert found.statistic > 1.5 * found.threshold
 
 
 def test_only_both_rows_together_show_what_ties_them(tables):
     """Each row for itself has the right distribution, though its neighbour's tokens admit it."""
-    target, draft = tables
-    drafter = tampered(changed(draft_model(draft)), admitted_by_the_neighbour)
-    tokens, _ = pairs(target, drafter, 3)
+    target, _ = tables
+    drafter = tampered(changed(draft_model(target)), admitted_by_the_neighbour)
+    tokens, _ = pairs(target, drafter, 2)
     for row in range(ROWS):
         alone = joint(target, tokens, rows=(row,))
         assert alone.statistic < alone.threshold
+    found = joint(target, tokens)
+    assert found.statistic > found.threshold
