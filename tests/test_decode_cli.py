@@ -1,9 +1,12 @@
 """`python -m specjax.decode` from argument line to exit code, in this process."""
 
+import dataclasses
 import io
 import json
 import os
 
+import jax
+import jax.numpy as jnp
 import pytest
 from conftest import slow
 from rich.console import Console
@@ -15,6 +18,7 @@ from specjax.cli.console import Screen
 from specjax.decoding import compare_outputs
 from specjax.decoding.generate import generate
 from specjax.decoding.plan import plan_session
+from specjax.drafters import make_drafter
 from specjax.loading.load import load_model, save_model
 from specjax.reporting import report_file
 from specjax.reporting.read import read_report
@@ -36,6 +40,7 @@ ROW = {
     "identical",
     "first_difference",
     "margin_at_difference",
+    "resolution_at_difference",
 }
 SUMMARY = {
     "drafter",
@@ -121,6 +126,8 @@ def test_greedy_equals_plain_decoding(name, run, folder, capsys):
         assert row["new_tokens"] == len(row["token_ids"]) == sum(row["accept_lengths"]) == 12
         assert row["identical"] is True
         assert row["first_difference"] is row["margin_at_difference"] is None
+        assert row["resolution_at_difference"] is None
+        assert row["finish_reason"] == "length"
     assert summary["identical_rows"] == summary["num_rows"] == 3
     assert summary["drafter"] == name
     assert min(summary[key] for key in ("speedup", "load_s", "compile_s", "first_token_s")) > 0
@@ -244,14 +251,62 @@ def test_a_difference_fails_unless_it_is_a_near_tie(margin, code, run, monkeypat
     assert ("NOT EXACT" if code else "excused") in shown
 
 
-def test_half_precision_excuses_nothing(run, monkeypatch):
-    monkeypatch.setattr(
-        decode_run,
-        "compare_row",
-        lambda session, prompt, ours, plain: compare_outputs.Difference(0, 1e-6),
+def second_best(compare):
+    """What is said of the first token's runner-up, instead of what was generated."""
+
+    def compared(session, prompt, ours, plain):
+        return compare(session, prompt, [(plain[0] + 1) % 90], plain)
+
+    return compared
+
+
+@pytest.mark.parametrize("share", [0.5, 2.0])
+def test_in_half_precision_what_it_cannot_resolve_is_excused(
+    share, run, tmp_path, monkeypatch, capsys
+):
+    """Margins of half, and of twice, what bfloat16 resolves at the largest logit."""
+    logits = []
+
+    def near(*arguments):
+        found = best_two(*arguments)
+        logits.append(float(jnp.abs(found).max()))
+        order = jnp.argsort(found[0])
+        step = share * 2 * 2**-7 * logits[-1]
+        return found.at[0, order[-2]].set(found[0, order[-1]] - step)
+
+    best_two = compare_outputs._next_logits
+    monkeypatch.setattr(compare_outputs, "_next_logits", near)
+    monkeypatch.setattr(decode_run, "compare_row", second_best(decode_run.compare_row))
+    code, report = run("--config.compare=true", "--config.dtype=bfloat16")
+    assert code == (0 if share < 1 else 1)
+    assert read_report(tmp_path / "report.json").exact == (share < 1)
+    for row, largest in zip(report["rows"], logits, strict=True):
+        assert row["identical"] is False
+        assert row["resolution_at_difference"] == pytest.approx(2**-6 * largest)
+        assert row["margin_at_difference"] == pytest.approx(share * 2**-6 * largest, rel=1e-4)
+    assert ("excused" if share < 1 else "NOT EXACT") in capsys.readouterr().out
+
+
+def test_rounding_in_bfloat16_is_told_from_other_tokens(chatty):
+    """Whatever drafts differ in is a near-tie; a token that is not likely is none."""
+    target = dataclasses.replace(
+        chatty,
+        dtype=jnp.dtype(jnp.bfloat16),
+        params=jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), chatty.params),
     )
-    code, _ = run("--config.compare=true", "--config.dtype=bfloat16")
-    assert code == 1
+    prompts = [[5 + i, 6, 7 * i] for i in range(12)]
+    sampling = {"max_new_tokens": 24, "ignore_eos": True}
+    plain = generate(target, prompts, sampling=sampling)
+    drafted = generate(
+        target, prompts, sampling=sampling, drafter=make_drafter("draft_model", target, path=target)
+    )
+    session = plan_session(target, prompts, requests=sampling)
+    for prompt, (ours, other) in enumerate(zip(drafted.token_ids, plain.token_ids, strict=True)):
+        found = compare_outputs.compare_row(session, prompt, ours, other)
+        assert found is None or found.excused
+    margins = [compare_outputs.compare_row(session, i, [0], plain.token_ids[i]) for i in range(12)]
+    assert not all(found is None or found.excused for found in margins)
+    assert not compare_outputs.Difference(0, float("nan"), 1.0).excused
 
 
 def test_margin_is_that_of_the_two_best_logits(chatty):

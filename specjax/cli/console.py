@@ -16,7 +16,6 @@ from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
-from specjax.decoding.compare_outputs import EXCUSED_MARGIN
 from specjax.decoding.generate import Delta, Generation
 from specjax.decoding.prompts import Question
 from specjax.loading.tokenizers.tokenizer import StreamDecoder, Tokenizer
@@ -208,15 +207,16 @@ class Screen:
         self.say("")
         self._console.print(table)
 
-    def differences(self, totals: Totals, excused: bool) -> None:
+    def differences(self, totals: Totals) -> None:
         """Print every row that differs from plain decoding, with the margin there."""
         for question, one in totals.differences:
-            near = excused and one.margin < EXCUSED_MARGIN
-            verdict = f"excused: a near-tie, below {EXCUSED_MARGIN:g}" if near else "NOT EXACT"
+            verdict = f"not below {one.resolution:.3g}: NOT EXACT"
+            if one.excused:
+                verdict = f"excused: a near-tie, below {one.resolution:.3g}"
             self.say(
                 f"question {question.question_id}: first difference at new token {one.first}, "
                 f"top-2 margin {one.margin:.3g} ({verdict})",
-                "" if near else "bold red",
+                "" if one.excused else "bold red",
             )
 
 

@@ -129,9 +129,12 @@ def verify_draft(
         # A draw needs all of a row's distribution; without one, each device looks at its own part.
         logits = constrain(logits, "batch", None, None)
     # A token may be ruled out (-inf); NaN, inf and -inf alone leave no finite largest one.
-    numbers = jnp.isfinite(logits.max(axis=-1))
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    numbers = jnp.isfinite(largest)[:, :, 0]
     target, distributions = _distributions(plan, state, draft, logits)
-    verification = _verify(plan, state, draft, drafted, keys, logits, target, distributions)
+    verification = _verify(
+        plan, state, draft, drafted, keys, logits, largest, target, distributions
+    )
 
     longest = draft.topology.depth
     padding = longest - topology.depth
@@ -207,13 +210,14 @@ def _verify(
     drafted: Int[Array, "B"],
     keys: Key[Array, "B"],
     logits: Float[Array, "B W V"],
+    largest: Float[Array, "B W 1"],
     target: sampling.Distributions,
     distributions: sampling.Distributions | None,
 ) -> sampling.Verification:
     nodes = logits.shape[1] - 1
     tokens = draft.tokens[:, :nodes]
     if not plan.flags.sampled and plan.rule.greedy_walk:
-        return sampling.walk_greedy(tokens, drafted, sampling.argmax(logits))
+        return sampling.walk_greedy(tokens, drafted, sampling.argmax(logits, largest))
     parents = draft.topology.first(nodes).parents
     proposed = sampling.Drafted(tokens, draft.valid[:, :nodes], parents, distributions)
     return plan.rule.verify(keys, proposed, sampling.Target(target, state.length, logits.shape[2]))

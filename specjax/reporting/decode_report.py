@@ -189,6 +189,7 @@ def _rows(batch: Batch, setting: Setting) -> list[dict[str, Any]]:
             "identical": None if batch.differences is None else difference is None,
             "first_difference": None if difference is None else difference.first,
             "margin_at_difference": None if difference is None else difference.margin,
+            "resolution_at_difference": None if difference is None else difference.resolution,
         }
         if batch.ours.logprobs[index] is not None:
             row["logprobs"] = batch.ours.logprobs[index]

@@ -38,6 +38,7 @@ _ROW = {
     "margin_at_difference": (*_NUMBER, NoneType),
     "plain": (dict, NoneType),
 }
+_ROW_MAY_BE = {"resolution_at_difference": (*_NUMBER, NoneType)}
 _COUNTS = {"drafted": (list,), "accepted": (list,), "width": (list,)}
 _PLAIN = {"new_tokens": (int,), "prefill_s": _NUMBER, "decode_s": _NUMBER}
 _CONTEST = {
@@ -126,6 +127,7 @@ def _run(path: Path, content: Any) -> Run:
 
 def _row(row: Any, where: str) -> Row:
     _check(row, _ROW, where)
+    _check(row, {name: _ROW_MAY_BE[name] for name in _ROW_MAY_BE if name in row}, where)
     _check(row["rounds"], _COUNTS, f"{where}.rounds")
     counts = {"emitted": row["accept_lengths"], **row["rounds"]}
     for name, values in counts.items():
@@ -154,6 +156,7 @@ def _row(row: Any, where: str) -> Row:
         plain=plain,
         identical=row["identical"],
         margin=row["margin_at_difference"],
+        resolution=row.get("resolution_at_difference"),
         **{name: tuple(counts[name]) for name in ("drafted", "accepted", "emitted", "width")},
     )
 

@@ -39,6 +39,7 @@ class Row:
     plain: Timing | None
     identical: bool | None
     margin: float | None
+    resolution: float | None
     drafted: tuple[int, ...]
     accepted: tuple[int, ...]
     emitted: tuple[int, ...]
@@ -80,12 +81,12 @@ class Run:
 
     @property
     def exact(self) -> bool:
-        """Whether all rows equal plain decoding's, except for near-ties in float32."""
-        excusable = self.summary["dtype"] == "float32"
+        """Whether all rows equal plain decoding's, except for near-ties."""
+        # Reports of earlier versions have no resolution: they excused near-ties in float32.
+        known = EXCUSED_MARGIN if self.summary["dtype"] == "float32" else 0.0
         different = [row for row in self.rows if row.identical is False]
         return all(
-            excusable and row.margin is not None and row.margin < EXCUSED_MARGIN
-            for row in different
+            row.margin is not None and row.margin < (row.resolution or known) for row in different
         )
 
     @property
