@@ -35,13 +35,13 @@ def test_rates_by_name():
     settings = Optimization(1.0, "constant", clip=0.0)
     plain = updates_of(settings, params, params)
     scales = {"a": 2.0, "a.b": 5.0}
-    scaled = updates_of(dataclasses.replace(settings, scales=scales), params, params)
+    scaled = updates_of(dataclasses.replace(settings, learning_rate_scales=scales), params, params)
     ratio = jax.tree.map(lambda one, other: float((one / other).mean()), scaled, plain)
     assert ratio == {"a": {"kernel": 2.0, "b": {"kernel": 5.0}}, "c": 1.0}
     with pytest.raises(
         InputError, match=r"learning_rate_scales\.d: no parameter .* there are a, c"
     ):
-        make_optimizer(dataclasses.replace(settings, scales={"d": 1.0}), params)
+        make_optimizer(dataclasses.replace(settings, learning_rate_scales={"d": 1.0}), params)
 
 
 def test_decay_leaves_scales_and_biases_alone():

@@ -110,8 +110,9 @@ def train(
 ) -> Result:
     """Train from `progress` on until the steps are made, the minutes are over, or a signal comes.
 
-    `evaluate` is called when `evaluations` says. `program.state` is donated. Each end but an error leaves a checkpoint of the last step.
-    Raises InputError where a loss or a gradient is not finite, naming the step.
+    `evaluate` is called as often as `evaluations` says. `program.state` is donated. Each end but an
+    error leaves a checkpoint of the last step. Raises InputError where a loss or a gradient is not
+    finite, naming the step.
     """
     state = program.state
     saved_step = progress.step if progress.step else None
