@@ -114,7 +114,7 @@ def test_muon_makes_the_updates_of_kernels_orthogonal():
         ({"optimizer": "sgd"}, "optimizer='sgd' is unknown: use adamw, muon"),
         (
             {"learning_rate_scales": {"head": -1.0}},
-            r"learning_rate_scales\.head=-1\.0: use a number",
+            r"scales\.head=-1\.0: use a number",
         ),
         ({"clip": -1.0}, "clip=-1.0: use a number of at least 0"),
     ],

@@ -194,9 +194,8 @@ class TrainingConfig:
 
     A method's own config inherits from it and adds the method's sections, to `CHECKS` how their
     fields must fit each other, and as `DEFAULT` the config file's name for a command line without
-    one. A run has either a target or the sizes of a new one, `model`. Where
-    the config names no `decay_steps`, they are all steps. Raises InputError for a target and sizes,
-    or neither.
+    one. A run has either a target or the sizes of a new one, `model`. Where no `decay_steps` are
+    given, they are all steps. Raises InputError for a target and sizes, or neither.
     """
 
     DEFAULT: ClassVar[str]
