@@ -83,7 +83,7 @@ class BenchConfig:
 
 
 @dataclass(frozen=True)
-class Contest:
+class Comparison:
     """One drafter compared with plain decoding, in alternating runs, and the prediction."""
 
     drafter: str
@@ -106,7 +106,7 @@ class Measured:
 
     floor_ms: float | None = None
     rounds: list[dict[str, float]] = field(default_factory=list)
-    contests: list[Contest] = field(default_factory=list)
+    comparisons: list[Comparison] = field(default_factory=list)
 
     def content(self, interrupted: bool) -> dict[str, Any]:
         """As JSON; an interrupted run says so."""
@@ -138,7 +138,7 @@ def round_costs_table(
             }
 
 
-def contest(
+def compare_with_plain(
     model: Model,
     ids: Sequence[Sequence[int]],
     drafter: LoadedDrafter,
@@ -148,7 +148,7 @@ def contest(
     max_new_tokens: int,
     batch_size: int,
     runs: int,
-) -> Contest:
+) -> Comparison:
     """Decode the prompts plainly and with a drafter, in turn, and predict the ratio."""
     requests = SamplingParams(max_new_tokens=max_new_tokens)
     options = DecodeOptions(num_speculative_tokens=num_speculative_tokens, batch_size=batch_size)
@@ -160,7 +160,7 @@ def contest(
     slow, fast = pairs[-1]
     predicted, draft = _predict(drafted, fast, ids, max_new_tokens)
     speedup = median(ratios)
-    return Contest(
+    return Comparison(
         drafter=label,
         batch=batch_size,
         acceptance_length=fast.summary().acceptance_length,
@@ -268,8 +268,8 @@ def bench(
         "draft ms",
         "same tokens",
     )
-    for one in _contests(model, ids, fewest, config, console):
-        measured.contests.append(one)
+    for one in _comparisons(model, ids, fewest, config, console):
+        measured.comparisons.append(one)
         grew()
         console.print(f"  {one.speedup:.2f}x, predicted {one.predicted:.2f}x", highlight=False)
         table.add_row(
@@ -293,13 +293,13 @@ def _full_batches(ids: list[list[int]], fewest: int, batch: int) -> list[list[in
     return list(itertools.islice(itertools.cycle(ids), -(-fewest // batch) * batch))
 
 
-def _contests(
+def _comparisons(
     model: Model,
     ids: list[list[int]],
     fewest: int,
     config: BenchConfig,
     console: Console,
-) -> Iterator[Contest]:
+) -> Iterator[Comparison]:
     shared = {"max_new_tokens": config.max_new_tokens, "runs": config.runs}
     most = max((_full_batches(ids, fewest, batch) for batch in config.batch_sizes), key=len)
     plain = plan_session(
@@ -324,7 +324,7 @@ def _contests(
     for batch in config.batch_sizes:
         for label, drafter in entries + (slower if batch == config.batch_sizes[0] else []):
             console.print(f"measuring {label} at batch {batch} ...")
-            yield contest(
+            yield compare_with_plain(
                 model,
                 _full_batches(ids, fewest, batch),
                 drafter,

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 from rich.console import Console
 from script_modules import script_module
-from toy_training import SHAPE, conversations, get_config, toy_method, toy_target, write_data
+from toy_training import (
+    SHAPE,
+    conversations,
+    get_config,
+    read,
+    toy_method,
+    toy_target,
+    write_data,
+)
 
 from specjax.files import folders
 from specjax.loading.heads.head import read_head, save_head
@@ -36,7 +44,7 @@ def trained(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(setup, "load_model", lambda name, *, field, mesh=None: toy_target(mesh))
         make = lambda target, data, config: toy_method(target)  # noqa: E731
-        assert run.run(config, make, Console(quiet=True)) == 0
+        assert run.run(read(config), make, Console(quiet=True)) == 0
     return root / "w"
 
 
