@@ -26,7 +26,7 @@ def get_config(size="full"):
     config.exit_layers = (15, 24)
     config.self_draft = True
     config.runs = 3
-    # "auto" against plain decoding, with each drafter, batch size and temperature. A mean whose 95 %
+    # "auto" against plain decoding, by drafter, batch size and temperature. A mean whose 95 %
     # interval is wider than 3 % to a side is called unresolved: take more repeats.
     config.auto = config_dict.ConfigDict()
     config.auto.drafters = ("ngram", "draft_model", "eagle3", "ngram+eagle3")
