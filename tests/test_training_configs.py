@@ -263,7 +263,6 @@ def test_a_run_starts_from_a_trained_head(folders, medusa_export, tmp_path):
     ("name", "options", "said"),
     [
         ("train_distill", [], "a head of the kind medusa"),
-        ("train_medusa2", [], "leave start_from out"),
         ("train_medusa", ["--config.medusa.draft_vocab_size=39"], "set draft_vocab_size=40"),
         ("train_medusa", ["--config.medusa.num_heads=1"], "has num_heads=2, the config 1"),
         (
