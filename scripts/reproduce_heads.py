@@ -57,7 +57,7 @@ def parser() -> Parser:
     """The flags."""
     flags = Parser("python scripts/reproduce_heads.py", __doc__)
     add, listed = flags.add_field, Listed
-    usual = ",".join(kind for kind in TRAINERS if kind != "eagle")
+    usual = ",".join(kind for kind in TRAINERS if kind not in ("eagle", "mtp"))
     add("workdir", OutputFolder(), "where all stages keep their files", default="runs/heads")
     add("minutes", optional(Number(0.1, 1e9)), "stop cleanly after so long", default=None)
     there = "datasets of answers that exist already"
@@ -108,11 +108,9 @@ def recipe(options: SimpleNamespace, root: Path) -> list[Stage]:
             stages.append(Stage(f"features {number}", command))
             data.append(str(output))
     for kind in options.kinds:
-        module, config = TRAINERS[kind]
         command = [
             *python,
-            module,
-            f"--config={config}{size}",
+            *TRAINERS[kind].command(size),
             f"--config.data={','.join(data)}",
             f"--config.workdir={root / kind}",
         ]

@@ -38,6 +38,7 @@ RUNS = {
     ),
 }
 
+SHORT = ["--config.steps=1", "--config.eval.batches=0"]
 MTP_HEAD = ["--config.mtp.export=head", "--config.mtp.draft_vocab_size=40"]
 
 
@@ -305,6 +306,28 @@ def test_modules_alone_are_a_head(folders, mtp_export, tmp_path, capsys):
     assert started_from(folders, tmp_path / "still", "train_mtp", *still) == 0
     same = read_head(tmp_path / "still" / "export")
     for mine, theirs in zip(*map(jax.tree.leaves, (same.params, head.params)), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-9)
+
+
+@pytest.fixture(scope="module")
+def whole_export(folders):
+    """A model with modules inside that were fitted to it in one step."""
+    workdir = folders / "whole"
+    assert started_from(folders, workdir, "train_mtp", *SHORT) == 0
+    return workdir / "export"
+
+
+@pytest.mark.parametrize(
+    ("field", "trains"),
+    [("start_from", "all"), *slow(("target", "all"), ("target", "modules"))],
+)
+def test_modules_inside_a_model_are_continued(field, trains, folders, whole_export, tmp_path):
+    options = [f"--config.{field}={whole_export}", f"--config.mtp.trains={trains}"]
+    still = [*SHORT, "--config.learning_rate=1e-12", *options]
+    assert started_from(folders, tmp_path / "w", "train_mtp", *still) == 0
+    first, same = (load_model(str(path)) for path in (whole_export, tmp_path / "w" / "export"))
+    assert same.mtp.config == first.mtp.config
+    for mine, theirs in zip(*map(jax.tree.leaves, (same.arrays, first.arrays)), strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-9)
 
 
