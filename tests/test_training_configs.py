@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from conftest import slow
 from test_processes import finish, free_port, joined, start
+from text_tokens import write_text_tokens
 
 from specjax import decode
 from specjax.loading.heads.head import read_head
 from specjax.loading.load import load_model, save_model
-from train import corpus, distill, eagle, medusa, mtp
+from train import distill, eagle, medusa, mtp
 from train.data.examples import Example, target_metadata
 from train.data.responses import write_responses
 
@@ -105,14 +106,7 @@ def test_debug_size(name, folders, tmp_path, capsys):
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     """A folder of tokens of this repository's documentation."""
-    folder = tmp_path_factory.mktemp("text")
-    own = Path("docs/training.md").read_text()
-    texts = [{"text": own[start : start + 150]} for start in range(0, 60 * 150, 150)]
-    (folder / "own.jsonl").write_text("".join(json.dumps(one) + "\n" for one in texts))
-    options = [f"--config.files={folder / 'own.jsonl'}", f"--config.workdir={folder / 'w'}"]
-    options += ["--config=configs/corpus.py:debug", "--config.max_tokens=32"]
-    assert corpus.main(options) == 0
-    return folder / "w" / "tokens"
+    return write_text_tokens(tmp_path_factory.mktemp("text"))
 
 
 def from_scratch(text, workdir, *options):

@@ -80,3 +80,10 @@ def measure(
         prefix_correct=total(along),
         counts=total(scored),
     )
+
+
+def measure_undrafted(losses: dict[str, Float[Array, ""]], labels: Int[Array, "B A"]) -> Measures:
+    """Measures where nothing drafts."""
+    nothing = jnp.zeros((0, *labels.shape), bool)
+    weight = (labels >= 0).sum(dtype=jnp.float32)
+    return measure(losses, nothing, nothing).replace(weight=weight)
