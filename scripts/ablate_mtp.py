@@ -125,7 +125,8 @@ def _ablate(argv: list[str]) -> int:
         for variant in options.variants
     ]
     common = _common(options, fields)
-    stages = [stage for run in runs for stage in _stages(run, common, options)]
+    row_tokens = read_config(common, CONFIG).row_tokens
+    stages = [stage for run in runs for stage in _stages(run, common, row_tokens, options)]
     with folder_lock.lock(root, "recipe", f"workdir={str(root)!r}") as lock:
         code = run_stages(stages, root, "the table", until, [lock])
         if code is None:
@@ -161,13 +162,16 @@ def _arguments(fields: Mapping[str, Any]) -> list[str]:
     return [f"--config.{name}={value}" for name, value in fields.items()]
 
 
-def _stages(run: Run, common: Sequence[str], options: SimpleNamespace) -> list[Stage]:
+def _stages(
+    run: Run, common: Sequence[str], row_tokens: int, options: SimpleNamespace
+) -> list[Stage]:
     """A run's training and its measurement."""
     own = _arguments({**VARIANTS[run.variant].fields, "seed": run.seed, "workdir": run.folder})
     measured = [
         f"--model={Workdir(run.folder).export}",
         f"--data={options.data}",
         f"--out={run.numbers}",
+        f"--row_tokens={row_tokens}",
         f"--tokens={options.held_out_tokens}",
         "--prompts=0",
     ]

@@ -77,6 +77,7 @@ def test_every_variant_with_every_seed(script, commands, tokens, tmp_path, capsy
     assert len(recursion) == 2
     assert not any(part.startswith("--depths") for part in commands[1])
     assert flag(commands[3], "depths") == "2"
+    assert flag(commands[3], "row_tokens") == "64"
 
     shown = capsys.readouterr().out
     content = json.loads((tmp_path / "w" / "ablation.json").read_text())
@@ -102,7 +103,6 @@ def test_every_variant_with_every_seed(script, commands, tokens, tmp_path, capsy
 
 
 @pytest.mark.parametrize("variants", ["recursion_2", *slow("modules_0,modules_2,lambda_0.3_0.1")])
-@pytest.mark.usefixtures("fast_programs")
 def test_runs_are_trained_and_measured(variants, script, tokens, tmp_path, monkeypatch, capsys):
     def run_child(command, **rest):
         """In this process."""
