@@ -180,7 +180,7 @@ def _stages(
     script = str(Path(__file__).with_name("report_mtp.py"))
     return [
         Stage(run.folder.name, [sys.executable, "-m", "train.mtp", *common, *own]),
-        Stage(f"{run.folder.name}, measured", [sys.executable, script, *measured]),
+        Stage(f"measuring {run.folder.name}", [sys.executable, script, *measured]),
     ]
 
 

@@ -265,7 +265,11 @@ def test_a_run_starts_from_a_trained_head(folders, medusa_export, tmp_path):
             ["--config.start_from=nowhere"],
             "start_from='nowhere': no such",
         ),
-        ("train_eagle3", ["--config.start_from=eagle3"], "no eagle3 comes with specjax for"),
+        (
+            "train_eagle3",
+            ["--config.start_from=eagle3"],
+            "start_from='eagle3': no eagle3 comes",
+        ),
         (
             "train_mtp",
             MTP_HEAD,

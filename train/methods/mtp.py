@@ -55,7 +55,8 @@ def mtp_method(
     if draft_ids is not None and exports == "model":
         raise InputError(
             f"mtp.draft_vocab_size={len(draft_ids)}: modules inside a model draft from all "
-            f"{target.config.vocab_size} tokens; leave it out, or use mtp.export=head"
+            f"{target.config.vocab_size} tokens; leave it out"
+            + ("" if along else ", or use mtp.export=head")
         )
     ids = None if draft_ids is None else jnp.asarray(draft_ids)
     head = None if config is None else Mtp(config, dtype, multiply)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Int32, Key
 from specjax.errors import InputError
 from specjax.fields import first_difference
 from specjax.files.paths import input_folder
-from specjax.loading.heads.find_head import open_head, read_any_head
+from specjax.loading.heads.find_head import read_any_head, shipped_head
 from specjax.loading.heads.head import KINDS, Head, check_head
 from specjax.loading.model import Model
 from train.methods.method import Method
@@ -84,6 +84,11 @@ def open_earlier(name: str, target: Model) -> Earlier:
     Raises InputError as the readers do, and for a head of another target.
     """
     shipped = name in KINDS
-    head = open_head(name, None, target) if shipped else read_any_head(name, target, "start_from")
+    head = shipped_head(name, target) if shipped else read_any_head(name, target, "start_from")
+    if head is None:
+        raise InputError(
+            f"start_from={name!r}: no {name} comes with specjax for {target.name}; give the "
+            "directory of one"
+        )
     check_head(head, target, f"start_from={name!r}")
     return Earlier(name, head)
