@@ -478,3 +478,12 @@ def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         inside = isinstance(value, Mapping)
         found |= dotted(value, f"{prefix}{name}.") if inside else {prefix + name: value}
     return found
+
+
+def first_difference(one: Any, other: Any) -> tuple[str, Any, Any] | None:
+    """The first field, dotted, in which two values of a dataclass differ, with both its values."""
+    mine, theirs = (dotted(dataclasses.asdict(value)) for value in (one, other))
+    for name in {**mine, **theirs}:
+        if mine.get(name) != theirs.get(name):
+            return name, mine.get(name), theirs.get(name)
+    return None

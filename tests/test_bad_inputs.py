@@ -57,6 +57,7 @@ SCRIPTS = {
     "reproduce_heads": {},
     "report_heads": {"out": "new"},
     "report_mtp": {"model": "folder", "data": "folder"},
+    "ablate_mtp": {"data": "folder"},
     "make_corpus": {"output": "new"},
     "sweep": {},
 }

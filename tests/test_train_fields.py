@@ -177,3 +177,12 @@ def test_mtp_fields_that_do_not_fit(name, changes, said, tmp_path, monkeypatch, 
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_a_new_model_starts_from_nothing(tmp_path, monkeypatch, capsys):
+    configs = Path(toy_training.__file__).parents[1] / "configs"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "head").mkdir()
+    config = f"--config={configs / 'train_mtp_scratch.py'}"
+    assert mtp.main([config, "--config.start_from=head"]) == 2
+    assert "start_from='head': what was trained for a model is of no use" in capsys.readouterr().err

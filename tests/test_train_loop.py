@@ -11,6 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conftest import slow
+from heads import mtp_config
+from jax.flatten_util import ravel_pytree
 from rich.console import Console
 from toy_training import (
     LABELS,
@@ -26,6 +29,8 @@ from toy_training import (
 from specjax.distributed import sharding
 from specjax.errors import InputError
 from train.data.batches import Packing, Position, Shape, build
+from train.methods.mtp import mtp_method
+from train.methods.mtp_loss import MtpLoss
 from train.run import checkpoints, loop
 from train.run import workdir as files
 from train.run.metrics import MetricsWriter, add, scalars, sums_of
@@ -58,9 +63,9 @@ def program_of(config, target, method=None, mesh=None):
     )
 
 
-def run_steps(target, config, mesh=None, steps=5):
+def run_steps(target, config, mesh=None, steps=5, method=None):
     """The mean loss of each step, and the state after the last."""
-    program = program_of(config, target, mesh=mesh)
+    program = program_of(config, target, method, mesh)
     params = sharding.spread(target.params, mesh)
     state, losses, compiled = program.state, [], None
     feed = feed_of(config, mesh=mesh)
@@ -118,20 +123,49 @@ def test_the_optimizers_state_is_split(fsdp, target):
     assert all(share(leaf) == expected for leaf in jax.tree.leaves(state.params))
 
 
-@pytest.mark.parametrize("accumulate", [2, 4])
-def test_accumulating_equals_one_big_batch(accumulate, target, alone):
-    losses, state = run_steps(target, config_of(accumulate=accumulate))
-    np.testing.assert_allclose(losses, alone[0], rtol=1e-5)
+def mtp(target, trains, modules=2, steps=None, labels="tokens"):
+    """Modules of the toy's target, perhaps trained along with it."""
+    loss = MtpLoss(labels, steps=steps or modules, decay=0.7, loss_weight=0.5)
+    return mtp_method(target, mtp_config(target, modules), None, loss, trains=trains)
+
+
+METHODS = {
+    "toy": toy_method,
+    "mtp modules": lambda target: mtp(target, "modules"),
+    "mtp all": lambda target: mtp(target, "all"),
+    "mtp recursion": lambda target: mtp(target, "all", 1, steps=3),
+    "mtp self": lambda target: mtp(target, "all", labels="distributions"),
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=["toy", "mtp all", *slow("mtp modules", "mtp recursion", "mtp self")],
+)
+def method(request, target):
+    """What accumulates; the second drafts of MTP have fewer labels than the first ones."""
+    return METHODS[request.param](target)
+
+
+@pytest.fixture(scope="module")
+def whole(method, target):
+    """What the method learns from whole batches."""
+    return run_steps(target, config_of(), method=method)
+
+
+@pytest.mark.parametrize("accumulate", [4, *slow(2)])
+def test_accumulating_equals_one_big_batch(accumulate, method, target, whole):
+    losses, state = run_steps(target, config_of(accumulate=accumulate), method=method)
+    np.testing.assert_allclose(losses, whole[0], rtol=1e-5)
     for mine, other in zip(
-        jax.tree.leaves(state.params), jax.tree.leaves(alone[1].params), strict=True
+        jax.tree.leaves(state.params), jax.tree.leaves(whole[1].params), strict=True
     ):
         np.testing.assert_allclose(mine, other, atol=2e-6)
 
 
-def test_the_mean_of_means_is_another_gradient(target):
+def test_the_mean_of_means_is_another_gradient(method, target):
     """What accumulation must not do shows on these batches: their label counts differ."""
     config = config_of()
-    method = toy_method(target)
     loss = loss_function(method, target.architecture, False)
     feed = feed_of(config)
     batch = build(feed.source, feed.packing.rows(0)[:4], feed.shape)
@@ -142,7 +176,7 @@ def test_the_mean_of_means_is_another_gradient(target):
     def gradient(rows):
         part = jax.tree.map(lambda leaf: jnp.asarray(leaf[rows]), batch)
         grads, measures = gradients(params, target.params, part, key)
-        return grads["head"]["kernel"], measures.weight
+        return ravel_pytree(grads)[0], measures.weight
 
     whole, weight = gradient(slice(0, 4))
     halves = [gradient(rows) for rows in (slice(0, 2), slice(2, 4))]

@@ -72,6 +72,14 @@ def _check_new(target: str | None, trains: str, labels: str) -> None:
             )
 
 
+def _check_start(target: str | None, start_from: str | None) -> None:
+    if target is None and start_from is not None:
+        raise InputError(
+            f"start_from={start_from!r}: what was trained for a model is of no use to a new one; "
+            "name that model as target, or leave it out"
+        )
+
+
 def _check_decoding(modules: int, prompts: int) -> None:
     if not modules and prompts:
         raise InputError(
@@ -88,6 +96,7 @@ class Config(TrainingConfig):
     CHECKS = (
         *TrainingConfig.CHECKS,
         CrossCheck(("target", "mtp.trains", "mtp.labels"), _check_new),
+        CrossCheck(("target", "start_from"), _check_start),
         CrossCheck(("mtp.trains", "mtp.loss_weight", "mtp.late_loss_weight"), _check_weights),
         CrossCheck(("mtp.num_modules", "eval.prompts"), _check_decoding),
         CrossCheck(("mtp.trains", "mtp.export", "mtp.num_modules", "mtp.steps"), check_choices),

@@ -110,6 +110,7 @@ def medusa2_method(
         tuned,
         exports="both",
         trains_target=True,
+        drafter="heads",
         takes_step=True,
     )
 

@@ -27,7 +27,7 @@ from train.methods.draft_losses import (
     kl_divergence,
     score_drafts,
 )
-from train.methods.method import Measures, measure
+from train.methods.method import Measures, measure, measure_undrafted
 from train.methods.packed_rows import ahead, features_of, label_ahead
 from train.methods.target_loss import target_loss
 from train.methods.unroll import unroll
@@ -157,9 +157,7 @@ def joint_loss(
     )
     parts = {"lm": spoken.losses[0, 0]}
     if head is None:
-        nothing = jnp.zeros((0, *labels.shape), bool)
-        weight = (labels >= 0).sum(dtype=jnp.float32)
-        return own, measure(parts, nothing, nothing).replace(weight=weight)
+        return own, measure_undrafted(parts, labels)
     teacher = Teacher.of(batch, before, None)
     drafts, scores = modules_loss(
         head, params["mtp"], target, None, batch, now, teacher, loss, True
