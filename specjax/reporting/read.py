@@ -41,7 +41,7 @@ _ROW = {
 _ROW_MAY_BE = {"resolution_at_difference": (*_NUMBER, NoneType)}
 _COUNTS = {"drafted": (list,), "accepted": (list,), "width": (list,)}
 _PLAIN = {"new_tokens": (int,), "prefill_s": _NUMBER, "decode_s": _NUMBER}
-_CONTEST = {
+_COMPARISON = {
     "drafter": (str,),
     "batch": (int,),
     "acceptance_length": _NUMBER,
@@ -62,11 +62,11 @@ def read_report(path: str | Path) -> Run | Bench:
     path = Path(path)
     content = read_json_file(path, _REMEDY)
     try:
-        if isinstance(content, dict) and "contests" in content:
-            contests = _list(content, "contests", "the report")
-            for index, contest in enumerate(contests):
-                _check(contest, _CONTEST, f"contests[{index}]")
-            return Bench(path, tuple(contests), bool(content.get("interrupted")))
+        if isinstance(content, dict) and "comparisons" in content:
+            comparisons = _list(content, "comparisons", "the report")
+            for index, comparison in enumerate(comparisons):
+                _check(comparison, _COMPARISON, f"comparisons[{index}]")
+            return Bench(path, tuple(comparisons), bool(content.get("interrupted")))
         return _run(path, content)
     except _Misfit as misfit:
         raise InputError(f"{str(path)!r} is not a report: {misfit}; {_REMEDY}") from None
@@ -87,7 +87,7 @@ def is_report(path: Path) -> bool:
     if not isinstance(content, dict):
         return False
     decoded = {"rows": list, "summary": dict}
-    measured = {"rounds": list, "contests": list}
+    measured = {"rounds": list, "comparisons": list}
     return any(
         all(isinstance(content.get(name), kind) for name, kind in outline.items())
         for outline in (decoded, measured)
