@@ -1,5 +1,6 @@
 """The loop on meshes of fake devices: the same tokens, and no collective that is not needed."""
 
+import dataclasses
 import functools
 import re
 import weakref
@@ -9,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import slow, tiny_config
-from decoding import PROMPTS, decode, greedy, make_session, mixed
+from decoding import PROMPTS, decode, draft_model, greedy, make_session, mixed
 from heads import eagle_drafter, with_modules
 
 from specjax.decoding import loop
-from specjax.decoding.executor import compile_session
-from specjax.decoding.generate import generate
+from specjax.decoding.executor import compile_session, run_session
+from specjax.decoding.generate import collect, generate
 from specjax.decoding.plan import batch_arguments
 from specjax.distributed import sharding
 from specjax.drafters import make_drafter
@@ -192,6 +193,33 @@ def test_a_vocabulary_that_does_not_divide_stays_whole():
     options = dict(sampling=mixed(max_new_tokens=8), verify="coupled")
     ours = run_on(place_model(target, mesh_of(2, 4)), None, "ngram", options)
     assert ours.token_ids == run_on(target, None, "ngram", options).token_ids
+
+
+@pytest.mark.parametrize("how", ["moved", *slow("loaded there", "mesh")])
+def test_a_model_on_another_device_runs_there(how, chatty):
+    """What is not there yet follows it: the rows, and a drafter's parameters."""
+    device = jax.devices()[1]
+    if how == "moved":
+        model = dataclasses.replace(chatty, params=jax.device_put(chatty.params, device))
+    elif how == "mesh":
+        model = place_model(chatty, sharding.make_mesh(devices=[device]))
+    else:
+        with jax.default_device(device):
+            model = dataclasses.replace(chatty, params=jax.tree.map(jnp.array, chatty.params))
+    options = dict(sampling=greedy(max_new_tokens=14))
+    plain = decode(chatty, PROMPTS[:3], **options)
+    stop = plain.texts[1][2:4]
+    options = dict(sampling=greedy(max_new_tokens=14, stop=(stop,), logprobs=True))
+    session = make_session(
+        model, PROMPTS[:3], drafter=draft_model(chatty), num_speculative_tokens=2, **options
+    )
+    state = start(session)
+    there = [leaf.devices() for leaf in jax.tree.leaves((session.params, state))]
+    assert set().union(*there) == {device}
+    done = [snapshot for snapshot in run_session(session) if snapshot.finished]
+    wanted = decode(chatty, PROMPTS[:3], **options)
+    assert wanted.finish_reasons[1] == "stop"
+    assert collect(session, done).token_ids == wanted.token_ids
 
 
 def collectives(program):

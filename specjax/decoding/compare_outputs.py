@@ -24,7 +24,7 @@ _ROUNDINGS = 2.0
 """In a narrower dtype, where they are so many of its relative steps of the largest logit apart.
 
 With SmolLM2, passes of 1, 4 and 8 tokens put the two best 0.2 steps closer or further apart (the
-median), 1.1 (the 99th percentile) and at most 1.7 (of 384 tokens, float16) or 1.6 (of 80, bfloat16).
+median), 1.1 (the 99th percentile) and at most 1.7 (384 tokens in float16) or 1.6 (80 in bfloat16).
 """
 
 
