@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 from conftest import slow, tiny_config
 from decoding import PROMPTS, decode, draft_model, greedy, make_session, mixed
-from heads import eagle_drafter, with_modules
+from heads import eagle_drafter, medusa_head, with_modules
 
+from specjax.cache import KVCache, Window
 from specjax.decoding import loop
 from specjax.decoding.executor import compile_session, run_session
 from specjax.decoding.generate import collect, generate
 from specjax.decoding.plan import batch_arguments
 from specjax.distributed import sharding
-from specjax.drafters import make_drafter
+from specjax.drafters import head_drafter, make_drafter
 from specjax.errors import InputError
 from specjax.loading.formats import build_parameters, parameter_names
 from specjax.loading.load import load_model, place_model, random_model, save_model
@@ -177,6 +178,33 @@ def test_a_heads_cache_is_split_as_the_targets(name, model, eight, alone):
     for cache in state.drafter[0].drafter.caches:
         batch, heads = cache.k.addressable_shards[0].data.shape[1:3]
         assert (batch, heads) == (model, 8 // model)
+
+
+def test_every_drafters_state_says_how_it_is_split(eight):
+    """From the first round on, and not only where the compiler finds out by itself."""
+    mesh = mesh_of(2, 2)
+    split = place_model(with_modules(eight, 2), mesh)
+    made = (
+        eagle_drafter(split),
+        make_drafter("mtp", split),
+        head_drafter(medusa_head(split), split),
+        draft_model(split),
+    )
+    for drafter, params in made:
+
+        def init(params, drafter=drafter):
+            return drafter.init(params, 8, 256)
+
+        with sharding.use(mesh):
+            state = jax.jit(init)(params)
+        caches = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, KVCache | Window))
+        for part in caches:
+            if isinstance(part, KVCache | Window):
+                assert part.k.addressable_shards[0].data.shape[1:3] == (4, 4)
+                assert part.v.addressable_shards[0].data.shape[1:3] == (4, 4)
+            part = getattr(part, "length", part)
+            if not isinstance(part, Window):
+                assert part.addressable_shards[0].data.shape[0] == 4
 
 
 @pytest.mark.parametrize("batch_size", [3, *slow(1, 5)])
