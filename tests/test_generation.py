@@ -292,6 +292,42 @@ def test_later_rounds_do_not_change_snapshots(tiny, plain, right):
         assert (snapshot.rounds.emitted[:, number:] == -1).all()
 
 
+@pytest.mark.parametrize(("stop", "ahead"), [((), 1), (("never",), 0)])
+def test_the_next_step_is_under_way_unless_the_host_decides(stop, ahead, speaking):
+    """Stop strings decide which rows continue: then each step is read before the next."""
+    session = make_session(
+        speaking, [PROMPT, PROMPT], sampling=greedy(max_new_tokens=6, stop=stop, ignore_eos=True)
+    )
+    programs, begun = compile_session(session), []
+
+    def run(*arguments):
+        begun.append(arguments[1])
+        return programs.run(*arguments)
+
+    steps = run_session(session, 1, programs._replace(run=run))
+    for number, snapshot in enumerate(steps, start=1):
+        assert len(begun) == number + ahead
+        # The states that were handed on are gone, their buffers being the later ones'.
+        assert all(state.cache.k.is_deleted() for state in begun)
+        assert (snapshot.lengths == len(PROMPT) + number).all()
+    assert number == 6
+
+
+def test_tokens_and_counts_are_fetched_when_they_are_asked_for(tiny):
+    """Status and lengths are read in each step, and a finished batch is on the host."""
+    session = make_session(tiny, [PROMPT], sampling=greedy(max_new_tokens=4, logprobs=True))
+    *before, last = run_session(session, 1)
+    assert all(isinstance(one.seen.tokens, jax.Array) for one in before)
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(last.seen))
+    assert "_on_host" not in vars(before[0])
+    for number, snapshot in enumerate([*before, last], start=1):
+        new = slice(len(PROMPT), len(PROMPT) + number)
+        np.testing.assert_array_equal(snapshot.tokens[:, new], last.tokens[:, new])
+        np.testing.assert_array_equal(snapshot.logprobs[:, new], last.logprobs[:, new])
+        assert (snapshot.rounds.emitted >= 0).sum() == number
+    assert isinstance(before[0].tokens, np.ndarray)
+
+
 def test_progress_is_called_at_every_step(tiny):
     seen = []
     specjax.generate(

@@ -20,7 +20,6 @@ from specjax.cli.decode_config import (
 )
 from specjax.decoding.compare_outputs import compare_row
 from specjax.decoding.executor import (
-    Snapshot,
     compile_session,
     expected_acceptance,
     learn_costs,
@@ -29,6 +28,7 @@ from specjax.decoding.executor import (
 from specjax.decoding.generate import Follower, Generation, collect
 from specjax.decoding.learned import Learned
 from specjax.decoding.plan import Programs, Session, plan_session
+from specjax.decoding.snapshot import Snapshot
 from specjax.decoding.state import RUNNING
 from specjax.drafters import LoadedDrafter
 from specjax.loading.model import Model

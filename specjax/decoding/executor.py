@@ -17,36 +17,14 @@ from specjax import metrics
 from specjax.decoding import loop
 from specjax.decoding.learned import ROUNDS_PER_LOOK, Learned
 from specjax.decoding.plan import Programs, Session, batch_arguments
-from specjax.decoding.state import RUNNING, STOPPED, Plan, Rounds
-from specjax.decoding.stop_strings import tokens_to_stop, truncate_rounds
+from specjax.decoding.snapshot import Seen, Snapshot, look_at
+from specjax.decoding.state import RUNNING, STOPPED, Plan, State
+from specjax.decoding.stop_strings import StopFinder
 from specjax.distributed import device_memory
-from specjax.distributed.sharding import fetch, place_rows, use
+from specjax.distributed.sharding import place_rows, use
 from specjax.drafters import DRAFTERS
 from specjax.errors import InputError, one_line
 from specjax.files import compiled_programs
-
-
-class Snapshot(NamedTuple):
-    """One batch between two steps, on the host; `index` are its prompts.
-
-    `lengths` count committed tokens, `kept` the new tokens that a stop string left (or -1).
-    """
-
-    index: list[int]
-    tokens: np.ndarray
-    lengths: np.ndarray
-    status: np.ndarray
-    kept: np.ndarray
-    rounds: Rounds
-    logprobs: np.ndarray | None
-    overlaps: np.ndarray | None
-    finished: bool
-    prefill_s: float
-    decode_s: float
-
-    def kept_rounds(self) -> Rounds:
-        """The counts without those of tokens after a stop string."""
-        return truncate_rounds(self.rounds, self.kept)
 
 
 def compile_session(session: Session) -> Programs:
@@ -169,59 +147,89 @@ def run_batch(
     rounds: int,
     learned: Learned | None = None,
 ) -> Iterator[Snapshot]:
-    """Decode one of `session.batches()`: a snapshot after every `rounds` rounds, then the last."""
+    """Decode one of `session.batches()`: a snapshot after every `rounds` rounds, then the last.
+
+    Where the host decides nothing between steps (no stop strings, no draft lengths by costs), the
+    next step is under way while the caller looks at a snapshot, and the clock goes on.
+    """
     learned = learned or learn_costs(session, programs)
     if learned is not None:
         rounds = min(rounds, ROUNDS_PER_LOOK)
+    finders = {
+        row: StopFinder(session.model.tokenizer, session.requests[prompt].stop)
+        for row, prompt in enumerate(index)
+        if session.requests[prompt].stop
+    }
+    ahead = learned is None and not finders and rounds < session.plan.max_rounds
     arguments = jax.block_until_ready(batch_arguments(session, index))
     begin = time.perf_counter()
     state = jax.block_until_ready(programs.start(session.params, *arguments))
     prefill_s, decode_s = time.perf_counter() - begin, 0.0
     if learned is not None:
         state = learned.begin(state)
+    # Nothing is compiled once the clock of decoding runs.
+    seen = jax.block_until_ready(look_at(state, session.mesh))
+
+    def step(state: State) -> tuple[State, Seen]:
+        state = programs.run(session.params, state, np.int32(rounds))
+        return state, look_at(state, session.mesh)
+
     kept = np.full(len(index), -1)
     finished = False
-    while not finished:
-        begin = time.perf_counter()
-        state = programs.run(session.params, state, np.int32(rounds))
-        status = np.array(fetch(state.status))
-        step_s = time.perf_counter() - begin
-        decode_s += step_s
-        if learned is not None:
-            state = learned.after_step(state, step_s)
-        shown = fetch(
-            {
-                "tokens": state.tokens,
-                "lengths": state.length,
-                "rounds": state.rounds,
-                "logprobs": state.logprobs,
-                "overlaps": state.overlaps,
-            }
-        )
-        tokens, lengths = shown["tokens"], shown["lengths"]
-        stopped = False
-        for row, prompt in enumerate(index):
-            stops = session.requests[prompt].stop
-            if stops and kept[row] < 0:
-                new = tokens[row, len(session.prompts[prompt]) : lengths[row]].tolist()
-                count = tokens_to_stop(session.model.tokenizer, new, stops)
-                if count is not None:
-                    kept[row], status[row], stopped = count, STOPPED, True
-        if stopped:
-            state = state.replace(status=place_rows(status, session.placement))
-        finished = not (status == RUNNING).any()
-        if finished and learned is not None:
-            learned.end(state)
-        real = slice(0, len(index))
-        yield Snapshot(
-            index=index,
-            **jax.tree.map(lambda leaf, real=real: leaf[real], shown),
-            status=status[real],
-            kept=kept.copy(),
-            finished=finished,
-            prefill_s=prefill_s,
-            decode_s=decode_s,
-        )
+    begin = time.perf_counter()
+    state, seen = step(state)
+    try:
+        while not finished:
+            now = seen
+            if ahead:
+                state, seen = step(state)
+            status, lengths = np.array(now.status), np.asarray(now.lengths)
+            end = time.perf_counter()
+            decode_s += end - begin
+            if learned is not None:
+                state = learned.after_step(state, end - begin)
+            begin = end
+            stopped = _stop(session, index, now, finders, kept, status)
+            if stopped:
+                state = state.replace(status=place_rows(status, session.placement))
+            finished = not (status == RUNNING).any()
+            if finished and learned is not None:
+                learned.end(state)
+            yield Snapshot(
+                index=index,
+                status=status[: len(index)],
+                lengths=lengths[: len(index)],
+                kept=kept.copy(),
+                finished=finished,
+                prefill_s=prefill_s,
+                decode_s=decode_s,
+                seen=jax.tree.map(np.asarray, now) if finished else now,
+            )
+            if not (finished or ahead):
+                begin = time.perf_counter()
+                state, seen = step(state)
+    finally:
+        # A caller that stops here measures other things next.
+        jax.block_until_ready(seen)
+
+
+def _stop(
+    session: Session,
+    index: list[int],
+    seen: Seen,
+    finders: dict[int, StopFinder],
+    kept: np.ndarray,
+    status: np.ndarray,
+) -> bool:
+    """Whether a row's new text has a stop string; `kept`, `status` and `finders` are updated."""
+    stopped = False
+    for row, finder in list(finders.items()):
+        first, length = len(session.prompts[index[row]]), int(seen.lengths[row])
+        new = np.asarray(seen.tokens)[row, first + finder.count : length]
+        if (count := finder.find(new.tolist())) is not None:
+            kept[row], status[row], stopped = count, STOPPED, True
+            del finders[row]
+    return stopped
 
 
 def expected_acceptance(session: Session) -> metrics.ExpectedAcceptance:

@@ -11,11 +11,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specjax import metrics, sampling
-from specjax.decoding.executor import Snapshot, compile_session, run_session
+from specjax.decoding.executor import compile_session, run_session
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.plan import Session, plan_session
 from specjax.decoding.prompts import Prompt
 from specjax.decoding.sampling_params import SamplingParams
+from specjax.decoding.snapshot import Snapshot
 from specjax.decoding.state import FAILED, FULL, STOPPED, Rounds
 from specjax.decoding.stop_strings import final_length
 from specjax.drafters import Drafter, LoadedDrafter, make_drafter
@@ -289,21 +290,25 @@ class Follower:
         self._session, self._prompt = session, prompt
         self._stops = session.requests[prompt].stop
         self._decoder = None if tokenizer is None else StreamDecoder(tokenizer)
-        self._tokens, self._text, self._shown, self._ended = 0, "", 0, False
+        self._tokens, self._rounds, self._text, self._shown, self._ended = 0, 0, "", 0, False
 
     def follow(self, snapshot: Snapshot, counts: Rounds, row: int) -> Delta | None:
         """What the snapshot adds in that row, if anything; `counts` are its `kept_rounds()`."""
         if self._ended:
             return None
-        tokens = _new_tokens(self._session, snapshot, row)
-        drafted = _was_drafted(counts.accepted[row], counts.emitted[row])
+        fresh = _new_tokens(self._session, snapshot, row, self._tokens)
         reason = _REASONS.get(int(snapshot.status[row]))
-        fresh = tokens[self._tokens :]
         if not fresh and reason is None:
             return None
-        known = self._tokens
-        self._tokens, self._ended = len(tokens), reason is not None
-        return Delta(self._prompt, fresh, drafted[known:], self._advance(fresh), reason)
+        accepted, emitted = (
+            part[row, self._rounds :] for part in (counts.accepted, counts.emitted)
+        )
+        there = int((emitted >= 0).sum())
+        drafted = _was_drafted(accepted[:there], emitted[:there])
+        self._tokens += len(fresh)
+        self._rounds += there
+        self._ended = reason is not None
+        return Delta(self._prompt, fresh, drafted, self._advance(fresh), reason)
 
     def _advance(self, fresh: list[int]) -> str:
         if self._decoder is None:
@@ -316,12 +321,13 @@ class Follower:
         return fresh_text
 
 
-def _new_tokens(session: Session, snapshot: Snapshot, row: int) -> list[int]:
+def _new_tokens(session: Session, snapshot: Snapshot, row: int, known: int = 0) -> list[int]:
+    """A row's new tokens after the first `known` ones."""
     first = len(session.prompts[snapshot.index[row]])
     last = snapshot.lengths[row]
     if snapshot.kept[row] >= 0:
         last = first + snapshot.kept[row]
-    return snapshot.tokens[row, first:last].tolist()
+    return snapshot.tokens[row, first + known : last].tolist()
 
 
 def _text(session: Session, tokens: list[int], stops: Sequence[str]) -> str:

@@ -5,14 +5,14 @@ The loop knows token ids only; the host looks for stop strings between two steps
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from specjax import metrics
 from specjax.decoding.state import Rounds
 from specjax.drafters.turns import NO_DRAFTER
-from specjax.loading.tokenizers.tokenizer import Tokenizer
+from specjax.loading.tokenizers.tokenizer import StreamDecoder, Tokenizer
 
 
 def first_stop(text: str, stops: Sequence[str]) -> int | None:
@@ -21,18 +21,28 @@ def first_stop(text: str, stops: Sequence[str]) -> int | None:
     return min(starts, default=None)
 
 
-def tokens_to_stop(tokenizer: Tokenizer, tokens: Sequence[int], stops: Sequence[str]) -> int | None:
-    """The number of new tokens that complete the first stop string; None if there is none."""
-    if first_stop(tokenizer.decode(tokens), stops) is None:
+class StopFinder:
+    """Looks for stop strings in an output that grows, at each token once."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+        self.count = 0
+        """Tokens so far."""
+        self._decoder, self._stops = StreamDecoder(tokenizer), stops
+        self._margin = max(map(len, stops)) - 1
+        self._end = ""
+
+    def find(self, tokens: Iterable[int]) -> int | None:
+        """After how many tokens in all, these being the next ones, the first stop string is there.
+
+        None if it is not. A character that is unfinished so far is part of none.
+        """
+        for token in tokens:
+            self.count += 1
+            self._end += self._decoder.feed([token])
+            if first_stop(self._end, self._stops) is not None:
+                return self.count
+            self._end = self._end[max(len(self._end) - self._margin, 0) :]
         return None
-    low, high = 1, len(tokens)
-    while low < high:
-        middle = (low + high) // 2
-        if first_stop(tokenizer.decode(tokens[:middle]), stops) is None:
-            low = middle + 1
-        else:
-            high = middle
-    return low
 
 
 def truncate_rounds(rounds: Rounds, kept: np.ndarray) -> Rounds:
