@@ -44,6 +44,9 @@ SUMMARY = {
     "tokens_per_second",
     "baseline_tokens_per_second",
     "speedup",
+    "speedup_end_to_end",
+    "prefill_s",
+    "baseline_prefill_s",
     "identical_rows",
     "num_rows",
     "load_s",
@@ -53,6 +56,7 @@ SUMMARY = {
     "dtype",
     "versions",
     "prompts",
+    "auto",
     "config",
 }
 DRAFTERS = {
@@ -89,6 +93,7 @@ def run(folder, tmp_path):
             f"--config.target={folder / 'model'}",
             f"--config.report={path}",
             "--config.dtype=float32",
+            "--config.num_speculative_tokens=fixed",
             "--config.sampling.max_new_tokens=12",
             "--config.sampling.ignore_eos=true",
         ]
@@ -260,10 +265,10 @@ def test_interrupt_leaves_finished_rows(run, monkeypatch, capsys):
         outcome(self, *arguments)
         seen.append(arguments)
 
-    def interrupted(session, programs, index, rounds):
+    def interrupted(session, programs, index, *rest):
         if index == [2]:
             raise KeyboardInterrupt
-        return run_batch(session, programs, index, rounds)
+        return run_batch(session, programs, index, *rest)
 
     run_batch = decode_run.run_batch
     monkeypatch.setattr(decode_run, "run_batch", interrupted)

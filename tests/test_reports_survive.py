@@ -321,10 +321,10 @@ class TestDecode:
     def test_rows_are_there_as_they_finish(self, folder, tmp_path, monkeypatch, capsys):
         path, found = tmp_path / "r.json", []
 
-        def looking(session, programs, index, rounds):
+        def looking(session, programs, index, *rest):
             found.append(len(read_report(path).rows) if path.exists() else 0)
             assert not path.exists() or read_report(path).interrupted
-            return run_batch(session, programs, index, rounds)
+            return run_batch(session, programs, index, *rest)
 
         run_batch = decode_run.run_batch
         monkeypatch.setattr(decode_run, "run_batch", looking)
@@ -339,11 +339,11 @@ class TestDecode:
         for after, rows in ((2, 2), (-1, 2)):
             calls = []
 
-            def failing(session, programs, index, rounds, calls=calls, after=after):
+            def failing(session, programs, index, *rest, calls=calls, after=after):
                 calls.append(index)
                 if len(calls) > after + 1:
                     raise KeyboardInterrupt if after < 0 else ZeroDivisionError
-                return run_batch(session, programs, index, rounds)
+                return run_batch(session, programs, index, *rest)
 
             monkeypatch.setattr(decode_run, "run_batch", failing)
             if after < 0:
