@@ -19,7 +19,7 @@ from specjax.cli.decode_config import (
     make_config_drafter,
     turn_prompts,
 )
-from specjax.decoding.compare_outputs import compare_row
+from specjax.decoding.compare_outputs import Difference, compare_row
 from specjax.decoding.executor import (
     Snapshot,
     compile_session,
@@ -167,14 +167,8 @@ def _turn(
             interrupted = True
         for row, prompt in enumerate(index):
             answers[indices[prompt]].append(result.texts[row])
-        compared = config.compare and config.comparable and baseline is not None
         differences = [
-            [
-                compare_row(side.session, prompt, one.token_ids[row], baseline.token_ids[row])
-                for row, prompt in enumerate(index)
-            ]
-            if compared
-            else None
+            _compare(config, side, index, one, baseline)
             for side, one in zip(sides, results, strict=True)
         ]
         for row, prompt in enumerate(index if progress.shown else []):
@@ -195,6 +189,22 @@ def _turn(
         yield
         if interrupted:
             raise KeyboardInterrupt
+
+
+def _compare(
+    config: DecodeConfig,
+    side: _Side,
+    index: Sequence[int],
+    result: Generation,
+    baseline: Generation | None,
+) -> list[Difference | None] | None:
+    """Where a batch's rows differ from plain decoding's; None where that is not asked."""
+    if not config.compare or not config.comparable or baseline is None:
+        return None
+    return [
+        compare_row(side.session, prompt, result.token_ids[row], baseline.token_ids[row])
+        for row, prompt in enumerate(index)
+    ]
 
 
 def _show_question(config: DecodeConfig, screen: Screen, turn: int, number: int) -> None:
