@@ -184,6 +184,7 @@ class Changed(Drafter):
     """Tells apart what is compiled."""
     features = property(lambda self: self.drafter.features)
     sampled = property(lambda self: self.drafter.sampled)
+    decides = property(lambda self: self.drafter.decides)
     lengths = property(lambda self: self.drafter.lengths)
 
     @property
@@ -215,6 +216,16 @@ def changed(loaded, *, propose=None, observe=None):
         num_speculative_tokens=length,
     )
     return LoadedDrafter(other, params)
+
+
+def tampered(drafter, change):
+    """A drafter whose drafts are changed by `change(draft, context)`."""
+
+    def propose(real, params, state, context, noise):
+        draft, state = real(params, state, context, noise)
+        return change(draft, context), state
+
+    return changed(drafter, propose=propose)
 
 
 @dataclasses.dataclass(frozen=True)

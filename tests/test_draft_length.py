@@ -39,7 +39,8 @@ def test_costs_are_found_from_wrong_figures():
     estimate = CostEstimate(TRUE * np.array([1, 1.5, 1.5, 1.5, 2, 2]), 4)
     for ran, seconds in steps(np.random.default_rng(0), TRUE, 300):
         estimate.update(ran, seconds)
-    np.testing.assert_allclose(estimate.seconds[:5], TRUE[:5], rtol=0.15)
+    np.testing.assert_allclose(estimate.seconds[:4], TRUE[:4], rtol=0.15)
+    np.testing.assert_allclose(estimate.seconds[4:], TRUE[4:], atol=0.1)
 
 
 def test_a_machine_that_grows_slow_changes_what_did_not_run_too():
@@ -52,9 +53,10 @@ def test_a_machine_that_grows_slow_changes_what_did_not_run_too():
 
 def test_a_longer_context_changes_what_ran():
     estimate = CostEstimate(TRUE, 4)
-    for _ in range(200):
-        estimate.update(np.array([8.0, 0, 0, 8, 8, 0]), 8 * (1.0 + 2.5 + 0.2))
-    assert estimate.seconds[3] / estimate.seconds[0] > 1.7
+    for _ in range(100):
+        estimate.update(np.array([16.0, 0, 0, 0, 0, 0]), 16 * 1.0)
+        estimate.update(np.array([4.0, 0, 0, 12, 12, 0]), 4 * 1.0 + 12 * (2.5 + 0.2))
+    assert estimate.seconds[3] / estimate.seconds[0] > 2.1
 
 
 @pytest.mark.parametrize("seconds", [-1.0, 0.0, float("nan"), float("inf"), 1e9, 1e-9])
@@ -167,7 +169,7 @@ def test_the_best_length_is_the_best_of_all(seed):
 
 
 def test_what_is_forced_is_drafted_and_what_is_due_too():
-    dear = dict(expected=[0.5, 0.5], price=[1.0, 9.0, 9.0])
+    dear = dict(expected=[0.5, 0.5], price=[1.0, 9.0, 99.0])
     every = jnp.ones(1, bool)
     assert int(turn(**dear).best_length(0, jnp.ones(1), every)) == 0
     due = turn(**dear, at_least=jnp.int32(1))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import slow, tiny_config
-from decoding import Deciding, changed, draft_model
+from decoding import Deciding, changed, draft_model, tampered
 
 from specjax import sampling
 from specjax.decoding import loop
@@ -194,16 +194,6 @@ def test_a_length_that_follows_the_neighbours_is_exact(tables):
         output_distribution(*target, PROMPT, AS_IS, length),
     )
     assert found.statistic < found.threshold
-
-
-def tampered(drafter, change):
-    """A drafter whose drafts are changed."""
-
-    def propose(real, params, state, context, noise):
-        draft, state = real(params, state, context, noise)
-        return change(draft, context), state
-
-    return changed(drafter, propose=propose)
 
 
 def unwarped(draft, context):

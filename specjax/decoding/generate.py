@@ -34,9 +34,9 @@ class Generation:
     `token_ids` are the new tokens, the stop token included; `finish_reasons` are "stop" or
     "length"; `logprobs` are None where not asked for. `width`, `drafted`, `accepted` and `emitted`
     are [B, R] counts per round, -1 where a row was finished already; `drafter` is the number of the
-    drafter whose turn it was, in the order of their names, -1 where none drafted. `prefill_s` and `decode_s` are
-    seconds of the batch a row was in, and `batch` the batch's number; `compile_s` is outside of
-    them.
+    drafter whose turn it was, in the order of their names, -1 where none drafted. `prefill_s` and
+    `decode_s` are seconds of the batch a row was in, and `batch` the batch's number; `compile_s` is
+    outside of them.
     """
 
     token_ids: list[list[int]]

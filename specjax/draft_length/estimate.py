@@ -8,6 +8,7 @@ and a context that grows long, which changes some.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Float
@@ -26,12 +27,12 @@ _LEAST = 1e-9
 class CostEstimate:
     """Seconds of the parts of a round: passes by width in ascending order, then other parts."""
 
-    def __init__(self, seconds: Float[np.ndarray, "parts"], num_widths: int) -> None:
+    def __init__(self, seconds: Sequence[float] | np.ndarray, num_widths: int) -> None:
         self.num_widths = num_widths
         self.seconds = self._possible(np.asarray(seconds, float))
         self._covariance = self._drift(_START, _START)
 
-    def update(self, count: Float[np.ndarray, "parts"], seconds: float) -> None:
+    def update(self, count: Sequence[float] | np.ndarray, seconds: float) -> None:
         """Learn from a step in which each part ran `count` times and all took `seconds`."""
         count = np.asarray(count, float)
         expected = float(count @ self.seconds)

@@ -64,7 +64,7 @@ def chances(survival: Survival) -> Float[Array, "D K C"]:
 
     What was seen at one depth is complemented by all depths, and that by a belief of no evidence.
     """
-    prior = _PRIOR_WEIGHT * np.asarray(_PRIOR, np.float32)
+    prior = _PRIOR_WEIGHT * np.asarray(_PRIOR, np.float32)[None, :]
     passed, tested = survival.passed.sum(axis=1), survival.tested.sum(axis=1)
     anywhere = (passed + prior) / (tested + _PRIOR_WEIGHT)
     passed = survival.passed + _PRIOR_WEIGHT * anywhere[:, None, :]
@@ -85,7 +85,9 @@ def row_factor(history: RowHistory) -> Float[Array, "B"]:
     return (history.passed + _PRIOR_WEIGHT) / (history.expected + _PRIOR_WEIGHT)
 
 
-def chance(table: Float[Array, "*shape"], factor: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+def chance(
+    table: Float[Array, "*#shape"], factor: Float[Array, "*#shape"]
+) -> Float[Array, "*shape"]:
     """A chance in a row of that factor."""
     return jnp.minimum(table * factor, _MOST)
 
@@ -106,7 +108,12 @@ def observe(
     step = jnp.arange(longest)[None, :]
     tested = (step < jnp.minimum(accepted + 1, depth)[:, None]) & (drafter >= 0)[:, None]
     passed = tested & (step < accepted[:, None])
-    which = (jnp.maximum(drafter, 0)[:, None], step, confidence_class(confidence))
+    shape = confidence.shape
+    which = (
+        jnp.broadcast_to(jnp.maximum(drafter, 0)[:, None], shape),
+        jnp.broadcast_to(step, shape),
+        confidence_class(confidence),
+    )
     expected = jnp.where(tested, chances(survival)[which], 0.0).sum(axis=1)
     history = RowHistory(
         history.expected * _ROW_MEMORY + expected,

@@ -66,10 +66,11 @@ class Ngram(Drafter):
 
 def find_match(
     tokens: Int[Array, "B M"], length: Int[Array, "B"], longest: int, shortest: int, latest: bool
-) -> tuple[Int[Array, "B"], Array]:
-    """Where each row's last tokens stood before: the position of the match's last token, and
-    whether there is one of at least `shortest` tokens.
-    """  # noqa: D205
+) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
+    """Where each row's last tokens stood before: the match's last position, and its length.
+
+    The length is 0 where no match has at least `shortest` tokens.
+    """
     count = tokens.shape[1]
     position = jnp.arange(count)[None, :]
     matched = jnp.zeros(tokens.shape, jnp.int32)

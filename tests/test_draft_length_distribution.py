@@ -1,0 +1,153 @@
+"""Rows whose draft lengths are decided together have the target's distribution, jointly.
+
+Pairs of rows share each round's decision. What two rows emit is tested as one outcome, since a
+decision that looks at the wrong tokens may leave each row's distribution right and tie them.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import slow
+from decoding import changed, draft_model, tampered
+
+from specjax.decoding import loop
+from specjax.decoding.sampling_params import SamplingParams
+from specjax.draft_length.limits import DraftLength
+from specjax.draft_length.policy import Costs
+from specjax.drafters import take_turns
+from specjax.drafters.ngram import Ngram
+from specjax.sampling import Rejection
+from specjax.testing import Tabular
+from specjax.testing.drafters import chi_square, first_rows, make_plan, output_distribution
+
+VOCAB, LENGTH, ROWS = 4, 3, 2
+GROUPS, FEWER = 40_000, 15_000
+PROMPT = (1, 2, 3, 1)
+AS_IS = SamplingParams(temperature=1.0)
+
+
+@pytest.fixture(scope="module")
+def tables():
+    table = 1.2 * jax.random.normal(jax.random.key(2), (VOCAB, VOCAB))
+    other = table + 0.9 * jax.random.normal(jax.random.key(3), (VOCAB, VOCAB))
+    return (Tabular(VOCAB), table), (Tabular(VOCAB), other)
+
+
+def some_pay(plan):
+    """Costs at which some rounds draft nothing, some one token, and some all."""
+    drafters = len(plan.drafter.parts)
+    return Costs(
+        passes=jnp.linspace(1.0, 1.3, len(plan.widths)),
+        first=jnp.full(drafters, 0.05),
+        further=jnp.full(drafters, 0.45),
+    )
+
+
+def pairs(target, drafter, length, groups=FEWER, costs=None):
+    """The first `LENGTH` tokens of both rows of each pair, and the lengths drafted.
+
+    Without `costs` drafting costs nothing, so that as much as possible is drafted.
+    """
+    model, params = target
+    turns, drafter_params = take_turns(drafter)
+    capacity = len(PROMPT) + LENGTH + length + 1
+    auto = DraftLength(length, auto=True)
+    plan = make_plan(model, turns, auto, verify=Rejection(), request=AS_IS, capacity=capacity)
+
+    @jax.jit
+    def one(group):
+        index = ROWS * group + jnp.arange(ROWS)
+        arguments = first_rows(plan, PROMPT, AS_IS, index, 0)
+        state = loop.start(plan, (params, drafter_params), *arguments)
+        if costs is not None:
+            state = state.replace(policy=state.policy.replace(costs=costs(plan)))
+        state = loop.run(plan, (params, drafter_params), state, jnp.int32(LENGTH))
+        return state.tokens[:, len(PROMPT) : len(PROMPT) + LENGTH], state.rounds.drafted
+
+    tokens, drafted = jax.vmap(one)(jnp.arange(groups))
+    return np.asarray(tokens), np.asarray(drafted)
+
+
+def joint(target, tokens, rows=(0, 1), length=2):
+    """The chi-square of the tokens of some rows together."""
+    outputs = tokens[:, list(rows), LENGTH - length :].reshape(len(tokens), -1)
+    cells = (VOCAB,) * outputs.shape[1]
+    counted = np.bincount(np.ravel_multi_index(tuple(outputs.T), cells), minlength=np.prod(cells))
+    one = output_distribution(*target, PROMPT, AS_IS, LENGTH)
+    one = one.reshape(-1, VOCAB**length).sum(axis=0)
+    return chi_square(counted, functools.reduce(np.multiply.outer, [one] * len(rows)).ravel())
+
+
+DRAFTERS = {
+    "drawn": (lambda draft: draft_model(draft), 3),
+    "turns": (lambda draft: take_turns(Ngram(prompt_lookup_min=1), draft_model(draft)), 2),
+    "greedy": (lambda draft: draft_model(draft, draft_sample_method="greedy"), 2),
+}
+
+
+@pytest.mark.parametrize("name", ["turns", *slow("drawn", "greedy")])
+def test_pairs_of_rows_are_exact_and_independent(name, tables):
+    target, draft = tables
+    make, length = DRAFTERS[name]
+    tokens, drafted = pairs(target, make(draft), length, GROUPS, some_pay)
+    assert set(range(length + 1)) <= set(np.unique(drafted[..., :LENGTH]).tolist())
+    found = joint(target, tokens)
+    assert found.statistic < found.threshold, found
+
+
+def rounds_down(draft, context):
+    """Cuts a finished draft of two tokens to one, which a compiled width holds."""
+    count = draft.valid.sum(axis=1, keepdims=True)
+    step = jnp.arange(draft.valid.shape[1])[None, :]
+    return draft.replace(valid=draft.valid & ((count != 2) | (step < 1)))
+
+
+def best_of_finished(draft, context):
+    """Keeps the length that looks best for the tokens that were drawn."""
+    own = jnp.take_along_axis(jnp.exp(draft.logq), draft.tokens[:, :, None], axis=2)[..., 0]
+    survived = jnp.cumprod(jnp.where(draft.valid, own, 0.0), axis=1)
+    step = jnp.arange(own.shape[1])
+    value = jnp.cumsum(survived, axis=1) - 0.3 * (step + 1)[None, :]
+    best = jnp.argmax(jnp.pad(value, ((0, 0), (1, 0))), axis=1)
+    return draft.replace(valid=draft.valid & (step[None, :] < best[:, None]))
+
+
+def admitted_by_the_neighbour(draft, context):
+    """Verifies a row's token where the other row's token of the same depth is even."""
+    other = draft.tokens[::-1]
+    keep = jnp.cumprod(other % 2 == 0, axis=1).astype(bool)
+    return draft.replace(valid=draft.valid & keep)
+
+
+BROKEN = {
+    # It stops at a token that the head is not sure of, which the token before it decides.
+    "rounded_down_to_a_width": (rounds_down, {"draft_p_min": 0.45}),
+    "the_best_of_a_finished_draft": (best_of_finished, {}),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_variants_fail(name, tables):
+    target, draft = tables
+    change, options = BROKEN[name]
+    drafter = changed(draft_model(draft, **options))
+    tokens, _ = pairs(target, drafter, 3)
+    assert joint(target, tokens).statistic < joint(target, tokens).threshold
+    tokens, _ = pairs(target, tampered(drafter, change), 3)
+    found = joint(target, tokens)
+    assert found.statistic > 1.5 * found.threshold
+
+
+def test_only_both_rows_together_show_what_ties_them(tables):
+    """Each row for itself has the right distribution, though its neighbour's tokens admit it."""
+    target, _ = tables
+    drafter = tampered(changed(draft_model(target)), admitted_by_the_neighbour)
+    tokens, _ = pairs(target, drafter, 2)
+    for row in range(ROWS):
+        alone = joint(target, tokens, rows=(row,))
+        assert alone.statistic < alone.threshold
+    found = joint(target, tokens)
+    assert found.statistic > found.threshold
