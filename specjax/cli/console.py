@@ -199,7 +199,7 @@ class Screen:
             self.say("No batch was finished.")
             return
         table = Table(title=title, title_justify="left")
-        table.add_column("")
+        table.add_column("", no_wrap=True)
         first = all_totals[0]
         compared = first.baseline_tokens_per_second is not None
         for name in [PLAIN] * compared + [run.drafter for run in runs]:
