@@ -26,6 +26,14 @@ def get_config(size="full"):
     config.exit_layers = (15, 24)
     config.self_draft = True
     config.runs = 3
+    # "auto" against plain decoding, by drafter, batch size and temperature. A mean whose 95 %
+    # interval is wider than 3 % to a side is called unresolved: take more repeats.
+    config.auto = config_dict.ConfigDict()
+    config.auto.drafters = ("ngram", "draft_model", "eagle3", "ngram+eagle3")
+    config.auto.batch_sizes = (1, 8)
+    config.auto.temperatures = (0.0, 1.0)
+    config.auto.prompts = 12
+    config.auto.repeats = 5
     config.report = config_dict.placeholder(str)  # a JSON path
     # As in decode_smollm2.py.
     config.mesh = mesh_fields()
@@ -40,4 +48,9 @@ def get_config(size="full"):
         config.exit_layers = (15,)
         config.self_draft = False
         config.runs = 1
+        config.auto.drafters = ("ngram+eagle3",)
+        config.auto.batch_sizes = (2,)
+        config.auto.temperatures = (0.0,)
+        config.auto.prompts = 2
+        config.auto.repeats = 2
     return config

@@ -1,14 +1,15 @@
 """Kill runs at random moments, start them again, and compare their results.
 
-    python scripts/kill_and_resume.py [--kills=20] [--what=training,generation,features] [--seed=0]
+    python scripts/kill_and_resume.py [--kills=20] [--what=medusa,mtp,generation] [--seed=0]
 
-Each command runs in its debug size: once undisturbed, for the reference, and once more, to see that
-two runs give the same and how long one takes. Then it is killed (SIGKILL, the whole process group)
-at moments spread over that time and started again with the same command until it ends; where it
-ends before all kills are done, the rest go to a fresh folder. Compared bit by bit: the
-conversations of datasets with their features, the arrays and metadata of exports and checkpoints,
-batches of answers, lines of metrics without their timings, and the names of all files that a run
-keeps. Exit codes: 0; 1 where anything differs or a run fails; 2 for bad input; 130 after Ctrl-C.
+The commands are training by each method, generation, and the storing of features, in their debug
+sizes. Each runs once undisturbed, for the reference, and once more, to see that two runs give the
+same and how long one takes. Then it is killed (SIGKILL, the whole process group) at moments spread
+over that time and started again with the same command until it ends; where it ends before all kills
+are done, the rest go to a fresh folder. Compared bit by bit: the conversations of datasets with
+their features, the arrays and metadata of exports and checkpoints, batches of answers, lines of
+metrics without their timings, and the names of all files that a run keeps. Exit codes: 0; 1 where
+anything differs or a run fails; 2 for bad input; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -26,11 +27,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
+from model_cards import METHODS
 from rich.console import Console
 from rich.table import Table
 
@@ -39,14 +44,16 @@ from specjax.cli.flags import Listed, Parser
 from specjax.errors import InputError
 from specjax.fields import Choice, OutputFolder, Whole, dotted, optional
 from specjax.files.folder_marker import LOCK
-from specjax.loading import checkpoints
+from specjax.loading import orbax_checkpoint
+from specjax.loading.checkpoint_directory import is_checkpoint, newest, read_marker
 from train.data.examples import METADATA
 from train.data.responses import open_responses
 from train.run import checkpoints as run_checkpoints
 from train.run.workdir import Workdir, read_metrics, steps
 
 ROOT = Path(__file__).parents[1]
-WHAT = ("training", "generation", "features")
+WHAT = (*METHODS, "generation", "features")
+_USUAL = ("medusa", "mtp", "generation", "features")
 _TIMES = ("train/tokens_per_second", "train/seconds_left", "train/data_wait")
 _FOLDERS = ("workdir", "output")
 """Fields of a recorded config that name a run's own folder."""
@@ -85,7 +92,7 @@ def parser() -> Parser:
     flags = Parser("python scripts/kill_and_resume.py", __doc__)
     flags.add_field("kills", Whole(), "how often each command is killed", default=20)
     kind = Listed(Choice(WHAT))
-    flags.add_field("what", kind, "which commands", default=",".join(WHAT))
+    flags.add_field("what", kind, "which commands", default=",".join(_USUAL))
     flags.add_field("seed", Whole(), "the moments come from it", default=0)
     where = "where to work, else in a temporary folder"
     flags.add_field("folder", optional(OutputFolder()), where, default=None)
@@ -131,11 +138,12 @@ def features(data: Path) -> Callable[[Path], list[str]]:
     ]
 
 
-def training(data: Path) -> Callable[[Path], list[str]]:
+def training(method: str, data: Path) -> Callable[[Path], list[str]]:
     """The command, for a folder, that trains on a dataset."""
+    trainer = METHODS[method]
     return lambda folder: [
-        "train.medusa",
-        "--config=configs/train_medusa.py:debug",
+        trainer.module,
+        f"--config={trainer.config}:debug",
         f"--config.data={data}",
         f"--config.workdir={folder}",
         "--config.steps=12",
@@ -144,7 +152,7 @@ def training(data: Path) -> Callable[[Path], list[str]]:
 
 
 COMMANDS: Mapping[str, Callable[[Path], Callable[[Path], list[str]]]] = {
-    "training": training,
+    **{method: partial(training, method) for method in METHODS},
     "generation": lambda _: generation,
     "features": features,
 }
@@ -204,7 +212,7 @@ def spread(count: int, seconds: float, rng: random.Random) -> list[float]:
 
 def contents(what: str, folder: Path) -> Content:
     """The results of a finished run in its folder."""
-    found = {"training": _training, "generation": _generation, "features": _features}[what](folder)
+    found = {"generation": _generation, "features": _features}.get(what, _training)(folder)
     found["the names of its files"] = "\n".join(sorted(_names(folder)))
     return found
 
@@ -264,20 +272,30 @@ def _dataset(folder: Path) -> Content:
 
 def _training(folder: Path) -> Content:
     workdir = Workdir(folder)
-    arrays, metadata = checkpoints.load_drafter(workdir.export)
-    found = {f"export {name}": _digest(value) for name, value in dotted(arrays).items()}
-    found["export's metadata"] = _record(metadata)
-    found["steps of checkpoints"] = str(steps(workdir))
+    found = {"steps of checkpoints": str(steps(workdir))}
+    for name in ("export", "export/head", "export/target"):
+        if is_checkpoint(folder / name):
+            kind = read_marker(folder / name, newest(folder / name)).kind
+            found |= _checkpoint(name, orbax_checkpoint.look(folder / name, kind))
     last = run_checkpoints.last_checkpoint(workdir)
     if last is not None:
-        arrays, metadata = checkpoints.load_drafter(last.found.directory)
-        found |= {f"checkpoint {name}": _digest(value) for name, value in dotted(arrays).items()}
-        found["checkpoint's metadata"] = _record(metadata)
+        found |= _checkpoint("checkpoint", last.found)
     for number, row in enumerate(read_metrics(workdir)):
         timeless = {name: value for name, value in row.items() if name not in _TIMES}
         found[f"metrics, line {number + 1}"] = json.dumps(timeless)
     found["config.json"] = _record(json.loads(workdir.config.read_text()))
     return found
+
+
+def _checkpoint(name: str, saved: orbax_checkpoint.Found) -> Content:
+    orbax_checkpoint.verify(saved)
+    sharding = SingleDeviceSharding(jax.devices()[0])
+    wanted = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), saved.arrays
+    )
+    arrays = orbax_checkpoint.restore(saved, wanted)
+    found = {f"{name} {path}": _digest(value) for path, value in dotted(arrays).items()}
+    return found | {f"{name}'s metadata": _record(saved.metadata)}
 
 
 def _digest(array: Any) -> str:

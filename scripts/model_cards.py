@@ -7,22 +7,38 @@ import runpy
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from specjax.fields import dotted
 from specjax.loading.heads.head import Head
 
-TRAINERS = {
-    "eagle3": ("train.eagle", "configs/train_eagle3.py"),
-    "draft_model": ("train.distill", "configs/train_distill.py"),
-    "medusa": ("train.medusa", "configs/train_medusa.py"),
-    "eagle": ("train.eagle", "configs/train_eagle1.py"),
-}
-"""The module and the config of each kind that `reproduce_heads.py` trains."""
 
-_ALL = {**TRAINERS, "medusa2": ("train.medusa", "configs/train_medusa2.py")}
+class Trainer(NamedTuple):
+    """How a kind of drafter is trained: a module, its config, and what is changed in that."""
+
+    module: str
+    config: str
+    options: tuple[str, ...] = ()
+
+    def command(self, size: str = "") -> list[str]:
+        """The arguments after `python -m`, at a size of the config."""
+        return [self.module, f"--config={self.config}{size}", *self.options]
+
+
+TRAINERS = {
+    "eagle3": Trainer("train.eagle", "configs/train_eagle3.py"),
+    "draft_model": Trainer("train.distill", "configs/train_distill.py"),
+    "medusa": Trainer("train.medusa", "configs/train_medusa.py"),
+    "eagle": Trainer("train.eagle", "configs/train_eagle1.py"),
+    "mtp": Trainer("train.mtp", "configs/train_mtp.py", ("--config.mtp.export=head",)),
+}
+"""The kinds that `reproduce_heads.py` trains; each leaves a head."""
+
+METHODS = {**TRAINERS, "medusa2": Trainer("train.medusa", "configs/train_medusa2.py")}
+"""All methods of training, by the names that they record."""
+
 _ROOT = Path(__file__).parent.parent
 
 _UNRECORDED = ("data", "target", "workdir", "start_from", "distributed", "mesh")
@@ -132,9 +148,9 @@ def _stages(head: Head) -> list[dict[str, Any]]:
 def _command(stages: Sequence[dict[str, Any]], number: int) -> str:
     """A stage's command: the fields in which its record and its config file differ."""
     about = stages[number]
-    if about["method"] not in _ALL:
+    if about["method"] not in METHODS:
         return f"# with a custom method, {about['method']}"
-    module, file = _ALL[about["method"]]
+    module, file, _ = METHODS[about["method"]]
     usual = dotted(json.loads(runpy.run_path(str(_ROOT / file))["get_config"]().to_json()))
     # A record has the factors by name; the field is a text.
     scales = dotted(about["config"].get("learning_rate_scales", {}))

@@ -34,20 +34,22 @@ from specjax.errors import InputError, one_line
 from specjax.reporting import decode_report
 from train.data.batches import Batch, Position, ReadAhead
 from train.methods.packed_rows import fill_features
+from train.run.config import read_training_config
 from train.run.setup import Setup, set_up
-from train.run.step import LATE, State, loss_function, make_program, placement_of
+from train.run.step import LATE, State, loss_function
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = Parser("python scripts/profile_training.py", __doc__)
-    parser.add_argument("--method", required=True, help="a module with make_method and CONFIG")
+    parser.add_argument("--method", required=True, help="a module with make_method and Config")
     parser.add_argument("--steps", type=int, default=5, help="how often each part is timed")
 
     def run(argv: list[str]) -> int:
         arguments, rest = parser.parse_known_args(argv)
         method = _method(arguments.method)
-        config = read_config(rest, method.CONFIG)
+        values = read_config(rest, method.Config.DEFAULT).to_dict()
+        config = read_training_config(method.Config, values)
         profile(set_up(config, method.make_method), max(arguments.steps, 1))
         return 0
 
@@ -58,10 +60,10 @@ def _method(name: str) -> ModuleType:
     """The module of a method; raises InputError for other names."""
     try:
         module = importlib.import_module(name)
-        _ = module.make_method, module.CONFIG
+        _ = module.make_method, module.Config.DEFAULT
     except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise InputError(
-            f"--method={name!r}: {one_line(error)}; use a module with make_method and CONFIG, such "
+            f"--method={name!r}: {one_line(error)}; use a module with make_method and Config, such "
             "as train.eagle"
         ) from None
     return module
@@ -69,10 +71,9 @@ def _method(name: str) -> ModuleType:
 
 def profile(setup: Setup, steps: int) -> None:
     """Time the parts of a run's step and print a table."""
-    settings, mesh = setup.settings, setup.mesh
-    program = make_program(setup.method, setup.decoder, settings, mesh)
-    placement = placement_of(settings, mesh)
-    rows = setup.feed.batches(Position(0, 0), placement)
+    batches, mesh = setup.config.batches, setup.mesh
+    program = setup.program()
+    rows = setup.feed.batches(Position(0, 0))
     read_s = [_seconds(lambda: next(rows))[0] for _ in range(steps + 1)][1:]
     batch: Batch = next(rows)[0]
     tokens, labels = (int(_count(leaf)) for leaf in (batch.segments > 0, batch.labels >= 0))
@@ -103,8 +104,8 @@ def profile(setup: Setup, steps: int) -> None:
     console.print(
         f"{setup.method.name} for {setup.target.name}, products in {setup.products}, on "
         f"{decode_report.device_name(mesh)}: {tokens} tokens, {labels} labels in "
-        f"{settings.batch_size} rows of {settings.row_tokens}, {settings.accumulate} "
-        f"micro-batch{'es' if settings.accumulate > 1 else ''}",
+        f"{batches.batch_size} rows of {batches.row_tokens}, {batches.accumulate} "
+        f"micro-batch{'es' if batches.accumulate > 1 else ''}",
         soft_wrap=True,
     )
     table = Table("part", "ms", "share", "Gflop", "Gflop/s")
@@ -130,16 +131,15 @@ def _filled(setup: Setup, target_params: Any, batches: Batch, names: tuple[str, 
 
 
 def _forward(setup: Setup, params: Any, target_params: Any, batches: Batch) -> Any:
-    loss = loss_function(setup.method, setup.decoder, setup.settings.remat)
+    loss = loss_function(setup.method, setup.decoder, setup.config.remat)
     key = jax.random.key(0)
     return jax.lax.map(lambda batch: loss(params, target_params, batch, key)[0], batches)
 
 
 def _looped(setup: Setup, compiled: Callable, state: State, steps: int) -> tuple[float, float]:
     """The median seconds of whole steps, and of their wait for a batch."""
-    feed, placement = setup.feed, placement_of(setup.settings, setup.mesh)
     whole, waited = [], []
-    with ReadAhead(feed.batches(Position(0, 0), placement)) as ahead:
+    with ReadAhead(setup.feed.batches(Position(0, 0))) as ahead:
         for _ in range(steps + 2):
             begin = time.perf_counter()
             batch, _ = next(ahead)

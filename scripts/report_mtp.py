@@ -3,8 +3,9 @@
     python scripts/report_mtp.py --model=W/export --data=DIR --out=FILE.json
 
 On the held-out part of the data: the model's loss (nats per token); how often the draft of each
-depth is the token that the model itself finds likeliest there, the true tokens before it given; the
-loss of a bigram of the same training part, and how often its likeliest token is the model's. Then
+depth is the token that the model itself finds likeliest there, the true tokens before it given, and
+the tokens per target pass that drafts which are all so would give (`tau_sim`); the loss of a bigram
+of the same training part, and how often its likeliest token is the model's. Then
 the first tokens of held-out texts are continued greedily with the modules as drafter, and the
 acceptance is shown beside the share of 8-grams that a continuation has repeated: of all
 continuations, and of those that repeat less than --most_repeated. A model without modules gets the
@@ -38,10 +39,12 @@ from train.data.batches import Batch, Packing, Shape, build
 from train.data.examples import target_metadata
 from train.data.sources import DataFolders, Sources, open_sources, split_names
 from train.methods.draft_losses import Teacher
+from train.methods.method import measure, measure_undrafted
 from train.methods.mtp_loss import MtpLoss, modules_loss
 from train.methods.packed_rows import ahead, features_of, label_ahead
 from train.methods.target_loss import target_loss
 from train.pretraining.bigram import Bigram
+from train.run.metrics import add, scalars, sums_of
 
 _GRAM = 8
 _BATCH = 8
@@ -135,38 +138,37 @@ def held_out_numbers(
         model.config.vocab_size,
     )
     follower = bigram.likeliest()
-    loss = bigram_loss = 0.0
+    labels, bigram_loss, sums = 0, 0.0, None
     right = {"model": 0, "bigram": 0, "bigram_model": 0}
-    labels, drafts = 0, np.zeros((2, steps), np.int64)
     for first in range(0, len(rows), _BATCH):
         taken = rows[first : first + _BATCH]
         batch = build(data, taken + [[]] * (_BATCH - len(taken)), shape)
-        nats, choices, agreed = jax.device_get(_compare(_Compared.of(model, steps), model, batch))
+        nats, choices, measures = jax.device_get(_compare(_Compared.of(model, steps), model, batch))
+        sums = add(sums, sums_of(nats, measures))
         where = batch.labels >= 0
         at = batch.labels[where]
         row = np.nonzero(where)[0]
         before, token = batch.tokens[row, at - 1], batch.tokens[row, at]
         chosen = choices[where]
-        loss += float(nats)
         bigram_loss -= float(bigram.log_probs(before, token).sum())
         right["model"] += int((chosen == token).sum())
         right["bigram"] += int((follower[before] == token).sum())
         right["bigram_model"] += int((follower[before] == chosen).sum())
         labels += len(at)
-        drafts += agreed
         if labels >= tokens:
             break
+    found = scalars(sums, "model")
     numbers: dict[str, float | int] = {
         "held_out_tokens": labels,
-        "lm_loss": loss / labels,
+        "lm_loss": found["model/loss"],
         "bigram_loss": bigram_loss / labels,
         "lm_accuracy": right["model"] / labels,
         "bigram_accuracy": right["bigram"] / labels,
         "bigram_agrees_with_model": right["bigram_model"] / labels,
     }
     for depth in range(steps):
-        numbers[f"mtp_{depth}_agrees_with_model"] = float(drafts[0, depth] / drafts[1, depth])
-    return numbers
+        numbers[f"mtp_{depth}_agrees_with_model"] = found[f"model/acc_pos_{depth}"]
+    return numbers | ({"tau_sim": found["model/tau_sim"]} if steps else {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,13 +192,13 @@ def _compare(plan: _Compared, model: Model, batch: Batch) -> Any:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _compared(plan: _Compared, params: Any, modules: Any, batch: Batch) -> Any:
-    """Loss, the model's choice at each label [B, A], and drafts that are that choice, and all."""
+    """Loss, the model's choice at each label [B, A], and measures of drafts that are such."""
     names = ("final_norm",) if plan.head is None else ("final_norm", *plan.head.config.taps)
     now = features_of(plan.decoder, params, batch, tuple(dict.fromkeys(names)))
     nats, own = target_loss(params["head"]["kernel"], now["final_norm"], None, batch)
     choices, labels = own.choices[0], batch.labels
     if plan.head is None:
-        return nats, choices, jnp.zeros((2, 0), jnp.int32)
+        return nats, choices, measure_undrafted({}, labels)
     _, scores = modules_loss(
         plan.head,
         modules,
@@ -211,7 +213,7 @@ def _compared(plan: _Compared, params: Any, modules: Any, batch: Batch) -> Any:
     depths = range(plan.steps)
     there = jnp.stack([label_ahead(labels, depth) for depth in depths])
     same = scores.choices == jnp.stack([ahead(choices, depth) for depth in depths])
-    return nats, choices, jnp.stack([(same & there).sum((1, 2)), there.sum((1, 2))])
+    return nats, choices, measure({}, same, there)
 
 
 def continuations(

@@ -15,17 +15,16 @@ Works alike on CPU and GPU. Exit codes: 0, also where the minutes were over; 1 w
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
 
-from child_processes import INTERRUPTED, run_child
+from child_processes import INTERRUPTED
 from model_cards import TRAINERS, card
+from stages import Stage, run_stages
 
 from specjax.cli import command
 from specjax.cli.flags import Listed, Parser
@@ -33,18 +32,6 @@ from specjax.distributed import folder_lock
 from specjax.errors import InputError
 from specjax.fields import Choice, Flag, Number, OutputFolder, PathOrName, optional
 from train.run.workdir import write_file
-
-
-class Stage(NamedTuple):
-    """A step of the recipe: a command that can be resumed."""
-
-    name: str
-    command: list[str]
-
-    @property
-    def command_line(self) -> str:
-        """The command without the Python that runs it."""
-        return " ".join(self.command[2:])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +44,7 @@ def parser() -> Parser:
     """The flags."""
     flags = Parser("python scripts/reproduce_heads.py", __doc__)
     add, listed = flags.add_field, Listed
-    usual = ",".join(kind for kind in TRAINERS if kind != "eagle")
+    usual = ",".join(kind for kind in TRAINERS if kind not in ("eagle", "mtp"))
     add("workdir", OutputFolder(), "where all stages keep their files", default="runs/heads")
     add("minutes", optional(Number(0.1, 1e9)), "stop cleanly after so long", default=None)
     there = "datasets of answers that exist already"
@@ -83,7 +70,7 @@ def reproduce(options: SimpleNamespace) -> int:
     root = options.workdir
     # The stages inherit the lock: one that outlives this process keeps a second one from its files.
     with folder_lock.lock(root, "recipe", f"workdir={str(root)!r}") as lock:
-        code = run_stages(recipe(options, root), root, until, [lock])
+        code = run_stages(recipe(options, root), root, "export", until, [lock])
         if code is None:
             export(options, root)
     return code or 0
@@ -108,73 +95,14 @@ def recipe(options: SimpleNamespace, root: Path) -> list[Stage]:
             stages.append(Stage(f"features {number}", command))
             data.append(str(output))
     for kind in options.kinds:
-        module, config = TRAINERS[kind]
         command = [
             *python,
-            module,
-            f"--config={config}{size}",
+            *TRAINERS[kind].command(size),
             f"--config.data={','.join(data)}",
             f"--config.workdir={root / kind}",
         ]
         stages.append(Stage(kind, command))
     return stages
-
-
-def run_stages(
-    stages: Sequence[Stage], root: Path, until: float = math.inf, keep: Sequence[int] = ()
-) -> int | None:
-    """Run what is left, as `run_child` does; an exit code where that ends early, else None."""
-    record = root / "finished.json"
-    finished = _read(record)
-    for stage in stages:
-        earlier = finished.get(stage.name, {}).get("command", stage.command_line)
-        if earlier != stage.command_line:
-            raise InputError(
-                f"workdir={str(root)!r}: {stage.name} was done there with another command, "
-                f"{earlier!r} for {stage.command_line!r}; use that one, or another workdir"
-            )
-    for folder, stage in enumerate(stages):
-        if stage.name in finished:
-            print(f"[{stage.name}] done earlier, {finished[stage.name]['seconds']:.0f} s")
-            continue
-        print(f"[{stage.name}] {stage.command_line}", flush=True)
-        begin = time.monotonic()
-        try:
-            code = run_child(stage.command, until=until, keep=keep) if begin < until else None
-        except KeyboardInterrupt:
-            code = command.INTERRUPTED
-        if code != 0:
-            return _ended(code, [one.name for one in stages[folder:]])
-        finished[stage.name] = {"command": stage.command_line, "seconds": time.monotonic() - begin}
-        write_file(record, json.dumps(finished, indent=1) + "\n")
-    return None
-
-
-def _ended(code: int | None, names: Sequence[str]) -> int:
-    """Print the stages that are left, the interrupted one first; returns the exit code."""
-    left = f"left: {', '.join(names)}, export. The same command resumes it"
-    if code is None:
-        print(f"the minutes are over; {left}")
-        return 0
-    if code == command.INTERRUPTED:
-        print(f"interrupted; {left}", file=sys.stderr)
-        return code
-    print(f"[{names[0]}] ended with code {code}; {left}", file=sys.stderr)
-    return 1
-
-
-def _read(record: Path) -> dict[str, Any]:
-    """The finished stages, with their commands and seconds."""
-    try:
-        text = record.read_text(encoding="utf-8") if record.exists() else "{}"
-        return {
-            name: {"command": str(about["command"]), "seconds": float(about["seconds"])}
-            for name, about in json.loads(text).items()
-        }
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        raise InputError(
-            f"{record}: cannot be read; delete it, and each stage finds what it has done"
-        ) from None
 
 
 def export(options: SimpleNamespace, root: Path) -> None:

@@ -29,6 +29,7 @@ from rich.table import Table
 from specjax import metrics
 from specjax.cli import command
 from specjax.cli.built_in_prompts import BUILT_IN
+from specjax.cli.measure_auto import Cell, Ratio, measure_cell
 from specjax.cli.mesh_config import DistributedConfig, MeshConfig, open_mesh
 from specjax.decoding import costs, prompts
 from specjax.decoding.executor import Programs, compile_session, run_session
@@ -44,6 +45,7 @@ from specjax.fields import (
     Number,
     OutputFile,
     PathOrName,
+    Text,
     Whole,
     optional,
     read_values,
@@ -55,7 +57,20 @@ from specjax.reporting.report_file import ReportFile, check_writable
 
 _SIZES = Items(Whole(1), least=1, remedy="use whole numbers of at least 1, such as (1, 4)")
 _SHARES = Items(Number(0.0, 1.0), remedy="use numbers from 0 to 1, such as (0.6, 0.8)")
+_DRAFTERS = Items(Text(), remedy="use names of drafters, such as ('ngram', 'ngram+eagle3')")
+_TEMPERATURES = Items(Number(0.0), least=1, remedy="use numbers of at least 0, such as (0.0, 1.0)")
 _LAYERS = Items(Whole(1), remedy="use numbers of layers, such as (15, 24)")
+
+
+@dataclass(frozen=True)
+class AutoConfig:
+    """The cells in which draft lengths that follow costs are compared with plain decoding."""
+
+    drafters: Annotated[tuple[str, ...], _DRAFTERS]
+    batch_sizes: Annotated[tuple[int, ...], _SIZES]
+    temperatures: Annotated[tuple[float, ...], _TEMPERATURES]
+    prompts: Annotated[int, Whole(1)]
+    repeats: Annotated[int, Whole(1)]
 
 
 @dataclass(frozen=True)
@@ -77,13 +92,14 @@ class BenchConfig:
     exit_layers: Annotated[tuple[int, ...], _LAYERS]
     self_draft: bool
     runs: Annotated[int, Whole(1)]
+    auto: AutoConfig
     report: Annotated[Path | None, optional(OutputFile())]
     mesh: MeshConfig
     distributed: DistributedConfig
 
 
 @dataclass(frozen=True)
-class Contest:
+class Comparison:
     """One drafter compared with plain decoding, in alternating runs, and the prediction."""
 
     drafter: str
@@ -106,7 +122,8 @@ class Measured:
 
     floor_ms: float | None = None
     rounds: list[dict[str, float]] = field(default_factory=list)
-    contests: list[Contest] = field(default_factory=list)
+    comparisons: list[Comparison] = field(default_factory=list)
+    auto: list[Cell] = field(default_factory=list)
 
     def content(self, interrupted: bool) -> dict[str, Any]:
         """As JSON; an interrupted run says so."""
@@ -138,7 +155,7 @@ def round_costs_table(
             }
 
 
-def contest(
+def compare_with_plain(
     model: Model,
     ids: Sequence[Sequence[int]],
     drafter: LoadedDrafter,
@@ -148,7 +165,7 @@ def contest(
     max_new_tokens: int,
     batch_size: int,
     runs: int,
-) -> Contest:
+) -> Comparison:
     """Decode the prompts plainly and with a drafter, in turn, and predict the ratio."""
     requests = SamplingParams(max_new_tokens=max_new_tokens)
     options = DecodeOptions(num_speculative_tokens=num_speculative_tokens, batch_size=batch_size)
@@ -160,7 +177,7 @@ def contest(
     slow, fast = pairs[-1]
     predicted, draft = _predict(drafted, fast, ids, max_new_tokens)
     speedup = median(ratios)
-    return Contest(
+    return Comparison(
         drafter=label,
         batch=batch_size,
         acceptance_length=fast.summary().acceptance_length,
@@ -216,6 +233,8 @@ def bench(
         model = load_model(config.target, dtype=config.dtype, mesh=mesh, field="target")
         for layer in config.exit_layers:
             make_drafter("early_exit", model, exit_layer=layer)  # refused before the long work
+        for name in config.auto.drafters:
+            make_drafter(name, model)
         return model, prompts.read_questions(config.prompts) if config.prompts else list(BUILT_IN)
 
     model, everything = processes.together(load)
@@ -268,8 +287,8 @@ def bench(
         "draft ms",
         "same tokens",
     )
-    for one in _contests(model, ids, fewest, config, console):
-        measured.contests.append(one)
+    for one in _comparisons(model, ids, fewest, config, console):
+        measured.comparisons.append(one)
         grew()
         console.print(f"  {one.speedup:.2f}x, predicted {one.predicted:.2f}x", highlight=False)
         table.add_row(
@@ -287,19 +306,87 @@ def bench(
         )
     console.print(table)
 
+    table = _table(
+        "auto against plain decoding: geometric means, 95 % intervals",
+        "drafter",
+        "B",
+        "temperature",
+        "tau",
+        "draft",
+        "tokens/s",
+        "plain",
+        "decoding",
+        "with prefill",
+        "measuring s",
+        "same tokens",
+    )
+    for cell in _auto_cells(model, everything, config, console):
+        measured.auto.append(cell)
+        grew()
+        table.add_row(
+            cell.drafter,
+            str(cell.batch),
+            f"{cell.temperature:g}",
+            f"{cell.acceptance_length:.2f}",
+            f"{cell.mean_draft:.2f}",
+            f"{cell.tokens_per_second:.1f}",
+            f"{cell.plain_tokens_per_second:.1f}",
+            _interval(cell.decoding),
+            _interval(cell.whole),
+            f"{cell.measure_s:.1f}",
+            {None: "", True: "yes", False: "NO"}[cell.identical],
+        )
+    console.print(table)
+
+
+def _auto_cells(
+    model: Model, questions: Sequence[prompts.Question], config: BenchConfig, console: Console
+) -> Iterator[Cell]:
+    cells = config.auto
+    ids = [
+        prompts.encode_prompt(model, [{"role": "user", "content": question.turns[0]}])
+        for question in _spread(questions, cells.prompts)
+    ]
+    drafters = {name: make_drafter(name, model) for name in cells.drafters}
+    for name, batch, temperature in itertools.product(
+        drafters, cells.batch_sizes, cells.temperatures
+    ):
+        console.print(f"measuring auto with {name}, batch {batch}, temperature {temperature:g} ...")
+        yield measure_cell(
+            model,
+            ids,
+            drafters[name],
+            label=name,
+            batch_size=batch,
+            temperature=temperature,
+            max_new_tokens=config.max_new_tokens,
+            repeats=cells.repeats,
+        )
+
+
+def _spread(questions: Sequence[prompts.Question], count: int) -> list[prompts.Question]:
+    """So many questions, or all, at equal distances in the file, so that all tasks come."""
+    count = min(count, len(questions))
+    return [questions[i * len(questions) // count] for i in range(count)]
+
+
+def _interval(ratio: Ratio) -> str:
+    text = f"{ratio.mean:.3f} [{ratio.low:.3f}..{ratio.high:.3f}]"
+    return text if ratio.resolved else f"{text} unresolved"
+
 
 def _full_batches(ids: list[list[int]], fewest: int, batch: int) -> list[list[int]]:
     """At least `fewest` prompts, as many as fill their batches; too few are repeated."""
     return list(itertools.islice(itertools.cycle(ids), -(-fewest // batch) * batch))
 
 
-def _contests(
+def _comparisons(
     model: Model,
     ids: list[list[int]],
     fewest: int,
     config: BenchConfig,
     console: Console,
-) -> Iterator[Contest]:
+) -> Iterator[Comparison]:
     shared = {"max_new_tokens": config.max_new_tokens, "runs": config.runs}
     most = max((_full_batches(ids, fewest, batch) for batch in config.batch_sizes), key=len)
     plain = plan_session(
@@ -324,7 +411,7 @@ def _contests(
     for batch in config.batch_sizes:
         for label, drafter in entries + (slower if batch == config.batch_sizes[0] else []):
             console.print(f"measuring {label} at batch {batch} ...")
-            yield contest(
+            yield compare_with_plain(
                 model,
                 _full_batches(ids, fewest, batch),
                 drafter,

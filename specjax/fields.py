@@ -31,6 +31,7 @@ from specjax.errors import InputError, Problems, shown
 from specjax.files import paths
 
 T = TypeVar("T")
+_ABSENT = object()
 INT32_MAX = 2**31 - 1
 """The largest number that arrays of token ids, positions and counts hold."""
 
@@ -273,9 +274,17 @@ class Either:
 
 @dataclass(frozen=True)
 class OptionalSection:
-    """A section that a config may leave out."""
+    """A section that a config may leave out; `D | None` in a dataclass, for the section D."""
 
     fields: Fields
+
+
+@dataclass(frozen=True)
+class Inline:
+    """Marks a dataclass inside another whose fields are no section, but stand beside the other's.
+
+    Such as `batches: Annotated[BatchConfig, Inline()]`.
+    """
 
 
 def _plain(value: Any) -> Any:
@@ -298,8 +307,9 @@ def kind_of(annotation: Any) -> Any:
         return next((one for one in inside[1:] if isinstance(one, Kind | Mapping)), None)
     if origin is Literal:
         return Choice(tuple(map(str, inside)))
-    if dataclasses.is_dataclass(annotation):
-        return fields_of(annotation)
+    if part := _dataclass_in(annotation):
+        fields = fields_of(part)
+        return fields if part is annotation else OptionalSection(fields)
     if annotation is bool:
         return Flag()
     if annotation in (int, float, str):
@@ -316,24 +326,74 @@ def kind_of(annotation: Any) -> Any:
 
 def fields_of(source: type) -> dict[str, Any]:
     """The kinds of a dataclass's annotated fields, by name; a dataclass inside is a section."""
+    kinds: dict[str, Any] = {}
+    for name, hint in _hints(source).items():
+        if _is_inline(hint):
+            kinds |= fields_of(_dataclass_in(hint))
+        elif (kind := kind_of(hint)) is not None:
+            kinds[name] = kind
+    return kinds
+
+
+def _hints(source: type) -> dict[str, Any]:
     hints = get_type_hints(source, include_extras=True)
-    kinds = {field.name: kind_of(hints[field.name]) for field in dataclasses.fields(source)}
-    return {name: kind for name, kind in kinds.items() if kind is not None}
+    return {field.name: hints[field.name] for field in dataclasses.fields(source)}
 
 
-def read_values(source: type[T], values: Mapping[str, Any]) -> T:
-    """A dataclass from the values of all its annotated fields, checked as `check_values` does."""
-    return _build(source, check_values(fields_of(source), values))
+def _is_inline(hint: Any) -> bool:
+    return get_origin(hint) is Annotated and any(isinstance(one, Inline) for one in get_args(hint))
 
 
-def _build(source: type[T], checked: Mapping[str, Any]) -> T:
-    hints = get_type_hints(source)
-    return source(
-        **{
-            name: _build(hints[name], value) if dataclasses.is_dataclass(hints[name]) else value
-            for name, value in checked.items()
-        }
-    )
+def _dataclass_in(hint: Any) -> Any:
+    """The dataclass D of an annotation D, `D | None` or `Annotated[D, Inline()]`; else None."""
+    if dataclasses.is_dataclass(hint):
+        return hint
+    if _is_inline(hint):
+        return get_args(hint)[0]
+    if get_origin(hint) in (Union, types.UnionType):
+        inside = [one for one in get_args(hint) if one is not types.NoneType]
+        return inside[0] if len(inside) == 1 and dataclasses.is_dataclass(inside[0]) else None
+    return None
+
+
+def read_values(
+    source: type[T], values: Mapping[str, Any], cross_checks: Sequence[CrossCheck] = ()
+) -> T:
+    """A dataclass from the values of its annotated fields, by section; others have their defaults.
+
+    Each of `cross_checks` is made where all values that it takes are there and right in themselves,
+    as are the checks that a dataclass makes in its `__post_init__`. Raises one InputError that
+    lists all that is wrong, as `check_values` does, and what does not fit each other.
+    """
+    problems = Problems()
+    checked = _checked(fields_of(source), values, "", problems)
+    right = dotted(checked)
+    for one in cross_checks:
+        if right.keys() >= set(one.names):
+            with problems.collect():
+                one.check(*(right[name] for name in one.names))
+    made = _made(source, checked, problems)
+    problems.check()
+    return made
+
+
+def _made(source: type, checked: Mapping[str, Any], problems: Problems) -> Any:
+    """The dataclass of checked values, or _ABSENT where one of them is; notes its own problems."""
+    given: dict[str, Any] = {}
+    for name, hint in _hints(source).items():
+        part = _dataclass_in(hint)
+        if _is_inline(hint):
+            given[name] = _made(part, checked, problems)
+        elif part is not None and name in checked:
+            given[name] = _made(part, checked[name], problems)
+        elif part is not None and part is not hint:
+            given[name] = None
+        elif kind_of(hint) is not None:
+            given[name] = checked.get(name, _ABSENT)
+    if not any(value is _ABSENT for value in given.values()):
+        with problems.collect():
+            return source(**given)
+    return _ABSENT
 
 
 def check_instance(value: Any, prefix: str) -> None:
@@ -343,7 +403,7 @@ def check_instance(value: Any, prefix: str) -> None:
     """
     for name, hint in get_type_hints(type(value), include_extras=True).items():
         # A dataclass inside has checked itself.
-        kind = None if dataclasses.is_dataclass(hint) else kind_of(hint)
+        kind = None if _dataclass_in(hint) else kind_of(hint)
         if kind is not None:
             object.__setattr__(value, name, kind.check(prefix + name, getattr(value, name)))
 
@@ -366,33 +426,15 @@ class CrossCheck:
     names: tuple[str, ...]
     check: Callable[..., object]
 
-    @classmethod
-    def of(cls, source: type, section: str) -> CrossCheck:
-        """The checks that a dataclass makes in its __post_init__, for the section of its fields."""
-        names = tuple(fields_of(source))
-        dotted_names = tuple(f"{section}.{name}" for name in names)
-        return cls(dotted_names, lambda *values: source(**dict(zip(names, values, strict=True))))
 
-
-def check_values(
-    fields: Fields,
-    values: Mapping[str, Any],
-    prefix: str = "",
-    cross_checks: Sequence[CrossCheck] = (),
-) -> dict[str, Any]:
+def check_values(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of all fields and sections, checked.
 
-    Each of `cross_checks` is made where all values that it takes are there and right in themselves.
-    Raises one InputError that lists all that is wrong: values, names that are unknown, names that
-    are missing, and values that do not fit each other.
+    Raises one InputError that lists all that is wrong: values, names that are unknown, and names
+    that are missing.
     """
     problems = Problems()
-    checked = _checked(fields, values, prefix, problems)
-    right = dotted(checked, prefix)
-    for one in cross_checks:
-        if right.keys() >= set(one.names):
-            with problems.collect():
-                one.check(*(right[name] for name in one.names))
+    checked = _checked(fields, values, "", problems)
     problems.check()
     return checked
 
@@ -436,3 +478,12 @@ def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         inside = isinstance(value, Mapping)
         found |= dotted(value, f"{prefix}{name}.") if inside else {prefix + name: value}
     return found
+
+
+def first_difference(one: Any, other: Any) -> tuple[str, Any, Any] | None:
+    """The first field, dotted, in which two values of a dataclass differ, with both its values."""
+    mine, theirs = (dotted(dataclasses.asdict(value)) for value in (one, other))
+    for name in {**mine, **theirs}:
+        if mine.get(name) != theirs.get(name):
+            return name, mine.get(name), theirs.get(name)
+    return None

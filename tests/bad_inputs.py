@@ -6,6 +6,7 @@ from specjax.cli.flags import Listed
 from specjax.decoding import options
 from train.pretraining import documents
 from train.run import config as train_config
+from train.run import optimizer
 
 MANY_DIGITS = "9" * 5000
 _PATHS = ["", " ", "a" * 300, "~nosuchuser/x", "file/x", "a\0b"]
@@ -33,7 +34,7 @@ TEXTS = {
     train_config.HeadFolder: [*_PATHS, "nosuch", "file", "EAGLE3"],
     train_config.DataFolders: [*_PATHS, "nosuch", "file", "folder,", "folder,nosuch"],
     documents.DocumentFiles: [*_PATHS, "nosuch", "folder,", "folder,nosuch"],
-    train_config.Scales: ["x", "a:", ":1", "a:-1", "a:nan", "a:1,a:2"],
+    optimizer.Scales: ["x", "a:", ":1", "a:-1", "a:nan", "a:1,a:2"],
 }
 
 

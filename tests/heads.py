@@ -56,9 +56,9 @@ def eagle_head(target, version=3, vocabulary=None, seed=0, spread=1.0, **flags):
     return Head(kind, config, scaled(params, seed, spread), ids, TargetMetadata.of(target))
 
 
-def mtp_config(target, num_modules=1, vocabulary=None, **conventions):
+def mtp_config(target, num_modules=1, vocabulary=None, decoder=None, **conventions):
     return MtpConfig(
-        decoder=dataclasses.replace(target.config, num_layers=1),
+        decoder=decoder or dataclasses.replace(target.config, num_layers=1),
         draft_vocab_size=vocabulary or target.config.vocab_size,
         num_modules=num_modules,
         **conventions,

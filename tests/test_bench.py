@@ -31,9 +31,9 @@ def test_the_debug_size_reports_every_part(tmp_path, chatty, capsys):
         (512, 1),
         (512, 2),
     }
-    contests = {one["drafter"]: one for one in report["contests"]}
-    assert set(contests) == {"ngram", "simulated 0.8", "early_exit 1"}
-    for one in contests.values():
+    comparisons = {one["drafter"]: one for one in report["comparisons"]}
+    assert set(comparisons) == {"ngram", "simulated 0.8", "early_exit 1"}
+    for one in comparisons.values():
         assert one["identical"]
         assert one["speedup"] > 0
         assert one["predicted"] > 0

@@ -28,6 +28,7 @@ from train.methods.medusa import MedusaLoss, medusa_method
 from train.methods.medusa2 import JointLoss, medusa2_method
 from train.methods.mtp import mtp_method
 from train.methods.mtp_loss import MtpLoss
+from train.run.config import read_training_config
 
 K, B, A, D, V = 3, 2, 11, 6, 9
 PARTS = ((kl_divergence, 0.5), (variation, 2.0), (cross_entropy, 0.25))
@@ -241,8 +242,9 @@ def test_each_method_takes_a_loss_of_labels(make, usual, tiny):
 )
 def test_command_lines_take_it_too(module, options, tiny):
     module = importlib.import_module(f"train.{module}")
-    config = read_config([], module.CONFIG)
-    config.update_from_flattened_dict(options)
+    values = read_config([], module.Config.DEFAULT)
+    values.update_from_flattened_dict(options)
+    config = read_training_config(module.Config, values.to_dict())
     seen = []
 
     def noted(logits, truth):

@@ -16,7 +16,7 @@ from heads import eagle_head
 from rich.console import Console
 from safetensors.numpy import load_file, save_file
 from test_processes import ROOT
-from toy_training import get_config, toy_method, toy_target, write_data
+from toy_training import get_config, read, toy_method, toy_target, write_data
 
 from specjax.distributed import folder_lock
 from specjax.errors import InputError
@@ -502,7 +502,7 @@ def test_no_run_takes_a_folder_that_holds_a_model(saved_model, tmp_path, monkeyp
         config = get_config()
         config.data, config.workdir = str(tmp_path / "nothing"), str(model)
         with pytest.raises(InputError, match=f"workdir='.*model': {said}training run"):
-            run.run(config, make, Console(quiet=True))
+            run.run(read(config), make, Console(quiet=True))
 
         given = ["--config=configs/generate_smollm2.py", "--config.target=nothing"]
         error = refused_by(generate.main, [*given, f"--config.workdir={model}"], capsys)
@@ -539,7 +539,7 @@ def train(tmp_path, monkeypatch):
     config = get_config()
     config.data, config.workdir = str(tmp_path / "data"), str(tmp_path / "w")
     make = lambda target, data, config: toy_method(target)  # noqa: E731
-    return lambda: run.run(config, make, Console(quiet=True))
+    return lambda: run.run(read(config), make, Console(quiet=True))
 
 
 def test_a_second_run_in_a_workdir_is_refused(train, tmp_path):

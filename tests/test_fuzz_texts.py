@@ -58,7 +58,7 @@ def test_files_of_any_bytes(tmp_path, content, start):
 
 
 BENCH = {
-    "contests": [
+    "comparisons": [
         {
             "drafter": "ngram",
             "batch": 1,

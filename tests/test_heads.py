@@ -78,6 +78,20 @@ def test_modules_as_a_head_and_of_the_target(tiny, tmp_path):
             dataclasses.replace(other(tiny, **changes), mtp=own.mtp)
 
 
+def test_modules_inside_a_model_are_a_head(tiny, tmp_path):
+    own = with_modules(tiny, 2, hidden="pre_norm")
+    save_checkpoint(own, tmp_path / "model")
+    head = open_head("mtp", tmp_path / "model", tiny)
+    assert (head.kind, head.config, head.draft_ids) == ("mtp", own.mtp.config, None)
+    jax.tree.map(np.testing.assert_array_equal, head.params, own.mtp.params)
+    loaded = specjax.make_drafter("mtp", tiny, tmp_path / "model", num_speculative_tokens=2)
+    assert loaded.drafter.head.config == own.mtp.config
+    with pytest.raises(InputError, match=r"a head of the kind mtp; use drafter\.name=mtp"):
+        open_head("eagle3", tmp_path / "model", tiny)
+    with pytest.raises(InputError, match=r"drafter\.path: made for \S+/model with num_layers=3"):
+        specjax.make_drafter("mtp", other(tiny, num_layers=4), tmp_path / "model")
+
+
 @pytest.mark.parametrize(
     "tap", ["layer_input:x", "layer_input:-1", "layer_input:3", "embedding", "x:1"]
 )
@@ -155,7 +169,7 @@ def test_only_heads_of_the_kind_asked_for(tiny, tmp_path):
     with pytest.raises(InputError, match="no such directory"):
         open_head("medusa", tmp_path / "none", tiny)
     save_checkpoint(tiny, tmp_path / "model")
-    with pytest.raises(InputError, match="holds a model, not a drafter"):
+    with pytest.raises(InputError, match=r"drafter.path='\S+/model': a model without MTP modules"):
         open_head("eagle3", tmp_path / "model", tiny)
     with pytest.raises(InputError, match=r"trained together; use drafter.path='\S+/head' with"):
         open_head("eagle3", tmp_path, tiny)

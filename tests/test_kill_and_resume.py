@@ -8,11 +8,21 @@ import types
 
 import numpy as np
 import pytest
+from heads import with_modules
 from rich.console import Console
 from script_modules import script_module
-from toy_training import SHAPE, conversations, get_config, toy_method, toy_target, write_data
+from toy_training import (
+    SHAPE,
+    conversations,
+    get_config,
+    read,
+    toy_method,
+    toy_target,
+    write_data,
+)
 
 from specjax.files import folders
+from specjax.loading.checkpoints import save_checkpoint
 from specjax.loading.heads.head import read_head, save_head
 from train.data.examples import target_metadata
 from train.data.writing import write_responses
@@ -36,7 +46,7 @@ def trained(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(setup, "load_model", lambda name, *, field, mesh=None: toy_target(mesh))
         make = lambda target, data, config: toy_method(target)  # noqa: E731
-        assert run.run(config, make, Console(quiet=True)) == 0
+        assert run.run(read(config), make, Console(quiet=True)) == 0
     return root / "w"
 
 
@@ -82,14 +92,28 @@ def change_config(folder):
     ],
 )
 def test_a_change_in_a_run_is_found(change, found, script, trained, tmp_path):
-    reference = script.contents("training", trained)
+    reference = script.contents("medusa", trained)
     shutil.copytree(trained, tmp_path / "w")
     config = json.loads((tmp_path / "w" / "config.json").read_text())
     config["config"]["workdir"] = str(tmp_path / "w")
     (tmp_path / "w" / "config.json").write_text(json.dumps(config))
-    assert script.differences(reference, script.contents("training", tmp_path / "w")) == []
+    assert script.differences(reference, script.contents("medusa", tmp_path / "w")) == []
     change(tmp_path / "w")
-    assert script.differences(reference, script.contents("training", tmp_path / "w")) == found
+    assert script.differences(reference, script.contents("medusa", tmp_path / "w")) == found
+
+
+def test_a_change_in_an_exported_model_is_found(script, trained, tiny, tmp_path):
+    found = []
+    for name, change in (("reference", 0.0), ("same", 0.0), ("other", 1e-7)):
+        shutil.copytree(trained, tmp_path / name, ignore=shutil.ignore_patterns("export"))
+        model = with_modules(tiny)
+        module = model.mtp.params["modules"]["0"]
+        module["final_norm"]["scale"] = module["final_norm"]["scale"] + change
+        save_checkpoint(model, tmp_path / name / "export" / "target")
+        found.append(script.contents("mtp", tmp_path / name))
+    assert script.differences(found[0], found[1]) == []
+    changed = ["export/target mtp.modules.0.final_norm.scale differs"]
+    assert script.differences(found[0], found[2]) == changed
 
 
 def generated(folder, examples, names=(), workdir="w"):
@@ -181,8 +205,11 @@ def test_a_run_that_fails_is_an_error_of_its_own(script, tmp_path):
     ("flag", "said"),
     [
         ("--kills=-1", "kills"),
-        ("--what=training,baking", "what='baking' is unknown: use training, generation, features"),
-        ("--what=", "what='' is unknown: use training"),
+        (
+            "--what=mtp,baking",
+            "what='baking' is unknown: use eagle3, draft_model, medusa, eagle, mtp",
+        ),
+        ("--what=", "what='' is unknown: use eagle3"),
         ("more", "unrecognized arguments: more"),
         ("--folder=setup.cfg", "folder='setup.cfg' is a file: name a folder"),
         ("--folder=~nosuchuser/x", "folder='~nosuchuser/x': Could not determine home"),

@@ -4,7 +4,9 @@ import dataclasses
 import gzip
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import jax
 import numpy as np
@@ -15,7 +17,7 @@ from conftest import tiny_config
 from specjax.cli.config_file import read_config
 from specjax.distributed.sharding import make_mesh
 from specjax.errors import InputError
-from specjax.fields import check_values
+from specjax.fields import PathOrName, check_values, fields_of, optional
 from specjax.files.folder_marker import MARKER
 from specjax.loading.checkpoints import save_checkpoint
 from specjax.loading.load import load_model
@@ -25,10 +27,9 @@ from train.data.responses import open_responses
 from train.data.sources import open_sources
 from train.pretraining.documents import Document, read_documents, write_documents
 from train.pretraining.new_model import ModelSizes, new_model
-from train.pretraining.new_target import NEW_TARGET_FIELDS
 from train.pretraining.tokenizers import END, encode_document, train_tokenizer
 from train.run import run
-from train.run.config import TRAINING_FIELDS
+from train.run.config import TrainingConfig, read_training_config
 from train.run.evaluate import held_out_prompts
 
 ROOT = Path(__file__).parent.parent
@@ -322,6 +323,18 @@ def test_a_models_tokenizer(tmp_path, text, chatty):
         open_responses(data.parts[0].directory, {**target_metadata(chatty), "tokenizer": "0"})
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScratchConfig(TrainingConfig):
+    """The config of a method that trains its target, with no section of its own."""
+
+    target: Annotated[str | None, optional(PathOrName())]
+
+
+def trained(config, make):
+    """Reads a config and trains what it says; returns the exit code."""
+    return run.run(read_training_config(ScratchConfig, config.to_dict()), make)
+
+
 def scratch_config(tokens, workdir, **model):
     """A training config of a new model."""
     config = toy_training.get_config()
@@ -380,11 +393,11 @@ def test_a_run_without_a_target(tokens, tmp_path, capsys):
         made.append(target)
         return toy_training.toy_method(target)
 
-    assert run.run(config, make) == 0
+    assert trained(config, make) == 0
     said = capsys.readouterr().out
     assert "for new (" in said
     assert "eval" in (tmp_path / "w" / "metrics.jsonl").read_text()
-    assert run.run(config, make) == 0
+    assert trained(config, make) == 0
     first, second = (jax.tree.leaves(model.params) for model in made)
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
     assert target_metadata(made[0])["name"] == "new"
@@ -421,15 +434,15 @@ def test_a_new_model_that_cannot_be(tokens, tmp_path, change, said, monkeypatch)
             config.unlock()
             config[name] = value
     with pytest.raises(InputError, match=said):
-        run.run(config, lambda *_: None)
+        trained(config, lambda *_: None)
     assert not (tmp_path / "w").exists()
 
 
 def test_methods_for_a_frozen_target_refuse_none(tmp_path):
     config = read_config(["--config=train_eagle3"], "train_eagle3").to_dict()
     with pytest.raises(InputError, match="target is missing: a drafter is trained for a model"):
-        check_values(eagle.FIELDS, {**config, "target": None})
-    fields = {**TRAINING_FIELDS, **NEW_TARGET_FIELDS}
+        check_values(fields_of(eagle.Config), {**config, "target": None})
+    fields = fields_of(ScratchConfig)
     scratch = scratch_config("shipped", tmp_path / "w").to_dict()
     assert check_values(fields, scratch)["target"] is None
     with pytest.raises(InputError, match="model.num_layers=0: use a whole number"):

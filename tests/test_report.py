@@ -326,7 +326,7 @@ def test_several_drafters_in_one_file(write, tmp_path, capsys):
 
 
 def test_a_bench_report_is_a_table(write, tmp_path):
-    contest = {
+    comparison = {
         "drafter": "ngram",
         "batch": 4,
         "acceptance_length": 1.5,
@@ -340,7 +340,7 @@ def test_a_bench_report_is_a_table(write, tmp_path):
         "draft_s": 0.001,
         "identical": True,
     }
-    paths = write(bench={"floor_ms": 1.0, "rounds": [], "contests": [contest]})
+    paths = write(bench={"floor_ms": 1.0, "rounds": [], "comparisons": [comparison]})
     assert report.main([*paths, f"--out={tmp_path / 'out'}"]) == 0
     (line,) = table((tmp_path / "out" / "report.md").read_text(), "## Benchmark bench.json")[1:]
     assert line[:6] == ["ngram", "4", "1.50", "30.0", "24.0", "1.25x"]
@@ -367,7 +367,7 @@ def changed(*path, to):
         ("[" * 100_000, "is not JSON"),
         ([], 'no "rows" and "summary"'),
         ({"loss": 1}, 'no "rows" and "summary"'),
-        ({"contests": [{"drafter": "ngram"}]}, "contests[0] has no 'batch'"),
+        ({"comparisons": [{"drafter": "ngram"}]}, "comparisons[0] has no 'batch'"),
         (content(rows=[]), "holds no rows"),
         (changed("rows", to={}), "rows is not a list"),
         (changed("rows", 1, to=3), "rows[1] is not an object"),

@@ -170,6 +170,12 @@ def test_a_card_says_what_later_fields_were_when_a_head_was_trained(report_heads
     shown, _ = command(config, "medusa2")
     assert "--config.learning_rate_scales=target:0.02,layers.0:0.5" in shown
 
+    config = recorded("mtp")
+    config["mtp"]["export"] = "head"
+    shown, text = command(config, "mtp")
+    assert shown == f"{now.replace('medusa', 'mtp')} --config.mtp.export=head"
+    assert "reproduce_heads.py --workdir=W --kinds=mtp`" in text
+
 
 @pytest.mark.parametrize(
     ("argv", "said"),

@@ -145,7 +145,7 @@ def test_numbers_are_those_of_a_plain_computation(model, folder):
     numbers = report_mtp.held_out_numbers(model, data, 64, 10**6, 2)
     counted = Bigram.of((data[index].tokens for index in range(60) if index % 50), V)
     follower = counted.likeliest()
-    found = {name: [] for name in ("loss", "cost", "bigram", 0, 1)}
+    found = {name: [] for name in ("loss", "cost", "bigram", 0, 1, "both")}
     for tokens in (data[0].tokens, data[50].tokens):
         logp, drafts = straightforward_choices(model, tokens)
         choice = logp.argmax(-1)
@@ -157,6 +157,8 @@ def test_numbers_are_those_of_a_plain_computation(model, folder):
             for depth in range(2):
                 if at + depth < len(tokens):
                     found[depth].append(drafts[depth][at - 2] == choice[at + depth - 1])
+            if at + 1 < len(tokens):
+                found["both"].append(found[0][-1] and found[1][-1])
     mean = {name: pytest.approx(np.mean(values), rel=1e-5) for name, values in found.items()}
     assert numbers["held_out_tokens"] == 56
     assert numbers["lm_loss"] == mean["loss"]
@@ -165,6 +167,7 @@ def test_numbers_are_those_of_a_plain_computation(model, folder):
     assert numbers["mtp_0_agrees_with_model"] == mean[0]
     assert numbers["mtp_1_agrees_with_model"] == mean[1]
     assert numbers["mtp_0_agrees_with_model"] != numbers["mtp_1_agrees_with_model"]
+    assert numbers["tau_sim"] == pytest.approx(1 + np.mean(found[0]) + np.mean(found["both"]))
 
 
 def report(folder, model, *more):

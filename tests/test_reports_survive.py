@@ -71,7 +71,7 @@ def test_what_is_no_report_is_not_replaced(folder, tmp_path, capsys):
     (tmp_path / "m.gguf").write_bytes(b"GGUF" + bytes(100))
     (tmp_path / "list.json").write_text("[]")
     (tmp_path / "rows.json").write_text('{"rows": 3, "summary": {}}')
-    (tmp_path / "bench.json").write_text('{"contests": []}')
+    (tmp_path / "bench.json").write_text('{"comparisons": []}')
     (tmp_path / "model" / "notes.json").write_text('{"rows": [], "summary": {}}')
     (tmp_path / "link").symlink_to("model/config.json")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -377,12 +377,12 @@ class TestDecode:
     def test_the_benchmark_keeps_its_figures(self, folder, tmp_path, monkeypatch, capsys):
         path = tmp_path / "r.json"
 
-        def contest(model, ids, drafter, label, **options):
+        def compare(model, ids, drafter, label, **options):
             if label != "ngram":
                 raise KeyboardInterrupt
-            return bench.Contest(label, 1, *[1.5] * 9, identical=True)
+            return bench.Comparison(label, 1, *[1.5] * 9, identical=True)
 
-        monkeypatch.setattr(bench, "contest", contest)
+        monkeypatch.setattr(bench, "compare_with_plain", compare)
         monkeypatch.setattr(
             bench.costs, "widths_seconds", lambda *given, **_: dict.fromkeys(given[2], 0.1)
         )
@@ -399,7 +399,7 @@ class TestDecode:
         )
         assert code == 130
         found = read_report(path)
-        assert [one["drafter"] for one in found.contests] == ["ngram"]
+        assert [one["drafter"] for one in found.comparisons] == ["ngram"]
         assert found.interrupted
         assert len(json.loads(path.read_text())["rounds"]) == 2
         assert report.main([str(path), f"--out={tmp_path / 'out'}"]) == 0

@@ -148,13 +148,13 @@ class UntilThere:
 
 def test_when_the_minutes_are_over_a_stage_saves_and_the_rest_is_listed(script, tmp_path, capsys):
     stages = [stage(script, "slow", SLOW, tmp_path), stage(script, "after", "")]
-    assert script.run_stages(stages, tmp_path, UntilThere(tmp_path / "ready")) == 0
+    assert script.run_stages(stages, tmp_path, "export", UntilThere(tmp_path / "ready")) == 0
     assert "the minutes are over; left: slow, after, export." in capsys.readouterr().out
     assert (tmp_path / "saved").exists()
     # They are over already: nothing is begun.
-    assert script.run_stages(stages, tmp_path, time.monotonic()) == 0
+    assert script.run_stages(stages, tmp_path, "export", time.monotonic()) == 0
     assert not (tmp_path / "finished.json").exists()
-    assert script.run_stages(stages, tmp_path) is None
+    assert script.run_stages(stages, tmp_path, "export") is None
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def test_from_the_target_to_an_installed_head(script, tiny, tmp_path, monkeypatc
         commands.append(" ".join(command[1:]))
         return 0
 
-    monkeypatch.setattr(script, "run_child", run_child)
+    monkeypatch.setattr(sys.modules["stages"], "run_child", run_child)
     monkeypatch.setattr(find_head, "SHIPPED", shipped)
     data = {"conversations": 3, "tokens": 500, "labels": 200, "sources": ["0", "1"]}
     about = {"method": "eagle3", "data": data, "config": {"steps": 9}, "step": 9, "tokens": 100}

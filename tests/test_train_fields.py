@@ -4,14 +4,12 @@ from pathlib import Path
 
 import pytest
 import toy_training
-from toy_training import get_config, settings_of
+from toy_training import config_of, get_config, read
 
 from specjax.cli.config_file import read_config
 from specjax.errors import InputError
-from specjax.fields import Whole, check_values
 from train import distill, eagle, medusa, mtp
-from train.run import run
-from train.run.config import TRAINING_CHECKS, read_settings, record_of
+from train.run.config import read_training_config
 
 TOY = toy_training.__file__
 
@@ -36,14 +34,12 @@ TOY = toy_training.__file__
 )
 def test_senseless_fields_are_refused(changes, said):
     with pytest.raises(InputError, match=said):
-        settings_of(**changes)
+        config_of(**changes)
 
 
 def test_rows_must_divide_over_devices():
-    config = get_config()
-    config.mesh.data = 3
     with pytest.raises(InputError, match="mesh.data=3: 4 rows .* cannot be spread"):
-        read_settings(config)
+        config_of(**{"mesh.data": 3})
 
 
 def test_all_that_is_wrong_is_listed_at_once(tmp_path, monkeypatch, capsys):
@@ -79,19 +75,17 @@ def test_all_that_is_wrong_is_listed_at_once(tmp_path, monkeypatch, capsys):
 
 def test_a_cross_check_waits_for_good_values():
     """It would fail on what is no number."""
+    config = get_config().unlock()
+    values = {**config.to_dict(), "workdir": "build/toy", "batch_size": 3, "accumulate": "two"}
     with pytest.raises(InputError, match=r"^accumulate='two': use a whole number[^;]*$"):
-        check_values(
-            {"batch_size": Whole(1), "accumulate": Whole(1)},
-            {"batch_size": 3, "accumulate": "two"},
-            cross_checks=TRAINING_CHECKS,
-        )
+        read_training_config(toy_training.ToyConfig, values)
 
 
 def test_folders_that_are_not_named(tmp_path):
     config = get_config()
     config.data, config.workdir = None, None
-    with pytest.raises(InputError, match="workdir is missing: .*; data is missing: "):
-        run.run(config, toy_training.toy_method)
+    with pytest.raises(InputError, match="data is missing: .*; workdir is missing: "):
+        read(config)
 
 
 @pytest.mark.parametrize("size", ["", "debug", "quick"])
@@ -110,7 +104,7 @@ def test_every_size_is_complete_without_flags(name, module, size, tmp_path, monk
     file = Path(toy_training.__file__).parents[1] / "configs" / f"{name}.py"
     config = read_config([f"--config={file}:{size}" if size else f"--config={file}"], "")
     monkeypatch.chdir(tmp_path)
-    check_values(module.FIELDS, config.to_dict(), cross_checks=TRAINING_CHECKS)
+    config = read_training_config(module.Config, config.to_dict())
     assert config.workdir == f"build/{name}{'_' if size else ''}{size}"
     assert config.data == "shipped"
 
@@ -121,29 +115,45 @@ def test_a_size_that_is_unknown(capsys):
 
 
 def test_factors_from_the_command_line():
-    options = ["--config.learning_rate_scales=head:0.5, layers.0:0"]
-    config = read_config([f"--config={TOY}", *options], "")
-    assert read_settings(config).optimization.scales == {"head": 0.5, "layers.0": 0.0}
-    assert record_of(config)["learning_rate_scales"] == {"head": 0.5, "layers.0": 0.0}
-    assert read_settings(get_config()).optimization.scales == {}
+    options = ["--config.learning_rate_scales=head:0.5, layers.0:0", "--config.workdir=build/toy"]
+    config = read(read_config([f"--config={TOY}", *options], ""))
+    assert config.optimization.learning_rate_scales == {"head": 0.5, "layers.0": 0.0}
+    assert config.record["learning_rate_scales"] == {"head": 0.5, "layers.0": 0.0}
+    assert config_of().optimization.learning_rate_scales == {}
 
 
-def test_what_ends_with_the_schedule_is_recorded():
-    """Without a schedule only Medusa-2's ramp does, which more steps must not move."""
-    config = get_config()
-    assert record_of(config)["decay_steps"] == config.steps
-    config.schedule = "constant"
-    assert record_of(config)["decay_steps"] is None
-    config.joint = {"ramp": True}
-    assert record_of(config)["decay_steps"] == config.steps
+def of_file(name, module, **changes):
+    """The checked value of a config file, with some fields changed."""
+    config = read_config([f"--config=configs/{name}.py"], "")
+    config.update_from_flattened_dict(changes)
+    return read_training_config(module.Config, config.to_dict())
 
 
-@pytest.mark.parametrize(("late", "steps"), [(None, None), (0.1, 12)])
-def test_a_late_weight_is_recorded(late, steps):
-    config = get_config()
-    config.schedule = "constant"
-    config.mtp = {"late_loss_weight": late}
-    assert record_of(config)["decay_steps"] == steps
+@pytest.mark.parametrize(
+    ("name", "module", "changes", "recorded"),
+    [
+        ("train_medusa", medusa, {"schedule": "cosine"}, 12),
+        ("train_medusa", medusa, {}, None),
+        # More steps must not move Medusa-2's ramp, or where lambda becomes another.
+        ("train_medusa2", medusa, {}, 12),
+        ("train_mtp", mtp, {}, None),
+        ("train_mtp", mtp, {"mtp.trains": "all", "mtp.late_loss_weight": 0.1}, 12),
+    ],
+)
+def test_what_ends_with_the_schedule_is_recorded(name, module, changes, recorded):
+    config = of_file(name, module, **{"steps": 12, "schedule": "constant", **changes})
+    assert config.record["decay_steps"] == recorded
+    assert config.optimization.decay_steps == 12
+
+
+def test_the_record_is_what_was_written():
+    """As a config file has it, in sections: a run resumes what an earlier one began."""
+    written = read_config(["--config=configs/train_medusa2.py"], "").to_dict()
+    config = read_training_config(medusa.Config, written)
+    filled = {"learning_rate_scales": {"target": 0.02}, "decay_steps": written["steps"]}
+    assert config.record == {**written, **filled}
+    assert config.joint.warm_steps == written["joint"]["warm_steps"]
+    assert of_file("train_medusa", medusa).joint is None
 
 
 @pytest.mark.parametrize(
@@ -167,3 +177,12 @@ def test_mtp_fields_that_do_not_fit(name, changes, said, tmp_path, monkeypatch, 
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_a_new_model_starts_from_nothing(tmp_path, monkeypatch, capsys):
+    configs = Path(toy_training.__file__).parents[1] / "configs"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "head").mkdir()
+    config = f"--config={configs / 'train_mtp_scratch.py'}"
+    assert mtp.main([config, "--config.start_from=head"]) == 2
+    assert "start_from='head': what was trained for a model is of no use" in capsys.readouterr().err

@@ -11,15 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conftest import slow
+from heads import mtp_config
+from jax.flatten_util import ravel_pytree
 from rich.console import Console
 from toy_training import (
     LABELS,
     SHAPE,
     TOKENS,
     Listed,
+    config_of,
     conversations,
-    get_config,
-    settings_of,
     toy_method,
     toy_target,
 )
@@ -27,9 +29,10 @@ from toy_training import (
 from specjax.distributed import sharding
 from specjax.errors import InputError
 from train.data.batches import Packing, Position, Shape, build
+from train.methods.mtp import mtp_method
+from train.methods.mtp_loss import MtpLoss
 from train.run import checkpoints, loop
 from train.run import workdir as files
-from train.run.config import read_settings
 from train.run.metrics import MetricsWriter, add, scalars, sums_of
 from train.run.step import loss_function, make_program, placement_of
 
@@ -39,22 +42,34 @@ def target():
     return toy_target()
 
 
-def feed_of(settings, source=None, features=()):
+def feed_of(config, source=None, features=(), mesh=None):
     source = Listed(conversations(features=features)) if source is None else source
-    shape = Shape(
-        settings.batch_size, TOKENS, LABELS, features, SHAPE["hidden_size"] if features else 0
+    width = SHAPE["hidden_size"] if features else 0
+    shape = Shape(config.batches.batch_size, TOKENS, LABELS, features, width)
+    packing = Packing(source, np.arange(len(source)), shape, config.seed)
+    return loop.Feed(source, packing, shape, placement_of(config.batches, mesh))
+
+
+def program_of(config, target, method=None, mesh=None):
+    """The program of a config; the toy's without a method."""
+    return make_program(
+        method or toy_method(target),
+        target.architecture,
+        config.optimization,
+        mesh,
+        seed=config.seed,
+        remat=config.remat,
+        fsdp=config.fsdp,
     )
-    return loop.Feed(source, Packing(source, np.arange(len(source)), shape, settings.seed), shape)
 
 
-def run_steps(target, settings, mesh=None, steps=5, method=None):
+def run_steps(target, config, mesh=None, steps=5, method=None):
     """The mean loss of each step, and the state after the last."""
-    method = method or toy_method(target)
-    program = make_program(method, target.architecture, settings, mesh)
+    program = program_of(config, target, method, mesh)
     params = sharding.spread(target.params, mesh)
-    placement = placement_of(settings, mesh)
     state, losses, compiled = program.state, [], None
-    for batch, _ in itertools.islice(feed_of(settings).batches(Position(0, 0), placement), steps):
+    feed = feed_of(config, mesh=mesh)
+    for batch, _ in itertools.islice(feed.batches(Position(0, 0)), steps):
         compiled = compiled or program.compile(params, batch)
         state, report = compiled(state, params, batch)
         losses.append(float(report.loss) / float(report.measures.weight))
@@ -68,7 +83,7 @@ def mesh_of(data, model=1):
 @pytest.fixture(scope="module")
 def alone(target):
     """What one device gives."""
-    return run_steps(target, settings_of())
+    return run_steps(target, config_of())
 
 
 def test_the_toy_learns(alone):
@@ -80,7 +95,7 @@ def test_the_toy_learns(alone):
     ("data", "model", "fsdp"), [(1, 1, False), (2, 1, False), (4, 1, True), (2, 2, True)]
 )
 def test_a_mesh_gives_the_losses_of_one_device(data, model, fsdp, target, alone):
-    losses, state = run_steps(target, settings_of(fsdp=fsdp), mesh_of(data, model))
+    losses, state = run_steps(target, config_of(fsdp=fsdp), mesh_of(data, model))
     np.testing.assert_allclose(losses, alone[0], rtol=1e-5)
     for mine, other in zip(
         jax.tree.leaves(state.params), jax.tree.leaves(alone[1].params), strict=True
@@ -90,14 +105,14 @@ def test_a_mesh_gives_the_losses_of_one_device(data, model, fsdp, target, alone)
 
 def test_another_seed_gives_other_losses(target, alone):
     """The comparison of meshes is not vacuous."""
-    losses, _ = run_steps(target, settings_of(seed=1))
+    losses, _ = run_steps(target, config_of(seed=1))
     assert np.abs(np.array(losses) - alone[0]).max() > 1e-2
 
 
 @pytest.mark.parametrize("fsdp", [False, True])
 def test_the_optimizers_state_is_split(fsdp, target):
     """Each device holds a quarter of it, of the parameters where that is asked for."""
-    _, state = run_steps(target, settings_of(fsdp=fsdp), mesh_of(4), steps=1)
+    _, state = run_steps(target, config_of(fsdp=fsdp), mesh_of(4), steps=1)
 
     def share(leaf):
         return leaf.addressable_shards[0].data.size / leaf.size
@@ -108,22 +123,51 @@ def test_the_optimizers_state_is_split(fsdp, target):
     assert all(share(leaf) == expected for leaf in jax.tree.leaves(state.params))
 
 
-@pytest.mark.parametrize("accumulate", [2, 4])
-def test_accumulating_equals_one_big_batch(accumulate, target, alone):
-    losses, state = run_steps(target, settings_of(accumulate=accumulate))
-    np.testing.assert_allclose(losses, alone[0], rtol=1e-5)
+def mtp(target, trains, modules=2, steps=None, labels="tokens"):
+    """Modules of the toy's target, perhaps trained along with it."""
+    loss = MtpLoss(labels, steps=steps or modules, decay=0.7, loss_weight=0.5)
+    return mtp_method(target, mtp_config(target, modules), None, loss, trains=trains)
+
+
+METHODS = {
+    "toy": toy_method,
+    "mtp modules": lambda target: mtp(target, "modules"),
+    "mtp all": lambda target: mtp(target, "all"),
+    "mtp recursion": lambda target: mtp(target, "all", 1, steps=3),
+    "mtp self": lambda target: mtp(target, "all", labels="distributions"),
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=["toy", "mtp all", *slow("mtp modules", "mtp recursion", "mtp self")],
+)
+def method(request, target):
+    """What accumulates; the second drafts of MTP have fewer labels than the first ones."""
+    return METHODS[request.param](target)
+
+
+@pytest.fixture(scope="module")
+def whole(method, target):
+    """What the method learns from whole batches."""
+    return run_steps(target, config_of(), method=method)
+
+
+@pytest.mark.parametrize("accumulate", [4, *slow(2)])
+def test_accumulating_equals_one_big_batch(accumulate, method, target, whole):
+    losses, state = run_steps(target, config_of(accumulate=accumulate), method=method)
+    np.testing.assert_allclose(losses, whole[0], rtol=1e-5)
     for mine, other in zip(
-        jax.tree.leaves(state.params), jax.tree.leaves(alone[1].params), strict=True
+        jax.tree.leaves(state.params), jax.tree.leaves(whole[1].params), strict=True
     ):
         np.testing.assert_allclose(mine, other, atol=2e-6)
 
 
-def test_the_mean_of_means_is_another_gradient(target):
+def test_the_mean_of_means_is_another_gradient(method, target):
     """What accumulation must not do shows on these batches: their label counts differ."""
-    settings = settings_of()
-    method = toy_method(target)
+    config = config_of()
     loss = loss_function(method, target.architecture, False)
-    feed = feed_of(settings)
+    feed = feed_of(config)
     batch = build(feed.source, feed.packing.rows(0)[:4], feed.shape)
     params, key = method.init(jax.random.key(0)), jax.random.key(0)
 
@@ -132,7 +176,7 @@ def test_the_mean_of_means_is_another_gradient(target):
     def gradient(rows):
         part = jax.tree.map(lambda leaf: jnp.asarray(leaf[rows]), batch)
         grads, measures = gradients(params, target.params, part, key)
-        return grads["head"]["kernel"], measures.weight
+        return ravel_pytree(grads)[0], measures.weight
 
     whole, weight = gradient(slice(0, 4))
     halves = [gradient(rows) for rows in (slice(0, 2), slice(2, 4))]
@@ -144,9 +188,9 @@ def test_the_mean_of_means_is_another_gradient(target):
 
 def test_masked_tokens_have_no_gradient(target):
     """A feature gets one where a label is predicted from it; padding and prompts get none."""
-    settings = settings_of()
+    config = config_of()
     method = toy_method(target)
-    feed = feed_of(settings, features=("final_norm",))
+    feed = feed_of(config, features=("final_norm",))
     batch = build(feed.source, feed.packing.rows(0)[:4], feed.shape)
     params, key = method.init(jax.random.key(0)), jax.random.key(0)
     params["head"]["kernel"] += 0.1 * jax.random.normal(key, params["head"]["kernel"].shape)
@@ -171,16 +215,16 @@ def test_masked_tokens_have_no_gradient(target):
 
 
 def test_remat_gives_the_same_and_keeps_less(target, alone):
-    losses, _ = run_steps(target, settings_of(remat=True))
+    losses, _ = run_steps(target, config_of(remat=True))
     np.testing.assert_allclose(losses, alone[0], rtol=1e-6)
-    program = make_program(toy_method(target), target.architecture, settings_of(remat=True), None)
-    settings = settings_of(remat=True)
-    batch, _ = next(feed_of(settings).batches(Position(0, 0), placement_of(settings, None)))
+    config = config_of(remat=True)
+    program = program_of(config, target)
+    batch, _ = next(feed_of(config).batches(Position(0, 0)))
     assert "remat" in str(jax.make_jaxpr(program.step)(program.state, target.params, batch))
 
 
 def test_the_state_is_donated_and_the_target_kept(target):
-    settings = settings_of()
+    config = config_of()
     method = toy_method(target)
 
     def init(key):
@@ -188,8 +232,8 @@ def test_the_state_is_donated_and_the_target_kept(target):
         return {**method.init(key), "norm": {"scale": target.params["final_norm"]["scale"]}}
 
     borrowing = method._replace(init=init)
-    program = make_program(borrowing, target.architecture, settings, None)
-    batch, _ = next(feed_of(settings).batches(Position(0, 0), placement_of(settings, None)))
+    program = program_of(config, target, borrowing)
+    batch, _ = next(feed_of(config).batches(Position(0, 0)))
     compiled = program.compile(target.params, batch)
     before = program.state
     compiled(before, target.params, batch)
@@ -200,13 +244,11 @@ def test_the_state_is_donated_and_the_target_kept(target):
 class Run:
     """A run in a directory, with a silent writer."""
 
-    def __init__(self, directory, target, settings, source=None, method=None, mesh=None):
-        self.workdir = files.open_workdir(directory, {"config": {"seed": settings.seed}})
-        self.params, self.settings = sharding.spread(target.params, mesh), settings
-        self.feed = feed_of(settings, source)
-        self.program = make_program(
-            method or toy_method(target), target.architecture, settings, mesh
-        )
+    def __init__(self, directory, target, config, source=None, method=None, mesh=None):
+        self.workdir = files.open_workdir(directory, {"config": {"seed": config.seed}})
+        self.params, self.config = sharding.spread(target.params, mesh), config
+        self.feed = feed_of(config, source, mesh=mesh)
+        self.program = program_of(config, target, method, mesh)
         self.progress = loop.Progress()
         if saved := checkpoints.last_checkpoint(self.workdir):
             self.program, self.progress = loop.resumed(self.program, saved)
@@ -214,14 +256,14 @@ class Run:
 
     def train(self, evaluate=None):
         console = Console(quiet=True)
-        with MetricsWriter(
-            self.workdir, console, self.settings.steps, self.progress.step
-        ) as writer:
+        steps, done = self.config.loop.steps, self.progress.step
+        with MetricsWriter(self.workdir, console, steps, done) as writer:
             return loop.train(
                 self.program,
                 self.params,
                 self.feed,
-                self.settings,
+                self.config.loop,
+                self.config.eval,
                 self.workdir,
                 writer,
                 self.progress,
@@ -237,7 +279,7 @@ def poisoned(step, rows=4):
     source = Listed(conversations())
     for example in source:
         example.tokens[:] %= 29
-    packing = feed_of(settings_of(), source).packing
+    packing = feed_of(config_of(), source).packing
     example = source[packing.rows(0)[rows * (step - 1)][0]]
     example.tokens[-1] = 31
     return source
@@ -245,7 +287,7 @@ def poisoned(step, rows=4):
 
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(target, tmp_path):
     method = toy_method(target, poison=31)
-    run = Run(tmp_path / "w", target, settings_of(), poisoned(step=8), method)
+    run = Run(tmp_path / "w", target, config_of(), poisoned(step=8), method)
     with pytest.raises(InputError, match=r"step 8: the loss is nan, .*step 5 in .* is good"):
         run.train()
     assert run.steps() == [5]
@@ -253,7 +295,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(target, tmp_pa
     assert [row["step"] for row in rows] == [4]
     assert all(math.isfinite(value) for value in rows[0].values())
     saved = checkpoints.last_checkpoint(run.workdir)
-    state = checkpoints.restore(saved, Run(tmp_path / "other", target, settings_of()).program.state)
+    state = checkpoints.restore(saved, Run(tmp_path / "other", target, config_of()).program.state)
     assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(state.params))
 
 
@@ -265,23 +307,23 @@ def test_a_gradient_that_is_not_finite_stops_too(target, tmp_path):
         # The square root's slope at zero is infinite.
         return total + jnp.sqrt(0.0 * jnp.sum(params["blocks"]["bias"])), measures
 
-    run = Run(tmp_path / "w", target, settings_of(), method=method._replace(loss=loss))
+    run = Run(tmp_path / "w", target, config_of(), method=method._replace(loss=loss))
     with pytest.raises(InputError, match="step 1: .* norm nan; there is no checkpoint yet"):
         run.train()
     assert run.steps() == []
 
 
 def test_minutes_end_a_run_with_a_checkpoint_and_it_resumes(target, tmp_path, monkeypatch):
-    whole = Run(tmp_path / "whole", target, settings_of())
+    whole = Run(tmp_path / "whole", target, config_of())
     assert whole.train().reason == loop.DONE
     seconds = itertools.count()
     clock = SimpleNamespace(monotonic=lambda: next(seconds), perf_counter=time.perf_counter)
     monkeypatch.setattr(loop, "time", clock)
-    settings = settings_of(minutes=7 / 60)
+    config = config_of(minutes=7 / 60)
     for name in ("w", "forgetful"):
-        first = Run(tmp_path / name, target, settings).train()
+        first = Run(tmp_path / name, target, config).train()
         assert (first.step, first.reason) == (7, loop.TIME)
-        run = Run(tmp_path / name, target, settings)
+        run = Run(tmp_path / name, target, config)
         if name == "forgetful":
             # Without the sums since the last line, the next one is another.
             run.progress.sums = None
@@ -300,47 +342,43 @@ def timeless(workdir):
 
 
 def test_the_last_two_checkpoints_are_kept(target, tmp_path):
-    run = Run(tmp_path / "w", target, settings_of(steps=17))
+    run = Run(tmp_path / "w", target, config_of(steps=17))
     run.train()
     assert run.steps() == [15, 17]
 
 
 def test_evaluations_are_logged_once(target, tmp_path):
-    config = get_config()
-    config.eval.every = 4
-    settings = read_settings(config)
+    config = config_of(**{"eval.every": 4})
     seen = []
 
     def evaluate(params, step, last):
         seen.append((step, last))
         return {"eval/tau": float(step)}
 
-    run = Run(tmp_path / "w", target, settings)
+    run = Run(tmp_path / "w", target, config)
     run.train(evaluate)
     assert seen == [(4, False), (8, False), (12, True)]
-    Run(tmp_path / "w", target, settings).train(evaluate)
+    Run(tmp_path / "w", target, config).train(evaluate)
     assert len(seen) == 3
     evaluated = [row for row in files.read_metrics(run.workdir) if "eval/tau" in row]
     assert [row["eval/tau"] for row in evaluated] == [4, 8, 12]
 
 
 def test_an_evaluation_before_the_first_step(target, tmp_path):
-    config = get_config()
-    config.steps, config.eval.at_start = 3, True
-    settings = read_settings(config)
+    config = config_of(**{"steps": 3, "eval.at_start": True})
     seen = []
 
     def evaluate(params, step, last):
         seen.append((step, last))
         return {"eval/tau": 1.0 + step}
 
-    run = Run(tmp_path / "w", target, settings)
+    run = Run(tmp_path / "w", target, config)
     run.train(evaluate)
     assert seen == [(0, False), (3, True)]
     # A run that was stopped before its first checkpoint begins again, and has been evaluated.
     shutil.rmtree(run.workdir.checkpoints)
     files.truncate_metrics(run.workdir, 0)
-    Run(tmp_path / "w", target, settings).train(evaluate)
+    Run(tmp_path / "w", target, config).train(evaluate)
     assert seen[2:] == [(3, True)]
     assert [row["tau"] for row in files.learning_curve(run.workdir)] == [1.0, 4.0]
 
@@ -368,7 +406,7 @@ def test_scalars_follow_their_definitions():
 
 def test_sums_are_plain_numbers(target):
     method = toy_method(target)
-    feed = feed_of(settings_of())
+    feed = feed_of(config_of())
     batch = jax.tree.map(jnp.asarray, build(feed.source, feed.packing.rows(0)[:4], feed.shape))
     loss = loss_function(method, target.architecture, False)
     key = jax.random.key(0)

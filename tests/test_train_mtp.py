@@ -147,7 +147,9 @@ def shares_of(decay, steps):
 def test_the_loss_of_modules_is_its_definition(modules, convention, labels, tiny, batch):
     ids = SOME if modules == 1 else None
     head = mtp_head(tiny, modules, None if ids is None else len(ids), **CONVENTIONS[convention])
-    method = mtp_method(tiny, head.config, ids, MtpLoss(labels, modules, decay=0.5), exports="head")
+    method = mtp_method(
+        tiny, head.config, ids, MtpLoss(labels, steps=modules, decay=0.5), exports="head"
+    )
     _, weight, sums, _, counts = slow_loss(
         head.config, head.params, tiny.params, tiny, ids, batch, labels
     )
@@ -168,7 +170,7 @@ def test_the_loss_of_modules_is_its_definition(modules, convention, labels, tiny
 )
 def test_the_loss_of_both_is_its_definition(modules, convention, labels, tiny, batch):
     head = mtp_head(tiny, modules, **CONVENTIONS[convention])
-    loss = MtpLoss(labels, modules, loss_weight=0.25, late_loss_weight=0.1, schedule_steps=10)
+    loss = MtpLoss(labels, steps=modules, loss_weight=0.25, late_loss_weight=0.1, schedule_steps=10)
     method = mtp_method(tiny, head.config, None, loss, trains="all")
     lm, weight, sums, right, counts = slow_loss(
         head.config, head.params, tiny.params, tiny, None, batch, labels

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -35,13 +36,13 @@ def test_rates_by_name():
     settings = Optimization(1.0, "constant", clip=0.0)
     plain = updates_of(settings, params, params)
     scales = {"a": 2.0, "a.b": 5.0}
-    scaled = updates_of(dataclasses.replace(settings, scales=scales), params, params)
+    scaled = updates_of(dataclasses.replace(settings, learning_rate_scales=scales), params, params)
     ratio = jax.tree.map(lambda one, other: float((one / other).mean()), scaled, plain)
     assert ratio == {"a": {"kernel": 2.0, "b": {"kernel": 5.0}}, "c": 1.0}
     with pytest.raises(
         InputError, match=r"learning_rate_scales\.d: no parameter .* there are a, c"
     ):
-        make_optimizer(dataclasses.replace(settings, scales={"d": 1.0}), params)
+        make_optimizer(dataclasses.replace(settings, learning_rate_scales={"d": 1.0}), params)
 
 
 def test_decay_leaves_scales_and_biases_alone():
@@ -105,5 +106,21 @@ def test_muon_makes_the_updates_of_kernels_orthogonal():
         np.testing.assert_allclose(leaf, leaf.ravel()[0], rtol=1e-3)
     values = singular_values(adam, "mlp", 8)
     assert values[0] > 5 * values[-1]
-    with pytest.raises(InputError, match="optimizer='sgd': use adamw, muon"):
-        dataclasses.replace(settings, optimizer="sgd")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"optimizer": "sgd"}, "optimizer='sgd' is unknown: use adamw, muon"),
+        (
+            {"learning_rate_scales": {"head": -1.0}},
+            r"scales\.head=-1\.0: use a number",
+        ),
+        ({"clip": -1.0}, "clip=-1.0: use a number of at least 0"),
+    ],
+)
+def test_senseless_values_are_refused(changes, said, monkeypatch):
+    # As for users: without a type checker in front of specjax's own messages.
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    with pytest.raises(InputError, match=said):
+        Optimization(1.0, **changes)

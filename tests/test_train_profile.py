@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from toy_training import get_config, toy_method, toy_target, write_data
+from toy_training import get_config, read, toy_method, toy_target, write_data
 
 from train.run import setup
 from train.run.step import LATE
@@ -43,7 +43,7 @@ def test_every_part_is_of_a_step_late_in_the_run(tmp_path, monkeypatch):
     write_data(tmp_path / "data")
     monkeypatch.setattr(setup, "load_model", lambda name, *, field, mesh=None: toy_target(mesh))
     config = get_config()
-    config.data = str(tmp_path / "data")
+    config.data, config.workdir = str(tmp_path / "data"), str(tmp_path / "w")
     seen = []
 
     def noted(target, data, config):
@@ -55,7 +55,7 @@ def test_every_part_is_of_a_step_late_in_the_run(tmp_path, monkeypatch):
 
         return toy._replace(loss=loss, takes_step=True)
 
-    profile_training.profile(setup.set_up(config, noted), steps=2)
+    profile_training.profile(setup.set_up(read(config), noted), steps=2)
     jax.effects_barrier()
     assert seen
     assert min(seen) >= LATE > config.steps
@@ -67,15 +67,16 @@ def test_a_method_that_is_none(name, capsys):
     error = capsys.readouterr().err
     assert error.startswith(f"error: --method={name!r}: ")
     assert error.count("\n") == 1
-    assert "use a module with make_method and CONFIG" in error
+    assert "use a module with make_method and Config" in error
 
 
 def test_every_part_is_in_the_table(tmp_path, monkeypatch, capsys):
     write_data(tmp_path / "data")
     monkeypatch.setattr(setup, "load_model", lambda name, *, field, mesh=None: toy_target(mesh))
     config = get_config()
-    config.data, config.accumulate = str(tmp_path / "data"), 2
-    made = setup.set_up(config, lambda target, data, config: toy_method(target))
+    config.data, config.workdir = str(tmp_path / "data"), str(tmp_path / "w")
+    config.accumulate = 2
+    made = setup.set_up(read(config), lambda target, data, config: toy_method(target))
     profile_training.profile(made, steps=2)
     text = capsys.readouterr().out
     for words in (

@@ -19,14 +19,16 @@ from tensorboardX.record_writer import masked_crc32c
 from test_checkpoints import files_limited_to
 from test_folders import flip_four_bytes
 from test_processes import ROOT, free_port, joined
-from test_train_loop import Run, mesh_of, timeless
+from test_train_loop import Run, mesh_of, program_of, timeless
 from toy_training import (
     LABELS,
     TOKENS,
     Listed,
+    ToyConfig,
+    config_of,
     conversations,
     get_config,
-    settings_of,
+    read,
     toy_method,
     toy_target,
     write_data,
@@ -38,8 +40,6 @@ from specjax.loading.heads.head import read_head
 from train.data.batches import Packing, Shape
 from train.run import checkpoints, run, setup
 from train.run import workdir as files
-from train.run.config import TRAINING_FIELDS, record_of
-from train.run.step import make_program
 from train.run.tensorboard import TensorBoardWriter
 
 SCRIPT = ROOT / "tests" / "toy_training.py"
@@ -162,8 +162,8 @@ def test_two_processes_give_the_losses_of_one(start, whole, tmp_path):
             assert value == pytest.approx(theirs[name], rel=1e-5), name
     # One process resumes from what two have saved.
     saved = checkpoints.last_checkpoint(files.Workdir(workdir))
-    state = make_program(toy_method(toy_target()), toy_target().architecture, settings_of(), None)
-    restored = checkpoints.restore(saved, state.state)
+    program = program_of(config_of(), toy_target())
+    restored = checkpoints.restore(saved, program.state)
     assert int(restored.step) == 12
 
 
@@ -175,7 +175,7 @@ def test_a_bad_loss_is_one_line_on_the_command_line(tmp_path, monkeypatch, capsy
     def make(target, data, config):
         return toy_method(target, poison=6)
 
-    assert run.main(make, TRAINING_FIELDS, str(SCRIPT), fields) == 2
+    assert run.main(make, ToyConfig, fields) == 2
     out, err = capsys.readouterr()
     assert err.startswith("error: step 1: the loss is nan")
     assert err.count("\n") == 1
@@ -188,14 +188,14 @@ def test_a_run_resumes_on_another_mesh(before, after, target, tmp_path):
 
     def part(shape, steps):
         mesh = None if shape is None else mesh_of(shape[0])
-        settings = settings_of(steps=steps, fsdp=shape is not None, decay_steps=12)
-        one = Run(tmp_path / "w", target, settings, mesh=mesh)
+        config = config_of(steps=steps, fsdp=shape is not None, decay_steps=12)
+        one = Run(tmp_path / "w", target, config, mesh=mesh)
         result = one.train()
         return result.state
 
     part(before, 6)
     state = part(after, 12)
-    other = Run(tmp_path / "whole", target, settings_of()).train().state
+    other = Run(tmp_path / "whole", target, config_of()).train().state
     for mine, theirs in zip(
         jax.tree.leaves(state.params), jax.tree.leaves(other.params), strict=True
     ):
@@ -206,11 +206,8 @@ def test_a_run_resumes_on_another_mesh(before, after, target, tmp_path):
 
 
 def record(**changes):
-    config = get_config()
-    for name, value in changes.items():
-        section, _, field = name.rpartition("__")
-        (config[section] if section else config)[field] = value
-    return {"config": record_of(config), "data": {"tokens": 5}}
+    changes = {name.replace("__", "."): value for name, value in changes.items()}
+    return {"config": config_of(**changes).record, "data": {"tokens": 5}}
 
 
 def test_another_config_is_refused_by_name(tmp_path):
@@ -304,13 +301,13 @@ def test_a_damaged_record_of_a_run_is_an_error(text, tmp_path):
 
 
 def test_a_full_disk_leaves_the_earlier_checkpoint(target, tmp_path):
-    first = Run(tmp_path / "w", target, settings_of(steps=3, decay_steps=12))
+    first = Run(tmp_path / "w", target, config_of(steps=3, decay_steps=12))
     first.train()
-    second = Run(tmp_path / "w", target, settings_of())
+    second = Run(tmp_path / "w", target, config_of())
     with files_limited_to(1000), pytest.raises(InputError, match="cannot be written"):
         second.train()
     assert second.steps() == [3]
-    third = Run(tmp_path / "w", target, settings_of())
+    third = Run(tmp_path / "w", target, config_of())
     assert third.progress.step == 3
     assert third.train().step == 12
 
@@ -327,7 +324,7 @@ def test_a_board_on_a_full_disk_is_an_error(tmp_path):
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(target, tmp_path):
-    Run(tmp_path / "w", target, settings_of()).train()
+    Run(tmp_path / "w", target, config_of()).train()
     workdir = files.Workdir(tmp_path / "w")
     newest = workdir.checkpoints / "step-000000012" / "specjax-1"
     (newest / "params" / "_METADATA").unlink()
@@ -339,7 +336,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(target, tmp_path):
 
 
 def test_flipped_bytes_in_a_checkpoint_are_found(target, tmp_path):
-    Run(tmp_path / "w", target, settings_of()).train()
+    Run(tmp_path / "w", target, config_of()).train()
     workdir = files.Workdir(tmp_path / "w")
     for step in (12, 10):
         name = flip_four_bytes(workdir.checkpoints / f"step-{step:09d}" / "specjax-1" / "params")
@@ -357,11 +354,11 @@ def test_flipped_bytes_in_a_checkpoint_are_found(target, tmp_path):
 
 
 def test_what_a_user_puts_beside_a_checkpoint_is_kept(target, tmp_path):
-    Run(tmp_path / "w", target, settings_of(steps=5, decay_steps=12)).train()
+    Run(tmp_path / "w", target, config_of(steps=5, decay_steps=12)).train()
     workdir = files.Workdir(tmp_path / "w")
     note = workdir.checkpoints / "step-000000005" / "specjax-1" / "params" / "note.txt"
     note.write_text("mine")
-    run = Run(tmp_path / "w", target, settings_of())
+    run = Run(tmp_path / "w", target, config_of())
     run.train()
     assert note.read_text() == "mine"
     assert [path for path in note.parents[1].rglob("*") if path.is_file()] == [note]
@@ -369,7 +366,7 @@ def test_what_a_user_puts_beside_a_checkpoint_is_kept(target, tmp_path):
 
 
 def test_an_interrupted_first_save_counts_for_nothing(target, tmp_path):
-    run = Run(tmp_path / "w", target, settings_of())
+    run = Run(tmp_path / "w", target, config_of())
     left = run.workdir.checkpoints / "step-000000005" / "specjax-1.unfinished"
     (left / "new.orbax-checkpoint-tmp").mkdir(parents=True)
     note = {"specjax_unfinished": "drafter specjax-1.unfinished"}
@@ -380,13 +377,13 @@ def test_an_interrupted_first_save_counts_for_nothing(target, tmp_path):
 
 
 def test_a_checkpoint_of_other_parameters_is_refused(target, tmp_path):
-    Run(tmp_path / "w", target, settings_of(steps=2)).train()
+    Run(tmp_path / "w", target, config_of(steps=2)).train()
     method = toy_method(target)
     wider = method._replace(
         init=lambda key: {**method.init(key), "more": {"kernel": np.ones((2, 2), np.float32)}}
     )
     with pytest.raises(InputError, match=r"more\.kernel is missing there and float32\[2, 2\] here"):
-        Run(tmp_path / "w", target, settings_of(), method=wider)
+        Run(tmp_path / "w", target, config_of(), method=wider)
 
 
 def events(workdir):
@@ -433,7 +430,7 @@ def test_a_whole_run_from_data_on_disk(tmp_path, console, monkeypatch):
     def make(target, data, config):
         return toy_method(target)
 
-    assert run.run(config, make, console) == 0
+    assert run.run(read(config), make, console) == 0
     text = said(console)
     for words in (
         "toy for random-0",
@@ -468,7 +465,7 @@ def test_a_whole_run_from_data_on_disk(tmp_path, console, monkeypatch):
     assert json.loads(workdir.config.read_text())["config"]["steps"] == 12
 
     # The same call has nothing left to do, and spoils nothing.
-    assert run.run(config, make, console) == 0
+    assert run.run(read(config), make, console) == 0
     assert files.read_metrics(workdir) == rows
 
 
@@ -481,7 +478,7 @@ def test_bad_settings_are_named_before_any_work(tmp_path, monkeypatch):
         config.data, config.workdir = str(tmp_path / "data"), str(tmp_path / "w")
         config.update_from_flattened_dict(changes)
         with pytest.raises(InputError, match=said):
-            run.run(config, lambda target, data, config: toy_method(target), Console(quiet=True))
+            run.run(read(config), lambda target, *_: toy_method(target), Console(quiet=True))
         assert not (tmp_path / "w").exists()
 
     refused("data is missing", data=None)

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from conftest import slow
 from test_processes import finish, free_port, joined, start
+from text_tokens import write_text_tokens
 
 from specjax import decode
 from specjax.loading.heads.head import read_head
 from specjax.loading.load import load_model, save_model
-from train import corpus, distill, eagle, medusa, mtp
+from train import distill, eagle, medusa, mtp
 from train.data.examples import Example, target_metadata
 from train.data.responses import write_responses
 
@@ -38,6 +39,7 @@ RUNS = {
     ),
 }
 
+SHORT = ["--config.steps=1", "--config.eval.batches=0"]
 MTP_HEAD = ["--config.mtp.export=head", "--config.mtp.draft_vocab_size=40"]
 
 
@@ -104,14 +106,7 @@ def test_debug_size(name, folders, tmp_path, capsys):
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     """A folder of tokens of this repository's documentation."""
-    folder = tmp_path_factory.mktemp("text")
-    own = Path("docs/training.md").read_text()
-    texts = [{"text": own[start : start + 150]} for start in range(0, 60 * 150, 150)]
-    (folder / "own.jsonl").write_text("".join(json.dumps(one) + "\n" for one in texts))
-    options = [f"--config.files={folder / 'own.jsonl'}", f"--config.workdir={folder / 'w'}"]
-    options += ["--config=configs/corpus.py:debug", "--config.max_tokens=32"]
-    assert corpus.main(options) == 0
-    return folder / "w" / "tokens"
+    return write_text_tokens(tmp_path_factory.mktemp("text"))
 
 
 def from_scratch(text, workdir, *options):
@@ -263,7 +258,6 @@ def test_a_run_starts_from_a_trained_head(folders, medusa_export, tmp_path):
     ("name", "options", "said"),
     [
         ("train_distill", [], "a head of the kind medusa"),
-        ("train_medusa2", [], "leave start_from out"),
         ("train_medusa", ["--config.medusa.draft_vocab_size=39"], "set draft_vocab_size=40"),
         ("train_medusa", ["--config.medusa.num_heads=1"], "has num_heads=2, the config 1"),
         (
@@ -271,7 +265,11 @@ def test_a_run_starts_from_a_trained_head(folders, medusa_export, tmp_path):
             ["--config.start_from=nowhere"],
             "start_from='nowhere': no such",
         ),
-        ("train_eagle3", ["--config.start_from=eagle3"], "no eagle3 comes with specjax for"),
+        (
+            "train_eagle3",
+            ["--config.start_from=eagle3"],
+            "start_from='eagle3': no eagle3 comes",
+        ),
         (
             "train_mtp",
             MTP_HEAD,
@@ -306,6 +304,28 @@ def test_modules_alone_are_a_head(folders, mtp_export, tmp_path, capsys):
     assert started_from(folders, tmp_path / "still", "train_mtp", *still) == 0
     same = read_head(tmp_path / "still" / "export")
     for mine, theirs in zip(*map(jax.tree.leaves, (same.params, head.params)), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-9)
+
+
+@pytest.fixture(scope="module")
+def whole_export(folders):
+    """A model with modules inside that were fitted to it in one step."""
+    workdir = folders / "whole"
+    assert started_from(folders, workdir, "train_mtp", *SHORT) == 0
+    return workdir / "export"
+
+
+@pytest.mark.parametrize(
+    ("field", "trains"),
+    [("start_from", "all"), *slow(("target", "all"), ("target", "modules"))],
+)
+def test_modules_inside_a_model_are_continued(field, trains, folders, whole_export, tmp_path):
+    options = [f"--config.{field}={whole_export}", f"--config.mtp.trains={trains}"]
+    still = [*SHORT, "--config.learning_rate=1e-12", *options]
+    assert started_from(folders, tmp_path / "w", "train_mtp", *still) == 0
+    first, same = (load_model(str(path)) for path in (whole_export, tmp_path / "w" / "export"))
+    assert same.mtp.config == first.mtp.config
+    for mine, theirs in zip(*map(jax.tree.leaves, (same.arrays, first.arrays)), strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-9)
 
 

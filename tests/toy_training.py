@@ -7,6 +7,8 @@ The toy is a linear drafter of two depths in the shape of Medusa heads, so that 
 import os
 import sys
 import time
+from dataclasses import dataclass
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,7 @@ from train.data.examples import Example, target_metadata
 from train.data.responses import write_responses
 from train.methods.method import Method, measure
 from train.methods.packed_rows import at_rows
-from train.run.config import TRAINING_FIELDS, read_settings, training_fields
+from train.run.config import TrainingConfig, read_training_config, training_fields
 
 DEPTHS = 2
 TOKENS, LABELS = 32, 28
@@ -163,12 +165,24 @@ def get_config():
     return config
 
 
-def settings_of(**changes):
-    """The settings of the toy's config, with some fields changed."""
+@dataclass(frozen=True, kw_only=True)
+class ToyConfig(TrainingConfig):
+    """The checked config of this file's command."""
+
+    DEFAULT = __file__
+
+
+def read(config):
+    """The checked value of a config."""
+    return read_training_config(TrainingConfig, config.to_dict())
+
+
+def config_of(**changes):
+    """The checked value of the toy's config, with some fields changed, and a workdir."""
     config = get_config()
-    for name, value in changes.items():
-        config[name] = value
-    return read_settings(config)
+    config.workdir = "build/toy"
+    config.update_from_flattened_dict(changes)
+    return read(config)
 
 
 if __name__ == "__main__":
@@ -177,8 +191,13 @@ if __name__ == "__main__":
     setup.load_model = lambda name, *, field, mesh=None: toy_target(mesh)
 
     # `--config.data=memory` needs no dataset on disk.
+    @dataclass(frozen=True, kw_only=True)
+    class AnyData(ToyConfig):
+        """Names of data that are looked up below."""
+
+        data: Annotated[str, Text()]
+
     toys = Listed(conversations())
-    run.DataFolders = Text
     toys.quick = int(os.environ.get("TOY_QUICK", Listed.quick))
     on_disk = setup.open_sources
     setup.open_sources = lambda paths: toys if paths == ["memory"] else on_disk(paths)
@@ -187,4 +206,4 @@ if __name__ == "__main__":
         """The method of this file's config."""
         return toy_method(target)
 
-    raise SystemExit(run.main(make, TRAINING_FIELDS | {"data": Text()}, __file__, sys.argv[1:]))
+    raise SystemExit(run.main(make, AnyData, sys.argv[1:]))

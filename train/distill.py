@@ -11,47 +11,57 @@ input; 130 after Ctrl-C or SIGTERM.
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from ml_collections import ConfigDict
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 from specjax.cli.command import use_compilation_cache
-from specjax.fields import CrossCheck, Fields, Items, Whole, fields_of
+from specjax.fields import Items, Whole
 from specjax.loading.model import Model
 from train.data.vocabulary import Vocabulary
 from train.methods.distill import DistillLoss, distill_method
 from train.methods.draft_losses import LabelLoss
 from train.methods.method import Method
 from train.run import run
-from train.run.config import DRAFT_VOCAB_SIZE, TRAINING_FIELDS
+from train.run.config import DraftVocabSize, TrainingConfig
 from train.run.precision import multiply_dtype
 
-CONFIG = "train_distill"
-FIELDS: Fields = {
-    **TRAINING_FIELDS,
-    "distill": {
-        "layers": Items(Whole(), least=1, remedy="use numbers of the target's layers, from 0"),
-        "draft_vocab_size": DRAFT_VOCAB_SIZE,
-    },
-    "loss": fields_of(DistillLoss),
-}
+_LAYERS = Items(Whole(), least=1, remedy="use numbers of the target's layers, from 0")
+
+
+@dataclass(frozen=True)
+class DistillSection:
+    """The target's layers that the draft model starts as, and the tokens that it drafts."""
+
+    layers: Annotated[tuple[int, ...], _LAYERS]
+    draft_vocab_size: DraftVocabSize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TrainingConfig):
+    """The checked config of this command."""
+
+    DEFAULT = "train_distill"
+
+    distill: DistillSection
+    loss: DistillLoss
 
 
 def make_method(
-    target: Model, vocabulary: Vocabulary, config: ConfigDict, label_loss: LabelLoss | None = None
+    target: Model, vocabulary: Vocabulary, config: Config, label_loss: LabelLoss | None = None
 ) -> Method:
     """The method of a config, perhaps with another loss of each label; raises InputError."""
     return distill_method(
         target,
-        tuple(config.distill.layers),
+        config.distill.layers,
         vocabulary(config.distill.draft_vocab_size),
-        DistillLoss(**config.loss.to_dict(), label_loss=label_loss),
+        replace(config.loss, label_loss=label_loss),
         multiply=multiply_dtype(config.dtype),
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    return run.main(make_method, FIELDS, CONFIG, argv, (CrossCheck.of(DistillLoss, "loss"),))
+    return run.main(make_method, Config, argv)
 
 
 if __name__ == "__main__":

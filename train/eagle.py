@@ -10,13 +10,12 @@ bad input; 130 after Ctrl-C or SIGTERM.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-
-from ml_collections import ConfigDict
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 from specjax.cli.command import use_compilation_cache
-from specjax.fields import CrossCheck, Fields, Flag, Items, Text, Whole, fields_of
+from specjax.fields import Items, Text, Whole
 from specjax.loading.model import Model
 from specjax.models.decoder import check_features
 from specjax.models.heads.eagle import EagleConfig, default_taps
@@ -26,39 +25,46 @@ from train.methods.eagle import START, eagle_method
 from train.methods.eagle_loss import EagleLoss
 from train.methods.method import Method
 from train.run import run
-from train.run.config import DRAFT_VOCAB_SIZE, TRAINING_FIELDS
+from train.run.config import DraftVocabSize, TrainingConfig
 from train.run.precision import multiply_dtype
 
-CONFIG = "train_eagle3"
-FIELDS: Fields = {
-    **TRAINING_FIELDS,
-    "eagle": {
-        "version": Whole(1, 3, remedy="use 1 or 3"),
-        "draft_vocab_size": DRAFT_VOCAB_SIZE,
-        "taps": Items(Text(), remedy="use names of features, such as ('layer_input:2',)"),
-        "start": START,
-        **dict.fromkeys(
-            (
-                "fc_bias",
-                "own_embedding",
-                "norm_before_residual",
-                "norm_before_fc",
-                "fc_norm",
-                "norm_output",
-            ),
-            Flag(),
-        ),
-    },
-    "loss": fields_of(EagleLoss),
-}
+_TAPS = Items(Text(), remedy="use names of features, such as ('layer_input:2',)")
+
+
+@dataclass(frozen=True)
+class EagleSection:
+    """The shape of a head, by the names of `EagleConfig`, and what it starts from.
+
+    Without `taps` they are the version's own.
+    """
+
+    version: Annotated[int, Whole(1, 3, remedy="use 1 or 3")]
+    draft_vocab_size: DraftVocabSize
+    taps: Annotated[tuple[str, ...], _TAPS]
+    start: Annotated[str, START]
+    fc_bias: bool
+    own_embedding: bool
+    norm_before_residual: bool
+    norm_before_fc: bool
+    fc_norm: bool
+    norm_output: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TrainingConfig):
+    """The checked config of this command."""
+
+    DEFAULT = "train_eagle3"
+
+    eagle: EagleSection
+    loss: EagleLoss
 
 
 def make_method(
-    target: Model, vocabulary: Vocabulary, config: ConfigDict, label_loss: LabelLoss | None = None
+    target: Model, vocabulary: Vocabulary, config: Config, label_loss: LabelLoss | None = None
 ) -> Method:
     """The method of a config, perhaps with another loss of each label; raises InputError."""
-    options = config.eagle.to_dict()
-    loss = EagleLoss(**config.loss.to_dict(), label_loss=label_loss)
+    options = dict(vars(config.eagle))
     start, size = options.pop("start"), options.pop("draft_vocab_size")
     taps = options.pop("taps")
     if not taps:
@@ -67,19 +73,20 @@ def make_method(
     check_features(taps, target.config.num_layers)
     draft_ids = vocabulary(size)
     shape = EagleConfig(
-        decoder=dataclasses.replace(target.config, num_layers=1),
+        decoder=replace(target.config, num_layers=1),
         target_hidden_size=target.config.hidden_size,
         draft_vocab_size=target.config.vocab_size if draft_ids is None else len(draft_ids),
-        taps=tuple(taps),
+        taps=taps,
         **options,
     )
+    loss = replace(config.loss, label_loss=label_loss)
     multiply = multiply_dtype(config.dtype)
     return eagle_method(target, shape, draft_ids, loss, start=start, multiply=multiply)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    return run.main(make_method, FIELDS, CONFIG, argv, (CrossCheck.of(EagleLoss, "loss"),))
+    return run.main(make_method, Config, argv)
 
 
 if __name__ == "__main__":

@@ -12,44 +12,55 @@ configs/train_medusa2.py the target is trained too, and is exported beside the h
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from ml_collections import ConfigDict
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 from specjax.cli.command import use_compilation_cache
-from specjax.fields import Fields, Flag, OptionalSection, Whole, fields_of
+from specjax.fields import Whole
 from specjax.loading.model import Model
 from specjax.models.heads.medusa import MedusaConfig
 from train.data.vocabulary import Vocabulary
 from train.methods.draft_losses import LabelLoss
 from train.methods.medusa import MedusaLoss, medusa_method
-from train.methods.medusa2 import JointLoss, medusa2_method
+from train.methods.medusa2 import JointLoss, JointOptions, medusa2_method
 from train.methods.method import Method
 from train.run import run
-from train.run.config import DRAFT_VOCAB_SIZE, TRAINING_FIELDS
+from train.run.config import DraftVocabSize, TrainingConfig
 from train.run.precision import multiply_dtype
 
-CONFIG = "train_medusa"
-# The ramp ends where the schedule does.
-_JOINT = {name: kind for name, kind in fields_of(JointLoss).items() if name != "steps"}
-FIELDS: Fields = {
-    **TRAINING_FIELDS,
-    "medusa": {
-        "num_heads": Whole(1, 64),
-        "num_layers": Whole(1, 64),
-        "draft_vocab_size": DRAFT_VOCAB_SIZE,
-        "original_lm_head": Flag(),
-        "projection": Flag(),
-    },
-    "loss": fields_of(MedusaLoss),
-    "joint": OptionalSection(_JOINT),
-}
+
+@dataclass(frozen=True)
+class MedusaSection:
+    """The shape of the heads, by the names of `MedusaConfig`."""
+
+    num_heads: Annotated[int, Whole(1, 64)]
+    num_layers: Annotated[int, Whole(1, 64)]
+    draft_vocab_size: DraftVocabSize
+    original_lm_head: bool
+    projection: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TrainingConfig):
+    """The checked config of this command; with the section `joint` the target is trained too."""
+
+    DEFAULT = "train_medusa"
+
+    medusa: MedusaSection
+    loss: MedusaLoss
+    joint: JointOptions | None
+
+    @property
+    def reads_decay_steps(self) -> bool:
+        """Whether anything depends on where the schedule ends; the ramp of Medusa-2 does."""
+        return super().reads_decay_steps or self.joint is not None
 
 
 def make_method(
-    target: Model, vocabulary: Vocabulary, config: ConfigDict, label_loss: LabelLoss | None = None
+    target: Model, vocabulary: Vocabulary, config: Config, label_loss: LabelLoss | None = None
 ) -> Method:
     """The method of a config, perhaps with another loss of each label; raises InputError."""
-    options = config.medusa.to_dict()
+    options = dict(vars(config.medusa))
     vocab_size = target.config.vocab_size
     draft_ids = vocabulary(options.pop("draft_vocab_size"))
     shape = MedusaConfig(
@@ -58,17 +69,17 @@ def make_method(
         draft_vocab_size=vocab_size if draft_ids is None else len(draft_ids),
         **options,
     )
-    loss = MedusaLoss(**config.loss.to_dict(), label_loss=label_loss)
+    loss = replace(config.loss, label_loss=label_loss)
     multiply = multiply_dtype(config.dtype)
-    if "joint" not in config:
+    if config.joint is None:
         return medusa_method(target, shape, draft_ids, loss, multiply=multiply)
-    joint = JointLoss(**config.joint.to_dict(), steps=config.decay_steps or config.steps)
+    joint = JointLoss(**vars(config.joint), steps=config.optimization.decay_steps)
     return medusa2_method(target, shape, draft_ids, loss, joint, multiply=multiply)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    return run.main(make_method, FIELDS, CONFIG, argv)
+    return run.main(make_method, Config, argv)
 
 
 if __name__ == "__main__":

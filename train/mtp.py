@@ -11,85 +11,47 @@ alone. Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-
-from ml_collections import ConfigDict
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 from specjax.cli.command import use_compilation_cache
 from specjax.errors import InputError
-from specjax.fields import CrossCheck, Fields, Flag, Number, Whole, fields_of, kind_of, optional
+from specjax.fields import CrossCheck, Inline, Number, PathOrName, Whole, optional
 from specjax.loading.model import Model
 from specjax.models.heads.mtp import Concat, Hidden, MtpConfig, Recursion
 from train.data.vocabulary import Vocabulary
 from train.methods.draft_losses import LabelLoss
 from train.methods.method import Method
 from train.methods.mtp import EXPORTS, START, TRAINS, check_choices, mtp_method
-from train.methods.mtp_loss import MtpLoss
-from train.pretraining.new_target import NEW_TARGET_FIELDS
+from train.methods.mtp_loss import MtpLoss, MtpLossOptions
 from train.run import run
-from train.run.config import DRAFT_VOCAB_SIZE, TRAINING_FIELDS
+from train.run.config import DraftVocabSize, TrainingConfig
 from train.run.precision import multiply_dtype
 
-CONFIG = "train_mtp"
-_CONVENTIONS = {
-    "concat": kind_of(Concat),
-    "hidden": kind_of(Hidden),
-    "recursion": kind_of(Recursion),
-    "zero_first_embedding": Flag(),
-}
-_LOSS = ("labels", "decay", "late_loss_weight", "late_from")
-FIELDS: Fields = {
-    **TRAINING_FIELDS,
-    **NEW_TARGET_FIELDS,
-    "mtp": {
-        "trains": TRAINS,
-        "num_modules": Whole(0, 64),
-        "steps": optional(Whole(1, 64)),
-        "draft_vocab_size": DRAFT_VOCAB_SIZE,
-        "start": START,
-        "export": EXPORTS,
-        "loss_weight": optional(Number()),
-        **{name: fields_of(MtpLoss)[name] for name in _LOSS},
-        **_CONVENTIONS,
-    },
-}
 _LOSS_WEIGHT = 0.3
 """lambda where the config names none (DeepSeek-V3, GLM-4.5)."""
 
 
-def make_method(
-    target: Model, vocabulary: Vocabulary, config: ConfigDict, label_loss: LabelLoss | None = None
-) -> Method:
-    """The method of a config, perhaps with another loss of each label; raises InputError."""
-    options = config.mtp
-    modules = options.num_modules
-    draft_ids = vocabulary(options.draft_vocab_size) if modules else None
-    shape = None
-    if modules:
-        shape = MtpConfig(
-            decoder=dataclasses.replace(target.config, num_layers=1),
-            draft_vocab_size=target.config.vocab_size if draft_ids is None else len(draft_ids),
-            num_modules=modules,
-            **{name: options[name] for name in _CONVENTIONS},
-        )
-    loss = MtpLoss(
-        steps=modules if options.steps is None else options.steps,
-        loss_weight=_LOSS_WEIGHT if options.loss_weight is None else options.loss_weight,
-        schedule_steps=config.decay_steps or config.steps,
-        label_loss=label_loss,
-        **{name: options[name] for name in _LOSS},
-    )
-    return mtp_method(
-        target,
-        shape,
-        draft_ids,
-        loss,
-        trains=options.trains,
-        start=options.start,
-        exports=options.export,
-        multiply=multiply_dtype(config.dtype),
-    )
+@dataclass(frozen=True)
+class MtpSection:
+    """What is trained and exported, the shape of the modules by the names of `MtpConfig`, the loss.
+
+    Without `steps` there is one for each module; without `loss_weight`, lambda is 0.3.
+    """
+
+    trains: Annotated[str, TRAINS]
+    num_modules: Annotated[int, Whole(0, 64)]
+    steps: Annotated[int | None, optional(Whole(1, 64))]
+    draft_vocab_size: DraftVocabSize
+    start: Annotated[str, START]
+    export: Annotated[str, EXPORTS]
+    loss_weight: Annotated[float | None, optional(Number())]
+    loss: Annotated[MtpLossOptions, Inline()]
+    concat: Concat
+    hidden: Hidden
+    recursion: Recursion
+    zero_first_embedding: bool
 
 
 def _check_weights(trains: str, weight: float | None, late: float | None) -> None:
@@ -110,6 +72,14 @@ def _check_new(target: str | None, trains: str, labels: str) -> None:
             )
 
 
+def _check_start(target: str | None, start_from: str | None) -> None:
+    if target is None and start_from is not None:
+        raise InputError(
+            f"start_from={start_from!r}: what was trained for a model is of no use to a new one; "
+            "name that model as target, or leave it out"
+        )
+
+
 def _check_decoding(modules: int, prompts: int) -> None:
     if not modules and prompts:
         raise InputError(
@@ -118,17 +88,69 @@ def _check_decoding(modules: int, prompts: int) -> None:
         )
 
 
-CROSS_CHECKS = (
-    CrossCheck(("target", "mtp.trains", "mtp.labels"), _check_new),
-    CrossCheck(("mtp.trains", "mtp.loss_weight", "mtp.late_loss_weight"), _check_weights),
-    CrossCheck(("mtp.num_modules", "eval.prompts"), _check_decoding),
-    CrossCheck(("mtp.trains", "mtp.export", "mtp.num_modules", "mtp.steps"), check_choices),
-)
+@dataclass(frozen=True, kw_only=True)
+class Config(TrainingConfig):
+    """The checked config of this command; without a target, `model` has the sizes of a new one."""
+
+    DEFAULT = "train_mtp"
+    CHECKS = (
+        *TrainingConfig.CHECKS,
+        CrossCheck(("target", "mtp.trains", "mtp.labels"), _check_new),
+        CrossCheck(("target", "start_from"), _check_start),
+        CrossCheck(("mtp.trains", "mtp.loss_weight", "mtp.late_loss_weight"), _check_weights),
+        CrossCheck(("mtp.num_modules", "eval.prompts"), _check_decoding),
+        CrossCheck(("mtp.trains", "mtp.export", "mtp.num_modules", "mtp.steps"), check_choices),
+    )
+
+    target: Annotated[str | None, optional(PathOrName())]
+    mtp: MtpSection
+
+    @property
+    def reads_decay_steps(self) -> bool:
+        """Whether anything depends on where the schedule ends; a late weight begins before it."""
+        return super().reads_decay_steps or self.mtp.loss.late_loss_weight is not None
+
+
+def make_method(
+    target: Model, vocabulary: Vocabulary, config: Config, label_loss: LabelLoss | None = None
+) -> Method:
+    """The method of a config, perhaps with another loss of each label; raises InputError."""
+    options = config.mtp
+    modules = options.num_modules
+    draft_ids = vocabulary(options.draft_vocab_size) if modules else None
+    shape = None
+    if modules:
+        shape = MtpConfig(
+            decoder=replace(target.config, num_layers=1),
+            draft_vocab_size=target.config.vocab_size if draft_ids is None else len(draft_ids),
+            num_modules=modules,
+            concat=options.concat,
+            hidden=options.hidden,
+            recursion=options.recursion,
+            zero_first_embedding=options.zero_first_embedding,
+        )
+    loss = MtpLoss(
+        **vars(options.loss),
+        steps=modules if options.steps is None else options.steps,
+        loss_weight=_LOSS_WEIGHT if options.loss_weight is None else options.loss_weight,
+        schedule_steps=config.optimization.decay_steps,
+        label_loss=label_loss,
+    )
+    return mtp_method(
+        target,
+        shape,
+        draft_ids,
+        loss,
+        trains=options.trains,
+        start=options.start,
+        exports=options.export,
+        multiply=multiply_dtype(config.dtype),
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    return run.main(make_method, FIELDS, CONFIG, argv, CROSS_CHECKS)
+    return run.main(make_method, Config, argv)
 
 
 if __name__ == "__main__":

@@ -192,7 +192,7 @@ def speculation(
             identical += _identical_rows(state, recorded, context)
         yield (
             cell,
-            _contest(passes, draft_s, plain_seconds, seconds, counts)
+            _comparison(passes, draft_s, plain_seconds, seconds, counts)
             | {
                 "identical_rows": identical,
                 "rows": batch * size.runs,
@@ -200,7 +200,7 @@ def speculation(
         )
 
 
-def _contest(
+def _comparison(
     passes: dict[int, float],
     draft_s: float,
     plain_seconds: list[float],

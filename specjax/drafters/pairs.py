@@ -25,7 +25,7 @@ from specjax.errors import InputError
 from specjax.loading.formats.build_parameters import can_split
 from specjax.loading.heads.complete_parameters import complete_parameters
 from specjax.loading.heads.find_head import shipped_head
-from specjax.loading.heads.head import Head, TargetMetadata
+from specjax.loading.heads.head import Head, own_modules
 from specjax.loading.model import Model
 from specjax.models.heads.eagle import Eagle
 from specjax.models.heads.mtp import Mtp
@@ -272,10 +272,7 @@ class MtpDrafter(PairDrafter):
         """
         if path is not None:
             return super().load(name, target, path, **options)
-        if target.mtp is not None:
-            config, params = target.mtp.config, target.mtp.params
-            head = Head("mtp", config, params, None, TargetMetadata.of(target))
-        elif (head := shipped_head("mtp", target)) is None:
+        if (head := own_modules(target) or shipped_head("mtp", target)) is None:
             raise InputError(
                 f"drafter.name=mtp: {target.name} has no MTP modules, and none come with specjax "
                 "for it; give trained ones as drafter.path=, or use another drafter"

@@ -52,7 +52,7 @@ _PART = {
 _MEASURED = ("num_speculative_tokens", "first_s", "further_s")
 _MOST_SLOTS, _MOST_PARTS = 4096, 16
 _PLAIN = {"new_tokens": (int,), "prefill_s": _NUMBER, "decode_s": _NUMBER}
-_CONTEST = {
+_COMPARISON = {
     "drafter": (str,),
     "batch": (int,),
     "acceptance_length": _NUMBER,
@@ -86,11 +86,11 @@ def read_reports(path: str | Path) -> tuple[Run | Bench, ...]:
     path = Path(path)
     content = read_json_file(path, _REMEDY)
     try:
-        if isinstance(content, dict) and "contests" in content:
-            contests = _list(content, "contests", "the report")
-            for index, contest in enumerate(contests):
-                _check(contest, _CONTEST, f"contests[{index}]")
-            return (Bench(path, tuple(contests), bool(content.get("interrupted"))),)
+        if isinstance(content, dict) and "comparisons" in content:
+            comparisons = _list(content, "comparisons", "the report")
+            for index, comparison in enumerate(comparisons):
+                _check(comparison, _COMPARISON, f"comparisons[{index}]")
+            return (Bench(path, tuple(comparisons), bool(content.get("interrupted"))),)
         if not isinstance(content, dict) or "runs" not in content:
             return (_run(path, content),)
         runs = _list(content, "runs", "the report")
@@ -116,7 +116,7 @@ def is_report(path: Path) -> bool:
     if not isinstance(content, dict):
         return False
     decoded = {"rows": list, "summary": dict}
-    measured = {"rounds": list, "contests": list}
+    measured = {"rounds": list, "comparisons": list}
     runs = content.get("runs")
     if isinstance(runs, list) and runs:
         return all(_has(run, decoded) for run in runs)

@@ -136,10 +136,10 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Bench:
-    """A report of `specjax.bench`: its comparisons with plain decoding, the field `contests`."""
+    """A report of `specjax.bench`: its comparisons with plain decoding, the field `comparisons`."""
 
     path: Path
-    contests: tuple[Mapping[str, Any], ...]
+    comparisons: tuple[Mapping[str, Any], ...]
     interrupted: bool
 
 

@@ -254,7 +254,7 @@ def _bench(bench: Bench) -> str:
             _number(one["efficiency"]),
             "yes" if one["identical"] else "NO",
         ]
-        for one in bench.contests
+        for one in bench.comparisons
     ]
     note = "Interrupted: not everything was measured.\n\n" if bench.interrupted else ""
     return f"## Benchmark {_plain_text(bench.path.name)}\n\n{note}{_table(head, rows)}"

@@ -30,23 +30,28 @@ from train.methods.target_loss import target_loss
 
 
 @dataclass(frozen=True)
-class JointLoss:
+class JointOptions:
     """How the target is trained along: its own loss plus `heads` times that of the heads.
 
     `target` is "self" (KL divergence of the target as it was from the target as it is) or "tokens"
     (cross-entropy of the data). For `warm_steps` the heads learn alone; with `ramp` their weight
-    then grows as a quarter of a sine until `steps`. Raises InputError for values that make no
-    sense.
+    then grows as a quarter of a sine. Raises InputError for values that make no sense.
     """
 
     target: Literal["self", "tokens"] = "self"
     heads: Annotated[float, Number(above=True)] = 0.01
     ramp: bool = True
     warm_steps: Annotated[int, Whole()] = 0
-    steps: Annotated[int, Whole(1)] = 1
 
     def __post_init__(self) -> None:
         check_instance(self, "joint.")
+
+
+@dataclass(frozen=True)
+class JointLoss(JointOptions):
+    """The same in a run, in which the ramp ends at `steps`."""
+
+    steps: Annotated[int, Whole(1)] = 1
 
     def weight(self, step: Int[Array, ""]) -> Float[Array, ""]:
         """The weight of the heads in a joint step."""
@@ -105,6 +110,7 @@ def medusa2_method(
         tuned,
         exports="both",
         trains_target=True,
+        drafter="heads",
         takes_step=True,
     )
 

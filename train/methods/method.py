@@ -43,10 +43,11 @@ class Method(NamedTuple):
     the frozen target's features that it reads from the batch. `head(params, training)` is what is
     measured by decoding, None where nothing drafts. `model(params)` is the target as it then is;
     `exports` says what a run leaves: the "head", "both" in a folder each, or a "model" that holds
-    the head too. `trains_target` where the target is trained too. With `takes_step` the loss has
-    the step, an int32 scalar, as its last argument. `schedules` are numbers that follow from the
-    step alone, by the names under which they are logged. A sequence needs `least_tokens` to have a
-    label for every draft.
+    the head too. `trains_target` where the target is trained too; `drafter` then names the entry of
+    `params` that is the head's, which elsewhere is all of them. With `takes_step` the loss has the
+    step, an int32 scalar, as its last argument. `schedules` are numbers that follow from the step
+    alone, by the names under which they are logged. A sequence needs `least_tokens` to have a label
+    for every draft.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Method(NamedTuple):
     model: Callable[[Any], Model] | None = None
     exports: Literal["head", "both", "model"] = "head"
     trains_target: bool = False
+    drafter: str | None = None
     takes_step: bool = False
     schedules: Mapping[str, Schedule] = MappingProxyType({})
     least_tokens: int = 3
@@ -78,3 +80,10 @@ def measure(
         prefix_correct=total(along),
         counts=total(scored),
     )
+
+
+def measure_undrafted(losses: dict[str, Float[Array, ""]], labels: Int[Array, "B A"]) -> Measures:
+    """Measures where nothing drafts."""
+    nothing = jnp.zeros((0, *labels.shape), bool)
+    weight = (labels >= 0).sum(dtype=jnp.float32)
+    return measure(losses, nothing, nothing).replace(weight=weight)

@@ -12,7 +12,7 @@ from flax.core import meta
 from jaxtyping import Array, Float, Int, Key
 
 from specjax.errors import InputError
-from specjax.fields import Choice
+from specjax.fields import Choice, first_difference
 from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.model import Model
 from specjax.models.heads.mtp import Mtp, MtpConfig, MtpModules
@@ -55,7 +55,8 @@ def mtp_method(
     if draft_ids is not None and exports == "model":
         raise InputError(
             f"mtp.draft_vocab_size={len(draft_ids)}: modules inside a model draft from all "
-            f"{target.config.vocab_size} tokens; leave it out, or use mtp.export=head"
+            f"{target.config.vocab_size} tokens; leave it out"
+            + ("" if along else ", or use mtp.export=head")
         )
     ids = None if draft_ids is None else jnp.asarray(draft_ids)
     head = None if config is None else Mtp(config, dtype, multiply)
@@ -112,6 +113,7 @@ def mtp_method(
         model if exports == "model" else None,
         exports=exports,
         trains_target=along,
+        drafter="mtp" if along else None,
         takes_step=along,
         schedules={"lambda": loss.weight} if along and config is not None else {},
         least_tokens=loss.steps + 2,
@@ -141,12 +143,14 @@ def _check_own_modules(target: Model, config: MtpConfig | None) -> None:
     """Raise InputError where a target has modules of another number, shape or convention."""
     if target.mtp is None or target.mtp.config == config:
         return
-    there = vars(target.mtp.config)
-    here = {**there, "num_modules": 0} if config is None else vars(config)
-    name = next(name for name in here if here[name] != there[name])
+    there = target.mtp.config
+    if config is None:
+        name, here, there = "num_modules", 0, there.num_modules
+    else:
+        name, here, there = first_difference(config, there)
     raise InputError(
-        f"mtp.{name}={here[name]!s:.60}: the target's own modules have {there[name]!s:.60}; give "
-        "the same, or use mtp.start=random"
+        f"mtp.{name}={here!s:.60}: the target's own modules have {there!s:.60}; give the same, or "
+        "use mtp.start=random"
     )
 
 

@@ -27,35 +27,43 @@ from train.methods.draft_losses import (
     kl_divergence,
     score_drafts,
 )
-from train.methods.method import Measures, measure
+from train.methods.method import Measures, measure, measure_undrafted
 from train.methods.packed_rows import ahead, features_of, label_ahead
 from train.methods.target_loss import target_loss
 from train.methods.unroll import unroll
 
 
 @dataclass(frozen=True)
-class MtpLoss:
-    """What predictions are compared with, over how many draft steps, and how they are weighted.
+class MtpLossOptions:
+    """What predictions are compared with, and how they are weighted.
 
     `labels` are the data's "tokens" (cross-entropy) or the "distributions" of the target as it was
-    before the run (KL divergence), for the modules and for a target that is trained along;
-    `label_loss` replaces the loss of the modules. Draft step i has the weight `decay` ** i, and the
-    weights add to one, so that without decay each has 1 / D. lambda is `loss_weight`, and
-    `late_loss_weight`, if given, after the share `late_from` of `schedule_steps`. Raises InputError
-    for values out of range.
+    before the run (KL divergence), for the modules and for a target that is trained along. Draft
+    step i has the weight `decay` ** i, and the weights add to one, so that without decay each has
+    1 / D. lambda is `late_loss_weight`, if given, after the share `late_from` of a run. Raises
+    InputError for values out of range.
     """
 
     labels: Literal["tokens", "distributions"] = "tokens"
-    steps: Annotated[int, Whole(0, 64)] = 1
     decay: Annotated[float, Number(above=True)] = 1.0
-    loss_weight: Annotated[float, Number()] = 0.3
     late_loss_weight: Annotated[float | None, optional(Number())] = None
     late_from: Annotated[float, Number(0.0, 1.0)] = 0.7
-    schedule_steps: Annotated[int, Whole(1)] = 1
-    label_loss: LabelLoss | None = None
 
     def __post_init__(self) -> None:
         check_instance(self, "mtp.")
+
+
+@dataclass(frozen=True)
+class MtpLoss(MtpLossOptions):
+    """The same over `steps` draft steps, in a run whose schedule has `schedule_steps`.
+
+    lambda is `loss_weight` at first. `label_loss` replaces the loss of the modules.
+    """
+
+    steps: Annotated[int, Whole(0, 64)] = 1
+    loss_weight: Annotated[float, Number()] = 0.3
+    schedule_steps: Annotated[int, Whole(1)] = 1
+    label_loss: LabelLoss | None = None
 
     @property
     def part(self) -> LabelLoss:
@@ -149,9 +157,7 @@ def joint_loss(
     )
     parts = {"lm": spoken.losses[0, 0]}
     if head is None:
-        nothing = jnp.zeros((0, *labels.shape), bool)
-        weight = (labels >= 0).sum(dtype=jnp.float32)
-        return own, measure(parts, nothing, nothing).replace(weight=weight)
+        return own, measure_undrafted(parts, labels)
     teacher = Teacher.of(batch, before, None)
     drafts, scores = modules_loss(
         head, params["mtp"], target, None, batch, now, teacher, loss, True

@@ -1,9 +1,10 @@
-"""The fields that every training config has, the values that they may hold, and its sizes."""
+"""The config of a training command: its fields, their values by default, and its checked value."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from ml_collections import ConfigDict, config_dict
 
@@ -17,27 +18,23 @@ from specjax.decoding.sampling_params import SEED, TEMPERATURE
 from specjax.drafters import DRAFT_TOKENS
 from specjax.errors import InputError
 from specjax.fields import (
-    Choice,
     CrossCheck,
-    Fields,
-    Flag,
+    Inline,
     Items,
     Number,
     PathOrName,
     Whole,
-    check_values,
-    fields_of,
     optional,
+    read_values,
 )
 from specjax.loading.load import DEFAULT_MODEL
 from train.data import shipped
 from train.data.sources import DataFolders
-from train.run.optimizer import OPTIMIZERS, SCHEDULES, Optimization, Scales, read_scales
+from train.pretraining.new_model import ModelSizes
+from train.run.optimizer import Optimization
 from train.run.precision import MULTIPLY
 from train.run.start_from import HeadFolder
 from train.run.workdir import RunFolder
-
-FEATURES = ("auto", "stored", "online")
 
 
 @dataclass(frozen=True)
@@ -138,73 +135,40 @@ def set_size(config: ConfigDict, size: str) -> None:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The checked fields that the loop reads, by the names of the config."""
+class BatchConfig:
+    """Rows of an update, the micro-batches that it is computed in, tokens and labels of a row."""
 
-    optimization: Optimization
-    seed: int
-    steps: int
-    minutes: float | None
-    batch_size: int
-    accumulate: int
-    row_tokens: int
-    row_labels: int
-    features: str
-    remat: bool
-    fsdp: bool
-    log_every: int
-    checkpoint_every: int
-    eval_every: int
-    eval_at_start: bool
-    eval_batches: int
-    eval_prompts: int
-    eval_new_tokens: int
-    eval_num_speculative_tokens: int | None
-    eval_temperatures: tuple[float, ...]
+    batch_size: Annotated[int, Whole(1, 1 << 20)]
+    accumulate: Annotated[int, Whole(1, 1 << 20)]
+    row_tokens: Annotated[int, Whole(4, 1 << 24)]
+    row_labels: Annotated[int, Whole(1, 1 << 24)]
 
 
-DRAFT_VOCAB_SIZE = optional(Whole(1))
+@dataclass(frozen=True)
+class LoopConfig:
+    """Updates in all, minutes after which a run stops, and how often it logs and saves."""
+
+    steps: Annotated[int, Whole(1)]
+    minutes: Annotated[float | None, optional(Number(0.0, 1e9, above=True))]
+    log_every: Annotated[int, Whole(1)]
+    checkpoint_every: Annotated[int, Whole(1)]
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """When a run evaluates, and on how much; see `training_fields`."""
+
+    every: Annotated[int, Whole()]
+    at_start: bool
+    batches: Annotated[int, Whole()]
+    prompts: Annotated[int, Whole()]
+    new_tokens: Annotated[int, Whole(1)]
+    num_speculative_tokens: Annotated[int | None, optional(Whole(1, DRAFT_TOKENS.most))]
+    temperatures: Annotated[tuple[float, ...], Items(TEMPERATURE)]
+
+
+DraftVocabSize = Annotated[int | None, optional(Whole(1))]
 """How many of the target's tokens a head can draft; None = all."""
-TRAINING_FIELDS: Fields = {
-    "target": TargetName(),
-    "dtype": MULTIPLY,
-    "data": DataFolders(),
-    "features": Choice(FEATURES),
-    "workdir": RunFolder(),
-    "start_from": optional(HeadFolder()),
-    "seed": SEED,
-    "steps": Whole(1),
-    "minutes": optional(Number(0.0, 1e9, above=True)),
-    "batch_size": Whole(1, 1 << 20),
-    "accumulate": Whole(1, 1 << 20),
-    "row_tokens": Whole(4, 1 << 24),
-    "row_labels": Whole(1, 1 << 24),
-    "remat": Flag(),
-    "optimizer": Choice(OPTIMIZERS),
-    "learning_rate": Number(above=True),
-    "schedule": Choice(SCHEDULES),
-    "decay_steps": optional(Whole(1)),
-    "final_fraction": Number(),
-    "warmup": Whole(),
-    "weight_decay": Number(),
-    "clip": Number(),
-    "learning_rate_scales": Scales(),
-    "log_every": Whole(1),
-    "checkpoint_every": Whole(1),
-    "eval": {
-        "every": Whole(),
-        "at_start": Flag(),
-        "batches": Whole(),
-        "prompts": Whole(),
-        "new_tokens": Whole(1),
-        "num_speculative_tokens": optional(Whole(1, DRAFT_TOKENS.most)),
-        "temperatures": Items(TEMPERATURE),
-    },
-    "fsdp": Flag(),
-    "mesh": fields_of(MeshConfig),
-    "distributed": fields_of(DistributedConfig),
-}
-"""What the fields of `training_fields` may hold; a method adds its own sections."""
 
 
 def _check_accumulate(batch_size: int, accumulate: int) -> None:
@@ -224,61 +188,75 @@ def _check_devices(batch_size: int, accumulate: int, data_devices: int) -> None:
         )
 
 
-TRAINING_CHECKS = (
-    CrossCheck(("batch_size", "accumulate"), _check_accumulate),
-    CrossCheck(("batch_size", "accumulate", "mesh.data"), _check_devices),
-)
-"""How these fields must fit each other."""
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """A checked config of a training command, in the parts that travel further.
 
-_READ_ELSEWHERE = ("target", "dtype", "data", "workdir", "start_from", "distributed")
+    A method's own config inherits from it and adds the method's sections, to `CHECKS` how their
+    fields must fit each other, and as `DEFAULT` the config file's name for a command line without
+    one. A run has either a target or the sizes of a new one, `model`. Where no `decay_steps` are
+    given, they are all steps. Raises InputError for a target and sizes, or neither.
+    """
 
-
-def read_settings(config: ConfigDict) -> Settings:
-    """The settings of a config; raises InputError for values that make no sense."""
-    own = config.to_dict()
-    read = {name: kind for name, kind in TRAINING_FIELDS.items() if name not in _READ_ELSEWHERE}
-    check_values(read, {name: own[name] for name in read}, cross_checks=TRAINING_CHECKS)
-    decay = config.decay_steps or config.steps
-    return Settings(
-        optimization=Optimization(
-            learning_rate=config.learning_rate,
-            schedule=config.schedule,
-            warmup=config.warmup,
-            decay_steps=decay,
-            final_fraction=config.final_fraction,
-            weight_decay=config.weight_decay,
-            clip=config.clip,
-            scales=read_scales(config.learning_rate_scales),
-            optimizer=config.optimizer,
-        ),
-        seed=config.seed,
-        steps=config.steps,
-        minutes=config.minutes,
-        batch_size=config.batch_size,
-        accumulate=config.accumulate,
-        row_tokens=config.row_tokens,
-        row_labels=config.row_labels,
-        features=config.features,
-        remat=config.remat,
-        fsdp=config.fsdp,
-        log_every=config.log_every,
-        checkpoint_every=config.checkpoint_every,
-        eval_every=config.eval.every,
-        eval_at_start=config.eval.at_start,
-        eval_batches=config.eval.batches,
-        eval_prompts=config.eval.prompts,
-        eval_new_tokens=config.eval.new_tokens,
-        eval_num_speculative_tokens=config.eval.num_speculative_tokens,
-        eval_temperatures=tuple(config.eval.temperatures),
+    DEFAULT: ClassVar[str]
+    CHECKS: ClassVar[tuple[CrossCheck, ...]] = (
+        CrossCheck(("batch_size", "accumulate"), _check_accumulate),
+        CrossCheck(("batch_size", "accumulate", "mesh.data"), _check_devices),
     )
 
+    target: Annotated[str | None, TargetName()]
+    model: ModelSizes | None
+    dtype: Annotated[str, MULTIPLY]
+    data: Annotated[str, DataFolders()]
+    features: Literal["auto", "stored", "online"]
+    workdir: Annotated[str, RunFolder()]
+    start_from: Annotated[str | None, optional(HeadFolder())]
+    seed: Annotated[int, SEED]
+    batches: Annotated[BatchConfig, Inline()]
+    optimization: Annotated[Optimization, Inline()]
+    loop: Annotated[LoopConfig, Inline()]
+    eval: EvalConfig
+    remat: bool
+    fsdp: bool
+    mesh: MeshConfig
+    distributed: DistributedConfig
+    written: Mapping[str, Any] = field(default_factory=dict)
+    """The values as the config file and the command line gave them, by section."""
 
-def record_of(config: ConfigDict) -> dict:
-    """The config as it is compared when a run is resumed: JSON-ready, placeholders resolved."""
-    fields = config.to_dict()
-    fields["learning_rate_scales"] = read_scales(config.learning_rate_scales)
-    # Medusa-2's ramp ends there too, and a late weight of the MTP loss begins at a share of it.
-    late = config.get("mtp", {}).get("late_loss_weight") is not None
-    if config.schedule != "constant" or "joint" in config or late:
-        fields["decay_steps"] = config.decay_steps or config.steps
-    return fields
+    def __post_init__(self) -> None:
+        if self.target is None and self.model is None:
+            raise InputError(
+                "target is missing: pass --config.target=NAME, or, for a new model, add its sizes "
+                "as the section model to the config file"
+            )
+        if self.target is not None and self.model is not None:
+            raise InputError(
+                f"target={self.target!r:.80}: the section model has the sizes of a new one; use a "
+                "config file without it"
+            )
+        if self.optimization.decay_steps is None:
+            whole = replace(self.optimization, decay_steps=self.loop.steps)
+            object.__setattr__(self, "optimization", whole)
+
+    @property
+    def reads_decay_steps(self) -> bool:
+        """Whether anything depends on where the schedule ends."""
+        return self.optimization.schedule != "constant"
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The config as it is compared when a run is resumed: JSON-ready, defaults filled in."""
+        fields = dict(self.written)
+        fields["learning_rate_scales"] = self.optimization.learning_rate_scales
+        if self.reads_decay_steps:
+            fields["decay_steps"] = self.optimization.decay_steps
+        return fields
+
+
+OwnConfig = TypeVar("OwnConfig", bound=TrainingConfig)
+"""The config of one method's command."""
+
+
+def read_training_config(kind: type[OwnConfig], written: Mapping[str, Any]) -> OwnConfig:
+    """A method's checked config. Raises one InputError that lists all that is wrong."""
+    return replace(read_values(kind, written, kind.CHECKS), written=written)

@@ -11,11 +11,12 @@ import numpy as np
 from specjax.decoding.generate import generate
 from specjax.drafters import head_drafter
 from specjax.loading.model import Model
-from train.data.batches import Batch, Packing, Shape, Source, build
+from train.data.batches import Batch, Source, build
 from train.methods.method import Method
-from train.run.config import Settings
+from train.run.config import EvalConfig
+from train.run.loop import Feed
 from train.run.metrics import MetricsWriter, add, scalars, shown, sums_of
-from train.run.step import Program, gathered, placement_of
+from train.run.step import Program, gathered
 
 _TEXT_PROMPT = 64
 """Tokens of a text that are a prompt, the rest of the text being an answer to compare with."""
@@ -23,43 +24,42 @@ _TEXT_PROMPT = 64
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Evaluates parameters, between steps and at the end of a run."""
+    """Evaluates parameters, between steps and at the end of a run.
+
+    Losses are those of `held_out`, where there is any; `prompts` are decoded.
+    """
 
     method: Method
     program: Program
     target: Model
     target_params: Any
-    source: Source
-    packing: Packing | None
-    shape: Shape
+    held_out: Feed | None
     prompts: Sequence[Sequence[int]]
-    settings: Settings
+    config: EvalConfig
     writer: MetricsWriter
 
     def __call__(self, params: Any, step: int, last: bool) -> dict[str, float]:
         """Numbers of held-out losses (`eval/...`) and of decoding (`eval/tau` ...)."""
         numbers: dict[str, float] = {}
-        if not self.prompts and (self.packing is None or not self.settings.eval_batches):
+        if not self.prompts and (self.held_out is None or not self.config.batches):
             return numbers
         with self.writer.working(f"step {step}: evaluating, which compiles at first"):
-            if self.packing is not None and self.settings.eval_batches:
-                numbers |= self._losses(params)
+            if self.held_out is not None and self.config.batches:
+                numbers |= self._losses(params, self.held_out)
             if self.prompts:
                 numbers |= self._decode(params, last)
         if numbers:
             self.writer.say(f"step {step}, held out: {_summary(numbers)}")
         return numbers
 
-    def _losses(self, params: Any) -> dict[str, float]:
-        rows = self.packing.rows(0)
-        count = self.shape.rows
-        placement = placement_of(self.settings, self.program.mesh)
+    def _losses(self, params: Any, feed: Feed) -> dict[str, float]:
+        rows, count, placement = feed.packing.rows(0), feed.shape.rows, feed.placement
         total = None
-        for first in range(0, min(len(rows), count * self.settings.eval_batches), count):
+        for first in range(0, min(len(rows), count * self.config.batches), count):
             taken = rows[first : first + count]
             taken = taken + [[]] * (count - len(taken))
             batch: Batch = placement.put(
-                build(self.source, [taken[row] for row in placement.rows], self.shape)
+                build(feed.source, [taken[row] for row in placement.rows], feed.shape)
             )
             loss, measures = self.program.evaluate(params, self.target_params, batch)
             total = add(total, sums_of(loss, measures))
@@ -69,7 +69,7 @@ class Evaluation:
         params = gathered(params, self.program.mesh)
         head = self.method.head(params, {})
         target = self.target if self.method.model is None else self.method.model(params)
-        temperatures = self.settings.eval_temperatures
+        temperatures = self.config.temperatures
         numbers: dict[str, float] = {}
         for temperature in temperatures if last else temperatures[:1]:
             suffix = "" if temperature == 0 else f"_t{temperature:g}"
@@ -77,8 +77,8 @@ class Evaluation:
                 head,
                 target,
                 self.prompts,
-                new_tokens=self.settings.eval_new_tokens,
-                num_speculative_tokens=self.settings.eval_num_speculative_tokens,
+                new_tokens=self.config.new_tokens,
+                num_speculative_tokens=self.config.num_speculative_tokens,
                 temperature=temperature,
             )
             numbers |= {f"eval/{name}{suffix}": value for name, value in found.items()}

@@ -22,9 +22,9 @@ from train.data.batches import Packing, Position, ReadAhead, Shape, Source, stre
 from train.run import checkpoints
 from train.run import workdir as files
 from train.run.checkpoints import Saved
-from train.run.config import Settings
+from train.run.config import EvalConfig, LoopConfig
 from train.run.metrics import MetricsWriter, add, scalars, shown, sums_of
-from train.run.step import Placement, Program, Report, State, placement_of
+from train.run.step import Placement, Program, Report, State
 from train.run.workdir import Workdir
 
 DONE, TIME, INTERRUPTED = "done", "time", "interrupted"
@@ -53,17 +53,17 @@ class Result:
 
 @dataclass(frozen=True)
 class Feed:
-    """What the loop reads: packed rows of a source."""
+    """What the loop reads: packed rows of a source, placed on the devices."""
 
     source: Source
     packing: Packing
     shape: Shape
+    placement: Placement
 
-    def batches(self, position: Position, placement: Placement) -> Iterator[tuple[Any, Position]]:
+    def batches(self, position: Position) -> Iterator[tuple[Any, Position]]:
         """Batches on the devices from a position on, each with the position after it."""
-        return stream(
-            self.source, self.packing, self.shape, position, placement.rows, placement.put
-        )
+        rows, put = self.placement.rows, self.placement.put
+        return stream(self.source, self.packing, self.shape, position, rows, put)
 
 
 @dataclass
@@ -101,7 +101,8 @@ def train(
     program: Program,
     target_params: Any,
     feed: Feed,
-    settings: Settings,
+    config: LoopConfig,
+    evaluations: EvalConfig,
     workdir: Workdir,
     writer: MetricsWriter,
     progress: Progress,
@@ -109,12 +110,13 @@ def train(
 ) -> Result:
     """Train from `progress` on until the steps are made, the minutes are over, or a signal comes.
 
-    `program.state` is donated. Each end but an error leaves a checkpoint of the last step.
-    Raises InputError where a loss or a gradient is not finite, naming the step.
+    `evaluate` is called as often as `evaluations` says. `program.state` is donated. Each end but an
+    error leaves a checkpoint of the last step. Raises InputError where a loss or a gradient is not
+    finite, naming the step.
     """
     state = program.state
     saved_step = progress.step if progress.step else None
-    deadline = math.inf if settings.minutes is None else time.monotonic() + 60 * settings.minutes
+    deadline = math.inf if config.minutes is None else time.monotonic() + 60 * config.minutes
     pending: collections.deque[tuple[int, Position, Report]] = collections.deque()
     window = _Window()
 
@@ -124,7 +126,7 @@ def train(
             _take(progress, step, position, report, workdir, saved_step)
             window.tokens += int(report.tokens)
             writer.step(step)
-            if step % settings.log_every == 0 or step == settings.steps:
+            if step % config.log_every == 0 or step == config.steps:
                 numbers = _numbers(progress, report, window)
                 if (left := writer.seconds_left(step)) is not None:
                     numbers["train/seconds_left"] = left
@@ -139,12 +141,12 @@ def train(
             saved_step = progress.step
 
     step, reason = progress.step, DONE
-    if evaluate and settings.eval_at_start and not step and not files.is_evaluated(workdir, 0):
+    if evaluate and evaluations.at_start and not step and not files.is_evaluated(workdir, 0):
         writer.log(0, evaluate(state.params, 0, False))
-    batches = feed.batches(progress.position, placement_of(settings, program.mesh))
+    batches = feed.batches(progress.position)
     compiled = None
     with _listening() as asked, ReadAhead(batches) as ahead:
-        while step < settings.steps:
+        while step < config.steps:
             over = time.monotonic() > deadline
             if _anyone(step, asked.is_set() or over):
                 reason = TIME if over and not asked.is_set() else INTERRUPTED
@@ -159,13 +161,13 @@ def train(
             step += 1
             pending.append((step, position, report))
             settle(_IN_FLIGHT)
-            due = settings.eval_every and step % settings.eval_every == 0
-            if evaluate and due and step < settings.steps:
+            due = evaluations.every and step % evaluations.every == 0
+            if evaluate and due and step < config.steps:
                 settle(0)
                 with window.paused():
                     writer.log(step, evaluate(state.params, step, False))
             # After the evaluation, so that no checkpoint is ahead of a line of metrics.
-            if step % settings.checkpoint_every == 0:
+            if step % config.checkpoint_every == 0:
                 with window.paused():
                     save()
         save()

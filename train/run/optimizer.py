@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,69 +18,97 @@ import optax.contrib
 from jaxtyping import Array, Float, Int
 
 from specjax.errors import InputError
-from specjax.fields import Text
+from specjax.fields import Number, Text, Whole, check_instance, optional
 
-SCHEDULES = ("cosine", "linear", "constant")
-OPTIMIZERS = ("adamw", "muon")
 _VOCABULARY = frozenset(("embed", "head"))
 """Parameters whose rows or columns are tokens: Muon leaves them to Adam."""
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Factors of the learning rate by parameter name: NAME:FACTOR with commas, or a mapping."""
+
+    def check(self, name: str, value: Any) -> dict[str, float]:
+        """The factors by name."""
+        if isinstance(value, Mapping):
+            return {part: _factor(name, part, factor) for part, factor in value.items()}
+        text = Text(empty=True).check(name, value)
+        found: dict[str, float] = {}
+        for pair in text.split(",") if text.strip() else ():
+            part, mark, factor = map(str.strip, pair.partition(":"))
+            if not (part and mark) or part in found:
+                raise InputError(
+                    f"{name}={text!r}: use NAME:FACTOR for each name, with commas, such as "
+                    "head:0.5,layers.0:0.1"
+                )
+            found[part] = _factor(name, part, factor)
+        return found
+
+
+def _factor(name: str, part: str, factor: float | str) -> float:
+    try:
+        found = float(factor)
+    except ValueError:
+        found = math.nan
+    if not 0 <= found < math.inf:
+        raise InputError(f"{name}.{part}={factor}: use a number of at least 0")
+    return found
 
 
 @dataclass(frozen=True)
 class Optimization:
     """What an update does with gradients; see `train.run.config` for the fields.
 
-    `decay_steps` counts from step 0; the rate ends at `final_fraction` of its peak and stays there.
+    `decay_steps` counts from step 0, None being all steps of a config, which fills them in; the
+    rate ends at `final_fraction` of its peak and stays there.
     `optimizer` "muon" makes the updates of kernels orthogonal, all but those over the vocabulary.
-    `scales` multiplies the rate of the parameters below a dotted name; the longest name counts.
+    `learning_rate_scales` multiplies the rate of the parameters below a dotted name; the longest
+    name counts. Raises InputError for values out of range.
     """
 
-    learning_rate: float
-    schedule: str = "cosine"
-    warmup: int = 0
-    decay_steps: int = 1
-    final_fraction: float = 0.1
-    weight_decay: float = 0.0
-    clip: float = 1.0
-    scales: Mapping[str, float] = field(default_factory=dict)
-    optimizer: str = "adamw"
+    learning_rate: Annotated[float, Number(above=True)]
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup: Annotated[int, Whole()] = 0
+    decay_steps: Annotated[int | None, optional(Whole(1))] = 1
+    final_fraction: Annotated[float, Number()] = 0.1
+    weight_decay: Annotated[float, Number()] = 0.0
+    clip: Annotated[float, Number()] = 1.0
+    learning_rate_scales: Annotated[Mapping[str, float], Scales()] = field(default_factory=dict)
+    optimizer: Literal["adamw", "muon"] = "adamw"
 
     def __post_init__(self) -> None:
-        if self.optimizer not in OPTIMIZERS:
-            raise InputError(f"optimizer={self.optimizer!r}: use {', '.join(OPTIMIZERS)}")
-        if self.schedule not in SCHEDULES:
-            raise InputError(f"schedule={self.schedule!r}: use {', '.join(SCHEDULES)}")
+        check_instance(self, "")
 
 
-def learning_rate(settings: Optimization, step: Int[Array, ""] | int) -> Float[Array, ""]:
+def learning_rate(optimization: Optimization, step: Int[Array, ""] | int) -> Float[Array, ""]:
     """The rate of an update, the first one being step 0."""
     step = jnp.asarray(step, jnp.float32)
-    rise = jnp.minimum((step + 1) / (settings.warmup + 1), 1.0)
-    span = max(settings.decay_steps - settings.warmup, 1)
-    done = jnp.clip((step - settings.warmup) / span, 0.0, 1.0)
+    rise = jnp.minimum((step + 1) / (optimization.warmup + 1), 1.0)
+    span = max(optimization.decay_steps - optimization.warmup, 1)
+    done = jnp.clip((step - optimization.warmup) / span, 0.0, 1.0)
     left = {
         "cosine": 0.5 * (1 + jnp.cos(math.pi * done)),
         "linear": 1 - done,
         "constant": jnp.ones_like(done),
-    }[settings.schedule]
-    final = settings.final_fraction
-    return settings.learning_rate * rise * (final + (1 - final) * left)
+    }[optimization.schedule]
+    final = optimization.final_fraction
+    return optimization.learning_rate * rise * (final + (1 - final) * left)
 
 
-def make_optimizer(settings: Optimization, params: Any) -> optax.GradientTransformation:
+def make_optimizer(optimization: Optimization, params: Any) -> optax.GradientTransformation:
     """Clipping by global norm, AdamW (0.9, 0.95) or Muon (0.95), the rate of each step.
 
     Weight decay leaves what is named `scale` or `bias` alone. Raises InputError for a name in
-    `scales` that no parameter is below.
+    `learning_rate_scales` that no parameter is below.
     """
-    named = _rates(settings.scales, params)
+    named = _rates(optimization.learning_rate_scales, params)
     parts = [
-        optax.clip_by_global_norm(settings.clip) if settings.clip > 0 else optax.identity(),
-        _muon() if settings.optimizer == "muon" else _adam(),
-        optax.add_decayed_weights(settings.weight_decay, mask=_decays),
-        optax.scale_by_learning_rate(lambda step: learning_rate(settings, step)),
+        optax.clip_by_global_norm(optimization.clip) if optimization.clip > 0 else optax.identity(),
+        _muon() if optimization.optimizer == "muon" else _adam(),
+        optax.add_decayed_weights(optimization.weight_decay, mask=_decays),
+        optax.scale_by_learning_rate(lambda step: learning_rate(optimization, step)),
     ]
-    if settings.scales:
+    if optimization.learning_rate_scales:
         parts.append(_scale_each(named))
     return optax.chain(*parts)
 
@@ -186,32 +214,3 @@ def summed_gradients(loss: Loss, params: Any, batches: Any, keys: Any) -> tuple[
     shapes = jax.eval_shape(one, at(0), keys[0])
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     return jax.lax.scan(step, zeros, (batches, keys))[0]
-
-
-@dataclass(frozen=True)
-class Scales:
-    """Factors of the learning rate by parameter name: NAME:FACTOR, with commas."""
-
-    def check(self, name: str, value: Any) -> str:
-        """The text, which `read_scales` reads."""
-        read_scales(Text(empty=True).check(name, value))
-        return value
-
-
-def read_scales(text: str) -> dict[str, float]:
-    """Factors by dotted parameter name, from NAME:FACTOR with commas; raises InputError."""
-    found: dict[str, float] = {}
-    for part in text.split(",") if text.strip() else ():
-        name, mark, factor = map(str.strip, part.partition(":"))
-        if not (name and mark) or name in found:
-            raise InputError(
-                f"learning_rate_scales={text!r}: use NAME:FACTOR for each name, with commas, such "
-                "as head:0.5,layers.0:0.1"
-            )
-        try:
-            found[name] = float(factor)
-        except ValueError:
-            found[name] = math.nan
-        if not 0 <= found[name] < math.inf:
-            raise InputError(f"learning_rate_scales.{name}={factor}: use a number of at least 0")
-    return found

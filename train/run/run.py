@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import shlex
 import sys
@@ -12,13 +13,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from ml_collections import ConfigDict
 from rich.console import Console
 
 from specjax.cli import command
 from specjax.distributed import folder_lock, processes
-from specjax.errors import Problems
-from specjax.fields import CrossCheck, Fields, check_values
 from specjax.files.paths import output_folder
 from specjax.loading import checkpoint_directory
 from specjax.loading.checkpoints import save_checkpoint
@@ -26,16 +24,15 @@ from specjax.loading.heads.head import save_head
 from specjax.loading.load import DEFAULT_MODEL
 from specjax.reporting import decode_report
 from train.data import shipped
-from train.data.sources import DataFolders, split_names
+from train.data.sources import split_names
 from train.methods.method import Method
 from train.run import checkpoints, loop
 from train.run import workdir as files
-from train.run.config import TRAINING_CHECKS
+from train.run.config import OwnConfig, read_training_config
 from train.run.evaluate import Evaluation, held_out_prompts
 from train.run.metrics import MetricsWriter
 from train.run.setup import MakeMethod, Setup, set_up
-from train.run.step import Program, gathered, make_program
-from train.run.workdir import RunFolder
+from train.run.step import Program, gathered
 
 _PROMPT_TOKENS = 512
 """Longer prompts are not decoded: an evaluation is to be short."""
@@ -51,48 +48,36 @@ _LEARNED = {
 
 
 def main(
-    make_method: MakeMethod,
-    fields: Fields,
-    default: str,
+    make_method: MakeMethod[OwnConfig],
+    kind: type[OwnConfig],
     argv: Sequence[str] | None = None,
-    cross_checks: Sequence[CrossCheck] = (),
 ) -> int:
     """What an entry point's main does: read the config, run it, return the exit code.
 
-    `fields` says what the config's fields may hold, `cross_checks` how those of the method's own
-    sections must fit each other, and `default` names the config. `--help` prints the
-    documentation of the method's module.
+    `kind` is the method's own config. `--help` prints the documentation of the method's module.
     """
-
-    def read(values: dict[str, Any]) -> ConfigDict:
-        check_values(fields, values, cross_checks=(*TRAINING_CHECKS, *cross_checks))
-        return ConfigDict(values)
-
     return command.run_config(
         lambda config: run(config, make_method),
         argv,
-        default=default,
-        read=read,
+        default=kind.DEFAULT,
+        read=functools.partial(read_training_config, kind),
         documentation=inspect.getdoc(inspect.getmodule(make_method)),
     )
 
 
-def run(config: ConfigDict, make_method: MakeMethod, console: Console | None = None) -> int:
+def run(
+    config: OwnConfig, make_method: MakeMethod[OwnConfig], console: Console | None = None
+) -> int:
     """Train what a config says and export it; returns the exit code. Raises InputError.
 
-    `make_method(target, data, config)` gives the method. The same call resumes a run that was
+    `make_method(target, vocabulary, config)` gives the method. The same call resumes a run that was
     stopped before.
     """
     begin = time.perf_counter()
-    problems = Problems()
-    for name, kind in (("workdir", RunFolder()), ("data", DataFolders())):
-        with problems.collect():  # before minutes of loading
-            kind.check(name, config[name])
-    problems.check()
     root, where = output_folder("workdir", config.workdir), f"workdir={config.workdir!r}"
     setup = set_up(config, make_method)
     prompts = _prompts(setup)
-    program = make_program(setup.method, setup.decoder, setup.settings, setup.mesh)
+    program = setup.program()
     with folder_lock.hold(root, files.KIND, where):
         workdir = files.open_workdir(root, setup.record)
         return _train(setup, prompts, program, workdir, console, begin)
@@ -106,7 +91,7 @@ def _train(
     console: Console | None,
     begin: float,
 ) -> int:
-    settings, method, mesh = setup.settings, setup.method, setup.mesh
+    config, method, mesh = setup.config, setup.method, setup.mesh
     processes.together(lambda: _check_exports(method, workdir) if processes.is_first() else None)
     progress = loop.Progress()
     if saved := checkpoints.last_checkpoint(workdir):
@@ -115,31 +100,30 @@ def _train(
 
     quiet = not processes.is_first()
     console = console or Console(width=None if sys.stdout.isatty() else 160)
-    with MetricsWriter(workdir, console, settings.steps, progress.step, quiet) as writer:
+    with MetricsWriter(workdir, console, config.loop.steps, progress.step, quiet) as writer:
         _introduce(writer, setup, program.state.params)
         if saved and saved.damaged:
             writer.say(f"the checkpoint of step {saved.damaged[0]} is damaged", "yellow")
         if progress.step:
             writer.say(f"resuming after step {progress.step}, {progress.tokens} tokens")
-        if settings.eval_prompts and not prompts:
+        if config.eval.prompts and not prompts:
             writer.say("no prompt is held out, or none fits: nothing is decoded for a measured tau")
         evaluation = Evaluation(
             method=method,
             program=program,
             target=setup.target,
             target_params=setup.target_params,
-            source=setup.feed.source,
-            packing=setup.held_out,
-            shape=setup.feed.shape,
+            held_out=setup.held_out,
             prompts=prompts,
-            settings=settings,
+            config=config.eval,
             writer=writer,
         )
         result = loop.train(
             program,
             setup.target_params,
             setup.feed,
-            settings,
+            config.loop,
+            config.eval,
             workdir,
             writer,
             progress,
@@ -176,15 +160,15 @@ def _export(method: Method, params: Any, metadata: dict[str, Any], workdir: file
 
 
 def _prompts(setup: Setup) -> list[list[int]]:
-    data, settings, positions = setup.feed.source, setup.settings, setup.target.config.max_positions
-    room = min(_PROMPT_TOKENS, positions - settings.eval_new_tokens)
+    data, evaluations = setup.feed.source, setup.config.eval
+    room = min(_PROMPT_TOKENS, setup.target.config.max_positions - evaluations.new_tokens)
     chosen = np.flatnonzero(data.validation)
-    return held_out_prompts(data, chosen, settings.eval_prompts, room)
+    return held_out_prompts(data, chosen, evaluations.prompts, room)
 
 
 def _introduce(writer: MetricsWriter, setup: Setup, params: Any) -> None:
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
-    settings, packing, shape = setup.settings, setup.feed.packing, setup.feed.shape
+    steps, packing, shape = setup.config.loop.steps, setup.feed.packing, setup.feed.shape
     rows, tokens = len(packing.rows(0)), packing.tokens
     source = "stored" if shape.features else "computed in the step"
     full, labelled = packing.fill_rate(), packing.label_fill_rate()
@@ -205,12 +189,12 @@ def _introduce(writer: MetricsWriter, setup: Setup, params: Any) -> None:
             f"{short} of all {len(lengths)} conversations have fewer than {least} tokens: too few "
             "for a label of the last draft"
         )
-    epochs = settings.steps * settings.batch_size / rows
+    epochs = steps * shape.rows / rows
     writer.say(
-        f"{settings.steps} steps of {settings.batch_size} rows: {epochs:.1f} epochs, about "
+        f"{steps} steps of {shape.rows} rows: {epochs:.1f} epochs, about "
         f"{tokens * epochs / 1e6:.2f}M tokens"
     )
-    if shipped.NAME in split_names(setup.record["config"]["data"]):
+    if shipped.NAME in split_names(setup.config.data):
         writer.say(
             f"data={shipped.NAME} is small: enough to see a drafter learn. {_MORE_DATA}", "yellow"
         )
@@ -225,7 +209,7 @@ def _end(
     result: loop.Result,
     seconds: float,
 ) -> int:
-    where = f"step {result.step} of {setup.settings.steps}, {result.tokens} tokens"
+    where = f"step {result.step} of {setup.config.loop.steps}, {result.tokens} tokens"
     if result.step:
         writer.say(f"exported: {workdir.export}")
     if result.reason == loop.INTERRUPTED:
@@ -250,7 +234,7 @@ def _say_next(writer: MetricsWriter, setup: Setup, workdir: files.Workdir, param
     if learned:
         writer.say(f"held out, from step {curve[0]['step']} on: {', '.join(learned)}", "green")
     where = {kind: _as_argument(path) for kind, path in _exports(setup.method, workdir).items()}
-    target = where.get("model", setup.record["config"]["target"])
+    target = where.get("model", setup.config.target)
     options = [] if target == DEFAULT_MODEL else [f"target={target}"]
     if setup.method.head is not None:
         options += [f"drafter.name={setup.method.head(params, {}).kind}"]
@@ -258,7 +242,7 @@ def _say_next(writer: MetricsWriter, setup: Setup, workdir: files.Workdir, param
         options += ["compare=true"]
     command = " ".join(f"--config.{option}" for option in options)
     writer.say(f"decode with it: python -m specjax.decode {command}", "green")
-    if shipped.NAME in split_names(setup.record["config"]["data"]):
+    if shipped.NAME in split_names(setup.config.data):
         writer.say(_MORE_DATA, "green")
 
 

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int32
-from ml_collections import ConfigDict
 
-from specjax.cli.mesh_config import DistributedConfig, MeshConfig, open_mesh
+from specjax.cli.mesh_config import open_mesh
 from specjax.distributed import processes
 from specjax.errors import InputError, Problems
 from specjax.loading.load import load_model
@@ -26,31 +25,33 @@ from train.data.examples import check_target, target_metadata
 from train.data.sources import Sources, open_sources, split_names
 from train.data.vocabulary import Vocabulary, draft_vocabulary
 from train.methods.method import Method
-from train.pretraining.new_target import check_new_target, new_target
-from train.run.config import Settings, read_settings, record_of
+from train.pretraining.new_model import new_model
+from train.run.config import EvalConfig, OwnConfig, TrainingConfig
 from train.run.loop import Feed
 from train.run.precision import as_multiplied, multiply_dtype
 from train.run.start_from import Earlier, open_earlier
+from train.run.step import Program, make_program, placement_of
 
-MakeMethod = Callable[[Model, Vocabulary, ConfigDict], Method]
+MakeMethod = Callable[[Model, Vocabulary, OwnConfig], Method]
+"""Makes the method of a target, a choice of draft vocabulary, and the command's config."""
 
 
 @dataclass(frozen=True)
 class Setup:
     """What a run works with; `decoder` and `target_params` are the target as a frozen teacher.
 
-    `held_out` packs the validation conversations, None where there are none. `record` is what must
-    be the same when the run is resumed.
+    `held_out` has the validation conversations, None where there are none. `record` is what must be
+    the same when the run is resumed.
     """
 
-    settings: Settings
+    config: TrainingConfig
     mesh: Mesh | None
     target: Model
     decoder: Decoder
     target_params: Any
     method: Method
     feed: Feed
-    held_out: Packing | None
+    held_out: Feed | None
     record: dict[str, Any]
     earlier: Earlier | None
 
@@ -58,6 +59,19 @@ class Setup:
     def products(self) -> str:
         """The dtype of products, in words."""
         return str(self.decoder.multiply or "float32")
+
+    def program(self) -> Program:
+        """The compiled functions of the run, and the state that it begins with."""
+        config = self.config
+        return make_program(
+            self.method,
+            self.decoder,
+            config.optimization,
+            self.mesh,
+            seed=config.seed,
+            remat=config.remat,
+            fsdp=config.fsdp,
+        )
 
     def metadata(self, step: int, tokens: int) -> dict[str, Any]:
         """What an export says of its training; no path of this machine is in it."""
@@ -74,13 +88,9 @@ class Setup:
         }
 
 
-def set_up(config: ConfigDict, make_method: MakeMethod) -> Setup:
+def set_up(config: OwnConfig, make_method: MakeMethod[OwnConfig]) -> Setup:
     """Read and check everything; raises InputError, on all processes, for what does not fit."""
-    mesh = open_mesh(
-        MeshConfig(**config.mesh), DistributedConfig(**config.distributed), config.to_dict()
-    )
-    settings = read_settings(config)
-    check_new_target(config)
+    mesh = open_mesh(config.mesh, config.distributed, config.written)
     multiply = multiply_dtype(config.dtype)
     directories = split_names(config.data)
 
@@ -88,21 +98,22 @@ def set_up(config: ConfigDict, make_method: MakeMethod) -> Setup:
         problems = Problems()
         with problems.collect():
             data = open_sources(directories)
-        if config.target is None:
+        if config.model is not None:
             problems.check()  # a new model takes its tokenizer from the data
         with problems.collect():
-            model = (
-                new_target(config, data, mesh)
-                if config.target is None
-                else load_model(config.target, mesh=mesh, field="target")
-            )
+            if config.model is None:
+                model = load_model(config.target, mesh=mesh, field="target")
+            else:
+                tokenizer = data.tokenizer()
+                shape = config.model.config(tokenizer.vocab_size)
+                model = new_model(shape, tokenizer, config.seed, mesh)
         problems.check()
         metadata = target_metadata(model)
         for part in data.parts:
             with problems.collect():
                 check_target(f"data={str(part.directory)!r}", part.target, metadata)
         with problems.collect():
-            _check_positions(settings, model)
+            _check_positions(config.eval, model)
         with problems.collect():
             earlier = None
             choose = functools.partial(draft_vocabulary, data, vocab_size=model.config.vocab_size)
@@ -113,19 +124,21 @@ def set_up(config: ConfigDict, make_method: MakeMethod) -> Setup:
             method = make_method(model, vocabulary, config)
             method = method if earlier is None else earlier.continued(method)
         problems.check()
-        _check_lengths(settings, data, method)
+        _check_lengths(config.batches.row_tokens, data, method)
         return model, data, method, earlier, vocabulary.digest
 
     target, data, method, earlier, vocabulary = processes.together(load)
-    names = _features_read(method, data, settings.features)
+    names = _features_read(method, data, config.features)
     shape = Shape(
-        rows=settings.batch_size,
-        tokens=settings.row_tokens,
-        labels=settings.row_labels,
+        rows=config.batches.batch_size,
+        tokens=config.batches.row_tokens,
+        labels=config.batches.row_labels,
         features=names,
         width=target.config.hidden_size,
     )
-    training = Packing(data, np.flatnonzero(~data.validation), shape, settings.seed)
+    training = Packing(data, np.flatnonzero(~data.validation), shape, config.seed)
+    placement = placement_of(config.batches, mesh)
+    held_out = _held_out(data, shape)
     about = {
         "sources": [Path(path).name for path in directories],
         "conversations": len(data),
@@ -134,7 +147,7 @@ def set_up(config: ConfigDict, make_method: MakeMethod) -> Setup:
         "features": list(names),
     }
     record = {
-        "config": record_of(config),
+        "config": config.record,
         "method": method.name,
         "data": about,
         "target": target_metadata(target),
@@ -142,14 +155,14 @@ def set_up(config: ConfigDict, make_method: MakeMethod) -> Setup:
     }
     processes.agree({"data": about})
     return Setup(
-        settings=settings,
+        config=config,
         mesh=mesh,
         target=target,
         decoder=dataclasses.replace(target.architecture, multiply=multiply),
         target_params=as_multiplied(target.params, multiply),
         method=method,
-        feed=Feed(data, training, shape),
-        held_out=_held_out(data, shape),
+        feed=Feed(data, training, shape, placement),
+        held_out=None if held_out is None else Feed(data, held_out, shape, placement),
         record=record,
         earlier=earlier,
     )
@@ -170,21 +183,21 @@ class _Noted:
         return ids
 
 
-def _check_positions(settings: Settings, target: Model) -> None:
+def _check_positions(config: EvalConfig, target: Model) -> None:
     """Raise InputError where prompts that are decoded would have no room before the new tokens."""
     positions = target.config.max_positions
-    if settings.eval_prompts and settings.eval_new_tokens >= positions:
+    if config.prompts and config.new_tokens >= positions:
         raise InputError(
-            f"eval.new_tokens={settings.eval_new_tokens}: {target.name} has {positions} "
+            f"eval.new_tokens={config.new_tokens}: {target.name} has {positions} "
             f"positions, and a prompt needs some; use at most {positions - 1}"
         )
 
 
-def _check_lengths(settings: Settings, data: Sources, method: Method) -> None:
+def _check_lengths(row_tokens: int, data: Sources, method: Method) -> None:
     """Raise InputError where no row has a label for each draft of the method."""
     least = method.least_tokens
     longest = int(data.lengths.max())
-    for field, value in (("row_tokens", settings.row_tokens), ("data", longest)):
+    for field, value in (("row_tokens", row_tokens), ("data", longest)):
         if value < least:
             what = f"{field}={value}" if field != "data" else f"data: sequences of up to {value}"
             raise InputError(

@@ -11,8 +11,9 @@ import numpy as np
 from jaxtyping import Array, Int32, Key
 
 from specjax.errors import InputError
+from specjax.fields import first_difference
 from specjax.files.paths import input_folder
-from specjax.loading.heads.find_head import open_head, read_any_head
+from specjax.loading.heads.find_head import read_any_head, shipped_head
 from specjax.loading.heads.head import KINDS, Head, check_head
 from specjax.loading.model import Model
 from train.methods.method import Method
@@ -39,43 +40,40 @@ class Earlier:
     def vocabulary(self, size: int | None) -> Int32[np.ndarray, "Vd"] | None:
         """The head's own draft vocabulary; raises InputError where another size is wanted."""
         ids = self.head.draft_ids
-        there = self.head.target.vocab_size if ids is None else len(ids)
-        if there != (self.head.target.vocab_size if size is None else size):
+        every = self.head.target.vocab_size
+        there, wanted = every if ids is None else len(ids), every if size is None else size
+        if there != wanted:
             raise InputError(
-                f"start_from={self.name!r}: drafts from {there} tokens, not {size}; set "
+                f"start_from={self.name!r}: drafts from {there} tokens, not {wanted}; set "
                 f"draft_vocab_size={there}"
             )
         return ids
 
     def continued(self, method: Method) -> Method:
-        """The method, which starts from the head's parameters; raises InputError for another's."""
+        """The method, which starts from the head's parameters; raises InputError for another's.
+
+        A target that is trained along starts from itself.
+        """
         where = f"start_from={self.name!r}"
-        if method.trains_target:
-            raise InputError(
-                f"{where}: a method that trains the target too starts from the target; leave "
-                "start_from out"
-            )
-        if method.name != self.head.kind:
+        if method.head is None:
+            raise InputError(f"{where}: nothing that drafts is trained; leave start_from out")
+        wanted = method.head(method.init(jax.random.key(0)), {})
+        if wanted.kind != self.head.kind:
             raise InputError(
                 f"{where}: a head of the kind {self.head.kind}; train it with that method, or "
-                f"start from one of the kind {method.name}"
+                f"start from one of the kind {wanted.kind}"
             )
-        wanted = method.head(method.init(jax.random.key(0)), {}).config
-        if wanted != self.head.config:
-            name = next(
-                field
-                for field in vars(wanted)
-                if getattr(wanted, field) != getattr(self.head.config, field)
-            )
+        if (different := first_difference(wanted.config, self.head.config)) is not None:
+            name, mine, theirs = different
             raise InputError(
-                f"{where}: has {name}={getattr(self.head.config, name)!s:.60}, the config "
-                f"{getattr(wanted, name)!s:.60}; give the head's own"
+                f"{where}: has {name}={theirs!s:.60}, the config {mine!s:.60}; give the head's own"
             )
-
         params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), self.head.params)
 
         def init(key: Key[Array, ""]) -> Any:
-            return params
+            if method.drafter is None:
+                return params
+            return {**method.init(key), method.drafter: params}
 
         return method._replace(init=init)
 
@@ -86,6 +84,11 @@ def open_earlier(name: str, target: Model) -> Earlier:
     Raises InputError as the readers do, and for a head of another target.
     """
     shipped = name in KINDS
-    head = open_head(name, None, target) if shipped else read_any_head(name, target, "start_from")
+    head = shipped_head(name, target) if shipped else read_any_head(name, target, "start_from")
+    if head is None:
+        raise InputError(
+            f"start_from={name!r}: no {name} comes with specjax for {target.name}; give the "
+            "directory of one"
+        )
     check_head(head, target, f"start_from={name!r}")
     return Earlier(name, head)

@@ -20,8 +20,13 @@ from specjax.models.decoder import Decoder
 from train.data.batches import Batch
 from train.methods.method import Measures, Method
 from train.methods.packed_rows import fill_features
-from train.run.config import Settings
-from train.run.optimizer import learning_rate, make_optimizer, summed_gradients
+from train.run.config import BatchConfig
+from train.run.optimizer import (
+    Optimization,
+    learning_rate,
+    make_optimizer,
+    summed_gradients,
+)
 
 LATE = np.int32(2**30)
 """A step that is late in any run, with room for later ones."""
@@ -75,14 +80,26 @@ class Program(NamedTuple):
 
 
 def make_program(
-    method: Method, decoder: Decoder, settings: Settings, mesh: Mesh | None
+    method: Method,
+    decoder: Decoder,
+    optimization: Optimization,
+    mesh: Mesh | None,
+    *,
+    seed: int,
+    remat: bool = False,
+    fsdp: bool = False,
 ) -> Program:
-    """The program of a method. Raises InputError for settings that its parameters do not fit."""
-    run_key = jax.random.key(settings.seed)
+    """The program of a method, whose random numbers follow from `seed`.
+
+    `remat` is that of `loss_function`; with `fsdp` the parameters are split over the mesh's `data`,
+    as the optimizer's state always is. Raises InputError for an optimization that the method's
+    parameters do not fit.
+    """
+    run_key = jax.random.key(seed)
     init_key, key = jax.random.split(run_key)
-    loss = loss_function(method, decoder, settings.remat)
-    params = _copied(method.init(init_key), mesh, settings.fsdp)
-    optimizer = make_optimizer(settings.optimization, params)
+    loss = loss_function(method, decoder, remat)
+    params = _copied(method.init(init_key), mesh, fsdp)
+    optimizer = make_optimizer(optimization, params)
     shapes = jax.eval_shape(optimizer.init, params)
     moments = None if mesh is None else _shardings(shapes, mesh, split=True)
     state = State(
@@ -122,7 +139,7 @@ def make_program(
             tokens=(batches.segments > 0).sum(dtype=jnp.int32),
             grad_norm=norm,
             schedules={
-                "learning_rate": learning_rate(settings.optimization, state.step),
+                "learning_rate": learning_rate(optimization, state.step),
                 **{name: value(state.step) for name, value in method.schedules.items()},
             },
         )
@@ -207,15 +224,15 @@ class Placement:
         return jax.make_array_from_callback(shape, spread, part)
 
 
-def placement_of(settings: Settings, mesh: Mesh | None) -> Placement:
-    """How batches of these settings are placed on a mesh."""
-    per_micro = settings.batch_size // settings.accumulate
+def placement_of(config: BatchConfig, mesh: Mesh | None) -> Placement:
+    """How these batches are placed on a mesh."""
+    per_micro = config.batch_size // config.accumulate
     held = tuple(range(per_micro))
     if mesh is not None:
         rows = NamedSharding(mesh, PartitionSpec(DATA))
         parts = rows.addressable_devices_indices_map((per_micro,)).values()
         held = tuple(sorted({row for (part,) in parts for row in range(per_micro)[part]}))
-    return Placement(settings.accumulate, per_micro, held, mesh)
+    return Placement(config.accumulate, per_micro, held, mesh)
 
 
 def gathered(tree: Any, mesh: Mesh | None) -> Any:

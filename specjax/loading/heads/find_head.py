@@ -6,9 +6,10 @@ from pathlib import Path
 
 from specjax.errors import InputError
 from specjax.files.paths import user_path
-from specjax.loading.checkpoint_directory import is_checkpoint
+from specjax.loading.checkpoint_directory import is_checkpoint, newest, read_marker
 from specjax.loading.head_formats import read_foreign
-from specjax.loading.heads.head import KINDS, Head, TargetMetadata, read_head
+from specjax.loading.heads.head import KINDS, Head, TargetMetadata, own_modules, read_head
+from specjax.loading.load import load_model
 from specjax.loading.model import Model
 from specjax.loading.orbax_checkpoint import look
 
@@ -61,7 +62,8 @@ def open_head(kind: str, path: str | Path | None, target: Model) -> Head:
 def read_any_head(path: str | Path, target: Model, field: str) -> Head:
     """The head in a directory, of any kind and layout; `field` is the field of the path.
 
-    Raises InputError where there is no such directory, and as the readers do.
+    Of a model with MTP modules inside it is these. Raises InputError where there is no such
+    directory, for a model without modules, and as the readers do.
     """
     typed, path = str(path), user_path(field, path)
     if not path.is_dir():
@@ -70,7 +72,21 @@ def read_any_head(path: str | Path, target: Model, field: str) -> Head:
             "downloaded head"
         )
     if is_checkpoint(path):
-        return read_head(path, target.mesh)
+        if read_marker(path, newest(path)).kind != "model":
+            return read_head(path, target.mesh)
+        model = load_model(
+            path,
+            dtype=target.dtype.name,
+            mesh=target.mesh,
+            replicated=target.shards == 1,
+            field=field,
+        )
+        if (head := own_modules(model)) is None:
+            raise InputError(
+                f"{field}={typed!r}: a model without MTP modules; give a head that training "
+                "exported, or a model with modules inside"
+            )
+        return head
     if is_checkpoint(path / "head"):
         raise InputError(
             f"{field}={str(path)!r}: a target and a head that were trained together; use "

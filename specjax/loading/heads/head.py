@@ -132,6 +132,13 @@ class Head:
                 )
 
 
+def own_modules(model: Model) -> Head | None:
+    """The MTP modules inside a model as a head for it; None where it has none."""
+    if model.mtp is None:
+        return None
+    return Head("mtp", model.mtp.config, model.mtp.params, None, TargetMetadata.of(model))
+
+
 def vocabulary_hash(tokenizer: Tokenizer) -> str:
     """A hash of all token strings, in order of their ids."""
     tokens = [tokenizer.token(index) for index in range(tokenizer.vocab_size)]
