@@ -127,7 +127,18 @@ CALLS = {
     "testing.check_rule": (testing.check_rule, {"rule": "rejection"}),
 }
 SIGNATURES = {"stream": specjax.stream}
-OBJECTS = {"model", "mesh", "form", "progress", "draft_length", "request", "distributions", "valid"}
+OBJECTS = {
+    "model",
+    "mesh",
+    "form",
+    "progress",
+    "draft_length",
+    "costs",
+    "replay",
+    "request",
+    "distributions",
+    "valid",
+}
 """Arguments that only code can give: everything of another class is wrong."""
 VALUES = {"Drafter", "LoadedDrafter", "Generation", "Model", "InputError"}
 """Exported for what they hold, not to be called."""

@@ -309,6 +309,9 @@ def test_rounds_can_be_replayed(rule, tiny, similar, dear):
     _, got = decode_auto(tiny, dear, **options)
     assert len(lengths_drafted(got)) >= 3
     assert {-1, 0, 1} == set(got.drafter.ravel().tolist())
+    if rule == "coupled":
+        plain = decode(tiny, PROMPTS, sampling=options["sampling"], verify=rule)
+        assert got.token_ids == plain.token_ids
     again = decode(
         tiny,
         PROMPTS,

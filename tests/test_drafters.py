@@ -149,7 +149,7 @@ def test_drafts_come_from_the_distributions_that_they_name(name, tiny, unrelated
     states += list(rounds(session, states[0]))[:2]
     warps = [state.rows.sampling for state in states]
     for state, warp in zip(states, warps, strict=True):
-        draft, _ = propose(session.plan, session.params, state)
+        draft = propose(session.plan, session.params, state).draft
         limit = np.maximum(np.minimum(3, state.rows.max_length - state.length - 1), 0)
         counts = draft.valid.sum(axis=1)
         assert (counts <= np.where(state.status == 0, limit, 0)).all()

@@ -199,14 +199,10 @@ def test_a_row_does_not_change_with_the_batch(rule, sizes, tiny, every, plain_mi
             assert (getattr(first, field) == getattr(other, field)).all()
 
 
-LENGTHS = {
-    "ladder": DraftLength(4, by_batch=((1, 2, 4), (3, 5, 2), (6, 7, 1), (8, 8, 0))),
-    "auto_ladder": DraftLength(4, by_batch=((5, 6, 2), (7, 8, 3)), auto=True),
-}
+LADDER = DraftLength(4, by_batch=((1, 2, 4), (3, 5, 2), (6, 7, 1), (8, 8, 0)))
 
 
-@pytest.mark.parametrize("kind", ["auto_ladder", *slow("ladder")])
-def test_lengths_that_adapt(kind, tiny, every, plain_mixed):
+def test_lengths_that_follow_the_batch(tiny, every, plain_mixed):
     # Rows end one after the other, so that all steps of the ladder are used.
     requests = [
         dataclasses.replace(request, max_new_tokens=NEW - 3 * row)
@@ -219,7 +215,7 @@ def test_lengths_that_adapt(kind, tiny, every, plain_mixed):
         verify="coupled",
         sampling=requests,
         num_speculative_tokens=4,
-        draft_length=LENGTHS[kind],
+        draft_length=LADDER,
     )
     for row, tokens in enumerate(got.token_ids):
         assert tokens == plain_mixed.token_ids[row][: NEW - 3 * row]
