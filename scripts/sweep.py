@@ -145,7 +145,7 @@ def make_cells(out: Path, fixed: Sequence[str], grid: dict[str, list[str]]) -> l
 
 
 def finished(cell: Cell) -> Run | None:
-    """The report of a cell that ran to its end."""
+    """The report of a cell that ran to its end, with no turn refused."""
     if not cell.report.exists():
         return None
     try:
@@ -153,7 +153,8 @@ def finished(cell: Cell) -> Run | None:
     except InputError:
         # Another version's: the cell is run again.
         return None
-    return run if isinstance(run, Run) and not run.interrupted else None
+    complete = isinstance(run, Run) and not (run.interrupted or run.refused)
+    return run if complete else None
 
 
 def run_cell(cell: Cell) -> int | None:

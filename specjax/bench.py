@@ -33,7 +33,7 @@ from specjax.cli.measure_auto import Cell, Ratio, measure_cell
 from specjax.cli.mesh_config import DistributedConfig, MeshConfig, open_mesh
 from specjax.decoding import costs, prompts
 from specjax.decoding.executor import Programs, compile_session, run_session
-from specjax.decoding.generate import Generation, collect
+from specjax.decoding.generate import Generation, broken_logits, collect
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.plan import Session, plan_session
 from specjax.decoding.sampling_params import SamplingParams
@@ -195,7 +195,11 @@ def compare_with_plain(
 
 def _decode(session: Session, programs: Programs) -> Generation:
     done = [s for s in run_session(session, programs=programs) if s.finished]
-    return collect(session, done)
+    result = collect(session, done)
+    failed = {f"prompts[{row}]": count for row, count in result.failed_rows.items()}
+    if failed:
+        raise InputError(broken_logits(session.model, failed))
+    return result
 
 
 def _predict(

@@ -115,7 +115,7 @@ def _write_all(
         written += [files.move(picture) for picture in sorted(drawing.iterdir())]
     for conditions, group in by_conditions(entries).items():
         print(f"{conditions}\n\n{tables.leaderboard(group)}")
-        if note := tables.interrupted(group):
+        if note := tables.incomplete(group):
             print(note)
     for bench in benches:
         if bench.interrupted:

@@ -1,21 +1,27 @@
 """`python -m specjax.decode` from argument line to exit code, in this process."""
 
+import dataclasses
 import io
 import json
 import os
 
+import jax
+import jax.numpy as jnp
 import pytest
 from conftest import slow
 from rich.console import Console
 
 from specjax import decode
+from specjax import report as write_reports
 from specjax.cli import decode_run
 from specjax.cli.console import Screen
 from specjax.decoding import compare_outputs
 from specjax.decoding.generate import generate
 from specjax.decoding.plan import plan_session
+from specjax.drafters import make_drafter
 from specjax.loading.load import load_model, save_model
 from specjax.reporting import report_file
+from specjax.reporting.read import read_report
 
 ROW = {
     "question_id",
@@ -24,6 +30,7 @@ ROW = {
     "token_ids",
     "text",
     "new_tokens",
+    "finish_reason",
     "accept_lengths",
     "rounds",
     "prefill_s",
@@ -33,6 +40,7 @@ ROW = {
     "identical",
     "first_difference",
     "margin_at_difference",
+    "resolution_at_difference",
 }
 SUMMARY = {
     "drafter",
@@ -123,6 +131,8 @@ def test_greedy_equals_plain_decoding(name, run, folder, capsys):
         assert row["new_tokens"] == len(row["token_ids"]) == sum(row["accept_lengths"]) == 12
         assert row["identical"] is True
         assert row["first_difference"] is row["margin_at_difference"] is None
+        assert row["resolution_at_difference"] is None
+        assert row["finish_reason"] == "length"
     assert summary["identical_rows"] == summary["num_rows"] == 3
     assert summary["drafter"] == name
     assert min(summary[key] for key in ("speedup", "load_s", "compile_s", "first_token_s")) > 0
@@ -202,7 +212,7 @@ def test_all_turns_see_the_answers(run, folder):
     assert rows[3]["token_ids"] == again.token_ids[0]
 
 
-def test_a_later_turn_that_outgrows_the_model_keeps_what_was_decoded(run, folder, capsys):
+def test_a_later_turn_that_outgrows_the_model_keeps_what_was_decoded(run, folder, tmp_path, capsys):
     path = folder / "long.jsonl"
     turns = [["one two one", "and then " * 40], ["abc abc ab", "and then"]]
     path.write_text(
@@ -211,8 +221,17 @@ def test_a_later_turn_that_outgrows_the_model_keeps_what_was_decoded(run, folder
     code, report = run(f"--config.prompts={path}", "--config.turns=all", "--config.max_length=120")
     assert code == 2
     assert [(row["question_id"], row["turn"]) for row in report["rows"]] == [(0, 0), (1, 0)]
-    assert report["summary"]["interrupted"] is True
-    assert "which leaves no room for a new one in max_length=120" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "which leaves no room for a new one in max_length=120" in error
+    # It ran to its end: what is missing is said, and is no interruption.
+    assert "interrupted" not in report["summary"]
+    assert f"error: {report['summary']['refused']}\n" == error
+    path = tmp_path / "report.json"
+    assert read_report(path).refused == report["summary"]["refused"]
+    assert write_reports.main([str(path), f"--out={tmp_path / 'out'}", "--nopictures"]) == 0
+    said = capsys.readouterr().out
+    assert "Later turns refused: ngram (2 answers): prompts[0] has" in said
+    assert "Interrupted" not in said
 
 
 SEVERAL = [
@@ -309,14 +328,62 @@ def test_a_difference_fails_unless_it_is_a_near_tie(margin, code, run, monkeypat
     assert ("NOT EXACT" if code else "excused") in shown
 
 
-def test_half_precision_excuses_nothing(run, monkeypatch):
-    monkeypatch.setattr(
-        decode_run,
-        "compare_row",
-        lambda session, prompt, ours, plain: compare_outputs.Difference(0, 1e-6),
+def second_best(compare):
+    """What is said of the first token's runner-up, instead of what was generated."""
+
+    def compared(session, prompt, ours, plain):
+        return compare(session, prompt, [(plain[0] + 1) % 90], plain)
+
+    return compared
+
+
+@pytest.mark.parametrize("share", [0.5, 2.0])
+def test_in_half_precision_what_it_cannot_resolve_is_excused(
+    share, run, tmp_path, monkeypatch, capsys
+):
+    """Margins of half, and of twice, what bfloat16 resolves at the largest logit."""
+    logits = []
+
+    def near(*arguments):
+        found = best_two(*arguments)
+        logits.append(float(jnp.abs(found).max()))
+        order = jnp.argsort(found[0])
+        step = share * 2 * 2**-7 * logits[-1]
+        return found.at[0, order[-2]].set(found[0, order[-1]] - step)
+
+    best_two = compare_outputs._next_logits
+    monkeypatch.setattr(compare_outputs, "_next_logits", near)
+    monkeypatch.setattr(decode_run, "compare_row", second_best(decode_run.compare_row))
+    code, report = run("--config.compare=true", "--config.dtype=bfloat16")
+    assert code == (0 if share < 1 else 1)
+    assert read_report(tmp_path / "report.json").exact == (share < 1)
+    for row, largest in zip(report["rows"], logits, strict=True):
+        assert row["identical"] is False
+        assert row["resolution_at_difference"] == pytest.approx(2**-6 * largest)
+        assert row["margin_at_difference"] == pytest.approx(share * 2**-6 * largest, rel=1e-4)
+    assert ("excused" if share < 1 else "NOT EXACT") in capsys.readouterr().out
+
+
+def test_rounding_in_bfloat16_is_told_from_other_tokens(chatty):
+    """Whatever drafts differ in is a near-tie; a token that is not likely is none."""
+    target = dataclasses.replace(
+        chatty,
+        dtype=jnp.dtype(jnp.bfloat16),
+        params=jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), chatty.params),
     )
-    code, _ = run("--config.compare=true", "--config.dtype=bfloat16")
-    assert code == 1
+    prompts = [[5 + i, 6, 7 * i] for i in range(12)]
+    sampling = {"max_new_tokens": 24, "ignore_eos": True}
+    plain = generate(target, prompts, sampling=sampling)
+    drafted = generate(
+        target, prompts, sampling=sampling, drafter=make_drafter("draft_model", target, path=target)
+    )
+    session = plan_session(target, prompts, requests=sampling)
+    for prompt, (ours, other) in enumerate(zip(drafted.token_ids, plain.token_ids, strict=True)):
+        found = compare_outputs.compare_row(session, prompt, ours, other)
+        assert found is None or found.excused
+    margins = [compare_outputs.compare_row(session, i, [0], plain.token_ids[i]) for i in range(12)]
+    assert not all(found is None or found.excused for found in margins)
+    assert not compare_outputs.Difference(0, float("nan"), 1.0).excused
 
 
 def test_margin_is_that_of_the_two_best_logits(chatty):

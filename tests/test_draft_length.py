@@ -8,6 +8,7 @@ import pytest
 from conftest import slow, tiny_config
 from decoding import PROMPTS, decode, draft_model, greedy, make_session, mixed
 
+from specjax.decoding import learned
 from specjax.decoding.executor import compile_session, run_session
 from specjax.decoding.generate import collect
 from specjax.decoding.learned import Learned
@@ -341,6 +342,36 @@ def test_costs_are_measured_kept_and_read(tiny, similar, tmp_path, monkeypatch):
         file.write_text(damage)
         fresh = Learned.of_session(session, programs)
         assert fresh.estimate.seconds.shape == (count,)
+
+
+def test_costs_of_short_prompts_are_not_those_of_long_ones(tiny, similar, tmp_path, monkeypatch):
+    """Kept figures are for prompts of the same size, to a power of two, as those measured."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured = []
+
+    def measure(session, programs):
+        measured.append(len(session.prompts[0]))
+        return np.full(len(session.plan.widths) + 2, float(len(measured)))
+
+    monkeypatch.setattr(learned, "_measure", measure)
+
+    def first_figure(*lengths):
+        session = make_session(
+            tiny,
+            [[5] * length for length in lengths],
+            drafter=draft_model(similar),
+            num_speculative_tokens="auto",
+            sampling=greedy(),
+            batch_size=1,
+        )
+        known = Learned.of_session(session, compile_session(session))
+        known.save()
+        return known.estimate.seconds[0]
+
+    assert [first_figure(length) for length in (5, 300, 7, 290, 5)] == [1.0, 2.0, 1.0, 2.0, 1.0]
+    assert measured == [5, 300]
+    # The first batch is what was measured, not the longest prompt of all.
+    assert first_figure(4, 300) == 1.0
 
 
 def test_a_drafter_that_never_pays_is_looked_at_now_and_then(tiny, unrelated):

@@ -4,6 +4,7 @@ import api_arguments
 import jaxtyping
 import numpy as np
 import pytest
+from decoding import PROMPTS, Shifting, decode, greedy
 
 from specjax.decoding.executor import compile_session
 from specjax.decoding.generate import generate
@@ -45,6 +46,22 @@ def test_drafts_are_no_longer_than_what_a_row_may_emit(tiny):
     )
     assert session.plan.draft_length.max_tokens == 3
     assert session.plan.widths[-1] == 4
+
+
+def test_each_step_of_a_ladder_runs_at_its_own_width(tiny):
+    """Rows end one after the other: five, four and three draft two tokens, the others six."""
+    requests = [greedy(max_new_tokens=new) for new in (4, 8, 12, 40, 40)]
+    got = decode(
+        tiny,
+        PROMPTS[:5],
+        drafter=Shifting(tiny.config.vocab_size),
+        sampling=requests,
+        num_speculative_tokens_per_batch_size=((1, 2, 6), (3, 8, 2)),
+    )
+    drafted, width = (part[got.emitted > 0] for part in (got.drafted, got.width))
+    assert set(zip(drafted.tolist(), width.tolist(), strict=True)) >= {(2, 3), (6, 7)}
+    # The last token of a row is not drafted.
+    assert set(width.tolist()) == {1, 3, 7}
 
 
 def test_too_little_memory_is_said_before_the_first_token(tiny, monkeypatch):

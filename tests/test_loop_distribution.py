@@ -25,6 +25,7 @@ from specjax.testing import Tabular, check_drafter
 from specjax.testing.drafters import (
     chi_square,
     conditional_distributions,
+    decode,
     first_rows,
     make_plan,
     output_distribution,
@@ -284,6 +285,27 @@ def test_the_broken_variants_fail_for_their_mistake_alone(tables):
     same = tampered(draft_model(draft), lambda draft, context: draft)
     check = check_drafter(same, target, FEWER, prompt=PROMPT, request=COLD)
     assert check.passed, check
+
+
+@pytest.mark.parametrize(("length", "rounds"), [(1, {2, 3}), (2, {1, 2, 3})])
+def test_the_three_tokens_come_from_as_many_rounds_as_is_said(length, rounds, tables):
+    """The last of them never from the first round, so that a later one is always tested too."""
+    (model, table), draft = tables
+    turns, params = take_turns(draft_model(draft))
+    plan = make_plan(
+        model,
+        turns,
+        DraftLength(length),
+        verify=Rejection(),
+        request=AS_IS,
+        capacity=len(PROMPT) + 2 * length + 2,
+    )
+    state = decode(plan, (table, params), PROMPT, AS_IS, np.arange(2000), 0, length + 2)
+    ends = np.cumsum(np.maximum(state.rounds.emitted, 0), axis=1)
+    # The round of the K-th token to the (K+2)-th: the first after which it is there.
+    which = np.argmax(ends[:, :, None] >= length + np.arange(3), axis=1)
+    assert {len(set(row)) for row in which.tolist()} == rounds
+    assert (which[:, 2] > 0).all()
 
 
 def test_a_check_is_readable(tables):

@@ -1,5 +1,6 @@
 """The loop on meshes of fake devices: the same tokens, and no collective that is not needed."""
 
+import dataclasses
 import functools
 import re
 import weakref
@@ -9,15 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import slow, tiny_config
-from decoding import PROMPTS, decode, greedy, make_session, mixed
-from heads import eagle_drafter, with_modules
+from decoding import PROMPTS, decode, draft_model, greedy, make_session, mixed
+from heads import eagle_drafter, medusa_head, with_modules
 
+from specjax.cache import KVCache, Window
 from specjax.decoding import loop
-from specjax.decoding.executor import compile_session
-from specjax.decoding.generate import generate
+from specjax.decoding.executor import compile_session, run_session
+from specjax.decoding.generate import collect, generate
 from specjax.decoding.plan import batch_arguments
 from specjax.distributed import sharding
-from specjax.drafters import make_drafter
+from specjax.drafters import head_drafter, make_drafter
 from specjax.errors import InputError
 from specjax.loading.formats import build_parameters, parameter_names
 from specjax.loading.load import load_model, place_model, random_model, save_model
@@ -178,6 +180,33 @@ def test_a_heads_cache_is_split_as_the_targets(name, model, eight, alone):
         assert (batch, heads) == (model, 8 // model)
 
 
+def test_every_drafters_state_says_how_it_is_split(eight):
+    """From the first round on, and not only where the compiler finds out by itself."""
+    mesh = mesh_of(2, 2)
+    split = place_model(with_modules(eight, 2), mesh)
+    made = (
+        eagle_drafter(split),
+        make_drafter("mtp", split),
+        head_drafter(medusa_head(split), split),
+        draft_model(split),
+    )
+    for drafter, params in made:
+
+        def init(params, drafter=drafter):
+            return drafter.init(params, 8, 256)
+
+        with sharding.use(mesh):
+            state = jax.jit(init)(params)
+        caches = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, KVCache | Window))
+        for part in caches:
+            if isinstance(part, KVCache | Window):
+                assert part.k.addressable_shards[0].data.shape[1:3] == (4, 4)
+                assert part.v.addressable_shards[0].data.shape[1:3] == (4, 4)
+            part = getattr(part, "length", part)
+            if not isinstance(part, Window):
+                assert part.addressable_shards[0].data.shape[0] == 4
+
+
 @pytest.mark.parametrize("batch_size", [3, *slow(1, 5)])
 def test_a_batch_that_does_not_divide_is_padded(batch_size, eight, draft, alone):
     name, options = SETTINGS["ngram, greedy"]
@@ -192,6 +221,33 @@ def test_a_vocabulary_that_does_not_divide_stays_whole():
     options = dict(sampling=mixed(max_new_tokens=8), verify="coupled")
     ours = run_on(place_model(target, mesh_of(2, 4)), None, "ngram", options)
     assert ours.token_ids == run_on(target, None, "ngram", options).token_ids
+
+
+@pytest.mark.parametrize("how", ["moved", *slow("loaded there", "mesh")])
+def test_a_model_on_another_device_runs_there(how, chatty):
+    """What is not there yet follows it: the rows, and a drafter's parameters."""
+    device = jax.devices()[1]
+    if how == "moved":
+        model = dataclasses.replace(chatty, params=jax.device_put(chatty.params, device))
+    elif how == "mesh":
+        model = place_model(chatty, sharding.make_mesh(devices=[device]))
+    else:
+        with jax.default_device(device):
+            model = dataclasses.replace(chatty, params=jax.tree.map(jnp.array, chatty.params))
+    options = dict(sampling=greedy(max_new_tokens=14))
+    plain = decode(chatty, PROMPTS[:3], **options)
+    stop = plain.texts[1][2:4]
+    options = dict(sampling=greedy(max_new_tokens=14, stop=(stop,), logprobs=True))
+    session = make_session(
+        model, PROMPTS[:3], drafter=draft_model(chatty), num_speculative_tokens=2, **options
+    )
+    state = start(session)
+    there = [leaf.devices() for leaf in jax.tree.leaves((session.params, state))]
+    assert set().union(*there) == {device}
+    done = [snapshot for snapshot in run_session(session) if snapshot.finished]
+    wanted = decode(chatty, PROMPTS[:3], **options)
+    assert wanted.finish_reasons[1] == "stop"
+    assert collect(session, done).token_ids == wanted.token_ids
 
 
 def collectives(program):

@@ -16,7 +16,6 @@ from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
-from specjax.decoding.compare_outputs import EXCUSED_MARGIN
 from specjax.decoding.generate import Delta, Generation
 from specjax.decoding.prompts import Question
 from specjax.loading.tokenizers.tokenizer import StreamDecoder, Tokenizer
@@ -181,6 +180,8 @@ class Screen:
                 parts[-1] += f" against {plain.tokens_per_second:.1f}"
         if same:
             parts.append(same)
+        if ours.finish_reasons[row] == "error":
+            parts.append("ENDED BY AN ERROR: logits that are not numbers")
         if parts:
             self.say("    " + f"{drafter}: " * bool(drafter) + ", ".join(parts), "dim")
 
@@ -244,20 +245,21 @@ class Screen:
             what = "prefill and measuring costs" if any(run.auto for run in runs) else "prefill"
             self.say(f"end to end: with {what}; without loading and compiling", "dim")
 
-    def differences(self, totals: Totals, excused: bool, drafter: str = "") -> None:
+    def differences(self, totals: Totals, drafter: str = "") -> None:
         """Print every row that differs from plain decoding, with the margin there.
 
         `drafter` is its name where there are several.
         """
         for question, one in totals.differences:
-            near = excused and one.margin < EXCUSED_MARGIN
-            verdict = f"excused: a near-tie, below {EXCUSED_MARGIN:g}" if near else "NOT EXACT"
+            verdict = f"not below {one.resolution:.3g}: NOT EXACT"
+            if one.excused:
+                verdict = f"excused: a near-tie, below {one.resolution:.3g}"
             self.say(
                 f"{drafter}: "
                 * bool(drafter)
                 + f"question {question.question_id}: first difference at new token {one.first}, "
                 f"top-2 margin {one.margin:.3g} ({verdict})",
-                "" if near else "bold red",
+                "" if one.excused else "bold red",
             )
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, Sharding
 
 from specjax import metrics
 from specjax.decoding import loop
@@ -67,13 +67,11 @@ class _Leaf(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: Any
-    sharding: NamedSharding | None
+    sharding: Sharding | None
 
     @classmethod
     def of(cls, leaf: Any) -> _Leaf:
-        placed = getattr(leaf, "sharding", None)
-        placed = placed if isinstance(placed, NamedSharding) else None
-        return cls(leaf.shape, leaf.dtype, placed)
+        return cls(leaf.shape, leaf.dtype, getattr(leaf, "sharding", None))
 
 
 @functools.lru_cache(maxsize=64)
@@ -210,7 +208,7 @@ def run_batch(
                 if count is not None:
                     kept[row], status[row], stopped = count, STOPPED, True
         if stopped:
-            state = state.replace(status=place_rows(status, session.mesh))
+            state = state.replace(status=place_rows(status, session.placement))
         finished = not (status == RUNNING).any()
         if finished and learned is not None:
             learned.end(state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ from specjax.decoding.options import DecodeOptions
 from specjax.decoding.plan import Session, plan_session
 from specjax.decoding.prompts import Prompt
 from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.state import FULL, STOPPED, Rounds
+from specjax.decoding.state import FAILED, FULL, STOPPED, Rounds
 from specjax.decoding.stop_strings import final_length
 from specjax.drafters import Drafter, LoadedDrafter, make_drafter
 from specjax.fields import Function, Instance, Whole, optional
@@ -23,7 +24,7 @@ from specjax.loading.load import place_model
 from specjax.loading.model import Model
 from specjax.loading.tokenizers.tokenizer import StreamDecoder
 
-_REASONS = {STOPPED: "stop", FULL: "length"}
+_REASONS = {STOPPED: "stop", FULL: "length", FAILED: "error"}
 Requests = SamplingParams | Mapping[str, Any] | Sequence[SamplingParams | Mapping[str, Any]]
 
 
@@ -31,12 +32,12 @@ Requests = SamplingParams | Mapping[str, Any] | Sequence[SamplingParams | Mappin
 class Generation:
     """What was generated: one list entry, or one row of an array, per prompt.
 
-    `token_ids` are the new tokens, the stop token included; `finish_reasons` are "stop" or
-    "length"; `logprobs` are None where not asked for. `width`, `drafted`, `accepted` and `emitted`
-    are [B, R] counts per round, -1 where a row was finished already; `drafter` is the number of the
-    drafter whose turn it was, in the order of their names, -1 where none drafted. `prefill_s` and
-    `decode_s` are seconds of the batch a row was in, and `batch` the batch's number; `compile_s` is
-    outside of them.
+    `token_ids` are the new tokens, the stop token included; `finish_reasons` are "stop", "length",
+    or "error" where the target's next logits were not numbers; `logprobs` are None where not asked
+    for. `width`, `drafted`, `accepted` and `emitted` are [B, R] counts per round, -1 where a row
+    was finished already; `drafter` is the number of the drafter whose turn it was, in the order of
+    their names, -1 where none drafted. `prefill_s` and `decode_s` are seconds of the batch a row
+    was in, and `batch` the batch's number; `compile_s` is outside of them.
     """
 
     token_ids: list[list[int]]
@@ -71,6 +72,15 @@ class Generation:
     def summary(self) -> metrics.Summary:
         """Acceptance over all rows and rounds; definitions in `specjax.metrics`."""
         return metrics.summarize(self.drafted, self.accepted, self.emitted, self.width)
+
+    @property
+    def failed_rows(self) -> dict[int, int]:
+        """The new tokens of the rows that ended where the target's logits were not numbers."""
+        return {
+            row: len(self.token_ids[row])
+            for row, reason in enumerate(self.finish_reasons)
+            if reason == "error"
+        }
 
     def was_drafted(self, row: int) -> list[bool]:
         """For each new token of a row, whether the drafter had proposed it."""
@@ -122,8 +132,9 @@ def generate(
     `sampling.Rule` of one's own. `sampling` is one for all prompts or one per prompt. `batch_size`
     rows decode together (all, at most 16, by default); `max_length` bounds prompt and output.
     `progress` is called between steps. On a `mesh` (`sharding.make_mesh`; by default where the
-    target was loaded) rows are spread over `data`, weights, caches and logits over `model`. Raises
-    InputError for bad input.
+    target was loaded) rows are spread over `data`, weights, caches and logits over `model`. Where
+    the target's logits are not numbers, that row ends with the reason "error" and a RuntimeWarning;
+    other rows are not affected. Raises InputError for bad input.
     """
     optional(Function("use a function of a Snapshot")).check("progress", progress)
     optional(Instance(Generation, "use an earlier result")).check("replay", replay)
@@ -142,7 +153,22 @@ def generate(
             progress(snapshot)
         if snapshot.finished:
             done.append(snapshot)
-    return collect(session, done, programs.seconds)
+    result = collect(session, done, programs.seconds)
+    failed = {f"prompts[{row}]": count for row, count in result.failed_rows.items()}
+    if failed:
+        warnings.warn(broken_logits(session.model, failed), RuntimeWarning, stacklevel=2)
+    return result
+
+
+def broken_logits(target: Model, failed: Mapping[str, int]) -> str:
+    """The message for rows that ended where logits were not numbers: names, and new tokens."""
+    (first, count), others = next(iter(failed.items())), len(failed) - 1
+    also = f" (and {others} other{'s' if others > 1 else ''})" if others else ""
+    return (
+        f"target={target.name}: its logits are not numbers (NaN or infinite) after {count} new "
+        f"tokens of {first}{also}, whose output ends there; its weights are damaged, or "
+        f"{target.dtype} cannot hold its activations: load it again, or with dtype=float32"
+    )
 
 
 def collect(session: Session, batches: Sequence[Snapshot], compile_s: float = 0.0) -> Generation:
@@ -234,7 +260,10 @@ def _open(
 
 
 def stream_session(session: Session, rounds_per_step: int = 1) -> Iterator[Delta]:
-    """The deltas of a session, batch by batch; within a step rows come in input order."""
+    """The deltas of a session, batch by batch; within a step rows come in input order.
+
+    A batch with rows that ended with "error" also gives `generate`'s warning.
+    """
     followers: dict[int, Follower] = {}
     for snapshot in run_session(session, rounds_per_step):
         counts = snapshot.kept_rounds()
@@ -243,6 +272,13 @@ def stream_session(session: Session, rounds_per_step: int = 1) -> Iterator[Delta
             delta = follower.follow(snapshot, counts, row)
             if delta is not None:
                 yield delta
+        failed = {
+            f"prompts[{prompt}]": len(_new_tokens(session, snapshot, row))
+            for row, prompt in enumerate(snapshot.index)
+            if snapshot.finished and snapshot.status[row] == FAILED
+        }
+        if failed:
+            warnings.warn(broken_logits(session.model, failed), RuntimeWarning, stacklevel=2)
 
 
 class Follower:

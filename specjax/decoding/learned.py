@@ -156,7 +156,8 @@ def _round_seconds(session: Session, programs: Programs, begin: State) -> float 
 def _file(session: Session) -> Path | None:
     """Where the figures of such work on this machine are kept; None where nothing can be."""
     plan = session.plan
-    committed = max(map(len, session.prompts))
+    # Of the batch that is measured; longer ones correct the figures.
+    committed = max(len(session.prompts[prompt]) for prompt in session.batches()[0])
     key = repr(
         (
             jax.__version__,

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Bool, Int, Key
 
 from specjax import sampling
 from specjax.cache import KVCache, commit, put
-from specjax.decoding.state import FULL, RUNNING, STOPPED, Plan, Rounds, Rows, State
+from specjax.decoding.state import FAILED, FULL, RUNNING, STOPPED, Plan, Rounds, Rows, State
 from specjax.decoding.verify import VerifiedDraft, verify_draft
 from specjax.distributed.sharding import constrain_rows
 from specjax.draft_length import survival
@@ -30,6 +30,7 @@ _ROWS_FIRST = (
     "tokens",
     "length",
     "status",
+    "undrafted",
     "features",
     "rows",
     "round",
@@ -105,6 +106,7 @@ def empty_state(
         tokens=tokens,
         length=length,
         status=status,
+        undrafted=jnp.zeros(batch, bool),
         cache=target.make_cache(batch, plan.capacity),
         drafter=drafter.init(draft_params, batch, plan.capacity),
         features={
@@ -190,7 +192,7 @@ def one_round(plan: Plan, params: Any, state: State) -> State:
     ]
     verified = lax.switch(branch, branches)
 
-    count, status = _truncate(state, verified)
+    count, status, undrafted = _truncate(state, verified, drafted)
     took_part = count > 0
     accepted = jnp.where(took_part, verified.verification.num_accepted, 0)
     column = {
@@ -212,6 +214,7 @@ def one_round(plan: Plan, params: Any, state: State) -> State:
     if state.policy is not None:
         learned = _learn(state, proposal, branch, depths, accepted, count)
     return _commit(state, verified, count, status).replace(
+        undrafted=undrafted,
         drafter=plan.drafter.commit(proposal.state, count),
         round=state.round + took_part,
         rounds=Rounds(**recorded),
@@ -266,10 +269,14 @@ def propose(plan: Plan, params: Any, state: State) -> Proposal:
     return proposal._replace(draft=draft)
 
 
-def _truncate(state: State, verified: VerifiedDraft) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
-    """How many tokens each row commits, and its status then.
+def _truncate(
+    state: State, verified: VerifiedDraft, drafted: Int[Array, "B"]
+) -> tuple[Int[Array, "B"], Int[Array, "B"], Bool[Array, "B"]]:
+    """How many tokens each row commits, its status then, and whether it drafts no more.
 
-    The path ends after the first stop token, and at the row's longest length.
+    The path ends after the first stop token, at the row's longest length, and before the first
+    token whose logits are not numbers. A draft may be what spoiled these, also where it is refused:
+    in attention even a weight of 0 times NaN is NaN. So the row fails without a draft only.
     """
     step = jnp.arange(verified.tokens.shape[1])[None, :]
     count = verified.verification.num_accepted + 1
@@ -280,9 +287,14 @@ def _truncate(state: State, verified: VerifiedDraft) -> tuple[Int[Array, "B"], I
     stopped = (stops & (step < count[:, None])).any(axis=1)
     full = state.length + count >= state.rows.max_length
     status = jnp.where(stopped, STOPPED, jnp.where(full, FULL, RUNNING))
+    broken = ~verified.numbers & (step < count[:, None])
+    failed = broken.any(axis=1)
+    count = jnp.where(failed, jnp.argmax(broken, axis=1), count)
+    status = jnp.where(failed, jnp.where(drafted > 0, RUNNING, FAILED), status)
     return (
         jnp.where(state.active, count, 0).astype(jnp.int32),
         jnp.where(state.active, status, state.status),
+        state.undrafted | (failed & state.active),
     )
 
 
@@ -317,6 +329,7 @@ def make_context(plan: Plan, params: Any, state: State) -> Context:
     # A draft longer than what the row may still emit, less the target's own token, is waste.
     room = state.rows.max_length - state.length - 1
     limit = jnp.minimum(plan.draft_length.limit(state.active), room)
+    limit = jnp.where(state.undrafted, 0, limit)
     replay, decisions = state.rows.replay, None
     if plan.draft_length.replayed:
         column = jnp.minimum(state.round, replay.drafted.shape[1] - 1)[:, None]

@@ -18,7 +18,15 @@ from specjax.decoding.prompts import Prompt, encode_prompt
 from specjax.decoding.sampling_params import SEED, SamplingParams, one_per_prompt
 from specjax.decoding.state import RUNNING, STOPPED, Plan, Replay, Rows
 from specjax.decoding.verify import check_rule
-from specjax.distributed.sharding import DATA, axis_size, place_keys, place_rows, spread
+from specjax.distributed.sharding import (
+    DATA,
+    Placement,
+    axis_size,
+    place_keys,
+    place_rows,
+    placement_of,
+    spread,
+)
 from specjax.draft_length.limits import DraftLength
 from specjax.drafters import DRAFTER_KIND, Drafter, LoadedDrafter
 from specjax.drafters.base import Sampling
@@ -56,8 +64,13 @@ class Session:
 
     @property
     def mesh(self) -> Mesh | None:
-        """The devices that the session runs on: the model's."""
+        """The mesh that the session runs on, if there is one: the model's."""
         return self.model.mesh
+
+    @property
+    def placement(self) -> Placement:
+        """Where the session runs: the model's mesh, or its device."""
+        return placement_of(self.model.params, self.mesh)
 
     @property
     def num_rows(self) -> int:
@@ -110,7 +123,9 @@ def plan_session(
     if not len(prompts):
         raise InputError("prompts is empty: give at least one")
     drafter = DRAFTER_KIND.check("drafter", NoDrafter() if drafter is None else drafter)
-    drafter = drafter._replace(params=spread(drafter.params, target.mesh))
+    drafter = drafter._replace(
+        params=spread(drafter.params, placement_of(target.params, target.mesh))
+    )
     seed = SEED.check("seed", seed)
     requests = one_per_prompt(requests, len(prompts))
     if target.tokenizer is None and any(request.stop for request in requests):
@@ -205,11 +220,12 @@ def batch_arguments(session: Session, index: list[int]) -> tuple:
     keys = [session.row_key(i) for i in index] + [jax.random.key(session.seed)] * spare
     running = np.arange(batch) < len(index)
     status = np.where(running, RUNNING, STOPPED).astype(np.int32)
-    placed = functools.partial(place_rows, mesh=session.mesh)
+    where = session.placement
+    placed = functools.partial(place_rows, where=where)
     rows = Rows(
         index=placed(numbers),
         prompt_length=placed(length),
-        key=place_keys(keys, session.mesh),
+        key=place_keys(keys, where),
         sampling=Sampling(
             temperature=placed(np.array([r.temperature for r in requests], np.float32)),
             top_k=placed(np.array([r.top_k for r in requests], np.int32)),
@@ -230,7 +246,7 @@ def _replay(session: Session, index: list[int]) -> Replay:
     for part, recorded in zip(parts, session.replay, strict=True):
         count = min(recorded.shape[1], shape[1])
         part[: len(index), :count] = recorded[index, :count]
-    drafted, drafter = (place_rows(part, session.mesh) for part in parts)
+    drafted, drafter = (place_rows(part, session.placement) for part in parts)
     return Replay(drafted, drafter)
 
 

@@ -20,8 +20,9 @@ from specjax.drafters.base import Sampling
 from specjax.drafters.turns import Turns
 from specjax.models.interface import LanguageModel
 
-RUNNING, STOPPED, FULL = 0, 1, 2
-"""A row's status: not ended, ended at a stop token or string, ended at its longest length."""
+RUNNING, STOPPED, FULL, FAILED = 0, 1, 2, 3
+"""A row's status: not ended, ended at a stop token or string, at its longest length, or before a
+token whose logits are not numbers."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +91,15 @@ class State:
     tokens under the target, by position. `round` counts each row's own rounds. `features` are those
     that drafters have yet to observe, as `Context.features` holds them. `overlaps` are
     sum_x min(p, q) at the nodes that were reached, NaN elsewhere. `history` and `policy` decide
-    draft lengths under "auto". Every leaf has rows as its first axis, or belongs to a cache, a
-    window or the policy.
+    draft lengths under "auto". `undrafted` rows draft no more: the logits after a draft were not
+    numbers, and only those without one say whether the row has failed. Every leaf has rows as its
+    first axis, or belongs to a cache, a window or the policy.
     """
 
     tokens: Int[Array, "B S"]
     length: Int[Array, "B"]
     status: Int[Array, "B"]
+    undrafted: Bool[Array, "B"]
     cache: KVCache
     drafter: Any
     features: dict[str, Float[Array, "B M D"]]

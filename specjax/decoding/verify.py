@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax import sampling
 from specjax.cache import Window
@@ -20,10 +20,14 @@ from specjax.trees import Draft
 
 
 class VerifiedDraft(NamedTuple):
-    """The result of verifying a draft at one compiled width, padded to the widest."""
+    """The result of verifying a draft at one compiled width, padded to the widest.
+
+    `numbers` says of each of `tokens` whether the target's logits there are numbers.
+    """
 
     verification: sampling.Verification
     tokens: Int[Array, "B P+1"]
+    numbers: Bool[Array, "B P+1"]
     window: Window
     features: dict[str, Float[Array, "B P+1 D"]]
     logprobs: Float[Array, "B P+1"] | None
@@ -124,8 +128,13 @@ def verify_draft(
     if plan.flags.sampled or not plan.rule.greedy_walk:
         # A draw needs all of a row's distribution; without one, each device looks at its own part.
         logits = constrain(logits, "batch", None, None)
+    # A token may be ruled out (-inf); NaN, inf and -inf alone leave no finite largest one.
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    numbers = jnp.isfinite(largest)[:, :, 0]
     target, distributions = _distributions(plan, state, draft, logits)
-    verification = _verify(plan, state, draft, drafted, keys, logits, target, distributions)
+    verification = _verify(
+        plan, state, draft, drafted, keys, logits, largest, target, distributions
+    )
 
     longest = draft.topology.depth
     padding = longest - topology.depth
@@ -144,6 +153,7 @@ def verify_draft(
     return VerifiedDraft(
         verification._replace(path_slots=path),
         tokens,
+        jnp.take_along_axis(numbers, slots, axis=1),
         jax.tree.map(lambda part: jnp.pad(part, room), result.window),
         {
             name: jnp.take_along_axis(value, slots[:, :, None], axis=1)
@@ -200,13 +210,14 @@ def _verify(
     drafted: Int[Array, "B"],
     keys: Key[Array, "B"],
     logits: Float[Array, "B W V"],
+    largest: Float[Array, "B W 1"],
     target: sampling.Distributions,
     distributions: sampling.Distributions | None,
 ) -> sampling.Verification:
     nodes = logits.shape[1] - 1
     tokens = draft.tokens[:, :nodes]
     if not plan.flags.sampled and plan.rule.greedy_walk:
-        return sampling.walk_greedy(tokens, drafted, sampling.argmax(logits))
+        return sampling.walk_greedy(tokens, drafted, sampling.argmax(logits, largest))
     parents = draft.topology.first(nodes).parents
     proposed = sampling.Drafted(tokens, draft.valid[:, :nodes], parents, distributions)
     return plan.rule.verify(keys, proposed, sampling.Target(target, state.length, logits.shape[2]))

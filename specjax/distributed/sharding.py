@@ -29,6 +29,8 @@ DEVICES = Whole(1, 1 << 20)
 """How many devices an axis may have."""
 
 Axes = Sequence[str | None]
+Placement = Mesh | jax.Device | None
+"""A mesh, one device, or JAX's default device."""
 
 
 def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -52,6 +54,17 @@ def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | Non
 def axis_size(mesh: Mesh | None, name: str) -> int:
     """The number of devices along an axis; 1 without a mesh."""
     return 1 if mesh is None else mesh.shape[name]
+
+
+def placement_of(tree: Any, mesh: Mesh | None) -> Placement:
+    """Where arrays are: the mesh, or without one the device that all of them are on."""
+    devices = {
+        device
+        for leaf in jax.tree.leaves(tree)
+        if isinstance(leaf, jax.Array)
+        for device in leaf.devices()
+    }
+    return mesh if mesh is not None or len(devices) != 1 else devices.pop()
 
 
 def use(mesh: Mesh | None) -> contextlib.AbstractContextManager:
@@ -87,25 +100,25 @@ def constrain_rows(tree: Any) -> Any:
     return jax.tree.map(rows, tree)
 
 
-def place(array: np.ndarray, axes: Axes, mesh: Mesh | None) -> jax.Array:
+def place(array: np.ndarray, axes: Axes, where: Placement) -> jax.Array:
     """A host array as a device array with these logical axes; every process makes the call."""
-    if mesh is None:
-        return jax.numpy.asarray(array)
-    sharding = NamedSharding(mesh, partition(axes, array.shape, mesh))
+    if not isinstance(where, Mesh):
+        return jax.device_put(array, where)
+    sharding = NamedSharding(where, partition(axes, array.shape, where))
     return jax.make_array_from_callback(array.shape, sharding, lambda part: array[part])
 
 
-def place_rows(array: np.ndarray, mesh: Mesh | None) -> jax.Array:
+def place_rows(array: np.ndarray, where: Placement) -> jax.Array:
     """A host array whose first axis is the batch as a device array, split over `data`."""
-    return place(array, ("batch", *[None] * (array.ndim - 1)), mesh)
+    return place(array, ("batch", *[None] * (array.ndim - 1)), where)
 
 
-def place_keys(keys: Sequence[jax.Array], mesh: Mesh | None) -> jax.Array:
+def place_keys(keys: Sequence[jax.Array], where: Placement) -> jax.Array:
     """A batch of keys, one per row, split over `data`."""
-    if mesh is None:
-        return jax.numpy.stack(list(keys))
-    data = place_rows(np.stack([np.asarray(jax.random.key_data(key)) for key in keys]), mesh)
-    rows = NamedSharding(mesh, partition(["batch"], data.shape[:1], mesh))
+    if not isinstance(where, Mesh):
+        return jax.device_put(jax.numpy.stack(list(keys)), where)
+    data = place_rows(np.stack([np.asarray(jax.random.key_data(key)) for key in keys]), where)
+    rows = NamedSharding(where, partition(["batch"], data.shape[:1], where))
     return jax.jit(jax.random.wrap_key_data, out_shardings=rows)(data)
 
 
@@ -118,14 +131,17 @@ def fetch(tree: Any) -> Any:
     return multihost_utils.process_allgather(tree, tiled=True)
 
 
-def spread(tree: Any, mesh: Mesh | None) -> Any:
-    """The tree with all arrays on the mesh; those that were not are whole on each device."""
-    if mesh is None:
+def spread(tree: Any, where: Placement) -> Any:
+    """The tree with all arrays there; those that were not are whole on each device of a mesh."""
+    if where is None:
         return tree
+    devices, whole = {where}, where
+    if isinstance(where, Mesh):
+        devices, whole = set(where.devices.flat), NamedSharding(where, PartitionSpec())
 
     def move(leaf: Any) -> Any:
-        if isinstance(leaf, jax.Array) and leaf.sharding.device_set == set(mesh.devices.flat):
+        if isinstance(leaf, jax.Array) and leaf.sharding.device_set == devices:
             return leaf
-        return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
+        return jax.device_put(leaf, whole)
 
     return jax.tree.map(move, tree)

@@ -14,6 +14,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from specjax.distributed.sharding import constrain_rows
 from specjax.drafters.base import Accepted, Context, LoadedDrafter, Noise
 from specjax.drafters.trained import HeadDrafter
 from specjax.loading.heads.head import Head
@@ -59,7 +60,8 @@ class MedusaDrafter(HeadDrafter):
     def init(self, params: Any, batch: int, capacity: int) -> State:
         """No feature yet."""
         del params, capacity
-        return State(jnp.zeros((batch, self.head.config.hidden_size), self.head.dtype))
+        empty = jnp.zeros((batch, self.head.config.hidden_size), self.head.dtype)
+        return State(constrain_rows(empty))
 
     def propose(
         self, params: Any, state: State, context: Context, noise: Noise

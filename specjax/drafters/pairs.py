@@ -19,6 +19,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.cache import KVCache, Window, commit
+from specjax.distributed.sharding import constrain_rows
 from specjax.drafters.base import DRAFT_TOKENS, Accepted, Context, LoadedDrafter, Noise
 from specjax.drafters.trained import HeadDrafter
 from specjax.errors import InputError
@@ -86,7 +87,8 @@ class PairDrafter(HeadDrafter):
         del params
         modules, width = self.head.config.num_modules, self.head.config.decoder.hidden_size
         caches = tuple(self.head.make_cache(batch, capacity) for _ in range(modules))
-        return State(caches, jnp.zeros((batch, modules, width), self.head.dtype))
+        outputs = jnp.zeros((batch, modules, width), self.head.dtype)
+        return State(caches, constrain_rows(outputs))
 
     def propose(
         self, params: Any, state: State, context: Context, noise: Noise
@@ -205,7 +207,7 @@ class PairDrafter(HeadDrafter):
             if index + 1 < len(state.caches):
                 before = jnp.concatenate([kept[:, None], output[:, :-1]], axis=1)
                 hidden = self.head.next_hidden(own, before)
-        return State(tuple(caches), jnp.stack(outputs, axis=1))
+        return State(tuple(caches), constrain_rows(jnp.stack(outputs, axis=1)))
 
     def _extend(
         self,

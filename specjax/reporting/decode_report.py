@@ -144,17 +144,25 @@ def total(
 
 
 def report(
-    runs: Sequence[DrafterRun], setting: Setting, clock: Clock, *, interrupted: bool = False
+    runs: Sequence[DrafterRun],
+    setting: Setting,
+    clock: Clock,
+    *,
+    interrupted: bool = False,
+    refused: str | None = None,
 ) -> dict[str, Any]:
     """The report, JSON-ready: that of the only drafter, or `runs` with one of each.
 
-    Rows of several drafters have the same plain decoding beside them. An interrupted run says so.
+    Rows of several drafters have the same plain decoding beside them. An interrupted run says so;
+    `refused` is the error of a later turn that could not be decoded, where there was one.
     """
-    reports = [_report(run, setting, clock, interrupted) for run in runs]
+    reports = [_report(run, setting, clock, interrupted, refused) for run in runs]
     return reports[0] if len(reports) == 1 else {"runs": reports}
 
 
-def _report(run: DrafterRun, setting: Setting, clock: Clock, interrupted: bool) -> dict[str, Any]:
+def _report(
+    run: DrafterRun, setting: Setting, clock: Clock, interrupted: bool, refused: str | None
+) -> dict[str, Any]:
     totals, batches = run.total(), run.batches
     counts = totals.metrics
     summary = {
@@ -184,6 +192,8 @@ def _report(run: DrafterRun, setting: Setting, clock: Clock, interrupted: bool) 
     }
     if interrupted:
         summary["interrupted"] = True
+    if refused is not None:
+        summary["refused"] = refused
     rows = [row for batch in batches for row in _rows(batch, run.drafter, setting)]
     return {"rows": rows, "summary": summary}
 
@@ -227,6 +237,7 @@ def _rows(batch: Batch, drafter: str, setting: Setting) -> list[dict[str, Any]]:
             "token_ids": batch.ours.token_ids[index],
             "text": batch.ours.texts[index],
             "new_tokens": len(batch.ours.token_ids[index]),
+            "finish_reason": batch.ours.finish_reasons[index],
             "accept_lengths": lengths[index],
             "rounds": _rounds(batch.ours, index),
             "prefill_s": batch.ours.prefill_s[index],
@@ -236,6 +247,7 @@ def _rows(batch: Batch, drafter: str, setting: Setting) -> list[dict[str, Any]]:
             "identical": None if batch.differences is None else difference is None,
             "first_difference": None if difference is None else difference.first,
             "margin_at_difference": None if difference is None else difference.margin,
+            "resolution_at_difference": None if difference is None else difference.resolution,
         }
         if batch.ours.logprobs[index] is not None:
             row["logprobs"] = batch.ours.logprobs[index]

@@ -22,6 +22,7 @@ _MAY_BE = {
     "versions": (dict, NoneType),
     "interrupted": (bool, NoneType),
     "auto": (dict, NoneType),
+    "refused": (str, NoneType),
 }
 _CONFIG_MAY_BE = {"distributed": (dict,)}
 _SAMPLING = {"temperature": _NUMBER, "max_new_tokens": (int,)}
@@ -40,6 +41,7 @@ _ROW = {
     "margin_at_difference": (*_NUMBER, NoneType),
     "plain": (dict, NoneType),
 }
+_ROW_MAY_BE = {"resolution_at_difference": (*_NUMBER, NoneType)}
 _COUNTS = {"drafted": (list,), "accepted": (list,), "width": (list,)}
 _AUTO = {"measure_s": _NUMBER, "start": (dict,), "end": (dict,)}
 _COSTS = {"width_s": (dict,), "drafters": (list,)}
@@ -191,6 +193,7 @@ def _costs(costs: Mapping[str, Any], where: str) -> AutoCosts:
 
 def _row(row: Any, where: str) -> Row:
     _check(row, _ROW, where)
+    _check(row, {name: _ROW_MAY_BE[name] for name in _ROW_MAY_BE if name in row}, where)
     _check(row["rounds"], _COUNTS, f"{where}.rounds")
     counts = {"emitted": row["accept_lengths"], **row["rounds"]}
     for name, values in counts.items():
@@ -222,6 +225,7 @@ def _row(row: Any, where: str) -> Row:
         plain=plain,
         identical=row["identical"],
         margin=row["margin_at_difference"],
+        resolution=row.get("resolution_at_difference"),
         **{name: tuple(counts[name]) for name in ("drafted", "accepted", "emitted", "width")},
         drafter=tuple(counts.get("drafter", ())),
     )

@@ -44,6 +44,7 @@ class Row:
     plain: Timing | None
     identical: bool | None
     margin: float | None
+    resolution: float | None
     drafted: tuple[int, ...]
     accepted: tuple[int, ...]
     emitted: tuple[int, ...]
@@ -76,18 +77,23 @@ class Run:
         return bool(self.summary.get("interrupted"))
 
     @property
+    def refused(self) -> str | None:
+        """The error of a later turn that could not be decoded, such as one that has no room."""
+        return self.summary.get("refused")
+
+    @property
     def drafter(self) -> str:
         """The drafter's name."""
         return self.summary["drafter"]
 
     @property
     def exact(self) -> bool:
-        """Whether all rows equal plain decoding's, except for near-ties in float32."""
-        excusable = self.summary["dtype"] == "float32"
+        """Whether all rows equal plain decoding's, except for near-ties."""
+        # Reports of earlier versions have no resolution: they excused near-ties in float32.
+        known = EXCUSED_MARGIN if self.summary["dtype"] == "float32" else 0.0
         different = [row for row in self.rows if row.identical is False]
         return all(
-            excusable and row.margin is not None and row.margin < EXCUSED_MARGIN
-            for row in different
+            row.margin is not None and row.margin < (row.resolution or known) for row in different
         )
 
     @property
@@ -156,10 +162,16 @@ def check_together(runs: Sequence[Run]) -> None:
         if run.summary["prompts"] != first.summary["prompts"]:
             pairs = ((one, len(one.rows)) for one in (run, first))
             sizes = " and ".join(f"{str(one.path)!r} ({count} rows)" for one, count in pairs)
-            stopped = [one for one in (run, first) if one.interrupted]
-            remedy = f"{str(stopped[0].path)!r} was interrupted: run it again" if stopped else ""
+            remedies = [
+                f"{str(one.path)!r} was interrupted: run it again"
+                if one.interrupted
+                else f"a later turn of {str(one.path)!r} was refused: {one.refused}"
+                for one in (run, first)
+                if one.interrupted or one.refused
+            ]
             raise InputError(
-                f"prompts: {sizes} answer other prompts; {remedy or 'report each set separately'}"
+                f"prompts: {sizes} answer other prompts; "
+                + next(iter(remedies), "report each set separately")
             )
 
 

@@ -42,19 +42,23 @@ def markdown(
     return "\n".join(parts)
 
 
-def interrupted(group: Sequence[Entry]) -> str:
-    """Which runs are not complete, and how many answers they hold; empty where all are."""
-    listed = [
-        f"{_plain_text(entry.label)} ({_answers(len(entry.run.rows))})"
+def incomplete(group: Sequence[Entry]) -> str:
+    """Which runs are not complete, why, and how many answers they hold; empty where all are."""
+    lines = []
+    if stopped := [_answers(entry) for entry in group if entry.run.interrupted]:
+        end = "ended, or was killed, before all of its prompts were answered"
+        lines.append(f"Interrupted: {', '.join(stopped)}. Such a run {end}.\n")
+    lines += [
+        f"Later turns refused: {_answers(entry)}: {_plain_text(entry.run.refused)}.\n"
         for entry in group
-        if entry.run.interrupted
+        if entry.run.refused
     ]
-    end = "ended, or was killed, before all of its prompts were answered"
-    return f"Interrupted: {', '.join(listed)}. Such a run {end}.\n" if listed else ""
+    return "\n".join(lines)
 
 
-def _answers(count: int) -> str:
-    return f"{count} answer{'' if count == 1 else 's'}"
+def _answers(entry: Entry) -> str:
+    count = len(entry.run.rows)
+    return f"{_plain_text(entry.label)} ({count} answer{'' if count == 1 else 's'})"
 
 
 def _section(group: Sequence[Entry]) -> list[str]:
@@ -66,7 +70,7 @@ def _section(group: Sequence[Entry]) -> list[str]:
         + (" \\* over the batches that hold only this task." if _any_partial(group) else "")
         + "\n",
     ]
-    if note := interrupted(group):
+    if note := incomplete(group):
         parts.append(note)
     parts += [
         "### Tau: tokens per round\n",

@@ -115,9 +115,14 @@ def warp(
     return jnp.where(heat > 0, logp, _greedy(logits, largest))
 
 
-def argmax(values: Real[Array, "*rows V"]) -> Int[Array, "*rows"]:
-    """The first position of the largest value, as int32; on CPU twice as fast as `jnp.argmax`."""
-    return _first(values, jnp.max(values, axis=-1, keepdims=True))
+def argmax(
+    values: Real[Array, "*rows V"], largest: Real[Array, "*rows 1"] | None = None
+) -> Int[Array, "*rows"]:
+    """The first position of the largest value, as int32; on CPU twice as fast as `jnp.argmax`.
+
+    `largest` are those values, where they are known.
+    """
+    return _first(values, jnp.max(values, axis=-1, keepdims=True) if largest is None else largest)
 
 
 def _first(values: Real[Array, "*rows V"], largest: Real[Array, "*rows 1"]) -> Int[Array, "*rows"]:

@@ -87,14 +87,15 @@ def check_drafter(
 ) -> DrafterCheck:
     """Whether `rows` outputs of the real loop with a drafter have the target's distribution.
 
-    A chi-square test of three successive tokens jointly, which never come from one round: K =
-    `num_speculative_tokens`, and the tokens are the K-th to the (K+2)-th after the prompt. The
-    distribution is enumerated, so the target must be small: a `specjax.loading.load.random_model`
-    or a `Tabular` with its logits, of at most 16 tokens. `draft_length` lets the length adapt, to
-    `costs` where it is `auto`, and `request` says how rows are warped. Give the drafter a
-    distribution that differs from the target's by a total variation of 0.2 to 0.6, so that
-    accepting and refusing both count. An exact drafter fails once in a million seeds. Raises
-    InputError for a drafter that breaks its contract
+    A chi-square test of three successive tokens jointly, the K-th to the (K+2)-th after the prompt,
+    where K = `num_speculative_tokens`. A round gives at most K + 1 tokens, so the last of the three
+    never comes from the first round; the three come from one round (if K > 1), two or three,
+    as drafts are accepted. The distribution is enumerated, so the target must be small: a
+    `specjax.loading.load.random_model` or a `Tabular` with its logits, of at most 16 tokens.
+    `draft_length` lets the length adapt, to `costs` where it is `auto`, and `request` says how rows
+    are warped. Give the drafter a distribution that differs from the target's by a total variation
+    of 0.2 to 0.6, so that accepting and refusing both count. An exact drafter fails once in a
+    million seeds. Raises InputError for a drafter that breaks its contract
     (`contracts.check_contract`), for a target that is too large, or bad sizes.
     """
     loaded = DRAFTER_KIND.check("drafter", drafter)

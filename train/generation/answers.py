@@ -14,7 +14,7 @@ import numpy as np
 from specjax.cli.console import Screen
 from specjax.cli.mesh_config import DistributedConfig, MeshConfig
 from specjax.decoding.executor import Programs, run_batch
-from specjax.decoding.generate import collect
+from specjax.decoding.generate import broken_logits, collect
 from specjax.decoding.options import BATCH_SIZE, RULE_NAME, DecodeOptions
 from specjax.decoding.plan import Session, plan_session
 from specjax.decoding.prompts import CHAT
@@ -296,7 +296,11 @@ def answer(
         pace = speed.tokens_per_second(new, time.perf_counter() - begin)
         share = len(index) * new / most
         screen.progress("answered", rows + ended, total, pace, (rows + max(share, ended)) / total)
-    responses = collect(session, [snapshot]).token_ids
+    result = collect(session, [snapshot])
+    failed = {f"prompts[{index[row]}]": count for row, count in result.failed_rows.items()}
+    if failed:
+        raise InputError(broken_logits(session.model, failed))
+    responses = result.token_ids
     speed.tokens += sum(map(len, responses))
     speed.seconds += time.perf_counter() - begin
     return responses
