@@ -395,6 +395,7 @@ class TestDecode:
                 "--config.batch_sizes=(1,)",
                 "--config.capacities=(256,)",
                 "--config.exit_layers=(1,)",
+                "--config.auto.drafters=('ngram',)",
             ]
         )
         assert code == 130
