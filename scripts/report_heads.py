@@ -24,6 +24,7 @@ from model_cards import card, curve, table
 
 from specjax import report
 from specjax.cli import command
+from specjax.cli.decode_config import FIXED
 from specjax.cli.flags import Listed, Parser
 from specjax.decoding.options import BATCH_SIZE
 from specjax.drafters import DRAFT_TOKENS
@@ -137,8 +138,8 @@ def _runs(
     grid = {"config.drafter.name": [drafter]}
     if trained and options.draft_p_min is not None:
         grid["config.drafter.draft_p_min"] = [str(options.draft_p_min)]
-    if drafter in folders:
-        grid["config.num_speculative_tokens"] = [str(options.num_speculative_tokens)]
+    length = str(options.num_speculative_tokens) if drafter in folders else FIXED
+    grid["config.num_speculative_tokens"] = [length]
     batch = {"config.batch_size": [str(options.batch_size)]}
     alone = {"config.batch_size": ["1"]} if options.speed else batch
     greedy = {"config.sampling.temperature": ["0.0"]}

@@ -119,7 +119,11 @@ def make_cells(out: Path, fixed: Sequence[str], grid: dict[str, list[str]]) -> l
             if not any(re.match(r"--(no)?config\.compare\b", one) for one in arguments):
                 config.compare = True
                 arguments = (*arguments, "--config.compare=true")
-            read_decode_config(config.to_dict())
+            if len(read_decode_config(config.to_dict()).drafters) > 1:
+                raise InputError(
+                    f"drafter.name={config.drafter.name!r}: a cell has one drafter; sweep "
+                    f"config.drafter.name={config.drafter.name}"
+                )
         except InputError as error:
             raise InputError(f"cell {said or 'without values'}: {one_line(error)}") from None
         except (AttributeError, KeyError) as error:

@@ -1,6 +1,10 @@
-"""Decode prompts with a drafter, and show acceptance and speed-up.
+"""Decode prompts with drafters, and show acceptance and speed-up.
 
     python -m specjax.decode --config=configs/decode_smollm2.py --config.compare=true
+    python -m specjax.decode --config.drafter.name=ngram,eagle3,ngram+eagle3
+
+Several drafters decode in turn beside one plain decoding, which each is compared with; an option of
+`drafter.*` goes to those that take it. The text shown is that of the first.
 
 `--list` prints drafters, rules, options and sampling fields. Exit codes: 0; 1 where the output
 differs from plain decoding's by more than rounding explains; 2 for bad input, for logits that are
@@ -12,6 +16,7 @@ one prints, and writes the report.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import sys
 import time
@@ -35,9 +40,8 @@ from specjax.errors import InputError, one_line
 from specjax.loading.heads.find_head import shipped_heads
 from specjax.loading.load import load_model
 from specjax.loading.model import Model
-from specjax.metrics import ExpectedAcceptance
 from specjax.reporting import decode_report
-from specjax.reporting.decode_report import Batch, Clock, Setting, Totals
+from specjax.reporting.decode_report import Clock, DrafterRun, Setting, Totals
 from specjax.reporting.report_file import ReportFile, check_space, check_writable
 from specjax.sampling import RULES
 
@@ -71,75 +75,72 @@ def decode(config: DecodeConfig) -> int:
     screen, clock = Screen(console), Clock()
     begin = time.perf_counter()
 
-    def load() -> tuple[Model, LoadedDrafter]:
+    def load() -> tuple[Model, list[LoadedDrafter]]:
         model = load_model(config.target, dtype=config.dtype, mesh=mesh, field="target")
         if path is not None:
             check_space(path, _largest_report(config, model), f"report={str(path)!r}")
-        return model, make_config_drafter(config, model)
+        return model, [make_config_drafter(config, one, model) for one in config.drafters]
 
     with screen.working(f"loading {config.target}"):
-        model, drafter = processes.together(load)
+        model, drafters = processes.together(load)
         processes.agree({"target": repr(model.config)})
     setting = Setting(
-        drafter=config.drafter,
         device=decode_report.device_name(mesh),
         dtype=str(model.dtype),
-        config=dict(config.written),
         load_s=time.perf_counter() - begin,
         turns=config.all_turns,
     )
     where = f"{setting.dtype}, {setting.device}"
     title = f"{config.target}, {where}, batch size {config.options.batch_size}"
     screen.say(f"{model.num_params / 1e6:.1f}M parameters, {setting.dtype}, on {setting.device}")
-    screen.legend(config.drafter)
-
-    batches: list[Batch] = []
-    expected: list[ExpectedAcceptance] = []
+    screen.legend(config.drafters[0].name)
+    runs = [DrafterRun(one.name, config.written_for(one)) for one in config.drafters]
 
     def content(interrupted: bool) -> dict[str, Any]:
-        totals = decode_report.total(batches, expected)
         said = None if refused is None else one_line(refused)
-        return decode_report.report(
-            batches, totals, setting, clock, interrupted=interrupted, refused=said
-        )
+        return decode_report.report(runs, setting, clock, interrupted=interrupted, refused=said)
 
     interrupted, written = False, False
     refused: InputError | None = None
     with ReportFile(path, content, screen.say) as file:
         try:
-            for batch in decode_batches(config, model, drafter, screen, clock, expected):
-                batches.append(batch)
+            for _ in decode_batches(config, model, drafters, runs, screen, clock):
                 file.grew()
         except KeyboardInterrupt:
             interrupted = True
         except InputError as error:
             # A later turn may outgrow the model; what was decoded before is kept.
-            if not batches:
+            if not runs[0].batches:
                 raise
             refused = error
-        totals = decode_report.total(batches, expected)
+        all_totals = {run.drafter: run.total() for run in runs}
         try:
             # First, since the terminal may be closed.
             written = file.finish(interrupted)
         finally:
-            screen.table(config.drafter, totals, title, _identity(config, totals))
-            screen.differences(totals)
+            comparison = functools.partial(_identity, config) if config.compare else None
+            screen.table(runs, title, comparison)
+            for name, totals in all_totals.items():
+                screen.differences(totals, name if len(runs) > 1 else "")
     if written:
         screen.say(f"report: {path}")
     if interrupted:
-        rows = f"{totals.num_rows} finished row{'' if totals.num_rows == 1 else 's'}"
+        count = all_totals[runs[0].drafter].num_rows
+        rows = f"{count} finished row{'' if count == 1 else 's'}"
         screen.say(f"interrupted; {rows} {'are in the report' if written else 'shown above'}")
         return command.INTERRUPTED
     if refused is not None:
         raise refused
     failed = {
         f"question {batch.questions[row].question_id}": count
-        for batch in batches
+        for run in runs
+        for batch in run.batches
         for row, count in batch.ours.failed_rows.items()
     }
     if failed:
         raise InputError(broken_logits(model, failed))
-    exact = all(one.excused for _, one in totals.differences)
+    differences = [one for totals in all_totals.values() for _, one in totals.differences]
+    exact = all(one.excused for one in differences)
     return 0 if exact else DIFFERENT
 
 
@@ -147,13 +148,12 @@ def _largest_report(config: DecodeConfig, model: Model) -> int:
     """About how many bytes the report has at most; a row ends at the model's last position."""
     rows = sum(len(config.turn(turn)) for turn in range(config.num_turns))
     new_tokens = min(config.sampling.max_new_tokens, model.config.max_positions)
-    return decode_report.largest_size(rows, new_tokens, logprobs=config.sampling.logprobs)
+    one = decode_report.largest_size(rows, new_tokens, logprobs=config.sampling.logprobs)
+    return len(config.drafters) * one
 
 
-def _identity(config: DecodeConfig, totals: Totals) -> str | None:
-    """The table's line on the comparison with plain decoding; None without one."""
-    if not config.compare:
-        return None
+def _identity(config: DecodeConfig, totals: Totals) -> str:
+    """What the table says of a comparison with plain decoding."""
     if not config.comparable:
         rule = config.options.verify.name
         return f"not expected: {rule} at a temperature has the same distribution only"
@@ -181,6 +181,7 @@ def listing() -> str:
         "  package.module:function: your own drafter, called as function(target, **options)"
     )
     lines.append("  NAME+NAME, as ngram+eagle3: the first that has a draft, in each row")
+    lines.append("  NAME,NAME: several, each compared with plain decoding")
     lines.append("rules (--config.verify=RULE), all exact:")
     lines += [f"  {name}: {rule.description}" for name, rule in RULES.items()]
     lines.append("sampling (--config.sampling.FIELD=VALUE):")

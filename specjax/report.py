@@ -3,11 +3,12 @@
     python -m specjax.report a.json b.json --out=DIR [--predict] [--nopictures]
 
 Reads what `python -m specjax.decode --config.report=FILE` wrote, runs of one target over the same
-prompts, and what `specjax.bench` wrote. Into DIR go report.md, report.csv, one JSONL file per run
-and the pictures. `--predict` loads the target and times the parts of each run's rounds, for the
-predicted speed-up; timings are kept in DIR/costs.json (delete it to time again). The written files
-are listed in DIR/specjax_folder.json: files of the same names that are not listed there, or were
-changed since, are not replaced. Interrupted runs are named.
+prompts (several in a file of several drafters), and what `specjax.bench` wrote. Into DIR go
+report.md, report.csv, one JSONL file per run and the pictures. `--predict` loads the target and
+times the parts of each run's rounds, for the predicted speed-up; timings are kept in DIR/costs.json
+(delete it to time again). The written files are listed in DIR/specjax_folder.json: files of the
+same names that are not listed there, or were changed since, are not replaced. Interrupted runs are
+named.
 Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 """
 
@@ -30,7 +31,7 @@ from specjax.files.json_files import read_json_file
 from specjax.files.paths import output_folder
 from specjax.files.written_files import WrittenFiles
 from specjax.reporting import csv_jsonl, picture_files, plots, tables
-from specjax.reporting.read import read_report
+from specjax.reporting.read import read_reports
 from specjax.reporting.report_file import json_text
 from specjax.reporting.runs import Bench, Run, check_together, labels
 from specjax.reporting.statistics import Entry, by_conditions, in_order
@@ -67,7 +68,7 @@ def write(
         raise InputError("no reports: name the JSON files that specjax.decode wrote")
     if pictures:
         plots.require_matplotlib()
-    reports = [read_report(path) for path in paths]
+    reports = [one for path in paths for one in read_reports(path)]
     runs = [one for one in reports if isinstance(one, Run)]
     benches = [one for one in reports if isinstance(one, Bench)]
     if runs:

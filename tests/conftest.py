@@ -50,6 +50,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     # What one worker has compiled is there for the others, and for the processes that they start.
     PROGRAMS = tempfile.TemporaryDirectory(prefix="programs-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = PROGRAMS.name
+    os.environ["XDG_CACHE_HOME"] = PROGRAMS.name
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import jax

@@ -21,6 +21,7 @@ def test_the_debug_size_reports_every_part(tmp_path, chatty, capsys):
             f"--config.report={tmp_path / 'report.json'}",
             "--config.batch_sizes=(1,)",
             "--config.exit_layers=(1,)",
+            "--config.auto.drafters=('ngram',)",
         ]
     )
     assert code == 0, capsys.readouterr()
@@ -38,6 +39,10 @@ def test_the_debug_size_reports_every_part(tmp_path, chatty, capsys):
         assert one["speedup"] > 0
         assert one["predicted"] > 0
         assert one["efficiency"] == pytest.approx(one["speedup"] / one["predicted"])
+    (cell,) = report["auto"]
+    assert (cell["drafter"], cell["batch"], cell["identical"]) == ("ngram", 2, True)
+    mean, low, high = cell["decoding"]
+    assert 0 < low <= mean <= high
 
 
 def test_reading_the_weights_takes_time(tiny):

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from specjax.cli import command
-from specjax.cli.config_file import read_config
+from specjax.cli.config_file import packaged_configs, read_config
 from specjax.cli.decode_config import read_decode_config, turn_prompts
 from specjax.decoding.prompts import Question
 from specjax.decoding.sampling_params import SamplingParams
@@ -165,6 +165,43 @@ def test_one_line_and_exit_code(capsys):
         raise KeyboardInterrupt
 
     assert command.run_config(interrupted, [], default=DEFAULT, read=read_decode_config) == 130
+
+
+def test_auto_is_what_decode_begins_with_and_nothing_else():
+    assert read().num_speculative_tokens == "auto"
+    assert read_decode_config(read().to_dict()).options.num_speculative_tokens == "auto"
+    for given, length in (("fixed", None), ("3", 3)):
+        config = read(f"--config.num_speculative_tokens={given}").to_dict()
+        assert read_decode_config(config).options.num_speculative_tokens == length
+    lengths = {
+        "bench_smollm2": 4,
+        "generate_smollm2": None,
+        **{name: None for name in packaged_configs() if name.startswith("train_")},
+    }
+    for name, length in lengths.items():
+        config = read(f"--config={name}")
+        config = config.eval if name.startswith("train_") else config
+        assert config.num_speculative_tokens == length
+
+
+def test_options_go_to_the_drafters_that_take_them():
+    config = read(
+        "--config.drafter.name=ngram, early_exit,ngram+eagle3",
+        "--config.drafter.exit_layer=4",
+        "--config.drafter.prompt_lookup_min=1",
+        "--config.drafter.path=head",
+    )
+    found = read_decode_config(config.to_dict())
+    assert found.compare
+    assert [(one.name, one.path, one.options) for one in found.drafters] == [
+        ("ngram", None, {"prompt_lookup_min": 1}),
+        ("early_exit", None, {"exit_layer": 4}),
+        ("ngram+eagle3", "head", {"prompt_lookup_min": 1}),
+    ]
+    for one in found.drafters:
+        alone = read_decode_config(found.written_for(one))
+        assert alone.drafters == (one,)
+        assert alone.compare
 
 
 def job(**changes):

@@ -52,6 +52,9 @@ SUMMARY = {
     "tokens_per_second",
     "baseline_tokens_per_second",
     "speedup",
+    "speedup_end_to_end",
+    "prefill_s",
+    "baseline_prefill_s",
     "identical_rows",
     "num_rows",
     "load_s",
@@ -61,6 +64,7 @@ SUMMARY = {
     "dtype",
     "versions",
     "prompts",
+    "auto",
     "config",
 }
 DRAFTERS = {
@@ -97,6 +101,7 @@ def run(folder, tmp_path):
             f"--config.target={folder / 'model'}",
             f"--config.report={path}",
             "--config.dtype=float32",
+            "--config.num_speculative_tokens=fixed",
             "--config.sampling.max_new_tokens=12",
             "--config.sampling.ignore_eos=true",
         ]
@@ -229,6 +234,78 @@ def test_a_later_turn_that_outgrows_the_model_keeps_what_was_decoded(run, folder
     assert "Interrupted" not in said
 
 
+SEVERAL = [
+    "--config.drafter.name=ngram,ngram+early_exit",
+    "--config.drafter.prompt_lookup_min=1",
+    "--config.drafter.exit_layer=2",
+]
+
+
+def test_several_drafters_beside_one_plain_decoding(run, monkeypatch, tmp_path, capsys):
+    """With `auto`: what it chose, and why, is in the table and in the report."""
+    decoded, one_batch = [], decode_run._decode
+
+    def decode_one(side, *rest, **options):
+        decoded.append(side.name)
+        return one_batch(side, *rest, **options)
+
+    monkeypatch.setattr(decode_run, "_decode", decode_one)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path.parent / "cache"))
+    code, report = run(*SEVERAL, "--config.num_speculative_tokens=auto")
+    assert code == 0
+    assert decoded == ["ngram", "plain", "ngram+early_exit"] * 3
+    runs = report["runs"]
+    names = ["ngram", "ngram+early_exit"]
+    assert [one["summary"]["drafter"] for one in runs] == names
+    first, second = (one["rows"] for one in runs)
+    assert [row["question_id"] for row in first] == [7, "x", 9]
+    for ours, theirs in zip(first, second, strict=True):
+        assert ours["plain"] == theirs["plain"]
+        assert ours["identical"] is theirs["identical"] is True
+        assert set(ours) == set(theirs) == ROW
+        assert set(ours["rounds"]["drafter"]) <= {-1, 0}
+        assert set(theirs["rounds"]["drafter"]) <= {-1, 0, 1}
+        for row in (ours, theirs):
+            drafting = [one >= 0 for one in row["rounds"]["drafter"]]
+            assert drafting == [count > 0 for count in row["rounds"]["drafted"]]
+    for one, parts, layer in zip(
+        runs, (["ngram"], ["ngram", "early_exit"]), (None, 2), strict=True
+    ):
+        summary = one["summary"]
+        assert set(summary) == SUMMARY
+        assert summary["config"]["drafter"]["exit_layer"] == layer
+        assert summary["config"]["drafter"]["prompt_lookup_min"] == 1
+        assert 0 < summary["speedup_end_to_end"] < summary["speedup"] + 1
+        auto = summary["auto"]
+        assert auto["measure_s"] > 0
+        for costs in (auto["start"], auto["end"]):
+            assert [part["drafter"] for part in costs["drafters"]] == parts
+            assert min(costs["width_s"].values()) > 0
+        assert auto["start"] != auto["end"]
+    shown = capsys.readouterr().out
+    assert shown.count("same tokens") == 6
+    assert shown.count("    ngram: 12 tokens, ") == 3
+    assert shown.count("    ngram+early_exit: ") == 3
+    for line in ("3 of 3 rows", "end to end", "rounds by width", "break-even", "measuring costs"):
+        assert line in shown
+    assert list((tmp_path.parent / "cache" / "specjax" / "costs").iterdir())
+
+
+def test_an_interrupted_batch_of_several_is_kept_for_none(run, monkeypatch):
+    def interrupted(session, programs, index, *rest):
+        if index == [1] and len(session.plan.drafter.parts) > 1:
+            raise KeyboardInterrupt
+        return run_batch(session, programs, index, *rest)
+
+    run_batch = decode_run.run_batch
+    monkeypatch.setattr(decode_run, "run_batch", interrupted)
+    code, report = run(*SEVERAL)
+    assert code == 130
+    for one in report["runs"]:
+        assert [row["question_id"] for row in one["rows"]] == [7]
+        assert one["summary"]["interrupted"] is True
+
+
 def wrong(compare, margin):
     def compared(session, prompt, ours, plain):
         assert compare(session, prompt, ours, plain) is None
@@ -323,14 +400,14 @@ def test_margin_is_that_of_the_two_best_logits(chatty):
 def test_interrupt_leaves_finished_rows(run, monkeypatch, capsys):
     outcome, seen = decode_run.Screen.row_result, []
 
-    def interrupting(self, *arguments):
-        outcome(self, *arguments)
+    def interrupting(self, *arguments, **options):
+        outcome(self, *arguments, **options)
         seen.append(arguments)
 
-    def interrupted(session, programs, index, *more):
+    def interrupted(session, programs, index, *rest):
         if index == [2]:
             raise KeyboardInterrupt
-        return run_batch(session, programs, index, *more)
+        return run_batch(session, programs, index, *rest)
 
     run_batch = decode_run.run_batch
     monkeypatch.setattr(decode_run, "run_batch", interrupted)
@@ -364,6 +441,21 @@ def test_interrupt_before_the_first_row(run, monkeypatch):
         (["--config.drafter.name=early_exit", "--config.drafter.exit_layer=9"], "exit_layer=9"),
         (["--config.drafter.name=draft_model"], "drafter.path is missing"),
         (["--config.drafter.path=x"], "drafter.path='x'"),
+        (["--config.drafter.name=ngram,none,ngram"], "ngram is given twice; name each once"),
+        (["--config.drafter.name=ngram,"], "name drafters such as ngram,eagle3"),
+        (["--config.drafter.name=none,ngarm"], "did you mean ngram?"),
+        (
+            ["--config.drafter.name=none,ngram", "--config.drafter.exit_layer=1"],
+            "drafter.exit_layer=1: none of none, ngram takes it; leave it out",
+        ),
+        (
+            ["--config.drafter.name=medusa,eagle3", "--config.drafter.path=x"],
+            "of medusa, eagle3 medusa, eagle3 could take it",
+        ),
+        (
+            ["--config.drafter.name=ngram,none", "--config.drafter.replicated=true"],
+            "none of ngram, none is a draft_model",
+        ),
         (["--config.drafter.prompt_lookup_min=0"], "prompt_lookup_min=0"),
         (["--config.drafter.name=simulated", "--config.drafter.acceptance=2"], "acceptance=2"),
         (["--config.verify=typical"], "verify='typical' is unknown"),
@@ -446,7 +538,8 @@ def test_list_names_everything(capsys):
 
 
 @pytest.mark.usefixtures("fast_programs")
-def test_default_model_and_prompts(tmp_path):
+def test_default_model_and_prompts(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = tmp_path / "r.json"
     code = decode.main(
         [

@@ -79,7 +79,7 @@ def test_a_wider_pass_is_never_cheaper():
 
 def seen(survived, confidence, drafter, depth, rounds, longest=4, drafters=2):
     """What is known after some rounds of one row that accepts `survived` of `depth` tokens."""
-    known, history = survival.no_survival(drafters, longest), survival.no_history(1)
+    known, history = survival.no_survival(drafters, longest), survival.no_history(1, drafters)
     for _ in range(rounds):
         known, history = survival.observe(
             known,
@@ -103,12 +103,14 @@ def test_chances_follow_what_was_accepted():
     before = survival.chances(survival.no_survival(2, 4))
     np.testing.assert_allclose(survival.chances(known)[0], before[0])
     np.testing.assert_allclose(survival.chances(known)[1, 0, 0], before[1, 0, 0], rtol=1e-6)
-    assert 0.9 < float(survival.row_factor(history)[0]) < 1.1
+    factor = survival.row_factor(history)[0]
+    assert 0.9 < float(factor[1]) < 1.1
+    assert float(factor[0]) == 1.0
 
 
 def test_a_row_that_accepts_less_than_others_has_a_lower_factor():
     known, _ = seen(survived=4, confidence=0.6, drafter=0, depth=4, rounds=100)
-    history = survival.no_history(2)
+    history = survival.no_history(2, 2)
     for _ in range(10):
         known, history = survival.observe(
             known,
@@ -119,8 +121,8 @@ def test_a_row_that_accepts_less_than_others_has_a_lower_factor():
             jnp.asarray([0, 0]),
         )
     factor = survival.row_factor(history)
-    assert float(factor[0]) < 0.6
-    assert float(factor[1]) == 1.0
+    assert float(factor[0, 0]) < 0.6
+    assert float(factor[1, 0]) == float(factor[0, 1]) == 1.0
 
 
 def turn(expected, price, first=0.0, further=0.0, rows=1, limit=None, **fields):

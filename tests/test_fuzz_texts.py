@@ -11,7 +11,7 @@ from json_values import VALUES, changed
 from specjax.decoding import prompts
 from specjax.loading.tokenizers import chat_templates, template_process
 from specjax.reporting import csv_jsonl, tables
-from specjax.reporting.read import read_report
+from specjax.reporting.read import read_reports
 from specjax.reporting.runs import Bench, labels
 from specjax.reporting.statistics import Entry
 from train.generation.prompts import read_requests
@@ -54,7 +54,7 @@ def test_files_of_any_bytes(tmp_path, content, start):
     path = tmp_path / "a.jsonl"
     path.write_bytes(start + content)
     read_all(path)
-    outcome(lambda: read_report(path), memory=8_000_000)
+    outcome(lambda: read_reports(path), memory=8_000_000)
 
 
 BENCH = {
@@ -80,12 +80,13 @@ BENCH = {
 @given(data=st.data())
 def test_changed_reports(tmp_path, data):
     path = tmp_path / "a.json"
-    content = data.draw(st.sampled_from([reports.content(), BENCH]).flatmap(changed))
-    path.write_text(json.dumps(content))
-    report = outcome(lambda: read_report(path), memory=8_000_000)
-    if report is not None:
+    auto = reports.content("ngram+eagle3", "auto")
+    auto["summary"]["auto"] = reports.AUTO
+    good = [reports.content(), BENCH, {"runs": [reports.content(), auto]}]
+    path.write_text(json.dumps(data.draw(st.sampled_from(good).flatmap(changed))))
+    for report in outcome(lambda: read_reports(path), memory=8_000_000) or ():
         # What was read can be shown.
-        outcome(lambda: show(report), memory=8_000_000)
+        outcome(lambda report=report: show(report), memory=8_000_000)
 
 
 def show(report):

@@ -87,7 +87,7 @@ def test_runs_tables_and_cards(report_heads, cells_run, heads, tmp_path, capsys)
     paths = [one.drafter.path for one in cells_run[::3]]
     assert paths == [None, str(heads / "eagle3"), str(heads / "eagle3")]
     # By itself a head drafts K tokens; beside another each has its own length.
-    assert [one.num_speculative_tokens for one in cells_run[::3]] == [None, "4", None]
+    assert [one.num_speculative_tokens for one in cells_run[::3]] == ["fixed", "4", "fixed"]
     report = (tmp_path / "heads.md").read_text()
     assert "temperature 0.8" in report
     assert "| 2.00M | 1.750 | 1.500 | 1.375 |" in report

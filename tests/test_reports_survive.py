@@ -321,10 +321,10 @@ class TestDecode:
     def test_rows_are_there_as_they_finish(self, folder, tmp_path, monkeypatch, capsys):
         path, found = tmp_path / "r.json", []
 
-        def looking(session, programs, index, *more):
+        def looking(session, programs, index, *rest):
             found.append(len(read_report(path).rows) if path.exists() else 0)
             assert not path.exists() or read_report(path).interrupted
-            return run_batch(session, programs, index, *more)
+            return run_batch(session, programs, index, *rest)
 
         run_batch = decode_run.run_batch
         monkeypatch.setattr(decode_run, "run_batch", looking)
@@ -339,11 +339,11 @@ class TestDecode:
         for after, rows in ((2, 2), (-1, 2)):
             calls = []
 
-            def failing(session, programs, index, *more, calls=calls, after=after):
+            def failing(session, programs, index, *rest, calls=calls, after=after):
                 calls.append(index)
                 if len(calls) > after + 1:
                     raise KeyboardInterrupt if after < 0 else ZeroDivisionError
-                return run_batch(session, programs, index, *more)
+                return run_batch(session, programs, index, *rest)
 
             monkeypatch.setattr(decode_run, "run_batch", failing)
             if after < 0:
@@ -395,6 +395,7 @@ class TestDecode:
                 "--config.batch_sizes=(1,)",
                 "--config.capacities=(256,)",
                 "--config.exit_layers=(1,)",
+                "--config.auto.drafters=('ngram',)",
             ]
         )
         assert code == 130

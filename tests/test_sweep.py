@@ -131,6 +131,7 @@ def test_values_are_split_between_brackets_only(sweep):
         (["config.batch_size=1,x"], "cell batch_size=x: config.batch_size='x'"),
         (["config.limit=1,0"], "cell limit=0: "),
         (["config.drafter.name=ngram", "config.drafter.exit_layer=1"], "exit_layer"),
+        (["--config.drafter.name=ngram,none"], "sweep config.drafter.name=ngram,none"),
         (["config.seed=1,1"], "a value is given twice"),
         (["config.seed=1", "config.seed=2"], "config.seed is given twice"),
         (["config.seed=1,2", "--config.seed=3"], "it is swept"),

@@ -255,9 +255,9 @@ def test_by_name(tiny):
         ("ngram+simulated", {}, "simulated cannot be joined by name"),
         ("ngram+test_drafters:make_own", {}, "use specjax.drafters.take_turns"),
         ("ngram+earlyexit", {}, "'earlyexit' is unknown: did you mean early_exit"),
-        ("ngram+early_exit", {"noise": 1}, r"drafter.noise=1: no part of ngram\+early_exit takes"),
-        ("ngram+early_exit", {"path": "x"}, r"drafter.path='x': of ngram\+early_exit no part co"),
-        ("medusa+eagle3", {"path": "x"}, r"of medusa\+eagle3 medusa, eagle3 could take it"),
+        ("ngram+early_exit", {"noise": 1}, "drafter.noise=1: none of ngram, early_exit takes"),
+        ("ngram+early_exit", {"path": "x"}, "drafter.path='x': of ngram, early_exit none could"),
+        ("medusa+eagle3", {"path": "x"}, "of medusa, eagle3 medusa, eagle3 could take it"),
     ],
 )
 def test_bad_input(name, options, said, tiny):

@@ -1,6 +1,7 @@
 """A few prompts to begin with, one of each Spec-Bench task (written for specjax, Apache-2.0).
 
-They were chosen because the default model's greedy answers to them read well, not for speed.
+They were chosen because the default model's greedy answers to them are short and read well, not for
+speed.
 """
 
 from __future__ import annotations
@@ -21,10 +22,14 @@ _LIBRARY = (
 )
 
 BUILT_IN = (
-    Question(1, "writing", ("Describe a quiet morning at a lake in one paragraph.",)),
+    Question(1, "writing", ("Describe a quiet morning at a lake in one sentence.",)),
     Question(2, "translation", ("Translate from Spanish to English: Mi casa es tu casa.",)),
-    Question(3, "summarization", (f"Summarise this text in one sentence: {_LIGHTHOUSE}",)),
-    Question(4, "qa", ("What is the difference between weather and climate?",)),
+    Question(3, "summarization", (f"Summarise this text in one short sentence: {_LIGHTHOUSE}",)),
+    Question(
+        4,
+        "qa",
+        ("What is the difference between weather and climate? Answer in two short sentences.",),
+    ),
     Question(
         5,
         "math_reasoning",
@@ -33,9 +38,6 @@ BUILT_IN = (
     Question(
         6,
         "rag",
-        (
-            f"Answer the question from the text.\n\nText: {_LIBRARY}\n\n"
-            "Question: When do the guided tours start?",
-        ),
+        (f"Text: {_LIBRARY}\n\nQuestion: How many books does the library hold?",),
     ),
 )

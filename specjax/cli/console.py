@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -19,7 +19,8 @@ from rich.text import Text
 from specjax.decoding.generate import Delta, Generation
 from specjax.decoding.prompts import Question
 from specjax.loading.tokenizers.tokenizer import StreamDecoder, Tokenizer
-from specjax.reporting.decode_report import Totals
+from specjax.reporting.auto_lengths import AutoCosts, PartCosts, drafted_per_round
+from specjax.reporting.decode_report import PLAIN, DrafterRun, Totals
 
 ACCEPTED = "green"
 _OPEN, _CLOSE = "\u27e6", "\u27e7"
@@ -82,7 +83,7 @@ class Screen:
             self.say(f"{doing}: {time.perf_counter() - begin:.1f} s", "dim")
 
     def legend(self, drafter: str) -> None:
-        """Print how accepted draft tokens are marked."""
+        """Print how accepted draft tokens are marked; `drafter` is the one whose text is shown."""
         if drafter == "none":
             return
         if self._console.is_terminal:
@@ -153,71 +154,175 @@ class Screen:
             self._console.print(shown, end="", soft_wrap=True, highlight=False)
             self._inside = True
 
-    def row_result(self, ours: Generation, row: int, plain: Generation | None, same: str) -> None:
-        """Print the line after a text: draft tokens, accepted ones, and the speeds."""
+    def row_result(
+        self,
+        ours: Generation,
+        row: int,
+        plain: Generation | None,
+        same: str,
+        drafter: str = "",
+        *,
+        brief: bool = False,
+    ) -> None:
+        """Print the line after a text: draft tokens, accepted ones, and the speeds.
+
+        Where there are several drafters, the line begins with the name of this one; `brief` is for
+        all but the first of them.
+        """
         accepted = int(ours.accepted[row][ours.accepted[row] > 0].sum())
         drafted = int(ours.drafted[row][ours.drafted[row] > 0].sum())
-        parts = [f"{len(ours.token_ids[row])} tokens"]
-        if drafted:
+        parts = [] if brief else [f"{len(ours.token_ids[row])} tokens"]
+        if drafted and not brief:
             parts.append(f"{accepted} of {drafted} draft tokens accepted")
         if len(ours.token_ids) == 1:
             parts.append(f"{ours.tokens_per_second:.1f} tokens/s")
-            if plain is not None:
+            if plain is not None and not brief:
                 parts[-1] += f" against {plain.tokens_per_second:.1f}"
         if same:
             parts.append(same)
         if ours.finish_reasons[row] == "error":
             parts.append("ENDED BY AN ERROR: logits that are not numbers")
-        self.say("    " + ", ".join(parts), "dim")
+        if parts:
+            self.say("    " + f"{drafter}: " * bool(drafter) + ", ".join(parts), "dim")
 
-    def table(self, drafter: str, totals: Totals, title: str, comparison: str | None) -> None:
-        """Print the final table; `comparison` is its line on the comparison, if there is one."""
-        counts = totals.metrics
-        if counts is None:
+    def table(
+        self,
+        runs: Sequence[DrafterRun],
+        title: str,
+        comparison: Callable[[Totals], str] | None,
+    ) -> None:
+        """Print the final table, a column per drafter.
+
+        `comparison` is what the line on the comparison with plain decoding says, if there is one.
+        """
+        all_totals = [run.total() for run in runs]
+        if any(totals.metrics is None for totals in all_totals):
             self.say("No batch was finished.")
             return
         table = Table(title=title, title_justify="left")
-        table.add_column("")
-        plain = totals.baseline_tokens_per_second
-        if plain is not None:
-            table.add_column("plain", justify="right")
-        table.add_column(drafter, justify="right")
+        table.add_column("", no_wrap=True)
+        first = all_totals[0]
+        compared = first.baseline_tokens_per_second is not None
+        for name in [PLAIN] * compared + [run.drafter for run in runs]:
+            table.add_column(name, justify="right")
 
-        def add(name: str, ours: str, baseline: str = "") -> None:
-            table.add_row(name, *([baseline] if plain is not None else []), ours)
+        def add(name: str, cell: Callable[[Totals], str], baseline: str = "") -> None:
+            cells = [cell(totals) for totals in all_totals]
+            if any(cells):
+                table.add_row(name, *[baseline] * compared, *cells)
 
-        add("tokens/s", _number(totals.tokens_per_second, 1), _number(plain, 1))
-        if plain is not None:
-            add("speed-up", f"{_number(totals.speedup)}x", "1.00x")
-        add("acceptance length", _number(counts.acceptance_length), "1.00")
-        if counts.num_draft_tokens:
-            add("  where drafted", _number(counts.tau_drafted))
-            add(
-                "draft tokens accepted",
-                f"{counts.num_accepted_tokens} of {counts.num_draft_tokens}",
-            )
-            indices = " ".join(_number(rate) for rate in counts.acceptance_at_pos)
-            add("acceptance by position", indices)
-        if totals.expected is not None:
-            error = totals.expected.decision_error
-            add("accepted of tested", _number(totals.acceptance_of_tested, 3))
-            add("  expected from p and q", f"{_number(totals.expected.mean, 3)} +- {error:.3f}")
+        def count(name: str) -> Callable[[Totals], str]:
+            return lambda totals: _number(getattr(totals.metrics, name))
+
+        add(
+            "tokens/s",
+            lambda totals: _number(totals.tokens_per_second, 1),
+            _number(first.baseline_tokens_per_second, 1),
+        )
+        if compared:
+            add("speed-up", lambda totals: f"{_number(totals.speedup)}x", "1.00x")
+            add("  end to end", lambda totals: f"{_number(totals.speedup_end_to_end)}x", "1.00x")
+        add("acceptance length", count("acceptance_length"), "1.00")
+        if any(totals.metrics.num_draft_tokens for totals in all_totals):
+            add("  where drafted", count("tau_drafted"))
+            add("draft tokens accepted", _accepted)
+            add("acceptance by position", _by_position)
+        if any(totals.expected is not None for totals in all_totals):
+            add("accepted of tested", lambda totals: _number(totals.acceptance_of_tested, 3))
+            add("  expected from p and q", _expected)
         if comparison is not None:
             add("identical to plain", comparison)
+        add(
+            "prefill, s",
+            lambda totals: _number(totals.prefill_s),
+            _number(first.baseline_prefill_s),
+        )
+        for name, cells in _auto_rows(runs, all_totals):
+            table.add_row(name, *[""] * compared, *cells)
         self.say("")
         self._console.print(table)
+        if compared:
+            what = "prefill and measuring costs" if any(run.auto for run in runs) else "prefill"
+            self.say(f"end to end: with {what}; without loading and compiling", "dim")
 
-    def differences(self, totals: Totals) -> None:
-        """Print every row that differs from plain decoding, with the margin there."""
+    def differences(self, totals: Totals, drafter: str = "") -> None:
+        """Print every row that differs from plain decoding, with the margin there.
+
+        `drafter` is its name where there are several.
+        """
         for question, one in totals.differences:
             verdict = f"not below {one.resolution:.3g}: NOT EXACT"
             if one.excused:
                 verdict = f"excused: a near-tie, below {one.resolution:.3g}"
             self.say(
-                f"question {question.question_id}: first difference at new token {one.first}, "
+                f"{drafter}: "
+                * bool(drafter)
+                + f"question {question.question_id}: first difference at new token {one.first}, "
                 f"top-2 margin {one.margin:.3g} ({verdict})",
                 "" if one.excused else "bold red",
             )
+
+
+def _auto_rows(
+    runs: Sequence[DrafterRun], all_totals: Sequence[Totals]
+) -> Iterator[tuple[str, list[str]]]:
+    """The rows on what `auto` chose, and why; none where no draft length was chosen so."""
+    if not any(run.auto for run in runs):
+        return
+    for name, cell in (
+        ("measuring costs, s", lambda auto, counts: _number(auto.measure_s)),
+        ("draft tokens per round", lambda auto, counts: _number(drafted_per_round(counts))),
+        ("rounds by width", lambda auto, counts: _by_width(counts.rounds_by_width, "d")),
+        ("a round by width, ms", lambda auto, counts: _by_width(_ms(auto.end.width_s), ".0f")),
+        ("a draft token, ms", lambda auto, counts: _each_part(auto.end, _draft_ms)),
+        ("break-even acceptance", lambda auto, counts: _each_part(auto.end, _break_even)),
+    ):
+        yield (
+            name,
+            [
+                cell(run.auto, totals.metrics) if run.auto else ""
+                for run, totals in zip(runs, all_totals, strict=True)
+            ],
+        )
+
+
+def _accepted(totals: Totals) -> str:
+    counts = totals.metrics
+    if not counts.num_draft_tokens:
+        return ""
+    return f"{counts.num_accepted_tokens} of {counts.num_draft_tokens}"
+
+
+def _by_position(totals: Totals) -> str:
+    return " ".join(_number(rate) for rate in totals.metrics.acceptance_at_pos)
+
+
+def _expected(totals: Totals) -> str:
+    if totals.expected is None:
+        return ""
+    error = totals.expected.decision_error
+    return f"{_number(totals.expected.mean, 3)} +- {error:.3f}"
+
+
+def _ms(seconds: Mapping[int, float]) -> dict[int, float]:
+    return {width: 1e3 * value for width, value in seconds.items()}
+
+
+def _by_width(values: Mapping[int, float], form: str) -> str:
+    return " ".join(f"{width}:{value:{form}}" for width, value in values.items())
+
+
+def _each_part(costs: AutoCosts, cell: Callable[[AutoCosts, PartCosts], str]) -> str:
+    """A value of each of the drafters in turn, or of the only one."""
+    return ", ".join(cell(costs, part) for part in costs.drafters)
+
+
+def _draft_ms(costs: AutoCosts, part: PartCosts) -> str:
+    return f"{1e3 * part.first_s:.1f}+{1e3 * part.further_s:.1f}"
+
+
+def _break_even(costs: AutoCosts, part: PartCosts) -> str:
+    return _number(costs.break_even(part))
 
 
 def _harmless(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The config of `specjax.decode`: its fields, its checked value, the drafter and prompts of it."""
+"""The config of `specjax.decode`: its fields, its checked value, the drafters and prompts of it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from specjax.drafters import (
     DRAFTERS,
     LoadedDrafter,
     check_options,
+    divide_options,
     drafter_options,
     make_drafter,
     option_type,
@@ -45,6 +46,20 @@ from specjax.sampling import derived_seed
 
 SIMULATED = "simulated"
 """The drafter that needs a plain run before it can be made."""
+FIXED = "fixed"
+"""The draft length of a command line that is each drafter's own."""
+_MODEL = "draft_model"
+"""The drafter that is a model, which each device may hold whole."""
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """One drafter of a config: its name and path, and the options that it takes."""
+
+    name: str
+    path: str | None
+    options: Mapping[str, Any]
+    replicated: bool
 
 
 @dataclass(frozen=True)
@@ -56,10 +71,7 @@ class DecodeConfig:
     questions: tuple[Question, ...]
     all_turns: bool
     chat: Literal["auto", "true", "false"]
-    drafter: str
-    drafter_path: str | None
-    drafter_replicated: bool
-    drafter_options: Mapping[str, Any]
+    drafters: tuple[DrafterConfig, ...]
     options: DecodeOptions
     sampling: SamplingParams
     seed: int
@@ -84,7 +96,16 @@ class DecodeConfig:
     def has_expectation(self) -> bool:
         """Whether to compute the acceptance that p and q imply under the rule `rejection`."""
         sampled = self.sampling.temperature > 0 and self.options.verify.name == "rejection"
-        return self.compare and sampled and self.drafter != "none"
+        return self.compare and sampled
+
+    def written_for(self, drafter: DrafterConfig) -> dict[str, Any]:
+        """The config as it would be written for one of its drafters alone."""
+        own = {"name": drafter.name, "path": drafter.path, "replicated": drafter.replicated}
+        section = {
+            name: own.get(name, value if name in drafter.options else None)
+            for name, value in self.written["drafter"].items()
+        }
+        return {**self.written, "compare": self.compare, "drafter": section}
 
     def turn(self, number: int) -> list[int]:
         """The indices of the questions that have a turn of that number (from 0)."""
@@ -137,10 +158,12 @@ def decode_fields() -> Fields:
 
 @dataclass(frozen=True)
 class DraftLengthText:
-    """`num_speculative_tokens` of a command line: "auto", or a whole number as a text."""
+    """`num_speculative_tokens` of a command line: "auto", "fixed", or a whole number as a text."""
 
-    def check(self, name: str, value: Any) -> int | str:
-        """The number, or "auto"."""
+    def check(self, name: str, value: Any) -> int | str | None:
+        """The number, or "auto"; None, each drafter's own length, for "fixed"."""
+        if value == FIXED:
+            return None
         number = re.fullmatch(r"[+-]?\d{1,9}", value) if isinstance(value, str) else None
         return DRAFT_LENGTH.check(name, int(value) if number else value)
 
@@ -148,25 +171,18 @@ class DraftLengthText:
 def read_decode_config(written: Mapping[str, Any]) -> DecodeConfig:
     """The checked config; checks that need the model are made later. Raises InputError."""
     values = check_values(decode_fields(), written)
-    options = {name: value for name, value in values["drafter"].items() if value is not None}
-    name, path = options.pop("name"), options.pop("path", None)
-    replicated = options.pop("replicated")
-    if replicated and name != "draft_model":
-        raise InputError(f"drafter.replicated=True: {name} is no draft_model; leave it out")
+    drafters = _drafters(values["drafter"])
     return DecodeConfig(
         target=values["target"],
         dtype=values["dtype"],
         questions=tuple(_questions(values)),
         all_turns=values["turns"] == "all",
         chat=values["chat"],
-        drafter=name,
-        drafter_path=path,
-        drafter_replicated=replicated,
-        drafter_options=check_options(name, path, options, supplied=("continuations",)),
+        drafters=drafters,
         options=DecodeOptions(**{name: values[name] for name in fields_of(DecodeOptions)}),
         sampling=SamplingParams(**values["sampling"]),
         seed=values["seed"],
-        compare=values["compare"],
+        compare=values["compare"] or len(drafters) > 1,
         report=values["report"],
         mesh=MeshConfig(**values["mesh"]),
         distributed=DistributedConfig(**values["distributed"]),
@@ -174,25 +190,56 @@ def read_decode_config(written: Mapping[str, Any]) -> DecodeConfig:
     )
 
 
+def _drafters(section: Mapping[str, Any]) -> tuple[DrafterConfig, ...]:
+    """The drafters of the section `drafter`; an option goes to those that take it."""
+    options = {name: value for name, value in section.items() if value is not None}
+    written, path = options.pop("name"), options.pop("path", None)
+    replicated = options.pop("replicated")
+    names = [name.strip() for name in written.split(",")]
+    for name in names:
+        if not name:
+            raise InputError(f"drafter.name={written!r}: name drafters such as ngram,eagle3")
+        if names.count(name) > 1:
+            raise InputError(f"drafter.name={written!r}: {name} is given twice; name each once")
+    if replicated and _MODEL not in names:
+        said = f"{written} is no" if len(names) == 1 else f"none of {', '.join(names)} is a"
+        raise InputError(f"drafter.replicated=True: {said} {_MODEL}; leave it out")
+    parts = [(names[0], path, options)]
+    if len(names) > 1:
+        parts = divide_options(names, path, options)
+    return tuple(
+        DrafterConfig(
+            name,
+            own_path,
+            check_options(name, own_path, own, supplied=("continuations",)),
+            replicated and name == _MODEL,
+        )
+        for name, own_path, own in parts
+    )
+
+
 def make_config_drafter(
-    config: DecodeConfig, target: Model, continuations: Sequence[Sequence[int]] | None = None
+    config: DecodeConfig,
+    drafter: DrafterConfig,
+    target: Model,
+    continuations: Sequence[Sequence[int]] | None = None,
 ) -> LoadedDrafter:
-    """The config's drafter; `continuations` are plain decoding's tokens, for `simulated`."""
-    options, path = dict(config.drafter_options), config.drafter_path
-    if config.drafter == SIMULATED:
+    """One of a config's drafters; `continuations` are plain decoding's tokens, for `simulated`."""
+    options, path = dict(drafter.options), drafter.path
+    if drafter.name == SIMULATED:
         options["continuations"] = [[0]] if continuations is None else continuations
     if (
-        config.drafter == "draft_model"
+        drafter.name == _MODEL
         and path is not None
         and not holds_head(user_path("drafter.path", path))
     ):
-        if path == config.target and not config.drafter_replicated:
+        if path == config.target and not drafter.replicated:
             path = target
         else:
-            placement = {"mesh": target.mesh, "replicated": config.drafter_replicated}
+            placement = {"mesh": target.mesh, "replicated": drafter.replicated}
             path = load_model(path, dtype=config.dtype, field="drafter.path", **placement)
     length = config.options.fixed_draft_length
-    return make_drafter(config.drafter, target, path, num_speculative_tokens=length, **options)
+    return make_drafter(drafter.name, target, path, num_speculative_tokens=length, **options)
 
 
 def turn_prompts(

@@ -1,7 +1,8 @@
-"""Runs a decode config batch by batch, alternating between plain decoding and the drafter."""
+"""Runs a decode config batch by batch, alternating between plain decoding and the drafters."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import time
@@ -18,7 +19,7 @@ from specjax.cli.decode_config import (
     make_config_drafter,
     turn_prompts,
 )
-from specjax.decoding.compare_outputs import compare_row
+from specjax.decoding.compare_outputs import Difference, compare_row
 from specjax.decoding.executor import (
     compile_session,
     expected_acceptance,
@@ -32,8 +33,8 @@ from specjax.decoding.snapshot import Snapshot
 from specjax.decoding.state import RUNNING
 from specjax.drafters import LoadedDrafter
 from specjax.loading.model import Model
-from specjax.metrics import ExpectedAcceptance
-from specjax.reporting.decode_report import Batch, Clock
+from specjax.reporting.auto_lengths import AutoCosts, AutoLengths, PartCosts
+from specjax.reporting.decode_report import PLAIN, Batch, Clock, DrafterRun
 
 ROUNDS_PER_STEP = 4
 """Rounds between two reads from the device: enough for streaming, and cheap."""
@@ -56,13 +57,14 @@ class Progress:
 
 @dataclass
 class _Side:
-    """A compiled and warmed-up session, and its decoding speed."""
+    """One drafter's session, or plain decoding's, and its results; compiled when first used."""
 
     name: str
     session: Session
-    programs: Programs
-    learned: Learned | None
+    run: DrafterRun | None = None
     results: list[Generation] = field(default_factory=list)
+    programs: Programs | None = None
+    learned: Learned | None = None
 
     def speed(self, snapshot: Snapshot) -> float:
         """Tokens/s so far, a batch that is under way included."""
@@ -74,107 +76,169 @@ class _Side:
 def decode_batches(
     config: DecodeConfig,
     model: Model,
-    drafter: LoadedDrafter,
+    drafters: Sequence[LoadedDrafter],
+    runs: Sequence[DrafterRun],
     screen: Screen,
     clock: Clock,
-    expected: list[ExpectedAcceptance],
-) -> Iterator[Batch]:
-    """Decode a config's prompts and show the texts; yields each batch once it is finished.
+) -> Iterator[None]:
+    """Decode a config's prompts with each of its drafters, and show the texts of the first.
 
-    Each turn's expected acceptance is appended to `expected`, where the config asks for it. Raises
+    Yields whenever all drafters have finished a batch and it was added to their `runs`. Raises
     InputError, and KeyboardInterrupt after the last batch that was finished.
     """
-    with_plain = config.compare or config.drafter == SIMULATED
+    simulated = any(one.name == SIMULATED for one in config.drafters)
+    with_plain = config.compare or simulated
     rows = sum(len(config.turn(turn)) for turn in range(config.num_turns))
-    progress = Progress(rows * (2 if with_plain else 1), shown=rows <= SHOWN_ROWS)
+    sides = len(drafters) + with_plain
+    progress = Progress(rows * sides, shown=rows <= SHOWN_ROWS)
     answers: dict[int, list[str]] = defaultdict(list)
     for turn in range(config.num_turns):
         seed, sampling = config.turn_seeds(turn)
-        opened = functools.partial(
-            plan_session,
-            model,
-            turn_prompts(config, model, turn, answers),
-            requests=sampling,
-            seed=seed,
-        )
-        session = opened(drafter=drafter, options=config.options)
+        prompts = turn_prompts(config, model, turn, answers)
+        opened = functools.partial(plan_session, model, prompts, requests=sampling, seed=seed)
+        sessions = [opened(drafter=drafter, options=config.options) for drafter in drafters]
         plain = None
         if with_plain:
-            alone = config.options.without_drafts()
-            plain = _prepare("plain", opened(options=alone), screen, clock)
-        if config.drafter == SIMULATED:
+            plain = _Side(PLAIN, opened(options=config.options.without_drafts()))
+        if simulated:
             for index in plain.session.batches():
                 _decode(plain, index, screen, clock, progress)
             recorded = [ids for result in plain.results for ids in result.token_ids]
-            session = opened(
-                drafter=make_config_drafter(config, model, recorded), options=config.options
-            )
-        ours = _prepare(config.drafter, session, screen, clock)
-        yield from _turn(config, turn, ours, plain, screen, clock, progress, answers)
-        if config.has_expectation:
-            with screen.working("expected acceptance: the distributions of the same run once more"):
-                expected.append(expected_acceptance(session))
+            for number, one in enumerate(config.drafters):
+                if one.name == SIMULATED:
+                    made = make_config_drafter(config, one, model, recorded)
+                    sessions[number] = opened(drafter=made, options=config.options)
+        drafting = [
+            _Side(run.drafter, session, run) for run, session in zip(runs, sessions, strict=True)
+        ]
+        try:
+            yield from _turn(config, turn, drafting, plain, screen, clock, progress, answers)
+        finally:
+            for side in drafting:
+                if side.learned is not None:
+                    side.learned.save()
+        for side in drafting:
+            if config.has_expectation and side.name != "none":
+                with screen.working(
+                    f"expected acceptance: the distributions of {side.name}'s run once more"
+                ):
+                    side.run.expected.append(expected_acceptance(side.session))
 
 
 def _turn(
     config: DecodeConfig,
     turn: int,
-    ours: _Side,
+    sides: Sequence[_Side],
     plain: _Side | None,
     screen: Screen,
     clock: Clock,
     progress: Progress,
     answers: dict[int, list[str]],
-) -> Iterator[Batch]:
+) -> Iterator[None]:
+    """A turn's batches, each decoded by the first drafter, plainly, and by the other drafters.
+
+    So each is timed in turn, and whatever slows the machine down slows all of them.
+    """
+    first, *others = sides
     indices = config.turn(turn)
-    for index in ours.session.batches():
+    _prepare(first, screen, clock)
+    for index in first.session.batches():
         questions = [config.questions[indices[prompt]] for prompt in index]
-        live = progress.shown and screen.live and len(index) == 1
+        alone = progress.shown and len(index) == 1
+        live = alone and screen.live
+        head = functools.partial(_show_question, config, screen, turn)
         if live:
-            screen.question(indices[index[0]] + 1, len(config.questions), questions[0], turn)
-        result, last = _decode(ours, index, screen, clock, progress, live=live)
+            head(indices[index[0]])
+        result, last = _decode(first, index, screen, clock, progress, live=live)
+        results, baseline, interrupted = [result], None, False
+        if alone and not live:
+            head(indices[index[0]])
+            screen.text(_pieces(first.session, index[0], last, 0))
+            screen.rest()
+        try:
+            baseline = _finished(plain, index) if plain else None
+            if plain is not None and baseline is None:
+                baseline, _ = _decode(plain, index, screen, clock, progress)
+            for side in others:
+                results.append(_decode(side, index, screen, clock, progress)[0])
+        except KeyboardInterrupt:
+            if len(results) < len(sides):
+                raise
+            interrupted = True
         for row, prompt in enumerate(index):
             answers[indices[prompt]].append(result.texts[row])
-        baseline = _finished(plain, index) if plain else None
-        interrupted = False
-        if plain is not None and baseline is None:
-            try:
-                baseline, _ = _decode(plain, index, screen, clock, progress)
-            except KeyboardInterrupt:
-                interrupted = True
-        differences = None
-        if config.compare and config.comparable and baseline is not None:
-            differences = [
-                compare_row(ours.session, prompt, result.token_ids[row], baseline.token_ids[row])
-                for row, prompt in enumerate(index)
-            ]
+        differences = [
+            _compare(config, side, index, one, baseline)
+            for side, one in zip(sides, results, strict=True)
+        ]
         for row, prompt in enumerate(index if progress.shown else []):
-            if not live:
-                number = indices[prompt] + 1
-                screen.question(number, len(config.questions), questions[row], turn)
-                screen.text(_pieces(ours.session, prompt, last, row))
-            same = ""
-            if differences is not None:
-                same = "same tokens" if differences[row] is None else "DIFFERENT TOKENS"
-            screen.row_result(result, row, baseline, same)
-        yield Batch(progress.batches, turn, questions, result, baseline, differences)
+            if not alone:
+                head(indices[prompt])
+                screen.text(_pieces(first.session, prompt, last, row))
+            for side, one, found in zip(sides, results, differences, strict=True):
+                same = ""
+                if found is not None:
+                    same = "same tokens" if found[row] is None else "DIFFERENT TOKENS"
+                name = side.name if others else ""
+                screen.row_result(one, row, baseline, same, name, brief=side is not first)
+        for side, one, found in zip(sides, results, differences, strict=True):
+            side.run.batches.append(Batch(progress.batches, turn, questions, one, baseline, found))
+            if side.learned is not None:
+                side.run.auto = side.run.auto.later(_costs(side))
         progress.batches += 1
+        yield
         if interrupted:
             raise KeyboardInterrupt
 
 
-def _prepare(name: str, session: Session, screen: Screen, clock: Clock) -> _Side:
+def _compare(
+    config: DecodeConfig,
+    side: _Side,
+    index: Sequence[int],
+    result: Generation,
+    baseline: Generation | None,
+) -> list[Difference | None] | None:
+    """Where a batch's rows differ from plain decoding's; None where that is not asked."""
+    if not config.compare or not config.comparable or baseline is None:
+        return None
+    return [
+        compare_row(side.session, prompt, result.token_ids[row], baseline.token_ids[row])
+        for row, prompt in enumerate(index)
+    ]
+
+
+def _show_question(config: DecodeConfig, screen: Screen, turn: int, number: int) -> None:
+    screen.question(number + 1, len(config.questions), config.questions[number], turn)
+
+
+def _prepare(side: _Side, screen: Screen, clock: Clock) -> None:
     """Compile a session and run its first round once, so that timings exclude the warm-up."""
-    begin = time.perf_counter()
-    with screen.working(f"compiling {'plain decoding' if name == 'plain' else name}"):
-        programs = compile_session(session)
-    clock.compile_s += time.perf_counter() - begin
-    learned = None
+    session, begin = side.session, time.perf_counter()
+    with screen.working(f"compiling {'plain decoding' if side.name == PLAIN else side.name}"):
+        side.programs = compile_session(session)
+    clock.compiled(side.name, time.perf_counter() - begin)
     if session.plan.draft_length.auto:
-        with screen.working("measuring rounds of each width"):
-            learned = learn_costs(session, programs)
-    next(run_batch(session, programs, session.batches()[0], 1, learned))
-    return _Side(name, session, programs, learned)
+        with screen.working(f"measuring rounds of {side.name}"):
+            side.learned = learn_costs(session, side.programs)
+        now, seconds = _costs(side), side.learned.measure_s
+        before = side.run.auto
+        side.run.auto = before.later(now, seconds) if before else AutoLengths(seconds, now, now)
+    # What the first round takes says nothing of later ones.
+    learned = copy.deepcopy(side.learned)
+    next(run_batch(session, side.programs, session.batches()[0], 1, learned))
+
+
+def _costs(side: _Side) -> AutoCosts:
+    """What is known of the costs of a side's rounds."""
+    plan, costs = side.session.plan, side.learned.costs()
+    seconds = zip(plan.drafter.parts, costs.first.tolist(), costs.further.tolist(), strict=True)
+    return AutoCosts(
+        dict(zip(plan.widths, costs.passes.tolist(), strict=True)),
+        tuple(
+            PartCosts(part.name, part.num_speculative_tokens, first, further)
+            for part, first, further in seconds
+        ),
+    )
 
 
 def _decode(
@@ -186,6 +250,8 @@ def _decode(
     *,
     live: bool = False,
 ) -> tuple[Generation, Snapshot]:
+    if side.programs is None:
+        _prepare(side, screen, clock)
     follower = Follower(side.session, index[0])
     marker = Marker(side.session.model.tokenizer)
     before = progress.done

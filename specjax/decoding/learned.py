@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ import numpy as np
 from jaxtyping import Float
 
 from specjax.decoding.plan import Programs, Session, batch_arguments
-from specjax.decoding.state import State
+from specjax.decoding.state import RUNNING, State
 from specjax.distributed import processes
 from specjax.distributed.sharding import fetch
 from specjax.draft_length.estimate import CostEstimate
@@ -28,12 +29,8 @@ from specjax.files.text_files import write_text
 
 ROUNDS_PER_LOOK = 16
 """The most rounds between two looks at the clock."""
-_MEASURED_ROUNDS = 2
-_MEASURED_TIMES = 2
-_WIDTH_GUESS = 0.05
-"""Where nothing could be measured: what a slot more costs, in plain rounds,"""
-_DRAFT_GUESS = 0.1
-"""and a draft token."""
+_MEASURED_TURNS = 3
+"""How often each kind of round is timed; the least counts."""
 
 
 @dataclass
@@ -109,48 +106,46 @@ def _put_policy(state: State, **parts: Any) -> State:
 def _measure(session: Session, programs: Programs) -> Float[np.ndarray, "parts"]:
     """Seconds of a plain round at each width, and of drafts, after the first batch's prompts.
 
-    Rounds of the session's own program, told how wide a window to use and how much to draft.
+    Single rounds of the session's own program, told how wide a window to use and how much to draft;
+    all kinds in turn, several times over, so that other work on the machine falls on all alike.
     """
-    plan = session.plan
-    drafters = len(plan.drafter.parts)
-    first = programs.start(session.params, *batch_arguments(session, session.batches()[0]))
+    plan, parts = session.plan, session.plan.drafter.parts
     widest = len(plan.widths) - 1
-
-    def seconds(narrowest: int, drafter: int = 0, length: int = 0) -> float | None:
-        forced = np.where(np.arange(drafters) == drafter, length, 0)
-        begin = _put_policy(first, forced=forced, narrowest=np.int32(narrowest))
-        return _round_seconds(session, programs, begin)
-
-    passes = [seconds(width) for width in range(widest + 1)]
-    if passes[0] is None:
-        passes[0] = 1.0
-    for number, width in enumerate(plan.widths):
-        if passes[number] is None:
-            passes[number] = passes[0] * (1 + _WIDTH_GUESS * (width - 1))
-    ones, furthers = [], []
-    for number, part in enumerate(plan.drafter.parts):
-        longest = part.num_speculative_tokens
-        one = seconds(widest, number, min(1, longest))
-        every = seconds(widest, number, longest)
-        one = passes[0] * _DRAFT_GUESS if one is None else max(one - passes[-1], 0.0)
-        every = one * longest if every is None else max(every - passes[-1], one)
-        ones.append(one)
-        furthers.append((every - one) / max(longest - 1, 1))
+    kinds = [_Kind(width) for width in range(widest + 1)]
+    for number, part in enumerate(parts):
+        kinds += [
+            _Kind(widest, number, min(1, part.num_speculative_tokens)),
+            _Kind(widest, number, part.num_speculative_tokens),
+        ]
+    first = programs.start(session.params, *batch_arguments(session, session.batches()[0]))
+    state, found = jax.tree.map(jnp.copy, first), [math.inf] * len(kinds)
+    for turn in range(_MEASURED_TURNS + 1):
+        for index, kind in enumerate(kinds):
+            # What a drafter missed while others were timed is not part of its round.
+            for timed in (False, True) if kind.length else (True,):
+                if not (fetch(state.status) == RUNNING).any():
+                    state = jax.tree.map(jnp.copy, first)
+                forced = np.where(np.arange(len(parts)) == kind.drafter, kind.length, 0)
+                state = _put_policy(state, forced=forced, narrowest=np.int32(kind.width))
+                begin = time.perf_counter()
+                state = jax.block_until_ready(programs.run(session.params, state, np.int32(1)))
+                if timed and turn:  # the first turn warms up
+                    found[index] = min(found[index], time.perf_counter() - begin)
+    passes, drafts = found[: widest + 1], found[widest + 1 :]
+    ones = [max(one - passes[-1], 0.0) for one in drafts[::2]]
+    furthers = [
+        max(every - passes[-1] - one, 0.0) / max(part.num_speculative_tokens - 1, 1)
+        for part, one, every in zip(parts, ones, drafts[1::2], strict=True)
+    ]
     return np.asarray([*passes, *ones, *furthers])
 
 
-def _round_seconds(session: Session, programs: Programs, begin: State) -> float | None:
-    """The seconds of a round from a state on; None where rows end before one is over."""
-    found = []
-    for _ in range(_MEASURED_TIMES):
-        state = programs.run(session.params, jax.tree.map(jnp.copy, begin), np.int32(1))
-        before = int(fetch(state.policy.work.passes).sum())
-        start = time.perf_counter()
-        state = programs.run(session.params, state, np.int32(_MEASURED_ROUNDS))
-        rounds = int(fetch(state.policy.work.passes).sum()) - before
-        if rounds:
-            found.append((time.perf_counter() - start) / rounds)
-    return min(found, default=None)
+class _Kind(NamedTuple):
+    """A kind of round to time: the least compiled width, by index, and who drafts how much."""
+
+    width: int
+    drafter: int = 0
+    length: int = 0
 
 
 def _file(session: Session) -> Path | None:

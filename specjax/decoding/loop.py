@@ -116,7 +116,9 @@ def empty_state(
         rows=rows,
         round=jnp.zeros(batch, jnp.int32),
         rounds=Rounds(empty, empty, empty, empty, empty),
-        history=survival.no_history(batch) if plan.draft_length.auto else None,
+        history=(
+            survival.no_history(batch, len(drafter.parts)) if plan.draft_length.auto else None
+        ),
         policy=(
             new_policy(len(drafter.parts), plan.draft_length.max_tokens, len(plan.widths))
             if plan.draft_length.auto

@@ -222,7 +222,7 @@ class Decisions:
         turn = Turn(
             chances=survival.chances(policy.survival)[number],
             expected=survival.expected_chances(policy.survival)[number],
-            factor=survival.row_factor(self.history),
+            factor=survival.row_factor(self.history)[:, number],
             price=pace * policy.costs.passes[index],
             first=pace * policy.costs.first[number],
             further=pace * policy.costs.further[number],

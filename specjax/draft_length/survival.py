@@ -37,10 +37,10 @@ class Survival:
 
 @struct.dataclass
 class RowHistory:
-    """Decayed sums over a row's tested draft tokens: chances as they were expected, and passes."""
+    """Decayed sums over a row's tested draft tokens, by drafter: chances, and what passed."""
 
-    expected: Float[Array, "B"]
-    passed: Float[Array, "B"]
+    expected: Float[Array, "B D"]
+    passed: Float[Array, "B D"]
 
 
 def no_survival(drafters: int, longest: int) -> Survival:
@@ -49,9 +49,9 @@ def no_survival(drafters: int, longest: int) -> Survival:
     return Survival(empty, empty)
 
 
-def no_history(batch: int) -> RowHistory:
+def no_history(batch: int, drafters: int) -> RowHistory:
     """Nothing seen of any row."""
-    return RowHistory(jnp.zeros(batch), jnp.zeros(batch))
+    return RowHistory(jnp.zeros((batch, drafters)), jnp.zeros((batch, drafters)))
 
 
 def confidence_class(confidence: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
@@ -80,8 +80,8 @@ def expected_chances(survival: Survival) -> Float[Array, "D K"]:
     return (passed + _PRIOR_WEIGHT * everywhere[:, None]) / (tested + _PRIOR_WEIGHT)
 
 
-def row_factor(history: RowHistory) -> Float[Array, "B"]:
-    """How much more or less than expected each row accepts."""
+def row_factor(history: RowHistory) -> Float[Array, "B D"]:
+    """How much more or less than expected each row accepts of each drafter."""
     return (history.passed + _PRIOR_WEIGHT) / (history.expected + _PRIOR_WEIGHT)
 
 
@@ -114,18 +114,22 @@ def observe(
         jnp.broadcast_to(step, shape),
         confidence_class(confidence),
     )
-    expected = jnp.where(tested, chances(survival)[which], 0.0).sum(axis=1)
+    expected = jnp.where(tested, chances(survival)[which], 0.0).sum(axis=1, keepdims=True)
+    drafters = jnp.arange(survival.tested.shape[0])
+    drafted = (drafter[:, None] == drafters[None, :]) & tested.any(axis=1, keepdims=True)
     history = RowHistory(
-        history.expected * _ROW_MEMORY + expected,
-        history.passed * _ROW_MEMORY + passed.sum(axis=1),
+        jnp.where(drafted, history.expected * _ROW_MEMORY + expected, history.expected),
+        jnp.where(
+            drafted,
+            history.passed * _ROW_MEMORY + passed.sum(axis=1, keepdims=True),
+            history.passed,
+        ),
     )
 
     def add(table: Float[Array, "D K C"], counted: Bool[Array, "B K"]) -> Float[Array, "D K C"]:
         return table.at[which].add(counted.astype(table.dtype))
 
-    drafters = jnp.arange(survival.tested.shape[0])
-    drafted = ((drafter[:, None] == drafters[None, :]) & tested.any(axis=1)[:, None]).any(axis=0)
-    keep = jnp.where(drafted, _MEMORY, 1.0)[:, None, None]
+    keep = jnp.where(drafted.any(axis=0), _MEMORY, 1.0)[:, None, None]
     return Survival(
         add(survival.tested * keep, tested), add(survival.passed * keep, passed)
     ), history

@@ -6,7 +6,7 @@ import difflib
 import importlib
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -267,10 +267,9 @@ def _checked(annotation: Any, option: str, value: Any) -> Any:
 def _divide(
     name: str, path: Any, options: Mapping[str, Any]
 ) -> list[tuple[str, Any, dict[str, Any]]]:
-    """Each part of a name joined by +, with its path and the options that it takes.
+    """`divide_options` of the parts of a name joined by +.
 
-    Raises InputError for an option that no part takes, for a path that two might mean, and for
-    drafters that cannot be joined by name.
+    Raises InputError for drafters that cannot be joined by name, too.
     """
     parts = name.split("+")
     if "" in parts or len(set(parts)) < len(parts):
@@ -279,23 +278,59 @@ def _divide(
         if part in _ALONE or ":" in part:
             why = _ALONE.get(part, "its options are its own; use specjax.drafters.take_turns")
             raise InputError(f"drafter={name!r}: {part} cannot be joined by name: {why}")
-    taken = {part: drafter_options(part) for part in parts}
+    return divide_options(parts, path, options)
+
+
+def divide_options(
+    names: Sequence[str], path: Any, options: Mapping[str, Any]
+) -> list[tuple[str, Any, dict[str, Any]]]:
+    """Each of several drafters, by name, with its path and the options that it takes.
+
+    Raises InputError for an unknown drafter, for an option that none takes, and for a path unless
+    just one kind of drafter among them could take it.
+    """
+    listed = ", ".join(names)
+    takes = {name: _taken(name) for name in names}
     for option, value in options.items():
-        if not any(option in takes for takes in taken.values()):
-            raise InputError(
-                f"drafter.{option}={value!r}: no part of {name} takes it; leave it out"
-            )
-    trained = [part for part in parts if part in TRAINED]
-    if path is not None and len(trained) != 1:
+        if not any(option in taken for taken in takes.values()):
+            raise InputError(f"drafter.{option}={value!r}: none of {listed} takes it; leave it out")
+    trained = {name: _trained(name) for name in names}
+    kinds = list(dict.fromkeys(kind for found in trained.values() for kind in found))
+    if path is not None and len(kinds) != 1:
         raise InputError(
-            f"drafter.path={str(path)!r}: of {name} {', '.join(trained) or 'no part'} could take "
-            "it; leave it out, or join drafters in Python (specjax.drafters.take_turns)"
+            f"drafter.path={str(path)!r}: of {listed} {', '.join(kinds) or 'none'} could take it; "
+            "leave it out, or make the drafters in Python (specjax.make_drafter)"
         )
     return [
         (
-            part,
-            path if part in trained else None,
-            {option: value for option, value in options.items() if option in taken[part]},
+            name,
+            path if trained[name] else None,
+            {option: value for option, value in options.items() if option in takes[name]},
         )
-        for part in parts
+        for name in names
     ]
+
+
+def _taken(name: str) -> Container[str]:
+    """The options that a drafter takes, or one of those joined by +."""
+    if "+" in name:
+        return {option for part in name.split("+") for option in _taken(part)}
+    return _arguments(name) if ":" in name else drafter_options(name)
+
+
+def _trained(name: str) -> list[str]:
+    """The trained drafters in a name, which a path may be of; one of the caller's own is one."""
+    if ":" in name:
+        return [name] if "path" in _arguments(name) else []
+    return [part for part in name.split("+") if part in TRAINED]
+
+
+def _arguments(name: str) -> list[str]:
+    """The names of what a function of the caller's own takes beside the target."""
+    try:
+        _, *others = inspect.signature(_constructor(name)).parameters.values()
+    except (TypeError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        return []
+    return [one.name for one in others if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]

@@ -42,8 +42,11 @@ def _csv_row(entry: Entry, task: str, longest: int) -> dict[str, Any]:
     for name in vars(figures):
         if name != "counts":
             row[name] = getattr(figures, name)
-    row["predicted_speedup"] = entry.predicted if task == OVERALL else None
-    row["efficiency"] = entry.efficiency if task == OVERALL else None
+    whole = task == OVERALL
+    row["speedup_end_to_end"] = entry.speedup_end_to_end if whole else None
+    row["measure_s"] = run.auto.measure_s if whole and run.auto else None
+    row["predicted_speedup"] = entry.predicted if whole else None
+    row["efficiency"] = entry.efficiency if whole else None
     for name in ("acceptance_at_pos", "cond_acceptance_at_pos"):
         values = summary[name] + [None] * longest
         row |= {f"{name}_{index}": values[index] for index in range(longest)}

@@ -6,7 +6,7 @@ import hashlib
 import importlib.metadata
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from specjax import metrics
 from specjax.decoding.compare_outputs import Difference
 from specjax.decoding.generate import Generation
 from specjax.decoding.prompts import Question
+from specjax.reporting.auto_lengths import AutoLengths
 
 
 @dataclass(frozen=True)
@@ -35,30 +36,58 @@ class Batch:
     differences: Sequence[Difference | None] | None = None
 
 
-@dataclass(frozen=True)
-class Setting:
-    """Settings of the whole run."""
+@dataclass
+class DrafterRun:
+    """What one drafter has decoded so far, of all that a command decodes.
+
+    `config` is that of a command with this drafter alone. `expected` is the acceptance that the
+    distributions imply, turn by turn, where it is computed; `auto` is None for other draft lengths.
+    """
 
     drafter: str
+    config: Mapping[str, Any]
+    batches: list[Batch] = field(default_factory=list)
+    expected: list[metrics.ExpectedAcceptance] = field(default_factory=list)
+    auto: AutoLengths | None = None
+
+    def total(self) -> Totals:
+        """The totals of the finished batches."""
+        return total(self.batches, self.expected, self.auto.measure_s if self.auto else 0.0)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Settings of the whole command."""
+
     device: str
     dtype: str
-    config: Mapping[str, Any]
     load_s: float
     turns: bool = False
     """Whether rows have the field `turn`, the turn of a conversation."""
 
 
+PLAIN = "plain"
+"""The name of plain decoding beside those of drafters."""
+
+
 @dataclass
 class Clock:
-    """Seconds, summed up during the run."""
+    """Seconds, summed up during the command; those of compiling by drafter, or `PLAIN`."""
 
-    compile_s: float = 0.0
+    compile_s: dict[str, float] = field(default_factory=dict)
     first_token_s: float | None = None
+
+    def compiled(self, name: str, seconds: float) -> None:
+        """Add seconds of compiling."""
+        self.compile_s[name] = self.compile_s.get(name, 0.0) + seconds
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Totals over the finished batches; speeds are new tokens over seconds of decoding."""
+    """Totals over the finished batches; speeds are new tokens over seconds of decoding.
+
+    `speedup_end_to_end` counts the seconds of prefill on both sides, and those of measuring costs.
+    """
 
     metrics: metrics.Summary | None
     tokens_per_second: float | None
@@ -67,6 +96,9 @@ class Totals:
     identical_rows: int | None
     compared_rows: int
     num_rows: int
+    speedup_end_to_end: float | None = None
+    prefill_s: float | None = None
+    baseline_prefill_s: float | None = None
     differences: Sequence[tuple[Question, Difference]] = ()
     acceptance_of_tested: float | None = None
     """Accepted over tested draft tokens; tested are the accepted ones and the first rejected."""
@@ -74,10 +106,20 @@ class Totals:
     """The acceptance that the run's distributions imply, where that was computed."""
 
 
-def total(batches: Sequence[Batch], expected: Sequence[metrics.ExpectedAcceptance] = ()) -> Totals:
-    """The totals of finished batches; the speed-up is over those with plain decoding too."""
+def total(
+    batches: Sequence[Batch],
+    expected: Sequence[metrics.ExpectedAcceptance] = (),
+    measure_s: float = 0.0,
+) -> Totals:
+    """The totals of finished batches; speed-ups are over those with plain decoding too.
+
+    `measure_s` are the seconds of measuring costs before the first.
+    """
     both = [batch for batch in batches if batch.plain is not None]
-    ours, plain = _speed([b.ours for b in both]), _speed([b.plain for b in both])
+    all_ours, all_plain = [b.ours for b in both], [b.plain for b in both]
+    ours, plain = _speed(all_ours), _speed(all_plain)
+    whole = _speed(all_ours, _prefill_s(all_ours) + measure_s)
+    whole_plain = _speed(all_plain, _prefill_s(all_plain))
     compared = [batch for batch in batches if batch.differences is not None]
     pairs = [
         (question, difference)
@@ -92,6 +134,9 @@ def total(batches: Sequence[Batch], expected: Sequence[metrics.ExpectedAcceptanc
         identical_rows=sum(difference is None for _, difference in pairs) if compared else None,
         compared_rows=len(pairs),
         num_rows=sum(len(batch.questions) for batch in batches),
+        speedup_end_to_end=whole / whole_plain if whole and whole_plain else None,
+        prefill_s=_prefill_s([batch.ours for batch in batches]) if batches else None,
+        baseline_prefill_s=_prefill_s(all_plain) if both else None,
         differences=[(question, one) for question, one in pairs if one is not None],
         acceptance_of_tested=_tested([batch.ours for batch in batches]),
         expected=_pooled(expected),
@@ -99,21 +144,29 @@ def total(batches: Sequence[Batch], expected: Sequence[metrics.ExpectedAcceptanc
 
 
 def report(
-    batches: Sequence[Batch],
-    totals: Totals,
+    runs: Sequence[DrafterRun],
     setting: Setting,
     clock: Clock,
     *,
     interrupted: bool = False,
     refused: str | None = None,
 ) -> dict[str, Any]:
-    """The report, JSON-ready; an interrupted run says so.
+    """The report, JSON-ready: that of the only drafter, or `runs` with one of each.
 
+    Rows of several drafters have the same plain decoding beside them. An interrupted run says so;
     `refused` is the error of a later turn that could not be decoded, where there was one.
     """
+    reports = [_report(run, setting, clock, interrupted, refused) for run in runs]
+    return reports[0] if len(reports) == 1 else {"runs": reports}
+
+
+def _report(
+    run: DrafterRun, setting: Setting, clock: Clock, interrupted: bool, refused: str | None
+) -> dict[str, Any]:
+    totals, batches = run.total(), run.batches
     counts = totals.metrics
     summary = {
-        "drafter": setting.drafter,
+        "drafter": run.drafter,
         "acceptance_length": counts.acceptance_length if counts else None,
         "tau_drafted": counts.tau_drafted if counts else None,
         "acceptance_rate": counts.acceptance_rate if counts else None,
@@ -122,22 +175,27 @@ def report(
         "tokens_per_second": totals.tokens_per_second,
         "baseline_tokens_per_second": totals.baseline_tokens_per_second,
         "speedup": totals.speedup,
+        "speedup_end_to_end": totals.speedup_end_to_end,
+        "prefill_s": totals.prefill_s,
+        "baseline_prefill_s": totals.baseline_prefill_s,
         "identical_rows": totals.identical_rows,
         "num_rows": totals.num_rows,
         "load_s": setting.load_s,
-        "compile_s": clock.compile_s,
+        "compile_s": sum(clock.compile_s.get(name, 0.0) for name in (PLAIN, run.drafter)),
         "first_token_s": clock.first_token_s,
         "device": setting.device,
         "dtype": setting.dtype,
         "versions": versions(),
         "prompts": _fingerprint(batches),
-        "config": setting.config,
+        "auto": run.auto.content() if run.auto else None,
+        "config": run.config,
     }
     if interrupted:
         summary["interrupted"] = True
     if refused is not None:
         summary["refused"] = refused
-    return {"rows": [row for b in batches for row in _rows(b, setting)], "summary": summary}
+    rows = [row for batch in batches for row in _rows(batch, run.drafter, setting)]
+    return {"rows": rows, "summary": summary}
 
 
 def versions() -> dict[str, str]:
@@ -167,7 +225,7 @@ def largest_size(num_rows: int, new_tokens: int, *, logprobs: bool) -> int:
     return 16_000 + num_rows * (1_500 + token * new_tokens)
 
 
-def _rows(batch: Batch, setting: Setting) -> list[dict[str, Any]]:
+def _rows(batch: Batch, drafter: str, setting: Setting) -> list[dict[str, Any]]:
     lengths = metrics.accept_lengths(batch.ours.emitted)
     rows = []
     for index, question in enumerate(batch.questions):
@@ -175,7 +233,7 @@ def _rows(batch: Batch, setting: Setting) -> list[dict[str, Any]]:
         row = {
             "question_id": question.question_id,
             "category": question.category,
-            "drafter": setting.drafter,
+            "drafter": drafter,
             "token_ids": batch.ours.token_ids[index],
             "text": batch.ours.texts[index],
             "new_tokens": len(batch.ours.token_ids[index]),
@@ -202,7 +260,7 @@ def _rows(batch: Batch, setting: Setting) -> list[dict[str, Any]]:
 def _rounds(run: Generation, index: int) -> dict[str, list[int]]:
     """The raw counts of the rounds in which a row was active; emitted is `accept_lengths`."""
     took_part = run.emitted[index] >= 0
-    names = ("drafted", "accepted", "width")
+    names = ("drafted", "accepted", "width", "drafter")
     return {name: getattr(run, name)[index][took_part].tolist() for name in names}
 
 
@@ -225,8 +283,14 @@ def _fingerprint(batches: Sequence[Batch]) -> str:
     return hashlib.sha256(repr(asked).encode()).hexdigest()[:16]
 
 
-def _speed(runs: Sequence[Generation]) -> float | None:
-    seconds = sum(run.total_decode_s for run in runs)
+def _prefill_s(runs: Sequence[Generation]) -> float:
+    """Seconds of prefill, each batch counted once; a generation is one batch."""
+    return sum(run.prefill_s[0] for run in runs)
+
+
+def _speed(runs: Sequence[Generation], more_s: float = 0.0) -> float | None:
+    """Tokens/s of decoding, and of `more_s` further seconds."""
+    seconds = sum(run.total_decode_s for run in runs) + more_s
     return sum(run.new_tokens for run in runs) / seconds if seconds else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType
@@ -9,6 +10,7 @@ from typing import Any
 
 from specjax.errors import InputError, one_line, shown
 from specjax.files.json_files import read_json_file
+from specjax.reporting.auto_lengths import AutoCosts, AutoLengths, PartCosts
 from specjax.reporting.runs import Bench, Row, Run, Timing, summarize
 
 _NUMBER = (int, float)
@@ -19,6 +21,7 @@ _CONFIG = {"target": (str,), "batch_size": (int,), "drafter": (dict,), "sampling
 _MAY_BE = {
     "versions": (dict, NoneType),
     "interrupted": (bool, NoneType),
+    "auto": (dict, NoneType),
     "refused": (str, NoneType),
 }
 _CONFIG_MAY_BE = {"distributed": (dict,)}
@@ -40,6 +43,16 @@ _ROW = {
 }
 _ROW_MAY_BE = {"resolution_at_difference": (*_NUMBER, NoneType)}
 _COUNTS = {"drafted": (list,), "accepted": (list,), "width": (list,)}
+_AUTO = {"measure_s": _NUMBER, "start": (dict,), "end": (dict,)}
+_COSTS = {"width_s": (dict,), "drafters": (list,)}
+_PART = {
+    "drafter": (str,),
+    "num_speculative_tokens": (int,),
+    "first_s": _NUMBER,
+    "further_s": _NUMBER,
+}
+_MEASURED = ("num_speculative_tokens", "first_s", "further_s")
+_MOST_SLOTS, _MOST_PARTS = 4096, 16
 _PLAIN = {"new_tokens": (int,), "prefill_s": _NUMBER, "decode_s": _NUMBER}
 _COMPARISON = {
     "drafter": (str,),
@@ -58,7 +71,20 @@ _REMEDY = "give a file that `python -m specjax.decode --config.report=FILE` wrot
 
 
 def read_report(path: str | Path) -> Run | Bench:
-    """Read a report of `specjax.decode` or `specjax.bench`. Raises InputError for another file."""
+    """`read_reports` of a file with one drafter. Raises InputError for other files."""
+    found = read_reports(path)
+    if len(found) > 1:
+        raise InputError(
+            f"{str(path)!r} has runs of {len(found)} drafters: give the report of one drafter"
+        )
+    return found[0]
+
+
+def read_reports(path: str | Path) -> tuple[Run | Bench, ...]:
+    """What a file of `specjax.decode` says of each drafter, or one of `specjax.bench`.
+
+    Raises InputError for another file.
+    """
     path = Path(path)
     content = read_json_file(path, _REMEDY)
     try:
@@ -66,8 +92,13 @@ def read_report(path: str | Path) -> Run | Bench:
             comparisons = _list(content, "comparisons", "the report")
             for index, comparison in enumerate(comparisons):
                 _check(comparison, _COMPARISON, f"comparisons[{index}]")
-            return Bench(path, tuple(comparisons), bool(content.get("interrupted")))
-        return _run(path, content)
+            return (Bench(path, tuple(comparisons), bool(content.get("interrupted"))),)
+        if not isinstance(content, dict) or "runs" not in content:
+            return (_run(path, content),)
+        runs = _list(content, "runs", "the report")
+        if not runs:
+            raise _Misfit("it holds no runs")
+        return tuple(_run(path, run) for run in runs)
     except _Misfit as misfit:
         raise InputError(f"{str(path)!r} is not a report: {misfit}; {_REMEDY}") from None
 
@@ -88,9 +119,15 @@ def is_report(path: Path) -> bool:
         return False
     decoded = {"rows": list, "summary": dict}
     measured = {"rounds": list, "comparisons": list}
-    return any(
-        all(isinstance(content.get(name), kind) for name, kind in outline.items())
-        for outline in (decoded, measured)
+    runs = content.get("runs")
+    if isinstance(runs, list) and runs:
+        return all(_has(run, decoded) for run in runs)
+    return _has(content, decoded) or _has(content, measured)
+
+
+def _has(content: Any, outline: Mapping[str, type]) -> bool:
+    return isinstance(content, dict) and all(
+        isinstance(content.get(name), kind) for name, kind in outline.items()
     )
 
 
@@ -117,12 +154,41 @@ def _run(path: Path, content: Any) -> Run:
         raise _Misfit("it holds no rows")
     if len(rows) * max(len(row.emitted) for row in rows) > _MOST_COUNTS:
         raise _Misfit("one row has so many rounds that a table of all rows is too large")
-    run = Run(path, rows, summary)
+    run = Run(path, rows, summary, _auto(summary.get("auto")))
     try:
         summarize(rows)
     except ValueError as error:
         raise _Misfit(f"its counts do not fit together ({one_line(error)})") from None
     return run
+
+
+def _auto(auto: Any) -> AutoLengths | None:
+    if auto is None:
+        return None
+    _check(auto, _AUTO, "summary.auto")
+    if auto["measure_s"] < 0:
+        raise _Misfit(f"summary.auto.measure_s is {shown(auto['measure_s'])}")
+    start, end = (_costs(auto[name], f"summary.auto.{name}") for name in ("start", "end"))
+    return AutoLengths(auto["measure_s"], start, end)
+
+
+def _costs(costs: Mapping[str, Any], where: str) -> AutoCosts:
+    _check(costs, _COSTS, where)
+    seconds = costs["width_s"]
+    widths = [int(one) for one in seconds if re.fullmatch(r"[1-9]\d{0,3}", one, re.ASCII)]
+    fine = len(widths) == len(seconds) and 1 in widths
+    if not fine or sum(widths) > _MOST_SLOTS or len(costs["drafters"]) > _MOST_PARTS:
+        raise _Misfit(f"{where} must have seconds of a few widths, 1 among them, and drafters")
+    _check(seconds, dict.fromkeys(seconds, _NUMBER), f"{where}.width_s")
+    for index, part in enumerate(costs["drafters"]):
+        _check(part, _PART, f"{where}.drafters[{index}]")
+    numbers = [*seconds.values(), *(part[name] for part in costs["drafters"] for name in _MEASURED)]
+    if min(numbers) < 0 or not seconds["1"]:
+        raise _Misfit(f"{where} must have no number below 0, and seconds of width 1 above it")
+    return AutoCosts(
+        {int(width): value for width, value in seconds.items()},
+        tuple(PartCosts(**{name: part[name] for name in _PART}) for part in costs["drafters"]),
+    )
 
 
 def _row(row: Any, where: str) -> Row:
@@ -131,8 +197,11 @@ def _row(row: Any, where: str) -> Row:
     _check(row["rounds"], _COUNTS, f"{where}.rounds")
     counts = {"emitted": row["accept_lengths"], **row["rounds"]}
     for name, values in counts.items():
-        if not all(type(value) is int and 0 <= value <= _LARGEST for value in values):
-            raise _Misfit(f"{where}: {name} must hold whole numbers of at least 0")
+        least = -1 if name == "drafter" else 0
+        if not isinstance(values, list) or not all(
+            type(value) is int and least <= value <= _LARGEST for value in values
+        ):
+            raise _Misfit(f"{where}: {name} must hold whole numbers of at least {least}")
         if len(values) != len(row["accept_lengths"]):
             raise _Misfit(f"{where}: {name} must have one entry per round")
     if sum(row["accept_lengths"]) != row["new_tokens"]:
@@ -158,6 +227,7 @@ def _row(row: Any, where: str) -> Row:
         margin=row["margin_at_difference"],
         resolution=row.get("resolution_at_difference"),
         **{name: tuple(counts[name]) for name in ("drafted", "accepted", "emitted", "width")},
+        drafter=tuple(counts.get("drafter", ())),
     )
 
 

@@ -14,6 +14,7 @@ from specjax.decoding.compare_outputs import EXCUSED_MARGIN
 from specjax.decoding.prompts import task_of
 from specjax.errors import InputError
 from specjax.fields import dotted
+from specjax.reporting.auto_lengths import AutoLengths
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,11 @@ class Timing:
 
 @dataclass(frozen=True)
 class Row:
-    """One answer: its text, timings with the drafter and plain, and one count per round."""
+    """One answer: its text, timings with the drafter and plain, and one count per round.
+
+    `drafter` is the number of the drafter that drafted in each round, -1 for none; empty where a
+    report does not say.
+    """
 
     question_id: int | str
     category: str
@@ -44,6 +49,7 @@ class Row:
     accepted: tuple[int, ...]
     emitted: tuple[int, ...]
     width: tuple[int, ...]
+    drafter: tuple[int, ...] = ()
 
     @property
     def task(self) -> str:
@@ -53,11 +59,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Run:
-    """One report."""
+    """What a report says of one drafter; `auto` is None for other draft lengths."""
 
     path: Path
     rows: tuple[Row, ...]
     summary: Mapping[str, Any]
+    auto: AutoLengths | None = None
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -110,7 +117,7 @@ class Run:
         if self.drafter == "none":
             return None
         asked = str(self.config.get("num_speculative_tokens"))
-        if asked == "None":
+        if asked in ("None", "fixed"):
             longest = max((max(row.drafted, default=0) for row in self.rows), default=0)
             return longest or None
         return int(asked) if asked.isdecimal() and len(asked) < 10 else None

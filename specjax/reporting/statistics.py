@@ -70,6 +70,13 @@ class Entry:
         return repr([(name, value) for name, value in fields.items() if name not in apart])
 
     @property
+    def speedup_end_to_end(self) -> float | None:
+        """Speed-up over all tasks, prefill and, for `auto`, measuring costs included."""
+        measure_s = self.run.auto.measure_s if self.run.auto else 0.0
+        both = [row for row in self.run.rows if row.plain is not None]
+        return _ratio(_speed(both, _ours, _all, measure_s), _speed(both, _plain, _all))
+
+    @property
     def efficiency(self) -> float | None:
         """Measured over predicted speed-up."""
         measured = self.figures[OVERALL].speedup
@@ -151,16 +158,19 @@ def _all(timing: Timing) -> float:
 
 
 def _speed(
-    rows: Iterable[Row], side: Callable[[Row], Timing | None], seconds: Callable[[Timing], float]
+    rows: Iterable[Row],
+    side: Callable[[Row], Timing | None],
+    seconds: Callable[[Timing], float],
+    more_s: float = 0.0,
 ) -> float | None:
-    """Tokens/s, each batch's seconds counted once."""
+    """Tokens/s, each batch's seconds counted once, and `more_s` further seconds."""
     tokens, batches = 0, {}
     for row in rows:
         timing = side(row)
         if timing is not None:
             tokens += timing.new_tokens
             batches[row.batch] = seconds(timing)
-    total = sum(batches.values())
+    total = sum(batches.values()) + more_s
     return tokens / total if total else None
 
 

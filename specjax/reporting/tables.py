@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from specjax.reporting.auto_lengths import AutoCosts, drafted_per_round
 from specjax.reporting.runs import Bench, Conditions, Run
 from specjax.reporting.statistics import OVERALL, Entry, Figures, by_conditions, heading, tasks_of
 
@@ -91,7 +92,60 @@ def _section(group: Sequence[Entry]) -> list[str]:
         "### Acceptance by position\n",
         _positions(group),
     ]
+    if chosen := [entry for entry in group if entry.run.auto]:
+        parts += ["### What `auto` chose\n", _auto(chosen), _AUTO_NOTE]
     return parts
+
+
+_AUTO_NOTE = (
+    "Rounds of all rows. Costs were measured in `measuring` seconds, or kept from an earlier run, "
+    "and corrected while decoding: at the run's start and at its end. To draft is to observe what "
+    "was committed and draft a token, and + each token more. Break-even is the least acceptance of "
+    "each draft token at which a draft is no slower than none, at the costs of the end. "
+    '"End to end" counts prefill and measuring, not compiling.\n'
+)
+
+
+def _auto(group: Sequence[Entry]) -> str:
+    head = ["Drafter", "draft tokens per round", "rounds by width"]
+    head += [f"{what}, {when}" for what in _COSTS for when in ("start", "end")]
+    head += ["break-even acceptance", "measuring, s", "end to end"]
+    rows = []
+    for entry in group:
+        counts, auto = entry.figures[OVERALL].counts, entry.run.auto
+        break_even = [_cell(auto.end.break_even(part), _number) for part in auto.end.drafters]
+        rows.append(
+            [
+                _plain_text(entry.label),
+                _cell(drafted_per_round(counts), _number),
+                _by_width(counts.rounds_by_width, "d"),
+                *(form(costs) for form in _COSTS.values() for costs in (auto.start, auto.end)),
+                ", ".join(break_even),
+                f"{auto.measure_s:.1f}",
+                _cell(entry.speedup_end_to_end, _times),
+            ]
+        )
+    return _table(head, rows)
+
+
+def _width_ms(costs: AutoCosts) -> str:
+    return _by_width({width: 1e3 * one for width, one in costs.width_s.items()}, ".1f")
+
+
+def _draft_ms(costs: AutoCosts) -> str:
+    return ", ".join(
+        f"{1e3 * part.first_s:.1f} + {1e3 * part.further_s:.1f}" for part in costs.drafters
+    )
+
+
+_COSTS: Mapping[str, Callable[[AutoCosts], str]] = {
+    "ms of a round by width": _width_ms,
+    "ms to draft": _draft_ms,
+}
+
+
+def _by_width(values: Mapping[int, float], form: str) -> str:
+    return ", ".join(f"{width}: {value:{form}}" for width, value in values.items())
 
 
 _DETAILS: tuple[tuple[str, Callable[[Figures], float | None], Callable[..., str]], ...] = (
