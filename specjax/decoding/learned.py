@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +29,7 @@ from specjax.files.text_files import write_text
 ROUNDS_PER_LOOK = 16
 """The most rounds between two looks at the clock."""
 _MEASURED_TURNS = 3
-"""How often each kind of round is timed; the least counts."""
+"""How often each kind of round is timed; the median counts."""
 
 
 @dataclass
@@ -110,42 +109,33 @@ def _measure(session: Session, programs: Programs) -> Float[np.ndarray, "parts"]
     all kinds in turn, several times over, so that other work on the machine falls on all alike.
     """
     plan, parts = session.plan, session.plan.drafter.parts
-    widest = len(plan.widths) - 1
-    kinds = [_Kind(width) for width in range(widest + 1)]
-    for number, part in enumerate(parts):
-        kinds += [
-            _Kind(widest, number, min(1, part.num_speculative_tokens)),
-            _Kind(widest, number, part.num_speculative_tokens),
-        ]
     first = programs.start(session.params, *batch_arguments(session, session.batches()[0]))
-    state, found = jax.tree.map(jnp.copy, first), [math.inf] * len(kinds)
-    for turn in range(_MEASURED_TURNS + 1):
-        for index, kind in enumerate(kinds):
-            # What a drafter missed while others were timed is not part of its round.
-            for timed in (False, True) if kind.length else (True,):
-                if not (fetch(state.status) == RUNNING).any():
-                    state = jax.tree.map(jnp.copy, first)
-                forced = np.where(np.arange(len(parts)) == kind.drafter, kind.length, 0)
-                state = _put_policy(state, forced=forced, narrowest=np.int32(kind.width))
-                begin = time.perf_counter()
-                state = jax.block_until_ready(programs.run(session.params, state, np.int32(1)))
-                if timed and turn:  # the first turn warms up
-                    found[index] = min(found[index], time.perf_counter() - begin)
-    passes, drafts = found[: widest + 1], found[widest + 1 :]
-    ones = [max(one - passes[-1], 0.0) for one in drafts[::2]]
-    furthers = [
-        max(every - passes[-1] - one, 0.0) / max(part.num_speculative_tokens - 1, 1)
-        for part, one, every in zip(parts, ones, drafts[1::2], strict=True)
-    ]
-    return np.asarray([*passes, *ones, *furthers])
+    state = jax.tree.map(jnp.copy, first)
 
+    def seconds(narrowest: int, drafter: int = 0, length: int = 0) -> float:
+        nonlocal state
+        if not (fetch(state.status) == RUNNING).any():
+            state = jax.tree.map(jnp.copy, first)
+        forced = np.where(np.arange(len(parts)) == drafter, length, 0)
+        state = _put_policy(state, forced=forced, narrowest=np.int32(narrowest))
+        begin = time.perf_counter()
+        state = jax.block_until_ready(programs.run(session.params, state, np.int32(1)))
+        return time.perf_counter() - begin
 
-class _Kind(NamedTuple):
-    """A kind of round to time: the least compiled width, by index, and who drafts how much."""
-
-    width: int
-    drafter: int = 0
-    length: int = 0
+    found = []
+    for _ in range(_MEASURED_TURNS):
+        passes = [seconds(width) for width in range(len(plan.widths))]
+        ones, furthers = [], []
+        for number, part in enumerate(parts):
+            longest, widest = part.num_speculative_tokens, len(plan.widths) - 1
+            # What the drafter missed while others were timed is not part of its round.
+            seconds(widest, number, min(1, longest))
+            one = seconds(widest, number, min(1, longest))
+            every = seconds(widest, number, longest)
+            ones.append(one - seconds(widest))
+            furthers.append((every - one) / max(longest - 1, 1))
+        found.append([*passes, *ones, *furthers])
+    return np.maximum(np.median(found, axis=0), 0.0)
 
 
 def _file(session: Session) -> Path | None:

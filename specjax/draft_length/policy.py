@@ -27,7 +27,7 @@ LOOK_AGAIN_SHARE = 0.01
 _PACE_MEMORY = 0.98
 _PACE_WEIGHT = 8.0
 """Of the belief that nothing is gained, in rounds."""
-_FREE = 0.01
+_FREE = 0.02
 """A draft that takes less than this share of a plain round is always made."""
 NOT_FORCED = -1
 
@@ -101,17 +101,23 @@ class Turn:
         table = self.chances[step, survival.confidence_class(confidence)]
         each = jnp.where(valid, survival.chance(table, self.factor[:, None]), 0.0)
         missing = self.expected.shape[0] - each.shape[1]
-        value = _values(self, jnp.pad(jnp.cumprod(each, axis=1), ((0, 0), (0, missing))))
+        survived = jnp.pad(jnp.cumprod(each, axis=1), ((0, 0), (0, missing)))
+        # The draft is there: only the pass costs anything more.
+        value = _gains(survived) - self.price
         best = jnp.maximum(jnp.argmax(value).astype(jnp.int32), self.at_least)
         return jnp.where(self.forced == NOT_FORCED, best, self.forced)
 
 
 def _values(turn: Turn, survived: Float[Array, "B K"]) -> Float[Array, "K+1"]:
     """What a draft of 0..K tokens is worth, given each token's chance to be accepted."""
-    gains = jnp.pad(jnp.cumsum(survived.sum(axis=0)), (1, 0))
-    length = jnp.arange(gains.shape[0])
+    length = jnp.arange(turn.price.shape[0])
     drafting = jnp.where(length > 0, turn.first + turn.further * (length - 1), 0.0)
-    return gains - turn.price - drafting
+    return _gains(survived) - turn.price - drafting
+
+
+def _gains(survived: Float[Array, "B K"]) -> Float[Array, "K+1"]:
+    """The accepted tokens to expect of a draft of 0..K tokens, in all rows together."""
+    return jnp.pad(jnp.cumsum(survived.sum(axis=0)), (1, 0))
 
 
 def _best_length(
