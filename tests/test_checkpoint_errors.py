@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpointing import CONFIG, assert_same, mesh_of
+from conftest import slow
 from heads import with_modules
 
 from specjax.errors import InputError
@@ -256,7 +257,7 @@ def test_what_cannot_be_kept_is_refused(params, about, said, tmp_path):
     assert not (tmp_path / "drafter").exists()
 
 
-@pytest.mark.parametrize("sealed", [True, False])
+@pytest.mark.parametrize("sealed", [True, *slow(False)])
 def test_damage_is_an_error_of_one_line(sealed, saved, model, tmp_path, capfd, caplog):
     """Each file is deleted, emptied and halved in turn; what still loads is what was saved.
 

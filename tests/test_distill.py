@@ -241,6 +241,7 @@ def test_coupled_and_greedy_rows_are_those_of_plain_decoding(tiny, plain):
     assert 0 < got.accepted[took_part].sum() < got.drafted[took_part].sum()
 
 
+@pytest.mark.slow  # as of a draft model that is no head
 def test_a_row_does_not_depend_on_its_neighbours(tiny):
     drafter = head_drafter(draft_head(tiny, ids=SOME), tiny)
     options = dict(drafter=drafter, sampling=mixed(max_new_tokens=9), num_speculative_tokens=3)
@@ -249,6 +250,7 @@ def test_a_row_does_not_depend_on_its_neighbours(tiny):
     assert together.token_ids == alone.token_ids
 
 
+@pytest.mark.slow  # likewise
 def test_the_end_of_room_and_of_sequence(tiny, plain):
     drafter = head_drafter(draft_head(tiny, ids=SOME, size=0.05), tiny)
     rng = np.random.default_rng(1)

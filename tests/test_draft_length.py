@@ -305,7 +305,7 @@ def pair(similar):
     return take_turns(Ngram(prompt_lookup_min=1), draft_model(similar, num_speculative_tokens=3))
 
 
-@pytest.mark.parametrize("rule", ["rejection", "coupled"])
+@pytest.mark.parametrize("rule", ["rejection", *slow("coupled")])
 def test_rounds_can_be_replayed(rule, tiny, similar, dear):
     """Whoever drafted, and whatever it costs elsewhere: the same tokens and counts."""
     options = dict(drafter=pair(similar), sampling=mixed(max_new_tokens=30), verify=rule)

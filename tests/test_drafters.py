@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import tiny_config
+from conftest import slow, tiny_config
 from decoding import (
     PROMPTS,
     changed,
@@ -132,7 +132,7 @@ def test_a_round_without_a_match_is_a_plain_round(tiny):
     assert empty[0]
 
 
-@pytest.mark.parametrize("name", ["similar", "early_exit", "early_exit_p_min"])
+@pytest.mark.parametrize("name", ["similar", *slow("early_exit", "early_exit_p_min")])
 def test_drafts_come_from_the_distributions_that_they_name(name, tiny, unrelated, similar):
     """The stored distribution is the drafter's, warped, at that prefix, and can give that token."""
     drafter = drafters(tiny, unrelated, similar)[name]

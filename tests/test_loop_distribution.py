@@ -114,11 +114,11 @@ def test_ngram(target):
 
 
 STEEP = Costs(
-    passes=np.asarray([1.0, 1.02, 1.05], np.float32),
+    passes=np.asarray([1.0, 1.05], np.float32),
     first=np.asarray([0.1], np.float32),
     further=np.asarray([0.3], np.float32),
 )
-"""Of rounds of widths 1, 2 and 4: they make the third token pay in some rounds only."""
+"""Of rounds of widths 1 and 4: they make the third token pay in some rounds only."""
 
 EXACT = {
     "plain": (lambda draft: NoDrafter(), {}),

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import slow
 from decoding import PROMPTS, decode, draft_model, drafters, make_session
 from test_loop_distribution import small_model
 
@@ -92,7 +93,7 @@ def test_the_target_as_its_own_draft_accepts_everything(free):
         assert (counts(target, draft_model(target), rule) == LENGTH).all()
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("rule", ["rejection", *slow("block")])
 def test_the_first_round_of_a_transformer(rule):
     """The number of accepted tokens has the expectation that follows from the distributions."""
     target, draft = small_model(0, 2), small_model(1, 1)

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 import pytest
+from conftest import slow
 from decoding import PROMPTS, decode, greedy
 
 from specjax import sampling
@@ -59,7 +60,7 @@ class Branching(Drafter):
         return Draft(tokens, jnp.ones(tokens.shape, bool), row, None, TREE), state
 
 
-@pytest.mark.parametrize("right", [(1, 3, 5), (2, 4), (2,), ()])
+@pytest.mark.parametrize("right", [(1, 3, 5), (2,), *slow(((2, 4),), ((),))])
 def test_a_path_of_a_tree_is_committed(right, tiny):
     """Greedy tokens are those of plain decoding, whichever branch was right."""
     plain = decode(tiny, PROMPTS, sampling=greedy(max_new_tokens=12))

@@ -66,8 +66,8 @@ def test_equal_calls_never_compile_again(name, tiny):
     "name",
     # The others have no arrays of their own.
     [
-        *("draft_model", "eagle3", "ngram+early_exit"),
-        *slow("none", "ngram", "early_exit", "medusa", "mtp", "simulated"),
+        *("draft_model", "eagle3"),
+        *slow("none", "ngram", "early_exit", "ngram+early_exit", "medusa", "mtp", "simulated"),
     ],
 )
 def test_nothing_keeps_the_arrays_of_a_model(name):

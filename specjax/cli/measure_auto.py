@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, variance
 from typing import NamedTuple
@@ -145,7 +145,7 @@ def _speed(runs: Sequence[_Run]) -> float:
     return sum(run.tokens for run in runs) / sum(run.decode_s for run in runs)
 
 
-def _ratio(batches: Iterator[list[tuple[_Run, _Run]]], *, whole: bool) -> Ratio:
+def _ratio(batches: Iterable[list[tuple[_Run, _Run]]], *, whole: bool) -> Ratio:
     """The geometric mean of auto / plain over batches; its error is that of the repeats."""
 
     def seconds_per_token(run: _Run) -> float:

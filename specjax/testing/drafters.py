@@ -122,6 +122,11 @@ def check_drafter(
         request=request,
         capacity=len(prompt) + length + num_speculative_tokens,
     )
+    if costs is not None and len(costs.passes) != len(plan.widths):
+        raise InputError(
+            f"costs.passes has {len(costs.passes)} figures: give one for each of the widths "
+            f"{plan.widths}"
+        )
     few = first_rows(plan, prompt, request, np.arange(num_speculative_tokens + 2), seed)
     check_contract(plan, (params, loaded.params), few)
     batch = min(_BATCH, rows)
