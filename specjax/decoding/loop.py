@@ -23,7 +23,7 @@ from specjax.distributed.sharding import constrain_rows
 from specjax.draft_length import survival
 from specjax.draft_length.policy import Decisions, new_policy
 from specjax.drafters.base import Accepted, Context, Noise
-from specjax.drafters.turns import Proposal
+from specjax.drafters.turns import NO_DRAFTER, Proposal
 from specjax.models.prefill import prefill
 
 _ROWS_FIRST = (
@@ -246,6 +246,7 @@ def _learn(
         jnp.pad(confidence, ((0, 0), (0, longest - confidence.shape[1]))),
         depths,
         accepted,
+        proposal.first * (state.active & (proposal.drafter == NO_DRAFTER)).sum(),
     )
     policy = policy.after_round(state.active, count, width, proposal.first, proposal.further, seen)
     return {"policy": policy, "history": history}

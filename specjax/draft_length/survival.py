@@ -20,6 +20,8 @@ UNKNOWN = 0.7
 """The confidence of drafters that report none."""
 _PRIOR_WEIGHT = 4.0
 """Of what is believed before anything was seen, in tested tokens; likewise of all depths for one"""
+_EXPECTED_WEIGHT = 12.0
+"""The same without regard to confidence: a few refusals put no drafter to sleep."""
 _MEMORY = 0.98
 """How much of its weight an observation keeps from one round with tests to the next."""
 _ROW_MEMORY = 0.9
@@ -29,10 +31,14 @@ _MOST = 0.98
 
 @struct.dataclass
 class Survival:
-    """Decayed counts of draft tokens by drafter, depth and class of confidence."""
+    """Decayed counts of draft tokens by drafter, depth and class of confidence.
+
+    `declined` are rows in which a drafter ran and nothing was drafted.
+    """
 
     tested: Float[Array, "D K C"]
     passed: Float[Array, "D K C"]
+    declined: Float[Array, "D"]
 
 
 @struct.dataclass
@@ -46,7 +52,7 @@ class RowHistory:
 def no_survival(drafters: int, longest: int) -> Survival:
     """Nothing seen of drafters whose longest draft has `longest` tokens."""
     empty = jnp.zeros((drafters, longest, len(_PRIOR)))
-    return Survival(empty, empty)
+    return Survival(empty, empty, jnp.zeros(drafters))
 
 
 def no_history(batch: int, drafters: int) -> RowHistory:
@@ -72,12 +78,16 @@ def chances(survival: Survival) -> Float[Array, "D K C"]:
 
 
 def expected_chances(survival: Survival) -> Float[Array, "D K"]:
-    """The same of tokens whose confidence is not known yet."""
+    """The same of tokens whose confidence is not known yet.
+
+    A first token that is not drafted then, for want of confidence, is none that passes.
+    """
     passed, tested = survival.passed.sum(axis=2), survival.tested.sum(axis=2)
-    everywhere = (passed.sum(axis=1) + _PRIOR_WEIGHT * UNKNOWN) / (
-        tested.sum(axis=1) + _PRIOR_WEIGHT
+    everywhere = (passed.sum(axis=1) + _EXPECTED_WEIGHT * UNKNOWN) / (
+        tested.sum(axis=1) + _EXPECTED_WEIGHT
     )
-    return (passed + _PRIOR_WEIGHT * everywhere[:, None]) / (tested + _PRIOR_WEIGHT)
+    tested = tested.at[:, 0].add(survival.declined)
+    return (passed + _EXPECTED_WEIGHT * everywhere[:, None]) / (tested + _EXPECTED_WEIGHT)
 
 
 def row_factor(history: RowHistory) -> Float[Array, "B D"]:
@@ -99,10 +109,12 @@ def observe(
     confidence: Float[Array, "B K"],
     depth: Int[Array, "B"],
     accepted: Int[Array, "B"],
+    declined: Int[Array, "D"],
 ) -> tuple[Survival, RowHistory]:
     """Both after a round in which `drafter` (-1: none) drafted `depth` tokens in each row.
 
-    Of these the accepted ones passed and one more, if there was one, was tested.
+    `declined` counts the rows in which each drafter ran and nothing was drafted. Of those drafted
+    the accepted ones passed and one more, if there was one, was tested.
     """
     longest = confidence.shape[1]
     step = jnp.arange(longest)[None, :]
@@ -129,7 +141,11 @@ def observe(
     def add(table: Float[Array, "D K C"], counted: Bool[Array, "B K"]) -> Float[Array, "D K C"]:
         return table.at[which].add(counted.astype(table.dtype))
 
-    keep = jnp.where(drafted.any(axis=0), _MEMORY, 1.0)[:, None, None]
-    return Survival(
-        add(survival.tested * keep, tested), add(survival.passed * keep, passed)
-    ), history
+    keep = jnp.where(drafted.any(axis=0) | (declined > 0), _MEMORY, 1.0)
+    kept = keep[:, None, None]
+    seen = Survival(
+        add(survival.tested * kept, tested),
+        add(survival.passed * kept, passed),
+        survival.declined * keep + declined,
+    )
+    return seen, history
