@@ -8,16 +8,17 @@ import pytest
 from conftest import slow, tiny_config
 from decoding import PROMPTS, decode, draft_model, greedy, make_session, mixed
 
-from specjax.decoding import learned
-from specjax.decoding.executor import compile_session, run_session
+from specjax.decoding import learned_costs
+from specjax.decoding.executor import compile_session, run_batch, run_session
 from specjax.decoding.generate import collect
-from specjax.decoding.learned import Learned
+from specjax.decoding.learned_costs import LearnedCosts
 from specjax.draft_length import survival
 from specjax.draft_length.estimate import CostEstimate
 from specjax.draft_length.limits import DraftLength
 from specjax.draft_length.policy import NOT_FORCED, Turn
 from specjax.drafters import make_drafter, take_turns
 from specjax.drafters.ngram import Ngram
+from specjax.errors import InputError
 from specjax.loading.load import random_model
 
 TRUE = np.array([1.0, 1.1, 1.2, 1.5, 0.2, 0.05])
@@ -133,6 +134,7 @@ def turn(expected, price, first=0.0, further=0.0, rows=1, limit=None, **fields):
     return Turn(
         chances=jnp.broadcast_to(jnp.asarray(expected)[:, None], (longest, 8)),
         expected=jnp.asarray(expected),
+        rate=jnp.float32(1.0),
         factor=jnp.ones(len(limit)),
         price=jnp.asarray(price),
         first=jnp.float32(first),
@@ -183,7 +185,7 @@ def test_what_is_forced_is_drafted_and_what_is_due_too():
     assert [int(forced.best_length(depth, jnp.ones(1), every)) for depth in (0, 1)] == [2, 2]
 
 
-class Injected(Learned):
+class Injected(LearnedCosts):
     """Costs that a test sets: `seconds_of(committed)` are the true figures at a length."""
 
     def begin_with(self, seconds_of, session):
@@ -331,22 +333,62 @@ def test_rounds_can_be_replayed(rule, tiny, similar, dear):
         np.testing.assert_array_equal(getattr(again, name), getattr(got, name))
 
 
+def test_a_replay_of_other_drafters_is_refused(tiny, similar):
+    drafters = pair(similar)
+    options = dict(sampling=greedy(max_new_tokens=2))
+    longer = np.full((len(PROMPTS), 3), 8, np.int32), np.ones((len(PROMPTS), 3), np.int32)
+    with pytest.raises(InputError, match=r"replay has a draft of 8 tokens by draft_model.*most"):
+        make_session(tiny, PROMPTS, drafter=drafters, replay=longer, **options)
+    third = np.ones((len(PROMPTS), 3), np.int32), np.full((len(PROMPTS), 3), 2, np.int32)
+    with pytest.raises(InputError, match=r"replay has drafts of 3 drafters, not of ngram\+draft"):
+        make_session(tiny, PROMPTS, drafter=drafters, replay=third, **options)
+    with pytest.raises(InputError, match="replay has 8 rows for 1 prompts"):
+        make_session(tiny, PROMPTS[:1], drafter=drafters, replay=third, **options)
+
+
+def test_a_batch_that_was_left_does_not_harm_the_next(tiny, similar, dear):
+    session = make_session(
+        tiny,
+        PROMPTS[:2],
+        drafter=draft_model(similar),
+        num_speculative_tokens="auto",
+        sampling=greedy(max_new_tokens=40),
+        batch_size=1,
+    )
+    programs, known = compile_session(session), LearnedCosts(dear(session.plan), None, 0.0)
+    want = [s for s in run_session(session, None, programs, known) if s.finished]
+    next(run_batch(session, programs, [0], 1, known))
+    again = [s for s in run_session(session, None, programs, known) if s.finished]
+    assert collect(session, again).token_ids == collect(session, want).token_ids
+
+
+def test_a_clock_that_stands_still_is_an_error(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    session = make_session(
+        tiny, PROMPTS, drafter=Ngram(), num_speculative_tokens="auto", sampling=greedy()
+    )
+    programs = compile_session(session)
+    monkeypatch.setattr(learned_costs.time, "perf_counter", lambda: 1.0)
+    with pytest.raises(InputError, match=r'num_speculative_tokens="auto".*use a whole number'):
+        LearnedCosts.of_session(session, programs)
+
+
 def test_costs_are_measured_kept_and_read(tiny, similar, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     session = make_session(
         tiny, PROMPTS, drafter=pair(similar), num_speculative_tokens="auto", sampling=greedy()
     )
     programs = compile_session(session)
-    learned = Learned.of_session(session, programs)
+    learned = LearnedCosts.of_session(session, programs)
     count = len(session.plan.widths) + 4
     assert learned.estimate.seconds.shape == (count,)
     learned.save()
     (file,) = tmp_path.rglob("*.json")
-    again = Learned.of_session(session, programs)
+    again = LearnedCosts.of_session(session, programs)
     np.testing.assert_allclose(again.estimate.seconds, learned.estimate.seconds)
     for damage in ("{", '{"seconds": [1]}', '{"seconds": "x"}', "[]", '{"seconds": [-1]}'):
         file.write_text(damage)
-        fresh = Learned.of_session(session, programs)
+        fresh = LearnedCosts.of_session(session, programs)
         assert fresh.estimate.seconds.shape == (count,)
 
 
@@ -359,7 +401,7 @@ def test_costs_of_short_prompts_are_not_those_of_long_ones(tiny, similar, tmp_pa
         measured.append(len(session.prompts[0]))
         return np.full(len(session.plan.widths) + 2, float(len(measured)))
 
-    monkeypatch.setattr(learned, "_measure", measure)
+    monkeypatch.setattr(learned_costs, "_measure", measure)
 
     def first_figure(*lengths):
         session = make_session(
@@ -370,7 +412,7 @@ def test_costs_of_short_prompts_are_not_those_of_long_ones(tiny, similar, tmp_pa
             sampling=greedy(),
             batch_size=1,
         )
-        known = Learned.of_session(session, compile_session(session))
+        known = LearnedCosts.of_session(session, compile_session(session))
         known.save()
         return known.estimate.seconds[0]
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import xla_flags
+from conftest import slow, xla_flags
 
 from specjax.decoding.generate import generate
 from specjax.distributed import processes
@@ -88,7 +88,8 @@ def job(model, prompts, *more):
     ]
 
 
-def test_two_processes_decode_what_one_does(model, prompts, chatty, tmp_path):
+@pytest.mark.parametrize("length", ["3", *slow("auto")])
+def test_two_processes_decode_what_one_does(length, model, prompts, chatty, tmp_path):
     """Two processes of two devices: rows over `data`, weights over `model`."""
     address, report = f"127.0.0.1:{free_port()}", tmp_path / "report.json"
     shared = job(
@@ -96,6 +97,7 @@ def test_two_processes_decode_what_one_does(model, prompts, chatty, tmp_path):
         prompts,
         "--config.mesh.data=2",
         "--config.mesh.model=2",
+        f"--config.num_speculative_tokens={length}",
         f"--config.report={report}",
     )
     ran = [start([*shared, *joined(address, number)], devices=2) for number in (0, 1)]

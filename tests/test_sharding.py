@@ -51,14 +51,17 @@ SETTINGS = {
         "draft_model",
         dict(verify="coupled", sampling=mixed(max_new_tokens=14, logprobs=True)),
     ),
+    "ngram, auto": (
+        "ngram",
+        dict(sampling=greedy(max_new_tokens=14), num_speculative_tokens="auto"),
+    ),
 }
 
 
 def run_on(target, draft, name, options, batch_size=8):
     drafter = make_drafter(name, target, **({"path": draft} if name == "draft_model" else {}))
-    return decode(
-        target, PROMPTS, drafter=drafter, num_speculative_tokens=3, batch_size=batch_size, **options
-    )
+    options = {"num_speculative_tokens": 3, **options}
+    return decode(target, PROMPTS, drafter=drafter, batch_size=batch_size, **options)
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from specjax.decoding.executor import (
     run_batch,
 )
 from specjax.decoding.generate import Follower, Generation, collect
-from specjax.decoding.learned import Learned
+from specjax.decoding.learned_costs import LearnedCosts
 from specjax.decoding.plan import Programs, Session, plan_session
 from specjax.decoding.snapshot import Snapshot
 from specjax.decoding.state import RUNNING
@@ -64,7 +64,7 @@ class _Side:
     run: DrafterRun | None = None
     results: list[Generation] = field(default_factory=list)
     programs: Programs | None = None
-    learned: Learned | None = None
+    learned: LearnedCosts | None = None
 
     def speed(self, snapshot: Snapshot) -> float:
         """Tokens/s so far, a batch that is under way included."""

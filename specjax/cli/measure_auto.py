@@ -10,7 +10,7 @@ from statistics import fmean, variance
 from typing import NamedTuple
 
 from specjax.decoding.executor import compile_session, learn_costs, run_batch
-from specjax.decoding.learned import Learned
+from specjax.decoding.learned_costs import LearnedCosts
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.plan import Programs, Session, plan_session
 from specjax.decoding.sampling_params import SamplingParams
@@ -122,7 +122,7 @@ def measure_cell(
 
 
 def _decode(
-    session: Session, programs: Programs, index: list[int], learned: Learned | None
+    session: Session, programs: Programs, index: list[int], learned: LearnedCosts | None
 ) -> _Run:
     for snapshot in run_batch(session, programs, index, session.plan.max_rounds, learned):
         last = snapshot

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, Sharding
 
 from specjax import metrics
 from specjax.decoding import loop
-from specjax.decoding.learned import ROUNDS_PER_LOOK, Learned
+from specjax.decoding.learned_costs import ROUNDS_PER_LOOK, LearnedCosts
 from specjax.decoding.plan import Programs, Session, batch_arguments
 from specjax.decoding.snapshot import Seen, Snapshot, look_at
 from specjax.decoding.state import RUNNING, STOPPED, Plan, State
@@ -112,7 +112,7 @@ def run_session(
     session: Session,
     rounds: int | None = None,
     programs: Programs | None = None,
-    learned: Learned | None = None,
+    learned: LearnedCosts | None = None,
 ) -> Iterator[Snapshot]:
     """Decode batch by batch; a snapshot after every `rounds` rounds, and one when a batch is done.
 
@@ -130,14 +130,14 @@ def run_session(
         learned.save()
 
 
-def learn_costs(session: Session, programs: Programs) -> Learned | None:
+def learn_costs(session: Session, programs: Programs) -> LearnedCosts | None:
     """What a session that decides draft lengths by costs knows of them; None for other sessions.
 
     Measured now, unless an earlier process measured the same here.
     """
     if not session.plan.draft_length.auto:
         return None
-    return Learned.of_session(session, programs)
+    return LearnedCosts.of_session(session, programs)
 
 
 def run_batch(
@@ -145,7 +145,7 @@ def run_batch(
     programs: Programs,
     index: list[int],
     rounds: int,
-    learned: Learned | None = None,
+    learned: LearnedCosts | None = None,
 ) -> Iterator[Snapshot]:
     """Decode one of `session.batches()`: a snapshot after every `rounds` rounds, then the last.
 

@@ -149,6 +149,8 @@ def plan_session(
     # Of a longer draft no row could emit all, with the target's own token after it.
     turns = drafter.drafter.limited(min(most, max(room - 1, 1)))
     most = turns.num_speculative_tokens
+    if replay is not None:
+        _check_replay(replay, turns)
     stop_ids = max(1, *(len(_stop_ids(target, request)) for request in requests))
     batch_size = min(options.batch_size or MOST_ROWS, len(prompts))
     plan = Plan(
@@ -182,6 +184,23 @@ def plan_session(
         longest,
         replay,
     )
+
+
+def _check_replay(replay: tuple[np.ndarray, np.ndarray], turns: Turns) -> None:
+    """Raise InputError for rounds that these drafters cannot draft again."""
+    drafted, drafter = replay
+    for number, part in enumerate(turns.parts):
+        longest = int(drafted[drafter == number].max(initial=0))
+        if longest > part.num_nodes:
+            raise InputError(
+                f"replay has a draft of {longest} tokens by {part.name}, which drafts at most "
+                f"{part.num_nodes} here: give what the run was given"
+            )
+    if int(drafter.max(initial=NO_DRAFTER)) >= len(turns.parts):
+        raise InputError(
+            f"replay has drafts of {int(drafter.max()) + 1} drafters, not of {turns.name} alone: "
+            "give what the run was given"
+        )
 
 
 def _lengths(

@@ -18,7 +18,9 @@ _COMMON_DRIFT, _OWN_DRIFT = 0.03, 0.01
 _NOISE = 0.1
 """Of a step's seconds."""
 _START = 0.1
-"""How far a figure that was measured may be off."""
+"""How far a figure that was measured may be off,"""
+_START_FLOOR, _DRIFT_FLOOR = 0.05, 0.005
+"""and at least, in passes of width 1: small figures are differences of large ones."""
 _FARTHEST = 0.5
 """A step counts as at most so much faster or slower than expected: clocks jump, machines pause."""
 _LEAST = 1e-9
@@ -30,7 +32,7 @@ class CostEstimate:
     def __init__(self, seconds: Sequence[float] | np.ndarray, num_widths: int) -> None:
         self.num_widths = num_widths
         self.seconds = self._possible(np.asarray(seconds, float))
-        self._covariance = self._drift(_START, _START)
+        self._covariance = self._drift(_START, _START, _START_FLOOR)
 
     def update(self, count: Sequence[float] | np.ndarray, seconds: float) -> None:
         """Learn from a step in which each part ran `count` times and all took `seconds`."""
@@ -39,15 +41,16 @@ class CostEstimate:
         if expected <= 0 or not math.isfinite(seconds) or seconds <= 0:
             return
         seconds = min(max(seconds, (1 - _FARTHEST) * expected), (1 + _FARTHEST) * expected)
-        covariance = self._covariance + self._drift(_COMMON_DRIFT, _OWN_DRIFT)
+        covariance = self._covariance + self._drift(_COMMON_DRIFT, _OWN_DRIFT, _DRIFT_FLOOR)
         spread = covariance @ count
         gain = spread / (count @ spread + (_NOISE * expected) ** 2)
         self._covariance = covariance - np.outer(gain, spread)
         self.seconds = self._possible(self.seconds + gain * (seconds - expected))
 
-    def _drift(self, common: float, own: float) -> Float[np.ndarray, "parts parts"]:
+    def _drift(self, common: float, own: float, floor: float) -> Float[np.ndarray, "parts parts"]:
         each = self.seconds
-        return common**2 * np.outer(each, each) + own**2 * np.diag(each**2)
+        alone = np.maximum(own * each, floor * each[0])
+        return common**2 * np.outer(each, each) + np.diag(alone**2)
 
     def _possible(self, seconds: Float[np.ndarray, "parts"]) -> Float[np.ndarray, "parts"]:
         """Nothing takes no time, and no pass less than a narrower one."""

@@ -58,13 +58,15 @@ class Work:
 class Turn:
     """What decides how long one drafter's draft of this round is; prices are in tokens.
 
-    `price[k]` is the price of a pass with k draft tokens, `planned` the best length before anything
-    is drawn, and `at_least` the length that is drafted whatever it costs. A draft of
-    `forced` tokens, unless -1, is made without any decision.
+    `rate` is how often the drafter drafts where it runs, `price[k]` the price of a pass with k
+    draft tokens, `planned` the best length before anything is drawn, and `at_least` the length that
+    is drafted whatever it costs. A draft of `forced` tokens, unless -1, is made without any
+    decision.
     """
 
     chances: Float[Array, "K C"]
     expected: Float[Array, "K"]
+    rate: Float[Array, ""]
     factor: Float[Array, "B"]
     price: Float[Array, "K+1"]
     first: Float[Array, ""]
@@ -136,11 +138,15 @@ def _best_length(
 
 
 def _planned(turn: Turn) -> Int[Array, ""]:
-    """The best length before anything is computed."""
+    """The best length before anything is computed; 0 where it is not worth running the drafter."""
     each = survival.chance(turn.expected[None, :], turn.factor[:, None])
     within = jnp.arange(each.shape[1])[None, :] < turn.limit[:, None]
     value = _values(turn, jnp.where(within, jnp.cumprod(each, axis=1), 0.0))
-    best = jnp.maximum(jnp.argmax(value).astype(jnp.int32), turn.at_least)
+    # What it gains, where it drafts at all, against what running it costs in any case.
+    gain = value + jnp.where(jnp.arange(value.shape[0]) > 0, turn.first, 0.0) - value[0]
+    best = jnp.argmax(gain).astype(jnp.int32)
+    best = jnp.where(turn.rate * gain[best] > turn.first, best, 0)
+    best = jnp.maximum(best, turn.at_least)
     return jnp.where(turn.forced == NOT_FORCED, best, turn.forced)
 
 
@@ -228,6 +234,7 @@ class Decisions:
         turn = Turn(
             chances=survival.chances(policy.survival)[number],
             expected=survival.expected_chances(policy.survival)[number],
+            rate=survival.draft_rate(policy.survival)[number],
             factor=survival.row_factor(self.history)[:, number],
             price=pace * policy.costs.passes[index],
             first=pace * policy.costs.first[number],

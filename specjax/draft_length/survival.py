@@ -78,16 +78,18 @@ def chances(survival: Survival) -> Float[Array, "D K C"]:
 
 
 def expected_chances(survival: Survival) -> Float[Array, "D K"]:
-    """The same of tokens whose confidence is not known yet.
-
-    A first token that is not drafted then, for want of confidence, is none that passes.
-    """
+    """The same of tokens whose confidence is not known yet."""
     passed, tested = survival.passed.sum(axis=2), survival.tested.sum(axis=2)
     everywhere = (passed.sum(axis=1) + _EXPECTED_WEIGHT * UNKNOWN) / (
         tested.sum(axis=1) + _EXPECTED_WEIGHT
     )
-    tested = tested.at[:, 0].add(survival.declined)
     return (passed + _EXPECTED_WEIGHT * everywhere[:, None]) / (tested + _EXPECTED_WEIGHT)
+
+
+def draft_rate(survival: Survival) -> Float[Array, "D"]:
+    """How often a drafter that runs drafts: it may find nothing, or be too unsure."""
+    drafted = survival.tested[:, 0].sum(axis=1) + 1.0
+    return drafted / (drafted + survival.declined)
 
 
 def row_factor(history: RowHistory) -> Float[Array, "B D"]:

@@ -33,7 +33,7 @@ _MEASURED_TURNS = 3
 
 
 @dataclass
-class Learned:
+class LearnedCosts:
     """Costs, and what became of draft tokens; `measure_s` are the seconds that measuring took."""
 
     estimate: CostEstimate
@@ -42,7 +42,7 @@ class Learned:
     policy: Policy | None = None
 
     @classmethod
-    def of_session(cls, session: Session, programs: Programs) -> Learned:
+    def of_session(cls, session: Session, programs: Programs) -> LearnedCosts:
         """With the figures of an earlier process for the same work here, or measured now.
 
         All processes get what the first one has.
@@ -60,7 +60,8 @@ class Learned:
     def begin(self, state: State) -> State:
         """The first state of a batch with what is known."""
         if self.policy is not None:
-            state = state.replace(policy=self.policy)
+            # The first step takes the state's buffers over, and a caller may not see a batch's end.
+            state = state.replace(policy=jax.tree.map(jnp.copy, self.policy))
         return _put_policy(state, costs=self.costs())
 
     def after_step(self, state: State, seconds: float) -> State:
@@ -107,6 +108,7 @@ def _measure(session: Session, programs: Programs) -> Float[np.ndarray, "parts"]
 
     Single rounds of the session's own program, told how wide a window to use and how much to draft;
     all kinds in turn, several times over, so that other work on the machine falls on all alike.
+    Raises InputError where the clock does not move.
     """
     plan, parts = session.plan, session.plan.drafter.parts
     first = programs.start(session.params, *batch_arguments(session, session.batches()[0]))
@@ -135,7 +137,13 @@ def _measure(session: Session, programs: Programs) -> Float[np.ndarray, "parts"]
             ones.append(one - seconds(widest))
             furthers.append((every - one) / max(longest - 1, 1))
         found.append([*passes, *ones, *furthers])
-    return np.maximum(np.median(found, axis=0), 0.0)
+    figures = np.maximum(np.median(found, axis=0), 0.0)
+    if not (np.isfinite(figures).all() and figures[0] > 0):
+        raise InputError(
+            f'num_speculative_tokens="auto": this machine\'s clock says that a round takes '
+            f"{figures[0]:g} seconds, so that costs cannot be measured; use a whole number"
+        )
+    return figures
 
 
 def _file(session: Session) -> Path | None:
