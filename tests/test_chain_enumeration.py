@@ -11,8 +11,6 @@ from specjax.errors import InputError
 from specjax.sampling import Decision, excess, log_ratio, pick, rejection
 from specjax.testing import DistributionPair, check_rule
 
-pytestmark = pytest.mark.usefixtures("fast_programs")
-
 
 @pytest.mark.parametrize(
     ("vocab", "length"), [(2, 1), (3, 3), pytest.param(4, 3, marks=pytest.mark.slow), (5, 2)]
