@@ -67,6 +67,7 @@ def test_as_many_tokens_as_heads_by_default(tiny):
         head_drafter(medusa_head(tiny), tiny, draft_p_min=1.0)
 
 
+@pytest.mark.slow  # as of a draft model (test_loop_identity)
 def test_a_row_does_not_depend_on_its_neighbours(tiny, plain):
     drafter = head_drafter(medusa_head(tiny, ids=SOME), tiny, draft_p_min=0.06)
     request = dict(drafter=drafter, sampling=mixed(max_new_tokens=9))

@@ -162,7 +162,7 @@ def session_of(tiny, drafter, rule="rejection"):
         drafter=drafter,
         num_speculative_tokens=3,
         verify=rule,
-        sampling=mixed(max_new_tokens=NEW),
+        sampling=mixed(max_new_tokens=14),
     )
 
 

@@ -100,7 +100,7 @@ class Holder:
 
 def test_a_drafter_that_holds_an_array_keeps_it_alive(tiny):
     """The broken variant: the compile cache keeps the drafter, and the drafter its table."""
-    loaded = random_distribution(tiny)
+    loaded = random_distribution(tiny.config.vocab_size)
     table = weakref.ref(loaded.params)
     holder = Holder(loaded.params)
 
