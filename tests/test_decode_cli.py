@@ -541,6 +541,7 @@ def test_list_names_everything(capsys):
     assert "--config=" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("fast_programs")
 def test_default_model_and_prompts(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = tmp_path / "r.json"
