@@ -262,7 +262,7 @@ class Screen:
                 f"{drafter}: "
                 * bool(drafter)
                 + f"question {question.question_id}: first difference at new token {one.first}, "
-                f"top-2 margin {one.margin:.3g} ({verdict})",
+                f"{one.measure} {one.margin:.3g} ({verdict})",
                 "" if one.excused else "bold red",
             )
 
