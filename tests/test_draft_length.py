@@ -1,5 +1,6 @@
 """Draft lengths that follow costs and acceptance: the parts, and how much is lost to the best."""
 
+import dataclasses
 import itertools
 
 import jax.numpy as jnp
@@ -8,13 +9,13 @@ import pytest
 from conftest import slow, tiny_config
 from decoding import PROMPTS, decode, draft_model, greedy, make_session, mixed
 
-from specjax.decoding import learned_costs
 from specjax.decoding.executor import compile_session, run_batch, run_session
 from specjax.decoding.generate import collect
 from specjax.decoding.learned_costs import LearnedCosts
 from specjax.draft_length import survival
 from specjax.draft_length.estimate import CostEstimate
 from specjax.draft_length.limits import DraftLength
+from specjax.draft_length.measurement import Measurement
 from specjax.draft_length.policy import NOT_FORCED, Turn
 from specjax.drafters import make_drafter, take_turns
 from specjax.drafters.ngram import Ngram
@@ -135,6 +136,7 @@ def turn(expected, price, first=0.0, further=0.0, rows=1, limit=None, **fields):
         chances=jnp.broadcast_to(jnp.asarray(expected)[:, None], (longest, 8)),
         expected=jnp.asarray(expected),
         rate=jnp.float32(1.0),
+        free=jnp.bool_(False),
         factor=jnp.ones(len(limit)),
         price=jnp.asarray(price),
         first=jnp.float32(first),
@@ -264,7 +266,7 @@ def test_little_is_lost_to_the_best_fixed_length(acceptance, seconds_of, long_ta
     assert widths == (1, 4, 5)
     # The figures that hold: those of the widths that are compiled.
     pick = np.array([0, 2, 3, 4, 5])
-    learned = Injected(CostEstimate(seconds_of(0)[pick], len(widths)), None, 0.0)
+    learned = Injected(CostEstimate(seconds_of(0)[pick], len(widths)), None)
     learned.begin_with(lambda committed: seconds_of(committed)[pick], session)
     done = [s for s in run_session(session, None, None, learned) if s.finished]
     got = collect(session, done)
@@ -300,7 +302,7 @@ def dear():
 def decode_auto(target, costs, **options):
     session = make_session(target, PROMPTS, num_speculative_tokens="auto", **options)
     programs = compile_session(session)
-    learned = Injected(costs(session.plan), None, 0.0)
+    learned = Injected(costs(session.plan), None)
     figures = learned.estimate.seconds.copy()
     learned.begin_with(lambda committed: figures, session)
     done = [s for s in run_session(session, None, programs, learned) if s.finished]
@@ -355,71 +357,135 @@ def test_a_batch_that_was_left_does_not_harm_the_next(tiny, similar, dear):
         sampling=greedy(max_new_tokens=40),
         batch_size=1,
     )
-    programs, known = compile_session(session), LearnedCosts(dear(session.plan), None, 0.0)
+    programs, known = compile_session(session), LearnedCosts(dear(session.plan), None)
     want = [s for s in run_session(session, None, programs, known) if s.finished]
     next(run_batch(session, programs, [0], 1, known))
     again = [s for s in run_session(session, None, programs, known) if s.finished]
     assert collect(session, again).token_ids == collect(session, want).token_ids
 
 
-def test_a_clock_that_stands_still_is_an_error(tiny, tmp_path, monkeypatch):
+def test_one_slow_round_of_a_kind_does_not_change_what_is_measured():
+    true, widths = np.array([1.0, 1.1, 1.4, 0.2, 0.3, 0.0, 0.05]), 3
+    measurement = Measurement(widths, (4, 1))
+    kinds = []
+    while (kind := measurement.next) is not None:
+        kinds.append(kind)
+        drafts = sum(
+            true[widths + number] + true[widths + 2 + number] * (length - 1)
+            for number, length in enumerate(kind.lengths)
+            if length
+        )
+        slow = 7.0 if kinds.count(kind) == 2 else 0.0
+        measurement.add(true[kind.narrowest] + drafts + slow)
+    nothing = (0, 0)
+    assert set(kinds) == {
+        *((width, nothing) for width in range(3)),
+        *((2, lengths) for lengths in ((4, 0), (1, 0), (0, 1))),
+    }
+    # Of a drafter with one token at most nothing is known of further ones.
+    np.testing.assert_allclose(measurement.figures(), [*true[:5], 0.0, 0.0], atol=1e-9)
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """The folder in which nothing is kept yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def injected(session, seconds_of):
+    """What is known of a session where nothing is kept, and a clock that a test sets."""
+    known = LearnedCosts.of_session(session)
+    fields = {field.name: getattr(known, field.name) for field in dataclasses.fields(known)}
+    return Injected(**fields).begin_with(seconds_of, session)
+
+
+def test_a_clock_that_stands_still_is_an_error(tiny, kept):
     session = make_session(
-        tiny, PROMPTS, drafter=Ngram(), num_speculative_tokens="auto", sampling=greedy()
+        tiny,
+        PROMPTS,
+        drafter=Ngram(),
+        num_speculative_tokens="auto",
+        sampling=greedy(max_new_tokens=60),
     )
-    programs = compile_session(session)
-    monkeypatch.setattr(learned_costs.time, "perf_counter", lambda: 1.0)
+    learned = injected(session, lambda committed: np.zeros(len(session.plan.widths) + 2))
     with pytest.raises(InputError, match=r'num_speculative_tokens="auto".*use a whole number'):
-        LearnedCosts.of_session(session, programs)
+        list(run_session(session, None, None, learned))
 
 
-def test_costs_are_measured_kept_and_read(tiny, similar, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_the_first_rounds_measure_costs_that_are_kept(tiny, similar, kept):
+    """They commit the tokens of plain decoding; a batch that ends early leaves the rest to do."""
+    sampling = greedy(max_new_tokens=20)
     session = make_session(
-        tiny, PROMPTS, drafter=pair(similar), num_speculative_tokens="auto", sampling=greedy()
+        tiny,
+        PROMPTS,
+        drafter=pair(similar),
+        num_speculative_tokens="auto",
+        sampling=sampling,
+        batch_size=1,
     )
-    programs = compile_session(session)
-    learned = LearnedCosts.of_session(session, programs)
-    count = len(session.plan.widths) + 4
-    assert learned.estimate.seconds.shape == (count,)
-    learned.save()
-    (file,) = tmp_path.rglob("*.json")
-    again = LearnedCosts.of_session(session, programs)
+    widths = len(session.plan.widths)
+    true = np.array([*np.linspace(1.0, 1.5, widths), 0.1, 0.2, 0.0, 0.05])
+    learned = injected(session, lambda committed: true)
+    assert learned.estimate is None
+    done = [s for s in run_session(session, None, None, learned) if s.finished]
+    got = collect(session, done)
+    assert got.token_ids == decode(tiny, PROMPTS, sampling=sampling).token_ids
+    rounds = (got.emitted > 0).sum(axis=1)
+    assert rounds[0] < 3 * (widths + 6) < rounds.sum()
+    assert learned.measurement is None
+    assert 3 * (widths + 6) < learned.measure_s < learned.spent
+    np.testing.assert_allclose(learned.estimate.first, true, atol=0.03)
+    LearnedCosts.save(learned)
+    (file,) = kept.rglob("*.json")
+    again = LearnedCosts.of_session(session)
+    assert again.measurement is None
     np.testing.assert_allclose(again.estimate.seconds, learned.estimate.seconds)
     for damage in ("{", '{"seconds": [1]}', '{"seconds": "x"}', "[]", '{"seconds": [-1]}'):
         file.write_text(damage)
-        fresh = LearnedCosts.of_session(session, programs)
-        assert fresh.estimate.seconds.shape == (count,)
+        assert LearnedCosts.of_session(session).estimate is None
 
 
-def test_costs_of_short_prompts_are_not_those_of_long_ones(tiny, similar, tmp_path, monkeypatch):
+def test_costs_that_are_not_known_yet_are_not_kept(tiny, kept):
+    session = make_session(
+        tiny,
+        PROMPTS[:1],
+        drafter=Ngram(),
+        num_speculative_tokens="auto",
+        sampling=greedy(max_new_tokens=3),
+    )
+    learned = LearnedCosts.of_session(session)
+    list(run_session(session, None, None, learned))
+    assert learned.estimate is None
+    assert learned.measure_s > 0
+    assert not list(kept.rglob("*.json"))
+
+
+def test_costs_of_short_prompts_are_not_those_of_long_ones(tiny, similar, kept):
     """Kept figures are for prompts of the same size, to a power of two, as those measured."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    measured = []
 
-    def measure(session, programs):
-        measured.append(len(session.prompts[0]))
-        return np.full(len(session.plan.widths) + 2, float(len(measured)))
-
-    monkeypatch.setattr(learned_costs, "_measure", measure)
-
-    def first_figure(*lengths):
-        session = make_session(
-            tiny,
-            [[5] * length for length in lengths],
-            drafter=draft_model(similar),
-            num_speculative_tokens="auto",
-            sampling=greedy(),
-            batch_size=1,
+    def known(*lengths):
+        return LearnedCosts.of_session(
+            make_session(
+                tiny,
+                [[5] * length for length in lengths],
+                drafter=draft_model(similar),
+                num_speculative_tokens="auto",
+                sampling=greedy(),
+                batch_size=1,
+            )
         )
-        known = LearnedCosts.of_session(session, compile_session(session))
-        known.save()
-        return known.estimate.seconds[0]
 
-    assert [first_figure(length) for length in (5, 300, 7, 290, 5)] == [1.0, 2.0, 1.0, 2.0, 1.0]
-    assert measured == [5, 300]
+    for length in (5, 300):
+        fresh = known(length)
+        assert fresh.estimate is None
+        widths = fresh.measurement.num_widths
+        fresh.estimate = CostEstimate(np.full(widths + 2, float(length)), widths)
+        fresh.save()
+    figures = [known(length).estimate.seconds[0] for length in (7, 290, 5)]
+    assert figures == [5.0, 300.0, 5.0]
     # The first batch is what was measured, not the longest prompt of all.
-    assert first_figure(4, 300) == 1.0
+    assert known(4, 300).estimate.seconds[0] == 5.0
 
 
 def test_a_drafter_that_never_pays_is_looked_at_now_and_then(tiny, unrelated):
@@ -432,7 +498,7 @@ def test_a_drafter_that_never_pays_is_looked_at_now_and_then(tiny, unrelated):
     )
     plan = session.plan
     estimate = CostEstimate([1.0] * len(plan.widths) + [0.3, 0.3], len(plan.widths))
-    learned = Injected(estimate, None, 0.0)
+    learned = Injected(estimate, None)
     figures = estimate.seconds.copy()
     learned.begin_with(lambda committed: figures, session)
     got = collect(session, [s for s in run_session(session, None, None, learned) if s.finished])

@@ -19,7 +19,7 @@ from rich.text import Text
 from specjax.decoding.generate import Delta, Generation
 from specjax.decoding.prompts import Question
 from specjax.loading.tokenizers.tokenizer import StreamDecoder, Tokenizer
-from specjax.reporting.auto_lengths import AutoCosts, PartCosts, drafted_per_round
+from specjax.reporting.auto_lengths import AutoCosts, AutoLengths, PartCosts, drafted_per_round
 from specjax.reporting.decode_report import PLAIN, DrafterRun, Totals
 
 ACCEPTED = "green"
@@ -221,7 +221,9 @@ class Screen:
         )
         if compared:
             add("speed-up", lambda totals: f"{_number(totals.speedup)}x", "1.00x")
-            add("  end to end", lambda totals: f"{_number(totals.speedup_end_to_end)}x", "1.00x")
+            add(
+                "  with prefill", lambda totals: f"{_number(totals.speedup_with_prefill)}x", "1.00x"
+            )
         add("acceptance length", count("acceptance_length"), "1.00")
         if any(totals.metrics.num_draft_tokens for totals in all_totals):
             add("  where drafted", count("tau_drafted"))
@@ -242,8 +244,10 @@ class Screen:
         self.say("")
         self._console.print(table)
         if compared:
-            what = "prefill and measuring costs" if any(run.auto for run in runs) else "prefill"
-            self.say(f"end to end: with {what}; without loading and compiling", "dim")
+            self.say(
+                "speeds are without loading and compiling; measuring costs is part of decoding",
+                "dim",
+            )
 
     def differences(self, totals: Totals, drafter: str = "") -> None:
         """Print every row that differs from plain decoding, with the margin there.
@@ -258,7 +262,7 @@ class Screen:
                 f"{drafter}: "
                 * bool(drafter)
                 + f"question {question.question_id}: first difference at new token {one.first}, "
-                f"top-2 margin {one.margin:.3g} ({verdict})",
+                f"{one.measure} {one.margin:.3g} ({verdict})",
                 "" if one.excused else "bold red",
             )
 
@@ -269,13 +273,17 @@ def _auto_rows(
     """The rows on what `auto` chose, and why; none where no draft length was chosen so."""
     if not any(run.auto for run in runs):
         return
+
+    def of_costs(cell: Callable[[AutoCosts], str]) -> Callable[[AutoLengths, Any], str]:
+        return lambda auto, counts: "not known yet" if auto.end is None else cell(auto.end)
+
     for name, cell in (
         ("measuring costs, s", lambda auto, counts: _number(auto.measure_s)),
         ("draft tokens per round", lambda auto, counts: _number(drafted_per_round(counts))),
         ("rounds by width", lambda auto, counts: _by_width(counts.rounds_by_width, "d")),
-        ("a round by width, ms", lambda auto, counts: _by_width(_ms(auto.end.width_s), ".0f")),
-        ("a draft token, ms", lambda auto, counts: _each_part(auto.end, _draft_ms)),
-        ("break-even acceptance", lambda auto, counts: _each_part(auto.end, _break_even)),
+        ("a round by width, ms", of_costs(lambda costs: _by_width(_ms(costs.width_s), ".0f"))),
+        ("a draft token, ms", of_costs(lambda costs: _each_part(costs, _draft_ms))),
+        ("break-even acceptance", of_costs(lambda costs: _each_part(costs, _break_even))),
     ):
         yield (
             name,

@@ -31,6 +31,7 @@ from specjax.decoding.learned_costs import LearnedCosts
 from specjax.decoding.plan import Programs, Session, plan_session
 from specjax.decoding.snapshot import Snapshot
 from specjax.decoding.state import RUNNING
+from specjax.draft_length.policy import Costs
 from specjax.drafters import LoadedDrafter
 from specjax.loading.model import Model
 from specjax.reporting.auto_lengths import AutoCosts, AutoLengths, PartCosts
@@ -65,6 +66,32 @@ class _Side:
     results: list[Generation] = field(default_factory=list)
     programs: Programs | None = None
     learned: LearnedCosts | None = None
+    noted_s: float = 0.0
+    """Seconds of measuring that the run's report has of it."""
+
+    def note_costs(self) -> None:
+        """Put what is known of costs now into the run's report."""
+        learned = self.learned
+        if learned is None:
+            return
+        before = self.run.auto or AutoLengths()
+        start = end = None
+        if learned.estimate is not None:
+            start, end = self._costs(learned.first_costs()), self._costs(learned.costs())
+        measure_s = before.measure_s + learned.measure_s - self.noted_s
+        self.run.auto = AutoLengths(measure_s, before.start or start, end)
+        self.noted_s = learned.measure_s
+
+    def _costs(self, costs: Costs) -> AutoCosts:
+        plan = self.session.plan
+        seconds = zip(plan.drafter.parts, costs.first.tolist(), costs.further.tolist(), strict=True)
+        return AutoCosts(
+            dict(zip(plan.widths, costs.passes.tolist(), strict=True)),
+            tuple(
+                PartCosts(part.name, part.num_speculative_tokens, first, further)
+                for part, first, further in seconds
+            ),
+        )
 
     def speed(self, snapshot: Snapshot) -> float:
         """Tokens/s so far, a batch that is under way included."""
@@ -183,8 +210,7 @@ def _turn(
                 screen.row_result(one, row, baseline, same, name, brief=side is not first)
         for side, one, found in zip(sides, results, differences, strict=True):
             side.run.batches.append(Batch(progress.batches, turn, questions, one, baseline, found))
-            if side.learned is not None:
-                side.run.auto = side.run.auto.later(_costs(side))
+            side.note_costs()
         progress.batches += 1
         yield
         if interrupted:
@@ -217,28 +243,10 @@ def _prepare(side: _Side, screen: Screen, clock: Clock) -> None:
     with screen.working(f"compiling {'plain decoding' if side.name == PLAIN else side.name}"):
         side.programs = compile_session(session)
     clock.compiled(side.name, time.perf_counter() - begin)
-    if session.plan.draft_length.auto:
-        with screen.working(f"measuring rounds of {side.name}"):
-            side.learned = learn_costs(session, side.programs)
-        now, seconds = _costs(side), side.learned.measure_s
-        before = side.run.auto
-        side.run.auto = before.later(now, seconds) if before else AutoLengths(seconds, now, now)
+    side.learned = learn_costs(session)
     # What the first round takes says nothing of later ones.
     learned = copy.deepcopy(side.learned)
     next(run_batch(session, side.programs, session.batches()[0], 1, learned))
-
-
-def _costs(side: _Side) -> AutoCosts:
-    """What is known of the costs of a side's rounds."""
-    plan, costs = side.session.plan, side.learned.costs()
-    seconds = zip(plan.drafter.parts, costs.first.tolist(), costs.further.tolist(), strict=True)
-    return AutoCosts(
-        dict(zip(plan.widths, costs.passes.tolist(), strict=True)),
-        tuple(
-            PartCosts(part.name, part.num_speculative_tokens, first, further)
-            for part, first, further in seconds
-        ),
-    )
 
 
 def _decode(

@@ -41,7 +41,8 @@ class Cell:
     """How "auto" does against plain decoding with one drafter, batch size and temperature.
 
     `decoding` is the ratio of tokens/s without prefill, `whole` with prefill; `measure_s` are the
-    seconds of measuring costs, which were before both. `identical` says whether greedy tokens are.
+    seconds of the rounds that measured costs, in a first run that does not count. `identical` says
+    whether greedy tokens are.
     """
 
     drafter: str
@@ -88,7 +89,7 @@ def measure_cell(
     plain = plan_session(model, prompts, options=options.without_drafts(), requests=requests)
     auto = plan_session(model, prompts, drafter=drafter, options=options, requests=requests)
     programs = [compile_session(session) for session in (plain, auto)]
-    learned = learn_costs(auto, programs[1])
+    learned = learn_costs(auto)
     runs: dict[int, list[tuple[_Run, _Run]]] = {}
     for number in range(repeats + 1):
         for at, index in enumerate(auto.batches()):

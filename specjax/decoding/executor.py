@@ -15,7 +15,7 @@ from jax.sharding import Mesh, Sharding
 
 from specjax import metrics
 from specjax.decoding import loop
-from specjax.decoding.learned_costs import ROUNDS_PER_LOOK, LearnedCosts
+from specjax.decoding.learned_costs import LearnedCosts
 from specjax.decoding.plan import Programs, Session, batch_arguments
 from specjax.decoding.snapshot import Seen, Snapshot, look_at
 from specjax.decoding.state import RUNNING, STOPPED, Plan, State
@@ -120,7 +120,7 @@ def run_session(
     draft lengths are decided by costs (`learn_costs`), which are looked at now and then.
     """
     programs = programs or compile_session(session)
-    learned = learned or learn_costs(session, programs)
+    learned = learned or learn_costs(session)
     if rounds is None and any(request.stop for request in session.requests):
         rounds = 8
     rounds = rounds or session.plan.max_rounds
@@ -130,14 +130,9 @@ def run_session(
         learned.save()
 
 
-def learn_costs(session: Session, programs: Programs) -> LearnedCosts | None:
-    """What a session that decides draft lengths by costs knows of them; None for other sessions.
-
-    Measured now, unless an earlier process measured the same here.
-    """
-    if not session.plan.draft_length.auto:
-        return None
-    return LearnedCosts.of_session(session, programs)
+def learn_costs(session: Session) -> LearnedCosts | None:
+    """What a session that decides draft lengths by costs knows of them; None for other sessions."""
+    return LearnedCosts.of_session(session) if session.plan.draft_length.auto else None
 
 
 def run_batch(
@@ -152,9 +147,7 @@ def run_batch(
     Where the host decides nothing between steps (no stop strings, no draft lengths by costs), the
     next step is under way while the caller looks at a snapshot, and the clock goes on.
     """
-    learned = learned or learn_costs(session, programs)
-    if learned is not None:
-        rounds = min(rounds, ROUNDS_PER_LOOK)
+    learned = learned or learn_costs(session)
     finders = {
         row: StopFinder(session.model.tokenizer, session.requests[prompt].stop)
         for row, prompt in enumerate(index)
@@ -171,7 +164,8 @@ def run_batch(
     seen = jax.block_until_ready(look_at(state, session.mesh))
 
     def step(state: State) -> tuple[State, Seen]:
-        state = programs.run(session.params, state, np.int32(rounds))
+        count = rounds if learned is None else learned.rounds(rounds)
+        state = programs.run(session.params, state, np.int32(count))
         return state, look_at(state, session.mesh)
 
     kept = np.full(len(index), -1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,72 +15,112 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from specjax.decoding.plan import Programs, Session, batch_arguments
-from specjax.decoding.state import RUNNING, State
+from specjax.decoding.plan import Session
+from specjax.decoding.state import State
 from specjax.distributed import processes
 from specjax.distributed.sharding import fetch
 from specjax.draft_length.estimate import CostEstimate
-from specjax.draft_length.policy import Costs, Policy, Work
+from specjax.draft_length.measurement import Kind, Measurement
+from specjax.draft_length.policy import Costs, Policy, Work, new_policy
 from specjax.errors import InputError
 from specjax.files import json_files, paths
 from specjax.files.text_files import write_text
 
 ROUNDS_PER_LOOK = 16
 """The most rounds between two looks at the clock."""
-_MEASURED_TURNS = 3
-"""How often each kind of round is timed; the median counts."""
 
 
 @dataclass
 class LearnedCosts:
-    """Costs, and what became of draft tokens; `measure_s` are the seconds that measuring took."""
+    """Costs, and what became of draft tokens.
 
-    estimate: CostEstimate
+    Where no earlier process has measured the same work here, the first rounds do: `measurement` is
+    theirs until they are done, `estimate` is None so long, and `measure_s` are their seconds.
+    """
+
+    estimate: CostEstimate | None
     file: Path | None
-    measure_s: float
+    measurement: Measurement | None = None
+    measure_s: float = 0.0
     policy: Policy | None = None
 
     @classmethod
-    def of_session(cls, session: Session, programs: Programs) -> LearnedCosts:
-        """With the figures of an earlier process for the same work here, or measured now.
+    def of_session(cls, session: Session) -> LearnedCosts:
+        """With the figures that are kept of the same work here, or with none yet.
 
         All processes get what the first one has.
         """
         file = _file(session)
-        begin = time.perf_counter()
-        num_widths, drafters = len(session.plan.widths), len(session.plan.drafter.parts)
-        seconds = _read(file, num_widths + 2 * drafters) if processes.is_first() else None
+        num_widths, parts = len(session.plan.widths), session.plan.drafter.parts
+        seconds = _read(file, num_widths + 2 * len(parts)) if processes.is_first() else None
         seconds = processes.from_first(seconds)
         if seconds is None:
-            seconds = processes.from_first(_measure(session, programs).tolist())
-        estimate = CostEstimate(np.asarray(seconds), num_widths)
-        return cls(estimate, file, time.perf_counter() - begin)
+            longest = [part.num_speculative_tokens for part in parts]
+            return cls(None, file, Measurement(num_widths, longest))
+        return cls(CostEstimate(np.asarray(seconds), num_widths), file)
+
+    def rounds(self, most: int) -> int:
+        """How many rounds the next step has: at most `most`, and one where it is measured."""
+        return 1 if self.measurement is not None else min(most, ROUNDS_PER_LOOK)
 
     def begin(self, state: State) -> State:
         """The first state of a batch with what is known."""
         if self.policy is not None:
             # The first step takes the state's buffers over, and a caller may not see a batch's end.
             state = state.replace(policy=jax.tree.map(jnp.copy, self.policy))
+        if self.measurement is not None:
+            return _put_kind(state, self.measurement.next)
         return _put_policy(state, costs=self.costs())
 
     def after_step(self, state: State, seconds: float) -> State:
-        """The state after some rounds that took `seconds`, with the costs corrected by them."""
+        """The state after some rounds that took `seconds`, with the costs corrected by them.
+
+        Raises InputError where the clock does not move.
+        """
+        seconds = processes.from_first(seconds)
         work = fetch(state.policy.work)
-        self.estimate.update(_flat(work), processes.from_first(seconds))
-        return _put_policy(state, costs=self.costs(), work=jax.tree.map(np.zeros_like, work))
+        state = _put_policy(state, work=jax.tree.map(np.zeros_like, work))
+        if self.measurement is None:
+            self.estimate.update(_flat(work), seconds)
+            return _put_policy(state, costs=self.costs())
+        self.measurement.add(seconds)
+        self.measure_s += seconds
+        if (kind := self.measurement.next) is not None:
+            return _put_kind(state, kind)
+        figures = self.measurement.figures()
+        _check(figures)
+        self.estimate = CostEstimate(figures, self.measurement.num_widths)
+        self.measurement = None
+        # What was drafted to measure says nothing of how fast the batch is.
+        free = new_policy(*state.policy.survival.tested.shape[:2], len(state.policy.costs.passes))
+        return _put_policy(
+            state,
+            costs=self.costs(),
+            earned=free.earned,
+            spent=free.spent,
+            forced=free.forced,
+            narrowest=free.narrowest,
+        )
 
     def end(self, state: State) -> None:
         """Keep what a batch has shown of acceptance, for the next one."""
         self.policy = state.policy
 
     def costs(self) -> Costs:
-        """The figures as they are now."""
-        passes, others = np.split(self.estimate.seconds, [self.estimate.num_widths])
+        """The figures as they are now; not before they are measured."""
+        return self._costs(self.estimate.seconds)
+
+    def first_costs(self) -> Costs:
+        """The figures as they were when they were measured, or read."""
+        return self._costs(self.estimate.first)
+
+    def _costs(self, seconds: Float[np.ndarray, "parts"]) -> Costs:
+        passes, others = np.split(seconds, [self.estimate.num_widths])
         return Costs(passes, *np.split(others, 2))
 
     def save(self) -> None:
         """Keep the figures for later processes; where that fails, they measure again."""
-        if self.file is None or not processes.is_first():
+        if self.file is None or self.estimate is None or not processes.is_first():
             return
         with suppress(OSError, InputError):
             self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -103,47 +142,17 @@ def _put_policy(state: State, **parts: Any) -> State:
     return state.replace(policy=policy.replace(**new))
 
 
-def _measure(session: Session, programs: Programs) -> Float[np.ndarray, "parts"]:
-    """Seconds of a plain round at each width, and of drafts, after the first batch's prompts.
+def _put_kind(state: State, kind: Kind) -> State:
+    """The state with its next round of a kind that is to be timed."""
+    return _put_policy(state, forced=np.asarray(kind.lengths), narrowest=np.int32(kind.narrowest))
 
-    Single rounds of the session's own program, told how wide a window to use and how much to draft;
-    all kinds in turn, several times over, so that other work on the machine falls on all alike.
-    Raises InputError where the clock does not move.
-    """
-    plan, parts = session.plan, session.plan.drafter.parts
-    first = programs.start(session.params, *batch_arguments(session, session.batches()[0]))
-    state = jax.tree.map(jnp.copy, first)
 
-    def seconds(narrowest: int, drafter: int = 0, length: int = 0) -> float:
-        nonlocal state
-        if not (fetch(state.status) == RUNNING).any():
-            state = jax.tree.map(jnp.copy, first)
-        forced = np.where(np.arange(len(parts)) == drafter, length, 0)
-        state = _put_policy(state, forced=forced, narrowest=np.int32(narrowest))
-        begin = time.perf_counter()
-        state = jax.block_until_ready(programs.run(session.params, state, np.int32(1)))
-        return time.perf_counter() - begin
-
-    found = []
-    for _ in range(_MEASURED_TURNS):
-        passes = [seconds(width) for width in range(len(plan.widths))]
-        ones, furthers = [], []
-        for number, part in enumerate(parts):
-            longest, widest = part.num_speculative_tokens, len(plan.widths) - 1
-            # What the drafter missed while others were timed is not part of its round.
-            seconds(widest, number, min(1, longest))
-            one = seconds(widest, number, min(1, longest))
-            every = seconds(widest, number, longest)
-            ones.append(one - seconds(widest))
-            furthers.append((every - one) / max(longest - 1, 1))
-        found.append([*passes, *ones, *furthers])
-    figures = np.maximum(np.median(found, axis=0), 0.0)
+def _check(figures: Float[np.ndarray, "parts"]) -> None:
     if not (np.isfinite(figures).all() and figures[0] > 0):
         raise InputError(
             f'num_speculative_tokens="auto": this machine\'s clock says that a round takes '
             f"{figures[0]:g} seconds, so that costs cannot be measured; use a whole number"
         )
-    return figures
 
 
 def _file(session: Session) -> Path | None:

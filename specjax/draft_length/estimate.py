@@ -27,11 +27,14 @@ _LEAST = 1e-9
 
 
 class CostEstimate:
-    """Seconds of the parts of a round: passes by width in ascending order, then other parts."""
+    """Seconds of the parts of a round: passes by width in ascending order, then other parts.
+
+    `seconds` are those known now, `first` those at the beginning.
+    """
 
     def __init__(self, seconds: Sequence[float] | np.ndarray, num_widths: int) -> None:
         self.num_widths = num_widths
-        self.seconds = self._possible(np.asarray(seconds, float))
+        self.first = self.seconds = self._possible(np.array(seconds, float))
         self._covariance = self._drift(_START, _START, _START_FLOOR)
 
     def update(self, count: Sequence[float] | np.ndarray, seconds: float) -> None:

@@ -60,8 +60,8 @@ class Turn:
 
     `rate` is how often the drafter drafts where it runs, `price[k]` the price of a pass with k
     draft tokens, `planned` the best length before anything is drawn, and `at_least` the length that
-    is drafted whatever it costs. A draft of `forced` tokens, unless -1, is made without any
-    decision.
+    is drafted whatever it costs. A `free` draft costs so little that it need not pay. A draft of
+    `forced` tokens, unless -1, is made without any decision.
     """
 
     chances: Float[Array, "K C"]
@@ -74,7 +74,13 @@ class Turn:
     limit: Int[Array, "B"]
     planned: Int[Array, ""]
     at_least: Int[Array, ""]
+    free: Bool[Array, ""]
     forced: Int[Array, ""]
+
+    @property
+    def worth_running(self) -> Bool[Array, ""]:
+        """Whether to run a drafter that decides after it has a draft."""
+        return (self.planned > 0) | (self.free & (self.forced == NOT_FORCED))
 
     def chance(
         self, depth: Int[Array, ""] | int, confidence: Float[Array, "B"]
@@ -242,14 +248,10 @@ class Decisions:
             limit=limit,
             planned=jnp.int32(0),
             at_least=policy.look_again(number),
+            free=policy.costs.first[number] < _FREE * policy.costs.passes[0],
             forced=policy.forced[number],
         )
         return turn.replace(planned=_planned(turn))
-
-    def free(self, number: int) -> Bool[Array, ""]:
-        """Whether a draft costs so little that it need not pay."""
-        costs = self.policy.costs
-        return costs.first[number] < _FREE * costs.passes[0]
 
 
 def new_policy(drafters: int, longest: int, num_widths: int) -> Policy:

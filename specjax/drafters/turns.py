@@ -215,8 +215,7 @@ def _decided_before(
     elif part.sampled:
         limit = jnp.minimum(context.limit, turn.planned)
     else:
-        worth = (turn.planned > 0) | context.decisions.free(number)
-        limit = jnp.where(worth, context.limit, 0)
+        limit = jnp.where(turn.worth_running, context.limit, 0)
     return context.replace(limit=limit, turn=turn.replace(limit=limit))
 
 

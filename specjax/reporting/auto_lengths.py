@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from specjax import metrics, theory
@@ -67,22 +67,21 @@ class AutoCosts:
 
 @dataclass(frozen=True)
 class AutoLengths:
-    """Costs at a run's start and end, and the seconds that measuring them took."""
+    """Costs at a run's start and end, and the seconds of the rounds that measured them.
 
-    measure_s: float
-    start: AutoCosts
-    end: AutoCosts
+    None where a run ended before they were known.
+    """
 
-    def later(self, end: AutoCosts, measure_s: float = 0.0) -> AutoLengths:
-        """The same with what is known now, after measuring for further `measure_s` seconds."""
-        return replace(self, end=end, measure_s=self.measure_s + measure_s)
+    measure_s: float = 0.0
+    start: AutoCosts | None = None
+    end: AutoCosts | None = None
 
     def content(self) -> dict[str, Any]:
         """As JSON."""
         return {
             "measure_s": self.measure_s,
-            "start": self.start.content(),
-            "end": self.end.content(),
+            "start": self.start and self.start.content(),
+            "end": self.end and self.end.content(),
         }
 
 

@@ -43,7 +43,6 @@ def _csv_row(entry: Entry, task: str, longest: int) -> dict[str, Any]:
         if name != "counts":
             row[name] = getattr(figures, name)
     whole = task == OVERALL
-    row["speedup_end_to_end"] = entry.speedup_end_to_end if whole else None
     row["measure_s"] = run.auto.measure_s if whole and run.auto else None
     row["predicted_speedup"] = entry.predicted if whole else None
     row["efficiency"] = entry.efficiency if whole else None

@@ -52,7 +52,7 @@ class DrafterRun:
 
     def total(self) -> Totals:
         """The totals of the finished batches."""
-        return total(self.batches, self.expected, self.auto.measure_s if self.auto else 0.0)
+        return total(self.batches, self.expected)
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Clock:
 class Totals:
     """Totals over the finished batches; speeds are new tokens over seconds of decoding.
 
-    `speedup_end_to_end` counts the seconds of prefill on both sides, and those of measuring costs.
+    `speedup_with_prefill` counts the seconds of prefill on both sides.
     """
 
     metrics: metrics.Summary | None
@@ -96,7 +96,7 @@ class Totals:
     identical_rows: int | None
     compared_rows: int
     num_rows: int
-    speedup_end_to_end: float | None = None
+    speedup_with_prefill: float | None = None
     prefill_s: float | None = None
     baseline_prefill_s: float | None = None
     differences: Sequence[tuple[Question, Difference]] = ()
@@ -106,19 +106,12 @@ class Totals:
     """The acceptance that the run's distributions imply, where that was computed."""
 
 
-def total(
-    batches: Sequence[Batch],
-    expected: Sequence[metrics.ExpectedAcceptance] = (),
-    measure_s: float = 0.0,
-) -> Totals:
-    """The totals of finished batches; speed-ups are over those with plain decoding too.
-
-    `measure_s` are the seconds of measuring costs before the first.
-    """
+def total(batches: Sequence[Batch], expected: Sequence[metrics.ExpectedAcceptance] = ()) -> Totals:
+    """The totals of finished batches; speed-ups are over those with plain decoding too."""
     both = [batch for batch in batches if batch.plain is not None]
     all_ours, all_plain = [b.ours for b in both], [b.plain for b in both]
     ours, plain = _speed(all_ours), _speed(all_plain)
-    whole = _speed(all_ours, _prefill_s(all_ours) + measure_s)
+    whole = _speed(all_ours, _prefill_s(all_ours))
     whole_plain = _speed(all_plain, _prefill_s(all_plain))
     compared = [batch for batch in batches if batch.differences is not None]
     pairs = [
@@ -134,7 +127,7 @@ def total(
         identical_rows=sum(difference is None for _, difference in pairs) if compared else None,
         compared_rows=len(pairs),
         num_rows=sum(len(batch.questions) for batch in batches),
-        speedup_end_to_end=whole / whole_plain if whole and whole_plain else None,
+        speedup_with_prefill=whole / whole_plain if whole and whole_plain else None,
         prefill_s=_prefill_s([batch.ours for batch in batches]) if batches else None,
         baseline_prefill_s=_prefill_s(all_plain) if both else None,
         differences=[(question, one) for question, one in pairs if one is not None],
@@ -175,7 +168,7 @@ def _report(
         "tokens_per_second": totals.tokens_per_second,
         "baseline_tokens_per_second": totals.baseline_tokens_per_second,
         "speedup": totals.speedup,
-        "speedup_end_to_end": totals.speedup_end_to_end,
+        "speedup_with_prefill": totals.speedup_with_prefill,
         "prefill_s": totals.prefill_s,
         "baseline_prefill_s": totals.baseline_prefill_s,
         "identical_rows": totals.identical_rows,

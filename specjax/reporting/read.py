@@ -43,7 +43,7 @@ _ROW = {
 }
 _ROW_MAY_BE = {"resolution_at_difference": (*_NUMBER, NoneType)}
 _COUNTS = {"drafted": (list,), "accepted": (list,), "width": (list,)}
-_AUTO = {"measure_s": _NUMBER, "start": (dict,), "end": (dict,)}
+_AUTO = {"measure_s": _NUMBER, "start": (dict, NoneType), "end": (dict, NoneType)}
 _COSTS = {"width_s": (dict,), "drafters": (list,)}
 _PART = {
     "drafter": (str,),
@@ -172,7 +172,9 @@ def _auto(auto: Any) -> AutoLengths | None:
     return AutoLengths(auto["measure_s"], start, end)
 
 
-def _costs(costs: Mapping[str, Any], where: str) -> AutoCosts:
+def _costs(costs: Mapping[str, Any] | None, where: str) -> AutoCosts | None:
+    if costs is None:
+        return None
     _check(costs, _COSTS, where)
     seconds = costs["width_s"]
     widths = [int(one) for one in seconds if re.fullmatch(r"[1-9]\d{0,3}", one, re.ASCII)]

@@ -70,13 +70,6 @@ class Entry:
         return repr([(name, value) for name, value in fields.items() if name not in apart])
 
     @property
-    def speedup_end_to_end(self) -> float | None:
-        """Speed-up over all tasks, prefill and, for `auto`, measuring costs included."""
-        measure_s = self.run.auto.measure_s if self.run.auto else 0.0
-        both = [row for row in self.run.rows if row.plain is not None]
-        return _ratio(_speed(both, _ours, _all, measure_s), _speed(both, _plain, _all))
-
-    @property
     def efficiency(self) -> float | None:
         """Measured over predicted speed-up."""
         measured = self.figures[OVERALL].speedup
@@ -161,16 +154,15 @@ def _speed(
     rows: Iterable[Row],
     side: Callable[[Row], Timing | None],
     seconds: Callable[[Timing], float],
-    more_s: float = 0.0,
 ) -> float | None:
-    """Tokens/s, each batch's seconds counted once, and `more_s` further seconds."""
+    """Tokens/s, each batch's seconds counted once."""
     tokens, batches = 0, {}
     for row in rows:
         timing = side(row)
         if timing is not None:
             tokens += timing.new_tokens
             batches[row.batch] = seconds(timing)
-    total = sum(batches.values()) + more_s
+    total = sum(batches.values())
     return tokens / total if total else None
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from specjax.reporting.auto_lengths import AutoCosts, drafted_per_round
 from specjax.reporting.runs import Bench, Conditions, Run
 from specjax.reporting.statistics import OVERALL, Entry, Figures, by_conditions, heading, tasks_of
+
+_Value = TypeVar("_Value")
 
 
 def leaderboard(entries: Sequence[Entry]) -> str:
@@ -98,31 +100,33 @@ def _section(group: Sequence[Entry]) -> list[str]:
 
 
 _AUTO_NOTE = (
-    "Rounds of all rows. Costs were measured in `measuring` seconds, or kept from an earlier run, "
-    "and corrected while decoding: at the run's start and at its end. To draft is to observe what "
-    "was committed and draft a token, and + each token more. Break-even is the least acceptance of "
-    "each draft token at which a draft is no slower than none, at the costs of the end. "
-    '"End to end" counts prefill and measuring, not compiling.\n'
+    "Rounds of all rows. Costs were measured by the run's first rounds, in `measuring` seconds of "
+    "its decoding, or kept from an earlier run, and corrected while decoding: at the start and at "
+    "the end. To draft is to observe what was committed and draft a token, and + each token more. "
+    "Break-even is the least acceptance of each draft token at which a draft is no slower than "
+    "none, at the costs of the end.\n"
 )
 
 
 def _auto(group: Sequence[Entry]) -> str:
     head = ["Drafter", "draft tokens per round", "rounds by width"]
     head += [f"{what}, {when}" for what in _COSTS for when in ("start", "end")]
-    head += ["break-even acceptance", "measuring, s", "end to end"]
+    head += ["break-even acceptance", "measuring, s"]
     rows = []
     for entry in group:
         counts, auto = entry.figures[OVERALL].counts, entry.run.auto
-        break_even = [_cell(auto.end.break_even(part), _number) for part in auto.end.drafters]
         rows.append(
             [
                 _plain_text(entry.label),
                 _cell(drafted_per_round(counts), _number),
                 _by_width(counts.rounds_by_width, "d"),
-                *(form(costs) for form in _COSTS.values() for costs in (auto.start, auto.end)),
-                ", ".join(break_even),
+                *(
+                    _cell(costs, form)
+                    for form in _COSTS.values()
+                    for costs in (auto.start, auto.end)
+                ),
+                _cell(auto.end, _break_even),
                 f"{auto.measure_s:.1f}",
-                _cell(entry.speedup_end_to_end, _times),
             ]
         )
     return _table(head, rows)
@@ -136,6 +140,10 @@ def _draft_ms(costs: AutoCosts) -> str:
     return ", ".join(
         f"{1e3 * part.first_s:.1f} + {1e3 * part.further_s:.1f}" for part in costs.drafters
     )
+
+
+def _break_even(costs: AutoCosts) -> str:
+    return ", ".join(_cell(costs.break_even(part), _number) for part in costs.drafters)
 
 
 _COSTS: Mapping[str, Callable[[AutoCosts], str]] = {
@@ -287,7 +295,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return line(rows[0]) + line(rule) + "".join(map(line, rows[1:]))
 
 
-def _cell(value: float | None, form: Callable[[float], str]) -> str:
+def _cell(value: _Value | None, form: Callable[[_Value], str]) -> str:
     return "n/a" if value is None else form(value)
 
 
