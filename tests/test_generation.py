@@ -343,6 +343,7 @@ def test_a_single_text_is_one_prompt(speaking):
     assert got.texts == [spelled(got.token_ids[0])]
 
 
+@pytest.mark.usefixtures("fast_programs")
 def test_real_text_with_a_stop_string(smollm2):
     """On the default model: the n-gram drafter changes nothing, and a stop string truncates."""
     prompt = "one two three four one two three four one two"
