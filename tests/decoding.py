@@ -238,8 +238,7 @@ class Deciding(UniformRule):
         return self.function(*arguments)
 
 
-def random_distribution(target, spread=1.0):
-    vocab = target.config.vocab_size
+def random_distribution(vocab, spread=1.0):
     table = spread * np.random.default_rng(0).standard_normal((16, vocab)).astype(np.float32)
     return LoadedDrafter(RandomDistribution(), jnp.asarray(table))
 
@@ -264,7 +263,7 @@ def drafters(tiny, unrelated, similar):
         "turns": take_turns(Ngram(), EarlyExit(layers, exit_layer=2)),
         "turns_model": take_turns(Ngram(prompt_lookup_min=1), draft_model(similar)),
         "shifting": Shifting(tiny.config.vocab_size),
-        "random_distribution": random_distribution(tiny),
+        "random_distribution": random_distribution(tiny.config.vocab_size),
     }
 
 

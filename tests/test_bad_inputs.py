@@ -8,6 +8,7 @@ from pathlib import Path
 import bad_inputs
 import ml_collections
 import pytest
+from conftest import slow
 from script_modules import script_module
 
 from specjax import bench, decode, export, report
@@ -137,7 +138,13 @@ def test_every_flag(command, folder, capsys, monkeypatch):
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, *(name for name in FLAGS if "/" not in name)])
+MODULES = [*COMMANDS, *(name for name in FLAGS if "/" not in name)]
+PROCESSES = ["specjax.decode", "specjax.report", "train.medusa"]
+
+
+@pytest.mark.parametrize(
+    "command", [*PROCESSES, *slow(*(name for name in MODULES if name not in PROCESSES))]
+)
 def test_as_a_process(command, folder):
     """What a person sees: one line, and no traceback."""
     flag = "--config.nosuch=1" if command in COMMANDS else "--nosuch=1"

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import xla_flags
+from conftest import slow, xla_flags
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 sys.path.append(str(SCRIPTS))
@@ -203,8 +203,10 @@ def test_a_call_stops_when_its_time_is_over(tmp_path):
     ("flag", "said"),
     [
         ("--models=9b", "models=9b: use some of tiny"),
-        ("--batches=3", "batches=3: use some of 1, 2"),
-        ("--minutes=0", "minutes=0.0: use a number above 0"),
+        *slow(
+            ("--batches=3", "batches=3: use some of 1, 2"),
+            ("--minutes=0", "minutes=0.0: use a number above 0"),
+        ),
     ],
 )
 def test_bad_flags_are_one_line(runs, flag, said):

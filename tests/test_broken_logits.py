@@ -137,6 +137,7 @@ def test_the_command_says_so_and_exits_with_2(damaged, tmp_path, capsys):
     report = tmp_path / "r.json"
     argv = [f"--config.target={damaged}", f"--config.report={report}", "--config.limit=2"]
     argv += ["--config.compare=true", "--config.dtype=float32", "--config.max_length=150"]
+    argv += ["--config.num_speculative_tokens=2"]
     assert command.main(argv) == 2
     shown = capsys.readouterr()
     assert shown.err.startswith(

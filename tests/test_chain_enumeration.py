@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import slow
 from decoding import Deciding
 
 from specjax import sampling
@@ -14,9 +15,7 @@ from specjax.testing import DistributionPair, check_rule
 pytestmark = pytest.mark.usefixtures("fast_programs")
 
 
-@pytest.mark.parametrize(
-    ("vocab", "length"), [(2, 1), (3, 3), pytest.param(4, 3, marks=pytest.mark.slow), (5, 2)]
-)
+@pytest.mark.parametrize(("vocab", "length"), [(2, 1), (3, 3), *slow((4, 3), (5, 2))])
 @pytest.mark.parametrize("rule", ["rejection", "block", "coupled"])
 def test_rules_emit_the_target_distribution(rule, vocab, length):
     check = check_rule(rule, vocab=vocab, length=length)
@@ -145,13 +144,13 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_variants_fail(name):
-    check = check_rule(Deciding(BROKEN[name]), vocab=3, length=3 if name.startswith("block") else 2)
+    check = check_rule(Deciding(BROKEN[name]), vocab=3, length=2)
     assert not check.passed
     assert check.counterexample
 
 
 def test_the_broken_variants_fail_for_their_mistake_alone():
-    check = check_rule(Deciding(block_with()), vocab=3)
+    check = check_rule(Deciding(block_with()), vocab=3, length=2)
     assert check.passed, check.counterexample
 
 
@@ -198,8 +197,19 @@ def stop_after_token_one(tokens, logq):
     return np.where(stop.any(axis=1), stop.argmax(axis=1) + 1, tokens.shape[1])
 
 
-@pytest.mark.parametrize("valid", [stop_at_flat_distribution, stop_after_token_one])
-@pytest.mark.parametrize("rule", ["rejection", "block", "coupled"])
+@pytest.mark.parametrize(
+    ("rule", "valid"),
+    [
+        ("rejection", stop_at_flat_distribution),
+        ("block", stop_after_token_one),
+        ("coupled", stop_at_flat_distribution),
+        *slow(
+            ("rejection", stop_after_token_one),
+            ("block", stop_at_flat_distribution),
+            ("coupled", stop_after_token_one),
+        ),
+    ],
+)
 def test_stopping_by_what_came_before_is_exact(rule, valid):
     check = check_rule(rule, vocab=3, valid=valid)
     assert check.passed, check.counterexample

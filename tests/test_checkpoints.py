@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpointing import CONFIG, assert_same, mesh_of
-from conftest import tiny_config
+from conftest import slow, tiny_config
 from heads import with_modules
 from jax.sharding import NamedSharding, PartitionSpec
 from test_processes import ROOT, finish, free_port, start
@@ -140,7 +140,7 @@ def test_a_replica_is_whole_on_each_device(saved, model):
     assert all(leaf.is_fully_replicated for leaf in jax.tree.leaves(loaded.params))
 
 
-@pytest.mark.parametrize("shape", [None, (2, 2)])
+@pytest.mark.parametrize("shape", [(2, 2), *slow(None)])
 def test_bfloat16_comes_back_and_float32_is_rounded_to_it(shape, model, saved, tmp_path):
     rounded = load_model(saved, dtype="bfloat16", mesh=mesh_of(shape))
     expected = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model.params)
@@ -154,8 +154,9 @@ def test_bfloat16_comes_back_and_float32_is_rounded_to_it(shape, model, saved, t
     )
 
 
-@pytest.mark.parametrize("shape", [None, (2, 2)])
-@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize(
+    ("stacked", "shape"), [(True, None), (False, (2, 2)), *slow((False, None), (True, (2, 2)))]
+)
 def test_layers_are_stacked_or_apart_as_the_reader_asks(stacked, shape, tmp_path):
     forms = Form(scan_layers=stacked), Form(scan_layers=not stacked)
     config = dataclasses.replace(CONFIG, num_layers=11)
@@ -168,8 +169,9 @@ def test_layers_are_stacked_or_apart_as_the_reader_asks(stacked, shape, tmp_path
         assert_placed(loaded, mesh, loaded.shards)
 
 
-@pytest.mark.parametrize("after", [None, (2, 2)])
-@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize(
+    ("stacked", "after"), [(True, (2, 2)), (False, None), *slow((False, (2, 2)), (True, None))]
+)
 def test_modules_come_back_with_their_model(stacked, after, tmp_path):
     form = Form(scan_layers=stacked)
     model = random_model(CONFIG, 0, dtype="float32", form=form)

@@ -165,7 +165,10 @@ def test_coupled_equals_plain_decoding_at_a_temperature(name, run, folder):
 
 def test_identity_means_nothing_under_a_random_rule(run, folder, capsys):
     code, report = run(
-        *drafter("early_exit", folder), "--config.compare=true", "--config.sampling.temperature=0.8"
+        *drafter("early_exit", folder),
+        "--config.compare=true",
+        "--config.sampling.temperature=0.8",
+        "--config.num_speculative_tokens=2",
     )
     assert code == 0
     assert {row["identical"] for row in report["rows"]} == {None}
@@ -305,7 +308,7 @@ def test_an_interrupted_batch_of_several_is_kept_for_none(run, monkeypatch):
 
     run_batch = decode_run.run_batch
     monkeypatch.setattr(decode_run, "run_batch", interrupted)
-    code, report = run(*SEVERAL)
+    code, report = run(*SEVERAL, "--config.num_speculative_tokens=2")
     assert code == 130
     for one in report["runs"]:
         assert [row["question_id"] for row in one["rows"]] == [7]
@@ -380,8 +383,9 @@ def test_rounding_in_bfloat16_is_told_from_other_tokens(chatty):
     prompts = [[5 + i, 6, 7 * i] for i in range(12)]
     sampling = {"max_new_tokens": 24, "ignore_eos": True}
     plain = generate(target, prompts, sampling=sampling)
+    drafter = make_drafter("draft_model", target, path=target)
     drafted = generate(
-        target, prompts, sampling=sampling, drafter=make_drafter("draft_model", target, path=target)
+        target, prompts, sampling=sampling, drafter=drafter, num_speculative_tokens=3
     )
     session = plan_session(target, prompts, requests=sampling)
     for prompt, (ours, other) in enumerate(zip(drafted.token_ids, plain.token_ids, strict=True)):
@@ -551,7 +555,7 @@ def test_default_model_and_prompts(tmp_path, monkeypatch):
         [
             "--config.limit=1",
             "--config.compare=true",
-            "--config.sampling.max_new_tokens=12",
+            "--config.sampling.max_new_tokens=6",
             f"--config.report={path}",
         ]
     )

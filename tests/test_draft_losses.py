@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import slow
 from heads import SOME, eagle_config, medusa_config, mtp_config
 from rows import two_rows, with_features
 from test_distill import shaken
@@ -199,10 +200,9 @@ def distill(target, **loss):
     ("make", "usual"),
     [
         (eagle, cross_entropy_to_target),
-        (medusa, kl_divergence),
-        (medusa2, kl_divergence),
-        (distill, kl_divergence),
         (mtp, kl_divergence),
+        # Command lines of all take one, below.
+        *slow((medusa, kl_divergence), (medusa2, kl_divergence), (distill, kl_divergence)),
     ],
 )
 def test_each_method_takes_a_loss_of_labels(make, usual, tiny):

@@ -1,6 +1,7 @@
 """Each drafter by itself: its proposals, their distributions, and how it observes tokens."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -123,7 +124,7 @@ def test_a_round_without_a_match_is_a_plain_round(tiny):
         [[1, 2, 3]],
         drafter=Ngram(prompt_lookup_min=3),
         sampling=greedy(max_new_tokens=12),
-        num_speculative_tokens=8,
+        num_speculative_tokens=3,
     )
     took_part = got.emitted[0] > 0
     empty = got.drafted[0] == 0
@@ -146,7 +147,7 @@ def test_drafts_come_from_the_distributions_that_they_name(name, tiny, unrelated
     propose = jax.jit(loop.propose, static_argnums=0)
     # After one-token prompts, and after rounds that ended in many ways.
     states = [first_state(session)]
-    states += list(rounds(session, states[0]))[:2]
+    states += itertools.islice(rounds(session, states[0]), 2)
     warps = [state.rows.sampling for state in states]
     for state, warp in zip(states, warps, strict=True):
         draft = propose(session.plan, session.params, state).draft
@@ -235,7 +236,13 @@ def test_a_hole_in_a_draft_ends_it(tiny):
 
     plain = decode(tiny, PROMPTS, sampling=greedy(max_new_tokens=12))
     drafter = changed(replay(tiny, plain, 1.0), propose=propose)
-    got = decode(tiny, PROMPTS, drafter=drafter, sampling=greedy(max_new_tokens=12))
+    got = decode(
+        tiny,
+        PROMPTS,
+        drafter=drafter,
+        sampling=greedy(max_new_tokens=12),
+        num_speculative_tokens=3,
+    )
     assert got.token_ids == plain.token_ids
     assert got.drafted.max() == 1
 

@@ -125,7 +125,8 @@ def test_a_draft_model_whole_on_each_device_sends_nothing(tiny):
     target = place_model(random_model(tiny.config, 0, dtype="float32"), mesh)
     small = random_model(tiny.config, 1, dtype="float32", form=FORMS["kernel"])
     drafter = make_drafter("draft_model", target, place_model(small, mesh, replicated=True))
-    session = make_session(target, PROMPTS, drafter=drafter, sampling=greedy(max_new_tokens=4))
+    options = dict(sampling=greedy(max_new_tokens=4), num_speculative_tokens=1)
+    session = make_session(target, PROMPTS, drafter=drafter, **options)
     assert "all-gather" not in compile_session(session).run.as_text()
 
 

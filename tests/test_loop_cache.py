@@ -66,8 +66,9 @@ CASES = {
 @pytest.mark.parametrize(
     "case",
     [
-        *("ngram", "similar", "early_exit"),
-        *slow("plain", "similar_block", "similar_greedy", "one_at_a_time", "itself"),
+        *("similar", "early_exit"),
+        *slow("plain", "ngram", "similar_block", "similar_greedy", "one_at_a_time", "itself"),
+        *slow("taking_turns"),
     ],
 )
 def test_caches_equal_a_fresh_prefill_after_every_round(case, tiny, unrelated, similar):

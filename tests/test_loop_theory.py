@@ -124,15 +124,16 @@ def test_the_first_round_of_a_transformer(rule):
     assert_close(accepted, expected)
 
 
-def test_what_a_run_recorded_predicts_its_acceptance(tiny, unrelated, similar):
+@pytest.mark.parametrize("names", [("early_exit",), *slow((("ngram",),))], ids="+".join)
+def test_what_a_run_recorded_predicts_its_acceptance(names, tiny, unrelated, similar):
     """Sampled and deterministic nodes, by the very distributions of the run."""
     prompts = PROMPTS * 6
-    for name in ("early_exit", "ngram"):
+    for name in names:
         drafter = drafters(tiny, unrelated, similar)[name]
         options = dict(
             drafter=drafter,
             sampling=SamplingParams(temperature=0.9, max_new_tokens=40),
-            num_speculative_tokens=4,
+            num_speculative_tokens=3,
             batch_size=48,
         )
         expected = expected_acceptance(make_session(tiny, prompts, **options))

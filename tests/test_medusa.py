@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from conftest import tiny_config
+from conftest import slow, tiny_config
 from decoding import (
     PROMPTS,
     assert_ends,
@@ -39,7 +39,7 @@ def plain(tiny):
 
 @pytest.mark.parametrize(
     ("form", "length"),
-    [("shared", 5), ("projected", 3), pytest.param("own", 2, marks=pytest.mark.slow)],
+    [("shared", 5), *slow(("projected", 3), ("own", 2))],
 )
 def test_coupled_and_greedy_rows_are_those_of_plain_decoding(form, length, tiny, plain):
     got = decode(
@@ -67,6 +67,7 @@ def test_as_many_tokens_as_heads_by_default(tiny):
         head_drafter(medusa_head(tiny), tiny, draft_p_min=1.0)
 
 
+@pytest.mark.slow  # as of a draft model (test_loop_identity)
 def test_a_row_does_not_depend_on_its_neighbours(tiny, plain):
     drafter = head_drafter(medusa_head(tiny, ids=SOME), tiny, draft_p_min=0.06)
     request = dict(drafter=drafter, sampling=mixed(max_new_tokens=9))
@@ -137,7 +138,7 @@ def first_distribution_for_all(drafter):
     [
         ("rejection", False),
         ("rejection", True),
-        pytest.param("block", False, marks=pytest.mark.slow),
+        *slow(("block", False)),
     ],
 )
 def test_the_distribution_is_the_targets(rule, broken, small):

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import nbformat
+import pytest
 from nbclient import NotebookClient
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -36,6 +37,7 @@ def test_one_round_runs():
     assert outputs[-1].startswith("accepted ")
 
 
+@pytest.mark.slow  # the page of that name, which is longer, has a test in test_docs
 def test_extending_runs_and_shows_what_is_stored():
     notebook = read("extending.ipynb")
     stored = shown(notebook)

@@ -118,7 +118,7 @@ def test_two_processes_decode_what_one_does(length, model, prompts, chatty, tmp_
     assert [row["token_ids"] for row in content["rows"]] == alone.token_ids
 
 
-@pytest.mark.parametrize("field", ["seed", "mesh.data"])
+@pytest.mark.parametrize("field", ["mesh.data", *slow("seed")])
 def test_processes_with_other_configs_stop(field, model, prompts):
     """A mesh that only one process can make included."""
     address = f"127.0.0.1:{free_port()}"
@@ -183,7 +183,7 @@ def test_an_error_of_one_process_ends_both(model, prompts, tmp_path):
     assert "stopped: prompts=missing.jsonl is not there" in second
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [0, *slow(1)])
 def test_a_process_that_never_comes_is_named(number, model, prompts):
     address = f"127.0.0.1:{free_port()}"
     code, out, err = finish(

@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from conftest import slow
 from heads import eagle_head
 from script_modules import SCRIPTS, script_module
 
@@ -161,9 +162,9 @@ def test_when_the_minutes_are_over_a_stage_saves_and_the_rest_is_listed(script, 
     ("number", "before"),
     [
         (signal.SIGINT, ()),
-        (signal.SIGTERM, ()),
         # As shells start commands that end in &: the child must receive Ctrl-C all the same.
         (signal.SIGTERM, ("sh", "-c", 'trap "" INT; exec "$@"', "sh")),
+        *slow((signal.SIGTERM, ())),
     ],
 )
 def test_a_signal_is_passed_on_and_waited_for(number, before, tmp_path):
@@ -215,7 +216,7 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize(("grace", "times"), [(1, 1), (100, 2)])
+@pytest.mark.parametrize(("grace", "times"), [(1, 1), *slow((100, 2))])
 def test_what_does_not_end_is_killed(grace, times, tmp_path):
     arguments = [str(SCRIPTS), str(tmp_path / "ready"), str(grace)]
     process = subprocess.Popen([sys.executable, "-c", ASKED, *arguments])

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from conftest import tiny_config
+from conftest import slow, tiny_config
 from decoding import PROMPTS, decode, mixed
 
 from specjax.drafters import LoadedDrafter
@@ -48,7 +48,9 @@ CELLS = {
 }
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize(
+    "cell", ["ngram-block", "simulated-block", *slow("early_exit-block", "simulated-rejection")]
+)
 def test_sampled_rows(cell):
     drafter, target, rule = CELLS[cell]
     check = check_drafter(drafter(), target(), ROWS, verify=rule)

@@ -20,9 +20,12 @@ from specjax.models.heads.eagle import Eagle
 from specjax.models.heads.shared_parameters import share
 from specjax.models.layers.decoder_layer import embed
 from specjax.models.masks import causal
+from train.methods import eagle_loss as losses
 from train.methods.eagle import eagle_method, from_target
-from train.methods.eagle_loss import EagleLoss, eagle_loss
+from train.methods.eagle_loss import EagleLoss
 from train.methods.unroll import unroll
+
+eagle_loss = jax.jit(losses.eagle_loss, static_argnums=(0, 6))
 
 FLAGS = dict(
     norm_before_residual=True, norm_before_fc=True, fc_norm=True, norm_output=True, vocabulary=50
@@ -174,7 +177,7 @@ def gradients(head, params, tiny, ids, batch, loss):
 
     own = {name: value for name, value in params.items() if name != "shared"}
     with_shared = lambda own, features: summed({**own, "shared": params["shared"]}, features)  # noqa: E731
-    return jax.grad(with_shared, argnums=(0, 1))(own, batch.features)
+    return jax.jit(jax.grad(with_shared, argnums=(0, 1)))(own, batch.features)
 
 
 def test_every_parameter_learns_and_masked_tokens_teach_nothing(tiny):
@@ -288,7 +291,8 @@ def test_a_target_with_layers_apart_and_a_table_of_its_own(tiny):
     method = eagle_method(apart, config, None, EagleLoss(steps=1))
     params = method.init(jax.random.key(0))
     batch = with_features(apart, two_rows(apart.config.vocab_size), method.features)
-    total, _ = method.loss(params, apart.params, batch, jax.random.key(0))
+    total, _ = jax.jit(method.loss)(params, apart.params, batch, jax.random.key(0))
     stacked = eagle_method(tiny, config, None, EagleLoss(steps=1))
-    again = stacked.loss(stacked.init(jax.random.key(0)), tiny.params, batch, jax.random.key(0))
+    loss = jax.jit(stacked.loss)
+    again = loss(stacked.init(jax.random.key(0)), tiny.params, batch, jax.random.key(0))
     np.testing.assert_allclose(total, again[0], rtol=1e-5)

@@ -12,7 +12,7 @@ import time
 import jax
 import numpy as np
 import pytest
-from conftest import xla_flags
+from conftest import slow, xla_flags
 from rich.console import Console
 from tensorboardX.proto import event_pb2
 from tensorboardX.record_writer import masked_crc32c
@@ -182,7 +182,7 @@ def test_a_bad_loss_is_one_line_on_the_command_line(tmp_path, monkeypatch, capsy
     assert "Traceback" not in out
 
 
-@pytest.mark.parametrize(("before", "after"), [((4, True), (2, True)), ((4, True), None)])
+@pytest.mark.parametrize(("before", "after"), [((4, True), (2, True)), *slow(((4, True), None))])
 def test_a_run_resumes_on_another_mesh(before, after, target, tmp_path):
     """Saved on one mesh, restored onto another; the curve stays the same up to rounding."""
 

@@ -63,21 +63,22 @@ def folders(chatty, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "decoded"),
     # The others share their code: Medusa's is part of its second stage, EAGLE's of EAGLE-3's. A new
-    # model and its modules have a test of their own.
+    # model and its modules have a test of their own. One run decodes after it has trained.
     [
-        *("train_eagle3", "train_distill", "train_medusa2"),
-        *slow("train_eagle1", "train_medusa", "train_mtp", "train_mtp all"),
+        *(("train_eagle3", 1), ("train_distill", 0), ("train_medusa2", 0)),
+        *slow(*((name, 1) for name in RUNS if name != "train_eagle3")),
     ],
 )
-def test_debug_size(name, folders, tmp_path, capsys):
+def test_debug_size(name, decoded, folders, tmp_path, capsys):
     module, kind, options = RUNS[name]
     command = [
         f"--config=configs/{name.split()[0]}.py:debug",
         f"--config.target={folders / 'model'}",
         f"--config.data={folders / 'data'}",
         f"--config.workdir={tmp_path / 'run'}",
+        f"--config.eval.prompts={decoded}",
         *options,
     ]
     assert module.main(command) == 0
@@ -97,6 +98,7 @@ def test_debug_size(name, folders, tmp_path, capsys):
         "--config.prompt=one two",
         f"--config.drafter.name={kind}",
         *drafter,
+        "--config.num_speculative_tokens=2",
         "--config.sampling.max_new_tokens=6",
         "--config.compare=true",
     ]
@@ -120,7 +122,6 @@ def from_scratch(text, workdir, *options):
     )
 
 
-@pytest.mark.usefixtures("fast_programs")
 def test_a_new_model_and_its_modules(text, tmp_path, capsys):
     options = [
         "--config.mtp.num_modules=2",
@@ -162,7 +163,6 @@ def test_a_new_model_and_its_modules(text, tmp_path, capsys):
     assert decode.main(decoding) == 0
 
 
-@pytest.mark.usefixtures("fast_programs")
 def test_a_new_model_without_modules(text, tmp_path, capsys):
     options = ["--config.mtp.num_modules=0", "--config.eval.prompts=0", "--config.steps=2"]
     assert from_scratch(text, tmp_path / "w", *options) == 0
@@ -186,13 +186,20 @@ def test_sequences_that_are_too_short(options, said, text, tmp_path, capsys):
     assert not (tmp_path / "w").exists()
 
 
-@pytest.mark.usefixtures("fast_programs")
-def test_training_needs_no_flags(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "shorter",
+    [
+        ["--config.steps=1", "--config.eval.batches=0", "--config.eval.prompts=0"],
+        *slow(([],)),
+    ],
+    ids=["one step", "debug"],
+)
+def test_training_needs_no_flags(shorter, tmp_path, monkeypatch, capsys):
     """Only the size is given: target, data and folder are the config's own."""
     (tmp_path / "configs").symlink_to(Path("configs").absolute())
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert medusa.main(["--config=configs/train_medusa.py:debug"]) == 0
+    assert medusa.main(["--config=configs/train_medusa.py:debug", *shorter]) == 0
     said = capsys.readouterr().out
     assert "data=shipped is small" in said
     assert "More data: python -m train.generate, then --config.data=" in said
@@ -335,11 +342,7 @@ def losses_of(workdir):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "train_eagle3",
-        *slow(*(name for name in RUNS if name != "train_eagle3")),
-    ],
+    "name", ["train_medusa", *slow(*(name for name in RUNS if name != "train_medusa"))]
 )
 def test_the_curve_is_the_same_on_other_meshes(name, folders, tmp_path):
     """On one device, and begun on 8 x 1 and resumed on 4 x 2 (data x model), all split."""

@@ -84,7 +84,7 @@ def heads(tiny, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "name",
-    ["draft_model", "eagle3_foreign", *slow("eagle", "eagle_foreign", "eagle3", "mtp")],
+    ["eagle3_foreign", *slow("draft_model", "eagle", "eagle_foreign", "eagle3", "mtp")],
 )
 def test_models_and_heads(name, tiny, plain, heads):
     method = name.removesuffix("_foreign")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -129,16 +130,17 @@ def check_drafter(
         )
     few = first_rows(plan, prompt, request, np.arange(num_speculative_tokens + 2), seed)
     check_contract(plan, (params, loaded.params), few)
-    batch = min(_BATCH, rows)
+    # Batches of one size, so that one program decodes them all.
+    batch = math.ceil(rows / math.ceil(rows / _BATCH))
     counted, tested = np.zeros(model.vocab_size**3, np.int64), []
     for first in range(0, rows, batch):
         index = np.arange(first, first + batch)
         state = decode(plan, (params, loaded.params), prompt, request, index, seed, length, costs)
-        end = len(prompt) + length
-        outputs = np.asarray(state.tokens)[:, end - 3 : end]
+        wanted, end = index < rows, len(prompt) + length
+        outputs = np.asarray(state.tokens)[wanted, end - 3 : end]
         code = np.ravel_multi_index(tuple(outputs.T), (model.vocab_size,) * 3)
         counted += np.bincount(code, minlength=len(counted))
-        accepted = np.asarray(state.rounds.accepted)
+        accepted = np.asarray(state.rounds.accepted)[wanted]
         tested.append(accepted[accepted >= 0] + 1)
     distribution = output_distribution(model, params, prompt, request, length)
     distribution = distribution.reshape(-1, model.vocab_size**3).sum(axis=0)
