@@ -217,6 +217,7 @@ def bench(
     for cell in _auto_cells(model, everything, config, console):
         measured.auto.append(cell)
         grew()
+        console.print(f"  {_interval(cell.decoding)}", highlight=False)
         table.add_row(
             cell.drafter,
             str(cell.batch),
