@@ -3,8 +3,9 @@
     python scripts/compare_transformers.py --prompts=FILE.jsonl [--per_task=2] [--max_new_tokens=96]
 
 Both sides decode greedily in float32 on the CPU: plainly and with prompt lookup (transformers:
-`prompt_lookup_num_tokens`, on top of its own dynamic cache). torch and transformers conflict with
-the pins of specjax, so they run in a virtual environment of their own, named by --peer_python
+`prompt_lookup_num_tokens`, on top of its own dynamic cache); specjax also with `ngram+eagle3` and
+draft lengths of `auto`, the costs measured in the first iteration. torch and transformers conflict
+with the pins of specjax, so they run in a virtual environment of their own, named by --peer_python
 (`make compare` builds it), as a process that answers one request per line. Times exclude loading
 and compiling; each is the median of --runs runs, alternating between the systems.
 """
@@ -74,41 +75,44 @@ def main(argv: list[str]) -> None:
     peer = Peer(_PEER.value, load.default_model_file())
     sampling = specjax.SamplingParams(max_new_tokens=_NEW_TOKENS.value)
 
-    def ours(drafter: str) -> plan.Session:
+    def ours(drafter: str, length: int | str | None) -> plan.Session:
         return plan.plan_session(
             model,
             ids,
             drafter=specjax.make_drafter(drafter, model),
-            options=DecodeOptions(
-                num_speculative_tokens=_LOOKUP.value if drafter == "ngram" else None, batch_size=1
-            ),
+            options=DecodeOptions(num_speculative_tokens=length, batch_size=1),
             requests=sampling,
         )
 
-    sessions = {"plain": ours("none"), "lookup": ours("ngram")}
+    sessions = {
+        "plain": ours("none", None),
+        "lookup": ours("ngram", _LOOKUP.value),
+        "auto": ours("ngram+eagle3", "auto"),
+    }
     programs = {name: executor.compile_session(one) for name, one in sessions.items()}
+    learned = {name: executor.learn_costs(one) for name, one in sessions.items()}
     rates: dict[str, list[float]] = {}
     outputs: dict[str, list[list[int]]] = {}
     for turn in range(_RUNS.value + 1):
-        for name, lookup in (("plain", 0), ("lookup", _LOOKUP.value)):
-            snapshots = executor.run_session(sessions[name], programs=programs[name])
-            mine = generate.collect(sessions[name], list(snapshots))
+        for name, lookup in (("plain", 0), ("lookup", _LOOKUP.value), ("auto", None)):
+            snapshots = executor.run_session(sessions[name], None, programs[name], learned[name])
+            mine = generate.collect(sessions[name], [one for one in snapshots if one.finished])
+            outputs[f"specjax {name}"] = mine.token_ids
+            if turn:
+                rates.setdefault(f"specjax {name}", []).append(mine.tokens_per_second)
+                print(f"run {turn}: specjax {name}: {mine.tokens_per_second:.1f} tokens/s")
+            if lookup is None:
+                continue
             # The first iteration only warms both up.
             asked = ids if turn else ids[:1]
             theirs = [peer.decode(prompt, _NEW_TOKENS.value, lookup) for prompt in asked]
             seconds = sum(one["total_s"] - one["prefill_s"] for one in theirs)
             # Their first token comes with the prefill, ours with the first round.
             count = sum(len(one["ids"]) - 1 for one in theirs)
-            outputs[f"specjax {name}"] = mine.token_ids
             outputs[f"transformers {name}"] = [one["ids"] for one in theirs]
             if turn:
-                rates.setdefault(f"specjax {name}", []).append(mine.tokens_per_second)
                 rates.setdefault(f"transformers {name}", []).append(count / seconds)
-                print(
-                    f"run {turn}: {name}: specjax {mine.tokens_per_second:.1f} tokens/s, "
-                    f"transformers {count / seconds:.1f}",
-                    flush=True,
-                )
+                print(f"run {turn}: transformers {name}: {count / seconds:.1f}", flush=True)
 
     print(
         f"\n{len(ids)} prompts, {_NEW_TOKENS.value} new tokens, greedy, float32, "
@@ -118,11 +122,11 @@ def main(argv: list[str]) -> None:
         print(
             f"  {name:22s} {statistics.median(values):7.1f}  ({min(values):.1f}..{max(values):.1f})"
         )
-    for name in ("plain", "lookup"):
-        pairs = zip(rates[f"specjax {name}"], rates[f"transformers {name}"], strict=True)
+    for name, other in (("plain", "plain"), ("lookup", "lookup"), ("auto", "plain")):
+        pairs = zip(rates[f"specjax {name}"], rates[f"transformers {other}"], strict=True)
         ratios = [a / b for a, b in pairs]
         print(
-            f"  {name}: specjax / transformers = {statistics.median(ratios):.2f} "
+            f"  specjax {name} / transformers {other} = {statistics.median(ratios):.2f} "
             f"({min(ratios):.2f}..{max(ratios):.2f})"
         )
     compare_prefill(model, peer)

@@ -16,6 +16,7 @@ from decoding import changed, draft_model, tampered
 from specjax.decoding import loop
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.draft_length.limits import DraftLength
+from specjax.draft_length.measurement import Kind
 from specjax.draft_length.policy import Costs
 from specjax.drafters import take_turns
 from specjax.drafters.ngram import Ngram
@@ -46,10 +47,11 @@ def some_pay(plan):
     )
 
 
-def pairs(target, drafter, length, groups=FEWER, costs=None):
+def pairs(target, drafter, length, groups=FEWER, costs=None, kinds=None):
     """The first `LENGTH` tokens of both rows of each pair, and the lengths drafted.
 
-    Without `costs` drafting costs nothing, so that as much as possible is drafted.
+    Without `costs` drafting costs nothing, so that as much as possible is drafted. With `kinds` a
+    round is each of these, in turn.
     """
     model, params = target
     turns, drafter_params = take_turns(drafter)
@@ -64,7 +66,15 @@ def pairs(target, drafter, length, groups=FEWER, costs=None):
         state = loop.start(plan, (params, drafter_params), *arguments)
         if costs is not None:
             state = state.replace(policy=state.policy.replace(costs=costs(plan)))
-        state = loop.run(plan, (params, drafter_params), state, jnp.int32(LENGTH))
+        if kinds is None:
+            state = loop.run(plan, (params, drafter_params), state, jnp.int32(LENGTH))
+        for number in range(LENGTH if kinds else 0):
+            kind = kinds[number % len(kinds)]
+            policy = state.policy.replace(
+                forced=jnp.asarray(kind.lengths), narrowest=jnp.int32(kind.narrowest)
+            )
+            state = state.replace(policy=policy)
+            state = loop.run(plan, (params, drafter_params), state, jnp.int32(1))
         return state.tokens[:, len(PROMPT) : len(PROMPT) + LENGTH], state.rounds.drafted
 
     tokens, drafted = jax.vmap(one)(jnp.arange(groups))
@@ -94,6 +104,19 @@ def test_pairs_of_rows_are_exact_and_independent(name, tables):
     make, length = DRAFTERS[name]
     tokens, drafted = pairs(target, make(draft), length, GROUPS, some_pay)
     assert set(range(length + 1)) <= set(np.unique(drafted[..., :LENGTH]).tolist())
+    found = joint(target, tokens)
+    assert found.statistic < found.threshold, found
+
+
+def test_rounds_that_measure_costs_are_exact(tables):
+    """Of one drafter after the other, and none, in passes as wide as they need or wider."""
+    target, draft = tables
+    make, length = DRAFTERS["turns"]
+    kinds = [Kind(0, (0, 2)), Kind(1, (0, 0)), Kind(0, (2, 0))]
+    tokens, drafted = pairs(target, make(draft), length, GROUPS, kinds=kinds)
+    # The first round drafts for all rows, the second for none.
+    assert (drafted[..., 0] == 2).all()
+    assert set(np.unique(drafted[..., 1]).tolist()) <= {-1, 0}
     found = joint(target, tokens)
     assert found.statistic < found.threshold, found
 

@@ -83,7 +83,8 @@ def test_a_mesh_gives_the_tokens_of_one_device(data, model, label, eight, draft,
     name, options = SETTINGS[label]
     result = run_on(place_model(eight, mesh), place_model(draft, mesh), name, options)
     assert result.token_ids == alone(label).token_ids
-    assert (result.accepted == alone(label).accepted).all()
+    if options.get("num_speculative_tokens") != "auto":  # lengths then follow the clock
+        assert (result.accepted == alone(label).accepted).all()
     for mine, other in zip(result.logprobs, alone(label).logprobs, strict=True):
         if other is not None:
             np.testing.assert_allclose(mine, other, atol=1e-4)

@@ -83,7 +83,7 @@ class LearnedCosts:
         if self.measurement is None:
             self.estimate.update(_flat(work), seconds)
             return _put_policy(state, costs=self.costs())
-        self.measurement.add(seconds)
+        self.measurement.add(seconds, work)
         self.measure_s += seconds
         if (kind := self.measurement.next) is not None:
             return _put_kind(state, kind)

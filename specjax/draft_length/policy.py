@@ -49,9 +49,9 @@ class Costs:
 class Work:
     """How often each part of a round ran; the fields are those of `Costs`."""
 
-    passes: Int[Array, "widths"]
-    first: Int[Array, "D"]
-    further: Int[Array, "D"]
+    passes: Int[Array | np.ndarray, "widths"]
+    first: Int[Array | np.ndarray, "D"]
+    further: Int[Array | np.ndarray, "D"]
 
 
 @struct.dataclass
