@@ -131,7 +131,7 @@ def test_drafting_from_the_key_of_the_final_token_is_found_out(rule):
     assert chi2 > threshold
 
 
-def joint_chi2(rule, draft_keys, rows=60_000):
+def joint_chi2(rule, draft_keys, rows=100_000):
     """Chi-square of the first two tokens that come out, K = 1, against p, and its 1e-6 quantile."""
     p, q = random_distributions(3, 2), random_distributions(4, 1)
     keys = jax.random.split(jax.random.key(5), rows)
