@@ -117,7 +117,7 @@ def pytest_collection_finish(session):
     """Tracing makes many small objects, and few of them in cycles: a tenth of the time was spent
     on looking for these. What there is by now stays.
     """
-    gc.set_threshold(50_000, 20, 50)
+    gc.set_threshold(50_000, 10, 10)
     gc.freeze()
 
 
@@ -145,7 +145,7 @@ def few_programs():
     """Forget compiled programs before their memory maps reach the kernel's limit for a process."""
     yield
     maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > 40_000:
+    if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
         jax.clear_caches()
         executor._compile.cache_clear()
 

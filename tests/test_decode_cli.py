@@ -300,6 +300,7 @@ def test_several_drafters_beside_one_plain_decoding(run, monkeypatch, tmp_path, 
     assert list((tmp_path.parent / "cache" / "specjax" / "costs").iterdir())
 
 
+@pytest.mark.slow  # as of one drafter, below
 def test_an_interrupted_batch_of_several_is_kept_for_none(run, monkeypatch):
     def interrupted(session, programs, index, *rest):
         if index == [1] and len(session.plan.drafter.parts) > 1:
@@ -555,6 +556,7 @@ def test_default_model_and_prompts(tmp_path, monkeypatch):
         [
             "--config.limit=1",
             "--config.compare=true",
+            "--config.num_speculative_tokens=3",
             "--config.sampling.max_new_tokens=6",
             f"--config.report={path}",
         ]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import tiny_config
+from conftest import slow, tiny_config
 from decoding import PROMPTS, decode, greedy, mixed
 from heads import SOME
 from rows import two_rows, with_features
@@ -276,7 +276,7 @@ def test_the_end_of_room_and_of_sequence(tiny, plain):
     assert "stop" in both[0].finish_reasons
 
 
-@pytest.mark.parametrize("rule", ["rejection", pytest.param("block", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rule", slow("rejection", "block"))
 def test_the_distribution_is_the_targets(rule):
     """The chi-square test, after a prompt of one token, which the first round drafts from."""
     shape = dict(hidden_size=8, intermediate_size=8, num_heads=1, num_kv_heads=1, head_dim=4)

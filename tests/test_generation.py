@@ -218,7 +218,7 @@ def test_a_stream_adds_up_to_the_generation(rounds, speaking, tiny, unrelated, s
 def test_what_was_drafted(tiny, plain, right):
     got = decode(
         tiny,
-        [PROMPT],
+        [PROMPT] * LENGTH,
         drafter=right,
         verify="coupled",
         sampling=drawn(),
@@ -343,6 +343,7 @@ def test_a_single_text_is_one_prompt(speaking):
     assert got.texts == [spelled(got.token_ids[0])]
 
 
+@pytest.mark.slow  # what others show of small models
 @pytest.mark.usefixtures("fast_programs")
 def test_real_text_with_a_stop_string(smollm2):
     """On the default model: the n-gram drafter changes nothing, and a stop string truncates."""

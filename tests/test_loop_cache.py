@@ -66,9 +66,9 @@ CASES = {
 @pytest.mark.parametrize(
     "case",
     [
-        *("similar", "early_exit"),
-        *slow("plain", "ngram", "similar_block", "similar_greedy", "one_at_a_time", "itself"),
-        *slow("taking_turns"),
+        "similar",
+        *slow("early_exit", "plain", "ngram", "taking_turns", "itself"),
+        *slow("similar_block", "similar_greedy", "one_at_a_time"),
     ],
 )
 def test_caches_equal_a_fresh_prefill_after_every_round(case, tiny, unrelated, similar):

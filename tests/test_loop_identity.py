@@ -184,7 +184,7 @@ def test_simulated(acceptance, tiny, plain_mixed):
 def test_a_row_does_not_change_with_the_batch(rule, sizes, tiny, every, plain_mixed):
     """In threes with a spare row at the end, and all together; greedy ones as plain and alone."""
     options = dict(
-        drafter=every["similar"],
+        drafter=every["early_exit"],
         verify=rule,
         sampling=mixed(max_new_tokens=NEW),
         num_speculative_tokens=3,
@@ -211,7 +211,7 @@ def test_lengths_that_follow_the_batch(tiny, every, plain_mixed):
     got = decode(
         tiny,
         PROMPTS,
-        drafter=every["similar"],
+        drafter=every["early_exit"],
         verify="coupled",
         sampling=requests,
         num_speculative_tokens=4,
@@ -228,7 +228,7 @@ def test_the_length_follows_measured_costs(tiny, every, plain_mixed):
     got = decode(
         tiny,
         PROMPTS,
-        drafter=every["similar"],
+        drafter=every["early_exit"],
         verify="coupled",
         sampling=mixed(max_new_tokens=NEW),
         num_speculative_tokens="auto",
@@ -252,7 +252,7 @@ def test_a_confident_draft_continues(tiny, every, plain_greedy):
 EDGES = [245, 255, 256, 257, 500, 508]
 
 
-@pytest.mark.parametrize("name", ["similar", *slow("early_exit")])
+@pytest.mark.parametrize("name", ["early_exit", *slow("similar")])
 def test_across_the_blocks_of_the_cache(name, tiny, every):
     """Prompts around 256 and 512 tokens; the last ones end exactly at the capacity of 512."""
     rng = np.random.default_rng(0)

@@ -135,6 +135,7 @@ def test_a_draft_model_may_be_whole_on_each_device(eight, draft, alone):
     assert result.token_ids == alone("draft_model, coupled").token_ids
 
 
+@pytest.mark.slow  # as on another device, below
 def test_a_draft_model_that_was_not_placed_follows_the_target(eight, draft, alone):
     name, options = SETTINGS["draft_model, coupled"]
     options = {**options, "num_speculative_tokens": 1}
@@ -154,7 +155,7 @@ def test_generate_takes_a_mesh(eight, alone):
     assert result.token_ids == alone("ngram, greedy").token_ids
 
 
-@pytest.mark.parametrize("name", ["early_exit", "simulated"])
+@pytest.mark.parametrize("name", ["early_exit", *slow("simulated")])
 def test_the_other_drafters_run_on_a_mesh(name, eight, alone):
     options = {"early_exit": {"exit_layer": 2}, "simulated": {"acceptance": 0.7}}[name]
     if name == "simulated":

@@ -140,7 +140,7 @@ METHODS = {
 
 @pytest.fixture(
     scope="module",
-    params=["toy", "mtp all", *slow("mtp modules", "mtp recursion", "mtp self")],
+    params=["toy", *slow("mtp all", "mtp modules", "mtp recursion", "mtp self")],
 )
 def method(request, target):
     """What accumulates; the second drafts of MTP have fewer labels than the first ones."""

@@ -324,7 +324,7 @@ def whole_export(folders):
 
 @pytest.mark.parametrize(
     ("field", "trains"),
-    [("start_from", "all"), *slow(("target", "all"), ("target", "modules"))],
+    slow(("start_from", "all"), ("target", "all"), ("target", "modules")),
 )
 def test_modules_inside_a_model_are_continued(field, trains, folders, whole_export, tmp_path):
     options = [f"--config.{field}={whole_export}", f"--config.mtp.trains={trains}"]
