@@ -46,12 +46,12 @@ def reference(logits, temperature, top_k, top_p, min_p):
     """One row by sorting; None where rounding decides who is in."""
     if temperature == 0:
         return np.eye(VOCAB)[np.argmax(logits)]
-    # Shifted first, as in `warp`: what that makes equal is a tie.
+    # Logits that rounding makes one there are one here.
     scores = (logits - logits.max()) / temperature
     kept = np.ones(VOCAB, bool)
     if top_k:
         kept &= scores >= np.sort(scores)[::-1][min(top_k, VOCAB) - 1]
-    p = np.where(kept, np.exp(scores), 0)
+    p = np.where(kept, np.exp(scores - scores.max()), 0)
     p /= p.sum()
     if top_p < 1:
         order = np.argsort(-p, kind="stable")
@@ -77,11 +77,8 @@ def compiled(flags):
     np.zeros((ROWS, VOCAB)), np.ones(ROWS), np.full(ROWS, 3), np.full(ROWS, 0.8), np.zeros(ROWS)
 )
 @example(
-    np.tile([0.0, 1.0, *[2e-21] * 7], (ROWS, 1)),
-    np.full(ROWS, 0.7),
-    np.full(ROWS, 2),
-    np.full(ROWS, 0.5),
-    np.zeros(ROWS),
+    np.tile([0.0, 1.0, *[2e-21] * (VOCAB - 2)], (ROWS, 1)),
+    *map(np.full, [ROWS] * 4, (0.7, 2, 0.5, 0.0)),
 )
 def test_warp_is_the_sorted_one(logits, temperature, top_k, top_p, min_p):
     assume(np.all(logits.max(axis=1) > -np.inf))

@@ -1,4 +1,4 @@
-"""Token trees in fixed-shape buffers: what a drafter proposes in one round."""
+"""The shape of a token tree, known when programs are compiled."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from functools import cached_property
 
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 
 @dataclass(frozen=True)
@@ -77,43 +76,3 @@ class Topology:
 def chain_topology(length: int) -> Topology:
     """The topology of a chain of `length` nodes."""
     return Topology(tuple(range(length)))
-
-
-@struct.dataclass
-class Draft:
-    """Up to N nodes of a token tree under the root (the last committed token).
-
-    A row's node that is not `valid` was never proposed; `valid` is closed under ancestors, which
-    the loop sees to. `logq_row` names the row of `logq` a node was drawn from, before any sibling
-    was removed; -1 says the node is deterministic (q is one-hot). `confidence` is how sure the
-    drafter was of a node before its token was drawn, from 0 to 1, where it says so.
-    """
-
-    tokens: Int[Array, "B N"]
-    valid: Bool[Array, "B N"]
-    logq_row: Int[Array, "B N"]
-    logq: Float[Array, "B Q V"] | None
-    topology: Topology = struct.field(pytree_node=False)
-    confidence: Float[Array, "B N"] | None = None
-
-
-def chain(
-    tokens: Int[Array, "B K"],
-    num_valid: Int[Array, "B"],
-    logq: Float[Array, "B K V"] | None = None,
-    confidence: Float[Array, "B K"] | None = None,
-) -> Draft:
-    """A draft without branches: row b proposes its first `num_valid[b]` tokens.
-
-    With `logq`, node i was drawn from `logq[:, i]`; without it every node is deterministic.
-    """
-    batch, length = tokens.shape
-    step = jnp.broadcast_to(jnp.arange(length), (batch, length))
-    return Draft(
-        tokens=tokens,
-        valid=step < num_valid[:, None],
-        logq_row=jnp.full_like(step, -1) if logq is None else step,
-        logq=logq,
-        topology=chain_topology(length),
-        confidence=confidence,
-    )

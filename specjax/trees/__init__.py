@@ -1,0 +1,16 @@
+"""Token trees: their shapes, drafts in fixed-shape buffers, and pictures.
+
+A `Topology` is a shape, a `Draft` one round's tokens in it. A `RankedTree` also says which
+candidate each node is, the likeliest or one of the next: from a list of choices like Medusa's, or
+built from measured acceptance (`best_tree`, `sequoia_tree`). `draw` shows them as text.
+"""
+
+from specjax.trees.draft import Draft as Draft
+from specjax.trees.draft import chain as chain
+from specjax.trees.draw import draw as draw
+from specjax.trees.ranked import RankedTree as RankedTree
+from specjax.trees.ranked import best_tree as best_tree
+from specjax.trees.ranked import sequoia_tree as sequoia_tree
+from specjax.trees.ranked import tree_of_choices as tree_of_choices
+from specjax.trees.topology import Topology as Topology
+from specjax.trees.topology import chain_topology as chain_topology

@@ -1,0 +1,189 @@
+"""Static trees whose nodes are the likeliest candidates after their parents.
+
+Medusa ([2401.10774](https://arxiv.org/abs/2401.10774), section 2.1.2 and appendix C), Sequoia
+([2402.12374](https://arxiv.org/abs/2402.12374), section 3.1).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from jaxtyping import Float
+
+from specjax.errors import InputError
+from specjax.trees.topology import Topology
+
+Path = tuple[int, ...]
+"""A node as the ranks on the way to it from the root: (0,) is the likeliest first token, (0, 1) the
+second likeliest after it."""
+
+
+@dataclass(frozen=True)
+class RankedTree:
+    """A topology, and which candidate after its parent each node is: rank 0 is the likeliest.
+
+    Nodes are sorted by depth, then by path, so that the first nodes are a tree too. Hashable.
+    Raises InputError unless siblings have the ranks 0, 1, 2, ...
+    """
+
+    choices: tuple[Path, ...]
+
+    def __post_init__(self) -> None:
+        known = set(self.choices)
+        if len(known) < len(self.choices):
+            twice = next(path for path in self.choices if self.choices.count(path) > 1)
+            raise InputError(f"choices: {list(twice)} is there twice; leave one out")
+        for path in self.choices:
+            if not path or min(path) < 0:
+                raise InputError(
+                    f"choices: {list(path)} is no path; use ranks from 0 on, one for each token"
+                )
+            *before, rank = path
+            for needed in ((*before,), (*before, rank - 1)):
+                if needed and needed[-1] >= 0 and needed not in known:
+                    raise InputError(
+                        f"choices: {list(path)} needs {list(needed)}, which is missing; a node "
+                        "comes after its parent and after siblings of lower rank"
+                    )
+        if list(self.choices) != sorted(self.choices, key=_order):
+            raise InputError("choices are not sorted by depth and path; use tree_of_choices")
+
+    @cached_property
+    def topology(self) -> Topology:
+        """The tree's shape."""
+        slots = {(): 0} | {path: slot for slot, path in enumerate(self.choices, start=1)}
+        return Topology(tuple(slots[path[:-1]] for path in self.choices))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Each node's rank among the candidates after its parent."""
+        return tuple(path[-1] for path in self.choices)
+
+    @property
+    def most_candidates(self) -> int:
+        """How many candidates a drafter has to name after a token."""
+        return max(self.ranks, default=-1) + 1
+
+    def expected_tokens(self, acceptance: Sequence[Sequence[float]]) -> float:
+        """Tokens per round to expect, the target's own included.
+
+        `acceptance[d][r]` is the chance that the candidate of rank r at depth d (from 0) is the
+        target's, given that its parent is. Raises InputError where a node has none.
+        """
+        rates = _rates(acceptance)
+        return 1.0 + sum(_chance(path, rates) for path in self.choices)
+
+
+def tree_of_choices(choices: Iterable[Sequence[int]]) -> RankedTree:
+    """The tree of a list of paths in any order, such as `medusa_choices`."""
+    return RankedTree(tuple(sorted((tuple(path) for path in choices), key=_order)))
+
+
+def best_tree(
+    acceptance: Sequence[Sequence[float]], num_nodes: int, max_depth: int | None = None
+) -> RankedTree:
+    """The tree of `num_nodes` nodes with the most accepted tokens to expect (Medusa's rule).
+
+    Adds the node with the largest chance, the product of `acceptance[d][r]` along its path, again
+    and again; of equal ones the shallower. That is best where a lower rank is never accepted more
+    often than a higher one, as measured rates are. Smaller where there are no more candidates.
+    Raises InputError for numbers that are no rates.
+    """
+    _check_size(num_nodes)
+    rates = _rates(acceptance)
+    deepest = len(rates) if max_depth is None else min(max_depth, len(rates))
+    chosen: list[Path] = []
+    waiting: list[tuple[float, int, Path]] = []
+
+    def wait(path: Path) -> None:
+        if len(path) <= deepest and path[-1] < len(rates[len(path) - 1]):
+            heapq.heappush(waiting, (-_chance(path, rates), len(path), path))
+
+    wait((0,))
+    while waiting and len(chosen) < num_nodes:
+        _, _, path = heapq.heappop(waiting)
+        chosen.append(path)
+        wait((*path, 0))
+        wait((*path[:-1], path[-1] + 1))
+    return tree_of_choices(chosen)
+
+
+def sequoia_tree(acceptance: Sequence[float], num_nodes: int, max_depth: int) -> RankedTree:
+    """The tree with the most accepted tokens to expect, by Sequoia's dynamic programme.
+
+    `acceptance[r]` is the chance that the r-th of siblings is accepted, at any depth. Nothing is
+    taken for granted of its order. At most `num_nodes` nodes and `max_depth` levels. Raises
+    InputError for numbers that are no rates, and for a depth below 1.
+    """
+    _check_size(num_nodes)
+    if max_depth < 1:
+        raise InputError(f"max_depth={max_depth} must be at least 1")
+    (rates,) = _rates([acceptance])
+    # `below[n]`: tokens to expect below a node, of at most n nodes in as many levels as were done.
+    below = np.zeros(num_nodes + 1)
+    levels = []
+    for _ in range(max_depth):
+        # `value[c, n]`: the same of exactly n nodes under the first c children, none of them left
+        # out; `size[c, n]` of these nodes are the last child and what comes below it.
+        value = np.full((len(rates) + 1, num_nodes + 1), -np.inf)
+        size = np.zeros(value.shape, int)
+        value[0, 0] = 0.0
+        for child, rate in enumerate(rates):
+            own = rate * (1.0 + below[:-1])
+            for nodes in range(1, num_nodes + 1):
+                # The last child has 1, 2, ... nodes, the ones before it the rest.
+                each = value[child, :nodes][::-1] + own[:nodes]
+                size[child + 1, nodes] = 1 + np.argmax(each)
+                value[child + 1, nodes] = each.max()
+        levels.append((value, size))
+        below = np.maximum.accumulate(value.max(axis=0))
+
+    chosen: list[Path] = []
+
+    def add(path: Path, most: int, level: int) -> None:
+        if level < 0:
+            return
+        value, size = levels[level]
+        nodes = int(np.argmax(value.max(axis=0)[: most + 1]))
+        for child in reversed(range(int(np.argmax(value[:, nodes])))):
+            own = int(size[child + 1, nodes])
+            chosen.append((*path, child))
+            add((*path, child), own - 1, level - 1)
+            nodes -= own
+
+    add((), num_nodes, max_depth - 1)
+    return tree_of_choices(chosen)
+
+
+def _order(path: Path) -> tuple[int, Path]:
+    return len(path), path
+
+
+def _chance(path: Path, rates: Sequence[Float[np.ndarray, "..."]]) -> float:
+    """The chance that all tokens of a path are the target's."""
+    chance = 1.0
+    for depth, rank in enumerate(path):
+        if depth >= len(rates) or rank >= len(rates[depth]):
+            raise InputError(f"acceptance has no rate of rank {rank} at depth {depth}")
+        chance *= float(rates[depth][rank])
+    return chance
+
+
+def _rates(acceptance: Sequence[Sequence[float]]) -> list[Float[np.ndarray, "..."]]:
+    rates = [np.asarray(level, float) for level in acceptance]
+    for depth, level in enumerate(rates):
+        if level.ndim != 1 or not ((level >= 0) & (level <= 1)).all() or level.sum() > 1 + 1e-6:
+            raise InputError(
+                f"acceptance[{depth}]={level.tolist()} must be rates from 0 to 1, together at most "
+                "1: of candidates of which at most one is the target's"
+            )
+    return rates
+
+
+def _check_size(num_nodes: int) -> None:
+    if num_nodes < 1:
+        raise InputError(f"num_nodes={num_nodes} must be at least 1")

@@ -1,0 +1,163 @@
+"""Static trees: from choices and back, the best for given acceptance, and their pictures."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specjax.errors import InputError
+from specjax.trees import (
+    RankedTree,
+    Topology,
+    best_tree,
+    chain_topology,
+    draw,
+    sequoia_tree,
+    tree_of_choices,
+)
+
+# The first head's third candidate has no node of its own below it.
+CHOICES = [[0], [0, 0], [1], [0, 1], [0, 0, 0], [2]]
+
+
+def test_choices_become_a_tree_and_back():
+    tree = tree_of_choices(CHOICES)
+    assert tree.choices == ((0,), (1,), (2,), (0, 0), (0, 1), (0, 0, 0))
+    assert tree.topology == Topology((0, 0, 0, 1, 1, 4))
+    assert tree.ranks == (0, 1, 2, 0, 1, 0)
+    assert tree.most_candidates == 3
+    assert tree.topology.depths.tolist() == [0, 1, 1, 1, 2, 2, 3]
+    # All nodes up to some depth are the first ones.
+    assert RankedTree(tree.choices[:3]).topology == tree.topology.first(3)
+    assert hash(tree_of_choices(reversed(CHOICES))) == hash(tree)
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ([[0], [0]], r"choices: \[0\] is there twice"),
+        ([[0], [2]], r"\[2\] needs \[1\], which is missing"),
+        ([[0], [1, 0], [1, 1, 0]], r"\[1, 0\] needs \[1\]"),
+        ([[]], r"\[\] is no path"),
+        ([[0], [-1]], r"\[-1\] is no path"),
+    ],
+)
+def test_choices_that_are_no_tree(choices, message):
+    with pytest.raises(InputError, match=message):
+        tree_of_choices(choices)
+
+
+def test_nodes_in_another_order_are_refused():
+    with pytest.raises(InputError, match="not sorted"):
+        RankedTree(((0,), (0, 0), (1,)))
+
+
+def every_tree(rates, num_nodes, depth):
+    """All sets of that many nodes which are trees, by brute force."""
+    paths = [
+        path
+        for length in range(1, depth + 1)
+        for path in itertools.product(*(range(len(level)) for level in rates[:length]))
+    ]
+    for some in itertools.combinations(paths, num_nodes):
+        try:
+            yield tree_of_choices(some)
+        except InputError:
+            continue
+
+
+RATES = [[0.5, 0.3, 0.1], [0.6, 0.2], [0.7, 0.05]]
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 3, 4, 5])
+def test_the_best_tree_is_the_best_of_all(num_nodes):
+    found = best_tree(RATES, num_nodes)
+    assert found.topology.num_nodes == num_nodes
+    most = max(tree.expected_tokens(RATES) for tree in every_tree(RATES, num_nodes, 3))
+    assert found.expected_tokens(RATES) == pytest.approx(most)
+    # Smaller ones are parts of larger ones.
+    assert set(found.choices) < set(best_tree(RATES, num_nodes + 1).choices)
+
+
+def test_what_the_best_tree_is_worth():
+    tree = best_tree([[0.5, 0.3], [0.5, 0.3]], 3)
+    assert tree.choices == ((0,), (1,), (0, 0))
+    assert tree.expected_tokens([[0.5, 0.3], [0.5, 0.3]]) == pytest.approx(1 + 0.5 + 0.3 + 0.25)
+    assert best_tree(RATES, 100).topology.num_nodes == 3 + 3 * 2 + 3 * 2 * 2
+    assert best_tree(RATES, 100, max_depth=1).choices == ((0,), (1,), (2,))
+    # Of equal chances the shallower node.
+    assert best_tree([[0.5, 0.25], [0.5]], 2).choices == ((0,), (1,))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.floats(0, 0.33), min_size=1, max_size=3),
+    st.integers(1, 5),
+    st.integers(1, 3),
+)
+def test_sequoias_tree_is_the_best_of_all_in_any_order_of_rates(rates, num_nodes, depth):
+    levels = [rates] * depth
+    found = sequoia_tree(rates, num_nodes, depth)
+    assert found.topology.num_nodes <= num_nodes
+    most = max(
+        (
+            tree.expected_tokens(levels)
+            for count in range(1, num_nodes + 1)
+            for tree in every_tree(levels, count, depth)
+        ),
+        default=1.0,
+    )
+    assert found.expected_tokens(levels) == pytest.approx(most)
+
+
+def test_both_builders_agree_where_rates_fall():
+    rates = [0.5, 0.2, 0.1]
+    for num_nodes, depth in ((8, 2), (16, 4), (31, 6)):
+        ours = best_tree([rates] * depth, num_nodes)
+        theirs = sequoia_tree(rates, num_nodes, depth)
+        wanted = ours.expected_tokens([rates] * depth)
+        assert theirs.expected_tokens([rates] * depth) == pytest.approx(wanted)
+
+
+def test_a_chain_is_best_where_only_the_likeliest_are_accepted():
+    assert sequoia_tree([0.8, 0.0], 4, 4).topology == chain_topology(4)
+    assert best_tree([[0.8]] * 4, 4).topology == chain_topology(4)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: best_tree(RATES, 0), "num_nodes=0 must be at least 1"),
+        (lambda: best_tree([[0.9, 0.3]], 2), r"acceptance\[0\].*together at most 1"),
+        (lambda: best_tree([[0.9], [-0.1]], 2), r"acceptance\[1\].*rates from 0 to 1"),
+        (lambda: best_tree([[float("nan")]], 2), "rates from 0 to 1"),
+        (lambda: sequoia_tree([0.5], 2, 0), "max_depth=0 must be at least 1"),
+        (
+            lambda: tree_of_choices(CHOICES).expected_tokens(RATES[:1]),
+            "no rate of rank 0 at depth 1",
+        ),
+        (lambda: draw(chain_topology(2), ["a"]), "labels: 1 for 2 nodes"),
+    ],
+)
+def test_bad_numbers_are_named(build, message):
+    with pytest.raises(InputError, match=message):
+        build()
+
+
+def test_a_picture():
+    tree = tree_of_choices([[0], [1], [0, 0], [0, 1]])
+    assert draw(tree, ["a", "b", "c", "d"], root="the") == "\n".join(
+        ["the", "├─ a", "│  ├─ c", "│  └─ d", "└─ b"]
+    )
+    assert draw(tree).splitlines()[1:] == ["├─ 0", "│  ├─ 0", "│  └─ 1", "└─ 1"]
+    assert draw(chain_topology(2)).splitlines() == ["root", "└─ 1", "   └─ 2"]
+
+
+def test_the_ancestors_of_a_built_tree_are_its_paths():
+    tree = best_tree(RATES, 9)
+    slots = {path: slot for slot, path in enumerate(tree.choices, start=1)}
+    for path, slot in slots.items():
+        seen = {0, *(slots[path[: length + 1]] for length in range(len(path)))}
+        assert set(np.flatnonzero(tree.topology.ancestors[slot]).tolist()) == seen
