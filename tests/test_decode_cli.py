@@ -300,7 +300,6 @@ def test_several_drafters_beside_one_plain_decoding(run, monkeypatch, tmp_path, 
     assert list((tmp_path.parent / "cache" / "specjax" / "costs").iterdir())
 
 
-@pytest.mark.slow  # as of one drafter, below
 def test_an_interrupted_batch_of_several_is_kept_for_none(run, monkeypatch):
     def interrupted(session, programs, index, *rest):
         if index == [1] and len(session.plan.drafter.parts) > 1:

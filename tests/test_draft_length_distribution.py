@@ -113,7 +113,7 @@ def test_rounds_that_measure_costs_are_exact(tables):
     target, draft = tables
     make, length = DRAFTERS["turns"]
     kinds = [Kind(0, (0, 2)), Kind(1, (0, 0)), Kind(0, (2, 0))]
-    tokens, drafted = pairs(target, make(draft), length, GROUPS, kinds=kinds)
+    tokens, drafted = pairs(target, make(draft), length, kinds=kinds)
     # The first round drafts for all rows, the second for none.
     assert (drafted[..., 0] == 2).all()
     assert set(np.unique(drafted[..., 1]).tolist()) <= {-1, 0}

@@ -85,7 +85,11 @@ def test_coupled_rows_are_those_of_plain_decoding(form, tiny, plain):
 
 @pytest.mark.parametrize(
     ("form", "length"),
-    slow(*((form, length) for form in ("eagle3", "mtp_3") for length in (0, 1, 2, 8))),
+    [
+        ("mtp_3", 2),
+        *slow(*(("eagle3", length) for length in (0, 1, 2, 8))),
+        *slow(*(("mtp_3", length) for length in (0, 1, 8))),
+    ],
 )
 def test_draft_lengths(form, length, tiny, plain):
     got = decode(
