@@ -21,8 +21,12 @@ _START = 0.1
 """How far a figure that was measured may be off,"""
 _START_FLOOR, _DRIFT_FLOOR = 0.05, 0.005
 """and at least, in passes of width 1: small figures are differences of large ones."""
-_FARTHEST = 0.5
-"""A step counts as at most so much faster or slower than expected: clocks jump, machines pause."""
+_FARTHEST = 1.5
+"""A step counts as at most so many times faster or slower than expected: machines pause."""
+_FARTHEST_AGAIN = 4.0
+"""The same where the step before was as far off, in the same direction:"""
+_JUMP = 0.3
+"""any figure may then have changed by so much of itself."""
 _LEAST = 1e-9
 
 
@@ -36,6 +40,7 @@ class CostEstimate:
         self.num_widths = num_widths
         self.first = self.seconds = self._possible(np.array(seconds, float))
         self._covariance = self._drift(_START, _START, _START_FLOOR)
+        self._far = 0
 
     def update(self, count: Sequence[float] | np.ndarray, seconds: float) -> None:
         """Learn from a step in which each part ran `count` times and all took `seconds`."""
@@ -43,8 +48,13 @@ class CostEstimate:
         expected = float(count @ self.seconds)
         if expected <= 0 or not math.isfinite(seconds) or seconds <= 0:
             return
-        seconds = min(max(seconds, (1 - _FARTHEST) * expected), (1 + _FARTHEST) * expected)
         covariance = self._covariance + self._drift(_COMMON_DRIFT, _OWN_DRIFT, _DRIFT_FLOOR)
+        far = int(seconds > _FARTHEST * expected) - int(seconds < expected / _FARTHEST)
+        again, self._far = far != 0 and far == self._far, far
+        if again:
+            covariance += self._drift(_JUMP, _JUMP, 0.0)
+        most = _FARTHEST_AGAIN if again else _FARTHEST
+        seconds = min(max(seconds, expected / most), most * expected)
         spread = covariance @ count
         gain = spread / (count @ spread + (_NOISE * expected) ** 2)
         self._covariance = covariance - np.outer(gain, spread)

@@ -74,8 +74,9 @@ class Measurement:
 
     def _of_turn(self, timed: Sequence[_Timed]) -> list[float]:
         passes = [one.seconds for one in timed[: self.num_widths]]
+        drafts = timed[self.num_widths :]
         first, further = [], []
-        for _, longest, one in zip(*[iter(timed[self.num_widths :])] * 3, strict=True):
+        for longest, one in zip(drafts[1::3], drafts[2::3], strict=True):
             alone = [round_.seconds - passes[round_.width] for round_ in (longest, one)]
             more = longest.further - one.further
             first.append(alone[1])
