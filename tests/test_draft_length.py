@@ -84,7 +84,7 @@ def test_what_changes_for_good_is_believed_the_second_time(share):
     once = ran @ estimate.seconds / expected
     assert 1 / 1.5 < once < 1.5
     estimate.update(ran, share * expected)
-    np.testing.assert_allclose(ran @ estimate.seconds, share * expected, rtol=0.3)
+    np.testing.assert_allclose(ran @ estimate.seconds, share * expected, rtol=0.35)
 
 
 def test_a_wider_pass_is_never_cheaper():
