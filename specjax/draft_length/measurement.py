@@ -16,7 +16,11 @@ from jaxtyping import Float
 from specjax.draft_length.policy import Work
 
 _TURNS = 3
-"""How often each kind of round is timed; the median counts."""
+"""How often each kind of round is timed; the least counts.
+
+Other work on the machine only adds to a round. What is believed too dear is not drafted and not
+corrected; what is believed too cheap is corrected by the rounds that it causes.
+"""
 
 
 class Kind(NamedTuple):
@@ -27,10 +31,11 @@ class Kind(NamedTuple):
 
 
 class _Timed(NamedTuple):
-    """A round's seconds, the width that it had (its index), and tokens drafted after the first."""
+    """A round's seconds, width (its index), whether any drafter ran, and tokens after its first."""
 
     seconds: float
     width: int
+    ran: bool
     further: int
 
 
@@ -60,25 +65,29 @@ class Measurement:
 
     def add(self, seconds: float, work: Work) -> None:
         """What a round of the kind that was next took, and what ran in it."""
-        width, further = int(np.argmax(work.passes)), int(np.sum(work.further))
-        self._timed.append(_Timed(seconds, width, further))
+        ran, further = bool(np.any(work.first)), int(np.sum(work.further))
+        self._timed.append(_Timed(seconds, int(np.argmax(work.passes)), ran, further))
 
     def figures(self) -> Float[np.ndarray, "parts"]:
         """Seconds of passes by width, of each drafter's first token, and of each further one.
 
         What was never drafted takes no time: a lookup that finds nothing is all in the first.
         """
-        size = len(self._kinds) // _TURNS
-        turns = [self._timed[turn * size :][:size] for turn in range(_TURNS)]
-        return np.maximum(np.median([self._of_turn(turn) for turn in turns], axis=0), 0.0)
+        size, num_widths = len(self._kinds) // _TURNS, self.num_widths
+        each = [self._timed[number::size] for number in range(size)]
+        passes = [min(one.seconds for one in timed) for timed in each[:num_widths]]
 
-    def _of_turn(self, timed: Sequence[_Timed]) -> list[float]:
-        passes = [one.seconds for one in timed[: self.num_widths]]
-        drafts = timed[self.num_widths :]
+        def alone(one: _Timed) -> float:
+            return one.seconds - passes[one.width]
+
         first, further = [], []
-        for longest, one in zip(drafts[1::3], drafts[2::3], strict=True):
-            alone = [round_.seconds - passes[round_.width] for round_ in (longest, one)]
-            more = longest.further - one.further
-            first.append(alone[1])
-            further.append((alone[0] - alone[1]) / more if more else 0.0)
-        return [*passes, *first, *further]
+        for longest, shortest in zip(
+            each[num_widths + 1 :: 3], each[num_widths + 2 :: 3], strict=True
+        ):
+            # At its end a row has no room for a draft.
+            first.append(min((alone(one) for one in shortest if one.ran), default=0.0))
+            more = [one for one in longest if one.further > 0]
+            further.append(
+                min(((alone(one) - first[-1]) / one.further for one in more), default=0.0)
+            )
+        return np.maximum([*passes, *first, *further], 0.0)
