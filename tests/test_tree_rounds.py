@@ -26,9 +26,8 @@ class GreedyWalk(sampling.Rule):
         batch = len(drafted.tokens)
         slot = jnp.zeros(batch, jnp.int32)
         walking, count, path = jnp.ones(batch, bool), slot, []
-        parents = jnp.asarray(drafted.parents, jnp.int32)[None, :]
-        depth = Topology(drafted.parents).depth
-        for _ in range(depth):
+        parents = drafted.parent_slots
+        for _ in range(drafted.depth):
             choice = argmax(target.distributions(slot))
             child = (parents == slot[:, None]) & drafted.valid
             child &= drafted.tokens == choice[:, None]

@@ -196,7 +196,7 @@ def test_greedy_rows_follow_the_argmax(rule):
         jnp.arange(LENGTH)[None, :] < jnp.arange(ROWS)[:, None] % 5, best[:, :3], tokens
     )
     num_valid = jnp.arange(ROWS) % 4
-    want = sampling.walk_greedy(tokens, num_valid, best)
+    want = sampling.walk_greedy(sampling.chain_drafted(tokens, num_valid), best)
     logp = sampling.warp(logits, 0.0)
     logq = jnp.where(jax.nn.one_hot(tokens, VOCAB, dtype=bool), 0.0, -jnp.inf)
     for distributions in (None, logq):
@@ -296,9 +296,7 @@ def test_the_program_holds_no_copy_of_all_warped_distributions(rule):
     def program(keys):
         at = sampling.by_slot(logits)
         nothing = jnp.zeros((rows, LENGTH), jnp.int32)
-        drafted = sampling.Drafted(
-            nothing, nothing == 0, tuple(range(LENGTH)), sampling.by_slot(logq)
-        )
+        drafted = sampling.chain_drafted(nothing, jnp.full(rows, LENGTH), logq)
 
         def warped(slots):
             return sampling.warp(at(slots), jnp.ones(rows))

@@ -126,7 +126,7 @@ def empty_state(
         ),
         logprobs=jnp.zeros(tokens.shape, jnp.float32) if plan.logprobs else None,
         overlaps=(
-            jnp.full((batch, plan.max_rounds, plan.widths[-1] - 1), jnp.nan)
+            jnp.full((batch, plan.max_rounds, plan.drafter.num_speculative_tokens), jnp.nan)
             if plan.overlaps
             else None
         ),
@@ -180,7 +180,7 @@ def one_round(plan: Plan, params: Any, state: State) -> State:
     draft = proposal.draft
     drafted = draft.valid.sum(axis=1, dtype=jnp.int32)
 
-    depths = jnp.where(draft.valid, draft.topology.depths[None, 1:], 0).max(axis=1, initial=0)
+    depths = jnp.where(draft.valid, draft.topology.row_depths[:, 1:], 0).max(axis=1, initial=0)
 
     # The narrowest compiled width that holds every row's draft, up to its last node.
     slots = jnp.arange(1, draft.topology.width)[None, :]
@@ -189,7 +189,7 @@ def one_round(plan: Plan, params: Any, state: State) -> State:
     if state.policy is not None:
         branch = jnp.maximum(branch, state.policy.narrowest)
     branches = [
-        functools.partial(verify_draft, plan, target_params, state, draft, drafted, keys, width)
+        functools.partial(verify_draft, plan, target_params, state, draft, keys, width)
         for width in plan.widths
     ]
     verified = lax.switch(branch, branches)
@@ -264,7 +264,7 @@ def propose(plan: Plan, params: Any, state: State) -> Proposal:
             f"drafter {plan.drafter.name!r} proposes a tree: {plan.rule.name} verifies chains, so "
             "build drafts with trees.chain"
         )
-    within = draft.topology.depths[None, 1:] <= context.limit[:, None]
+    within = draft.topology.row_depths[:, 1:] <= context.limit[:, None]
     # A token that the target does not know has no embedding, and would spoil the whole row.
     within &= (draft.tokens >= 0) & (draft.tokens < plan.target.vocab_size)
     valid = draft.topology.close(draft.valid & within)

@@ -16,7 +16,7 @@ from specjax.decoding.state import Plan, State
 from specjax.distributed.sharding import constrain
 from specjax.drafters.base import warp_rows
 from specjax.errors import InputError, one_line, shown
-from specjax.trees import Draft
+from specjax.trees import AnyTopology, Draft, Topology
 
 
 class VerifiedDraft(NamedTuple):
@@ -55,9 +55,7 @@ def check_rule(rule: sampling.Rule, rows: int, widths: Sequence[int], vocab_size
             return rule.decide(tokens, count, sampling.by_slot(logp), draft, uniforms)
 
         def verify(keys: Any, tokens: Any, count: Any, logp: Any) -> Any:
-            length = tokens.shape[1]
-            valid = jnp.arange(length)[None, :] < count[:, None]
-            drafted = sampling.Drafted(tokens, valid, tuple(range(length)), None)
+            drafted = sampling.chain_drafted(tokens, count)
             target = sampling.Target(sampling.by_slot(logp), count, vocab_size)
             return rule.verify(keys, drafted, target)
 
@@ -106,7 +104,6 @@ def verify_draft(
     params: Any,
     state: State,
     draft: Draft,
-    drafted: Int[Array, "B"],
     keys: Key[Array, "B"],
     width: int,
 ) -> VerifiedDraft:
@@ -117,11 +114,11 @@ def verify_draft(
     result = plan.target.extend(
         params,
         jnp.concatenate([root, draft.tokens[:, :nodes]], axis=1),
-        (state.length - 1)[:, None] + topology.depths[None, :],
+        (state.length - 1)[:, None] + topology.row_depths,
         state.cache,
         plan.target.make_window(root.shape[0], width),
         0,
-        jnp.asarray(topology.ancestors)[None],
+        jnp.asarray(topology.row_ancestors),
         features=plan.drafter.features,
     )
     logits = result.logits
@@ -131,10 +128,17 @@ def verify_draft(
     # A token may be ruled out (-inf); NaN, inf and -inf alone leave no finite largest one.
     largest = jnp.max(logits, axis=-1, keepdims=True)
     numbers = jnp.isfinite(largest)[:, :, 0]
-    target, distributions = _distributions(plan, state, draft, logits)
-    verification = _verify(
-        plan, state, draft, drafted, keys, logits, largest, target, distributions
-    )
+    proposed = _drafted(draft, topology)
+    logits_at = sampling.by_slot(logits)
+
+    def target(slots: Int[Array, "B"]) -> Float[Array, "B V"]:
+        return warp_rows(logits_at(slots), state.rows.sampling, plan.flags)
+
+    if not plan.flags.sampled and plan.rule.greedy_walk:
+        verification = sampling.walk_greedy(proposed, sampling.argmax(logits, largest))
+    else:
+        distributions = sampling.Target(target, state.length, logits.shape[2])
+        verification = plan.rule.verify(keys, proposed, distributions)
 
     longest = draft.topology.depth
     padding = longest - topology.depth
@@ -160,64 +164,42 @@ def verify_draft(
             for name, value in result.features.items()
         },
         logprobs,
-        _overlaps(plan, draft, drafted, verification, target, distributions, nodes)
-        if plan.overlaps
-        else None,
+        _overlaps(proposed, verification, target, longest) if plan.overlaps else None,
     )
 
 
-def _distributions(
-    plan: Plan, state: State, draft: Draft, logits: Float[Array, "B W V"]
-) -> tuple[sampling.Distributions, sampling.Distributions | None]:
-    """Target p by slot, computed on a visit, and draft q; None where nodes are deterministic."""
-    logits_at, nodes = sampling.by_slot(logits), logits.shape[1] - 1
-    distributions = None
-    if draft.logq is not None and nodes:
-        tokens, distribution = draft.tokens[:, :nodes], draft.logq_row[:, :nodes]
-        distributions = sampling.draft_distributions(tokens, distribution, draft.logq)
-    return lambda slots: warp_rows(logits_at(slots), state.rows.sampling, plan.flags), distributions
+def _drafted(draft: Draft, topology: AnyTopology) -> sampling.Drafted:
+    """The first nodes of a draft, as rules see it; `topology` is theirs."""
+    nodes = topology.num_nodes
+    parents = topology.parents if isinstance(topology, Topology) else topology.row_parents
+    return sampling.Drafted(
+        draft.tokens[:, :nodes],
+        draft.valid[:, :nodes],
+        parents,
+        topology.depth,
+        draft.logq_row[:, :nodes],
+        draft.logq if nodes else None,
+    )
 
 
 def _overlaps(
-    plan: Plan,
-    draft: Draft,
-    drafted: Int[Array, "B"],
+    drafted: sampling.Drafted,
     verification: sampling.Verification,
     target: sampling.Distributions,
-    distributions: sampling.Distributions | None,
-    nodes: int,
+    longest: int,
 ) -> Float[Array, "B P"]:
-    """sum_x min(p, q) at each node that was tested, NaN at the others."""
-    batch, longest = draft.tokens.shape
-    if distributions is None:
-        distributions = sampling.one_hot_distributions(
-            draft.tokens, plan.target.vocab_size, jnp.float32
-        )
+    """sum_x min(p, q) at each slot of the path with a child, q its first child's; NaN elsewhere."""
+    batch = drafted.tokens.shape[0]
+    path = jnp.pad(verification.path_slots, ((0, 0), (1, 0)))
 
-    def visit(node: Int[Array, ""], found: Float[Array, "B P"]) -> Float[Array, "B P"]:
-        slots = jnp.broadcast_to(node, (batch,))
-        tested = (slots < drafted) & (slots <= verification.num_accepted)
-        share = sampling.overlap(target(slots), distributions(slots))
-        return found.at[:, node].set(jnp.where(tested, share, jnp.nan))
+    def visit(depth: Int[Array, ""], found: Float[Array, "B P"]) -> Float[Array, "B P"]:
+        slots = jnp.maximum(sampling.pick(path, jnp.broadcast_to(depth, (batch,))), 0)
+        children = drafted.valid & (drafted.parent_slots == slots[:, None])
+        tested = children.any(axis=1) & (depth <= verification.num_accepted)
+        logp = target(slots)
+        first = jnp.argmax(children, axis=1)
+        logq = sampling.node_distribution(drafted, first, logp.shape[1], logp.dtype)
+        share = sampling.overlap(logp, logq)
+        return found.at[:, depth].set(jnp.where(tested, share, jnp.nan))
 
-    return lax.fori_loop(0, nodes, visit, jnp.full((batch, longest), jnp.nan))
-
-
-def _verify(
-    plan: Plan,
-    state: State,
-    draft: Draft,
-    drafted: Int[Array, "B"],
-    keys: Key[Array, "B"],
-    logits: Float[Array, "B W V"],
-    largest: Float[Array, "B W 1"],
-    target: sampling.Distributions,
-    distributions: sampling.Distributions | None,
-) -> sampling.Verification:
-    nodes = logits.shape[1] - 1
-    tokens = draft.tokens[:, :nodes]
-    if not plan.flags.sampled and plan.rule.greedy_walk:
-        return sampling.walk_greedy(tokens, drafted, sampling.argmax(logits, largest))
-    parents = draft.topology.first(nodes).parents
-    proposed = sampling.Drafted(tokens, draft.valid[:, :nodes], parents, distributions)
-    return plan.rule.verify(keys, proposed, sampling.Target(target, state.length, logits.shape[2]))
+    return lax.fori_loop(0, drafted.depth, visit, jnp.full((batch, longest), jnp.nan))

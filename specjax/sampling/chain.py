@@ -140,42 +140,6 @@ def conclude(decision: Decision, gumbel: Float[Array, "B V"], longest: int) -> V
     return _verification(decision.num_accepted, next_token, longest)
 
 
-def walk(
-    tokens: Int[Array, "B K"],
-    num_valid: Int[Array, "B"],
-    target: Distributions,
-    noise: Distributions,
-) -> Verification:
-    """Draw the target's own token at each slot, and go on while the draft has said the same.
-
-    `noise(slots)` is Gumbel noise of its own for each slot. Exact for any draft whose tokens do not
-    depend on that noise, and also for `coupled` (Daliri et al. 2408.07978): there the noise belongs
-    to the position, so the output is what plain decoding with it gives, whatever was drafted.
-    It visits as many slots as the luckiest row accepts, and one more.
-    """
-
-    def visit(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        slots, walking, _ = state
-        choice = argmax(target(slots) + noise(slots))
-        step = walking & (slots < num_valid) & (pick(tokens, slots) == choice)
-        return slots + step.astype(slots.dtype), step, choice
-
-    slots = jnp.zeros_like(num_valid)
-    state = (slots, jnp.ones(slots.shape, bool), jnp.zeros(slots.shape, jnp.int32))
-    slots, _, choice = lax.while_loop(lambda state: jnp.any(state[1]), visit, state)
-    return _verification(slots, choice, tokens.shape[1])
-
-
-def walk_greedy(
-    tokens: Int[Array, "B K"], num_valid: Int[Array, "B"], choices: Int[Array, "B K+1"]
-) -> Verification:
-    """The walk where every row is greedy; `choices` are the target's likeliest tokens by slot."""
-    longest = tokens.shape[1]
-    agrees = (tokens == choices[:, :longest]) & (jnp.arange(longest)[None, :] < num_valid[:, None])
-    accepted = jnp.sum(jnp.cumprod(agrees, axis=1, dtype=num_valid.dtype), axis=1)
-    return _verification(accepted, pick(choices, accepted), longest)
-
-
 def pick(rows: Shaped[Array, "B N *rest"], index: Int[Array, "B"]) -> Shaped[Array, "B *rest"]:
     """Entry `rows[b, index[b]]` of each row; what an index out of range gives means nothing."""
     batch, count, *rest = rows.shape

@@ -6,34 +6,18 @@ names those that come with specjax.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
-from specjax.sampling import chain
+from specjax.sampling import chain, tree
 from specjax.sampling.chain import Decision, Distributions, Verification
 from specjax.sampling.keys import coupled_noise, position_gumbel, split_keys, uniforms
-
-
-class Drafted(NamedTuple):
-    """A drafted tree, as rules see it.
-
-    Node i, of `tokens[:, i]`, is the child of window slot `parents[i]`; it was proposed where it is
-    `valid`, and then all its ancestors are. `distributions` are q by slot, None where all tokens
-    are deterministic.
-    """
-
-    tokens: Int[Array, "B N"]
-    valid: Bool[Array, "B N"]
-    parents: tuple[int, ...]
-    distributions: Distributions | None
-
-    @property
-    def num_valid(self) -> Int[Array, "B"]:
-        """How many nodes of each row were proposed; in a chain they are its first."""
-        return self.valid.sum(axis=1, dtype=jnp.int32)
+from specjax.sampling.tree import Drafted
+from specjax.sampling.warp import argmax
 
 
 class Target(NamedTuple):
@@ -66,6 +50,8 @@ class Rule:
     """Whether it emits the target's likeliest tokens wherever p is one-hot, as exact rules do."""
     takes_trees: ClassVar[bool] = False
     """Whether it verifies every topology, rather than chains alone."""
+    exact: ClassVar[bool] = True
+    """Whether what comes out has the target's distribution."""
 
     def verify(self, keys: Key[Array, "B"], drafted: Drafted, target: Target) -> Verification:
         """Accept a path of each row's tree, and draw the token that follows it.
@@ -108,7 +94,7 @@ class UniformRule(Rule):
         _, accept, final = split_keys(keys)
         tokens, num_valid = drafted.tokens, drafted.num_valid
         length, vocab, dtype = tokens.shape[1], target.vocab, target.dtype
-        draft = drafted.distributions or chain.one_hot_distributions(tokens, vocab, dtype)
+        draft = drafted.distributions(vocab, dtype)
         decision = self.decide(
             tokens, num_valid, target.distributions, draft, uniforms(accept, length, dtype)
         )
@@ -125,19 +111,30 @@ class Rejection(UniformRule):
         "accept with probability min(1, p/q), else draw from what p has left"
     )
     greedy_walk: ClassVar[bool] = True
+    takes_trees: ClassVar[bool] = True
     decide = staticmethod(chain.rejection)
 
     def verify(self, keys: Key[Array, "B"], drafted: Drafted, target: Target) -> Verification:
-        """`decide`; deterministic drafts are compared with the target's own draws instead."""
-        if drafted.distributions is not None:
+        """`decide` on a chain, and `tree.recursion` on a tree.
+
+        Deterministic drafts are compared with the target's own draws instead.
+        """
+        _, accept, final = split_keys(keys)
+        if drafted.logq is None:
+
+            def choose(slots: Int[Array, "B"], depth: Int[Array, "B"]) -> Int[Array, "B"]:
+                noise = position_gumbel(final, depth, target.vocab, target.dtype)
+                return argmax(target.distributions(slots) + noise)
+
+            return tree.walk(drafted, choose)
+        if drafted.is_chain:
             return super().verify(keys, drafted, target)
-        final = split_keys(keys).final
-        return chain.walk(
-            drafted.tokens,
-            drafted.num_valid,
-            target.distributions,
-            lambda slots: position_gumbel(final, slots, target.vocab, target.dtype),
-        )
+        draws = uniforms(accept, drafted.tokens.shape[1], target.dtype)
+        found = tree.recursion(drafted, target.distributions, draws)
+        nothing = jnp.zeros_like(found.num_accepted)
+        noise = position_gumbel(final, nothing, target.vocab, target.dtype)
+        next_token = argmax(found.next_logp + noise).astype(jnp.int32)
+        return Verification(found.path_slots, found.num_accepted, next_token)
 
 
 @dataclass(frozen=True)
@@ -163,12 +160,47 @@ class Coupled(Rule):
     position_noise: ClassVar[bool] = True
     needs_logq: ClassVar[bool] = False
     greedy_walk: ClassVar[bool] = True
+    takes_trees: ClassVar[bool] = True
 
     def verify(self, keys: Key[Array, "B"], drafted: Drafted, target: Target) -> Verification:
         """The walk along the draft with the noise of each position."""
         noise = coupled_noise(keys, target.positions, target.vocab, target.dtype)
-        return chain.walk(drafted.tokens, drafted.num_valid, target.distributions, noise)
+        return tree.walk(
+            drafted, lambda slots, depth: argmax(target.distributions(slots) + noise(depth))
+        )
 
 
-RULES: dict[str, Rule] = {rule.name: rule for rule in (Rejection(), Block(), Coupled())}
-"""The rules by name, all exact."""
+@dataclass(frozen=True)
+class Typical(Rule):
+    """Medusa's typical acceptance, `tree.typical`, which changes the output's distribution.
+
+    A drafted token stands where p(x) > min(epsilon, delta exp(-H(p))), H in nats. Greedy rows keep
+    their tokens.
+    """
+
+    epsilon: float = 0.09
+    delta: float = 0.3
+
+    name: ClassVar[str] = "typical"
+    description: ClassVar[str] = "lossy: accept what is likely enough, whatever it was drawn from"
+    needs_logq: ClassVar[bool] = False
+    greedy_walk: ClassVar[bool] = True
+    takes_trees: ClassVar[bool] = True
+    exact: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        for name in ("epsilon", "delta"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"Typical.{name}={getattr(self, name)!r}: must be above 0")
+
+    def verify(self, keys: Key[Array, "B"], drafted: Drafted, target: Target) -> Verification:
+        """The longest path that stands, and a draw from the target after it."""
+        final = split_keys(keys).final
+        path, accepted, last = tree.typical(drafted, target.distributions, self.epsilon, self.delta)
+        noise = position_gumbel(final, jnp.zeros_like(accepted), target.vocab, target.dtype)
+        next_token = argmax(target.distributions(last) + noise)
+        return Verification(path, accepted, next_token.astype(jnp.int32))
+
+
+RULES: dict[str, Rule] = {rule.name: rule for rule in (Rejection(), Block(), Coupled(), Typical())}
+"""The rules by name; all but `typical` are exact."""

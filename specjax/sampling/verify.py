@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from specjax.sampling.chain import Verification, by_slot
-from specjax.sampling.rules import RULES, Drafted, Rule, Target
+from specjax.sampling.rules import RULES, Rule, Target
+from specjax.sampling.tree import chain_drafted
 
 
 def verify_chain(
@@ -80,7 +81,5 @@ def _verify_arrays(
     *,
     rule: Rule,
 ) -> Verification:
-    length = tokens.shape[1]
-    valid = jnp.arange(length)[None, :] < num_valid[:, None]
-    drafted = Drafted(tokens, valid, tuple(range(length)), logq if logq is None else by_slot(logq))
+    drafted = chain_drafted(tokens, num_valid, logq)
     return rule.verify(keys, drafted, Target(by_slot(logp), positions, logp.shape[2], logp.dtype))

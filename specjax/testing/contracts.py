@@ -57,7 +57,7 @@ def _check_draft(plan: Plan, params: tuple[Any, Any], arguments: tuple, number: 
             f"drafter {part.name!r}: proposes token {tokens[unknown][0]}, out of range "
             f"0..{vocab - 1}; make such nodes invalid"
         )
-    depths = np.where(valid, draft.topology.depths[None, 1:], 0).max(axis=1, initial=0)
+    depths = np.where(valid, draft.topology.row_depths[:, 1:], 0).max(axis=1, initial=0)
     if (depths > limit).any():
         row = int(np.argmax(depths > limit))
         raise InputError(

@@ -108,7 +108,11 @@ def walks(drafts: Drafts) -> Outcomes:
         winners: Int[Array, "R K+1"],
     ) -> sampling.Verification:
         noise = jnp.where(winners[:, :, None] == jnp.arange(vocab)[None, None, :], 0.0, -jnp.inf)
-        return sampling.walk(tokens, num_valid, sampling.by_slot(logp), sampling.by_slot(noise))
+        target, wins = sampling.by_slot(logp), sampling.by_slot(noise)
+        return sampling.walk(
+            sampling.chain_drafted(tokens, num_valid),
+            lambda slots, depth: sampling.argmax(target(slots) + wins(depth)),
+        )
 
     # What would win after the last valid node is never looked at: one choice stands for all.
     looked_at = np.arange(length + 1) <= drafts.num_valid[:, None]

@@ -1,8 +1,10 @@
 """Token trees: their shapes, drafts in fixed-shape buffers, and pictures.
 
-A `Topology` is a shape, a `Draft` one round's tokens in it. A `RankedTree` also says which
-candidate each node is, the likeliest or one of the next: from a list of choices like Medusa's, or
-built from measured acceptance (`best_tree`, `sequoia_tree`). `draw` shows them as text.
+A `Topology` is a shape that is known when programs are compiled, a `DynamicTopology` one of each
+row that is chosen on the device, and a `Draft` one round's tokens in either. A `RankedTree` also
+says which candidate each node is, the likeliest or one of the next: from a list of choices like
+Medusa's, or built from measured acceptance (`best_tree`, `sequoia_tree`). `draw` shows them as
+text.
 """
 
 from specjax.trees.draft import Draft as Draft
@@ -12,5 +14,7 @@ from specjax.trees.ranked import RankedTree as RankedTree
 from specjax.trees.ranked import best_tree as best_tree
 from specjax.trees.ranked import sequoia_tree as sequoia_tree
 from specjax.trees.ranked import tree_of_choices as tree_of_choices
+from specjax.trees.topology import AnyTopology as AnyTopology
+from specjax.trees.topology import DynamicTopology as DynamicTopology
 from specjax.trees.topology import Topology as Topology
 from specjax.trees.topology import chain_topology as chain_topology

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.trees.topology import Topology, chain_topology
+from specjax.trees.topology import AnyTopology, chain_topology
 
 
 @struct.dataclass
@@ -23,7 +23,7 @@ class Draft:
     valid: Bool[Array, "B N"]
     logq_row: Int[Array, "B N"]
     logq: Float[Array, "B Q V"] | None
-    topology: Topology = struct.field(pytree_node=False)
+    topology: AnyTopology
     confidence: Float[Array, "B N"] | None = None
 
 

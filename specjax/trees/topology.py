@@ -1,15 +1,22 @@
-"""The shape of a token tree, known when programs are compiled."""
+"""The shape of a token tree: known when programs are compiled, or chosen on the device.
+
+Both kinds of topology have the same properties. Those named `row_...` have rows as their first
+axis, of length 1 where all rows have one shape.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jaxtyping import Array, Bool, Int
 
 
+@jax.tree_util.register_static
 @dataclass(frozen=True)
 class Topology:
     """The shape of a token tree: `parents[i]` is the window slot of node i's parent.
@@ -62,6 +69,21 @@ class Topology:
         """Each slot's distance from the root, in tokens."""
         return (self.ancestors.sum(axis=1) - 1).astype(np.int32)
 
+    @property
+    def row_parents(self) -> Int[np.ndarray, "1 N"]:
+        """`parents`, as an array."""
+        return np.array(self.parents, np.int32)[None]
+
+    @property
+    def row_ancestors(self) -> Bool[np.ndarray, "1 W W"]:
+        """`ancestors`."""
+        return self.ancestors[None]
+
+    @property
+    def row_depths(self) -> Int[np.ndarray, "1 W"]:
+        """`depths`."""
+        return self.depths[None]
+
     def first(self, num_nodes: int) -> Topology:
         """The tree of the first nodes alone."""
         return Topology(self.parents[:num_nodes])
@@ -70,9 +92,75 @@ class Topology:
         """The nodes that are valid with all of their ancestors."""
         if self.is_chain:
             return jnp.cumprod(valid, axis=1, dtype=jnp.int32).astype(bool)
-        return ~jnp.any(self.ancestors[None, 1:, 1:] & ~valid[:, None, :], axis=2)
+        return _closed(valid, self.row_ancestors)
+
+
+@struct.dataclass
+class DynamicTopology:
+    """A shape of its own for each row: `row_parents[b, i]` is the slot of node i's parent in row b.
+
+    Slots are those of `Topology`, and parents come before children here, too. `depth` (P) bounds
+    the nodes on a path. What stands at nodes that are not valid means nothing.
+    """
+
+    row_parents: Int[Array, "B N"]
+    depth: int = struct.field(pytree_node=False)
+
+    @property
+    def num_nodes(self) -> int:
+        """N."""
+        return self.row_parents.shape[1]
+
+    @property
+    def width(self) -> int:
+        """W = N + 1."""
+        return self.num_nodes + 1
+
+    @property
+    def is_chain(self) -> bool:
+        """False: nothing is known of the shape before it is there."""
+        return False
+
+    @property
+    def row_ancestors(self) -> Bool[Array, "B W W"]:
+        """Whether slot j of a row is slot i or one of its ancestors, the root included."""
+        slots = jnp.arange(self.width)
+        at, seen = self._upwards(), jnp.zeros((1, 1, 1), bool)
+        for slot in at:
+            seen = seen | (slot[:, :, None] == slots[None, None, :])
+        return seen
+
+    @property
+    def row_depths(self) -> Int[Array, "B W"]:
+        """Each slot's distance from the root, in tokens."""
+        return sum((slot > 0).astype(jnp.int32) for slot in self._upwards())
+
+    def _upwards(self) -> list[Int[Array, "B W"]]:
+        """Each slot, its parent, and so on up to the root, whose parent is itself."""
+        parents = jnp.pad(self.row_parents, ((0, 0), (1, 0)))
+        at = [jnp.broadcast_to(jnp.arange(self.width), parents.shape)]
+        for _ in range(self.depth):
+            at.append(jnp.take_along_axis(parents, at[-1], axis=1))
+        return at
+
+    def first(self, num_nodes: int) -> DynamicTopology:
+        """The tree of the first nodes alone."""
+        return DynamicTopology(self.row_parents[:, :num_nodes], min(self.depth, num_nodes))
+
+    def close(self, valid: Bool[Array, "B N"]) -> Bool[Array, "B N"]:
+        """The nodes that are valid with all of their ancestors."""
+        return _closed(valid, self.row_ancestors)
+
+
+AnyTopology = Topology | DynamicTopology
 
 
 def chain_topology(length: int) -> Topology:
     """The topology of a chain of `length` nodes."""
     return Topology(tuple(range(length)))
+
+
+def _closed(
+    valid: Bool[Array, "B N"], ancestors: Bool[Array | np.ndarray, "#B W W"]
+) -> Bool[Array, "B N"]:
+    return ~jnp.any(ancestors[:, 1:, 1:] & ~valid[:, None, :], axis=2)

@@ -1,0 +1,286 @@
+"""Verification of a drafted token tree: which of its paths stands, and the token that follows.
+
+A chain is a tree without branches. As in `specjax.sampling.chain`, the functions take explicit
+uniforms and noise, and see the target's distributions through a function of slots: slot 0 is the
+last committed token and slot i + 1 is node i. A path is walked from the root; only the slots on it
+are visited, each once, so that every choice belongs to a node and not to one of the paths through
+it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.scipy.special import logsumexp
+from jaxtyping import Array, Bool, Float, Int
+
+from specjax.sampling.chain import (
+    Distributions,
+    Verification,
+    draft_distributions,
+    one_hot_distributions,
+    pick,
+)
+from specjax.sampling.distributions import log_ratio, residual
+
+Choose = Callable[[Int[Array, "B"], Int[Array, "B"]], Int[Array, "B"]]
+"""(slots, their depths) -> the target's own token that follows each row's slot."""
+
+
+class Drafted(NamedTuple):
+    """A drafted tree, as rules see it.
+
+    Node i, of `tokens[:, i]`, is the child of window slot `parents[i]` (one shape for all rows), or
+    `parents[b, i]`; it was proposed where it is `valid`, and then all its ancestors are. It was
+    drawn from row `logq_row[:, i]` of `logq` where that is not -1, and else it is deterministic, as
+    all are where `logq` is None. Siblings of one row were drawn from it one after another, each
+    without those before it, and stand in that order; where one is valid, so are those before it.
+    No path has more than `depth` nodes (P).
+    """
+
+    tokens: Int[Array, "B N"]
+    valid: Bool[Array, "B N"]
+    parents: tuple[int, ...] | Int[Array | np.ndarray, "#B N"]
+    depth: int
+    logq_row: Int[Array, "B N"]
+    logq: Float[Array, "B Q V"] | None
+
+    @property
+    def num_valid(self) -> Int[Array, "B"]:
+        """How many nodes of each row were proposed; in a chain they are its first."""
+        return self.valid.sum(axis=1, dtype=jnp.int32)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether the shape is known, and is a chain."""
+        return isinstance(self.parents, tuple) and self.parents == tuple(range(len(self.parents)))
+
+    @property
+    def parent_slots(self) -> Int[Array, "B N"]:
+        """`parents` of every row."""
+        parents = jnp.asarray(self.parents, jnp.int32)
+        return jnp.broadcast_to(jnp.atleast_2d(parents), self.tokens.shape)
+
+    def distributions(self, vocab: int, dtype: jnp.dtype | type = jnp.float32) -> Distributions:
+        """The distribution q of the token that follows each slot of a chain."""
+        if self.logq is None:
+            return one_hot_distributions(self.tokens, vocab, dtype)
+        return draft_distributions(self.tokens, self.logq_row, self.logq)
+
+
+def chain_drafted(
+    tokens: Int[Array, "B K"], num_valid: Int[Array, "B"], logq: Float[Array, "B K V"] | None = None
+) -> Drafted:
+    """A chain of which row b proposes its first `num_valid[b]` tokens.
+
+    With `logq`, node i was drawn from `logq[:, i]`; without it every node is deterministic.
+    """
+    batch, length = tokens.shape
+    step = jnp.broadcast_to(jnp.arange(length), (batch, length))
+    row = jnp.full_like(step, -1) if logq is None else step
+    return Drafted(tokens, step < num_valid[:, None], tuple(range(length)), length, row, logq)
+
+
+def walk(drafted: Drafted, choose: Choose) -> Verification:
+    """Let the target draw its own token at each slot, and step to the child that says the same.
+
+    Exact for any tree whose tokens do not depend on the noise of those draws, and also where they
+    share it (`coupled`, Daliri et al. 2408.07978): there the noise belongs to the position, so the
+    output is what plain decoding with it gives, whatever was drafted. It visits as many slots as
+    the luckiest row accepts, and one more.
+    """
+
+    def visit(state: tuple[Array, ...]) -> tuple[Array, ...]:
+        slots, depth, walking, _, path = state
+        choice = choose(slots, depth)
+        children = drafted.valid & (drafted.parent_slots == slots[:, None])
+        child = _first_slot(children & (drafted.tokens == choice[:, None]))
+        step = walking & (child > 0)
+        path = _extended(path, depth, child, step)
+        return jnp.where(step, child, slots), depth + step, step, choice, path
+
+    nothing = jnp.zeros(drafted.tokens.shape[0], jnp.int32)
+    path = jnp.full((len(nothing), drafted.depth), -1, jnp.int32)
+    state = (nothing, nothing, jnp.ones(len(nothing), bool), nothing, path)
+    _, accepted, _, choice, path = lax.while_loop(lambda state: jnp.any(state[2]), visit, state)
+    return Verification(path, accepted, choice.astype(jnp.int32))
+
+
+def walk_greedy(drafted: Drafted, choices: Int[Array, "B W"]) -> Verification:
+    """The walk where every row is greedy; `choices` are the target's likeliest tokens by slot.
+
+    All slots are looked at together: no loop waits for what was accepted.
+    """
+    batch, slots = choices.shape
+    parents = drafted.parent_slots
+    agrees = drafted.tokens == jnp.take_along_axis(choices, parents, axis=1)
+    stands = jnp.pad(agrees & drafted.valid, ((0, 0), (1, 0)), constant_values=True)
+    # Each slot looks at its parent, then two, four, ... steps up; the root's parent is itself.
+    above = jnp.pad(parents, ((0, 0), (1, 0)))
+    depth = jnp.broadcast_to(jnp.minimum(jnp.arange(slots, dtype=jnp.int32), 1), (batch, slots))
+    for _ in range(drafted.depth.bit_length()):
+        stands &= jnp.take_along_axis(stands, above, axis=1)
+        depth += jnp.take_along_axis(depth, above, axis=1)
+        above = jnp.take_along_axis(above, above, axis=1)
+    accepted = jnp.max(jnp.where(stands, depth, 0), axis=1)
+    step = jnp.arange(1, drafted.depth + 1)
+    here = stands[:, None, :] & (depth[:, None, :] == step[None, :, None])
+    # Siblings with one token stand for the same path: the first is as good.
+    path = jnp.where(here.any(axis=2), jnp.argmax(here, axis=2), -1).astype(jnp.int32)
+    last = pick(jnp.pad(path, ((0, 0), (1, 0))), accepted)
+    return Verification(path, accepted, pick(choices, last))
+
+
+class Recursion(NamedTuple):
+    """What `recursion` decides; `next_logp` are log-probabilities of the token after the path.
+
+    `path_slots` are the accepted nodes in order, -1 after them.
+    """
+
+    path_slots: Int[Array, "B P"]
+    num_accepted: Int[Array, "B"]
+    next_logp: Float[Array, "B V"]
+
+
+def recursion(drafted: Drafted, target: Distributions, uniforms: Float[Array, "B N"]) -> Recursion:
+    """Rejection sampling on a tree: children are tested one after another, in the order drawn.
+
+    At a slot with p, its child x with q is accepted where u q(x) < p(x), and the walk continues
+    there. Else p becomes norm(max(0, p - q)), q loses x and is normalised again, and the next child
+    is tested; where none is left, the next token is drawn from what p has become. A deterministic
+    child has one-hot q. Without branches that is `chain.rejection`. (SpecInfer, 2305.09781, section
+    4.3, with children drawn without replacement as in Sequoia, 2402.12374, section 3.2.) As many
+    children are tested as in the row with the most tests.
+    """
+    batch = drafted.tokens.shape[0]
+    nodes = jnp.arange(1, drafted.tokens.shape[1] + 1)[None, :]
+    parents = drafted.parent_slots
+
+    def next_child(slots: Int[Array, "B"], tested: Int[Array, "B"]) -> Int[Array, "B"]:
+        """The slot of the first child that was not tested yet; 0 where there is none."""
+        children = drafted.valid & (parents == slots[:, None])
+        return _first_slot(children & (nodes > tested[:, None]))
+
+    def visit(state: tuple[Array, ...]) -> tuple[Array, ...]:
+        slots, child, depth, path, logp = state
+        waiting = child > 0
+        node = jnp.maximum(child - 1, 0)
+        token = pick(drafted.tokens, node)
+        logq = node_distribution(drafted, node, logp.shape[1], logp.dtype)
+        odds = log_ratio(pick(logp, token), pick(logq, token))
+        # In logarithms neither u q nor p / q can underflow; p = 0 is refused even at u = 0.
+        accept = waiting & (jnp.log(pick(uniforms, node)) < odds) & (odds > -jnp.inf)
+        refuse = waiting & ~accept
+        path = _extended(path, depth, child, accept)
+        slots = jnp.where(accept, child, slots)
+        # A warp and a residual take passes over the vocabulary: only where some row wants one.
+        logp = lax.cond(
+            jnp.any(refuse),
+            lambda: jnp.where(refuse[:, None], residual(logp, logq), logp),
+            lambda: logp,
+        )
+        logp = lax.cond(
+            jnp.any(accept),
+            lambda: jnp.where(accept[:, None], target(slots), logp),
+            lambda: logp,
+        )
+        tested = jnp.where(accept, 0, child)
+        child = jnp.where(waiting, next_child(slots, tested), 0)
+        return slots, child, depth + accept, path, logp
+
+    nothing = jnp.zeros(batch, jnp.int32)
+    path = jnp.full((batch, drafted.depth), -1, jnp.int32)
+    state = (nothing, next_child(nothing, nothing), nothing, path, target(nothing))
+    _, _, accepted, path, logp = lax.while_loop(lambda state: jnp.any(state[1] > 0), visit, state)
+    return Recursion(path, accepted, logp)
+
+
+def node_distribution(
+    drafted: Drafted, node: Int[Array, "B"], vocab: int, dtype: jnp.dtype | type = jnp.float32
+) -> Float[Array, "B V"]:
+    """What a node of each row was drawn from: its row of logq without the siblings before it."""
+    certain = one_hot_distributions(drafted.tokens, vocab, dtype)(node)
+    if drafted.logq is None:
+        return certain
+    row = pick(drafted.logq_row, node)
+    logq = pick(drafted.logq, jnp.maximum(row, 0))
+    before = jnp.arange(drafted.tokens.shape[1])[None, :] < node[:, None]
+    before &= drafted.parent_slots == pick(drafted.parent_slots, node)[:, None]
+    before &= drafted.valid & (drafted.logq_row == row[:, None])
+    gone = jnp.where(before, drafted.tokens, vocab)
+    left = logq.at[jnp.arange(len(gone))[:, None], gone].set(-jnp.inf, mode="drop")
+    mass = logsumexp(left, axis=-1, keepdims=True)
+    left -= jnp.where(mass > -jnp.inf, mass, 0)
+    # The first is as it was drawn, without the rounding of a sum that is 1.
+    left = jnp.where(before.any(axis=1, keepdims=True), left, logq)
+    return jnp.where((row < 0)[:, None], certain, left)
+
+
+def typical(
+    drafted: Drafted, target: Distributions, epsilon: float, delta: float
+) -> tuple[Int[Array, "B P"], Int[Array, "B"], Int[Array, "B"]]:
+    """Typical acceptance: the longest path of nodes that are likely enough. It is not exact.
+
+    A node x after p stands where p(x) > min(epsilon, delta exp(-H(p))), H the entropy in nats
+    (Medusa, 2401.10774, section 2.3.1). Of paths of one length the likeliest counts. Every slot's p
+    is computed. The result is the path's slots, its length, and its last slot.
+    """
+    batch, count = drafted.tokens.shape
+    parents = drafted.parent_slots
+
+    def at(slot: Int[Array, ""], found: Float[Array, "B N"]) -> Float[Array, "B N"]:
+        logp = target(jnp.broadcast_to(slot, (batch,)))
+        entropy = -jnp.sum(jnp.where(logp > -jnp.inf, jnp.exp(logp) * logp, 0.0), axis=-1)
+        least = jnp.minimum(math.log(epsilon), math.log(delta) - entropy)
+        each = jnp.take_along_axis(logp, drafted.tokens, axis=1)
+        stands = drafted.valid & (each > least[:, None])
+        return jnp.where(parents == slot, jnp.where(stands, each, -jnp.inf), found)
+
+    own = lax.fori_loop(0, count, at, jnp.full((batch, count), -jnp.inf))
+
+    def below(node: Int[Array, ""], state: tuple[Array, Array]) -> tuple[Array, Array]:
+        """Depth and log-probability of the path to each slot; -inf where it does not stand."""
+        depth, logp = state
+        parent = parents[:, node]
+        here = pick(logp, parent) + own[:, node]
+        return (
+            depth.at[:, node + 1].set(pick(depth, parent) + 1),
+            logp.at[:, node + 1].set(here),
+        )
+
+    depth = jnp.zeros((batch, count + 1), jnp.int32)
+    logp = jnp.full((batch, count + 1), -jnp.inf).at[:, 0].set(0.0)
+    depth, logp = lax.fori_loop(0, count, below, (depth, logp))
+    depth = jnp.where(logp > -jnp.inf, depth, -1)
+    accepted = depth.max(axis=1)
+    last = jnp.argmax(jnp.where(depth == accepted[:, None], logp, -jnp.inf), axis=1)
+    path = jnp.full((batch, drafted.depth), -1, jnp.int32)
+
+    def up(step: Int[Array, ""], state: tuple[Array, Array]) -> tuple[Array, Array]:
+        slot, path = state
+        path = _extended(path, accepted - 1 - step, slot, slot > 0)
+        return jnp.where(slot > 0, pick(parents, jnp.maximum(slot - 1, 0)), 0), path
+
+    last = last.astype(jnp.int32)
+    _, path = lax.fori_loop(0, drafted.depth, up, (last, path))
+    return path, accepted, last
+
+
+def _first_slot(nodes: Bool[Array, "B N"]) -> Int[Array, "B"]:
+    """The slot of each row's first node of those that are marked; 0 where there is none."""
+    if not nodes.shape[1]:
+        return jnp.zeros(nodes.shape[0], jnp.int32)
+    return jnp.where(nodes.any(axis=1), 1 + jnp.argmax(nodes, axis=1), 0).astype(jnp.int32)
+
+
+def _extended(
+    path: Int[Array, "B P"], depth: Int[Array, "B"], slot: Int[Array, "B"], where: Bool[Array, "B"]
+) -> Int[Array, "B P"]:
+    """A path with one more slot in some rows."""
+    here = where[:, None] & (jnp.arange(path.shape[1])[None, :] == depth[:, None])
+    return jnp.where(here, slot[:, None], path)
