@@ -254,6 +254,7 @@ def drafters(tiny, unrelated, similar):
     layers = tiny.config.num_layers
     return {
         "ngram": Ngram(prompt_lookup_min=1),
+        "ngram_tree": Ngram(prompt_lookup_min=1, num_matches=3),
         "unrelated": draft_model(unrelated),
         "similar": draft_model(similar),
         "similar_greedy": draft_model(similar, draft_sample_method="greedy"),

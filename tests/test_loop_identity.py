@@ -45,6 +45,7 @@ def assert_counts(got):
 
 DRAFTERS = [
     "ngram",
+    "ngram_tree",
     "similar",
     "early_exit",
     "turns",
