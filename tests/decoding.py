@@ -15,7 +15,7 @@ from specjax.decoding.options import DecodeOptions
 from specjax.decoding.plan import batch_arguments, plan_session
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.state import RUNNING
-from specjax.drafters import Drafter, LoadedDrafter, make_drafter, take_turns, turns
+from specjax.drafters import Drafter, LoadedDrafter, make_drafter, merge_drafters, take_turns, turns
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.ngram import Ngram
@@ -186,6 +186,7 @@ class Changed(Drafter):
     sampled = property(lambda self: self.drafter.sampled)
     decides = property(lambda self: self.drafter.decides)
     lengths = property(lambda self: self.drafter.lengths)
+    num_nodes = property(lambda self: self.inner.num_nodes)
 
     @property
     def inner(self):
@@ -262,6 +263,9 @@ def drafters(tiny, unrelated, similar):
         "early_exit": EarlyExit(layers, exit_layer=2),
         "early_exit_p_min": EarlyExit(layers, exit_layer=2, draft_p_min=0.15),
         "turns": take_turns(Ngram(), EarlyExit(layers, exit_layer=2)),
+        "merged": merge_drafters(
+            Ngram(prompt_lookup_min=1, num_matches=2), EarlyExit(layers, exit_layer=2)
+        ),
         "turns_model": take_turns(Ngram(prompt_lookup_min=1), draft_model(similar)),
         "shifting": Shifting(tiny.config.vocab_size),
         "random_distribution": random_distribution(tiny.config.vocab_size),

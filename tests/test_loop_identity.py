@@ -49,6 +49,7 @@ DRAFTERS = [
     "similar",
     "early_exit",
     "turns",
+    "merged",
     "random_distribution",
     *slow("unrelated", "itself", "similar_greedy", "early_exit_p_min", "shifting"),
 ]

@@ -1,6 +1,7 @@
 """Drafters: one file each, found by name in `registry`."""
 
 from specjax.drafters.base import DRAFT_TOKENS, Accepted, Context, Drafter, LoadedDrafter, Noise
+from specjax.drafters.merged import merge_drafters
 from specjax.drafters.registry import (
     DRAFTER_KIND,
     DRAFTERS,
@@ -30,6 +31,7 @@ __all__ = [
     "drafter_options",
     "head_drafter",
     "make_drafter",
+    "merge_drafters",
     "option_type",
     "take_turns",
 ]

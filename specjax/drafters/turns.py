@@ -8,6 +8,7 @@ when no more of the target's features can be kept. A single drafter is a tuple o
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -300,14 +301,8 @@ def joined(first: Draft, second: Draft, length: int) -> Draft:
     offset = 0 if first.logq is None else first.logq.shape[1]
     second = second.replace(logq_row=jnp.where(second.logq_row < 0, -1, second.logq_row + offset))
     here = first.valid.any(axis=1, keepdims=True)
-    known = first.confidence is not None or second.confidence is not None
-    if known:
-        first, second = (
-            draft.replace(confidence=jnp.full(draft.valid.shape, UNKNOWN))
-            if draft.confidence is None
-            else draft
-            for draft in (first, second)
-        )
+    first, second = with_confidences((first, second))
+    known = first.confidence is not None
 
     def either(name: str, filler: float | bool) -> Array:
         return jnp.where(
@@ -330,3 +325,15 @@ def joined(first: Draft, second: Draft, length: int) -> Draft:
         topology=chain_topology(length),
         confidence=either("confidence", UNKNOWN) if known else None,
     )
+
+
+def with_confidences(drafts: Sequence[Draft]) -> list[Draft]:
+    """The drafts; where any has confidences, those that have none get `UNKNOWN`."""
+    if all(draft.confidence is None for draft in drafts):
+        return list(drafts)
+    return [
+        draft.replace(confidence=jnp.full(draft.valid.shape, UNKNOWN))
+        if draft.confidence is None
+        else draft
+        for draft in drafts
+    ]
