@@ -8,7 +8,7 @@ awake together, observe together and share one limit, and the loop has nothing t
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 from specjax import trees
 from specjax.drafters.base import DRAFT_TOKENS, Accepted, Context, Drafter, LoadedDrafter, Noise
