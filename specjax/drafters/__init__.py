@@ -13,6 +13,7 @@ from specjax.drafters.registry import (
     make_drafter,
     option_type,
 )
+from specjax.drafters.token_recycling import TokenRecycling
 from specjax.drafters.turns import Turns, take_turns
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Drafter",
     "LoadedDrafter",
     "Noise",
+    "TokenRecycling",
     "Turns",
     "check_options",
     "divide_options",

@@ -11,7 +11,15 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from specjax import trees
-from specjax.drafters.base import DRAFT_TOKENS, Accepted, Context, Drafter, LoadedDrafter, Noise
+from specjax.drafters.base import (
+    DRAFT_TOKENS,
+    Accepted,
+    Context,
+    Drafter,
+    LoadedDrafter,
+    Noise,
+    TargetPass,
+)
 from specjax.drafters.turns import Turns, with_confidences
 from specjax.errors import InputError, shown
 from specjax.sampling import drafter_noise
@@ -57,6 +65,11 @@ class Merged(Drafter):
     def features(self) -> tuple[str, ...]:
         """The target's features that any of them reads."""
         return tuple(dict.fromkeys(name for part in self.parts for name in part.features))
+
+    @property
+    def pass_features(self) -> tuple[str, ...]:
+        """The target's features that any of them reads of each pass."""
+        return tuple(dict.fromkeys(name for part in self.parts for name in part.pass_features))
 
     @property
     def sampled(self) -> bool:
@@ -105,6 +118,13 @@ class Merged(Drafter):
         """Each part's state after further committed tokens."""
         return tuple(
             part.observe(own, before, context, accepted)
+            for part, own, before in zip(self.parts, params, state, strict=True)
+        )
+
+    def observe_pass(self, params: tuple, state: tuple, target_pass: TargetPass) -> tuple:
+        """Each part's state after a pass of the target."""
+        return tuple(
+            part.observe_pass(own, before, target_pass)
             for part, own, before in zip(self.parts, params, state, strict=True)
         )
 

@@ -19,6 +19,7 @@ from specjax.drafters.ngram import Ngram
 from specjax.drafters.none import NoDrafter
 from specjax.drafters.pairs import EagleDrafter, MtpDrafter
 from specjax.drafters.simulated import Simulated
+from specjax.drafters.token_recycling import TokenRecycling
 from specjax.drafters.turns import Turns, take_turns
 from specjax.errors import InputError, one_line, shown
 from specjax.fields import kind_of, optional
@@ -36,6 +37,7 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "eagle": EagleDrafter,
     "eagle3": EagleDrafter,
     "mtp": MtpDrafter,
+    "token_recycling": TokenRecycling,
     "simulated": Simulated,
 }
 JOINTS: dict[str, Callable[..., LoadedDrafter]] = {"+": take_turns, "|": merge_drafters}

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Int
 
 from specjax.distributed.sharding import constrain
 from specjax.draft_length.survival import UNKNOWN
-from specjax.drafters.base import Accepted, Context, Drafter, LoadedDrafter, Noise
+from specjax.drafters.base import Accepted, Context, Drafter, LoadedDrafter, Noise, TargetPass
 from specjax.drafters.none import empty_draft
 from specjax.sampling import drafter_noise
 from specjax.trees import Draft, chain_topology
@@ -85,6 +85,12 @@ class Turns:
         return tuple(dict.fromkeys(name for part in drafting for name in part.features))
 
     @property
+    def pass_features(self) -> tuple[str, ...]:
+        """The target's features that any of them reads of each pass."""
+        drafting = [part for part in self.parts if part.num_speculative_tokens]
+        return tuple(dict.fromkeys(name for part in drafting for name in part.pass_features))
+
+    @property
     def sampled(self) -> bool:
         """Whether any of them draws its drafts."""
         return any(part.sampled for part in self.parts)
@@ -133,6 +139,17 @@ class Turns:
         return tuple(
             before.replace(drafter=part.observe(own, before.drafter, context, accepted))
             if part.num_speculative_tokens
+            else before
+            for part, own, before in zip(self.parts, params, state, strict=True)
+        )
+
+    def observe_pass(
+        self, params: tuple, state: tuple[PartState, ...], target_pass: TargetPass
+    ) -> tuple[PartState, ...]:
+        """The states after a pass of the target."""
+        return tuple(
+            before.replace(drafter=part.observe_pass(own, before.drafter, target_pass))
+            if part.num_speculative_tokens and part.pass_features
             else before
             for part, own, before in zip(self.parts, params, state, strict=True)
         )
