@@ -18,7 +18,7 @@ from specjax.decoding.state import RUNNING
 from specjax.drafters import Drafter, LoadedDrafter, make_drafter, merge_drafters, take_turns, turns
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.early_exit import EarlyExit
-from specjax.drafters.ngram import Ngram
+from specjax.drafters.lookup.ngram import Ngram
 from specjax.sampling import UniformRule
 
 PROMPTS = [

@@ -30,7 +30,7 @@ from specjax import sampling, trees
 from specjax.decoding import loop
 from specjax.drafters import DRAFTERS, TRAINED, Drafter, drafter_options
 from specjax.drafters.base import Context, Sampling
-from specjax.drafters.ngram import Ngram, find_matches
+from specjax.drafters.lookup.ngram import Ngram, find_matches
 from specjax.errors import InputError
 from specjax.testing import Tabular
 

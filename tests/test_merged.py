@@ -15,7 +15,7 @@ from test_turns import Bigrams, lookup, model, says
 import specjax
 from specjax import trees
 from specjax.drafters import LoadedDrafter, merge_drafters, take_turns
-from specjax.drafters.ngram import Ngram
+from specjax.drafters.lookup.ngram import Ngram
 from specjax.errors import InputError
 from specjax.sampling import drafter_noise
 from specjax.testing import Tabular, check_drafter

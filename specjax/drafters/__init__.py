@@ -1,6 +1,7 @@
 """Drafters: one file each, found by name in `registry`."""
 
 from specjax.drafters.base import DRAFT_TOKENS, Accepted, Context, Drafter, LoadedDrafter, Noise
+from specjax.drafters.lookup.token_recycling import TokenRecycling
 from specjax.drafters.merged import merge_drafters
 from specjax.drafters.registry import (
     DRAFTER_KIND,
@@ -13,7 +14,6 @@ from specjax.drafters.registry import (
     make_drafter,
     option_type,
 )
-from specjax.drafters.token_recycling import TokenRecycling
 from specjax.drafters.turns import Turns, take_turns
 
 __all__ = [

@@ -13,13 +13,13 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from specjax.drafters.base import DRAFT_TOKENS, OWN_DRAFTER, Drafter, LoadedDrafter
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.early_exit import EarlyExit
+from specjax.drafters.lookup.ngram import Ngram
+from specjax.drafters.lookup.token_recycling import TokenRecycling
 from specjax.drafters.medusa import MedusaDrafter
 from specjax.drafters.merged import merge_drafters
-from specjax.drafters.ngram import Ngram
 from specjax.drafters.none import NoDrafter
 from specjax.drafters.pairs import EagleDrafter, MtpDrafter
 from specjax.drafters.simulated import Simulated
-from specjax.drafters.token_recycling import TokenRecycling
 from specjax.drafters.turns import Turns, take_turns
 from specjax.errors import InputError, one_line, shown
 from specjax.fields import kind_of, optional
