@@ -15,7 +15,15 @@ from specjax.decoding.options import DecodeOptions
 from specjax.decoding.plan import batch_arguments, plan_session
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.state import RUNNING
-from specjax.drafters import Drafter, LoadedDrafter, make_drafter, merge_drafters, take_turns, turns
+from specjax.drafters import (
+    Drafter,
+    LoadedDrafter,
+    TokenRecycling,
+    make_drafter,
+    merge_drafters,
+    take_turns,
+    turns,
+)
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.lookup.ngram import Ngram
@@ -266,6 +274,7 @@ def drafters(tiny, unrelated, similar):
         "merged": merge_drafters(
             Ngram(prompt_lookup_min=1, num_matches=2), EarlyExit(layers, exit_layer=2)
         ),
+        "turns_trees": take_turns(Ngram(num_matches=2), TokenRecycling(tiny.config.vocab_size)),
         "turns_model": take_turns(Ngram(prompt_lookup_min=1), draft_model(similar)),
         "shifting": Shifting(tiny.config.vocab_size),
         "random_distribution": random_distribution(tiny.config.vocab_size),

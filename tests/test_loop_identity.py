@@ -50,6 +50,7 @@ DRAFTERS = [
     "early_exit",
     "turns",
     "merged",
+    "turns_trees",
     "random_distribution",
     *slow("unrelated", "itself", "similar_greedy", "early_exit_p_min", "shifting"),
 ]

@@ -172,7 +172,7 @@ def test_by_name(tiny):
         ("ngram|ngram", {}, "join different drafters"),
         ("ngram|none", {}, "none cannot be joined by name: it drafts nothing"),
         ("ngram|test_drafters:make_own", {}, "use specjax.drafters.merge_drafters"),
-        ("ngram|early_exit+medusa", {}, r"cannot take turns yet; join all of them by \+ or by \|"),
+        ("ngram|early_exit+medusa", {}, r"join all of them by \+ or all by \|; for both use"),
         ("ngram|early_exit", {"noise": 1}, "drafter.noise=1: none of ngram, early_exit takes"),
         ("ngram", {"num_matches": 0}, "drafter.num_matches=0: use a whole number from 1 to 64"),
     ],
@@ -180,6 +180,21 @@ def test_by_name(tiny):
 def test_bad_input(name, options, said, tiny):
     with pytest.raises(InputError, match=said):
         specjax.make_drafter(name, tiny, **options)
+
+
+def test_merged_drafters_take_turns():
+    """In each row the first tree with any node."""
+    both = merge_drafters(Ngram(prompt_lookup_min=3), says(9, 3))
+    drafter = take_turns(Ngram(num_speculative_tokens=2, num_matches=2), both)
+    assert drafter.name == "ngram+ngram|says 9"
+    context = context_of([[1, 2, 4, 1, 2, 3, 1, 2], [5, 6, 8], [7, 7, 7]], [3, 3, 0])
+    turns, params = drafter
+    draft = turns.propose(params, turns.init(params, 3, 16), context, silence).draft
+    assert draft.valid.sum(axis=1).tolist() == [4, 3, 0]
+    assert draft.tokens[0, :4].tolist() == [3, 4, 1, 1]
+    assert draft.topology.row_parents[0, :4].tolist() == [0, 0, 1, 2]
+    assert draft.tokens[1, :3].tolist() == [9, 9, 9]
+    assert draft.topology.row_parents[1, :3].tolist() == [0, 1, 2]
 
 
 def test_drafters_that_take_turns_are_not_merged():

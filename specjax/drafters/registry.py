@@ -6,7 +6,7 @@ import difflib
 import importlib
 import inspect
 import os
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -16,7 +16,7 @@ from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.drafters.lookup.token_recycling import TokenRecycling
 from specjax.drafters.medusa import MedusaDrafter
-from specjax.drafters.merged import merge_drafters
+from specjax.drafters.merged import Merged, merge_drafters
 from specjax.drafters.none import NoDrafter
 from specjax.drafters.pairs import EagleDrafter, MtpDrafter
 from specjax.drafters.simulated import Simulated
@@ -75,6 +75,14 @@ class DrafterKind:
 
 
 DRAFTER_KIND = DrafterKind()
+
+
+def all_registered(drafters: Iterable[Drafter]) -> bool:
+    """Whether drafters are specjax's own, and none a user's."""
+    return all(
+        all_registered(one.parts) if isinstance(one, Merged) else type(one) in DRAFTERS.values()
+        for one in drafters
+    )
 
 
 def drafter_options(name: str) -> dict[str, inspect.Parameter]:
@@ -324,8 +332,8 @@ def _joint(name: str) -> str:
     found = [joint for joint in JOINTS if joint in name]
     if len(found) > 1:
         raise InputError(
-            f"drafter={name!r}: drafters that are merged cannot take turns yet; join all of them "
-            f"by {' or by '.join(JOINTS)}"
+            f"drafter={name!r}: join all of them by {' or all by '.join(JOINTS)}; for both use "
+            "specjax.drafters.take_turns and merge_drafters"
         )
     return found[0] if found else ""
 

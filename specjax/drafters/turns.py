@@ -8,7 +8,7 @@ when no more of the target's features can be kept. A single drafter is a tuple o
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from specjax.draft_length.survival import UNKNOWN
 from specjax.drafters.base import Accepted, Context, Drafter, LoadedDrafter, Noise, TargetPass
 from specjax.drafters.none import empty_draft
 from specjax.sampling import drafter_noise
-from specjax.trees import Draft, chain_topology
+from specjax.trees import Draft, DynamicTopology, chain_topology
 
 NO_DRAFTER = -1
 """The number of the drafter of a row without a draft."""
@@ -101,9 +101,7 @@ class Turns:
         if len(self.parts) == 1:
             return self.parts[0].lengths
         return tuple(
-            length
-            for part in self.parts
-            for length in (part.lengths or (part.num_speculative_tokens,))
+            length for part in self.parts for length in (part.lengths or (part.num_nodes,))
         )
 
     @property
@@ -202,7 +200,7 @@ class Turns:
             # All of a tree is drafted, however many nodes of it are kept.
             more = jnp.maximum(new.valid.sum(axis=1).max() - 1, 0)
             further.append(jnp.int32(0) if part.branches else more)
-            draft = new if draft is None else joined(draft, new, self.num_speculative_tokens)
+            draft = new if draft is None else joined(draft, new, self.num_nodes)
         return Proposal(
             draft,
             tuple(states),
@@ -319,13 +317,12 @@ def _catch_up(
     return state
 
 
-def joined(first: Draft, second: Draft, length: int) -> Draft:
-    """A chain of `length` nodes: each row's from the first draft that proposes any.
+def joined(first: Draft, second: Draft, num_nodes: int) -> Draft:
+    """A draft of `num_nodes` nodes: each row's from the first draft that proposes any.
 
-    Raises ValueError for a tree.
+    A chain where both are.
     """
-    if not (first.topology.is_chain and second.topology.is_chain):
-        raise ValueError("drafters that take turns propose chains: build drafts with trees.chain")
+    chains = first.topology.is_chain and second.topology.is_chain
     distributions = [draft.logq for draft in (first, second) if draft.logq is not None]
     offset = 0 if first.logq is None else first.logq.shape[1]
     second = second.replace(logq_row=jnp.where(second.logq_row < 0, -1, second.logq_row + offset))
@@ -333,26 +330,31 @@ def joined(first: Draft, second: Draft, length: int) -> Draft:
     first, second = with_confidences((first, second))
     known = first.confidence is not None
 
-    def either(name: str, filler: float | bool) -> Array:
+    def either(nodes: Callable[[Draft], Array], filler: float | bool) -> Array:
         return jnp.where(
             here,
             *(
                 jnp.pad(
-                    getattr(draft, name),
-                    ((0, 0), (0, length - draft.tokens.shape[1])),
+                    nodes(draft),
+                    ((0, 0), (0, num_nodes - draft.tokens.shape[1])),
                     constant_values=filler,
                 )
                 for draft in (first, second)
             ),
         )
 
+    if chains:
+        topology = chain_topology(num_nodes)
+    else:
+        parents = either(lambda draft: jnp.asarray(draft.topology.row_parents), 0)
+        topology = DynamicTopology(parents, max(first.topology.depth, second.topology.depth))
     return Draft(
-        tokens=either("tokens", 0),
-        valid=either("valid", False),
-        logq_row=either("logq_row", -1),
+        tokens=either(lambda draft: draft.tokens, 0),
+        valid=either(lambda draft: draft.valid, False),
+        logq_row=either(lambda draft: draft.logq_row, -1),
         logq=jnp.concatenate(distributions, axis=1) if distributions else None,
-        topology=chain_topology(length),
-        confidence=either("confidence", UNKNOWN) if known else None,
+        topology=topology,
+        confidence=either(lambda draft: draft.confidence, UNKNOWN) if known else None,
     )
 
 
