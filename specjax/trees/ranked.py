@@ -59,6 +59,20 @@ class RankedTree:
         return Topology(tuple(slots[path[:-1]] for path in self.choices))
 
     @property
+    def num_nodes(self) -> int:
+        """N."""
+        return len(self.choices)
+
+    @property
+    def depth(self) -> int:
+        """The nodes of its longest path (P)."""
+        return max(map(len, self.choices), default=0)
+
+    def limited(self, depth: int) -> RankedTree:
+        """The tree without its nodes below a depth."""
+        return RankedTree(tuple(path for path in self.choices if len(path) <= depth))
+
+    @property
     def ranks(self) -> tuple[int, ...]:
         """Each node's rank among the candidates after its parent."""
         return tuple(path[-1] for path in self.choices)
