@@ -94,9 +94,7 @@ class ChainDrafter(Drafter):
     def branches(self) -> bool:
         """Whether its drafts may be anything but chains."""
         shape = self.shape
-        return isinstance(shape, DynamicTree) or (
-            shape is not None and not shape.topology.is_chain
-        )
+        return isinstance(shape, DynamicTree) or (shape is not None and not shape.topology.is_chain)
 
     @property
     def decides(self) -> bool:

@@ -48,9 +48,7 @@ def draft_chain(
     root = context.token_at(context.length - 1)
     slots = window_slots(longest)
 
-    def grow(
-        depth: Int[Array, ""] | int, logits: Float[Array, "B Vd"], chain: _Chain
-    ) -> _Chain:
+    def grow(depth: Int[Array, ""] | int, logits: Float[Array, "B Vd"], chain: _Chain) -> _Chain:
         wanted = (chain.count == depth) & (depth < context.limit)
         if p_min > 0 or turn is not None:
             confidence = likeliest_probability(logits)

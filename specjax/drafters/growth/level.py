@@ -88,9 +88,7 @@ def draw_children(
     if context.flags.greedy:
         scores = jnp.where(greedy[:, None, None], whole, scores)
     best, tokens = top(scores, count)
-    return Children(
-        tokens, best > -jnp.inf, ~greedy, distribution if context.needs_logq else None
-    )
+    return Children(tokens, best > -jnp.inf, ~greedy, distribution if context.needs_logq else None)
 
 
 def top(scores: Float[Array, "B T V"], count: int) -> tuple[Array, Array]:
