@@ -216,8 +216,8 @@ def test_stopping_by_what_came_before_is_exact(rule, valid):
 
 
 def test_bad_input_names_the_remedy():
-    with pytest.raises(InputError, match="rule='typical' is unknown: use rejection, block"):
-        check_rule("typical")
+    with pytest.raises(InputError, match="rule='typicl' is unknown: use rejection, block"):
+        check_rule("typicl")
     with pytest.raises(InputError, match="topology='ring' is unknown"):
         check_rule("block", topology="ring")
     with pytest.raises(InputError, match="vocab=50"):

@@ -93,19 +93,29 @@ def test_a_wider_pass_is_never_cheaper():
     assert (estimate.seconds > 0).all()
 
 
+def observed(known, history, drafter, confidence, depth, accepted):
+    """What is known after a round of chains of `depth` tokens by row, of which some passed."""
+    step = jnp.arange(confidence.shape[1])[None, :]
+    depth, accepted = jnp.asarray(depth)[:, None], jnp.asarray(accepted)[:, None]
+    return survival.observe(
+        known,
+        history,
+        jnp.asarray(drafter),
+        confidence,
+        step,
+        step < depth,
+        step < jnp.minimum(accepted + 1, depth),
+        step < accepted,
+        jnp.zeros(known.tested.shape[0], jnp.int32),
+    )
+
+
 def seen(survived, confidence, drafter, depth, rounds, longest=4, drafters=2):
     """What is known after some rounds of one row that accepts `survived` of `depth` tokens."""
-    known, history = survival.no_survival(drafters, longest), survival.no_history(1, drafters)
+    known = survival.no_survival(drafters, longest, longest)
+    history, sure = survival.no_history(1, drafters), jnp.full((1, longest), confidence)
     for _ in range(rounds):
-        known, history = survival.observe(
-            known,
-            history,
-            jnp.asarray([drafter]),
-            jnp.full((1, longest), confidence),
-            jnp.asarray([depth]),
-            jnp.asarray([survived]),
-            jnp.zeros(drafters, jnp.int32),
-        )
+        known, history = observed(known, history, [drafter], sure, [depth], [survived])
     return known, history
 
 
@@ -117,7 +127,7 @@ def test_chances_follow_what_was_accepted():
     # The fourth was never tested: it is as all depths are.
     assert 0.5 < chance[3] < 0.8
     # Another drafter's chances, and those of another confidence, are what they were.
-    before = survival.chances(survival.no_survival(2, 4))
+    before = survival.chances(survival.no_survival(2, 4, 4))
     np.testing.assert_allclose(survival.chances(known)[0], before[0])
     np.testing.assert_allclose(survival.chances(known)[1, 0, 0], before[1, 0, 0], rtol=1e-6)
     factor = survival.row_factor(history)[0]
@@ -129,15 +139,7 @@ def test_a_row_that_accepts_less_than_others_has_a_lower_factor():
     known, _ = seen(survived=4, confidence=0.6, drafter=0, depth=4, rounds=100)
     history = survival.no_history(2, 2)
     for _ in range(10):
-        known, history = survival.observe(
-            known,
-            history,
-            jnp.asarray([0, -1]),
-            jnp.full((2, 4), 0.6),
-            jnp.asarray([4, 0]),
-            jnp.asarray([0, 0]),
-            jnp.zeros(2, jnp.int32),
-        )
+        known, history = observed(known, history, [0, -1], jnp.full((2, 4), 0.6), [4, 0], [0, 0])
     factor = survival.row_factor(history)
     assert float(factor[0, 0]) < 0.6
     assert float(factor[1, 0]) == float(factor[0, 1]) == 1.0
@@ -149,6 +151,7 @@ def turn(expected, price, first=0.0, further=0.0, rows=1, limit=None, **fields):
     return Turn(
         chances=jnp.broadcast_to(jnp.asarray(expected)[:, None], (longest, 8)),
         expected=jnp.asarray(expected),
+        nodes=jnp.cumprod(jnp.asarray(expected)),
         rate=jnp.float32(1.0),
         free=jnp.bool_(False),
         factor=jnp.ones(len(limit)),

@@ -55,7 +55,7 @@ class LearnedCosts:
         seconds = _read(file, num_widths + 2 * len(parts)) if processes.is_first() else None
         seconds = processes.from_first(seconds)
         if seconds is None:
-            longest = [part.num_speculative_tokens for part in parts]
+            longest = [part.num_nodes for part in parts]
             return cls(None, file, Measurement(num_widths, longest))
         return cls(CostEstimate(np.asarray(seconds), num_widths), file)
 
@@ -92,7 +92,9 @@ class LearnedCosts:
         self.estimate = CostEstimate(figures, self.measurement.num_widths)
         self.measurement = None
         # What was drafted to measure says nothing of how fast the batch is.
-        free = new_policy(*state.policy.survival.tested.shape[:2], len(state.policy.costs.passes))
+        known = state.policy.survival
+        sizes = *known.tested.shape[:2], known.proposed.shape[1]
+        free = new_policy(*sizes, len(state.policy.costs.passes))
         return _put_policy(
             state,
             costs=self.costs(),

@@ -22,7 +22,7 @@ from specjax.decoding.verify import VerifiedDraft, verify_draft
 from specjax.distributed.sharding import constrain_rows
 from specjax.draft_length import survival
 from specjax.draft_length.policy import Decisions, new_policy
-from specjax.drafters.base import Accepted, Context, Noise
+from specjax.drafters.base import Accepted, Context, Noise, ReplayedRound
 from specjax.drafters.turns import NO_DRAFTER, Proposal
 from specjax.models.prefill import prefill
 
@@ -120,7 +120,12 @@ def empty_state(
             survival.no_history(batch, len(drafter.parts)) if plan.draft_length.auto else None
         ),
         policy=(
-            new_policy(len(drafter.parts), plan.draft_length.max_tokens, len(plan.widths))
+            new_policy(
+                len(drafter.parts),
+                plan.draft_length.max_tokens,
+                drafter.num_nodes,
+                len(plan.widths),
+            )
             if plan.draft_length.auto
             else None
         ),
@@ -180,8 +185,6 @@ def one_round(plan: Plan, params: Any, state: State) -> State:
     draft = proposal.draft
     drafted = draft.valid.sum(axis=1, dtype=jnp.int32)
 
-    depths = jnp.where(draft.valid, draft.topology.row_depths[:, 1:], 0).max(axis=1, initial=0)
-
     # The narrowest compiled width that holds every row's draft, up to its last node.
     slots = jnp.arange(1, draft.topology.width)[None, :]
     last = jnp.where(draft.valid, slots, 0).max(initial=0)
@@ -214,7 +217,8 @@ def one_round(plan: Plan, params: Any, state: State) -> State:
         overlaps = put(overlaps, where, verified.overlaps[:, None])
     learned = {}
     if state.policy is not None:
-        learned = _learn(state, proposal, branch, depths, accepted, count)
+        path = jnp.where(took_part[:, None], verified.verification.path_slots, -1)
+        learned = _learn(state, proposal, branch, path, count)
     return _commit(state, verified, count, status).replace(
         undrafted=undrafted,
         drafter=plan.drafter.commit(proposal.state, count),
@@ -229,23 +233,26 @@ def _learn(
     state: State,
     proposal: Proposal,
     width: Int[Array, ""],
-    depths: Int[Array, "B"],
-    accepted: Int[Array, "B"],
+    path: Int[Array, "B P"],
     count: Int[Array, "B"],
 ) -> dict[str, Any]:
-    """The policy and the rows' histories after a round."""
+    """The policy and the rows' histories after a round; `path` are the accepted slots."""
     policy, draft = state.policy, proposal.draft
-    longest = policy.survival.tested.shape[1]
+    slots = jnp.arange(draft.topology.width)
+    accepted = (path[:, :, None] == slots[None, None, :]).any(axis=1).at[:, 0].set(count > 0)
+    parents = jnp.broadcast_to(draft.topology.row_parents, draft.tokens.shape)
     confidence = draft.confidence
-    if confidence is None or not draft.topology.is_chain:
-        confidence = jnp.full((count.shape[0], longest), survival.UNKNOWN)
+    if confidence is None:
+        confidence = jnp.full(draft.tokens.shape, survival.UNKNOWN)
     seen, history = survival.observe(
         policy.survival,
         state.history,
         proposal.drafter,
-        jnp.pad(confidence, ((0, 0), (0, longest - confidence.shape[1]))),
-        depths,
-        accepted,
+        confidence,
+        draft.topology.row_depths[:, 1:] - 1,
+        draft.valid,
+        draft.valid & jnp.take_along_axis(accepted, parents, axis=1),
+        accepted[:, 1:],
         proposal.first * (state.active & (proposal.drafter == NO_DRAFTER)).sum(),
     )
     policy = policy.after_round(state.active, count, width, proposal.first, proposal.further, seen)
@@ -333,12 +340,14 @@ def make_context(plan: Plan, params: Any, state: State) -> Context:
     room = state.rows.max_length - state.length - 1
     limit = jnp.minimum(plan.draft_length.limit(state.active), room)
     limit = jnp.where(state.undrafted, 0, limit)
-    replay, decisions = state.rows.replay, None
+    replay = decisions = None
     if plan.draft_length.replayed:
-        column = jnp.minimum(state.round, replay.drafted.shape[1] - 1)[:, None]
-        drafted = jnp.take_along_axis(replay.drafted, column, axis=1)[:, 0]
-        drafter = jnp.take_along_axis(replay.drafter, column, axis=1)[:, 0]
-        limit = jnp.minimum(limit, drafted)
+        before = state.rows.replay
+        column = jnp.minimum(state.round, before.drafted.shape[1] - 1)[:, None]
+        replay = ReplayedRound(
+            jnp.take_along_axis(before.drafted, column, axis=1)[:, 0],
+            jnp.take_along_axis(before.drafter, column, axis=1)[:, 0],
+        )
     elif plan.draft_length.auto:
         decisions = Decisions(state.policy, state.history, state.active, plan.widths)
     return Context(
@@ -356,7 +365,7 @@ def make_context(plan: Plan, params: Any, state: State) -> Context:
         needs_logq=plan.flags.sampled and plan.rule.needs_logq,
         longest_commit=plan.drafter.num_speculative_tokens + 1,
         decisions=decisions,
-        replay=drafter if plan.draft_length.replayed else None,
+        replay=replay,
     )
 
 

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax.draft_length import survival
 from specjax.draft_length.survival import RowHistory, Survival
+from specjax.trees import AnyTopology
 
 LOOK_AGAIN_ROUNDS = 16
 """A drafter that does not pay is tried again after so many rounds at the earliest,"""
@@ -58,17 +59,19 @@ class Work:
 class Turn:
     """What decides how long one drafter's draft of this round is; prices are in tokens.
 
-    `rate` is how often the drafter drafts where it runs, `price[k]` the price of a pass with k
-    draft tokens, `planned` the best length before anything is drawn, and `at_least` the length that
-    is drafted whatever it costs. A `free` draft costs so little that it need not pay. A draft of
-    `forced` tokens, unless -1, is made without any decision.
+    The length of a tree is how many of its first nodes are kept: a node is accepted or not whatever
+    comes after it. `rate` is how often the drafter drafts where it runs, `price[n]` the price of a
+    pass with n draft tokens, `planned` the best length before anything is drawn, and `at_least` the
+    length that is drafted whatever it costs. A `free` draft costs so little that it need not pay. A
+    draft of `forced` tokens, unless -1, is made without any decision.
     """
 
     chances: Float[Array, "K C"]
     expected: Float[Array, "K"]
+    nodes: Float[Array, "N"]
     rate: Float[Array, ""]
     factor: Float[Array, "B"]
-    price: Float[Array, "K+1"]
+    price: Float[Array, "N+1"]
     first: Float[Array, ""]
     further: Float[Array, ""]
     limit: Int[Array, "B"]
@@ -102,25 +105,26 @@ class Turn:
         return jnp.where(self.forced == NOT_FORCED, best, self.forced)
 
     def best_of_draft(
-        self, confidence: Float[Array, "B K"], valid: Bool[Array, "B K"]
+        self,
+        confidence: Float[Array, "B N"],
+        valid: Bool[Array, "B N"],
+        topology: AnyTopology,
     ) -> Int[Array, ""]:
         """How much to keep of a draft that no token was drawn for."""
-        step = jnp.arange(confidence.shape[1])[None, :]
-        table = self.chances[step, survival.confidence_class(confidence)]
+        depth = jnp.broadcast_to(topology.row_depths[:, 1:] - 1, confidence.shape)
+        table = self.chances[depth, survival.confidence_class(confidence)]
         each = jnp.where(valid, survival.chance(table, self.factor[:, None]), 0.0)
-        missing = self.expected.shape[0] - each.shape[1]
-        survived = jnp.pad(jnp.cumprod(each, axis=1), ((0, 0), (0, missing)))
         # The draft is there: only the pass costs anything more.
-        value = _gains(survived) - self.price
+        value = _gains(topology.along_paths(each)) - self.price[: each.shape[1] + 1]
         best = jnp.maximum(jnp.argmax(value).astype(jnp.int32), self.at_least)
         return jnp.where(self.forced == NOT_FORCED, best, self.forced)
 
 
 def _values(turn: Turn, survived: Float[Array, "B K"]) -> Float[Array, "K+1"]:
     """What a draft of 0..K tokens is worth, given each token's chance to be accepted."""
-    length = jnp.arange(turn.price.shape[0])
+    length = jnp.arange(survived.shape[1] + 1)
     drafting = jnp.where(length > 0, turn.first + turn.further * (length - 1), 0.0)
-    return _gains(survived) - turn.price - drafting
+    return _gains(survived) - turn.price[: len(length)] - drafting
 
 
 def _gains(survived: Float[Array, "B K"]) -> Float[Array, "K+1"]:
@@ -143,11 +147,15 @@ def _best_length(
     return jnp.argmax(jnp.where(length < depth, -jnp.inf, value)).astype(jnp.int32)
 
 
-def _planned(turn: Turn) -> Int[Array, ""]:
+def _planned(turn: Turn, *, tree: bool) -> Int[Array, ""]:
     """The best length before anything is computed; 0 where it is not worth running the drafter."""
-    each = survival.chance(turn.expected[None, :], turn.factor[:, None])
-    within = jnp.arange(each.shape[1])[None, :] < turn.limit[:, None]
-    value = _values(turn, jnp.where(within, jnp.cumprod(each, axis=1), 0.0))
+    if tree:
+        each = survival.chance(turn.nodes[None, :], turn.factor[:, None])
+        value = _values(turn, jnp.where(turn.limit[:, None] > 0, each, 0.0))
+    else:
+        each = survival.chance(turn.expected[None, :], turn.factor[:, None])
+        within = jnp.arange(each.shape[1])[None, :] < turn.limit[:, None]
+        value = _values(turn, jnp.where(within, jnp.cumprod(each, axis=1), 0.0))
     # What it gains, where it drafts at all, against what running it costs in any case.
     gain = value + jnp.where(jnp.arange(value.shape[0]) > 0, turn.first, 0.0) - value[0]
     best = jnp.argmax(gain).astype(jnp.int32)
@@ -226,20 +234,23 @@ class Decisions:
     active: Bool[Array, "B"]
     widths: tuple[int, ...] = struct.field(pytree_node=False)
 
-    def turn(self, number: int, limit: Int[Array, "B"], drafted: Int[Array, ""]) -> Turn:
-        """The turn of drafter `number`, of whose tokens each row may have `limit`.
+    def turn(
+        self, number: int, limit: Int[Array, "B"], drafted: Int[Array, ""], *, tree: bool = False
+    ) -> Turn:
+        """The turn of drafter `number`, of whose paths each row may have `limit` tokens.
 
         `drafted` is the longest draft that was decided on for other rows: a pass is as wide anyway.
         """
         policy = self.policy
         pace = policy.pace(self.active)
-        length = jnp.maximum(jnp.arange(policy.survival.tested.shape[1] + 1), drafted)
+        length = jnp.maximum(jnp.arange(policy.survival.proposed.shape[1] + 1), drafted)
         # No compiled width holds more than the longest draft: `limit` sees to it.
         index = jnp.searchsorted(np.asarray(self.widths), 1 + length)
         index = jnp.minimum(jnp.maximum(index, policy.narrowest), len(self.widths) - 1)
         turn = Turn(
             chances=survival.chances(policy.survival)[number],
             expected=survival.expected_chances(policy.survival)[number],
+            nodes=survival.node_chances(policy.survival)[number],
             rate=survival.draft_rate(policy.survival)[number],
             factor=survival.row_factor(self.history)[:, number],
             price=pace * policy.costs.passes[index],
@@ -251,11 +262,14 @@ class Decisions:
             free=policy.costs.first[number] < _FREE * policy.costs.passes[0],
             forced=policy.forced[number],
         )
-        return turn.replace(planned=_planned(turn))
+        return turn.replace(planned=_planned(turn, tree=tree))
 
 
-def new_policy(drafters: int, longest: int, num_widths: int) -> Policy:
-    """A policy that knows nothing: a pass costs 1 at any width, and drafting nothing."""
+def new_policy(drafters: int, longest: int, nodes: int, num_widths: int) -> Policy:
+    """A policy that knows nothing: a pass costs 1 at any width, and drafting nothing.
+
+    Drafts have `nodes` nodes at most, and paths of `longest` tokens.
+    """
     return Policy(
         costs=Costs(jnp.ones(num_widths), jnp.zeros(drafters), jnp.zeros(drafters)),
         work=Work(
@@ -263,7 +277,7 @@ def new_policy(drafters: int, longest: int, num_widths: int) -> Policy:
             jnp.zeros(drafters, jnp.int32),
             jnp.zeros(drafters, jnp.int32),
         ),
-        survival=survival.no_survival(drafters, longest),
+        survival=survival.no_survival(drafters, longest, nodes),
         earned=jnp.float32(_PACE_WEIGHT),
         spent=jnp.float32(_PACE_WEIGHT),
         asleep=jnp.zeros(drafters, jnp.int32),

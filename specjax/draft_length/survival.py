@@ -2,7 +2,8 @@
 
 A drafter's own confidence in a token (the largest probability of the distribution that the token is
 drawn from, known before it is drawn) is calibrated for each depth by what became of earlier tokens
-with about the same confidence. What a row accepts beyond or below that is a factor of its own.
+with about the same confidence. What a row accepts beyond or below that is a factor of its own. Of
+trees it is also counted how often each node, by its number, is on the accepted path.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ _EXPECTED_WEIGHT = 12.0
 """The same without regard to confidence: a few refusals put no drafter to sleep."""
 _MEMORY = 0.98
 """How much of its weight an observation keeps from one round with tests to the next."""
+_FIRST_NODE = 0.6
+"""How often node n is taken to be accepted before anything was seen: this, divided by n."""
 _ROW_MEMORY = 0.9
 _MOST = 0.98
 """The highest chance: none is certain."""
@@ -31,14 +34,17 @@ _MOST = 0.98
 
 @struct.dataclass
 class Survival:
-    """Decayed counts of draft tokens by drafter, depth and class of confidence.
+    """Decayed counts of draft tokens by drafter, depth and class of confidence; and by node.
 
-    `declined` are rows in which a drafter ran and nothing was drafted.
+    A token is tested where its parent was accepted. `declined` are rows in which a drafter ran and
+    nothing was drafted. `proposed` and `accepted` count nodes by their number in the draft.
     """
 
     tested: Float[Array, "D K C"]
     passed: Float[Array, "D K C"]
     declined: Float[Array, "D"]
+    proposed: Float[Array, "D N"]
+    accepted: Float[Array, "D N"]
 
 
 @struct.dataclass
@@ -49,10 +55,10 @@ class RowHistory:
     passed: Float[Array, "B D"]
 
 
-def no_survival(drafters: int, longest: int) -> Survival:
-    """Nothing seen of drafters whose longest draft has `longest` tokens."""
-    empty = jnp.zeros((drafters, longest, len(_PRIOR)))
-    return Survival(empty, empty, jnp.zeros(drafters))
+def no_survival(drafters: int, longest: int, nodes: int) -> Survival:
+    """Nothing seen of drafters whose drafts have `nodes` nodes, and paths of `longest` tokens."""
+    empty, each = jnp.zeros((drafters, longest, len(_PRIOR))), jnp.zeros((drafters, nodes))
+    return Survival(empty, empty, jnp.zeros(drafters), each, each)
 
 
 def no_history(batch: int, drafters: int) -> RowHistory:
@@ -86,6 +92,13 @@ def expected_chances(survival: Survival) -> Float[Array, "D K"]:
     return (passed + _EXPECTED_WEIGHT * everywhere[:, None]) / (tested + _EXPECTED_WEIGHT)
 
 
+def node_chances(survival: Survival) -> Float[Array, "D N"]:
+    """The chance that a node is on the accepted path, by drafter and number."""
+    number = jnp.arange(1, survival.proposed.shape[1] + 1)
+    before = _EXPECTED_WEIGHT * _FIRST_NODE / number
+    return (survival.accepted + before[None, :]) / (survival.proposed + _EXPECTED_WEIGHT)
+
+
 def draft_rate(survival: Survival) -> Float[Array, "D"]:
     """How often a drafter that runs drafts: it may find nothing, or be too unsure."""
     drafted = survival.tested[:, 0].sum(axis=1) + 1.0
@@ -108,26 +121,24 @@ def observe(
     survival: Survival,
     history: RowHistory,
     drafter: Int[Array, "B"],
-    confidence: Float[Array, "B K"],
-    depth: Int[Array, "B"],
-    accepted: Int[Array, "B"],
+    confidence: Float[Array, "B N"],
+    depth: Int[Array | np.ndarray, "#B N"],
+    valid: Bool[Array, "B N"],
+    tested: Bool[Array, "B N"],
+    passed: Bool[Array, "B N"],
     declined: Int[Array, "D"],
 ) -> tuple[Survival, RowHistory]:
-    """Both after a round in which `drafter` (-1: none) drafted `depth` tokens in each row.
+    """Both after a round in which `drafter` (-1: none) drafted the `valid` nodes of each row.
 
-    `declined` counts the rows in which each drafter ran and nothing was drafted. Of those drafted
-    the accepted ones passed and one more, if there was one, was tested.
+    `depth` is each node's, 0 for children of the root. Nodes on the accepted path passed; those
+    and their siblings, and the children of the last, were tested. `declined` counts the rows in
+    which each drafter ran and nothing was drafted.
     """
-    longest = confidence.shape[1]
-    step = jnp.arange(longest)[None, :]
-    tested = (step < jnp.minimum(accepted + 1, depth)[:, None]) & (drafter >= 0)[:, None]
-    passed = tested & (step < accepted[:, None])
     shape = confidence.shape
-    which = (
-        jnp.broadcast_to(jnp.maximum(drafter, 0)[:, None], shape),
-        jnp.broadcast_to(step, shape),
-        confidence_class(confidence),
-    )
+    drew = (drafter >= 0)[:, None]
+    tested, passed = tested & drew, passed & tested & drew
+    row = jnp.broadcast_to(jnp.maximum(drafter, 0)[:, None], shape)
+    which = (row, jnp.broadcast_to(depth, shape), confidence_class(confidence))
     expected = jnp.where(tested, chances(survival)[which], 0.0).sum(axis=1, keepdims=True)
     drafters = jnp.arange(survival.tested.shape[0])
     drafted = (drafter[:, None] == drafters[None, :]) & tested.any(axis=1, keepdims=True)
@@ -139,15 +150,18 @@ def observe(
             history.passed,
         ),
     )
-
-    def add(table: Float[Array, "D K C"], counted: Bool[Array, "B K"]) -> Float[Array, "D K C"]:
-        return table.at[which].add(counted.astype(table.dtype))
-
     keep = jnp.where(drafted.any(axis=0) | (declined > 0), _MEMORY, 1.0)
-    kept = keep[:, None, None]
+    node = (row, jnp.broadcast_to(jnp.arange(shape[1])[None, :], shape))
+
+    def add(table: Array, where: tuple[Array, ...], counted: Bool[Array, "B N"]) -> Array:
+        kept = table * keep.reshape(-1, *[1] * (table.ndim - 1))
+        return kept.at[where].add(counted.astype(table.dtype))
+
     seen = Survival(
-        add(survival.tested * kept, tested),
-        add(survival.passed * kept, passed),
+        add(survival.tested, which, tested),
+        add(survival.passed, which, passed),
         survival.declined * keep + declined,
+        add(survival.proposed, node, valid & drew),
+        add(survival.accepted, node, passed),
     )
     return seen, history

@@ -92,7 +92,7 @@ class ChainDrafter(Drafter):
 
     @property
     def branches(self) -> bool:
-        """Whether its drafts may be anything but chains."""
+        """Whether it drafts a tree that is not known to be a chain."""
         shape = self.shape
         return isinstance(shape, DynamicTree) or (shape is not None and not shape.topology.is_chain)
 

@@ -42,6 +42,14 @@ class Sampling:
 
 
 @struct.dataclass
+class ReplayedRound:
+    """A round of an earlier run: how many nodes were drafted in each row, and by which drafter."""
+
+    drafted: Int[Array, "B"]
+    drafter: Int[Array, "B"]
+
+
+@struct.dataclass
 class Context:
     """What a drafter may look at: committed tokens, and the target as it stands.
 
@@ -72,8 +80,8 @@ class Context:
     turn: Turn | None = None
     decisions: Decisions | None = None
     """What drafters in turn make their turns from."""
-    replay: Int[Array, "B"] | None = None
-    """The number of the drafter that drafts in each row, where that is prescribed."""
+    replay: ReplayedRound | None = None
+    """What is drafted in each row, where that is prescribed."""
 
     def token_at(self, position: Int[Array, "B"]) -> Int[Array, "B"]:
         """Each row's committed token at a position; positions below 0 give the first token."""
@@ -169,8 +177,8 @@ class Drafter:
 
     @property
     def branches(self) -> bool:
-        """Whether its drafts may be anything but chains."""
-        return self.num_nodes > self.num_speculative_tokens
+        """Whether its drafts are trees in which a token may have several successors."""
+        return self.num_nodes != self.num_speculative_tokens
 
     @property
     def features(self) -> tuple[str, ...]:

@@ -160,7 +160,9 @@ class Turns:
             limit = jnp.minimum(context.limit, part.num_speculative_tokens)
             limit = jnp.where(drafter == NO_DRAFTER, limit, 0)
             if context.replay is not None:
-                limit = jnp.where(context.replay == number, limit, 0)
+                limit = jnp.where(context.replay.drafter == number, limit, 0)
+                if not part.branches:
+                    limit = jnp.minimum(limit, context.replay.drafted)
             own = context.replace(limit=limit)
             if context.decisions is not None:
                 own = _decided_before(part, number, own, decided)
@@ -169,6 +171,9 @@ class Turns:
                 part, params[number], state[number], own, self._noise(number, noise, context)
             )
             new = new.replace(valid=new.topology.close(new.valid))
+            if context.replay is not None:
+                kept = jnp.cumsum(new.valid, axis=1) <= context.replay.drafted[:, None]
+                new = new.replace(valid=new.valid & kept)
             if context.decisions is not None:
                 new, length = _decided_after(part, own, new)
                 decided = jnp.maximum(decided, length)
@@ -176,7 +181,9 @@ class Turns:
             drafter = jnp.where(drafted & (drafter == NO_DRAFTER), number, drafter)
             states.append(after)
             first.append(ran)
-            further.append(jnp.maximum(new.valid.sum(axis=1).max() - 1, 0))
+            # All of a tree is drafted, however many nodes of it are kept.
+            more = jnp.maximum(new.valid.sum(axis=1).max() - 1, 0)
+            further.append(jnp.int32(0) if part.branches else more)
             draft = new if draft is None else joined(draft, new, self.num_speculative_tokens)
         return Proposal(
             draft,
@@ -209,8 +216,10 @@ def _decided_before(
 
     `decided` is the longest draft that was decided on in other rows.
     """
-    turn = context.decisions.turn(number, context.limit, decided)
-    if part.decides:
+    turn = context.decisions.turn(number, context.limit, decided, tree=part.branches)
+    if part.branches:
+        limit = jnp.where(turn.worth_running, context.limit, 0)
+    elif part.decides:
         limit = jnp.where(turn.planned > 0, context.limit, 0)
     elif part.sampled:
         limit = jnp.minimum(context.limit, turn.planned)
@@ -222,17 +231,20 @@ def _decided_before(
 def _decided_after(part: Drafter, context: Context, draft: Draft) -> tuple[Draft, Int[Array, ""]]:
     """The draft, and the length that was decided on before any of its tokens was drawn.
 
-    Of a chain that nothing was drawn for only what pays is kept.
+    Of a draft that nothing was drawn for only what pays is kept, and of a drawn tree what was
+    planned: a chain is not drawn further than that.
     """
-    turn = context.turn
-    if part.decides or part.sampled or not draft.topology.is_chain or not draft.topology.num_nodes:
+    turn, count = context.turn, draft.topology.num_nodes
+    if not count or (not part.branches and (part.decides or part.sampled)):
         return draft, turn.planned
-    confidence = draft.confidence
-    if confidence is None:
-        confidence = jnp.full(draft.valid.shape, UNKNOWN)
-    length = turn.best_of_draft(confidence, draft.valid)
-    keep = jnp.arange(draft.valid.shape[1])[None, :] < length
-    return draft.replace(valid=draft.valid & keep), length
+    if draft.logq is not None:
+        length = turn.planned
+    else:
+        confidence = draft.confidence
+        if confidence is None:
+            confidence = jnp.full(draft.valid.shape, UNKNOWN)
+        length = turn.best_of_draft(confidence, draft.valid, draft.topology)
+    return draft.replace(valid=draft.valid & (jnp.arange(count)[None, :] < length)), length
 
 
 def _take_turn(

@@ -1,8 +1,9 @@
-"""The distribution of what a chain rule emits, computed exactly: no sampling, float64.
+"""The distribution of what a rule emits for a drafted tree, exactly: no sampling, float64.
 
-A rule is a function of uniforms, and for given drafted tokens a step function of each. Bisection
-finds the steps, every cell between them is visited once and weighs its volume. The tokens are
-weighted by the draft's distribution, the final token by the distribution that the rule gives it.
+A chain is a tree without branches. A rule is a function of uniforms, and for given drafted tokens a
+step function of each. Bisection finds the steps, every cell between them is visited once and weighs
+its volume. The tokens are weighted by the draft's distribution, the final token by the distribution
+that the rule gives it.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from specjax import sampling
+from specjax.trees import Topology
 
 CHUNK = 4096
 BISECTIONS = 54
@@ -28,31 +30,40 @@ Table = tuple[Float[np.ndarray, "_ V"], ...]
 """Distributions by context: entry d has V**d rows, one per d earlier tokens, the first slowest."""
 
 
-Decide = Callable[..., sampling.Decision]
-"""`UniformRule.decide` of a rule."""
+Decide = Callable[
+    [sampling.Drafted, sampling.Distributions, Float[Array, "R N"]],
+    tuple[Int[Array, "R"], Float[Array, "R V"]],
+]
+"""(draft, target, uniforms by node) -> the last accepted slot, log-probabilities after it."""
 
 
 class Drafts(NamedTuple):
-    """Drafted chains, their distributions, and the group each belongs to, with its weight.
+    """Drafted trees of one shape, their distributions, their groups and their weights.
 
-    A group is what one distribution of outputs is computed for: all drafts of a sampled
-    distribution together, or one deterministic draft alone.
+    `logp` and `logq` are the target's and the draft's by slot; `sampled` says which nodes were
+    drawn from the row of their parent. A group is what one distribution of outputs is computed for:
+    all drafts of a sampled distribution together, or one deterministic draft alone.
     """
 
-    tokens: Int[np.ndarray, "I K"]
-    num_valid: Int[np.ndarray, "I"]
-    logp: Float[np.ndarray, "I K+1 V"]
-    logq: Float[np.ndarray, "I K V"]
+    topology: Topology
+    sampled: Bool[np.ndarray, "N"]
+    tokens: Int[np.ndarray, "I N"]
+    valid: Bool[np.ndarray, "I N"]
+    logp: Float[np.ndarray, "I W V"]
+    logq: Float[np.ndarray, "I W V"]
     group: Int[np.ndarray, "I"]
     weight: Float[np.ndarray, "I"]
 
 
 class Outcomes(NamedTuple):
-    """What a rule does in its cells: the draft, the cell's volume, and the decision in it."""
+    """What a rule does in its cells: the draft, the cell's volume, and the decision in it.
+
+    `slot` is the last accepted one, 0 where nothing was.
+    """
 
     item: Int[np.ndarray, "cells"]
     volume: Float[np.ndarray, "cells"]
-    num_accepted: Int[np.ndarray, "cells"]
+    slot: Int[np.ndarray, "cells"]
     distribution: Float[np.ndarray, "cells V"]
 
 
@@ -75,88 +86,94 @@ def contexts(tokens: Int[np.ndarray, "I K"], vocab: int, depth: int) -> Int[np.n
     return row
 
 
-def distributions_along(
-    table: Table, tokens: Int[np.ndarray, "I K"], count: int
-) -> Float[np.ndarray, "I N V"]:
-    """The first `count` distributions that each sequence of tokens meets."""
+def slot_contexts(
+    topology: Topology, tokens: Int[np.ndarray, "I N"], vocab: int
+) -> Int[np.ndarray, "I W"]:
+    """The row of a table's entry (of a slot's depth) that the tokens up to each slot name."""
+    row = np.zeros((len(tokens), topology.width), int)
+    for node, parent in enumerate(topology.parents):
+        row[:, node + 1] = row[:, parent] * vocab + tokens[:, node]
+    return row
+
+
+def distributions_by_slot(
+    table: Table, topology: Topology, tokens: Int[np.ndarray, "I N"]
+) -> Float[np.ndarray, "I W V"]:
+    """The distribution that follows each slot; uniform where the table has none so deep."""
     vocab = table[0].shape[-1]
-    distributions = [table[depth][contexts(tokens, vocab, depth)] for depth in range(count)]
-    return np.stack(distributions, axis=1) if distributions else np.zeros((len(tokens), 0, vocab))
+    row = slot_contexts(topology, tokens, vocab)
+    found = np.full((*row.shape, vocab), 1 / vocab)
+    for slot, depth in enumerate(topology.depths):
+        if depth < len(table):
+            found[:, slot] = table[depth][row[:, slot]]
+    return found
 
 
 def decisions(rule: Decide, drafts: Drafts) -> Outcomes:
     """Every cell of the uniforms on which the rule decides alike, for every draft."""
     run = _Run.of(rule, drafts)
     item, low, high = _cells(run, drafts.tokens.shape[1], len(drafts.tokens))
-    num_accepted, distribution = run(item, (low + high) / 2)
+    slot, distribution = run(item, (low + high) / 2)
     elsewhere = low + (high - low) * np.random.default_rng(0).uniform(0.01, 0.99, low.shape)
-    if not np.all(_same((num_accepted, distribution), run(item, elsewhere))):
+    if not np.all(_same((slot, distribution), run(item, elsewhere))):
         raise NotAStepFunction
-    return Outcomes(item, np.prod(high - low, axis=1), num_accepted, distribution)
+    return Outcomes(item, np.prod(high - low, axis=1), slot, distribution)
 
 
 def walks(drafts: Drafts) -> Outcomes:
     """Every outcome of `sampling.walk`: noise that makes a token win, as often as p draws it."""
-    length, vocab = drafts.tokens.shape[1], drafts.logp.shape[-1]
-    winners = all_tokens(vocab, length + 1)
+    depth, vocab = drafts.topology.depth, drafts.logp.shape[-1]
+    winners = all_tokens(vocab, depth + 1)
+    nothing_sampled = drafts._replace(sampled=np.zeros_like(drafts.sampled))
 
     @jax.jit
     def run(
-        tokens: Int[Array, "R K"],
-        num_valid: Int[Array, "R"],
-        logp: Float[Array, "R K+1 V"],
-        winners: Int[Array, "R K+1"],
-    ) -> sampling.Verification:
-        noise = jnp.where(winners[:, :, None] == jnp.arange(vocab)[None, None, :], 0.0, -jnp.inf)
-        target, wins = sampling.by_slot(logp), sampling.by_slot(noise)
-        return sampling.walk(
-            sampling.chain_drafted(tokens, num_valid),
-            lambda slots, depth: sampling.argmax(target(slots) + wins(depth)),
-        )
+        tokens: Int[Array, "R N"], valid: Bool[Array, "R N"], winners: Int[Array, "R _"]
+    ) -> tuple[Int[Array, "R"], Int[Array, "R _"]]:
+        drafted = _drafted(nothing_sampled, tokens, valid, None)
+        done = sampling.walk(drafted, lambda slots, depth: sampling.pick(winners, depth))
+        return done.next_token, jnp.pad(jnp.maximum(done.path_slots, 0), ((0, 0), (1, 0)))
 
-    # What would win after the last valid node is never looked at: one choice stands for all.
-    looked_at = np.arange(length + 1) <= drafts.num_valid[:, None]
-    chosen = winners[None] * looked_at[:, None] == winners[None]
-    item, which = np.nonzero(chosen.all(axis=-1))
-    slot = np.arange(length + 1)
-    chance = np.exp(drafts.logp[item[:, None], slot[None], winners[which]])
-    volume = np.where(looked_at[item], chance, 1.0).prod(axis=1)
-    item, which, volume = item[volume > 0], which[volume > 0], volume[volume > 0]
-    with jax.enable_x64(True):
-        num_accepted, next_token = _chunked(
-            lambda i, w: run(drafts.tokens[i], drafts.num_valid[i], drafts.logp[i], winners[w])[1:],
-            item,
-            which,
-        )
-    return Outcomes(item, volume, num_accepted, np.eye(vocab)[next_token])
+    item, which = np.divmod(np.arange(len(drafts.tokens) * len(winners)), len(winners))
+    next_token, path = _chunked(
+        lambda i, w: run(drafts.tokens[i], drafts.valid[i], winners[w]), item, which
+    )
+    accepted = (path > 0).sum(axis=1)
+    # What would win after the last node is never looked at: one choice stands for all.
+    step = np.arange(depth + 1)[None]
+    looked_at = step <= accepted[:, None]
+    chance = np.exp(drafts.logp[item[:, None], path, winners[which]])
+    volume = np.where(looked_at, chance, winners[which] == 0).prod(axis=1)
+    kept = volume > 0
+    slot = np.take_along_axis(path, accepted[:, None], axis=1)[:, 0]
+    return Outcomes(item[kept], volume[kept], slot[kept], np.eye(vocab)[next_token[kept]])
 
 
 def output_distributions(
     drafts: Drafts, outcomes: Outcomes, tables: list[Table]
 ) -> Float[np.ndarray, "G outputs"]:
-    """P(first K+1 tokens that come out) of each group, shorter outputs completed with p.
+    """P(first P+1 tokens that come out) of each group, shorter outputs completed with p.
 
     `tables[g]` is group g's target distribution.
     """
-    length, vocab = drafts.tokens.shape[1], outcomes.distribution.shape[-1]
+    topology, vocab = drafts.topology, outcomes.distribution.shape[-1]
     weight = outcomes.volume * drafts.weight[outcomes.item]
+    accepted = topology.depths[outcomes.slot]
+    prefix = slot_contexts(topology, drafts.tokens, vocab)[outcomes.item, outcomes.slot]
     done = np.ones((len(tables), 1))
-    for depth in range(length + 1):
+    for depth in range(topology.depth + 1):
         target = np.stack([table[depth] for table in tables])
         # Outputs that ended earlier go on as p does; before the first token none has ended.
         done = (done[..., None] * target) if depth else np.zeros((len(tables), 1, vocab))
-        here = outcomes.num_accepted == depth
-        item = outcomes.item[here]
-        prefix = contexts(drafts.tokens[item], vocab, depth)
-        np.add.at(
-            done, (drafts.group[item], prefix), weight[here, None] * outcomes.distribution[here]
-        )
+        here = accepted == depth
+        group = drafts.group[outcomes.item[here]]
+        np.add.at(done, (group, prefix[here]), weight[here, None] * outcomes.distribution[here])
         done = done.reshape(len(tables), -1)
     return done
 
 
 def target_distributions(tables: list[Table]) -> Float[np.ndarray, "G outputs"]:
-    """P(first K+1 tokens) of plain decoding, group by group."""
+    """P(first P+1 tokens) of plain decoding, group by group."""
     want = np.ones((len(tables), 1))
     for depth in range(len(tables[0])):
         target = np.stack([table[depth] for table in tables])
@@ -175,30 +192,43 @@ class _Run:
     def of(cls, rule: Decide, drafts: Drafts) -> _Run:
         @jax.jit
         def call(
-            tokens: Int[Array, "R K"],
-            num_valid: Int[Array, "R"],
-            logp: Float[Array, "R K+1 V"],
-            logq: Float[Array, "R K V"],
-            uniforms: Float[Array, "R K"],
+            tokens: Int[Array, "R N"],
+            valid: Bool[Array, "R N"],
+            logp: Float[Array, "R W V"],
+            logq: Float[Array, "R W V"],
+            uniforms: Float[Array, "R N"],
         ) -> tuple[Int[Array, "R"], Float[Array, "R V"]]:
-            target, draft = sampling.by_slot(logp), sampling.by_slot(logq)
-            decision = rule(tokens, num_valid, target, draft, uniforms)
-            return decision.num_accepted, jnp.exp(decision.next_logp)
+            drafted = _drafted(drafts, tokens, valid, logq)
+            slot, next_logp = rule(drafted, sampling.by_slot(logp), uniforms)
+            return slot, jnp.exp(next_logp)
 
         return cls(call, drafts)
 
     def __call__(
-        self, item: Int[np.ndarray, "R"], uniforms: Float[np.ndarray, "R K"]
+        self, item: Int[np.ndarray, "R"], uniforms: Float[np.ndarray, "R N"]
     ) -> tuple[Int[np.ndarray, "R"], Float[np.ndarray, "R V"]]:
         drafts = self.drafts
         with jax.enable_x64(True):
             return _chunked(
                 lambda i, u: self.call(
-                    drafts.tokens[i], drafts.num_valid[i], drafts.logp[i], drafts.logq[i], u
+                    drafts.tokens[i], drafts.valid[i], drafts.logp[i], drafts.logq[i], u
                 ),
                 item,
                 uniforms,
             )
+
+
+def _drafted(
+    drafts: Drafts,
+    tokens: Int[Array, "R N"],
+    valid: Bool[Array, "R N"],
+    logq: Float[Array, "R W V"] | None,
+) -> sampling.Drafted:
+    """Some of the drafts, as rules see them: a sampled node has its parent's row of q."""
+    parents = np.array(drafts.topology.parents, np.int32)
+    row = jnp.broadcast_to(jnp.where(drafts.sampled, parents, -1), tokens.shape)
+    depth = drafts.topology.depth
+    return sampling.Drafted(tokens, valid, drafts.topology.parents, depth, row, logq)
 
 
 def _chunked(

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from specjax import sampling
 from specjax.decoding.options import RULE
 from specjax.errors import InputError, shown
 from specjax.fields import Choice, Function, Instance, Items, Whole, optional
 from specjax.testing.enumeration import (
+    Decide,
     Drafts,
     NotAStepFunction,
     Outcomes,
@@ -20,13 +23,15 @@ from specjax.testing.enumeration import (
     all_tokens,
     contexts,
     decisions,
-    distributions_along,
+    distributions_by_slot,
     output_distributions,
     target_distributions,
     walks,
 )
+from specjax.trees import Topology, chain_topology
 
 TOLERANCE = 1e-10
+_MOST_DRAFTS = 1024
 
 Valid = Callable[[Int[np.ndarray, "I K"], Float[np.ndarray, "I K V"]], Int[np.ndarray, "I"]]
 
@@ -76,7 +81,7 @@ class _Group:
 
 def check_rule(
     rule: str | sampling.Rule,
-    topology: str = "chain",
+    topology: str | Topology = "chain",
     vocab: int = 4,
     *,
     length: int = 3,
@@ -98,6 +103,10 @@ def check_rule(
     - the first `num_accepted` tokens come out, then one more, drawn from `next_logp`
       (log-probabilities).
 
+    With a `topology` of branches, which `rejection`, `coupled` and `typical` take, its nodes are
+    drawn without replacement from q, or are any tokens, or the first of siblings is drawn and the
+    others are any.
+
     All drafts of up to `length` tokens are tried on many distributions (p = q, disjoint supports,
     zeros, one-hot, reduced draft vocabularies, random ones by context), sampled and deterministic,
     with every number of valid tokens; or on your own `distributions`, whose sizes then count. A
@@ -105,24 +114,60 @@ def check_rule(
     tokens that it keeps of each draft. Raises InputError for an unknown rule or topology and for
     sizes that are out of range.
     """
-    rule = _check_input(rule, topology, vocab, length, distributions, valid)
+    rule, topology = _check_input(rule, topology, vocab, length, distributions, valid)
+    length = topology.depth
     distributions = example_distributions(vocab, length) if distributions is None else distributions
-    sampled, fixed = _sampled(distributions, valid), _deterministic(distributions, valid)
-    if isinstance(rule, sampling.Coupled):
-        return _compare([(fixed, walks(fixed[0]))])
-    decide = rule.decide
+    if topology.is_chain:
+        topology = chain_topology(len(distributions[0].q))
+    found = []
     try:
-        found = [(sampled, decisions(decide, sampled[0])), (fixed, decisions(decide, fixed[0]))]
+        for sampled in _mixtures(topology):
+            drafts = _drafts(topology, sampled, distributions, valid)
+            if not isinstance(rule, sampling.Coupled):
+                found.append((drafts, decisions(_decide(rule, topology), drafts[0])))
+            # Drafts without distributions take this way.
+            if isinstance(rule, sampling.Coupled | sampling.Rejection) and not sampled.any():
+                found.append((drafts, walks(drafts[0])))
     except NotAStepFunction:
         counterexample = (
             "the decision changes more than once while one uniform goes from 0 to 1: "
             "use each uniform once, against one threshold"
         )
         return Check(False, float("nan"), counterexample)
-    if rule == sampling.Rejection():
-        # Deterministic drafts take this way when no distribution is stored.
-        found.append((fixed, walks(fixed[0])))
     return _compare(found)
+
+
+def _mixtures(topology: Topology) -> list[Bool[np.ndarray, "N"]]:
+    """Which nodes are drawn: all, none, and in a tree also the first child of each parent alone."""
+    nodes = topology.num_nodes
+    tried = [np.ones(nodes, bool), np.zeros(nodes, bool)]
+    if not topology.is_chain:
+        tried.append(
+            np.array([p not in topology.parents[:i] for i, p in enumerate(topology.parents)])
+        )
+    return tried
+
+
+def _decide(rule: sampling.Rule, topology: Topology) -> Decide:
+    """A rule's decision on uniforms, as far as the tokens after it: a slot, and what follows it."""
+
+    def of_chain(drafted: Any, target: Any, uniforms: Any) -> tuple[Any, Any]:
+        draft = drafted.distributions(drafted.logq.shape[-1], drafted.logq.dtype)
+        return rule.decide(drafted.tokens, drafted.num_valid, target, draft, uniforms)
+
+    def of_tree(drafted: Any, target: Any, uniforms: Any) -> tuple[Any, Any]:
+        done = sampling.recursion(drafted, target, uniforms)
+        path = jnp.pad(jnp.maximum(done.path_slots, 0), ((0, 0), (1, 0)))
+        return sampling.pick(path, done.num_accepted), done.next_logp
+
+    def of_typical(drafted: Any, target: Any, uniforms: Any) -> tuple[Any, Any]:
+        del uniforms
+        *_, last = sampling.typical(drafted, target, rule.epsilon, rule.delta)
+        return last, target(last)
+
+    if isinstance(rule, sampling.Typical):
+        return of_typical
+    return of_chain if topology.is_chain else of_tree
 
 
 def example_distributions(vocab: int, length: int) -> list[DistributionPair]:
@@ -173,72 +218,109 @@ def _log(distribution: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
 
 
 def _kept(
-    valid: Valid | None, tokens: Int[np.ndarray, "I K"], q: Float[np.ndarray, "I K V"]
-) -> list[tuple[str, Int[np.ndarray, "I"]]]:
-    """The numbers of valid tokens to try, with their names."""
-    count, length = tokens.shape
+    topology: Topology,
+    valid: Valid | None,
+    tokens: Int[np.ndarray, "I N"],
+    q: Float[np.ndarray, "I W V"],
+) -> list[tuple[str, Bool[np.ndarray, "I N"]]]:
+    """Which nodes are valid, in each way to try, with a name."""
+    count, nodes = tokens.shape
     if valid is not None:
-        return [("as many tokens as `valid` keeps", np.asarray(valid(tokens, _log(q))))]
-    return [(f"{n} of {length} tokens", np.full(count, n)) for n in range(length + 1)]
+        number = np.asarray(valid(tokens, _log(q[:, :-1])))
+        tried = [("as many tokens as `valid` keeps", number)]
+    else:
+        # In trees fewer ways: there are more of them, and siblings show what is missing.
+        numbers = range(nodes + 1) if topology.is_chain else (nodes - 1, nodes)
+        tried = [(f"{n} of {nodes} tokens", np.full(count, n)) for n in numbers]
+    return [(name, np.arange(nodes)[None] < number[:, None]) for name, number in tried]
 
 
-def _sampled(
-    distributions: list[DistributionPair], valid: Valid | None
+def _drafts(
+    topology: Topology,
+    sampled: Bool[np.ndarray, "N"],
+    distributions: list[DistributionPair],
+    valid: Valid | None,
 ) -> tuple[Drafts, list[_Group]]:
-    """Every draft that q can propose, weighted by q."""
+    """Every draft of a shape, its `sampled` nodes weighted by q; the others may be any tokens."""
     drafts, groups = [], []
     for pair in distributions:
-        length, vocab = len(pair.q), pair.p[0].shape[-1]
-        tokens = all_tokens(vocab, length)
-        q = distributions_along(pair.q, tokens, length)
-        weight = np.take_along_axis(q, tokens[:, :, None], axis=2)[..., 0].prod(axis=1)
-        tokens, q, weight = tokens[weight > 0], q[weight > 0], weight[weight > 0]
-        p = distributions_along(pair.p, tokens, length + 1)
-        for name, num_valid in _kept(valid, tokens, q):
-            group = np.full(len(tokens), len(groups))
-            groups.append(_Group(pair, f"{name} from q", sampled=True))
+        vocab = pair.p[0].shape[-1]
+        tokens = all_tokens(vocab, topology.num_nodes)
+        p = distributions_by_slot(pair.p, topology, tokens)
+        q = distributions_by_slot(pair.q, topology, tokens)
+        weight, possible = _weights(topology, sampled, tokens, q)
+        drawn = weight > 0
+        tokens, p, q = tokens[drawn], p[drawn], q[drawn]
+        weight, possible = weight[drawn], possible[drawn]
+        # One group for each way that the nodes may be which are not drawn.
+        fixed, group = np.zeros((1, 0), int), np.zeros(len(tokens), int)
+        if not sampled.all():
+            fixed, group = np.unique(tokens[:, ~sampled], axis=0, return_inverse=True)
+        for name, kept in _kept(topology, valid, tokens, q):
+            names = [
+                f"{name} of the deterministic {draft.tolist()}" if draft.size else f"{name} from q"
+                for draft in fixed
+            ]
             drafts.append(
-                Drafts(tokens, num_valid.astype(np.int32), _log(p), _log(q), group, weight)
+                Drafts(
+                    topology,
+                    sampled,
+                    tokens,
+                    kept & possible,
+                    _log(p),
+                    _log(q),
+                    len(groups) + group.ravel(),
+                    weight,
+                )
             )
-    return _join(drafts), groups
+            groups.extend(_Group(pair, name, sampled=bool(sampled.any())) for name in names)
+    parts = zip(*(one[2:] for one in drafts), strict=True)
+    return Drafts(topology, sampled, *(np.concatenate(part) for part in parts)), groups
 
 
-def _deterministic(
-    distributions: list[DistributionPair], valid: Valid | None
-) -> tuple[Drafts, list[_Group]]:
-    """Every draft, each on its own: a deterministic drafter may propose any."""
-    drafts, groups = [], []
-    for pair in distributions:
-        length, vocab = len(pair.q), pair.p[0].shape[-1]
-        tokens = all_tokens(vocab, length)
-        q = np.eye(vocab)[tokens]
-        p = distributions_along(pair.p, tokens, length + 1)
-        for name, num_valid in _kept(valid, tokens, q):
-            group = len(groups) + np.arange(len(tokens))
-            groups.extend(
-                _Group(pair, f"{name} of the deterministic {draft}", sampled=False)
-                for draft in tokens.tolist()
-            )
-            weight = np.ones(len(tokens))
-            drafts.append(
-                Drafts(tokens, num_valid.astype(np.int32), _log(p), _log(q), group, weight)
-            )
-    return _join(drafts), groups
+def _weights(
+    topology: Topology,
+    sampled: Bool[np.ndarray, "N"],
+    tokens: Int[np.ndarray, "I N"],
+    q: Float[np.ndarray, "I W V"],
+) -> tuple[Float[np.ndarray, "I"], Bool[np.ndarray, "I N"]]:
+    """How likely the drawn tokens are, and which nodes there are.
 
-
-def _join(drafts: list[Drafts]) -> Drafts:
-    return Drafts(*(np.concatenate(parts) for parts in zip(*drafts, strict=True)))
+    Siblings are drawn without replacement; where q has nothing left there is no node, and nothing
+    below it. Of what stands there in its place one filler counts.
+    """
+    count, nodes = tokens.shape
+    weight, possible = np.ones(count), np.ones((count, nodes + 1), bool)
+    for node in range(nodes):
+        parent = topology.parents[node]
+        possible[:, node + 1] = possible[:, parent]
+        if not sampled[node]:
+            continue
+        left = q[:, parent].copy()
+        for before in range(node):
+            if topology.parents[before] == parent and sampled[before]:
+                np.put_along_axis(left, tokens[:, before : before + 1], 0.0, axis=1)
+        mass = left.sum(axis=1)
+        possible[:, node + 1] &= mass > 0
+        drawn = np.take_along_axis(left, tokens[:, node : node + 1], axis=1)[:, 0]
+        drawn = drawn / np.where(mass > 0, mass, 1.0)
+        weight *= np.where(possible[:, node + 1], drawn, tokens[:, node] == 0)
+    return weight, possible[:, 1:]
 
 
 def _compare(found: list[tuple[tuple[Drafts, list[_Group]], Outcomes]]) -> Check:
     worst, counterexample = 0.0, None
     for (drafts, groups), outcomes in found:
-        accepted, allowed = outcomes.num_accepted, drafts.num_valid[outcomes.item]
-        wrong = (accepted < 0) | (accepted > allowed)
+        there = np.pad(drafts.valid, ((0, 0), (1, 0)), constant_values=True)[outcomes.item]
+        inside = np.clip(outcomes.slot, 0, there.shape[1] - 1)
+        wrong = (inside != outcomes.slot) | ~np.take_along_axis(there, inside[:, None], axis=1)[
+            :, 0
+        ]
         if np.any(wrong):
             first = np.argmax(wrong)
             counterexample = (
-                f"num_accepted is {accepted[first]} where {allowed[first]} tokens were drafted"
+                f"num_accepted is {outcomes.slot[first]} where {there[first, 1:].sum()} tokens "
+                "were drafted"
             )
             return Check(False, float("nan"), counterexample)
         tables = [group.distributions.p for group in groups]
@@ -280,24 +362,37 @@ def _counterexample(group: _Group, prefix: list[int], got: float, want: float) -
 
 def _check_input(
     rule: str | sampling.Rule,
-    topology: str,
+    topology: str | Topology,
     vocab: int,
     length: int,
     distributions: list[DistributionPair] | None,
     valid: Valid | None,
-) -> sampling.Rule:
+) -> tuple[sampling.Rule, Topology]:
     rule = RULE.check("rule", rule)
-    known = (sampling.UniformRule.verify, sampling.Rejection.verify, sampling.Coupled.verify)
-    if type(rule).verify not in known:
+    known = (sampling.UniformRule, sampling.Rejection, sampling.Coupled, sampling.Typical)
+    if type(rule).verify not in [one.verify for one in known]:
         raise InputError(
             f"rule={shown(rule)}: what is enumerated is decide of a specjax.sampling.UniformRule; "
             "leave its verify as it is"
         )
-    Choice(("chain",)).check("topology", topology)
     Whole(2, 5, remedy="every output is enumerated, so use 2 to 5").check("vocab", vocab)
     Whole(1, 3, remedy="every draft is enumerated, so use 1 to 3").check("length", length)
     optional(Items(Instance(DistributionPair, "use DistributionPair"), least=1)).check(
         "distributions", distributions
     )
     optional(Function()).check("valid", valid)
-    return rule
+    if not isinstance(topology, Topology):
+        Choice(("chain",)).check("topology", topology)
+        return rule, chain_topology(length)
+    if topology.is_chain:
+        return rule, topology
+    if not rule.takes_trees or type(rule).verify is sampling.UniformRule.verify:
+        raise InputError(f"topology={topology.parents}: {rule.name} verifies chains; use rejection")
+    if vocab**topology.num_nodes > _MOST_DRAFTS:
+        raise InputError(
+            f"topology={topology.parents}: its {topology.num_nodes} nodes make more than "
+            f"{_MOST_DRAFTS} drafts of {vocab} tokens, and every draft is enumerated; use fewer"
+        )
+    if valid is not None:
+        raise InputError("valid is given: it stops chains; leave it out with another topology")
+    return rule, topology

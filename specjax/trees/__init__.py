@@ -3,14 +3,17 @@
 A `Topology` is a shape that is known when programs are compiled, a `DynamicTopology` one of each
 row that is chosen on the device, and a `Draft` one round's tokens in either. A `RankedTree` also
 says which candidate each node is, the likeliest or one of the next: from a list of choices like
-Medusa's, or built from measured acceptance (`best_tree`, `sequoia_tree`). `draw` shows them as
-text. A `DynamicTree` says how far drafters look for the best tree of each round.
+Medusa's, or built from measured acceptance (`best_tree`, `sequoia_tree`; `fastest_tree` also knows
+what passes cost). A `DynamicTree` says how far drafters look for the best tree of each round.
+`draw` shows trees as text.
 """
 
 from specjax.trees.draft import Draft as Draft
 from specjax.trees.draft import chain as chain
 from specjax.trees.draw import draw as draw
 from specjax.trees.dynamic import DynamicTree as DynamicTree
+from specjax.trees.fastest import FastestTree as FastestTree
+from specjax.trees.fastest import fastest_tree as fastest_tree
 from specjax.trees.ranked import RankedTree as RankedTree
 from specjax.trees.ranked import best_tree as best_tree
 from specjax.trees.ranked import sequoia_tree as sequoia_tree

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 
 @jax.tree_util.register_static
@@ -94,6 +94,12 @@ class Topology:
             return jnp.cumprod(valid, axis=1, dtype=jnp.int32).astype(bool)
         return _closed(valid, self.row_ancestors)
 
+    def along_paths(self, each: Float[Array, "B N"]) -> Float[Array, "B N"]:
+        """The product of what each node and its ancestors have, numbers from 0 to 1."""
+        if self.is_chain:
+            return jnp.cumprod(each, axis=1)
+        return _along_paths(each, self.row_ancestors)
+
 
 @struct.dataclass
 class DynamicTopology:
@@ -151,6 +157,10 @@ class DynamicTopology:
         """The nodes that are valid with all of their ancestors."""
         return _closed(valid, self.row_ancestors)
 
+    def along_paths(self, each: Float[Array, "B N"]) -> Float[Array, "B N"]:
+        """The product of what each node and its ancestors have, numbers from 0 to 1."""
+        return _along_paths(each, self.row_ancestors)
+
 
 AnyTopology = Topology | DynamicTopology
 
@@ -164,3 +174,9 @@ def _closed(
     valid: Bool[Array, "B N"], ancestors: Bool[Array | np.ndarray, "#B W W"]
 ) -> Bool[Array, "B N"]:
     return ~jnp.any(ancestors[:, 1:, 1:] & ~valid[:, None, :], axis=2)
+
+
+def _along_paths(
+    each: Float[Array, "B N"], ancestors: Bool[Array | np.ndarray, "#B W W"]
+) -> Float[Array, "B N"]:
+    return jnp.where(ancestors[:, 1:, 1:], each[:, None, :], 1.0).prod(axis=2)

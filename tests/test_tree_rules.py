@@ -1,0 +1,312 @@
+"""Verification of trees is exact, by enumeration; variants with a known mistake fail the test."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import slow
+
+from specjax import sampling
+from specjax.errors import InputError
+from specjax.sampling import Drafted, pick, tree
+from specjax.testing import check_rule
+from specjax.trees import DynamicTopology, Topology
+
+TWO, THREE, FORK, PAIRS = (0, 0), (0, 0, 0), (0, 0, 1), (0, 0, 1, 1)
+"""Shapes, by parents: siblings, three of them, two of which the first goes on, and with both."""
+SHARED = (0, 1, 1)
+"""One token, and two after it."""
+
+
+@pytest.mark.parametrize(
+    ("rule", "parents", "vocab"),
+    [
+        ("rejection", FORK, 3),
+        ("coupled", FORK, 3),
+        ("coupled", (0, 0, 1, 2, 2), 3),
+        *slow(
+            ("rejection", THREE, 4),
+            ("rejection", PAIRS, 3),
+            ("rejection", SHARED, 4),
+            ("coupled", THREE, 4),
+        ),
+    ],
+)
+def test_rules_emit_the_target_distribution(rule, parents, vocab, fast_programs):
+    check = check_rule(rule, Topology(parents), vocab=vocab)
+    assert check.passed, check.counterexample
+    assert check.max_error < 1e-12
+
+
+def test_typical_acceptance_is_not_exact(fast_programs):
+    check = check_rule("typical", Topology(TWO), vocab=3)
+    assert not check.passed
+    assert not sampling.Typical().exact
+
+
+def unchanged(drafted, node, vocab, dtype=jnp.float32):
+    """What a sibling was drawn from, as if those before it had not been taken out."""
+    which = pick(drafted.logq_row, node)
+    certain = sampling.one_hot_distributions(drafted.tokens, vocab, dtype)(node)
+    return jnp.where((which < 0)[:, None], certain, pick(drafted.logq, jnp.maximum(which, 0)))
+
+
+def normalised_twice(drafted, node, vocab, dtype=jnp.float32):
+    """Divides what the earlier siblings left by its sum, and by it again."""
+    left = tree_distribution(drafted, node, vocab, dtype)
+    before = jnp.exp(jnp.where(left > -jnp.inf, unchanged(drafted, node, vocab, dtype), -jnp.inf))
+    return left - jnp.log(before.sum(axis=-1, keepdims=True))
+
+
+def softmax_for_certain(drafted, node, vocab, dtype=jnp.float32):
+    """A softmax in place of the certainty with which a likeliest child was proposed."""
+    logq = tree_distribution(drafted, node, vocab, dtype)
+    certain = (logq == 0).any(axis=-1, keepdims=True)
+    return jnp.where(certain, jnp.where(logq == 0, jnp.log(0.7), jnp.log(0.3 / 2)), logq)
+
+
+tree_distribution = tree.node_distribution
+tree_recursion = sampling.recursion
+
+
+@pytest.mark.parametrize("mistake", [unchanged, normalised_twice, softmax_for_certain])
+def test_a_wrong_distribution_of_siblings_fails(mistake, monkeypatch, fast_programs):
+    monkeypatch.setattr(tree, "node_distribution", mistake)
+    check = check_rule("rejection", Topology(TWO), vocab=3)
+    assert not check.passed
+    assert check.counterexample
+
+
+def in_order_of_q(drafted, target, uniforms):
+    """Tests two siblings in the order of their own probabilities, not as they were drawn."""
+    q = pick(drafted.logq, jnp.maximum(drafted.logq_row[:, 0], 0))
+    each = jnp.take_along_axis(q, drafted.tokens, axis=1)
+    turn = (each[:, 1] > each[:, 0]) & drafted.valid.all(axis=1)
+    turned = drafted._replace(
+        tokens=jnp.where(turn[:, None], drafted.tokens[:, ::-1], drafted.tokens)
+    )
+    done = tree_recursion(turned, target, uniforms)
+    path = jnp.where(turn[:, None] & (done.path_slots > 0), 3 - done.path_slots, done.path_slots)
+    return done._replace(path_slots=path)
+
+
+def dropped_duplicate(drafted, target, uniforms):
+    """Drops a drawn token that a deterministic sibling proposes as well."""
+    twice = (drafted.tokens[:, 0] == drafted.tokens[:, 1]) & (drafted.logq_row[:, 1] < 0)
+    valid = drafted.valid.at[:, 0].set(drafted.valid[:, 0] & ~twice)
+    return tree_recursion(drafted._replace(valid=valid), target, uniforms)
+
+
+def chosen_by_own_probability(drafted, target, uniforms):
+    """Keeps the second sibling only if its own token was likely."""
+    q = pick(drafted.logq, jnp.maximum(drafted.logq_row[:, 1], 0))
+    own = pick(q, drafted.tokens[:, 1])
+    keep = (own > jnp.log(0.3)) | (drafted.logq_row[:, 1] < 0)
+    valid = drafted.valid.at[:, 1].set(drafted.valid[:, 1] & keep)
+    return tree_recursion(drafted._replace(valid=valid), target, uniforms)
+
+
+@pytest.mark.parametrize("mistake", [in_order_of_q, dropped_duplicate, chosen_by_own_probability])
+def test_a_wrong_choice_of_siblings_fails(mistake, monkeypatch, fast_programs):
+    monkeypatch.setattr(sampling, "recursion", mistake)
+    check = check_rule("rejection", Topology(TWO), vocab=3)
+    assert not check.passed
+    assert check.counterexample
+
+
+def once_for_each_path(drafted, target, uniforms):
+    """Tests the shared node again for its second path, with another uniform."""
+    first = tree_recursion(drafted, target, uniforms)
+    again = tree_recursion(drafted, target, uniforms.at[:, 0].set(uniforms[:, 2]))
+    better = again.num_accepted > first.num_accepted
+    return sampling.Recursion(
+        *(
+            jnp.where(better.reshape(-1, *[1] * (one.ndim - 1)), two, one)
+            for one, two in zip(first, again, strict=True)
+        )
+    )
+
+
+def test_draws_for_each_path_fail(monkeypatch, fast_programs):
+    monkeypatch.setattr(sampling, "recursion", once_for_each_path)
+    assert not check_rule("rejection", Topology(SHARED), vocab=2).passed
+
+
+def random_tree(seed, rows, nodes, vocab, depth=4):
+    """Trees, each row of a shape of its own, with distinct tokens, and distributions by slot."""
+    rng = np.random.default_rng(seed)
+    parents, tokens = np.zeros((rows, nodes), np.int32), np.zeros((rows, nodes), np.int32)
+    for row in range(rows):
+        depths, left = [0], [rng.permutation(vocab).tolist()]
+        for node in range(nodes):
+            open_ = [s for s in range(node + 1) if depths[s] < depth and left[s]]
+            parent = parents[row, node] = rng.choice(open_)
+            tokens[row, node] = left[parent].pop()
+            depths.append(depths[parent] + 1)
+            left.append(rng.permutation(vocab).tolist())
+    topology = DynamicTopology(jnp.asarray(parents), depth)
+    logp = jax.nn.log_softmax(2 * rng.normal(size=(rows, nodes + 1, vocab))).astype(jnp.float32)
+    valid = topology.close(jnp.asarray(rng.uniform(size=(rows, nodes)) < 0.9))
+    return topology, jnp.asarray(tokens), valid, logp
+
+
+def drafted_of(topology, tokens, valid):
+    row = jnp.full_like(tokens, -1)
+    return Drafted(tokens, valid, topology.row_parents, topology.depth, row, None)
+
+
+def paths(parents, tokens, valid, choices):
+    """The path of one row, by following the target's choices from slot to slot."""
+    slot, path = 0, []
+    while True:
+        children = [
+            node + 1
+            for node in range(len(tokens))
+            if parents[node] == slot and valid[node] and tokens[node] == choices[slot]
+        ]
+        if not children:
+            return path, choices[slot]
+        slot = children[0]
+        path.append(slot)
+
+
+def test_a_greedy_walk_follows_the_likeliest_tokens():
+    topology, tokens, valid, logp = random_tree(0, 200, 9, 3)
+    choices = sampling.argmax(logp)
+    drafted = drafted_of(topology, tokens, valid)
+    at_once = sampling.walk_greedy(drafted, choices)
+    one_by_one = sampling.walk(drafted, lambda slots, depth: pick(choices, slots))
+    lengths = set()
+    for row in range(len(tokens)):
+        path, after = paths(
+            *(np.asarray(a[row]) for a in (topology.row_parents, tokens, valid, choices))
+        )
+        lengths.add(len(path))
+        for done in (at_once, one_by_one):
+            assert done.num_accepted[row] == len(path)
+            assert done.next_token[row] == after
+            assert done.path_slots[row].tolist() == path + [-1] * (topology.depth - len(path))
+    assert {0, 1, 2, 3} <= lengths
+
+
+def test_a_tree_without_branches_is_verified_as_a_chain():
+    rows, length, vocab = 4000, 3, 5
+    keys = jax.random.split(jax.random.key(0), 3)
+    logp = jax.nn.log_softmax(jax.random.normal(keys[0], (rows, length + 1, vocab)))
+    logq = jax.nn.log_softmax(jax.random.normal(keys[1], (rows, length, vocab)))
+    tokens = jax.random.categorical(keys[2], logq)
+    uniforms = jax.random.uniform(jax.random.key(9), (rows, length))
+    num_valid = jnp.arange(rows) % (length + 1)
+    drafted = sampling.chain_drafted(tokens, num_valid, logq)
+    want = sampling.rejection(
+        tokens, num_valid, sampling.by_slot(logp), sampling.by_slot(logq), uniforms
+    )
+    got = sampling.recursion(drafted, sampling.by_slot(logp), uniforms)
+    np.testing.assert_array_equal(got.num_accepted, want.num_accepted)
+    np.testing.assert_allclose(jnp.exp(got.next_logp), jnp.exp(want.next_logp), atol=1e-6)
+    step = np.arange(length)[None]
+    path = np.where(step < np.asarray(want.num_accepted)[:, None], step + 1, -1)
+    np.testing.assert_array_equal(got.path_slots, path)
+
+
+def test_coupled_tokens_are_those_of_plain_decoding_whatever_was_drafted():
+    """The noise goes by depth; by slot the same tree would give other tokens."""
+    topology, tokens, valid, _ = random_tree(1, 300, 8, 3)
+    logp = jax.nn.log_softmax(jax.random.normal(jax.random.key(0), (300, 1, 3)))
+    logp = jnp.broadcast_to(logp, (300, 9, 3))
+    noise = jax.random.gumbel(jax.random.key(1), (300, 9, 3))
+    drafted = drafted_of(topology, tokens, valid)
+
+    def emitted(done):
+        path = np.asarray(done.path_slots)
+        tokens_ = np.asarray(tokens)
+        return [
+            [*(int(tokens_[row, s - 1]) for s in path[row] if s > 0), int(done.next_token[row])]
+            for row in range(300)
+        ]
+
+    def wrong(draws):
+        return sum(
+            one
+            != np.asarray(sampling.argmax(logp[row, : len(one)] + noise[row, : len(one)])).tolist()
+            for row, one in enumerate(draws)
+        )
+
+    target = sampling.by_slot(logp)
+    by_depth = sampling.walk(
+        drafted, lambda slots, depth: sampling.argmax(target(slots) + pick(noise, depth))
+    )
+    by_slot = sampling.walk(
+        drafted, lambda slots, depth: sampling.argmax(target(slots) + pick(noise, slots))
+    )
+    assert wrong(emitted(by_depth)) == 0
+    assert wrong(emitted(by_slot)) > 20
+    assert by_depth.num_accepted.max() > 2
+
+
+def test_typical_acceptance_takes_the_longest_path_of_likely_tokens():
+    topology, tokens, valid, logp = random_tree(2, 200, 8, 4)
+    epsilon, delta = 0.3, 0.5
+    path, accepted, last = sampling.typical(
+        drafted_of(topology, tokens, valid), sampling.by_slot(logp), epsilon, delta
+    )
+    p = np.exp(np.asarray(logp, np.float64))
+    lengths = set()
+    for row in range(len(tokens)):
+        least = np.minimum(epsilon, delta * np.exp((p[row] * np.log(p[row])).sum(axis=-1)))
+        parents = np.asarray(topology.row_parents[row])
+        depth, chance = {0: 0}, {0: 1.0}
+        for node, parent in enumerate(parents):
+            token = int(tokens[row, node])
+            if parent in depth and valid[row, node] and p[row, parent, token] > least[parent]:
+                depth[node + 1] = depth[parent] + 1
+                chance[node + 1] = chance[parent] * p[row, parent, token]
+        best = max(depth, key=lambda slot: (depth[slot], chance[slot]))
+        lengths.add(depth[best])
+        assert accepted[row] == depth[best]
+        assert chance[int(last[row])] == pytest.approx(chance[best])
+        slots, slot = [], int(last[row])
+        while slot:
+            slots.append(slot)
+            slot = int(parents[slot - 1])
+        assert path[row].tolist() == slots[::-1] + [-1] * (topology.depth - len(slots))
+    assert {0, 1, 2, 3} <= lengths
+
+
+def test_greedy_rows_keep_their_tokens_under_typical_acceptance():
+    _, tokens, _, logits = random_tree(3, 50, 3, 4)
+    best = sampling.argmax(logits)
+    tokens = jnp.where(jnp.arange(3)[None, :] < jnp.arange(50)[:, None] % 4, best[:, :3], tokens)
+    drafted = sampling.chain_drafted(tokens, jnp.full(50, 3))
+    want = sampling.walk_greedy(drafted, best)
+    target = sampling.Target(sampling.by_slot(sampling.warp(logits, 0.0)), jnp.zeros(50, int), 4)
+    got = sampling.Typical().verify(jax.random.split(jax.random.key(0), 50), drafted, target)
+    for one, two in zip(got, want, strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+def test_shapes_of_rows_are_those_of_static_trees():
+    topology, _, _, _ = random_tree(4, 30, 9, 3)
+    valid = jax.random.bernoulli(jax.random.key(0), 0.7, (30, 9))
+    ancestors, depths = np.asarray(topology.row_ancestors), np.asarray(topology.row_depths)
+    closed, fewer = topology.close(valid), topology.first(5)
+    assert (topology.num_nodes, topology.width, topology.depth) == (9, 10, 4)
+    for row in range(30):
+        same = Topology(tuple(topology.row_parents[row].tolist()))
+        np.testing.assert_array_equal(ancestors[row], same.ancestors)
+        np.testing.assert_array_equal(depths[row], same.depths)
+        np.testing.assert_array_equal(closed[row], same.close(valid[row : row + 1])[0])
+        np.testing.assert_array_equal(fewer.row_ancestors[row], same.first(5).ancestors)
+
+
+def test_bad_input_names_the_remedy():
+    with pytest.raises(
+        InputError, match=r"topology=\(0, 0\): block verifies chains; use rejection"
+    ):
+        check_rule("block", Topology(TWO))
+    with pytest.raises(InputError, match="its 6 nodes make more than 1024 drafts of 4 tokens"):
+        check_rule("rejection", Topology((0,) * 6))
+    with pytest.raises(InputError, match="valid is given"):
+        check_rule("rejection", Topology(TWO), valid=lambda tokens, logq: tokens[:, 0])
+    with pytest.raises(ValueError, match=r"Typical.epsilon=0: must be above 0"):
+        sampling.Typical(epsilon=0)
