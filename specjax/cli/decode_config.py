@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from specjax.decoding.sampling_params import SEED, SamplingParams
 from specjax.drafters import (
     DRAFTERS,
     LoadedDrafter,
+    TreeOptions,
     check_options,
     divide_options,
     drafter_options,
@@ -105,7 +106,8 @@ class DecodeConfig:
             name: own.get(name, value if name in drafter.options else None)
             for name, value in self.written["drafter"].items()
         }
-        return {**self.written, "compare": self.compare, "drafter": section}
+        tree = self.written["tree"] if "tree" in drafter.options else asdict(TreeOptions())
+        return {**self.written, "compare": self.compare, "drafter": section, "tree": tree}
 
     def turn(self, number: int) -> list[int]:
         """The indices of the questions that have a turn of that number (from 0)."""
@@ -143,6 +145,7 @@ def decode_fields() -> Fields:
             "replicated": Flag(),
             **options,
         },
+        "tree": fields_of(TreeOptions),
         **fields_of(DecodeOptions),
         "num_speculative_tokens": optional(DraftLengthText()),
         "verify": RULE_NAME,
@@ -171,7 +174,7 @@ class DraftLengthText:
 def read_decode_config(written: Mapping[str, Any]) -> DecodeConfig:
     """The checked config; checks that need the model are made later. Raises InputError."""
     values = check_values(decode_fields(), written)
-    drafters = _drafters(values["drafter"])
+    drafters = _drafters(values["drafter"], TreeOptions(**values["tree"]))
     return DecodeConfig(
         target=values["target"],
         dtype=values["dtype"],
@@ -190,11 +193,13 @@ def read_decode_config(written: Mapping[str, Any]) -> DecodeConfig:
     )
 
 
-def _drafters(section: Mapping[str, Any]) -> tuple[DrafterConfig, ...]:
-    """The drafters of the section `drafter`; an option goes to those that take it."""
+def _drafters(section: Mapping[str, Any], tree: TreeOptions) -> tuple[DrafterConfig, ...]:
+    """The drafters of the section `drafter`; an option and a tree go to those that take it."""
     options = {name: value for name, value in section.items() if value is not None}
     written, path = options.pop("name"), options.pop("path", None)
     replicated = options.pop("replicated")
+    if tree != TreeOptions():
+        options["tree"] = tree
     names = [name.strip() for name in written.split(",")]
     for name in names:
         if not name:

@@ -123,6 +123,12 @@ def plan_session(
     if not len(prompts):
         raise InputError("prompts is empty: give at least one")
     drafter = DRAFTER_KIND.check("drafter", NoDrafter() if drafter is None else drafter)
+    for part in drafter.drafter.parts:
+        if part.branches and not options.verify.takes_trees:
+            raise InputError(
+                f"verify={options.verify.name}: it verifies chains, and {part.name} drafts a tree; "
+                "use rejection or coupled, or tree.kind=chain"
+            )
     drafter = drafter._replace(
         params=spread(drafter.params, placement_of(target.params, target.mesh))
     )

@@ -1,6 +1,7 @@
 """Drafters: one file each, found by name in `registry`."""
 
 from specjax.drafters.base import DRAFT_TOKENS, Accepted, Context, Drafter, LoadedDrafter, Noise
+from specjax.drafters.growth.options import TreeOptions
 from specjax.drafters.registry import (
     DRAFTER_KIND,
     DRAFTERS,
@@ -24,6 +25,7 @@ __all__ = [
     "Drafter",
     "LoadedDrafter",
     "Noise",
+    "TreeOptions",
     "Turns",
     "check_options",
     "divide_options",

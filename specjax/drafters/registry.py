@@ -109,7 +109,8 @@ def make_drafter(
     (`specjax.loading.head_formats`), by default the one that comes with specjax for the target; for
     `draft_model` also anything `load_model` takes, or a loaded model. A function of one's own is
     called as function(target, **options), with path=path if one is given, and returns a Drafter or
-    a LoadedDrafter. Names joined by + ("ngram+eagle3") take turns (`turns.take_turns`): an option
+    a LoadedDrafter. Drafters with a model take a `tree`, such as {"kind": "dynamic"}
+    (`growth.options.TreeOptions`). Names joined by + ("ngram+eagle3") take turns (`turns.take_turns`): an option
     goes to those that take it, `num_speculative_tokens` to all. Raises InputError for an unknown
     drafter or option, and for a head or a draft model of another target.
     """
@@ -123,10 +124,11 @@ def make_drafter(
                 for part, at, own in _divide(name, path, options)
             )
         )
-    if ":" in name:
-        loaded = _call_own(name, target, {} if path is None else {"path": path}, options)
-    else:
-        loaded = DRAFTERS[name].load(name, target, path, **options)
+    if ":" not in name:
+        if length is not None:
+            options["num_speculative_tokens"] = length
+        return DRAFTERS[name].load(name, target, path, **options)
+    loaded = _call_own(name, target, {} if path is None else {"path": path}, options)
     if length is None:
         return loaded
     if isinstance(loaded.drafter, Turns):
@@ -236,15 +238,20 @@ def check_options(
     for option, value in options.items():
         if option not in known:
             takes = f"it takes {', '.join(known)}" if known else "it takes no options"
-            raise InputError(f"drafter.{option}={shown(value)}: {name} does not take it; {takes}")
+            raise InputError(f"{_field(option)}={shown(value)}: {name} does not take it; {takes}")
         if (kind := kind_of(known[option].annotation)) is not None:
-            checked[option] = kind.check(f"drafter.{option}", value)
+            checked[option] = kind.check(_field(option), value)
     for option, parameter in known.items():
         if parameter.default is inspect.Parameter.empty and option not in (*options, *supplied):
             raise InputError(f"drafter.{option} is missing: {name} needs it")
     if name not in TRAINED and path is not None:
         raise InputError(f"drafter.path={shown(str(path))}: {name} does not take it; leave it out")
     return checked
+
+
+def _field(option: str) -> str:
+    """What errors call an option: `tree` is a section of its own."""
+    return option if option == "tree" else f"drafter.{option}"
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
@@ -293,7 +300,7 @@ def divide_options(
     takes = {name: _taken(name) for name in names}
     for option, value in options.items():
         if not any(option in taken for taken in takes.values()):
-            raise InputError(f"drafter.{option}={value!r}: none of {listed} takes it; leave it out")
+            raise InputError(f"{_field(option)}={value!r}: none of {listed} takes it; leave it out")
     trained = {name: _trained(name) for name in names}
     kinds = list(dict.fromkeys(kind for found in trained.values() for kind in found))
     if path is not None and len(kinds) != 1:
