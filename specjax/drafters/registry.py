@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from specjax.drafters.base import DRAFT_TOKENS, OWN_DRAFTER, Drafter, LoadedDrafter
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.early_exit import EarlyExit
+from specjax.drafters.growth.options import TreeOptions
 from specjax.drafters.medusa import MedusaDrafter
 from specjax.drafters.ngram import Ngram
 from specjax.drafters.none import NoDrafter
@@ -110,7 +111,7 @@ def make_drafter(
     `draft_model` also anything `load_model` takes, or a loaded model. A function of one's own is
     called as function(target, **options), with path=path if one is given, and returns a Drafter or
     a LoadedDrafter. Drafters with a model take a `tree`, such as {"kind": "dynamic"}
-    (`growth.options.TreeOptions`). Names joined by + ("ngram+eagle3") take turns (`turns.take_turns`): an option
+    (`TreeOptions`). Names joined by + ("ngram+eagle3") take turns (`turns.take_turns`): an option
     goes to those that take it, `num_speculative_tokens` to all. Raises InputError for an unknown
     drafter or option, and for a head or a draft model of another target.
     """
@@ -238,7 +239,7 @@ def check_options(
     for option, value in options.items():
         if option not in known:
             takes = f"it takes {', '.join(known)}" if known else "it takes no options"
-            raise InputError(f"{_field(option)}={shown(value)}: {name} does not take it; {takes}")
+            raise InputError(f"{_given(option, value)}: {name} does not take it; {takes}")
         if (kind := kind_of(known[option].annotation)) is not None:
             checked[option] = kind.check(_field(option), value)
     for option, parameter in known.items():
@@ -252,6 +253,13 @@ def check_options(
 def _field(option: str) -> str:
     """What errors call an option: `tree` is a section of its own."""
     return option if option == "tree" else f"drafter.{option}"
+
+
+def _given(option: str, value: Any) -> str:
+    """An option and its value, as errors say them."""
+    if isinstance(value, TreeOptions):
+        return f"tree.kind={value.kind}"
+    return f"{_field(option)}={shown(value)}"
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
@@ -300,7 +308,7 @@ def divide_options(
     takes = {name: _taken(name) for name in names}
     for option, value in options.items():
         if not any(option in taken for taken in takes.values()):
-            raise InputError(f"{_field(option)}={value!r}: none of {listed} takes it; leave it out")
+            raise InputError(f"{_given(option, value)}: none of {listed} takes it; leave it out")
     trained = {name: _trained(name) for name in names}
     kinds = list(dict.fromkeys(kind for found in trained.values() for kind in found))
     if path is not None and len(kinds) != 1:

@@ -25,8 +25,8 @@ class _LevelShape(NamedTuple):
     parents: Int[np.ndarray, "T"]
     start: int
     visible: Bool[np.ndarray, "T W"]
-    child_parents: Int[np.ndarray, "num_children"]
-    child_ranks: Int[np.ndarray, "num_children"]
+    child_parents: Int[np.ndarray, "N"]
+    child_ranks: Int[np.ndarray, "N"]
 
 
 def window_slots(tree: RankedTree) -> int:
