@@ -4,7 +4,7 @@ A `Topology` is a shape that is known when programs are compiled, a `DynamicTopo
 row that is chosen on the device, and a `Draft` one round's tokens in either. A `RankedTree` also
 says which candidate each node is, the likeliest or one of the next: from a list of choices like
 Medusa's, or built from measured acceptance (`best_tree`, `sequoia_tree`; `fastest_tree` also knows
-what passes cost). `draw` shows them as text.
+what passes cost). `draw` shows them as text, `svg` as a picture.
 """
 
 from specjax.trees.draft import Draft as Draft
@@ -12,6 +12,7 @@ from specjax.trees.draft import chain as chain
 from specjax.trees.draw import draw as draw
 from specjax.trees.fastest import FastestTree as FastestTree
 from specjax.trees.fastest import fastest_tree as fastest_tree
+from specjax.trees.picture import svg as svg
 from specjax.trees.ranked import RankedTree as RankedTree
 from specjax.trees.ranked import best_tree as best_tree
 from specjax.trees.ranked import sequoia_tree as sequoia_tree
