@@ -46,7 +46,10 @@ def get_config():
     config.num_speculative_tokens = "auto"
     # ((low, high, k), ...): with low..high unfinished rows at most k draft tokens.
     config.num_speculative_tokens_per_batch_size = ()
-    config.verify = "rejection"  # rejection | block | coupled
+    config.verify = "rejection"  # rejection | block | coupled, and typical, which is lossy
+    config.typical = config_dict.ConfigDict()  # accepts p(x) > min(epsilon, delta exp(-H(p)))
+    config.typical.epsilon = config_dict.placeholder(float)  # 0.09
+    config.typical.delta = config_dict.placeholder(float)  # 0.3
 
     config.sampling = config_dict.ConfigDict()
     config.sampling.temperature = 0.0

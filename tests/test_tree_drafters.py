@@ -495,7 +495,7 @@ def test_trees_that_do_not_fit(tiny):
     says = "tree: mtp has 2 modules here, which draft chains"
     refused(says, head_drafter, mtp_head(tiny, 2), tiny, tree=static)
     drafter = EarlyExit(3, tree=dynamic)
-    says = "verify=block: it verifies chains, and early_exit drafts a tree; use rejection or"
+    says = "verify=block: early_exit drafts trees, and block verifies chains; use rejection or"
     refused(says, decode, tiny, [[1]], drafter=drafter, verify="block")
     says = "num_speculative_tokens=8: the tree has 3 levels"
     refused(says, decode, tiny, [[1]], drafter=drafter, num_speculative_tokens=8)

@@ -81,6 +81,11 @@ class Session:
         """The key that all draws of a prompt come from."""
         return sampling.row_key(self.seed, prompt, self.requests[prompt].seed)
 
+    @property
+    def lossy(self) -> bool:
+        """Whether the rule changes the distribution of some row: greedy ones keep their tokens."""
+        return not self.plan.rule.exact and self.plan.flags.sampled
+
     def batches(self) -> list[list[int]]:
         """The prompts' indices, batch by batch, in input order."""
         count = len(self.prompts)
@@ -123,12 +128,6 @@ def plan_session(
     if not len(prompts):
         raise InputError("prompts is empty: give at least one")
     drafter = DRAFTER_KIND.check("drafter", NoDrafter() if drafter is None else drafter)
-    for part in drafter.drafter.parts:
-        if part.branches and not options.verify.takes_trees:
-            raise InputError(
-                f"verify={options.verify.name}: it verifies chains, and {part.name} drafts a tree; "
-                "use rejection or coupled, or tree.kind=chain"
-            )
     drafter = drafter._replace(
         params=spread(drafter.params, placement_of(target.params, target.mesh))
     )
@@ -176,7 +175,14 @@ def plan_session(
         chunk=_chunk(max(map(len, encoded))),
         logprobs=any(request.logprobs for request in requests),
     )
-    if options.verify not in sampling.RULES.values():
+    rule = options.verify
+    for part in turns.parts:
+        if part.branches and not rule.takes_trees:
+            raise InputError(
+                f"verify={rule.name}: {part.name} drafts trees, and {rule.name} verifies chains; "
+                "use rejection or coupled, or tree.kind=chain"
+            )
+    if type(options.verify) not in map(type, sampling.RULES.values()):
         check_rule(options.verify, batch_size, plan.widths, target.config.vocab_size)
     return Session(
         target,

@@ -27,7 +27,9 @@ class TreeOptions:
     A `chain` is none. A `static` tree is that of the paths `choices`, each the ranks of its tokens
     among the candidates after those before, such as Medusa's; or the one of `num_nodes` nodes,
     `depth` levels and at most `topk` children a node in which most tokens are expected to be
-    accepted. A `dynamic` tree is a `DynamicTree` of these numbers, chosen in each round. Raises
+    accepted. A `dynamic` tree is a `DynamicTree` of these numbers, chosen in each round.
+    `acceptance[d][r]` says how often the candidate of rank r at depth d (from 0) is accepted where
+    its parent is, as it was measured; drafters that come with specjax bring theirs. Raises
     InputError for numbers out of range, and for options that do not go together.
     """
 
@@ -36,13 +38,15 @@ class TreeOptions:
     depth: Annotated[int | None, optional(Whole(1, 64))] = None
     num_nodes: Annotated[int | None, optional(Whole(1, 1023))] = None
     choices: Annotated[tuple[tuple[int, ...], ...] | None, optional(_CHOICES)] = None
+    acceptance: tuple[tuple[float, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         check_instance(self, "tree.")
         given = {
             field.name: value
             for field in fields(self)
-            if field.name != "kind" and (value := getattr(self, field.name)) is not None
+            if field.name not in ("kind", "acceptance")
+            and (value := getattr(self, field.name)) is not None
         }
         for name, value in given.items():
             if self.kind == "chain":
@@ -84,7 +88,10 @@ class TreeOptions:
             most = DynamicTree(topk, depth, 0).num_candidates
             return DynamicTree(topk, depth, self._nodes(most, topk, depth))
         most = sum(topk**level for level in range(1, depth + 1))
-        return best_tree(usual_rates(topk, depth), self._nodes(most, topk, depth))
+        rates = self.acceptance or usual_rates(topk)
+        # What is deeper than was measured is as what was measured last.
+        rates = [rates[min(level, len(rates) - 1)][:topk] for level in range(depth)]
+        return best_tree(rates, self._nodes(most, topk, depth))
 
     def _chosen(self) -> RankedTree:
         try:
@@ -103,12 +110,12 @@ class TreeOptions:
         return self.num_nodes
 
 
-def usual_rates(topk: int, depth: int) -> list[list[float]]:
-    """How often the candidate of each rank is accepted, at each depth, where nothing was measured.
+def usual_rates(topk: int) -> tuple[tuple[float, ...], ...]:
+    """How often the candidate of each rank is accepted, at any depth, where nothing was measured.
 
     Half as often as the rank before it: 0.5, 0.25, ...
     """
-    return [[0.5 ** (rank + 1) for rank in range(topk)]] * depth
+    return (tuple(0.5 ** (rank + 1) for rank in range(topk)),)
 
 
 @dataclass(frozen=True)
