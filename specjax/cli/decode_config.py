@@ -204,10 +204,6 @@ def read_decode_config(written: Mapping[str, Any]) -> DecodeConfig:
     )
 
 
-<<<<<<< HEAD
-def _drafters(section: Mapping[str, Any], tree: TreeOptions) -> tuple[DrafterConfig, ...]:
-    """The drafters of the section `drafter`; an option and a tree go to those that take it."""
-=======
 def _rule(name: str, thresholds: Mapping[str, float | None]) -> Rule:
     """The rule of that name; `thresholds` are the section `typical`."""
     given = {option: value for option, value in thresholds.items() if value is not None}
@@ -221,9 +217,8 @@ def _rule(name: str, thresholds: Mapping[str, float | None]) -> Rule:
     return RULES[name]
 
 
-def _drafters(section: Mapping[str, Any]) -> tuple[DrafterConfig, ...]:
-    """The drafters of the section `drafter`; an option goes to those that take it."""
->>>>>>> main
+def _drafters(section: Mapping[str, Any], tree: TreeOptions) -> tuple[DrafterConfig, ...]:
+    """The drafters of the section `drafter`; an option and a tree go to those that take it."""
     options = {name: value for name, value in section.items() if value is not None}
     written, path = options.pop("name"), options.pop("path", None)
     replicated = options.pop("replicated")
