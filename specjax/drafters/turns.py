@@ -8,11 +8,13 @@ when no more of the target's features can be kept. A single drafter is a tuple o
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Int
@@ -22,7 +24,7 @@ from specjax.draft_length.survival import UNKNOWN
 from specjax.drafters.base import Accepted, Context, Drafter, LoadedDrafter, Noise
 from specjax.drafters.none import empty_draft
 from specjax.sampling import drafter_noise
-from specjax.trees import Draft, chain_topology
+from specjax.trees import Draft, DynamicTopology, chain_topology
 
 NO_DRAFTER = -1
 """The number of the drafter of a row without a draft."""
@@ -184,7 +186,7 @@ class Turns:
             # All of a tree is drafted, however many nodes of it are kept.
             more = jnp.maximum(new.valid.sum(axis=1).max() - 1, 0)
             further.append(jnp.int32(0) if part.branches else more)
-            draft = new if draft is None else joined(draft, new, self.num_speculative_tokens)
+            draft = new if draft is None else joined(draft, new, self.num_nodes)
         return Proposal(
             draft,
             tuple(states),
@@ -302,12 +304,7 @@ def _catch_up(
 
 
 def joined(first: Draft, second: Draft, length: int) -> Draft:
-    """A chain of `length` nodes: each row's from the first draft that proposes any.
-
-    Raises ValueError for a tree.
-    """
-    if not (first.topology.is_chain and second.topology.is_chain):
-        raise ValueError("drafters that take turns propose chains: build drafts with trees.chain")
+    """A draft of `length` nodes: each row's from the first draft that proposes any."""
     distributions = [draft.logq for draft in (first, second) if draft.logq is not None]
     offset = 0 if first.logq is None else first.logq.shape[1]
     second = second.replace(logq_row=jnp.where(second.logq_row < 0, -1, second.logq_row + offset))
@@ -321,24 +318,25 @@ def joined(first: Draft, second: Draft, length: int) -> Draft:
             for draft in (first, second)
         )
 
-    def either(name: str, filler: float | bool) -> Array:
-        return jnp.where(
-            here,
-            *(
-                jnp.pad(
-                    getattr(draft, name),
-                    ((0, 0), (0, length - draft.tokens.shape[1])),
-                    constant_values=filler,
-                )
-                for draft in (first, second)
-            ),
-        )
+    def chosen(parts: Sequence[Array | np.ndarray], filler: float | bool) -> Array:
+        room = [((0, 0), (0, length - part.shape[1])) for part in parts]
+        padded = map(functools.partial(jnp.pad, constant_values=filler), parts, room)
+        return jnp.where(here, *padded)
 
+    def either(name: str, filler: float | bool) -> Array:
+        return chosen([getattr(draft, name) for draft in (first, second)], filler)
+
+    shapes = [draft.topology for draft in (first, second)]
+    if all(shape.is_chain for shape in shapes):
+        topology = chain_topology(length)
+    else:
+        parents = chosen([shape.row_parents for shape in shapes], 0)
+        topology = DynamicTopology(parents, max(shape.depth for shape in shapes))
     return Draft(
         tokens=either("tokens", 0),
         valid=either("valid", False),
         logq_row=either("logq_row", -1),
         logq=jnp.concatenate(distributions, axis=1) if distributions else None,
-        topology=chain_topology(length),
+        topology=topology,
         confidence=either("confidence", UNKNOWN) if known else None,
     )
