@@ -3,11 +3,11 @@
     python scripts/calibrate_trees.py --drafters=NAMES --out=DIR [--prompts=FILE.jsonl] [--limit=N]
 
 Decodes prompts greedily, and counts how often the target's token is the likeliest candidate of a
-drafter, the second likeliest, and so on, at each depth of a draft
-(`specjax.cli.measure_ranks.measure_ranks`). Prompts are those of the conversations that come with
-specjax, or a JSONL file's in Spec-Bench's schema. DIR gets a file NAME.ranks.json for each drafter,
-which `tree.kind=static` is built from where it stands beside the heads; the tree of --num_nodes
-nodes is shown, with what it is expected to accept. Exit codes: 0; 2 for bad input; 130 after Ctrl-C
+drafter, the second likeliest, and so on, at each depth of a draft (`specjax.tuning`). Prompts are
+those of the conversations that come with specjax, or a JSONL file's in Spec-Bench's schema. DIR
+gets a file NAME.ranks.json for each drafter, which `tree.kind=static` and `auto` are built from
+where it stands beside the heads; the tree of --num_nodes nodes is shown, with what it is expected
+to accept. Exit codes: 0; 2 for bad input; 130 after Ctrl-C
 or SIGTERM.
 """
 
@@ -20,7 +20,6 @@ from typing import Any
 
 from specjax.cli import command
 from specjax.cli.flags import Listed, Parser
-from specjax.cli.measure_ranks import measure_ranks
 from specjax.decoding.prompts import Prompt, read_questions
 from specjax.drafters import DRAFT_TOKENS, make_drafter
 from specjax.fields import InputFile, OutputFolder, PathOrName, Text, Whole, optional
@@ -28,6 +27,7 @@ from specjax.files.json_files import read_json_lines
 from specjax.loading.heads.ranks import ranks_file, write_acceptance
 from specjax.loading.load import DEFAULT_MODEL, load_model
 from specjax.trees import best_tree, draw
+from specjax.tuning.measure_ranks import measure_ranks
 from train.data.shipped import ROWS
 
 
