@@ -32,11 +32,24 @@ def get_config():
 
     config.drafter.replicated = False  # each device holds a draft model whole
 
+    # Of drafters with a model: several tokens after each, static where they are the same ranks in
+    # each round, dynamic where they are chosen anew.
+    config.tree = config_dict.ConfigDict()
+    config.tree.kind = "chain"  # chain | static | dynamic
+    config.tree.topk = config_dict.placeholder(int)  # the most tokens after a token
+    config.tree.depth = config_dict.placeholder(int)  # the longest path, in tokens
+    config.tree.num_nodes = config_dict.placeholder(int)
+    # static: paths of ranks, as ((0,), (1,), (0, 0)), instead of the three numbers.
+    config.tree.choices = config_dict.placeholder(tuple)
+
     # auto: as many as pay, by measured costs | fixed: as each drafter has it | a number
     config.num_speculative_tokens = "auto"
     # ((low, high, k), ...): with low..high unfinished rows at most k draft tokens.
     config.num_speculative_tokens_per_batch_size = ()
-    config.verify = "rejection"  # rejection | block | coupled
+    config.verify = "rejection"  # rejection | block | coupled, and typical, which is lossy
+    config.typical = config_dict.ConfigDict()  # accepts p(x) > min(epsilon, delta exp(-H(p)))
+    config.typical.epsilon = config_dict.placeholder(float)  # 0.09
+    config.typical.delta = config_dict.placeholder(float)  # 0.3
 
     config.sampling = config_dict.ConfigDict()
     config.sampling.temperature = 0.0

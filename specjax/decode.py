@@ -91,7 +91,7 @@ def decode(config: DecodeConfig) -> int:
         turns=config.all_turns,
     )
     where = f"{setting.dtype}, {setting.device}"
-    title = f"{config.target}, {where}, batch size {config.options.batch_size}"
+    title = f"{config.target}, {where}, batch size {config.options.batch_size}{_lossy(config)}"
     screen.say(f"{model.num_params / 1e6:.1f}M parameters, {setting.dtype}, on {setting.device}")
     screen.legend(config.drafters[0].name)
     runs = [DrafterRun(one.name, config.written_for(one)) for one in config.drafters]
@@ -154,10 +154,17 @@ def _largest_report(config: DecodeConfig, model: Model) -> int:
 
 def _identity(config: DecodeConfig, totals: Totals) -> str:
     """What the table says of a comparison with plain decoding."""
+    if config.lossy:
+        return f"not expected: {config.options.verify.name} is lossy"
     if not config.comparable:
         rule = config.options.verify.name
         return f"not expected: {rule} at a temperature has the same distribution only"
     return f"{totals.identical_rows or 0} of {totals.compared_rows} rows"
+
+
+def _lossy(config: DecodeConfig) -> str:
+    """What a title says of a rule that changes the output's distribution."""
+    return f"; LOSSY: {config.options.verify.name} acceptance" if config.lossy else ""
 
 
 def _path_note(name: str) -> str:
@@ -182,7 +189,7 @@ def listing() -> str:
     )
     lines.append("  NAME+NAME, as ngram+eagle3: the first that has a draft, in each row")
     lines.append("  NAME,NAME: several, each compared with plain decoding")
-    lines.append("rules (--config.verify=RULE), all exact:")
+    lines.append("rules (--config.verify=RULE), exact unless they say lossy:")
     lines += [f"  {name}: {rule.description}" for name, rule in RULES.items()]
     lines.append("sampling (--config.sampling.FIELD=VALUE):")
     lines += [f"  {field.name} = {field.default}" for field in fields(SamplingParams)]

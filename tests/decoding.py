@@ -195,6 +195,7 @@ class Changed(Drafter):
     decides = property(lambda self: self.drafter.decides)
     lengths = property(lambda self: self.drafter.lengths)
     num_nodes = property(lambda self: self.inner.num_nodes)
+    branches = property(lambda self: self.inner.branches)
 
     @property
     def inner(self):

@@ -23,6 +23,7 @@ from specjax.drafters import make_drafter
 from specjax.loading.load import load_model, save_model
 from specjax.reporting import report_file
 from specjax.reporting.read import read_report
+from specjax.reporting.runs import labels
 
 ROW = {
     "question_id",
@@ -161,6 +162,39 @@ def test_coupled_equals_plain_decoding_at_a_temperature(name, run, folder):
     assert report["summary"]["identical_rows"] == 3
     assert report["summary"]["expected_acceptance"] is None
     assert [row["batch"] for row in report["rows"]] == [0, 0, 1]
+
+
+def test_a_lossy_rule_says_so_wherever_it_is_used(run, folder, capsys, tmp_path):
+    typical = [*drafter("early_exit", folder), "--config.verify=typical", "--config.compare=true"]
+    code, report = run(*typical, "--config.sampling.temperature=1.0")
+    assert code == 0
+    assert report["summary"]["lossy"] is True
+    assert report["summary"]["identical_rows"] is None
+    shown = capsys.readouterr().out
+    assert "LOSSY: typical acceptance" in shown
+    assert "not expected: typical is lossy" in shown
+    (tmp_path / "report.json").rename(tmp_path / "typical.json")
+    assert labels([read_report(tmp_path / "typical.json")]) == ["early_exit (lossy)"]
+    (tmp_path / "typical.json").unlink()
+    # Greedy rows keep their tokens.
+    code, report = run(*typical, "--config.typical.epsilon=0.5", "--config.typical.delta=2")
+    assert code == 0
+    assert "lossy" not in report["summary"]
+    assert report["summary"]["identical_rows"] == 3
+    assert "LOSSY" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["typical.delta=0.1"], "typical.delta=0.1: verify=rejection does not take it"),
+        (["verify=typical", "typical.epsilon=0"], "typical.epsilon=0.0: use a number above 0"),
+    ],
+)
+def test_wrong_thresholds_are_refused(flags, message, run, capsys):
+    code, report = run(*(f"--config.{flag}" for flag in flags))
+    assert (code, report) == (2, None)
+    assert message in capsys.readouterr().err
 
 
 def test_identity_means_nothing_under_a_random_rule(run, folder, capsys):

@@ -13,7 +13,7 @@ ORDER = [
     "specjax.decode specjax.bench specjax.report specjax.export",
     "specjax.cli",
     "specjax.reporting",
-    "specjax.testing",
+    "specjax.testing specjax.tuning",
     "specjax.decoding",
     "specjax.drafters",
     "specjax.loading",

@@ -1,5 +1,7 @@
 """Token recycling: the table follows the target's passes, and the tree is looked up in it."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ import specjax
 from specjax import trees
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.draft_length.limits import DraftLength
-from specjax.drafters import TokenRecycling, take_turns
+from specjax.drafters import TokenRecycling, TreeOptions, take_turns
 from specjax.drafters.base import TargetPass
 from specjax.errors import InputError
 from specjax.sampling import Coupled
@@ -152,6 +154,19 @@ def test_the_distribution_is_the_targets(rule, target):
     assert check.acceptance_length > 1.5
 
 
+def test_options_of_the_tree():
+    usual = TokenRecycling(61)
+    assert (usual.num_speculative_tokens, usual.num_nodes, usual.num_candidates) == (5, 32, 8)
+    deeper = dataclasses.replace(usual, num_speculative_tokens=9)
+    assert deeper.shape.depth == 9
+    assert dataclasses.replace(usual, num_speculative_tokens=0).num_nodes == 0
+    small = TokenRecycling(61, tree=TreeOptions(kind="static", num_nodes=6, depth=3))
+    assert (small.num_speculative_tokens, small.num_nodes) == (3, 6)
+    line = TokenRecycling(61, num_speculative_tokens=4, tree=TreeOptions(kind="chain"))
+    assert line.shape.topology.is_chain
+    assert (line.num_nodes, line.num_candidates) == (4, 1)
+
+
 @pytest.mark.parametrize("name", ["token_recycling", "ngram|token_recycling"])
 def test_by_name(name, tiny):
     made = specjax.make_drafter(name, tiny, num_speculative_tokens=3)
@@ -165,7 +180,8 @@ def test_by_name(name, tiny):
     ("options", "said"),
     [
         ({"tree": TREE, "num_speculative_tokens": 4}, "=4: the tree has 3 levels; leave it out"),
-        ({"tree": trees.tree_of_choices([[0], [1], [2]])}, "3 candidates after a token, and the"),
+        ({"tree": trees.tree_of_choices([[0], [1], [2]])}, "tree.topk=3: the vocabulary has 2"),
+        ({"tree": TreeOptions(kind="dynamic", topk=2)}, "tree.kind=dynamic: .* use static"),
     ],
 )
 def test_bad_input(options, said):

@@ -1,6 +1,7 @@
 """Static trees: from choices and back, the best for given acceptance, and their pictures."""
 
 import itertools
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from specjax.trees import (
     chain_topology,
     draw,
     sequoia_tree,
+    svg,
     tree_of_choices,
 )
 
@@ -161,3 +163,24 @@ def test_the_ancestors_of_a_built_tree_are_its_paths():
     for path, slot in slots.items():
         seen = {0, *(slots[path[: length + 1]] for length in range(len(path)))}
         assert set(np.flatnonzero(tree.topology.ancestors[slot]).tolist()) == seen
+
+
+def test_a_picture_has_each_node_once_and_no_two_overlap():
+    tree = tree_of_choices([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
+    labels = [f"<{rank}>" for rank in tree.ranks]
+    picture = ElementTree.fromstring(svg(tree, labels, colours=["#1a7f37"] * 6, title="six"))
+    name = "{http://www.w3.org/2000/svg}"
+    texts, boxes = picture.findall(f"{name}text"), picture.findall(f"{name}rect")
+    assert [text.text for text in texts] == ["root", *labels]
+    assert len(picture.findall(f"{name}path")) == 6
+    places = {(box.get("x"), box.get("y")) for box in boxes}
+    assert len(places) == 7
+    width, height = (float(picture.get(side)) for side in ("width", "height"))
+    for box in boxes:
+        assert 0 <= float(box.get("x")) <= width - float(box.get("width"))
+        assert 0 <= float(box.get("y")) <= height - 18
+    # Columns are as far apart as their widest node needs.
+    columns = sorted({float(box.get("x")) for box in boxes})
+    assert len(columns) == 4
+    with pytest.raises(InputError, match="labels: 1 for 6 nodes"):
+        svg(tree, ["a"])

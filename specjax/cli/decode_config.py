@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from specjax.decoding.sampling_params import SEED, SamplingParams
 from specjax.drafters import (
     DRAFTERS,
     LoadedDrafter,
+    TreeOptions,
     check_options,
     divide_options,
     drafter_options,
@@ -29,6 +30,7 @@ from specjax.fields import (
     Flag,
     InputFile,
     Kind,
+    Number,
     OutputFile,
     PathOrName,
     Text,
@@ -42,7 +44,7 @@ from specjax.files.paths import user_path
 from specjax.loading.heads.find_head import holds_head
 from specjax.loading.load import DTYPE, load_model
 from specjax.loading.model import Model
-from specjax.sampling import derived_seed
+from specjax.sampling import RULES, Rule, Typical, derived_seed
 
 SIMULATED = "simulated"
 """The drafter that needs a plain run before it can be made."""
@@ -50,6 +52,7 @@ FIXED = "fixed"
 """The draft length of a command line that is each drafter's own."""
 _MODEL = "draft_model"
 """The drafter that is a model, which each device may hold whole."""
+_THRESHOLD = Number(0.0, above=True, remedy="use a number above 0")
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,11 @@ class DecodeConfig:
         return self.options.verify.position_noise or self.sampling.temperature == 0
 
     @property
+    def lossy(self) -> bool:
+        """Whether the output has another distribution than the target's."""
+        return not self.options.verify.exact and self.sampling.temperature > 0
+
+    @property
     def has_expectation(self) -> bool:
         """Whether to compute the acceptance that p and q imply under the rule `rejection`."""
         sampled = self.sampling.temperature > 0 and self.options.verify.name == "rejection"
@@ -105,7 +113,8 @@ class DecodeConfig:
             name: own.get(name, value if name in drafter.options else None)
             for name, value in self.written["drafter"].items()
         }
-        return {**self.written, "compare": self.compare, "drafter": section}
+        tree = self.written["tree"] if "tree" in drafter.options else asdict(TreeOptions())
+        return {**self.written, "compare": self.compare, "drafter": section, "tree": tree}
 
     def turn(self, number: int) -> list[int]:
         """The indices of the questions that have a turn of that number (from 0)."""
@@ -143,9 +152,11 @@ def decode_fields() -> Fields:
             "replicated": Flag(),
             **options,
         },
+        "tree": fields_of(TreeOptions),
         **fields_of(DecodeOptions),
         "num_speculative_tokens": optional(DraftLengthText()),
         "verify": RULE_NAME,
+        "typical": {"epsilon": optional(_THRESHOLD), "delta": optional(_THRESHOLD)},
         "batch_size": BATCH_SIZE,
         "sampling": fields_of(SamplingParams),
         "seed": SEED,
@@ -171,7 +182,7 @@ class DraftLengthText:
 def read_decode_config(written: Mapping[str, Any]) -> DecodeConfig:
     """The checked config; checks that need the model are made later. Raises InputError."""
     values = check_values(decode_fields(), written)
-    drafters = _drafters(values["drafter"])
+    drafters = _drafters(values["drafter"], TreeOptions(**values["tree"]))
     return DecodeConfig(
         target=values["target"],
         dtype=values["dtype"],
@@ -179,7 +190,10 @@ def read_decode_config(written: Mapping[str, Any]) -> DecodeConfig:
         all_turns=values["turns"] == "all",
         chat=values["chat"],
         drafters=drafters,
-        options=DecodeOptions(**{name: values[name] for name in fields_of(DecodeOptions)}),
+        options=DecodeOptions(
+            **{name: values[name] for name in fields_of(DecodeOptions) if name != "verify"},
+            verify=_rule(values["verify"], values["typical"]),
+        ),
         sampling=SamplingParams(**values["sampling"]),
         seed=values["seed"],
         compare=values["compare"] or len(drafters) > 1,
@@ -190,11 +204,26 @@ def read_decode_config(written: Mapping[str, Any]) -> DecodeConfig:
     )
 
 
-def _drafters(section: Mapping[str, Any]) -> tuple[DrafterConfig, ...]:
-    """The drafters of the section `drafter`; an option goes to those that take it."""
+def _rule(name: str, thresholds: Mapping[str, float | None]) -> Rule:
+    """The rule of that name; `thresholds` are the section `typical`."""
+    given = {option: value for option, value in thresholds.items() if value is not None}
+    if name == Typical.name:
+        return Typical(**given)
+    for option, value in given.items():
+        raise InputError(
+            f"typical.{option}={value}: verify={name} does not take it; leave it out, or use "
+            f"verify={Typical.name}"
+        )
+    return RULES[name]
+
+
+def _drafters(section: Mapping[str, Any], tree: TreeOptions) -> tuple[DrafterConfig, ...]:
+    """The drafters of the section `drafter`; an option and a tree go to those that take it."""
     options = {name: value for name, value in section.items() if value is not None}
     written, path = options.pop("name"), options.pop("path", None)
     replicated = options.pop("replicated")
+    if tree != TreeOptions():
+        options["tree"] = tree
     names = [name.strip() for name in written.split(",")]
     for name in names:
         if not name:

@@ -38,7 +38,8 @@ class Generation:
     for. `width`, `drafted`, `accepted` and `emitted` are [B, R] counts per round, -1 where a row
     was finished already; `drafter` is the number of the drafter whose turn it was, in the order of
     their names, -1 where none drafted. `prefill_s` and `decode_s` are seconds of the batch a row
-    was in, and `batch` the batch's number; `compile_s` is outside of them.
+    was in, and `batch` the batch's number; `compile_s` is outside of them. `lossy` says that the
+    rule, as `typical` does, changed the distribution that the tokens come from.
     """
 
     token_ids: list[list[int]]
@@ -54,6 +55,7 @@ class Generation:
     prefill_s: list[float]
     decode_s: list[float]
     compile_s: float = 0.0
+    lossy: bool = False
 
     @property
     def new_tokens(self) -> int:
@@ -121,6 +123,8 @@ def generate(
 ) -> Generation:
     """Decode prompts with a drafter; the output has exactly the target's distribution.
 
+    Only `verify="typical"` changes the distribution, and the result then says `lossy`.
+
     A prompt is raw text, a list of messages (through the chat template) or a list of token ids.
     `num_speculative_tokens` is the longest draft (K; the drafter's own by default), or "auto": up
     to so many, as long as one more is worth what it is expected to cost, by measured times, the
@@ -129,9 +133,10 @@ def generate(
     `num_speculative_tokens_per_batch_size` caps it by the number of unfinished rows, as (low, high,
     k). With either, a row of `rejection` or `block` may draw other tokens (of the same
     distribution) beside other neighbours or on another machine. `verify` is "rejection", "block",
-    "coupled" (the output depends on seed and prompt only, never on the drafter), or a
-    `sampling.Rule` of one's own. `sampling` is one for all prompts or one per prompt. `batch_size`
-    rows decode together (all, at most 16, by default); `max_length` bounds prompt and output.
+    "coupled" (the output depends on seed and prompt only, never on the drafter), "typical" (lossy),
+    or a `sampling.Rule`, such as `Typical(epsilon, delta)` or one's own. `sampling` is one for all
+    prompts or one per prompt. `batch_size` rows decode together (at most 16, by default);
+    `max_length` bounds prompt and output.
     `progress` is called between steps. On a `mesh` (`sharding.make_mesh`; by default where the
     target was loaded) rows are spread over `data`, weights, caches and logits over `model`. Where
     the target's logits are not numbers, that row ends with the reason "error" and a RuntimeWarning;
@@ -210,6 +215,7 @@ def collect(session: Session, batches: Sequence[Snapshot], compile_s: float = 0.
         emitted=np.concatenate([count.emitted for count in counts]),
         drafter=np.concatenate([count.drafter for count in counts]),
         compile_s=compile_s,
+        lossy=session.lossy,
     )
 
 

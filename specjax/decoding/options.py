@@ -26,6 +26,7 @@ _OWN_RULE = (
 )
 """How to write a rule of one's own, as errors say it."""
 RULE_NAME = Choice(tuple(sampling.RULES))
+EXACT_RULE_NAME = Choice(tuple(name for name, rule in sampling.RULES.items() if rule.exact))
 
 
 @dataclass(frozen=True)

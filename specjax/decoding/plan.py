@@ -81,6 +81,11 @@ class Session:
         """The key that all draws of a prompt come from."""
         return sampling.row_key(self.seed, prompt, self.requests[prompt].seed)
 
+    @property
+    def lossy(self) -> bool:
+        """Whether the rule changes the distribution of some row: greedy ones keep their tokens."""
+        return not self.plan.rule.exact and self.plan.flags.sampled
+
     def batches(self) -> list[list[int]]:
         """The prompts' indices, batch by batch, in input order."""
         count = len(self.prompts)
@@ -170,7 +175,14 @@ def plan_session(
         chunk=_chunk(max(map(len, encoded))),
         logprobs=any(request.logprobs for request in requests),
     )
-    if options.verify not in sampling.RULES.values():
+    rule = options.verify
+    for part in turns.parts:
+        if part.branches and not rule.takes_trees:
+            raise InputError(
+                f"verify={rule.name}: {part.name} drafts trees, and {rule.name} verifies chains; "
+                "use rejection or coupled, or draft chains"
+            )
+    if type(options.verify) not in map(type, sampling.RULES.values()):
         check_rule(options.verify, batch_size, plan.widths, target.config.vocab_size)
     return Session(
         target,

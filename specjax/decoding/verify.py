@@ -131,17 +131,17 @@ def verify_draft(
     # A token may be ruled out (-inf); NaN, inf and -inf alone leave no finite largest one.
     largest = jnp.max(logits, axis=-1, keepdims=True)
     numbers = jnp.isfinite(largest)[:, :, 0]
-    proposed = _drafted(draft, topology)
+    tree = _drafted(draft, topology)
     logits_at = sampling.by_slot(logits)
 
     def target(slots: Int[Array, "B"]) -> Float[Array, "B V"]:
         return warp_rows(logits_at(slots), state.rows.sampling, plan.flags)
 
     if not plan.flags.sampled and plan.rule.greedy_walk:
-        verification = sampling.walk_greedy(proposed, sampling.argmax(logits, largest))
+        verification = sampling.walk_greedy(tree, sampling.argmax(logits, largest))
     else:
         distributions = sampling.Target(target, state.length, logits.shape[2])
-        verification = plan.rule.verify(keys, proposed, distributions)
+        verification = plan.rule.verify(keys, tree, distributions)
 
     longest = draft.topology.depth
     padding = longest - topology.depth
@@ -180,7 +180,7 @@ def verify_draft(
         },
         target_pass,
         logprobs,
-        _overlaps(proposed, verification, target, longest) if plan.overlaps else None,
+        _overlaps(tree, verification, target, longest) if plan.overlaps else None,
     )
 
 
@@ -206,6 +206,9 @@ def _overlaps(
 ) -> Float[Array, "B P"]:
     """sum_x min(p, q) at each slot of the path with a child, q its first child's; NaN elsewhere."""
     batch = drafted.tokens.shape[0]
+    nothing = jnp.full((batch, longest), jnp.nan)
+    if not drafted.depth:
+        return nothing
     path = jnp.pad(verification.path_slots, ((0, 0), (1, 0)))
 
     def visit(depth: Int[Array, ""], found: Float[Array, "B P"]) -> Float[Array, "B P"]:
@@ -218,4 +221,4 @@ def _overlaps(
         share = sampling.overlap(logp, logq)
         return found.at[:, depth].set(jnp.where(tested, share, jnp.nan))
 
-    return lax.fori_loop(0, drafted.depth, visit, jnp.full((batch, longest), jnp.nan))
+    return lax.fori_loop(0, drafted.depth, visit, nothing)

@@ -1,6 +1,7 @@
 """Drafters: one file each, found by name in `registry`."""
 
 from specjax.drafters.base import DRAFT_TOKENS, Accepted, Context, Drafter, LoadedDrafter, Noise
+from specjax.drafters.growth.options import TreeOptions
 from specjax.drafters.lookup.token_recycling import TokenRecycling
 from specjax.drafters.merged import merge_drafters
 from specjax.drafters.registry import (
@@ -27,6 +28,7 @@ __all__ = [
     "LoadedDrafter",
     "Noise",
     "TokenRecycling",
+    "TreeOptions",
     "Turns",
     "check_options",
     "divide_options",

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-import jax.numpy as jnp
-from flax import struct
-from jax import lax
-from jax.scipy.special import logsumexp
 from jaxtyping import Array, Float, Int
 
-from specjax import trees
-from specjax.drafters.base import Context, Drafter, Noise
-from specjax.fields import Number, check_instance
-from specjax.models.heads.draft_vocabulary import expand
-from specjax.sampling import argmax
-from specjax.trees import Draft
-
-Step = Callable[[Int[Array, ""] | int, Int[Array, "B"], Any], tuple[Float[Array, "B Vd"], Any]]
-"""(depth, the token there, carry) -> logits of the next token, carry. Depth 0 is the root."""
+from specjax.drafters.base import DRAFT_TOKENS, Context, Drafter, Noise
+from specjax.drafters.growth import chain, dynamic_tree, static_tree
+from specjax.drafters.growth.level import Step
+from specjax.drafters.growth.options import TREE, TreeOptions
+from specjax.errors import InputError
+from specjax.fields import Number, check_instance, optional
+from specjax.trees import Draft, DynamicTree, RankedTree
 
 SampleMethod = Literal["probabilistic", "greedy"]
 LeastProbability = Annotated[float, Number(0.0, 0.999999, remedy="use a number in [0, 1)")]
@@ -29,162 +22,122 @@ LeastProbability = Annotated[float, Number(0.0, 0.999999, remedy="use a number i
 
 @dataclass(frozen=True, kw_only=True)
 class ChainDrafter(Drafter):
-    """A drafter that drafts one token after another, drawn or the likeliest.
+    """A drafter that drafts one token after another, drawn or the likeliest, or several of each.
 
-    `draft_sample_method` "probabilistic" draws each token under the row's own warp, from a
-    distribution that the rules then know; "greedy" takes the likeliest. A row stops drafting where
-    the likeliest token has a probability below `draft_p_min`. Raises InputError for bad options.
+    With a `tree` (a shape, or a `TreeOptions` that becomes one) several tokens are drafted after
+    each; its depth is then the longest path, and a smaller `num_speculative_tokens` leaves out what
+    is deeper. `draft_sample_method` "probabilistic" draws each token under the row's own warp, from
+    a distribution that the rules then know; "greedy" takes the likeliest. Without one, tokens are
+    drawn, except those of a dynamic tree, which cannot be. A row stops drafting where the likeliest
+    token has a probability below `draft_p_min`. Raises InputError for bad options.
     """
 
-    draft_sample_method: SampleMethod = "probabilistic"
+    num_speculative_tokens: Annotated[int, optional(DRAFT_TOKENS)] = None  # as __post_init__ says
+    draft_sample_method: SampleMethod | None = None
     draft_p_min: LeastProbability = 0.0
+    tree: Annotated[RankedTree | DynamicTree | None, TREE] = None
+
+    usual_length: ClassVar[int] = 4
+    """The longest path where none is specified."""
 
     def __post_init__(self) -> None:
         check_instance(self, "drafter.")
+        tree, length = self.tree, self.num_speculative_tokens
+        if isinstance(tree, TreeOptions):
+            tree = tree.shape(length, self.longest_path)
+            object.__setattr__(self, "tree", tree)
+        if length is None:
+            length = self.usual_length if tree is None else tree.depth
+            object.__setattr__(self, "num_speculative_tokens", length)
+        if tree is not None:
+            self._check_tree(tree)
+
+    def _check_tree(self, tree: RankedTree | DynamicTree) -> None:
+        """Raise InputError where other options do not fit a tree."""
+        if self.longest_path is not None and tree.depth > self.longest_path:
+            raise InputError(
+                f"tree.depth={tree.depth}: {self.name} drafts at most {self.longest_path} tokens "
+                "in a row; lower it"
+            )
+        if self.num_speculative_tokens > tree.depth:
+            raise InputError(
+                f"num_speculative_tokens={self.num_speculative_tokens}: the tree has {tree.depth} "
+                "levels; leave it out, or use a deeper tree"
+            )
+        if isinstance(tree, DynamicTree) and self.draft_sample_method == "probabilistic":
+            raise InputError(
+                "drafter.draft_sample_method='probabilistic': the nodes of a dynamic tree are "
+                "chosen, not drawn; leave it out, or use tree.kind=static"
+            )
+
+    @property
+    def longest_path(self) -> int | None:
+        """How many tokens it can draft in a row at most, where there is a limit."""
+        return None
+
+    @property
+    def shape(self) -> RankedTree | DynamicTree | None:
+        """The tree, without what is deeper than the longest path; None for a chain."""
+        return None if self.tree is None else self.tree.limited(self.num_speculative_tokens)
+
+    @property
+    def num_nodes(self) -> int:
+        """The nodes of its tree; of a chain, its tokens."""
+        return self.num_speculative_tokens if self.tree is None else self.shape.num_nodes
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """A tree is verified whole."""
+        return () if self.tree is None else (self.num_nodes,)
+
+    @property
+    def branches(self) -> bool:
+        """Whether it drafts a tree that is not known to be a chain."""
+        shape = self.shape
+        return isinstance(shape, DynamicTree) or (shape is not None and not shape.topology.is_chain)
 
     @property
     def decides(self) -> bool:
-        """Before each token."""
-        return True
+        """Before each token of a chain."""
+        return self.tree is None
 
     @property
     def sampled(self) -> bool:
         """As `draft_sample_method` says."""
-        return self.draft_sample_method == "probabilistic"
+        method = self.draft_sample_method
+        if method is None:
+            return not isinstance(self.tree, DynamicTree)
+        return method == "probabilistic"
+
+    @property
+    def window_slots(self) -> int:
+        """The slots of the root and of all tokens that are run in a round."""
+        shape = self.shape
+        if shape is None:
+            return chain.window_slots(self.num_speculative_tokens)
+        if isinstance(shape, DynamicTree):
+            return dynamic_tree.window_slots(shape)
+        return static_tree.window_slots(shape)
 
     def draft(
         self,
+        logits: Float[Array, "B 1 Vd"],
         step: Step,
         carry: Any,
         context: Context,
         noise: Noise,
         draft_ids: Int[Array, "Vd"] | None = None,
     ) -> tuple[Draft, Any]:
-        """`draft_chain` of up to K tokens, with this drafter's options."""
-        return draft_chain(
-            self.num_speculative_tokens,
-            step,
-            carry,
-            context,
-            noise,
-            sampled=self.sampled,
-            p_min=self.draft_p_min,
-            draft_ids=draft_ids,
-        )
+        """A chain or a tree with this drafter's options; `logits` are those after the root.
 
-
-def draft_chain(
-    longest: int,
-    step: Step,
-    carry: Any,
-    context: Context,
-    noise: Noise,
-    *,
-    sampled: bool = True,
-    p_min: float = 0.0,
-    draft_ids: Int[Array, "Vd"] | None = None,
-) -> tuple[Draft, Any]:
-    """A chain of up to `longest` tokens per row, drawn from `step`, or its likeliest.
-
-    A row stops at its limit, or where the likeliest next token has a probability below `p_min`
-    (before any warp, and before the token is drawn: the draft stays exact); all rows stop where
-    `context.turn` says that no more pays. The loop ends with its longest row. Where `step` gives
-    logits of a part of the vocabulary, `draft_ids` say which.
-    """
-    batch, most, turn = context.length.shape[0], longest, context.turn
-    keeps_logq = sampled and context.needs_logq and most > 0
-    root = context.token_at(context.length - 1)
-
-    def grow(depth: Int[Array, ""] | int, chain: _Chain) -> _Chain:
-        logits, carry = step(depth, chain.token, chain.carry)
-        wanted = (chain.count == depth) & (depth < context.limit)
-        if p_min > 0 or turn is not None:
-            confidence = jnp.exp(logits.max(axis=-1) - logsumexp(logits, axis=-1))
-            confidence = confidence.astype(jnp.float32)
-        if p_min > 0:
-            wanted &= confidence >= p_min
-        chain = chain.replace(carry=carry)
-        if turn is not None and most:
-            survived = chain.survived * turn.chance(depth, confidence)
-            best = turn.best_length(depth, survived, wanted)
-            wanted &= depth < best
-            chain = chain.replace(
-                survived=survived,
-                best=best,
-                confidence=_put(chain.confidence, confidence, depth),
-            )
-        token, distribution = choose(
-            logits, context, noise, depth, sampled=sampled, draft_ids=draft_ids
-        )
-        if keeps_logq:
-            chain = chain.replace(distributions=_put(chain.distributions, distribution, depth))
-        if most:
-            chain = chain.replace(tokens=_put(chain.tokens, token, depth))
-        return chain.replace(token=token, count=jnp.where(wanted, depth + 1, chain.count))
-
-    chain = grow(
-        0,
-        _Chain(
-            token=root,
-            count=jnp.zeros(batch, jnp.int32),
-            tokens=jnp.zeros((batch, most), jnp.int32),
-            distributions=(
-                jnp.zeros((batch, most, context.target.vocab_size)) if keeps_logq else None
-            ),
-            carry=carry,
-            best=jnp.int32(most),
-            survived=None if turn is None else jnp.ones(batch),
-            confidence=None if turn is None else jnp.zeros((batch, most)),
-        ),
-    )
-
-    def going(loop: tuple[Array, _Chain]) -> Array:
-        depth, chain = loop
-        return (depth < chain.best) & jnp.any(chain.count == depth)
-
-    def more(loop: tuple[Array, _Chain]) -> tuple[Array, _Chain]:
-        depth, chain = loop
-        return depth + 1, grow(depth, chain)
-
-    _, chain = lax.while_loop(going, more, (jnp.int32(1), chain))
-    draft = trees.chain(chain.tokens, chain.count, chain.distributions, chain.confidence)
-    return draft, chain.carry
-
-
-@struct.dataclass
-class _Chain:
-    """A chain while it is drafted.
-
-    `token` is the latest one, `count` how many each row has, `best` how many are worth drafting as
-    it looks now, `survived` the chance that all so far are accepted.
-    """
-
-    token: Int[Array, "B"]
-    count: Int[Array, "B"]
-    tokens: Int[Array, "B K"]
-    distributions: Float[Array, "B K V"] | None
-    carry: Any
-    best: Int[Array, ""]
-    survived: Float[Array, "B"] | None
-    confidence: Float[Array, "B K"] | None
-
-
-def _put(into: Array, new: Array, depth: Int[Array, ""] | int) -> Array:
-    """An array with one more entry along its second axis."""
-    return lax.dynamic_update_slice(into, new[:, None], (0, depth, *[0] * (into.ndim - 2)))
-
-
-def choose(
-    logits: Float[Array, "B Vd"],
-    context: Context,
-    noise: Noise,
-    depth: Int[Array, ""] | int,
-    *,
-    sampled: bool,
-    draft_ids: Int[Array, "Vd"] | None,
-) -> tuple[Int[Array, "B"], Float[Array, "B V"] | None]:
-    """One token per row and its distribution where it is `sampled`; else the likeliest, None."""
-    if sampled and context.flags.sampled:
-        return context.draw(expand(logits, draft_ids, context.target.vocab_size), noise, depth)
-    token = argmax(logits)
-    return (token if draft_ids is None else draft_ids[token]), None
+        `step` gives those after the tokens of further levels, for a window of `window_slots` whose
+        slot 0 is the root's. Where logits are of a part of the vocabulary, `draft_ids` say which.
+        """
+        shape, start = self.shape, (logits, step, carry, context)
+        options = {"p_min": self.draft_p_min, "draft_ids": draft_ids}
+        if isinstance(shape, DynamicTree):
+            return dynamic_tree.draft_dynamic_tree(shape, *start, **options)
+        options["sampled"] = self.sampled
+        if shape is None:
+            return chain.draft_chain(self.num_speculative_tokens, *start, noise, **options)
+        return static_tree.draft_static_tree(shape, *start, noise, **options)

@@ -100,9 +100,10 @@ class Context:
         slots = (first[:, None] + jnp.arange(count)[None, :]) % kept.shape[1]
         return jnp.take_along_axis(kept, slots[:, :, None], axis=1)
 
-    def warp(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
+    def warp(self, logits: Float[Array, "B *slots V"]) -> Float[Array, "B *slots V"]:
         """Log-probabilities under each row's sampling parameters, whole on each device."""
-        return warp_rows(constrain(logits, "batch", None), self.sampling, self.flags)
+        logits = constrain(logits, "batch", *[None] * (logits.ndim - 1))
+        return warp_rows(logits, self.sampling, self.flags)
 
     def draw(
         self, logits: Float[Array, "B V"], noise: Noise, depth: Int[Array, ""] | int
@@ -115,15 +116,20 @@ class Context:
 
 
 def warp_rows(
-    logits: Float[Array, "B V"], sampling: Sampling, flags: WarpFlags
-) -> Float[Array, "B V"]:
+    logits: Float[Array, "B *slots V"], sampling: Sampling, flags: WarpFlags
+) -> Float[Array, "B *slots V"]:
     """`sampling.warp` with the parameters of each row."""
+    slots = logits.shape[1:-1]
+
+    def every(parameter: Array) -> Array:
+        return jnp.broadcast_to(parameter.reshape(-1, *[1] * len(slots)), logits.shape[:-1])
+
     return warp(
         logits,
-        sampling.temperature,
-        sampling.top_k,
-        sampling.top_p,
-        sampling.min_p,
+        every(sampling.temperature),
+        every(sampling.top_k),
+        every(sampling.top_p),
+        every(sampling.min_p),
         flags=flags,
     )
 

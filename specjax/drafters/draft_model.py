@@ -2,8 +2,8 @@
 
 Its cache always holds x_0 .. x_{n-3}, and a round's first window is [x_{n-2}, x_{n-1}]: full
 acceptance, where the last draft token was never fed, leaves no hole, and no row is ragged. The
-window remembers the tokens it was fed: what equals the committed tokens moves into the cache, and
-what another drafter drafted, or a prompt brought, is read.
+window remembers the tokens it was fed and what each of them saw: the path that equals the committed
+tokens moves into the cache, and what another drafter drafted, or a prompt brought, is read.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from specjax.cache import KVCache, Window, commit
-from specjax.distributed.sharding import constrain
+from specjax.distributed.sharding import constrain_rows
 from specjax.drafters.autoregressive import ChainDrafter
 from specjax.drafters.base import Accepted, Context, LoadedDrafter, Noise
+from specjax.drafters.growth.level import Level
 from specjax.drafters.trained import check_tokenizers, load_head
 from specjax.files.paths import user_path
 from specjax.loading.heads.find_head import holds_head
@@ -40,13 +41,15 @@ _NOTHING = -1
 class State:
     """Committed keys, and the window of the latest round: its keys, and the tokens it was fed.
 
-    Slot s of the window holds the token at position `cache.length + s`, except in a row whose first
-    slot is unused (`fed` -1 there): a row of one token has no x_{n-2}.
+    `seen` are the slots that a slot's token belongs after, and its own: its path in the window,
+    which begins right after the cache. Slot 0 holds x_{n-2}, and is on no path in a row of one
+    token, which has none. A slot that was not fed holds -1 and has no path.
     """
 
     cache: KVCache
     window: Window
     fed: Int[Array, "B W"]
+    seen: Bool[Array, "B W W"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,86 +93,84 @@ class DraftModel(ChainDrafter):
 
     @property
     def _slots(self) -> int:
-        """x_{n-2}, the root, and every draft token that is fed again; the first two in any case."""
-        return max(self.num_speculative_tokens, 1) + 1
+        """x_{n-2}, the root, and every draft token that is fed again."""
+        return 1 + self.window_slots
 
     def init(self, params: Any, batch: int, capacity: int) -> State:
         """Nothing committed, nothing fed."""
         del params
+        cache = self.model.make_cache(batch, capacity)
         return State(
-            self.model.make_cache(batch, capacity),
-            self.model.make_window(batch, self._slots),
-            constrain(jnp.full((batch, self._slots), _NOTHING, jnp.int32), "batch", None),
+            cache, self.model.make_window(batch, self._slots), *_nothing_fed(batch, self._slots)
         )
 
     def propose(
         self, params: Any, state: State, context: Context, noise: Noise
     ) -> tuple[Draft, State]:
-        """A chain from the model, whose window also holds what was fed beyond it."""
-        slots, last = self._slots, context.length - 1
+        """A chain or a tree from the model, whose window also holds what was fed beyond it."""
+        batch, slots, last = context.length.shape[0], self._slots, context.length - 1
         # A row of one token has no x_{n-2}: its slot 0 stays out of sight.
         held = (jnp.arange(slots) > 0)[None, None, :] | (last > 0)[:, None, None]
 
-        def first(token: Int[Array, "B"], window: Window) -> tuple[Float[Array, "B V"], Window]:
-            pair = jnp.stack([context.token_at(last - 1), token], axis=1)
-            positions = jnp.stack([jnp.maximum(last - 1, 0), last], axis=1)
-            # It sees itself all the same: a token that sees nothing is not a number.
-            itself = jnp.eye(2, slots, dtype=bool)[None]
-            seen = causal(jnp.arange(2), slots) & (held | itself)
-            result = self.model.extend(params, pair, positions, state.cache, window, 0, seen)
-            return result.logits[:, 1], result.window
-
-        def step(
-            depth: Int[Array, ""] | int, token: Int[Array, "B"], carry: tuple
-        ) -> tuple[Float[Array, "B V"], tuple]:
-            window, fed = carry
-            if isinstance(depth, int):
-                logits, window = first(token, window)
-                return logits, (window, fed)
-            seen = causal((depth + 1)[None], slots) & held
+        def extend(
+            carry: tuple,
+            tokens: Int[Array, "B T"],
+            positions: Int[Array, "B T"],
+            start: Int[Array, ""] | int,
+            seen: Bool[Array, "B T W"],
+        ) -> tuple[Float[Array, "B T V"], tuple]:
+            window, *fed = carry
+            # Each sees itself: a token that sees nothing is not a number.
+            itself = start + jnp.arange(tokens.shape[1])[:, None] == jnp.arange(slots)[None, :]
             result = self.model.extend(
-                params,
-                token[:, None],
-                (last + depth)[:, None],
-                state.cache,
-                window,
-                depth + 1,
-                seen,
+                params, tokens, positions, state.cache, window, start, seen | itself[None]
             )
-            fed = lax.dynamic_update_slice(fed, token[:, None], (0, depth + 1))
-            return result.logits[:, 0], (result.window, fed)
+            fed = [
+                lax.dynamic_update_slice(into, new, (0, start, *[0] * (into.ndim - 2)))
+                for into, new in zip(fed, (tokens, seen), strict=True)
+            ]
+            return result.logits, (result.window, *fed)
 
-        batch = context.length.shape[0]
-        pair = [jnp.where(last > 0, context.token_at(last - 1), _NOTHING), context.token_at(last)]
-        fed = jnp.full((batch, slots), _NOTHING, jnp.int32).at[:, :2].set(jnp.stack(pair, axis=1))
-        draft, (window, fed) = self.draft(
+        def step(level: Level, carry: tuple) -> tuple[Float[Array, "B T V"], tuple]:
+            seen = jnp.pad(level.visible, ((0, 0), (0, 0), (1, 0)), constant_values=True) & held
+            positions = level.positions(context)
+            return extend(carry, level.tokens, positions, level.start + 1, seen)
+
+        pair = jnp.stack([context.token_at(last - 1), context.token_at(last)], axis=1)
+        positions = jnp.stack([jnp.maximum(last - 1, 0), last], axis=1)
+        empty = (self.model.make_window(batch, slots), *_nothing_fed(batch, slots))
+        seen = causal(jnp.arange(2), slots) & held
+        logits, carry = extend(empty, pair, positions, 0, seen)
+        draft, carry = self.draft(
+            logits[:, 1:],
             step,
-            (self.model.make_window(batch, slots), fed),
+            carry,
             context,
             noise,
             draft_ids=params.get("draft_ids") if isinstance(params, dict) else None,
         )
-        return draft, State(state.cache, window, constrain(fed, "batch", None))
+        window, *fed = carry
+        return draft, State(state.cache, window, *constrain_rows(fed))
 
     def observe(self, params: Any, state: State, context: Context, accepted: Accepted) -> State:
         """The cache up to x_{n-3}: from the window where it was fed the same, else read."""
         wanted = jnp.maximum(context.length - 2, 0)
-        # Where the first slot is unused, the next one holds the position after the cache's.
-        skipped = (state.fed[:, 0] == _NOTHING).astype(jnp.int32)
-        slots = jnp.arange(state.fed.shape[1])[None, :] + skipped[:, None]
-        fed = jnp.take_along_axis(state.fed, slots, axis=1, mode="fill", fill_value=_NOTHING)
-        step = jnp.arange(fed.shape[1])[None, :]
-        there = context.tokens_from(state.cache.length, fed.shape[1])
-        same = (fed == there) & (step < (wanted - state.cache.length)[:, None])
-        count = jnp.cumprod(same, axis=1, dtype=jnp.int32).sum(axis=1)
-        cache = commit(state.cache, state.window, slots, count)
+        longest = max(self.num_speculative_tokens, 1) + 1
+        # How many positions after the cache's each slot's token stands; -1 where it has no path.
+        after = state.seen.sum(axis=2) - 1
+        there = context.tokens_from(state.cache.length, longest)
+        there = jnp.take_along_axis(there, jnp.maximum(after, 0), axis=1)
+        same = (state.fed == there) & (after < (wanted - state.cache.length)[:, None])
+        same &= (after >= 0) & ~jnp.any(state.seen & ~same[:, None, :], axis=2)
+        path = same[:, None, :] & (after[:, None, :] == jnp.arange(longest)[None, :, None])
+        count = path.any(axis=2).sum(axis=1, dtype=jnp.int32)
+        cache = commit(state.cache, state.window, jnp.argmax(path, axis=2), count)
         cache = lax.while_loop(
             lambda cache: jnp.any(cache.length < wanted),
             lambda cache: self._read(params, cache, context, wanted, accepted.tokens.shape[1]),
             cache,
         )
-        nothing = constrain(jnp.full_like(state.fed, _NOTHING), "batch", None)
-        return State(cache, state.window, nothing)
+        return State(cache, state.window, *_nothing_fed(*state.fed.shape))
 
     def _read(
         self, params: Any, cache: KVCache, context: Context, wanted: Int[Array, "B"], chunk: int
@@ -188,3 +189,9 @@ class DraftModel(ChainDrafter):
         )
         count = jnp.clip(wanted - cache.length, 0, chunk)
         return commit(cache, result.window, jnp.broadcast_to(step, (batch, chunk)), count)
+
+
+def _nothing_fed(batch: int, slots: int) -> tuple[Int[Array, "B W"], Bool[Array, "B W W"]]:
+    """`fed` and `seen` of a window that is empty."""
+    fed = jnp.full((batch, slots), _NOTHING, jnp.int32)
+    return constrain_rows((fed, jnp.zeros((batch, slots, slots), bool)))

@@ -9,16 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from specjax.cache import Window
 from specjax.drafters.autoregressive import ChainDrafter
 from specjax.drafters.base import Context, LoadedDrafter, Noise
+from specjax.drafters.growth.level import Level, root_level
 from specjax.errors import InputError
 from specjax.fields import Whole
 from specjax.loading.model import Model
-from specjax.models.masks import causal
 from specjax.trees import Draft
 
 
@@ -52,31 +51,24 @@ class EarlyExit(ChainDrafter):
         return "early_exit"
 
     def propose(self, params: Any, state: Any, context: Context, noise: Noise) -> tuple[Draft, Any]:
-        """A chain from the first layers, which read the target's cache."""
+        """A chain or a tree from the first layers, which read the target's cache."""
         del params
-        slots = max(self.num_speculative_tokens, 1)
         num_layers = self.exit_layer or max(1, self.num_layers // 2)
 
-        def step(
-            depth: Int[Array, ""] | int, token: Int[Array, "B"], window: Window
-        ) -> tuple[Float[Array, "B V"], Window]:
+        def step(level: Level, window: Window) -> tuple[Float[Array, "B T V"], Window]:
             result = context.target.extend(
                 context.params,
-                token[:, None],
-                (context.length - 1 + depth)[:, None],
+                level.tokens,
+                level.positions(context),
                 context.cache,
                 window,
-                depth,
-                causal(jnp.asarray(depth)[None], slots),
+                level.start,
+                level.visible,
                 num_layers=num_layers,
             )
-            return result.logits[:, 0], result.window
+            return result.logits, result.window
 
-        window = context.target.make_window(context.length.shape[0], slots)
-        draft, _ = self.draft(
-            step,
-            window,
-            context,
-            noise,
-        )
+        window = context.target.make_window(context.length.shape[0], self.window_slots)
+        logits, window = step(root_level(context, self.window_slots), window)
+        draft, _ = self.draft(logits, step, window, context, noise)
         return draft, state

@@ -1,7 +1,7 @@
 """Medusa heads draft from the target's last feature, all at once (Cai et al. 2401.10774).
 
 Head i predicts the token i + 2 positions after the feature it reads, f_{n-2}; its distribution does
-not depend on what the heads before it drew. A chain is drafted, one token per head.
+not depend on what the heads before it drew. A path of a draft has one token per head.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import Any
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from specjax.distributed.sharding import constrain_rows
 from specjax.drafters.base import Accepted, Context, LoadedDrafter, Noise
+from specjax.drafters.growth.level import Level
 from specjax.drafters.trained import HeadDrafter
 from specjax.loading.heads.head import Head
 from specjax.loading.model import Model
@@ -36,7 +37,7 @@ class MedusaDrafter(HeadDrafter):
 
     Options are those of a draft model. No more tokens are drafted than there are heads, whatever is
     asked for, and none in the first round of a row of one token, which has no feature. Raises
-    InputError for bad options.
+    InputError for bad options, and for a tree that is deeper than the heads are many.
     """
 
     head: Medusa = field(kw_only=False)
@@ -44,13 +45,19 @@ class MedusaDrafter(HeadDrafter):
     @classmethod
     def of_head(cls, head: Head, params: Any, target: Model, **options: Any) -> LoadedDrafter:
         """The drafter of trained heads and their complete parameters; K is their number."""
-        options = {"num_speculative_tokens": head.config.num_heads, **options}
+        if options.get("tree") is None:
+            options = {"num_speculative_tokens": head.config.num_heads, **options}
         return LoadedDrafter(cls(Medusa(head.config, target.dtype), **options), params)
 
     @property
     def name(self) -> str:
         """Its registered name."""
         return "medusa"
+
+    @property
+    def longest_path(self) -> int:
+        """One token per head."""
+        return self.head.config.num_heads
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -66,18 +73,16 @@ class MedusaDrafter(HeadDrafter):
     def propose(
         self, params: Any, state: State, context: Context, noise: Noise
     ) -> tuple[Draft, State]:
-        """A chain of one token per head."""
+        """A chain of one token per head, or a tree of the heads' best tokens."""
         heads = self.head.config.num_heads
         every = self._logits(params, state.feature)
 
-        def step(
-            depth: Int[Array, ""] | int, token: Int[Array, "B"], carry: tuple[()]
-        ) -> tuple[Float[Array, "B Vd"], tuple[()]]:
-            del token
-            return lax.dynamic_index_in_dim(every, depth, axis=1, keepdims=False), carry
+        def step(level: Level, carry: tuple[()]) -> tuple[Float[Array, "B 1 Vd"], tuple[()]]:
+            return lax.dynamic_slice_in_dim(every, level.depth, 1, axis=1), carry
 
         limit = jnp.where(context.length > 1, jnp.minimum(context.limit, heads), 0)
         draft, _ = self.draft(
+            every[:, :1],
             step,
             (),
             context.replace(limit=limit),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import struct
@@ -20,7 +20,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax.cache import KVCache, Window, commit
 from specjax.distributed.sharding import constrain_rows
-from specjax.drafters.base import DRAFT_TOKENS, Accepted, Context, LoadedDrafter, Noise
+from specjax.drafters.base import Accepted, Context, LoadedDrafter, Noise
+from specjax.drafters.growth.level import Level
 from specjax.drafters.trained import HeadDrafter
 from specjax.errors import InputError
 from specjax.loading.formats.build_parameters import can_split
@@ -32,7 +33,7 @@ from specjax.models.heads.eagle import Eagle
 from specjax.models.heads.mtp import Mtp
 from specjax.models.heads.pair_head import PairHead
 from specjax.models.masks import causal
-from specjax.trees import Draft
+from specjax.trees import Draft, DynamicTree, RankedTree
 
 
 @struct.dataclass
@@ -47,12 +48,12 @@ class State:
 class Carry:
     """What a draft step hands to the next: the tokens that modules read, and their outputs.
 
-    `outputs` are those of the latest module, the last of them at the latest position; `window` is
-    the last module's.
+    `outputs` are those of the latest module, the last of them at the latest position, or of a
+    single module those at the latest level; `window` is the last module's.
     """
 
     tokens: Int[Array, "B M"]
-    outputs: Float[Array, "B M D"]
+    outputs: Float[Array, "B T D"]
     window: Window
 
 
@@ -61,11 +62,20 @@ class PairDrafter(HeadDrafter):
     """A head of pairs as a drafter; its parameters hold "shared" and, for a part of V, "draft_ids".
 
     Options are those of a draft model. A row of one token has no pair, and drafts nothing in its
-    first round. Raises InputError for bad options.
+    first round. Raises InputError for bad options, and for a tree of several modules.
     """
 
     head: PairHead = field(kw_only=False)
     head_class: ClassVar[type[PairHead]]
+
+    def _check_tree(self, tree: RankedTree | DynamicTree) -> None:
+        """As its base, and that there is one module."""
+        super()._check_tree(tree)
+        if (modules := self.head.config.num_modules) > 1:
+            raise InputError(
+                f"tree: {self.name} has {modules} modules here, which draft chains; use "
+                "tree.kind=chain, or a head of one module"
+            )
 
     @classmethod
     def of_head(cls, head: Head, params: Any, target: Model, **options: Any) -> LoadedDrafter:
@@ -93,82 +103,88 @@ class PairDrafter(HeadDrafter):
     def propose(
         self, params: Any, state: State, context: Context, noise: Noise
     ) -> tuple[Draft, State]:
-        """A chain: a token of each module, and further ones of the last module."""
+        """A chain: a token of each module, and further ones of the last module; or its tree."""
         modules, longest = self.head.config.num_modules, self.num_speculative_tokens
         batch, last = context.length.shape[0], modules - 1
         own = [self.head.module(params, index) for index in range(modules)]
-        slots = max(longest - 1, last, 1)
+        slots = max(self.window_slots - 1, last, 1)
 
-        def logits(index: int, output: Float[Array, "B D"]) -> Float[Array, "B Vd"]:
-            return self.head.logits(own[index], output[:, None])[:, 0]
-
-        def next_module(index: int) -> Callable[[Carry], tuple[Float[Array, "B Vd"], Carry]]:
+        def next_module(index: int) -> Callable[[Carry], tuple[Float[Array, "B 1 Vd"], Carry]]:
             """Module `index` over the drafted tokens, up to position n-2."""
 
-            def run(carry: Carry) -> tuple[Float[Array, "B Vd"], Carry]:
+            def run(carry: Carry) -> tuple[Float[Array, "B 1 Vd"], Carry]:
                 # Its committed pairs end `index` positions earlier, for want of tokens.
                 before = jnp.concatenate(
                     [state.outputs[:, index - 1 : index], carry.outputs[:, : index - 1]], axis=1
                 )
-                window = carry.window
+                window = carry.window if index == last else self.head.make_window(batch, index)
+                step = jnp.arange(index)
                 output, window = self._extend(
                     index,
                     own[index],
                     carry.tokens[:, :index],
                     self.head.next_hidden(own[index - 1], before),
-                    context.length - 1 - index,
+                    (context.length - 1 - index)[:, None] + step[None, :],
                     state.caches[index],
-                    window if index == last else self.head.make_window(batch, index),
+                    window,
                     0,
+                    causal(step, window.k.shape[3]),
                 )
                 carry = carry.replace(outputs=carry.outputs.at[:, :index].set(output))
                 if index == last:
                     carry = carry.replace(window=window)
-                return logits(index, output[:, -1]), carry
+                return self.head.logits(own[index], output[:, -1:]), carry
 
             return run
 
-        def recursion(
-            token: Int[Array, "B"], depth: Int[Array, ""], carry: Carry
-        ) -> tuple[Float[Array, "B Vd"], Carry]:
-            """The last module over one further token, with its own latest output."""
-            latest = carry.outputs[:, max(last - 1, 0)][:, None]
+        def recursion(level: Level, carry: Carry) -> tuple[Float[Array, "B T Vd"], Carry]:
+            """The last module over further tokens, with its own outputs at their parents."""
+            earlier = max(last - 1, 0)
+            before = carry.outputs[:, earlier:]
+            before = jnp.take_along_axis(before, level.parents[:, :, None], axis=1)
+            # The pair of the root is committed, and has no slot.
+            seen = level.visible[:, :, 1:]
             output, window = self._extend(
                 last,
                 own[last],
-                token[:, None],
-                self.head.next_hidden(own[last], latest),
-                context.length - 1 - last,
+                level.tokens,
+                self.head.next_hidden(own[last], before),
+                level.positions(context) - 1 - last,
                 state.caches[last],
                 carry.window,
-                depth - 1,
+                level.start - 1,
+                jnp.pad(seen, ((0, 0), (0, 0), (0, slots - seen.shape[2]))),
             )
-            outputs = carry.outputs.at[:, max(last - 1, 0)].set(output[:, 0])
-            return logits(last, output[:, 0]), carry.replace(outputs=outputs, window=window)
+            outputs = jnp.concatenate([carry.outputs[:, :earlier], output], axis=1)
+            carry = carry.replace(outputs=outputs, window=window)
+            return self.head.logits(own[last], output), carry
 
-        def step(
-            depth: Int[Array, ""] | int, token: Int[Array, "B"], carry: Carry
-        ) -> tuple[Float[Array, "B Vd"], Carry]:
-            if isinstance(depth, int):
-                return logits(0, state.outputs[:, 0]), carry
+        def step(level: Level, carry: Carry) -> tuple[Float[Array, "B T Vd"], Carry]:
+            if not last:
+                return recursion(level, carry)
             # Tokens at and after depth D go into the last entry, which is not read any more.
-            tokens = lax.dynamic_update_slice(carry.tokens, token[:, None], (0, depth - 1))
+            tokens = lax.dynamic_update_slice(carry.tokens, level.tokens, (0, level.depth - 1))
             steps = [next_module(index) for index in range(1, min(modules, longest))]
             if longest > modules or not steps:
-                steps.append(lambda carry: recursion(token, depth, carry))
+                steps.append(lambda carry: recursion(level, carry))
             return lax.switch(
-                jnp.minimum(depth, len(steps)) - 1, steps, carry.replace(tokens=tokens)
+                jnp.minimum(level.depth, len(steps)) - 1, steps, carry.replace(tokens=tokens)
             )
 
         # A row of one token has no pair to draft from.
         limit = jnp.where(context.length > 1, context.limit, 0)
         start = Carry(
-            jnp.zeros((batch, max(last, 1)), jnp.int32),
+            jnp.zeros((batch, last), jnp.int32),
             state.outputs[:, : max(last, 1)],
             self.head.make_window(batch, slots),
         )
         draft, _ = self.draft(
-            step, start, context.replace(limit=limit), noise, draft_ids=params.get("draft_ids")
+            self.head.logits(own[0], state.outputs[:, :1]),
+            step,
+            start,
+            context.replace(limit=limit),
+            noise,
+            draft_ids=params.get("draft_ids"),
         )
         return draft, state
 
@@ -192,10 +208,11 @@ class PairDrafter(HeadDrafter):
                 own,
                 accepted.tokens,
                 hidden,
-                first - index,
+                (first - index)[:, None] + step[None, :],
                 cache,
                 self.head.make_window(batch, slots),
                 0,
+                causal(step, slots),
             )
             missing = jnp.maximum(index - first, 0)
             count = jnp.maximum(accepted.count - missing, 0)
@@ -215,21 +232,22 @@ class PairDrafter(HeadDrafter):
         own: dict[str, Any],
         tokens: Int[Array, "B T"],
         hidden: Float[Array, "B T D"],
-        first: Int[Array, "B"],
+        positions: Int[Array, "B T"],
         cache: KVCache,
         window: Window,
         start: Int[Array, ""] | int,
+        visible: Bool[Array, "#B T W"],
     ) -> tuple[Float[Array, "B T D"], Window]:
-        """Module `index` over T pairs in slots start..start+T; slot 0 is the position `first`."""
-        slots = window.k.shape[3]
-        rows = start + jnp.arange(tokens.shape[1])
-        visible: Bool[Array, "#B T W"] = causal(rows, slots)
+        """Module `index` over T pairs in slots start..start+T, which see those that are visible.
+
+        The slots of modules after the first are a chain.
+        """
         if index:
             # What stands before position 0 sees only itself: its output must be a number.
-            exists = first[:, None] + jnp.arange(slots)[None, :] >= 0
-            itself = rows[:, None] == jnp.arange(slots)[None, :]
+            slots = jnp.arange(window.k.shape[3])
+            exists = positions[:, :1] - start + slots[None, :] >= 0
+            itself = start + jnp.arange(tokens.shape[1])[:, None] == slots[None, :]
             visible = (visible & exists[:, None, :]) | itself[None]
-        positions = first[:, None] + rows[None, :]
         return self.head.extend(own, tokens, hidden, positions, cache, window, start, visible)
 
 
@@ -262,9 +280,9 @@ class MtpDrafter(PairDrafter):
     By default one token is drafted, as the makers of GLM-4.7 recommend for its one module.
     """
 
-    num_speculative_tokens: Annotated[int, DRAFT_TOKENS] = 1
     head: Mtp = field(kw_only=False)
     head_class = Mtp
+    usual_length: ClassVar[int] = 1
 
     @classmethod
     def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from specjax.drafters.base import DRAFT_TOKENS, OWN_DRAFTER, Drafter, LoadedDrafter
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.early_exit import EarlyExit
+from specjax.drafters.growth.options import TreeOptions
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.drafters.lookup.token_recycling import TokenRecycling
 from specjax.drafters.medusa import MedusaDrafter
@@ -26,6 +27,7 @@ from specjax.fields import kind_of, optional
 from specjax.files.paths import user_path
 from specjax.loading.heads.complete_parameters import complete_parameters
 from specjax.loading.heads.head import Head
+from specjax.loading.heads.ranks import shipped_acceptance
 from specjax.loading.model import MODEL_KIND, Model
 
 DRAFTERS: dict[str, type[Drafter]] = {
@@ -122,7 +124,8 @@ def make_drafter(
     (`specjax.loading.head_formats`), by default the one that comes with specjax for the target; for
     `draft_model` also anything `load_model` takes, or a loaded model. A function of one's own is
     called as function(target, **options), with path=path if one is given, and returns a Drafter or
-    a LoadedDrafter. Drafters whose names are joined by + ("ngram+eagle3") take turns
+    a LoadedDrafter. Drafters with a model take a `tree`, such as {"kind": "dynamic"}
+    (`TreeOptions`). Drafters whose names are joined by + ("ngram+eagle3") take turns
     (`turns.take_turns`), those joined by | draft together (`merged.merge_drafters`): an option goes
     to those that take it, `num_speculative_tokens` to all. Raises InputError for an unknown drafter
     or option, and for a head or a draft model of another target.
@@ -137,10 +140,14 @@ def make_drafter(
                 for part, at, own in _divide(name, path, options)
             )
         )
-    if ":" in name:
-        loaded = _call_own(name, target, {} if path is None else {"path": path}, options)
-    else:
-        loaded = DRAFTERS[name].load(name, target, path, **options)
+    if ":" not in name:
+        if length is not None:
+            options["num_speculative_tokens"] = length
+        tree = options.get("tree")
+        if path is None and isinstance(tree, TreeOptions) and tree.acceptance is None:
+            options["tree"] = replace(tree, acceptance=shipped_acceptance(name, target))
+        return DRAFTERS[name].load(name, target, path, **options)
+    loaded = _call_own(name, target, {} if path is None else {"path": path}, options)
     if length is None:
         return loaded
     if isinstance(loaded.drafter, Turns):
@@ -250,15 +257,27 @@ def check_options(
     for option, value in options.items():
         if option not in known:
             takes = f"it takes {', '.join(known)}" if known else "it takes no options"
-            raise InputError(f"drafter.{option}={shown(value)}: {name} does not take it; {takes}")
+            raise InputError(f"{_given(option, value)}: {name} does not take it; {takes}")
         if (kind := kind_of(known[option].annotation)) is not None:
-            checked[option] = kind.check(f"drafter.{option}", value)
+            checked[option] = kind.check(_field(option), value)
     for option, parameter in known.items():
         if parameter.default is inspect.Parameter.empty and option not in (*options, *supplied):
             raise InputError(f"drafter.{option} is missing: {name} needs it")
     if name not in TRAINED and path is not None:
         raise InputError(f"drafter.path={shown(str(path))}: {name} does not take it; leave it out")
     return checked
+
+
+def _field(option: str) -> str:
+    """What errors call an option: `tree` is a section of its own."""
+    return option if option == "tree" else f"drafter.{option}"
+
+
+def _given(option: str, value: Any) -> str:
+    """An option and its value, as errors say them."""
+    if isinstance(value, TreeOptions):
+        return f"tree.kind={value.kind}"
+    return f"{_field(option)}={shown(value)}"
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
@@ -309,7 +328,7 @@ def divide_options(
     takes = {name: _taken(name) for name in names}
     for option, value in options.items():
         if not any(option in taken for taken in takes.values()):
-            raise InputError(f"drafter.{option}={value!r}: none of {listed} takes it; leave it out")
+            raise InputError(f"{_given(option, value)}: none of {listed} takes it; leave it out")
     trained = {name: _trained(name) for name in names}
     kinds = list(dict.fromkeys(kind for found in trained.values() for kind in found))
     if path is not None and len(kinds) != 1:

@@ -8,12 +8,13 @@ when no more of the target's features can be kept. A single drafter is a tuple o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Int
@@ -317,12 +318,8 @@ def _catch_up(
     return state
 
 
-def joined(first: Draft, second: Draft, num_nodes: int) -> Draft:
-    """A draft of `num_nodes` nodes: each row's from the first draft that proposes any.
-
-    A chain where both are.
-    """
-    chains = first.topology.is_chain and second.topology.is_chain
+def joined(first: Draft, second: Draft, length: int) -> Draft:
+    """A draft of `length` nodes: each row's from the first draft that proposes any."""
     distributions = [draft.logq for draft in (first, second) if draft.logq is not None]
     offset = 0 if first.logq is None else first.logq.shape[1]
     second = second.replace(logq_row=jnp.where(second.logq_row < 0, -1, second.logq_row + offset))
@@ -330,31 +327,27 @@ def joined(first: Draft, second: Draft, num_nodes: int) -> Draft:
     first, second = with_confidences((first, second))
     known = first.confidence is not None
 
-    def either(nodes: Callable[[Draft], Array], filler: float | bool) -> Array:
-        return jnp.where(
-            here,
-            *(
-                jnp.pad(
-                    nodes(draft),
-                    ((0, 0), (0, num_nodes - draft.tokens.shape[1])),
-                    constant_values=filler,
-                )
-                for draft in (first, second)
-            ),
-        )
+    def chosen(parts: Sequence[Array | np.ndarray], filler: float | bool) -> Array:
+        room = [((0, 0), (0, length - part.shape[1])) for part in parts]
+        padded = map(functools.partial(jnp.pad, constant_values=filler), parts, room)
+        return jnp.where(here, *padded)
 
-    if chains:
-        topology = chain_topology(num_nodes)
+    def either(name: str, filler: float | bool) -> Array:
+        return chosen([getattr(draft, name) for draft in (first, second)], filler)
+
+    shapes = [draft.topology for draft in (first, second)]
+    if all(shape.is_chain for shape in shapes):
+        topology = chain_topology(length)
     else:
-        parents = either(lambda draft: jnp.asarray(draft.topology.row_parents), 0)
-        topology = DynamicTopology(parents, max(first.topology.depth, second.topology.depth))
+        parents = chosen([shape.row_parents for shape in shapes], 0)
+        topology = DynamicTopology(parents, max(shape.depth for shape in shapes))
     return Draft(
-        tokens=either(lambda draft: draft.tokens, 0),
-        valid=either(lambda draft: draft.valid, False),
-        logq_row=either(lambda draft: draft.logq_row, -1),
+        tokens=either("tokens", 0),
+        valid=either("valid", False),
+        logq_row=either("logq_row", -1),
         logq=jnp.concatenate(distributions, axis=1) if distributions else None,
         topology=topology,
-        confidence=either(lambda draft: draft.confidence, UNKNOWN) if known else None,
+        confidence=either("confidence", UNKNOWN) if known else None,
     )
 
 

@@ -183,6 +183,8 @@ def _report(
         "auto": run.auto.content() if run.auto else None,
         "config": run.config,
     }
+    if any(batch.ours.lossy for batch in batches):
+        summary["lossy"] = True
     if interrupted:
         summary["interrupted"] = True
     if refused is not None:

@@ -182,7 +182,7 @@ def labels(runs: Sequence[Run]) -> list[str]:
     differing = [name for name in names if len({str(one.get(name)) for one in fields}) > 1]
     found = []
     for run, one in zip(runs, fields, strict=True):
-        parts = [run.drafter]
+        parts = [run.drafter, *(["(lossy)"] if run.summary.get("lossy") else [])]
         for name in differing:
             value = one.get(name)
             if value is not None and name != "drafter.name":

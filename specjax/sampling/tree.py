@@ -231,7 +231,9 @@ def typical(
     is computed. The result is the path's slots, its length, and its last slot.
     """
     batch, count = drafted.tokens.shape
-    parents = drafted.parent_slots
+    parents, root = drafted.parent_slots, jnp.zeros(batch, jnp.int32)
+    if not count:
+        return jnp.full((batch, drafted.depth), -1, jnp.int32), root, root
 
     def at(slot: Int[Array, ""], found: Float[Array, "B N"]) -> Float[Array, "B N"]:
         logp = target(jnp.broadcast_to(slot, (batch,)))

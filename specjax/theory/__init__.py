@@ -24,6 +24,7 @@ from specjax.theory.rounds import (
     optimal_k,
     speedup,
 )
+from specjax.theory.trees import roofline_tree
 
 __all__ = [
     "CHIPS",
@@ -38,5 +39,6 @@ __all__ = [
     "optimal_k",
     "pass_seconds",
     "roofline",
+    "roofline_tree",
     "speedup",
 ]

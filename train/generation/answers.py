@@ -15,7 +15,7 @@ from specjax.cli.console import Screen
 from specjax.cli.mesh_config import DistributedConfig, MeshConfig
 from specjax.decoding.executor import Programs, run_batch
 from specjax.decoding.generate import broken_logits, collect
-from specjax.decoding.options import BATCH_SIZE, RULE_NAME, DecodeOptions
+from specjax.decoding.options import BATCH_SIZE, EXACT_RULE_NAME, DecodeOptions
 from specjax.decoding.plan import Session, plan_session
 from specjax.decoding.prompts import CHAT
 from specjax.decoding.sampling_params import MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P, SamplingParams
@@ -140,7 +140,7 @@ class AnswersConfig:
     batch_size: Annotated[int, BATCH_SIZE]
     drafter: DrafterSection
     num_speculative_tokens: Annotated[int | None, optional(DRAFT_TOKENS)]
-    verify: Annotated[str, RULE_NAME]
+    verify: Annotated[str, EXACT_RULE_NAME]
     minutes: Annotated[float | None, optional(Number(0.0, 1e9, above=True))]
     mesh: MeshConfig
     distributed: DistributedConfig

@@ -9,7 +9,7 @@ prompt the logits of each position.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 import jax.numpy as jnp
@@ -26,15 +26,16 @@ from specjax.drafters.base import (
     Noise,
     TargetPass,
 )
+from specjax.drafters.growth.options import TREE, USUAL_DEPTH, USUAL_TOPK, TreeOptions
 from specjax.errors import InputError
-from specjax.fields import Instance, Whole, check_instance, optional
+from specjax.fields import Whole, check_instance, optional
 from specjax.loading.model import Model
 from specjax.models.top_tokens import feature_name
-from specjax.trees import Draft, RankedTree, best_tree
+from specjax.trees import Draft, DynamicTree, RankedTree
 
-_DEPTH, _NODES = 5, 32
-_RATES = (0.4, 0.12, 0.06, 0.04, 0.03, 0.02, 0.02, 0.01)
-"""How often the candidate of each rank is the target's next token, as the usual tree takes it."""
+_RATES = ((0.4, 0.12, 0.06, 0.04, 0.03, 0.02, 0.02, 0.01),)
+"""How often the candidate of each rank is the target's next token, at any depth, where nobody says
+how often it was measured to be."""
 _UNKNOWN = -1
 
 
@@ -42,22 +43,27 @@ _UNKNOWN = -1
 class TokenRecycling(Drafter):
     """A drafter that looks tokens up in a table of each row.
 
-    Node of rank r after a token: the token's r-th likeliest successor. The `tree` is fixed; without
-    one it has 32 nodes and as many levels as `num_speculative_tokens`, 5 if that is not given
-    either. The table has as many candidates (k) as the tree has ranks and takes V * k * 4 bytes per
-    row, 1.6 MB for 49,152 tokens and k = 8. Nodes are deterministic. Raises InputError for a tree
-    with fewer levels than tokens are asked for, and with more ranks than there are tokens.
+    Node of rank r after a token: the token's r-th likeliest successor. The `tree` (a shape, or a
+    `TreeOptions` that becomes one) is static; without one it is of the usual size, and no deeper
+    than `num_speculative_tokens`. The table has as many candidates (k) as the tree has ranks and
+    takes V * k * 4 bytes per row, 1.6 MB for 49,152 tokens and k = 8. Nodes are deterministic.
+    Raises InputError for a dynamic tree, for one with fewer levels than tokens are asked for, and
+    for one with more ranks than there are tokens.
     """
 
     vocab_size: Annotated[int, Whole(1)] = field(kw_only=False)
     num_speculative_tokens: Annotated[int, optional(DRAFT_TOKENS)] = None  # as __post_init__ says
-    tree: Annotated[RankedTree | None, optional(Instance(RankedTree, "use a RankedTree"))] = None
+    tree: Annotated[RankedTree | None, TREE] = None
 
     def __post_init__(self) -> None:
         check_instance(self, "drafter.")
         length = self.num_speculative_tokens
+        if isinstance(self.tree, TreeOptions):
+            object.__setattr__(self, "tree", _shape(self.tree, length))
+        if isinstance(self.tree, DynamicTree):
+            raise InputError("tree.kind=dynamic: token_recycling has static trees; use static")
         if length is None:
-            length = _DEPTH if self.tree is None else self.tree.depth
+            length = USUAL_DEPTH if self.tree is None else self.tree.depth
             object.__setattr__(self, "num_speculative_tokens", length)
         if self.tree is not None and length > self.tree.depth:
             raise InputError(
@@ -66,9 +72,10 @@ class TokenRecycling(Drafter):
             )
         if self.num_candidates > self.vocab_size:
             raise InputError(
-                f"drafter.tree: it has {self.num_candidates} candidates after a token, and the "
-                f"vocabulary {self.vocab_size} tokens; use a narrower tree"
+                f"tree.topk={self.num_candidates}: the vocabulary has {self.vocab_size} tokens; "
+                "lower it"
             )
+        object.__setattr__(self, "num_speculative_tokens", self.shape.depth)
 
     @classmethod
     def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:
@@ -88,7 +95,8 @@ class TokenRecycling(Drafter):
             return self.tree.limited(self.num_speculative_tokens)
         if not self.num_speculative_tokens:
             return RankedTree(())
-        return best_tree([_RATES[: self.vocab_size]] * self.num_speculative_tokens, _NODES)
+        topk = min(USUAL_TOPK, self.vocab_size)
+        return _shape(TreeOptions(kind="static", topk=topk), self.num_speculative_tokens)
 
     @property
     def num_nodes(self) -> int:
@@ -150,3 +158,10 @@ class TokenRecycling(Drafter):
         last = computed & ~(again & (step[None, :] > step[:, None])[None]).any(axis=2)
         where = jnp.where(last, tokens, self.vocab_size)
         return put(state, where, target_pass.features[feature_name(self.num_candidates)])
+
+
+def _shape(options: TreeOptions, length: int | None) -> RankedTree | DynamicTree:
+    """The tree of some options; one candidate after each token where they say chain."""
+    if options.kind == "chain":
+        options = replace(options, kind="static", topk=1)
+    return replace(options, acceptance=options.acceptance or _RATES).shape(length)

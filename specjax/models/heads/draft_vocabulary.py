@@ -13,13 +13,13 @@ from specjax.errors import InputError
 
 
 def expand(
-    logits: Float[Array, "B Vd"], draft_ids: Int[Array, "Vd"] | None, vocab_size: int
-) -> Float[Array, "B V"]:
+    logits: Float[Array, "*rows Vd"], draft_ids: Int[Array, "Vd"] | None, vocab_size: int
+) -> Float[Array, "*rows V"]:
     """Logits over the whole vocabulary, -inf at the tokens outside the draft vocabulary."""
     if draft_ids is None:
         return logits
-    whole = jnp.full((logits.shape[0], vocab_size), -jnp.inf, logits.dtype)
-    return whole.at[:, draft_ids].set(logits, unique_indices=True, indices_are_sorted=True)
+    whole = jnp.full((*logits.shape[:-1], vocab_size), -jnp.inf, logits.dtype)
+    return whole.at[..., draft_ids].set(logits, unique_indices=True, indices_are_sorted=True)
 
 
 def check_draft_vocab_size(size: int, vocab_size: int) -> None:

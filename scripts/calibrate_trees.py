@@ -1,0 +1,106 @@
+"""Measure what trees are built from: `python scripts/calibrate_trees.py --drafters=eagle3,medusa`.
+
+    python scripts/calibrate_trees.py --drafters=NAMES --out=DIR [--prompts=FILE.jsonl] [--limit=N]
+
+Decodes prompts greedily, and counts how often the target's token is the likeliest candidate of a
+drafter, the second likeliest, and so on, at each depth of a draft (`specjax.tuning`). Prompts are
+those of the conversations that come with specjax, or a JSONL file's in Spec-Bench's schema. DIR
+gets a file NAME.ranks.json for each drafter, which `tree.kind=static` and `auto` are built from
+where it stands beside the heads; the tree of --num_nodes nodes is shown, with what it is expected
+to accept. Exit codes: 0; 2 for bad input; 130 after Ctrl-C
+or SIGTERM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from specjax.cli import command
+from specjax.cli.flags import Listed, Parser
+from specjax.decoding.prompts import Prompt, read_questions
+from specjax.drafters import DRAFT_TOKENS, make_drafter
+from specjax.fields import InputFile, OutputFolder, PathOrName, Text, Whole, optional
+from specjax.files.json_files import read_json_lines
+from specjax.loading.heads.ranks import ranks_file, write_acceptance
+from specjax.loading.load import DEFAULT_MODEL, load_model
+from specjax.trees import best_tree, draw
+from specjax.tuning.measure_ranks import measure_ranks
+from train.data.shipped import ROWS
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    act = lambda arguments: run(SimpleNamespace(**parser().read(arguments)))  # noqa: E731
+    return command.run(act, argv)
+
+
+def parser() -> Parser:
+    """The flags."""
+    flags = Parser("python scripts/calibrate_trees.py", __doc__)
+    add = flags.add_field
+    add("drafters", Listed(Text()), "drafters with distributions, by name")
+    add("out", OutputFolder(), "folder of the files")
+    add("target", PathOrName(), "the model", default=DEFAULT_MODEL)
+    add("prompts", optional(InputFile()), "JSONL in Spec-Bench's schema", default=None)
+    add("limit", Whole(1), "prompts", default=100)
+    add("depth", DRAFT_TOKENS, "levels, of drafters without a number of their own", default=6)
+    add("candidates", Whole(1), "ranks", default=10)
+    add("max_new_tokens", Whole(1), "of each answer", default=64)
+    add("batch_size", Whole(1), "rows", default=8)
+    add("num_nodes", Whole(1), "of the tree that is shown", default=32)
+    return flags
+
+
+def run(flags: SimpleNamespace) -> int:
+    """Measure each drafter; returns the exit code."""
+    model = load_model(flags.target)
+    prompts = _prompts(flags)
+    flags.out.mkdir(parents=True, exist_ok=True)
+    for name in flags.drafters:
+        length = None if name == "medusa" else flags.depth
+        drafter = make_drafter(name, model, num_speculative_tokens=length)
+        print(f"{name}: compiling", flush=True)
+        counts = measure_ranks(
+            model,
+            drafter,
+            prompts,
+            candidates=flags.candidates,
+            max_new_tokens=flags.max_new_tokens,
+            batch_size=flags.batch_size,
+            tell=lambda done, total, name=name: print(
+                f"{name}: {done} of {total} prompts", flush=True
+            ),
+        )
+        acceptance = tuple(map(tuple, counts.acceptance.tolist()))
+        file = ranks_file(flags.out, name)
+        measured = {"target": model.name, "tested": counts.tested.tolist(), **_settings(flags)}
+        write_acceptance(file, acceptance, measured)
+        tree = best_tree(acceptance, flags.num_nodes)
+        print(f"{file}\n{draw(tree)}\ntokens per round: {tree.expected_tokens(acceptance):.2f}")
+    return 0
+
+
+def _settings(flags: SimpleNamespace) -> dict[str, Any]:
+    source = "shipped conversations" if flags.prompts is None else Path(flags.prompts).name
+    return {
+        "prompts": f"{flags.limit} of {source}",
+        "max_new_tokens": flags.max_new_tokens,
+        "temperature": 0.0,
+    }
+
+
+def _prompts(flags: SimpleNamespace) -> list[Prompt]:
+    if flags.prompts is not None:
+        questions = list(read_questions(flags.prompts))[: flags.limit]
+        return [[{"role": "user", "content": question.turns[0]}] for question in questions]
+    rows = [row["prompt_token_ids"] for _, row in read_json_lines(ROWS, "prompts")]
+    # Spread over all, whatever they are sorted by.
+    return rows[:: max(1, len(rows) // flags.limit)][: flags.limit]
+
+
+if __name__ == "__main__":
+    command.use_compilation_cache()
+    raise SystemExit(main())

@@ -1,0 +1,145 @@
+"""Chains: one token after another, as long as it pays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from specjax import trees
+from specjax.drafters.base import Context, Noise
+from specjax.drafters.growth.level import Level, Step, likeliest_probability
+from specjax.models.heads.draft_vocabulary import expand
+from specjax.models.masks import causal
+from specjax.sampling import argmax
+from specjax.trees import Draft
+
+
+def window_slots(length: int) -> int:
+    """The slots of the root and of the tokens that are run: all but the last."""
+    return max(length, 1)
+
+
+def draft_chain(
+    longest: int,
+    logits: Float[Array, "B 1 Vd"],
+    step: Step,
+    carry: Any,
+    context: Context,
+    noise: Noise,
+    *,
+    sampled: bool = True,
+    p_min: float = 0.0,
+    draft_ids: Int[Array, "Vd"] | None = None,
+) -> tuple[Draft, Any]:
+    """A chain of up to `longest` tokens per row, drawn from their distributions, or the likeliest.
+
+    `logits` are those after the root, and `step` gives those after the token of each further level.
+    A row stops at its limit, or where the likeliest next token has a probability below `p_min`
+    (before any warp, and before the token is drawn: the draft stays exact); all rows stop where
+    `context.turn` says that no more pays. The loop ends with its longest row. Where logits are of a
+    part of the vocabulary, `draft_ids` say which.
+    """
+    batch, most, turn = context.length.shape[0], longest, context.turn
+    keeps_logq = sampled and context.needs_logq and most > 0
+    root = context.token_at(context.length - 1)
+    slots = window_slots(longest)
+
+    def grow(depth: Int[Array, ""] | int, logits: Float[Array, "B Vd"], chain: _Chain) -> _Chain:
+        wanted = (chain.count == depth) & (depth < context.limit)
+        if p_min > 0 or turn is not None:
+            confidence = likeliest_probability(logits)
+        if p_min > 0:
+            wanted &= confidence >= p_min
+        if turn is not None and most:
+            survived = chain.survived * turn.chance(depth, confidence)
+            best = turn.best_length(depth, survived, wanted)
+            wanted &= depth < best
+            chain = chain.replace(
+                survived=survived,
+                best=best,
+                confidence=_put(chain.confidence, confidence, depth),
+            )
+        token, distribution = _choose(
+            logits, context, noise, depth, sampled=sampled, draft_ids=draft_ids
+        )
+        if keeps_logq:
+            chain = chain.replace(distributions=_put(chain.distributions, distribution, depth))
+        if most:
+            chain = chain.replace(tokens=_put(chain.tokens, token, depth))
+        return chain.replace(token=token, count=jnp.where(wanted, depth + 1, chain.count))
+
+    chain = grow(
+        0,
+        logits[:, 0],
+        _Chain(
+            token=root,
+            count=jnp.zeros(batch, jnp.int32),
+            tokens=jnp.zeros((batch, most), jnp.int32),
+            distributions=(
+                jnp.zeros((batch, most, context.target.vocab_size)) if keeps_logq else None
+            ),
+            carry=carry,
+            best=jnp.int32(most),
+            survived=None if turn is None else jnp.ones(batch),
+            confidence=None if turn is None else jnp.zeros((batch, most)),
+        ),
+    )
+
+    def going(loop: tuple[Array, _Chain]) -> Array:
+        depth, chain = loop
+        return (depth < chain.best) & jnp.any(chain.count == depth)
+
+    def more(loop: tuple[Array, _Chain]) -> tuple[Array, _Chain]:
+        depth, chain = loop
+        token = chain.token[:, None]
+        seen = causal(depth[None], slots)
+        level = Level(depth, token, jnp.zeros_like(token), depth, seen)
+        logits, carry = step(level, chain.carry)
+        return depth + 1, grow(depth, logits[:, 0], chain.replace(carry=carry))
+
+    _, chain = lax.while_loop(going, more, (jnp.int32(1), chain))
+    draft = trees.chain(chain.tokens, chain.count, chain.distributions, chain.confidence)
+    return draft, chain.carry
+
+
+@struct.dataclass
+class _Chain:
+    """A chain while it is drafted.
+
+    `token` is the latest one, `count` how many each row has, `best` how many are worth drafting as
+    it looks now, `survived` the chance that all so far are accepted.
+    """
+
+    token: Int[Array, "B"]
+    count: Int[Array, "B"]
+    tokens: Int[Array, "B K"]
+    distributions: Float[Array, "B K V"] | None
+    carry: Any
+    best: Int[Array, ""]
+    survived: Float[Array, "B"] | None
+    confidence: Float[Array, "B K"] | None
+
+
+def _put(into: Array, new: Array, depth: Int[Array, ""] | int) -> Array:
+    """An array with one more entry along its second axis."""
+    return lax.dynamic_update_slice(into, new[:, None], (0, depth, *[0] * (into.ndim - 2)))
+
+
+def _choose(
+    logits: Float[Array, "B Vd"],
+    context: Context,
+    noise: Noise,
+    depth: Int[Array, ""] | int,
+    *,
+    sampled: bool,
+    draft_ids: Int[Array, "Vd"] | None,
+) -> tuple[Int[Array, "B"], Float[Array, "B V"] | None]:
+    """One token per row and its distribution where it is `sampled`; else the likeliest, None."""
+    if sampled and context.flags.sampled:
+        return context.draw(expand(logits, draft_ids, context.target.vocab_size), noise, depth)
+    token = argmax(logits)
+    return (token if draft_ids is None else draft_ids[token]), None

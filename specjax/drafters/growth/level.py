@@ -1,0 +1,107 @@
+"""A level of a draft while it grows: what a drafter is given, and the choice of what follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from jax.scipy.special import logsumexp
+from jaxtyping import Array, Bool, Float, Int
+
+from specjax.distributed.sharding import constrain
+from specjax.drafters.base import Context, Noise
+from specjax.models.heads.draft_vocabulary import expand
+
+
+@struct.dataclass
+class Level:
+    """Tokens of one depth, which a drafter runs together; a chain has one of each depth.
+
+    `depth` counts from the root, which is 0. `parents` are the indices of their parents among the
+    tokens of the level before. They belong into the slots start..start+T of a window whose slot 0
+    is the root's, and see the slots that `visible` says: their ancestors' and their own.
+    """
+
+    depth: Int[Array, ""] | int
+    tokens: Int[Array, "B T"]
+    parents: Int[Array, "B T"]
+    start: Int[Array, ""] | int
+    visible: Bool[Array, "#B T W"]
+
+    def positions(self, context: Context) -> Int[Array, "B T"]:
+        """The tokens' absolute positions."""
+        return jnp.broadcast_to((context.length - 1 + self.depth)[:, None], self.tokens.shape)
+
+
+Step = Callable[[Level, Any], tuple[Float[Array, "B #T Vd"], Any]]
+"""(level, carry) -> logits of the tokens after each of the level's (one, where they are the same
+after all), carry."""
+
+
+class Children(NamedTuple):
+    """The `count` best candidates after each token of a level, in order, and where they come from.
+
+    `exists` is False where there are fewer candidates, `logq` what they were drawn from, where
+    rules have to know it, and `sampled` says in which rows they were drawn.
+    """
+
+    tokens: Int[Array, "B #T k"]
+    exists: Bool[Array, "B #T k"]
+    sampled: Bool[Array, "B"]
+    logq: Float[Array, "B #T V"] | None
+
+
+def root_level(context: Context, slots: int) -> Level:
+    """The root as a level, for a window of W = `slots` slots."""
+    root = context.token_at(context.length - 1)[:, None]
+    visible = (jnp.arange(slots) == 0)[None, None, :]
+    return Level(0, root, jnp.zeros_like(root), 0, visible)
+
+
+def draw_children(
+    logits: Float[Array, "B #T Vd"],
+    count: int,
+    context: Context,
+    noise: Noise,
+    depth: int,
+    *,
+    sampled: bool,
+    draft_ids: Int[Array, "Vd"] | None,
+) -> Children:
+    """The candidates after tokens at a depth: drawn without replacement, or the likeliest.
+
+    Drawing is choosing the best by log-probability and noise (Gumbel top-k: Kool et al.
+    1903.06059), which all tokens of a depth share: only one of them is on the path that is
+    verified. Rows with temperature 0 take the likeliest.
+    """
+    greedy = context.sampling.temperature <= 0
+    if not (sampled and context.flags.sampled):
+        scores, ids = top(logits, count)
+        tokens = ids if draft_ids is None else draft_ids[ids]
+        return Children(tokens, scores > -jnp.inf, jnp.zeros_like(greedy), None)
+    whole = expand(logits, draft_ids, context.target.vocab_size)
+    distribution = context.warp(whole)
+    scores = distribution + noise(depth)[:, None, :]
+    if context.flags.greedy:
+        scores = jnp.where(greedy[:, None, None], whole, scores)
+    best, tokens = top(scores, count)
+    return Children(tokens, best > -jnp.inf, ~greedy, distribution if context.needs_logq else None)
+
+
+def top(scores: Float[Array, "B T V"], count: int) -> tuple[Array, Array]:
+    """The `count` largest of each row of scores, and their indices; -inf where there are fewer."""
+    scores = constrain(scores, "batch", None, None)
+    most = min(count, scores.shape[2])
+    best, index = lax.top_k(scores, most)
+    # What is not a number is no candidate.
+    best = jnp.where(jnp.isnan(best), -jnp.inf, best)
+    room = ((0, 0), (0, 0), (0, count - most))
+    return jnp.pad(best, room, constant_values=-jnp.inf), jnp.pad(index, room)
+
+
+def likeliest_probability(logits: Float[Array, "*rows Vd"]) -> Float[Array, "*rows"]:
+    """The probability of the likeliest token, before any warp."""
+    return jnp.exp(logits.max(axis=-1) - logsumexp(logits, axis=-1)).astype(jnp.float32)

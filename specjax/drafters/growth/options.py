@@ -1,0 +1,139 @@
+"""What is said of a token tree, on a command line or in Python, and the shape that it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal
+
+from specjax.errors import InputError, shown
+from specjax.fields import Items, Whole, check_instance, check_values, fields_of, optional
+from specjax.trees import DynamicTree, RankedTree, best_tree, tree_of_choices
+
+TreeKind = Literal["chain", "static", "dynamic"]
+_CHOICES = Items(
+    Items(Whole(0, 1023), least=1),
+    least=1,
+    remedy="use paths of ranks, as ((0,), (1,), (0, 0))",
+)
+USUAL_DEPTH, USUAL_TOPK, USUAL_NODES = 5, 8, 32
+"""The depth, children of a node, and nodes of a tree where nothing else is said."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeOptions:
+    """The tree that a drafter is to draft.
+
+    A `chain` is none. A `static` tree is that of the paths `choices`, each the ranks of its tokens
+    among the candidates after those before, such as Medusa's; or the one of `num_nodes` nodes,
+    `depth` levels and at most `topk` children a node in which most tokens are expected to be
+    accepted. A `dynamic` tree is a `DynamicTree` of these numbers, chosen in each round.
+    `acceptance[d][r]` says how often the candidate of rank r at depth d (from 0) is accepted where
+    its parent is, as it was measured; drafters that come with specjax bring theirs. Raises
+    InputError for numbers out of range, and for options that do not go together.
+    """
+
+    kind: TreeKind = "chain"
+    topk: Annotated[int | None, optional(Whole(1, 64))] = None
+    depth: Annotated[int | None, optional(Whole(1, 64))] = None
+    num_nodes: Annotated[int | None, optional(Whole(1, 1023))] = None
+    choices: Annotated[tuple[tuple[int, ...], ...] | None, optional(_CHOICES)] = None
+    acceptance: tuple[tuple[float, ...], ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_instance(self, "tree.")
+        given = {
+            field.name: value
+            for field in fields(self)
+            if field.name not in ("kind", "acceptance")
+            and (value := getattr(self, field.name)) is not None
+        }
+        for name, value in given.items():
+            if self.kind == "chain":
+                remedy = "a chain has no such option; use tree.kind=static or dynamic"
+            elif name == "choices" and self.kind == "dynamic":
+                remedy = "a dynamic tree is chosen in each round; use tree.kind=static"
+            elif name != "choices" and "choices" in given:
+                remedy = "tree.choices says it already; leave one of the two out"
+            else:
+                continue
+            raise InputError(f"tree.{name}={shown(value)}: {remedy}")
+        if self.choices is not None:
+            self._chosen()
+
+    def shape(
+        self, length: int | None = None, longest: int | None = None
+    ) -> RankedTree | DynamicTree | None:
+        """The tree; None for a chain.
+
+        `length` is the longest path that was asked for beside the tree, and `longest` the longest
+        that the drafter has. Raises InputError for a tree that has another length, or more nodes
+        than its other numbers allow.
+        """
+        if self.kind == "chain":
+            return None
+        tree = None if self.choices is None else self._chosen()
+        depth = self.depth if tree is None else tree.depth
+        if None not in (length, depth) and length != depth:
+            field = "depth" if tree is None else "choices"
+            raise InputError(
+                f"num_speculative_tokens={length}: tree.{field} has {depth} levels; leave one of "
+                "the two out"
+            )
+        if tree is not None:
+            return tree
+        depth = depth or length or min(USUAL_DEPTH, longest or USUAL_DEPTH)
+        topk = self.topk or USUAL_TOPK
+        if self.kind == "dynamic":
+            most = DynamicTree(topk, depth, 0).num_candidates
+            return DynamicTree(topk, depth, self._nodes(most, topk, depth))
+        most = sum(topk**level for level in range(1, depth + 1))
+        rates = self.acceptance or usual_rates(topk)
+        # What is deeper than was measured is as what was measured last.
+        rates = [rates[min(level, len(rates) - 1)][:topk] for level in range(depth)]
+        return best_tree(rates, self._nodes(most, topk, depth))
+
+    def _chosen(self) -> RankedTree:
+        try:
+            return tree_of_choices(self.choices)
+        except InputError as error:
+            raise InputError(f"tree.{error}") from error
+
+    def _nodes(self, most: int, topk: int, depth: int) -> int:
+        if self.num_nodes is None:
+            return min(USUAL_NODES, most)
+        if self.num_nodes > most:
+            raise InputError(
+                f"tree.num_nodes={self.num_nodes}: with topk={topk} and depth={depth} there are at "
+                f"most {most}; lower it, or raise tree.topk or tree.depth"
+            )
+        return self.num_nodes
+
+
+def usual_rates(topk: int) -> tuple[tuple[float, ...], ...]:
+    """How often the candidate of each rank is accepted, at any depth, where nothing was measured.
+
+    Half as often as the rank before it: 0.5, 0.25, ...
+    """
+    return (tuple(0.5 ** (rank + 1) for rank in range(topk)),)
+
+
+@dataclass(frozen=True)
+class TreeKindOfValue:
+    """A tree: its shape, `TreeOptions` or a mapping of them, or None for a chain."""
+
+    def check(self, name: str, value: Any) -> TreeOptions | RankedTree | DynamicTree | None:
+        """The value; a mapping as `TreeOptions`."""
+        if value is None or isinstance(value, TreeOptions | RankedTree | DynamicTree):
+            return value
+        if not isinstance(value, Mapping):
+            raise InputError(
+                f"{name}={shown(value)}: use TreeOptions, or a dict of them as "
+                '{"kind": "dynamic", "topk": 8}'
+            )
+        defaults = {field.name: field.default for field in fields(TreeOptions)}
+        checked = check_values({"tree": fields_of(TreeOptions)}, {"tree": {**defaults, **value}})
+        return TreeOptions(**checked["tree"])
+
+
+TREE = TreeKindOfValue()

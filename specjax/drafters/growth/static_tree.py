@@ -1,0 +1,119 @@
+"""Trees of a given shape, grown level by level: EAGLE's first (Li et al. 2401.15077), Medusa's."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from specjax.drafters.base import Context, Noise
+from specjax.drafters.growth.level import Level, Step, draw_children, likeliest_probability
+from specjax.trees import Draft, RankedTree
+
+
+class _LevelShape(NamedTuple):
+    """One depth of a tree: its slots with children, and these children.
+
+    `slots` are window slots of the draft and `parents` indices among those of the level before.
+    `start` is the first of their slots in the drafter's window, where `visible` is what they see.
+    Each child has a rank among those after its parent, an index among `slots`.
+    """
+
+    slots: Int[np.ndarray, "T"]
+    parents: Int[np.ndarray, "T"]
+    start: int
+    visible: Bool[np.ndarray, "T W"]
+    child_parents: Int[np.ndarray, "N"]
+    child_ranks: Int[np.ndarray, "N"]
+
+
+def window_slots(tree: RankedTree) -> int:
+    """The slots of the root and of the nodes with children: a drafter runs no others."""
+    return len({0, *tree.topology.parents})
+
+
+def draft_static_tree(
+    tree: RankedTree,
+    logits: Float[Array, "B 1 Vd"],
+    step: Step,
+    carry: Any,
+    context: Context,
+    noise: Noise,
+    *,
+    sampled: bool = True,
+    p_min: float = 0.0,
+    draft_ids: Int[Array, "Vd"] | None = None,
+) -> tuple[Draft, Any]:
+    """The tokens of a tree, children drawn without replacement or the likeliest, and the carry.
+
+    `logits` are those after the root. Nodes deeper than a row's limit are not valid, nor are those
+    after a token whose likeliest successor has a probability below `p_min`.
+    """
+    batch = context.length.shape[0]
+    tokens: list[Int[Array, "B C"]] = [context.token_at(context.length - 1)[:, None]]
+    valid: list[Bool[Array, "B C"]] = [jnp.ones((batch, 1), bool)]
+    rows: list[Int[Array, "B C"]] = []
+    distributions: list[Float[Array, "B #T V"]] = []
+    num_rows = 0
+    for depth, shape in enumerate(_level_shapes(tree)):
+        if depth:
+            level = Level(
+                depth,
+                jnp.concatenate(tokens, axis=1)[:, shape.slots],
+                jnp.broadcast_to(jnp.asarray(shape.parents), (batch, len(shape.parents))),
+                shape.start,
+                jnp.asarray(shape.visible)[None],
+            )
+            logits, carry = step(level, carry)
+        count = int(shape.child_ranks.max()) + 1
+        found = draw_children(
+            logits, count, context, noise, depth, sampled=sampled, draft_ids=draft_ids
+        )
+        # One distribution may be that of all.
+        which = shape.child_parents if logits.shape[1] > 1 else 0 * shape.child_parents
+        exists = found.exists[:, which, shape.child_ranks] & (depth < context.limit)[:, None]
+        if p_min > 0:
+            exists &= (likeliest_probability(logits) >= p_min)[:, which]
+        above = jnp.concatenate(valid, axis=1)[:, shape.slots[shape.child_parents]]
+        tokens.append(found.tokens[:, which, shape.child_ranks])
+        valid.append(exists & above)
+        drawn = found.sampled if found.logq is not None else jnp.zeros_like(found.sampled)
+        rows.append(jnp.where(drawn[:, None], num_rows + which[None, :], -1))
+        if found.logq is not None:
+            distributions.append(found.logq)
+            num_rows += found.logq.shape[1]
+    draft = Draft(
+        tokens=jnp.concatenate(tokens[1:], axis=1),
+        valid=jnp.concatenate(valid[1:], axis=1),
+        logq_row=jnp.concatenate(rows, axis=1).astype(jnp.int32),
+        logq=jnp.concatenate(distributions, axis=1) if distributions else None,
+        topology=tree.topology,
+    )
+    return draft, carry
+
+
+def _level_shapes(tree: RankedTree) -> list[_LevelShape]:
+    """The levels with children, from the root down."""
+    topology, ranks = tree.topology, np.array(tree.ranks, np.int32)
+    parents = np.array((0, *topology.parents), np.int32)
+    inner = np.array(sorted({0, *topology.parents}), np.int32)
+    shapes, start = [], 0
+    before = np.zeros(1, np.int32)
+    for depth in range(tree.depth):
+        slots = inner[topology.depths[inner] == depth]
+        children = 1 + np.flatnonzero(np.isin(parents[1:], slots))
+        shapes.append(
+            _LevelShape(
+                slots,
+                np.searchsorted(before, parents[slots]).astype(np.int32),
+                start,
+                topology.ancestors[np.ix_(slots, inner)],
+                np.searchsorted(slots, parents[children]).astype(np.int32),
+                ranks[children - 1],
+            )
+        )
+        start += len(slots)
+        before = slots
+    return shapes

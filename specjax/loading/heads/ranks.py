@@ -1,0 +1,48 @@
+"""How often a drafter's candidates of each rank are accepted, as measured: files beside heads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from specjax.errors import InputError, shown
+from specjax.files.json_files import read_json_file
+from specjax.files.text_files import write_text
+from specjax.loading.heads.find_head import SHIPPED
+from specjax.loading.model import Model
+
+Acceptance = tuple[tuple[float, ...], ...]
+"""[d][r]: the chance that the candidate of rank r at depth d (from 0) is the target's, given that
+its parent is."""
+
+
+def ranks_file(folder: Path, drafter: str) -> Path:
+    """The file of a drafter's rates in a folder of heads for one target."""
+    return folder / f"{drafter}.ranks.json"
+
+
+def shipped_acceptance(drafter: str, target: Model) -> Acceptance | None:
+    """The rates that come with specjax for a drafter of a target, if any."""
+    file = ranks_file(SHIPPED / target.name, drafter)
+    return read_acceptance(file) if file.is_file() else None
+
+
+def read_acceptance(file: Path) -> Acceptance:
+    """The rates in a file; raises InputError where it holds none."""
+    content = read_json_file(file)
+    rates = content.get("acceptance") if isinstance(content, dict) else None
+    whole = isinstance(rates, list) and rates and all(isinstance(level, list) for level in rates)
+    if not whole or not all(
+        isinstance(rate, int | float) and 0 <= rate <= 1 for level in rates for rate in level
+    ):
+        raise InputError(f"{file}: acceptance={shown(rates)}: must be lists of rates from 0 to 1")
+    return tuple(tuple(map(float, level)) for level in rates)
+
+
+def write_acceptance(file: Path, acceptance: Acceptance, measured: Mapping[str, Any]) -> None:
+    """Write rates, with how they were measured; raises OSError."""
+    rows = ",\n    ".join(json.dumps([round(rate, 4) for rate in level]) for level in acceptance)
+    rest = "".join(f',\n  "{name}": {json.dumps(value)}' for name, value in measured.items())
+    write_text(file, f'{{\n  "acceptance": [\n    {rows}\n  ]{rest}\n}}\n')

@@ -1,0 +1,43 @@
+"""The fastest token tree at a chip's limits, by batch size and context."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specjax.theory.checks import checked, checked_count
+from specjax.theory.deployment import Chip, ModelShape, pass_seconds
+from specjax.trees.fastest import FastestTree, fastest_tree
+
+
+def roofline_tree(
+    shape: ModelShape,
+    chip: Chip | str,
+    acceptance: Sequence[Sequence[float]],
+    *,
+    batch: int,
+    context: int,
+    draft_cost: float | ModelShape = 0.0,
+    candidates: int = 8,
+    itemsize: int = 2,
+) -> FastestTree:
+    """The tree with the most tokens per second where each pass takes its least time.
+
+    `acceptance` is that of `specjax.trees.fastest_tree`. A level of the draft is `draft_cost`
+    passes of the target over one token per row, or one pass of that model over `candidates` tokens
+    per row. `context` are the committed tokens per row; for n chips multiply the figures of `Chip`
+    by n. Raises InputError for numbers that are none of these.
+    """
+    checked_count("batch", batch, 1)
+    checked_count("context", context, 0)
+    checked_count("candidates", candidates, 1)
+    where = {"batch": batch, "context": context, "itemsize": itemsize}
+    if isinstance(draft_cost, ModelShape):
+        level = float(pass_seconds(draft_cost, chip, tokens=candidates, **where))
+    else:
+        plain = float(pass_seconds(shape, chip, tokens=1, **where))
+        level = float(checked("draft_cost", draft_cost)) * plain
+    return fastest_tree(
+        acceptance,
+        lambda width: float(pass_seconds(shape, chip, tokens=width, **where)),
+        lambda depth: depth * level,
+    )

@@ -1,0 +1,38 @@
+"""How far drafters look for the best tree of a round (EAGLE-2, Li et al. 2406.16858)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from specjax.errors import InputError
+
+
+@dataclass(frozen=True)
+class DynamicTree:
+    """A tree that is chosen anew in each round and row, on the device.
+
+    The `topk` likeliest tokens after the root are candidates, and after the `topk` best candidates
+    of each level as many again, down to `depth` levels (P); the best `num_nodes` (N) of all are
+    the tree. Raises InputError for a tree with more nodes than there are candidates.
+    """
+
+    topk: int
+    depth: int
+    num_nodes: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.num_nodes <= self.num_candidates:
+            raise InputError(
+                f"num_nodes={self.num_nodes}: with topk={self.topk} and depth={self.depth} there "
+                f"are {self.num_candidates} candidates; lower it, or raise topk or depth"
+            )
+
+    @property
+    def num_candidates(self) -> int:
+        """The candidates of all levels."""
+        return self.topk + (self.depth - 1) * self.topk**2 if self.depth else 0
+
+    def limited(self, depth: int) -> DynamicTree:
+        """The tree without levels below a depth."""
+        shallow = replace(self, depth=min(self.depth, depth), num_nodes=0)
+        return replace(shallow, num_nodes=min(self.num_nodes, shallow.num_candidates))

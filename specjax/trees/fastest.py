@@ -1,0 +1,66 @@
+"""The tree that decodes fastest here: the most tokens per second, not the most tokens per round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from specjax.errors import InputError
+from specjax.trees.ranked import RankedTree, best_tree
+
+_WIDTHS = (1, 2, 3, 5, 9, 13, 17, 25, 33, 49, 65)
+
+
+class FastestTree(NamedTuple):
+    """A tree, and what it is predicted to do; without nodes where no draft pays.
+
+    `tokens_per_round` are those of one row, the target's own included; `round_seconds` are those of
+    the draft and of the pass over the tree.
+    """
+
+    tree: RankedTree
+    tokens_per_round: float
+    round_seconds: float
+
+    @property
+    def row_tokens_per_second(self) -> float:
+        """What each row makes."""
+        return self.tokens_per_round / self.round_seconds
+
+
+def fastest_tree(
+    acceptance: Sequence[Sequence[float]],
+    pass_seconds: Callable[[int], float],
+    draft_seconds: Callable[[int], float],
+    *,
+    widths: Sequence[int] = _WIDTHS,
+    max_depth: int | None = None,
+) -> FastestTree:
+    """The tree with the most tokens per second (Sequoia's criterion, 2402.12374, section 3.3).
+
+    `acceptance[d][r]` is the chance that the candidate of rank r at depth d (from 0) is the
+    target's, given that its parent is. `pass_seconds(w)` is what the target takes for w slots, the
+    root's included, and `draft_seconds(d)` what drafting a tree of depth d takes. For each of
+    `widths` and each depth up to `max_depth` (that of `acceptance` if unset) the best tree of
+    Medusa's rule is tried, and plain decoding. Raises InputError for widths below 1, numbers that
+    are no rates, and a plain pass that takes no time.
+    """
+    if not widths or min(widths) < 1:
+        raise InputError(f"widths={tuple(widths)}: give slots of passes, from 1 on")
+    plain = float(pass_seconds(1))
+    if not plain > 0:
+        raise InputError(f"pass_seconds(1)={plain:g} must be above 0")
+    deepest = len(acceptance) if max_depth is None else min(max_depth, len(acceptance))
+    best = FastestTree(RankedTree(()), 1.0, plain)
+    for width in sorted({width for width in widths if width > 1}):
+        verify = float(pass_seconds(width))
+        for depth in range(1, deepest + 1):
+            tree = best_tree(acceptance, width - 1, depth)
+            # A smaller tree, or a shallower one, was tried as such.
+            if tree.topology.width < width or tree.topology.depth < depth:
+                continue
+            tokens = tree.expected_tokens(acceptance)
+            found = FastestTree(tree, tokens, verify + float(draft_seconds(depth)))
+            if found.row_tokens_per_second > best.row_tokens_per_second:
+                best = found
+    return best

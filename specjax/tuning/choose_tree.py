@@ -1,0 +1,164 @@
+"""The token tree that is fastest on this machine, by measured costs and acceptance."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from specjax.decoding import costs
+from specjax.decoding.options import DecodeOptions
+from specjax.decoding.plan import plan_session
+from specjax.decoding.sampling_params import SamplingParams
+from specjax.distributed import processes, sharding
+from specjax.drafters import LoadedDrafter
+from specjax.errors import InputError
+from specjax.files import json_files, paths
+from specjax.files.text_files import write_text
+from specjax.loading.model import Model
+from specjax.trees import FastestTree, RankedTree, best_tree, fastest_tree
+
+_WIDTHS = (1, 2, 3, 5, 9, 17, 33)
+"""Passes that are timed; those between take what the next wider one does."""
+_CONTEXT = 256
+
+
+def choose_tree(
+    target: Model,
+    drafter: LoadedDrafter,
+    acceptance: Sequence[Sequence[float]],
+    *,
+    batch_size: int = 1,
+    context: int = _CONTEXT,
+    max_depth: int | None = None,
+    tell: Callable[[str], Any] = lambda line: None,
+) -> FastestTree:
+    """The static tree with the most tokens per second, and what it is predicted to do.
+
+    `drafter` is one with a `tree` field, and `acceptance` its chances by depth and rank
+    (`measure_ranks`, `shipped_acceptance`); no path is longer than `max_depth`, or than the
+    drafter's own limit. Times passes of several widths, and drafts of one level and of all, with
+    `batch_size` rows of `context` committed tokens; figures are kept in the user's cache folder for
+    later calls. A tree without nodes says that no draft pays. Raises InputError for a drafter
+    without trees, and where the context leaves no room.
+    """
+    if not hasattr(drafter.drafter, "tree"):
+        raise InputError(
+            f"drafter {drafter.name!r} drafts no trees of candidates; use one that does"
+        )
+    longest = [len(acceptance), max_depth, drafter.drafter.longest_path]
+    deepest = min(length for length in longest if length is not None)
+    if context + max(_WIDTHS) > target.config.max_positions:
+        raise InputError(
+            f"context={context}: no room for a tree in the {target.config.max_positions} positions "
+            f"of {target.name}; lower it"
+        )
+    file = _file(target, drafter, batch_size, context, deepest)
+    seconds = _read(file) if processes.is_first() else None
+    seconds = processes.from_first(seconds)
+    if seconds is None:
+        tell(f"timing passes and drafts of {drafter.name} for tree.kind=auto ...")
+        with sharding.use(target.mesh):
+            seconds = _measure(target, drafter, batch_size, context, deepest)
+        # Several processes choose one tree.
+        seconds = processes.from_first(seconds)
+        if file is not None and processes.is_first():
+            with suppress(OSError):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_text(file, json.dumps({"seconds": list(seconds)}))
+    passes, (first, whole) = seconds[: len(_WIDTHS)], seconds[len(_WIDTHS) :]
+    # A wider pass is never cheaper.
+    passes = np.maximum.accumulate(passes)
+    level = max(whole - first, 0.0) / max(deepest - 1, 1)
+
+    def pass_seconds(width: int) -> float:
+        return float(passes[np.searchsorted(_WIDTHS, width)])
+
+    return fastest_tree(
+        acceptance,
+        pass_seconds,
+        lambda depth: first + level * (depth - 1),
+        widths=_WIDTHS,
+        max_depth=deepest,
+    )
+
+
+def with_tree(drafter: LoadedDrafter, tree: RankedTree) -> LoadedDrafter:
+    """The drafter with a static tree, its longest path that of the tree; a chain stays a chain."""
+    depth = tree.topology.depth
+    chain = tree.topology.is_chain
+    fields = {"tree": None if chain else tree, "num_speculative_tokens": max(depth, 1)}
+    return drafter._replace(drafter=replace(drafter.drafter, **fields))
+
+
+def _measure(
+    target: Model, drafter: LoadedDrafter, batch_size: int, context: int, deepest: int
+) -> tuple[float, ...]:
+    """Seconds of passes of `_WIDTHS`, of a draft of one token, and of a tree of all levels."""
+    capacity = context + max(_WIDTHS)
+    widths = costs.widths_seconds(
+        target.architecture,
+        target.params,
+        _WIDTHS,
+        batch=batch_size,
+        committed=context,
+        capacity=capacity,
+    )
+    half = [[0.5 ** (rank + 1) for rank in range(8)]] * deepest
+    trees = (best_tree(half, 1), best_tree(half, max(_WIDTHS) - 1, deepest))
+    prompts = [[1] * context] * batch_size
+    drafts = [
+        costs.propose_seconds(
+            plan_session(
+                target,
+                prompts,
+                drafter=with_tree(drafter, tree),
+                options=DecodeOptions(batch_size=batch_size),
+                requests=SamplingParams(max_new_tokens=deepest + 1),
+            )
+        )
+        for tree in trees
+    ]
+    return (*widths.values(), *drafts)
+
+
+def _file(
+    target: Model, drafter: LoadedDrafter, batch_size: int, context: int, deepest: int
+) -> Any:
+    key = repr(
+        (
+            jax.__version__,
+            jax.devices()[0].device_kind,
+            os.cpu_count(),
+            target.mesh and tuple(target.mesh.shape.items()),
+            target.architecture,
+            replace(drafter.drafter, tree=None, num_speculative_tokens=1),
+            batch_size,
+            context,
+            deepest,
+        )
+    )
+    try:
+        folder = paths.cache_folder("costs")
+    except InputError:
+        return None
+    return folder / f"tree-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+
+
+def _read(file: Any) -> tuple[float, ...] | None:
+    """The figures of a file; None where it has none that are right."""
+    if file is None or not file.exists():
+        return None
+    try:
+        seconds = [float(value) for value in json_files.read_json_file(file)["seconds"]]
+    except (InputError, OSError, TypeError, KeyError, ValueError):
+        return None
+    right = len(seconds) == len(_WIDTHS) + 2 and all(0 <= value < 1e6 for value in seconds)
+    return tuple(seconds) if right else None

@@ -1,0 +1,154 @@
+"""How often the target's token is a drafter's likeliest candidate, its second, its third, ..."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from specjax import sampling
+from specjax.decoding import loop
+from specjax.decoding.executor import compile_session
+from specjax.decoding.generate import generate
+from specjax.decoding.options import DecodeOptions
+from specjax.decoding.plan import Session, batch_arguments, plan_session
+from specjax.decoding.prompts import Prompt
+from specjax.decoding.sampling_params import SamplingParams
+from specjax.decoding.state import State
+from specjax.drafters import LoadedDrafter
+from specjax.drafters.base import Sampling
+from specjax.drafters.turns import Turns
+from specjax.errors import InputError
+from specjax.loading.model import Model
+
+_CERTAIN = 1e9
+"""Noise that makes a token win."""
+
+
+@dataclass(frozen=True)
+class RankCounts:
+    """How often the target's greedy token had each rank at each depth of a draft.
+
+    `tested[d]` counts drafts whose tokens before depth d (from 0) were the target's, and `hits[d,
+    r]` those in which the target's token at depth d was the candidate of rank r.
+    """
+
+    tested: Int[np.ndarray, "K"]
+    hits: Int[np.ndarray, "K R"]
+
+    @property
+    def acceptance(self) -> Float[np.ndarray, "K R"]:
+        """The chance of each rank at each depth, as trees are built from."""
+        return self.hits / np.maximum(self.tested, 1)[:, None]
+
+
+def measure_ranks(
+    model: Model,
+    drafter: LoadedDrafter,
+    prompts: Sequence[Prompt],
+    *,
+    candidates: int = 10,
+    max_new_tokens: int = 64,
+    batch_size: int = 8,
+    tell: Callable[[int, int], Any] = lambda done, total: None,
+) -> RankCounts:
+    """The ranks of plain greedy decoding's tokens among a drafter's candidates, by depth.
+
+    Decodes the prompts greedily, and again with chains of the drafter; before each round it drafts
+    the target's own next tokens, and where they rank in the distributions they would be drawn from
+    is counted. So the rank at a depth is that after the right path. `tell` takes the prompts that
+    are done, and all. Raises InputError for a drafter that does not draw its tokens one by one.
+    """
+    if not (isinstance(drafter.drafter, Turns) or drafter.drafter.sampled):
+        raise InputError(
+            f"drafter {drafter.drafter.name!r}: its tokens are not drawn, and so have no ranks; "
+            "use a drafter with distributions, probabilistic"
+        )
+    greedy = SamplingParams(max_new_tokens=max_new_tokens)
+    plain = generate(model, prompts, sampling=greedy, batch_size=batch_size)
+    session = plan_session(
+        model,
+        prompts,
+        drafter=drafter,
+        options=DecodeOptions(batch_size=batch_size),
+        requests=greedy,
+    )
+    (part,) = session.plan.drafter.parts
+    longest = part.num_speculative_tokens
+    programs = compile_session(session)
+    count = jax.jit(functools.partial(_count, _sampled(session), candidates))
+    tested, hits = np.zeros(longest, int), np.zeros((longest, candidates), int)
+    done = 0
+    for index in session.batches():
+        arguments = batch_arguments(session, index)
+        state = programs.start(session.params, *arguments)
+        truth, known = _truth(session, index, plain.token_ids)
+        while bool(jnp.any(state.active)):
+            new_tested, new_hits = count(session.params, state, truth, known)
+            tested, hits = tested + np.asarray(new_tested), hits + np.asarray(new_hits)
+            state = programs.run(session.params, state, np.int32(1))
+        done += len(index)
+        tell(done, len(prompts))
+    return RankCounts(tested, hits)
+
+
+def _sampled(session: Session) -> loop.Plan:
+    """The session's plan where rows are sampled, so that drafts bring their distributions."""
+    flags = sampling.WarpFlags.of(*(np.array([value]) for value in (1.0, 0, 1.0, 0.0)))
+    return replace(session.plan, flags=flags)
+
+
+def _truth(
+    session: Session, index: Sequence[int], answers: Sequence[Sequence[int]]
+) -> tuple[Int[Array, "B S"], Int[Array, "B"]]:
+    """Each row's prompt and greedy answer, and how many tokens they are."""
+    tokens = np.zeros((session.num_rows, session.plan.capacity), np.int32)
+    known = np.zeros(session.num_rows, np.int32)
+    for row, prompt in enumerate(index):
+        whole = (*session.prompts[prompt], *answers[prompt])
+        tokens[row, : len(whole)], known[row] = whole, len(whole)
+    return jnp.asarray(tokens), jnp.asarray(known)
+
+
+def _count(
+    plan: loop.Plan,
+    candidates: int,
+    params: Any,
+    state: State,
+    truth: Int[Array, "B S"],
+    known: Int[Array, "B"],
+) -> tuple[Int[Array, "K"], Int[Array, "K R"]]:
+    """One round's part of `RankCounts`, of all rows together."""
+    rows = state.length.shape[0]
+    ones = jnp.ones(rows)
+    warp = Sampling(ones, jnp.zeros(rows, jnp.int32), ones, jnp.zeros(rows))
+    context = loop.make_context(plan, params[0], state).replace(sampling=warp)
+
+    def right(depth: Int[Array, ""] | int) -> Int[Array, "B"]:
+        return jnp.take_along_axis(truth, (state.length + depth)[:, None], axis=1, mode="clip")[
+            :, 0
+        ]
+
+    def noise(depth: Int[Array, ""] | int) -> Float[Array, "B V"]:
+        hit = jnp.arange(plan.target.vocab_size)[None, :] == right(depth)[:, None]
+        return jnp.where(hit, _CERTAIN, 0.0)
+
+    draft = plan.drafter.propose(params[1], state.drafter, context, noise).draft
+    longest = draft.tokens.shape[1]
+    wanted = jnp.stack([right(depth) for depth in range(longest)], axis=1)
+    own = jnp.take_along_axis(draft.logq, wanted[:, :, None], axis=2)
+    rank = (draft.logq > own).sum(axis=2)
+    there = state.length[:, None] + jnp.arange(longest)[None, :] < known[:, None]
+    tested = draft.valid & there & state.active[:, None]
+    # A token outside the draft's vocabulary was not drafted, nor were those after it.
+    possible = own[:, :, 0] > -jnp.inf
+    before: Bool[Array, "B K"] = jnp.cumprod(possible, axis=1, dtype=jnp.int32).astype(bool)
+    tested &= jnp.pad(before, ((0, 0), (1, 0)), constant_values=True)[:, :longest]
+    hit = (rank[:, :, None] == jnp.arange(candidates)[None, None, :]) & possible[:, :, None]
+    return tested.sum(axis=0), (hit & tested[:, :, None]).sum(axis=0)

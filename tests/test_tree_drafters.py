@@ -1,0 +1,532 @@
+"""Drafters with a model as trees: exact, the trees that they ought to be, and with true states."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import slow, tiny_config
+from decoding import (
+    PROMPTS,
+    changed,
+    decode,
+    draft_model,
+    first_state,
+    greedy,
+    make_session,
+    mixed,
+    observed,
+    rounds,
+)
+from heads import SOME, eagle_head, medusa_head, mtp_head
+from specjax.drafters.ngram import Ngram
+from test_drafters import context_of, silence
+from test_loop_cache import assert_caches
+from test_pair_heads import assert_fresh
+
+import specjax
+from specjax import sampling
+from specjax.cli.config_file import read_config
+from specjax.cli.decode_config import read_decode_config
+from specjax.drafters import TreeOptions, head_drafter, take_turns
+from specjax.drafters.base import Sampling
+from specjax.drafters.early_exit import EarlyExit
+from specjax.drafters.growth import dynamic_tree, static_tree
+from specjax.drafters.growth.options import USUAL_DEPTH, USUAL_NODES
+from specjax.errors import InputError
+from specjax.loading.load import random_model
+from specjax.testing import check_drafter
+from specjax.trees import DynamicTree, RankedTree, tree_of_choices
+
+NEW = 24
+CHOICES = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 0), (0, 0, 0), (0, 1, 0), (1, 0, 0))
+TREES = {
+    "static": TreeOptions(kind="static", choices=CHOICES),
+    "dynamic": TreeOptions(kind="dynamic", topk=3, depth=3, num_nodes=9),
+}
+
+EAGLES = ("eagle", "eagle3")
+
+
+def drafter_of(name, target, similar=None, **options):
+    """A drafter of a tree; `options` are its own."""
+    if name == "early_exit":
+        return EarlyExit(target.config.num_layers, exit_layer=2, **options)
+    if name == "draft_model":
+        return draft_model(similar, **options)
+    if name == "turns":
+        return take_turns(Ngram(prompt_lookup_min=1), draft_model(similar, **options))
+    heads = {
+        "eagle": lambda: eagle_head(target, version=1),
+        "eagle3": lambda: eagle_head(target, vocabulary=40, norm_output=True, spread=0.3),
+        "medusa": lambda: medusa_head(target, ids=SOME),
+        "mtp": lambda: mtp_head(target),
+    }
+    return head_drafter(heads[name](), target, **options)
+
+
+@pytest.fixture(scope="module")
+def plain(tiny):
+    options = dict(sampling=mixed(max_new_tokens=NEW), batch_size=1)
+    return decode(tiny, PROMPTS, verify="coupled", **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "batch_size"),
+    [
+        ("eagle3", "dynamic", 8),
+        ("draft_model", "static", 8),
+        ("medusa", "static", 8),
+        ("turns", "dynamic", 8),
+        *slow(("eagle3", "static", 8), ("draft_model", "dynamic", 8), ("medusa", "dynamic", 8)),
+        *slow(*((name, kind, 8) for name in ("eagle", "early_exit", "mtp") for kind in TREES)),
+        *slow(("eagle3", "dynamic", 1), ("early_exit", "static", 1)),
+    ],
+)
+def test_coupled_and_greedy_rows_are_those_of_plain_decoding(
+    name, kind, batch_size, tiny, similar, plain
+):
+    got = decode(
+        tiny,
+        PROMPTS,
+        drafter=drafter_of(name, tiny, similar, tree=TREES[kind]),
+        verify="coupled",
+        sampling=mixed(max_new_tokens=NEW),
+        batch_size=batch_size,
+    )
+    assert got.token_ids == plain.token_ids
+    took_part = got.emitted > 0
+    count = len(CHOICES) if kind == "static" else 9
+    assert got.drafted.max() == count
+    assert 1 + count in got.width
+    if name == "turns":
+        assert {0, 1} <= set(got.drafter[took_part].tolist())
+    else:
+        assert set(got.width[took_part].tolist()) <= {1, 1 + count}
+    # Random heads are right by chance only.
+    assert got.accepted[took_part].max() >= (1 if name in ("medusa", "mtp", *EAGLES) else 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("early_exit", "dynamic"),
+        *slow(("early_exit", "static")),
+        *slow(*itertools.product(("eagle3", "draft_model", "medusa", "mtp"), TREES)),
+    ],
+)
+def test_greedy_rows_and_the_end_of_room(name, kind, tiny, similar):
+    requests = greedy(max_new_tokens=NEW)
+    plain = decode(tiny, PROMPTS, sampling=requests, max_length=48)
+    got = decode(
+        tiny,
+        PROMPTS,
+        drafter=drafter_of(name, tiny, similar, tree=TREES[kind]),
+        sampling=requests,
+        max_length=48,
+    )
+    assert got.token_ids == plain.token_ids
+    assert got.accepted.max() >= (1 if name in ("medusa", "mtp", *EAGLES) else 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("draft_model", "dynamic"), *slow(("draft_model", "static")), *slow(("eagle3", "static"))],
+)
+def test_sampled_rows_do_not_depend_on_their_neighbours(name, kind, tiny, similar):
+    """And greedy ones among them are those of plain decoding."""
+    options = dict(
+        drafter=drafter_of(name, tiny, similar, tree=TREES[kind]),
+        sampling=mixed(max_new_tokens=9),
+    )
+    together = decode(tiny, PROMPTS, **options, batch_size=8)
+    alone = decode(tiny, PROMPTS, **options, batch_size=1)
+    assert together.token_ids == alone.token_ids
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *(("draft_model", "dynamic"), ("eagle3", "static")),
+        *slow(("draft_model", "static"), ("eagle3", "dynamic"), ("mtp", "dynamic")),
+    ],
+)
+def test_states_equal_fresh_ones_after_every_round(name, kind, tiny, similar):
+    session = make_session(
+        tiny,
+        PROMPTS,
+        drafter=drafter_of(name, tiny, similar, tree=TREES[kind]),
+        sampling=mixed(max_new_tokens=14),
+    )
+    state = first_state(session)
+    for state in (state, *rounds(session, state)):
+        if name == "draft_model":
+            assert_caches(session, state, similar)
+        else:
+            assert_fresh(session, state)
+    took_part = np.asarray(state.rounds.emitted) > 0
+    accepted = set(np.asarray(state.rounds.accepted)[took_part].tolist())
+    assert {0, 1, 2, 3} <= accepted
+
+
+@pytest.mark.parametrize("kind", TREES)
+def test_a_draft_model_reads_no_token_again_that_it_was_fed(kind, tiny):
+    """Its keys are there, without asking a model that has no numbers any more."""
+    session = make_session(
+        tiny,
+        PROMPTS,
+        drafter=draft_model(tiny, tree=TREES[kind]),
+        sampling=greedy(max_new_tokens=12),
+    )
+    state = next(rounds(session, first_state(session)))
+    assert state.rounds.accepted[:, 0].max() == 3
+    unknown = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), session.drafter.params)
+    without = dataclasses.replace(session, drafter=session.drafter._replace(params=unknown))
+    cache = observed(without, state)[0].cache
+    assert cache.length.tolist() == (state.length - 2).tolist()
+    assert jnp.isfinite(cache.k).all()
+
+
+@pytest.fixture(scope="module")
+def eight():
+    """A target of eight tokens, which is enumerated."""
+    shape = dict(hidden_size=8, intermediate_size=8, num_heads=1, num_kv_heads=1, head_dim=4)
+    return random_model(tiny_config(vocab_size=8, num_layers=2, **shape), 0, dtype="float32")
+
+
+BUSHY = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (1, 1))
+
+
+def small_drafter(name, target, tree):
+    if name == "early_exit":
+        return EarlyExit(2, exit_layer=1, tree=tree)
+    if name == "medusa":
+        head = medusa_head(
+            target, heads=2, original_lm_head=False, spread=3.0, ids=np.arange(7, dtype=np.int32)
+        )
+    else:
+        head = eagle_head(target, vocabulary=7, seed=1)
+    return head_drafter(head, target, tree=tree)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *(("early_exit", "static"), ("medusa", "static"), ("eagle3", "dynamic")),
+        *slow(("eagle3", "static"), ("medusa", "dynamic"), ("early_exit", "dynamic")),
+    ],
+)
+def test_sampled_rows_have_the_targets_distribution(name, kind, eight):
+    tree = TreeOptions(kind="dynamic", topk=3, depth=2, num_nodes=6)
+    if kind == "static":
+        tree = TreeOptions(kind="static", choices=BUSHY)
+    check = check_drafter(small_drafter(name, eight, tree), eight, 20_000)
+    assert check.passed, check
+    assert check.acceptance_length > 1.3
+
+
+def with_replacement(real, params, state, context, noise):
+    """The root's second child is drawn on its own, and may be the first again."""
+    draft, state = real(params, state, context, noise)
+    again = jnp.argmax(draft.logq[:, 0] + noise(7), axis=1).astype(jnp.int32)
+    return draft.replace(tokens=draft.tokens.at[:, 1].set(again)), state
+
+
+def ranked_by_own_q(real, params, state, context, noise):
+    """The root's children are sorted by the probabilities of the tokens that were drawn."""
+    draft, state = real(params, state, context, noise)
+    drawn = draft.tokens[:, :3]
+    order = jnp.argsort(-jnp.take_along_axis(draft.logq[:, 0], drawn, axis=1), axis=1)
+    drawn = jnp.take_along_axis(drawn, order, axis=1)
+    return draft.replace(tokens=draft.tokens.at[:, :3].set(drawn)), state
+
+
+def one_q_late(real, params, state, context, noise):
+    """Each node names the distribution of another one's children."""
+    draft, state = real(params, state, context, noise)
+    return draft.replace(logq_row=(draft.logq_row + 1) % draft.logq.shape[1]), state
+
+
+@pytest.mark.parametrize("propose", [with_replacement, ranked_by_own_q, one_q_late])
+def test_broken_trees_are_found_out(propose, eight):
+    tree = TreeOptions(kind="static", choices=((0,), (1,), (2,), (0, 0)))
+    drafter = changed(small_drafter("medusa", eight, tree), propose=propose)
+    assert not check_drafter(drafter, eight, 20_000).passed
+
+
+SIZE, CODE = 23, 97
+
+
+@dataclasses.dataclass
+class Growing:
+    """A drafter's step whose logits depend on the whole path, and the reference for it.
+
+    A token's path is a number: of its parent's and its own, and again the sum over what it sees.
+    """
+
+    slots: int
+    seed: int = 0
+
+    def __post_init__(self):
+        rng = np.random.default_rng(self.seed)
+        self.table = 2 * rng.standard_normal((CODE, SIZE)).astype(np.float32)
+
+    def root(self, token):
+        return (token + 1) % CODE
+
+    def after(self, code, token, depth):
+        return (code + (token + 1) * 5**depth) % CODE
+
+    def logits(self, codes):
+        return jnp.asarray(self.table[np.asarray(codes)])
+
+    def start(self, context):
+        codes = self.root(np.asarray(context.token_at(context.length - 1)))[:, None]
+        window = np.zeros((len(codes), self.slots), np.int64)
+        window[:, :1] = codes
+        return self.logits(codes), (codes, window)
+
+    def step(self, level, carry):
+        codes, window = carry
+        tokens, parents = np.asarray(level.tokens), np.asarray(level.parents)
+        codes = self.after(np.take_along_axis(codes, parents, axis=1), tokens, level.depth)
+        own = slice(level.start, level.start + tokens.shape[1])
+        window = window.copy()
+        window[:, own] = (tokens + 1) * 5**level.depth
+        seen = np.broadcast_to(level.visible, (len(tokens), tokens.shape[1], self.slots))
+        np.testing.assert_array_equal((seen * window[:, None, :]).sum(axis=2) % CODE, codes)
+        return self.logits(codes), (codes, window)
+
+
+ROWS = [[1, 2], [3, 4, 5], [6], [7, 8]]
+LIMITS = [4, 2, 0, 1]
+
+
+def by_hand(growing, token, limit, topk, depth):
+    """EAGLE-2's candidates in the order of their value: [(value, path, logp)], from the root."""
+    every, level = [], [(0.0, (), growing.root(token))]
+    for step in range(1, depth + 1):
+        found = []
+        for value, path, code in level:
+            logits = growing.table[code].astype(np.float64)
+            logp = logits - np.log(np.exp(logits).sum())
+            for best in np.argsort(-logp, kind="stable")[:topk]:
+                after = growing.after(code, int(best), step)
+                found.append((value + logp[best], (*path, int(best)), after, logp[best]))
+        if step <= limit:
+            every += [(value, path, logp) for value, path, _, logp in found]
+        found.sort(key=lambda one: -one[0])
+        level = [(value, path, code) for value, path, code, _ in found[:topk]]
+    return sorted(every, key=lambda one: -one[0])
+
+
+def paths_of(draft, row):
+    """The path of each valid node."""
+    slots = {0: ()}
+    for node in range(draft.topology.num_nodes):
+        if draft.valid[row, node]:
+            parents = draft.topology.row_parents
+            parent = int(parents[row if len(parents) > 1 else 0, node])
+            slots[node + 1] = (*slots[parent], int(draft.tokens[row, node]))
+    return [slots[slot] for slot in sorted(slots) if slot]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_dynamic_tree_is_the_best_of_all_candidates(seed):
+    tree = DynamicTree(topk=3, depth=4, num_nodes=12)
+    growing = Growing(dynamic_tree.window_slots(tree), seed)
+    context = context_of(ROWS, LIMITS, SIZE)
+    logits, carry = growing.start(context)
+    draft, _ = dynamic_tree.draft_dynamic_tree(tree, logits, growing.step, carry, context)
+    counts = []
+    for row, ids in enumerate(ROWS):
+        wanted = by_hand(growing, ids[-1], LIMITS[row], 3, 4)[:12]
+        assert paths_of(draft, row) == [path for _, path, _ in wanted]
+        np.testing.assert_allclose(
+            draft.confidence[row, : len(wanted)], [np.exp(logp) for *_, logp in wanted], rtol=1e-5
+        )
+        counts.append(len(wanted))
+    # Where a path may be short, what could be deeper makes room.
+    assert counts == [12, 12, 0, 3]
+    assert draft.logq is None
+    for fewer in (1, 5):
+        smaller = dataclasses.replace(tree, num_nodes=fewer)
+        logits, carry = growing.start(context)
+        less, _ = dynamic_tree.draft_dynamic_tree(smaller, logits, growing.step, carry, context)
+        for row in range(4):
+            assert paths_of(less, row) == paths_of(draft, row)[:fewer]
+
+
+def test_of_equal_candidates_the_shallower_is_taken():
+    """Tokens that are certain: each child is worth as much as its parent."""
+    tree = DynamicTree(topk=2, depth=3, num_nodes=3)
+    certain = jnp.where(jnp.arange(SIZE) == 7, 0.0, -1e9)
+
+    def step(level, carry):
+        return jnp.broadcast_to(certain, (*level.tokens.shape, SIZE)), carry
+
+    context = context_of([[1, 2]], [3], SIZE)
+    draft, _ = dynamic_tree.draft_dynamic_tree(tree, certain[None, None], step, (), context)
+    assert draft.tokens.tolist() == [[7, 7, 7]]
+    assert draft.topology.row_parents.tolist() == [[0, 1, 2]]
+
+
+def test_a_static_tree_has_the_candidates_of_its_ranks():
+    tree = tree_of_choices(CHOICES)
+    growing = Growing(static_tree.window_slots(tree))
+    assert growing.slots == 1 + 6
+    context = context_of(ROWS, LIMITS, SIZE)
+    logits, carry = growing.start(context)
+    draft, _ = static_tree.draft_static_tree(
+        tree, logits, growing.step, carry, context, silence, sampled=False
+    )
+    for row, ids in enumerate(ROWS):
+        wanted = []
+        for choice in tree.choices:
+            code, path = growing.root(ids[-1]), ()
+            for depth, rank in enumerate(choice, start=1):
+                token = int(np.argsort(-growing.table[code], kind="stable")[rank])
+                code, path = growing.after(code, token, depth), (*path, token)
+            if len(path) <= LIMITS[row]:
+                wanted.append(path)
+        assert paths_of(draft, row) == wanted
+
+
+def test_children_are_drawn_without_replacement_as_far_as_there_are_any():
+    tree = tree_of_choices(((0,), (1,), (2,), (0, 0), (2, 0)))
+    growing = Growing(static_tree.window_slots(tree))
+    warp = Sampling(
+        temperature=jnp.array([0.0, 1.0, 1.0, 1.0]),
+        top_k=jnp.array([0, 0, 2, 1]),
+        top_p=jnp.ones(4),
+        min_p=jnp.zeros(4),
+    )
+    flags = sampling.WarpFlags(top_p=False, min_p=False)
+    context = context_of(ROWS, [2] * 4, SIZE)
+    context = context.replace(sampling=warp, flags=flags, needs_logq=True)
+    keys = jax.vmap(jax.random.key)(jnp.arange(4))
+    noise = sampling.draft_noise(keys, SIZE)
+    logits, carry = growing.start(context)
+    draft, _ = static_tree.draft_static_tree(tree, logits, growing.step, carry, context, noise)
+    assert draft.valid[:2].all()
+    assert draft.valid[2].tolist() == [True, True, False, True, False]
+    assert draft.valid[3].tolist() == [True, False, False, True, False]
+    assert draft.logq_row.tolist() == [[-1] * 5] + [[0, 0, 0, 1, 2]] * 3
+    likeliest = np.argsort(-np.asarray(logits)[:, 0], axis=1, kind="stable")[:, :3]
+    assert draft.tokens[0, :3].tolist() == likeliest[0].tolist()
+    assert len(set(draft.tokens[1, :3].tolist())) == 3
+    assert set(draft.tokens[2, :2].tolist()) == set(likeliest[2, :2].tolist())
+    np.testing.assert_allclose(np.exp(draft.logq).sum(axis=2), 1.0, atol=1e-5)
+
+
+def test_an_unsure_token_has_no_children():
+    """`draft_p_min` also ends the branches of trees."""
+    tree = DynamicTree(topk=2, depth=2, num_nodes=4)
+    sure = jnp.where(jnp.arange(SIZE) == 7, 5.0, 0.0)
+
+    def step(level, carry):
+        return jnp.where((level.tokens == 7)[..., None], sure, jnp.zeros(SIZE)), carry
+
+    options = dict(p_min=0.5)
+    context = context_of([[1, 2]], [2], SIZE)
+    draft, _ = dynamic_tree.draft_dynamic_tree(tree, sure[None, None], step, (), context, **options)
+    assert draft.valid.sum() == 4
+    assert {path[0] for path in paths_of(draft, 0) if len(path) == 2} == {7}
+    ranked = tree_of_choices(((0,), (1,), (0, 0), (1, 0)))
+    draft, _ = static_tree.draft_static_tree(
+        ranked, sure[None, None], step, (), context, silence, sampled=False, **options
+    )
+    assert draft.valid.tolist() == [[True, True, True, False]]
+
+
+def test_options_name_a_tree(tiny):
+    drafter = specjax.make_drafter("early_exit", tiny, tree={"kind": "dynamic", "topk": 2})
+    assert drafter.drafter.shape == DynamicTree(2, USUAL_DEPTH, 2 + 4 * (USUAL_DEPTH - 1))
+    assert not drafter.drafter.sampled
+    assert drafter.drafter.num_speculative_tokens == USUAL_DEPTH
+    usual = EarlyExit(3, tree=TreeOptions(kind="static"), num_speculative_tokens=2)
+    assert isinstance(usual.shape, RankedTree)
+    assert (usual.shape.num_nodes, usual.shape.depth) == (USUAL_NODES, 2)
+    assert usual.sampled
+    assert EarlyExit(3, tree=TreeOptions()) == EarlyExit(3)
+    deep = EarlyExit(3, tree=TREES["static"])
+    shorter = dataclasses.replace(deep, num_speculative_tokens=2)
+    assert shorter.shape.choices == tuple(path for path in CHOICES if len(path) <= 2)
+    assert dataclasses.replace(shorter, num_speculative_tokens=3) == deep
+    # There are three heads.
+    heads = head_drafter(medusa_head(tiny), tiny, tree=TreeOptions(kind="static")).drafter
+    assert heads.num_speculative_tokens == heads.shape.depth == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (dict(topk=3), "tree.topk=3: a chain has no such option; use tree.kind=static or"),
+        (dict(kind="tree"), "tree.kind='tree' is unknown: use chain, static, dynamic"),
+        (dict(kind="static", nodes=3), "tree.nodes=3 is not supported: did you mean num_nodes?"),
+        (dict(kind="dynamic", topk=0), "tree.topk=0: use a whole number from 1 to 64"),
+        (dict(kind="static", choices=[[0], [0]]), "tree.choices: [0] is there twice"),
+        (dict(kind="static", choices=[[1]]), "tree.choices: [1] needs [0], which is missing"),
+        (dict(kind="static", choices=[[0, 0]]), "[0, 0] needs [0], which is missing"),
+        (dict(kind="static", choices=[[0], []]), "use paths of ranks, as ((0,), (1,), (0, 0))"),
+        (dict(kind="static", choices=[[0]], depth=1), "tree.depth=1: tree.choices says it already"),
+        (dict(kind="dynamic", choices=[[0]]), "a dynamic tree is chosen in each round; use tree.k"),
+        (dict(kind="static", topk=2, depth=2, num_nodes=7), "there are at most 6; lower it, or r"),
+        (dict(kind="dynamic", topk=2, depth=2, num_nodes=7), "there are at most 6; lower it, or"),
+        (5, "tree=5: use TreeOptions, or a dict of them"),
+    ],
+)
+def test_what_is_no_tree(options, says, tiny):
+    with pytest.raises(InputError) as caught:
+        specjax.make_drafter("early_exit", tiny, tree=options)
+    assert says in str(caught.value)
+
+
+def test_trees_that_do_not_fit(tiny):
+    dynamic, static = TREES["dynamic"], TREES["static"]
+    make = specjax.make_drafter
+
+    def refused(says, call, *arguments, **options):
+        with pytest.raises(InputError) as caught:
+            call(*arguments, **options)
+        assert says in str(caught.value)
+
+    refused("tree.kind=dynamic: ngram does not take it", make, "ngram", tiny, tree=dynamic)
+    for tree, field in ((dynamic, "depth"), (static, "choices")):
+        says = f"num_speculative_tokens=2: tree.{field} has 3 levels"
+        refused(says, make, "early_exit", tiny, tree=tree, num_speculative_tokens=2)
+    says = "drafter.draft_sample_method='probabilistic': the nodes of a dynamic tree are chosen"
+    options = dict(tree=dynamic, draft_sample_method="probabilistic")
+    refused(says, make, "early_exit", tiny, **options)
+    says = "tree.depth=3: medusa drafts at most 2 tokens in a row; lower it"
+    refused(says, head_drafter, medusa_head(tiny, heads=2), tiny, tree=static)
+    says = "tree: mtp has 2 modules here, which draft chains"
+    refused(says, head_drafter, mtp_head(tiny, 2), tiny, tree=static)
+    drafter = EarlyExit(3, tree=dynamic)
+    says = "verify=block: early_exit drafts trees, and block verifies chains; use rejection or"
+    refused(says, decode, tiny, [[1]], drafter=drafter, verify="block")
+    says = "num_speculative_tokens=8: the tree has 3 levels"
+    refused(says, decode, tiny, [[1]], drafter=drafter, num_speculative_tokens=8)
+
+
+def test_the_command_line_names_trees():
+    config = read_config(
+        [
+            "--config.drafter.name=ngram,early_exit",
+            "--config.tree.kind=static",
+            "--config.tree.choices=((0,), (1,), (0, 0))",
+        ],
+        "configs/decode_smollm2.py",
+    )
+    found = read_decode_config(config.to_dict())
+    tree = TreeOptions(kind="static", choices=((0,), (1,), (0, 0)))
+    assert [one.options.get("tree") for one in found.drafters] == [None, tree]
+    for one in found.drafters:
+        alone = read_decode_config(found.written_for(one))
+        assert alone.drafters == (one,)
+    with config.unlocked():
+        config.tree.kind = "chain"
+    with pytest.raises(InputError, match="tree.choices=.*a chain has no such option"):
+        read_decode_config(config.to_dict())
