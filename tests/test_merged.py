@@ -79,7 +79,7 @@ def test_what_is_drawn_comes_first(target):
 
 
 @pytest.mark.parametrize("rule", ["rejection", *slow("coupled")])
-@pytest.mark.parametrize("first", ["lookup", "model"])
+@pytest.mark.parametrize("first", ["model", *slow("lookup")])
 def test_the_distribution_is_the_targets(first, rule, target):
     """Also where two draw, and a third one copies."""
     drafters = [Ngram(prompt_lookup_min=1, num_matches=2), model(target)]
@@ -139,7 +139,7 @@ def test_broken_variants_fail(second, noises, merge, exact):
     assert exact or check.chi2 > 1.5 * check.threshold
 
 
-@pytest.mark.parametrize("form", ["eagle3", *slow("mtp_3")])
+@pytest.mark.parametrize("form", slow("eagle3", "mtp_3"))
 def test_a_head_follows_what_another_drafted(form, tiny):
     head = drafter_of(form, tiny, spread=0.3)
     drafter = merge_drafters(Ngram(prompt_lookup_min=1), head)
@@ -151,6 +151,7 @@ def test_a_head_follows_what_another_drafted(form, tiny):
     assert got.drafted.max() > drafter.drafter.num_speculative_tokens
 
 
+@pytest.mark.slow
 def test_auto_drafts_with_merged_drafters(tiny):
     drafter = specjax.make_drafter("ngram|early_exit", tiny, prompt_lookup_min=1, exit_layer=2)
     options = dict(sampling=mixed(max_new_tokens=16), verify="coupled")
