@@ -53,7 +53,7 @@ class TokenRecycling(Drafter):
 
     vocab_size: Annotated[int, Whole(1)] = field(kw_only=False)
     num_speculative_tokens: Annotated[int, optional(DRAFT_TOKENS)] = None  # as __post_init__ says
-    tree: Annotated[RankedTree | None, TREE] = None
+    tree: Annotated[RankedTree | TreeOptions | None, TREE] = None
 
     def __post_init__(self) -> None:
         check_instance(self, "drafter.")
