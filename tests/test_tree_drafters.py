@@ -472,7 +472,10 @@ def test_options_name_a_tree(tiny):
         (dict(kind="static", choices=[[0, 0]]), "[0, 0] needs [0], which is missing"),
         (dict(kind="static", choices=[[0], []]), "use paths of ranks, as ((0,), (1,), (0, 0))"),
         (dict(kind="static", choices=[[0]], depth=1), "tree.depth=1: tree.choices says it already"),
-        (dict(kind="dynamic", choices=[[0]]), "a dynamic tree is chosen in each round; use tree.k"),
+        (
+            dict(kind="dynamic", choices=[[0]]),
+            "tree.kind=dynamic chooses the tree; use tree.kind=static",
+        ),
         (dict(kind="static", topk=2, depth=2, num_nodes=7), "there are at most 6; lower it, or r"),
         (dict(kind="dynamic", topk=2, depth=2, num_nodes=7), "there are at most 6; lower it, or"),
         (5, "tree=5: use TreeOptions, or a dict of them"),
