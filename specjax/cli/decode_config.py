@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -114,7 +114,9 @@ class DecodeConfig:
             name: own.get(name, value if name in drafter.options else None)
             for name, value in self.written["drafter"].items()
         }
-        tree = self.written["tree"] if "tree" in drafter.options else asdict(TreeOptions())
+        tree = self.written["tree"]
+        if "tree" not in drafter.options:
+            tree = {name: getattr(TreeOptions(), name) for name in tree}
         return {**self.written, "compare": self.compare, "drafter": section, "tree": tree}
 
     def turn(self, number: int) -> list[int]:

@@ -138,8 +138,9 @@ class TreeKindOfValue:
                 f"{name}={shown(value)}: use TreeOptions, or a dict of them as "
                 '{"kind": "dynamic", "topk": 8}'
             )
-        defaults = {field.name: field.default for field in fields(TreeOptions)}
-        checked = check_values({"tree": fields_of(TreeOptions)}, {"tree": {**defaults, **value}})
+        kinds = fields_of(TreeOptions)
+        unset = {option: getattr(TreeOptions(), option) for option in kinds}
+        checked = check_values({"tree": kinds}, {"tree": {**unset, **value}})
         return TreeOptions(**checked["tree"])
 
 
