@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,6 +45,7 @@ from specjax.loading.heads.find_head import holds_head
 from specjax.loading.load import DTYPE, load_model
 from specjax.loading.model import Model
 from specjax.sampling import RULES, Rule, Typical, derived_seed
+from specjax.tuning import with_fastest_trees
 
 SIMULATED = "simulated"
 """The drafter that needs a plain run before it can be made."""
@@ -113,7 +114,9 @@ class DecodeConfig:
             name: own.get(name, value if name in drafter.options else None)
             for name, value in self.written["drafter"].items()
         }
-        tree = self.written["tree"] if "tree" in drafter.options else asdict(TreeOptions())
+        tree = self.written["tree"]
+        if "tree" not in drafter.options:
+            tree = {name: getattr(TreeOptions(), name) for name in tree}
         return {**self.written, "compare": self.compare, "drafter": section, "tree": tree}
 
     def turn(self, number: int) -> list[int]:
@@ -252,9 +255,21 @@ def make_config_drafter(
     drafter: DrafterConfig,
     target: Model,
     continuations: Sequence[Sequence[int]] | None = None,
+    tell: Callable[[str], Any] = lambda line: None,
 ) -> LoadedDrafter:
-    """One of a config's drafters; `continuations` are plain decoding's tokens, for `simulated`."""
+    """One of a config's drafters; `continuations` are plain decoding's tokens, for `simulated`.
+
+    `tell` takes lines on what a tree of the kind `auto` is chosen by, and what is expected of it.
+    """
     options, path = dict(drafter.options), drafter.path
+    tree = options.get("tree")
+    if tree is not None and tree.kind == "auto":
+        del options["tree"]
+        if (length := config.options.fixed_draft_length) is not None:
+            raise InputError(
+                f"num_speculative_tokens={length}: tree.kind=auto chooses the longest path; use "
+                "auto or fixed, and tree.depth as a limit"
+            )
     if drafter.name == SIMULATED:
         options["continuations"] = [[0]] if continuations is None else continuations
     if (
@@ -268,7 +283,15 @@ def make_config_drafter(
             placement = {"mesh": target.mesh, "replicated": drafter.replicated}
             path = load_model(path, dtype=config.dtype, field="drafter.path", **placement)
     length = config.options.fixed_draft_length
-    return make_drafter(drafter.name, target, path, num_speculative_tokens=length, **options)
+    made = make_drafter(drafter.name, target, path, num_speculative_tokens=length, **options)
+    if tree is None or tree.kind != "auto":
+        return made
+    made, found = with_fastest_trees(
+        target, made, tree, batch_size=config.options.batch_size, tell=tell
+    )
+    for name, fastest in found.items():
+        tell(f"{name}: tree.kind=auto: {fastest}")
+    return made
 
 
 def turn_prompts(

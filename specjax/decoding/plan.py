@@ -222,7 +222,9 @@ def _lengths(
     lengths = turns.lengths + tuple(count for _, _, count in ladder)
     if not auto:
         return lengths
-    return lengths + tuple(2**power for power in range(turns.num_nodes.bit_length()))
+    # Trees are large, and two or three of their nodes seldom worth a width of their own.
+    least = 2 if any(part.branches for part in turns.parts) else 0
+    return lengths + tuple(2**power for power in range(least, turns.num_nodes.bit_length()))
 
 
 def widths(most: int, lengths: Sequence[int] = ()) -> tuple[int, ...]:
