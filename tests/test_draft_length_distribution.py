@@ -20,7 +20,7 @@ from specjax.draft_length.limits import DraftLength
 from specjax.draft_length.measurement import Kind
 from specjax.draft_length.policy import Costs
 from specjax.drafters import TreeOptions, take_turns, turns
-from specjax.drafters.ngram import Ngram
+from specjax.drafters.lookup.ngram import Ngram
 from specjax.sampling import Rejection
 from specjax.testing import Tabular
 from specjax.testing.drafters import chi_square, first_rows, make_plan, output_distribution

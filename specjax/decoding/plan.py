@@ -180,7 +180,7 @@ def plan_session(
         if part.branches and not rule.takes_trees:
             raise InputError(
                 f"verify={rule.name}: {part.name} drafts trees, and {rule.name} verifies chains; "
-                "use rejection or coupled, or tree.kind=chain"
+                "use rejection or coupled, or draft chains"
             )
     if type(options.verify) not in map(type, sampling.RULES.values()):
         check_rule(options.verify, batch_size, plan.widths, target.config.vocab_size)
