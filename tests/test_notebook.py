@@ -17,7 +17,10 @@ def shown(notebook):
     """What each cell of code that prints anything says, in order."""
     texts = [
         "".join(
-            output.get("text") or output.data.get("text/html") or output.data["text/plain"]
+            output.get("text")
+            or output.data.get("image/svg+xml")
+            or output.data.get("text/html")
+            or output.data["text/plain"]
             for output in cell.outputs
         )
         for cell in notebook.cells
@@ -47,3 +50,12 @@ def test_extending_runs_and_shows_what_is_stored():
     assert broken.count("exact False") == 2
     assert "and should with" in counterexample
     assert [text.split(",")[0] for text in stored] == [text.split(",")[0] for text in found]
+
+
+def test_a_tree_round_runs():
+    outputs = execute(read("trees.ipynb"))
+    assert "river" in outputs[0]
+    proposed, fate = (text for text in outputs if text.startswith("<svg"))
+    assert "#cf222e" not in proposed
+    assert "#cf222e" in fate
+    assert outputs[-1].startswith("accepted nodes: ")
