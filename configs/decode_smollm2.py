@@ -33,9 +33,9 @@ def get_config():
     config.drafter.replicated = False  # each device holds a draft model whole
 
     # Of drafters with a model: several tokens after each, static where they are the same ranks in
-    # each round, dynamic where they are chosen anew.
+    # each round, dynamic where they are chosen anew; auto is the static one that is fastest here.
     config.tree = config_dict.ConfigDict()
-    config.tree.kind = "chain"  # chain | static | dynamic
+    config.tree.kind = "chain"  # chain | static | dynamic | auto
     config.tree.topk = config_dict.placeholder(int)  # the most tokens after a token
     config.tree.depth = config_dict.placeholder(int)  # the longest path, in tokens
     config.tree.num_nodes = config_dict.placeholder(int)

@@ -115,7 +115,7 @@ def compile_round(devices: list[Any]) -> Any:
     from specjax.draft_length.limits import DraftLength
     from specjax.drafters import Turns
     from specjax.drafters.base import Sampling
-    from specjax.drafters.ngram import Ngram
+    from specjax.drafters.lookup.ngram import Ngram
     from specjax.loading.formats import build_parameters, parameter_names
     from specjax.models.config import DecoderConfig
     from specjax.models.decoder import Decoder, Form

@@ -31,6 +31,7 @@ _MODULES = {
     "testing": "specjax.testing",
     "theory": "specjax.theory",
     "trees": "specjax.trees",
+    "tuning": "specjax.tuning",
 }
 
 __all__ = sorted([*_HOMES, *_MODULES])

@@ -79,7 +79,9 @@ def decode(config: DecodeConfig) -> int:
         model = load_model(config.target, dtype=config.dtype, mesh=mesh, field="target")
         if path is not None:
             check_space(path, _largest_report(config, model), f"report={str(path)!r}")
-        return model, [make_config_drafter(config, one, model) for one in config.drafters]
+        return model, [
+            make_config_drafter(config, one, model, tell=screen.say) for one in config.drafters
+        ]
 
     with screen.working(f"loading {config.target}"):
         model, drafters = processes.together(load)

@@ -15,10 +15,18 @@ from specjax.decoding.options import DecodeOptions
 from specjax.decoding.plan import batch_arguments, plan_session
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.state import RUNNING
-from specjax.drafters import Drafter, LoadedDrafter, make_drafter, take_turns, turns
+from specjax.drafters import (
+    Drafter,
+    LoadedDrafter,
+    TokenRecycling,
+    make_drafter,
+    merge_drafters,
+    take_turns,
+    turns,
+)
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.early_exit import EarlyExit
-from specjax.drafters.ngram import Ngram
+from specjax.drafters.lookup.ngram import Ngram
 from specjax.sampling import UniformRule
 
 PROMPTS = [
@@ -256,6 +264,7 @@ def drafters(tiny, unrelated, similar):
     layers = tiny.config.num_layers
     return {
         "ngram": Ngram(prompt_lookup_min=1),
+        "ngram_tree": Ngram(prompt_lookup_min=1, num_matches=3),
         "unrelated": draft_model(unrelated),
         "similar": draft_model(similar),
         "similar_greedy": draft_model(similar, draft_sample_method="greedy"),
@@ -263,6 +272,10 @@ def drafters(tiny, unrelated, similar):
         "early_exit": EarlyExit(layers, exit_layer=2),
         "early_exit_p_min": EarlyExit(layers, exit_layer=2, draft_p_min=0.15),
         "turns": take_turns(Ngram(), EarlyExit(layers, exit_layer=2)),
+        "merged": merge_drafters(
+            Ngram(prompt_lookup_min=1, num_matches=2), EarlyExit(layers, exit_layer=2)
+        ),
+        "turns_trees": take_turns(Ngram(num_matches=2), TokenRecycling(tiny.config.vocab_size)),
         "turns_model": take_turns(Ngram(prompt_lookup_min=1), draft_model(similar)),
         "shifting": Shifting(tiny.config.vocab_size),
         "random_distribution": random_distribution(tiny.config.vocab_size),

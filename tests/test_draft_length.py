@@ -18,7 +18,7 @@ from specjax.draft_length.limits import DraftLength
 from specjax.draft_length.measurement import Measurement
 from specjax.draft_length.policy import NOT_FORCED, Turn, Work
 from specjax.drafters import make_drafter, take_turns
-from specjax.drafters.ngram import Ngram
+from specjax.drafters.lookup.ngram import Ngram
 from specjax.errors import InputError
 from specjax.loading.load import random_model
 

@@ -4,6 +4,7 @@ Pairs of rows share each round's decision. What two rows emit is tested as one o
 decision that looks at the wrong tokens may leave each row's distribution right and tie them.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -18,8 +19,8 @@ from specjax.decoding.sampling_params import SamplingParams
 from specjax.draft_length.limits import DraftLength
 from specjax.draft_length.measurement import Kind
 from specjax.draft_length.policy import Costs
-from specjax.drafters import take_turns
-from specjax.drafters.ngram import Ngram
+from specjax.drafters import TreeOptions, take_turns, turns
+from specjax.drafters.lookup.ngram import Ngram
 from specjax.sampling import Rejection
 from specjax.testing import Tabular
 from specjax.testing.drafters import chi_square, first_rows, make_plan, output_distribution
@@ -47,7 +48,7 @@ def some_pay(plan):
     )
 
 
-def pairs(target, drafter, length, groups=FEWER, costs=None, kinds=None):
+def pairs(target, drafter, length, groups=FEWER, costs=None, kinds=None, widths=None):
     """The first `LENGTH` tokens of both rows of each pair, and the lengths drafted.
 
     Without `costs` drafting costs nothing, so that as much as possible is drafted. With `kinds` a
@@ -58,6 +59,8 @@ def pairs(target, drafter, length, groups=FEWER, costs=None, kinds=None):
     capacity = len(PROMPT) + LENGTH + length + 1
     auto = DraftLength(length, auto=True)
     plan = make_plan(model, turns, auto, verify=Rejection(), request=AS_IS, capacity=capacity)
+    if widths is not None:
+        plan = dataclasses.replace(plan, widths=widths)
 
     @jax.jit
     def one(group):
@@ -119,6 +122,44 @@ def test_rounds_that_measure_costs_are_exact(tables):
     assert set(np.unique(drafted[..., 1]).tolist()) <= {-1, 0}
     found = joint(target, tokens)
     assert found.statistic < found.threshold, found
+
+
+BUSHY = TreeOptions(kind="static", choices=((0,), (1,), (0, 0), (1, 0)))
+
+
+def some_nodes_pay(plan):
+    """Costs at which some rounds verify one node, some a few, and some all."""
+    drafters = len(plan.drafter.parts)
+    passes = jnp.asarray([1.0, 1.15, 1.3, 1.45])
+    return Costs(passes, first=jnp.full(drafters, 0.05), further=jnp.zeros(drafters))
+
+
+def sized(target, draft, groups):
+    drafter = draft_model(draft, tree=BUSHY)
+    return pairs(target, drafter, 2, groups, some_nodes_pay, widths=(1, 2, 3, 5))
+
+
+def test_pairs_of_rows_that_share_the_size_of_their_trees(tables):
+    """How many nodes are verified is decided before any of them is drawn."""
+    target, draft = tables
+    tokens, drafted = sized(target, draft, GROUPS)
+    assert len(set(np.unique(drafted[..., :LENGTH]).tolist()) - {-1, 0}) > 1
+    found = joint(target, tokens)
+    assert found.statistic < found.threshold, found
+
+
+def test_a_drawn_tree_is_not_cut_by_its_own_tokens(tables, monkeypatch):
+    target, draft = tables
+
+    def by_own_tokens(part, context, draft):
+        own = jnp.take_along_axis(draft.logq, draft.logq_row[:, :, None], axis=1)
+        own = jnp.take_along_axis(own, draft.tokens[:, :, None], axis=2)[..., 0]
+        return draft.replace(valid=draft.valid & (jnp.exp(own) > 0.3)), context.turn.planned
+
+    monkeypatch.setattr(turns, "_decided_after", by_own_tokens)
+    tokens, _ = sized(target, draft, FEWER)
+    found = joint(target, tokens)
+    assert found.statistic > 1.5 * found.threshold
 
 
 def rounds_down(draft, context):

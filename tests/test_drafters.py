@@ -30,7 +30,7 @@ from specjax import sampling, trees
 from specjax.decoding import loop
 from specjax.drafters import DRAFTERS, TRAINED, Drafter, drafter_options
 from specjax.drafters.base import Context, Sampling
-from specjax.drafters.ngram import Ngram, find_match
+from specjax.drafters.lookup.ngram import Ngram, find_matches
 from specjax.errors import InputError
 from specjax.testing import Tabular
 
@@ -64,15 +64,15 @@ def silence(depth):
     raise AssertionError("a deterministic drafter draws nothing")
 
 
-def match_by_hand(ids, longest, shortest, latest):
-    """The end of the longest earlier copy of the last tokens, tried length by length."""
+def matches_by_hand(ids, longest, shortest, latest):
+    """The ends of the longest earlier copies of the last tokens, tried length by length."""
     for size in range(min(longest, len(ids) - 1), shortest - 1, -1):
         ends = [
             e for e in range(size - 1, len(ids) - 1) if ids[e - size + 1 : e + 1] == ids[-size:]
         ]
         if ends:
-            return ends[-1] if latest else ends[0]
-    return None
+            return ends[::-1] if latest else ends
+    return []
 
 
 @settings(max_examples=60, deadline=None)
@@ -80,22 +80,22 @@ def match_by_hand(ids, longest, shortest, latest):
     rows=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=4, max_size=4),
     bounds=st.sampled_from([(1, 1), (3, 1), (3, 2), (4, 3)]),
     latest=st.booleans(),
+    most=st.sampled_from([1, 3]),
 )
-def test_ngram_matches_as_by_hand(rows, bounds, latest):
+def test_ngram_matches_as_by_hand(rows, bounds, latest, most):
     longest, shortest = bounds
     tokens = np.full((4, 16), 2, np.int32)
     for row, ids in enumerate(rows):
         tokens[row, : len(ids)] = ids
     length = jnp.array([len(ids) for ids in rows], jnp.int32)
-    end, found = FIND(jnp.asarray(tokens), length, longest, shortest, latest)
+    ends, found = FIND(jnp.asarray(tokens), length, longest, shortest, latest, most)
     for row, ids in enumerate(rows):
-        want = match_by_hand(ids, longest, shortest, latest)
-        assert bool(found[row]) == (want is not None)
-        if want is not None:
-            assert int(end[row]) == want
+        want = matches_by_hand(ids, longest, shortest, latest)[:most]
+        assert (found[row] > 0).tolist() == [True] * len(want) + [False] * (most - len(want))
+        assert ends[row, : len(want)].tolist() == want
 
 
-FIND = jax.jit(find_match, static_argnums=(2, 3, 4))
+FIND = jax.jit(find_matches, static_argnums=(2, 3, 4, 5))
 
 
 def test_ngram_copies_what_followed_and_continues_in_the_copy():
@@ -116,6 +116,24 @@ def test_ngram_takes_the_earliest_or_the_latest():
     for match, token in (("latest", 6), ("earliest", 5)):
         draft, _ = Ngram(match=match, num_speculative_tokens=1).propose(None, (), context, silence)
         assert draft.tokens.tolist() == [[token]]
+
+
+def test_several_matches_make_a_tree():
+    rows = [[1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 6, 1, 2], [1, 2, 3, 4, 1, 2], [1, 2, 7, 1, 2], [5, 6, 8]]
+    context = context_of(rows, [3, 3, 1, 3])
+    drafter = Ngram(num_speculative_tokens=3, num_matches=3)
+    assert (drafter.num_nodes, drafter.lengths) == (9, (3, 6))
+    draft, _ = drafter.propose(None, (), context, silence)
+    assert draft.valid.sum(axis=1).tolist() == [8, 3, 1, 0]
+    # The latest match first; what follows the other two begins with the same token.
+    assert draft.tokens[0, :8].tolist() == [6, 3, 1, 5, 4, 2, 1, 1]
+    assert draft.topology.row_parents[0, :8].tolist() == [0, 0, 1, 2, 2, 3, 4, 5]
+    assert draft.tokens[1, :3].tolist() == [3, 4, 1]
+    assert draft.tokens[2, 0] == 7
+    assert draft.logq is None
+    # There are fewer positions than matches are asked for.
+    many = dataclasses.replace(drafter, num_matches=30)
+    assert many.propose(None, (), context, silence)[0].valid.sum(axis=1).tolist() == [8, 3, 1, 0]
 
 
 def test_a_round_without_a_match_is_a_plain_round(tiny):

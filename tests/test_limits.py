@@ -11,7 +11,7 @@ from specjax.decoding.generate import generate
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.plan import batch_arguments, plan_session
 from specjax.distributed import device_memory
-from specjax.drafters.ngram import Ngram
+from specjax.drafters.lookup.ngram import Ngram
 from specjax.errors import InputError, shown
 from specjax.fields import Items, Number, Whole, check_values
 

@@ -16,7 +16,7 @@ from specjax.draft_length.limits import DraftLength
 from specjax.draft_length.policy import Costs
 from specjax.drafters import take_turns
 from specjax.drafters.early_exit import EarlyExit
-from specjax.drafters.ngram import Ngram
+from specjax.drafters.lookup.ngram import Ngram
 from specjax.drafters.none import NoDrafter
 from specjax.errors import InputError
 from specjax.loading.load import random_model

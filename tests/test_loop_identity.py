@@ -45,9 +45,12 @@ def assert_counts(got):
 
 DRAFTERS = [
     "ngram",
+    "ngram_tree",
     "similar",
     "early_exit",
     "turns",
+    "merged",
+    "turns_trees",
     "random_distribution",
     *slow("unrelated", "itself", "similar_greedy", "early_exit_p_min", "shifting"),
 ]

@@ -15,7 +15,7 @@ from specjax.decoding import loop
 from specjax.decoding.plan import batch_arguments
 from specjax.decoding.state import RUNNING, STOPPED, admit, release
 from specjax.drafters import head_drafter, take_turns
-from specjax.drafters.ngram import Ngram
+from specjax.drafters.lookup.ngram import Ngram
 
 NEW, SLOT = 20, 1
 NAMES = (

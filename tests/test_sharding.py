@@ -155,9 +155,9 @@ def test_generate_takes_a_mesh(eight, alone):
     assert result.token_ids == alone("ngram, greedy").token_ids
 
 
-@pytest.mark.parametrize("name", ["early_exit", *slow("simulated")])
+@pytest.mark.parametrize("name", ["early_exit", *slow("simulated", "ngram|token_recycling")])
 def test_the_other_drafters_run_on_a_mesh(name, eight, alone):
-    options = {"early_exit": {"exit_layer": 2}, "simulated": {"acceptance": 0.7}}[name]
+    options = {"early_exit": {"exit_layer": 2}, "simulated": {"acceptance": 0.7}}.get(name, {})
     if name == "simulated":
         options = {**options, "continuations": alone("ngram, greedy").token_ids}
     split = place_model(eight, mesh_of(2, 2))

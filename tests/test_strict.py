@@ -21,7 +21,7 @@ from specjax.decoding.plan import batch_arguments
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.drafters import make_drafter
 from specjax.drafters.early_exit import EarlyExit
-from specjax.drafters.ngram import Ngram
+from specjax.drafters.lookup.ngram import Ngram
 from specjax.loading.load import random_model
 
 

@@ -8,7 +8,7 @@ from decoding import PROMPTS, decode, mixed
 
 from specjax.drafters import LoadedDrafter
 from specjax.drafters.early_exit import EarlyExit
-from specjax.drafters.ngram import Ngram
+from specjax.drafters.lookup.ngram import Ngram
 from specjax.drafters.simulated import Simulated
 from specjax.loading.load import random_model
 from specjax.testing import Tabular, check_drafter

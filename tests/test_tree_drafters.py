@@ -21,6 +21,7 @@ from decoding import (
     rounds,
 )
 from heads import SOME, eagle_head, medusa_head, mtp_head
+from specjax.drafters.ngram import Ngram
 from test_drafters import context_of, silence
 from test_loop_cache import assert_caches
 from test_pair_heads import assert_fresh
@@ -34,7 +35,6 @@ from specjax.drafters.base import Sampling
 from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.growth import dynamic_tree, static_tree
 from specjax.drafters.growth.options import USUAL_DEPTH, USUAL_NODES
-from specjax.drafters.ngram import Ngram
 from specjax.errors import InputError
 from specjax.loading.load import random_model
 from specjax.testing import check_drafter
@@ -475,7 +475,10 @@ def test_options_name_a_tree(tiny):
         (dict(kind="static", choices=[[0, 0]]), "[0, 0] needs [0], which is missing"),
         (dict(kind="static", choices=[[0], []]), "use paths of ranks, as ((0,), (1,), (0, 0))"),
         (dict(kind="static", choices=[[0]], depth=1), "tree.depth=1: tree.choices says it already"),
-        (dict(kind="dynamic", choices=[[0]]), "a dynamic tree is chosen in each round; use tree.k"),
+        (
+            dict(kind="dynamic", choices=[[0]]),
+            "tree.kind=dynamic chooses the tree; use tree.kind=static",
+        ),
         (dict(kind="static", topk=2, depth=2, num_nodes=7), "there are at most 6; lower it, or r"),
         (dict(kind="dynamic", topk=2, depth=2, num_nodes=7), "there are at most 6; lower it, or"),
         (5, "tree=5: use TreeOptions, or a dict of them"),

@@ -24,7 +24,7 @@ from test_pair_heads import assert_fresh, drafter_of
 import specjax
 from specjax import trees
 from specjax.drafters import Drafter, LoadedDrafter, take_turns
-from specjax.drafters.ngram import Ngram
+from specjax.drafters.lookup.ngram import Ngram
 from specjax.drafters.turns import PartState, joined
 from specjax.errors import InputError
 from specjax.testing import Tabular, check_drafter

@@ -18,7 +18,7 @@ from specjax import sampling
 from specjax.decoding import executor
 from specjax.draft_length.limits import DraftLength
 from specjax.drafters import LoadedDrafter, Turns, head_drafter, make_drafter
-from specjax.drafters.ngram import Ngram
+from specjax.drafters.lookup.ngram import Ngram
 from specjax.errors import InputError
 from specjax.loading.load import random_model
 from specjax.testing import check_drafter

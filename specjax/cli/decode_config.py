@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -45,6 +45,7 @@ from specjax.loading.heads.find_head import holds_head
 from specjax.loading.load import DTYPE, load_model
 from specjax.loading.model import Model
 from specjax.sampling import RULES, Rule, Typical, derived_seed
+from specjax.tuning import with_fastest_trees
 
 SIMULATED = "simulated"
 """The drafter that needs a plain run before it can be made."""
@@ -254,9 +255,21 @@ def make_config_drafter(
     drafter: DrafterConfig,
     target: Model,
     continuations: Sequence[Sequence[int]] | None = None,
+    tell: Callable[[str], Any] = lambda line: None,
 ) -> LoadedDrafter:
-    """One of a config's drafters; `continuations` are plain decoding's tokens, for `simulated`."""
+    """One of a config's drafters; `continuations` are plain decoding's tokens, for `simulated`.
+
+    `tell` takes lines on what a tree of the kind `auto` is chosen by, and what is expected of it.
+    """
     options, path = dict(drafter.options), drafter.path
+    tree = options.get("tree")
+    if tree is not None and tree.kind == "auto":
+        del options["tree"]
+        if (length := config.options.fixed_draft_length) is not None:
+            raise InputError(
+                f"num_speculative_tokens={length}: tree.kind=auto chooses the longest path; use "
+                "auto or fixed, and tree.depth as a limit"
+            )
     if drafter.name == SIMULATED:
         options["continuations"] = [[0]] if continuations is None else continuations
     if (
@@ -270,7 +283,15 @@ def make_config_drafter(
             placement = {"mesh": target.mesh, "replicated": drafter.replicated}
             path = load_model(path, dtype=config.dtype, field="drafter.path", **placement)
     length = config.options.fixed_draft_length
-    return make_drafter(drafter.name, target, path, num_speculative_tokens=length, **options)
+    made = make_drafter(drafter.name, target, path, num_speculative_tokens=length, **options)
+    if tree is None or tree.kind != "auto":
+        return made
+    made, found = with_fastest_trees(
+        target, made, tree, batch_size=config.options.batch_size, tell=tell
+    )
+    for name, fastest in found.items():
+        tell(f"{name}: tree.kind=auto: {fastest}")
+    return made
 
 
 def turn_prompts(

@@ -22,7 +22,7 @@ from specjax.decoding.state import RUNNING, STOPPED, Plan, State
 from specjax.decoding.stop_strings import StopFinder
 from specjax.distributed import device_memory
 from specjax.distributed.sharding import place_rows, use
-from specjax.drafters import DRAFTERS
+from specjax.drafters.registry import all_registered
 from specjax.errors import InputError, one_line
 from specjax.files import compiled_programs
 
@@ -85,7 +85,7 @@ def _compile(plan: Plan, mesh: Mesh | None, tree: Any, leaves: tuple[_Leaf, ...]
 
 def _check_drafters(plan: Plan, params: Any, arguments: Sequence[Any]) -> None:
     """Raise InputError, its cause with it, where a drafter of a user's own cannot be traced."""
-    if all(type(part) in DRAFTERS.values() for part in plan.drafter.parts):
+    if all_registered(plan.drafter.parts):
         return
 
     try:

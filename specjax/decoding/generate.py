@@ -56,6 +56,8 @@ class Generation:
     decode_s: list[float]
     compile_s: float = 0.0
     lossy: bool = False
+    longest_path: int | None = None
+    """Of a draft, in tokens."""
 
     @property
     def new_tokens(self) -> int:
@@ -74,7 +76,8 @@ class Generation:
 
     def summary(self) -> metrics.Summary:
         """Acceptance over all rows and rounds; definitions in `specjax.metrics`."""
-        return metrics.summarize(self.drafted, self.accepted, self.emitted, self.width)
+        counts = self.drafted, self.accepted, self.emitted, self.width
+        return metrics.summarize(*counts, self.longest_path)
 
     @property
     def failed_rows(self) -> dict[int, int]:
@@ -216,6 +219,7 @@ def collect(session: Session, batches: Sequence[Snapshot], compile_s: float = 0.
         drafter=np.concatenate([count.drafter for count in counts]),
         compile_s=compile_s,
         lossy=session.lossy,
+        longest_path=session.plan.drafter.num_speculative_tokens,
     )
 
 

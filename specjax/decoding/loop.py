@@ -22,7 +22,7 @@ from specjax.decoding.verify import VerifiedDraft, verify_draft
 from specjax.distributed.sharding import constrain_rows
 from specjax.draft_length import survival
 from specjax.draft_length.policy import Decisions, new_policy
-from specjax.drafters.base import Accepted, Context, Noise, ReplayedRound
+from specjax.drafters.base import Accepted, Context, Noise, ReplayedRound, TargetPass
 from specjax.drafters.turns import NO_DRAFTER, Proposal
 from specjax.models.prefill import prefill
 
@@ -69,9 +69,16 @@ def start(
         known = jnp.clip(length - 1, 0, first + count) + 1
         context = make_context(plan, target_params, state.replace(length=known, cache=cache))
         following = context.tokens_from(jnp.broadcast_to(first + 1, count.shape), plan.chunk)
-        return drafter.observe_prompt(
-            draft_params, carry, context, Accepted(following, count, features)
-        )
+        if drafter.pass_features:
+            chunk = context.tokens_from(jnp.broadcast_to(first, count.shape), plan.chunk)
+            read = jnp.arange(plan.chunk)[None, :] < count[:, None]
+            carry = drafter.observe_pass(
+                draft_params,
+                carry,
+                TargetPass(chunk, read, _named(features, drafter.pass_features)),
+            )
+        accepted = Accepted(following, count, _named(features, drafter.features))
+        return drafter.observe_prompt(draft_params, carry, context, accepted)
 
     cache, drafter_state = prefill(
         target,
@@ -80,11 +87,16 @@ def start(
         length - 1,
         state.cache,
         plan.chunk,
-        drafter.features,
+        (*drafter.features, *drafter.pass_features),
         observe,
         state.drafter,
     )
     return state.replace(cache=cache, drafter=drafter_state)
+
+
+def _named(features: dict[str, Array], names: tuple[str, ...]) -> dict[str, Array]:
+    """Those of the features that have these names."""
+    return {name: features[name] for name in names}
 
 
 def empty_state(
@@ -179,7 +191,7 @@ def run(plan: Plan, params: Any, state: State, max_rounds: Int[Array, ""]) -> St
 
 def one_round(plan: Plan, params: Any, state: State) -> State:
     """Observe, propose, extend, verify, commit: e tokens are committed in each unfinished row."""
-    target_params, _ = params
+    target_params, draft_params = params
     keys = round_keys(plan, state)
     proposal = propose(plan, params, state)
     draft = proposal.draft
@@ -219,9 +231,12 @@ def one_round(plan: Plan, params: Any, state: State) -> State:
     if state.policy is not None:
         path = jnp.where(took_part[:, None], verified.verification.path_slots, -1)
         learned = _learn(state, proposal, branch, path, count)
+    drafter_state = proposal.state
+    if verified.target_pass is not None:
+        drafter_state = plan.drafter.observe_pass(draft_params, drafter_state, verified.target_pass)
     return _commit(state, verified, count, status).replace(
         undrafted=undrafted,
-        drafter=plan.drafter.commit(proposal.state, count),
+        drafter=plan.drafter.commit(drafter_state, count),
         round=state.round + took_part,
         rounds=Rounds(**recorded),
         overlaps=overlaps,

@@ -180,7 +180,7 @@ def plan_session(
         if part.branches and not rule.takes_trees:
             raise InputError(
                 f"verify={rule.name}: {part.name} drafts trees, and {rule.name} verifies chains; "
-                "use rejection or coupled, or tree.kind=chain"
+                "use rejection or coupled, or draft chains"
             )
     if type(options.verify) not in map(type, sampling.RULES.values()):
         check_rule(options.verify, batch_size, plan.widths, target.config.vocab_size)
@@ -222,7 +222,9 @@ def _lengths(
     lengths = turns.lengths + tuple(count for _, _, count in ladder)
     if not auto:
         return lengths
-    return lengths + tuple(2**power for power in range(turns.num_nodes.bit_length()))
+    # Trees are large, and two or three of their nodes seldom worth a width of their own.
+    least = 2 if any(part.branches for part in turns.parts) else 0
+    return lengths + tuple(2**power for power in range(least, turns.num_nodes.bit_length()))
 
 
 def widths(most: int, lengths: Sequence[int] = ()) -> tuple[int, ...]:

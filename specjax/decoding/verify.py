@@ -14,7 +14,7 @@ from specjax import sampling
 from specjax.cache import Window
 from specjax.decoding.state import Plan, State
 from specjax.distributed.sharding import constrain
-from specjax.drafters.base import warp_rows
+from specjax.drafters.base import TargetPass, warp_rows
 from specjax.errors import InputError, one_line, shown
 from specjax.trees import AnyTopology, Draft, Topology
 
@@ -22,7 +22,8 @@ from specjax.trees import AnyTopology, Draft, Topology
 class VerifiedDraft(NamedTuple):
     """The result of verifying a draft at one compiled width, padded to the widest.
 
-    `numbers` says of each of `tokens` whether the target's logits there are numbers.
+    `numbers` says of each of `tokens` whether the target's logits there are numbers. `features` are
+    those along the path, `target_pass` those of the whole window, where a drafter reads any.
     """
 
     verification: sampling.Verification
@@ -30,6 +31,7 @@ class VerifiedDraft(NamedTuple):
     numbers: Bool[Array, "B P+1"]
     window: Window
     features: dict[str, Float[Array, "B P+1 D"]]
+    target_pass: TargetPass | None
     logprobs: Float[Array, "B P+1"] | None
     overlaps: Float[Array, "B P"] | None
 
@@ -111,15 +113,16 @@ def verify_draft(
     nodes = width - 1
     root = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
     topology = draft.topology.first(nodes)
+    window_tokens = jnp.concatenate([root, draft.tokens[:, :nodes]], axis=1)
     result = plan.target.extend(
         params,
-        jnp.concatenate([root, draft.tokens[:, :nodes]], axis=1),
+        window_tokens,
         (state.length - 1)[:, None] + topology.row_depths,
         state.cache,
         plan.target.make_window(root.shape[0], width),
         0,
         jnp.asarray(topology.row_ancestors),
-        features=plan.drafter.features,
+        features=(*plan.drafter.features, *plan.drafter.pass_features),
     )
     logits = result.logits
     if plan.flags.sampled or not plan.rule.greedy_walk:
@@ -153,16 +156,29 @@ def verify_draft(
         norm = jax.scipy.special.logsumexp(logits, axis=-1, keepdims=True)
         along = jnp.take_along_axis(logits - norm, slots[:, :, None], axis=1)
         logprobs = jnp.take_along_axis(along, tokens[:, :, None], axis=2)[:, :, 0]
-    room = ((0, 0), (0, 0), (0, 0), (0, plan.widths[-1] - width), (0, 0))
+    spare = plan.widths[-1] - width
+    target_pass = None
+    if plan.drafter.pass_features:
+        computed = jnp.pad(draft.valid[:, :nodes], ((0, 0), (1, 0)), constant_values=True)
+        target_pass = TargetPass(
+            jnp.pad(window_tokens, ((0, 0), (0, spare))),
+            jnp.pad(computed & state.active[:, None], ((0, 0), (0, spare))),
+            {
+                name: jnp.pad(result.features[name], ((0, 0), (0, spare), (0, 0)))
+                for name in plan.drafter.pass_features
+            },
+        )
+    room = ((0, 0), (0, 0), (0, 0), (0, spare), (0, 0))
     return VerifiedDraft(
         verification._replace(path_slots=path),
         tokens,
         jnp.take_along_axis(numbers, slots, axis=1),
         jax.tree.map(lambda part: jnp.pad(part, room), result.window),
         {
-            name: jnp.take_along_axis(value, slots[:, :, None], axis=1)
-            for name, value in result.features.items()
+            name: jnp.take_along_axis(result.features[name], slots[:, :, None], axis=1)
+            for name in plan.drafter.features
         },
+        target_pass,
         logprobs,
         _overlaps(tree, verification, target, longest) if plan.overlaps else None,
     )

@@ -2,6 +2,8 @@
 
 from specjax.drafters.base import DRAFT_TOKENS, Accepted, Context, Drafter, LoadedDrafter, Noise
 from specjax.drafters.growth.options import TreeOptions
+from specjax.drafters.lookup.token_recycling import TokenRecycling
+from specjax.drafters.merged import merge_drafters
 from specjax.drafters.registry import (
     DRAFTER_KIND,
     DRAFTERS,
@@ -25,6 +27,7 @@ __all__ = [
     "Drafter",
     "LoadedDrafter",
     "Noise",
+    "TokenRecycling",
     "TreeOptions",
     "Turns",
     "check_options",
@@ -32,6 +35,7 @@ __all__ = [
     "drafter_options",
     "head_drafter",
     "make_drafter",
+    "merge_drafters",
     "option_type",
     "take_turns",
 ]

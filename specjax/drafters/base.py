@@ -8,7 +8,7 @@ from typing import Annotated, Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from specjax.cache import KVCache
 from specjax.distributed.sharding import constrain
@@ -147,13 +147,27 @@ class Accepted:
     features: dict[str, Float[Array, "B T D"]]
 
 
+@struct.dataclass
+class TargetPass:
+    """One pass of the target: a chunk of a prompt, or a round's root and draft.
+
+    What is not `computed` (slots without a node, rows that are finished, what stands after a
+    prompt) means nothing. Tokens that were drafted are here whether they were accepted or not.
+    """
+
+    tokens: Int[Array, "B T"]
+    computed: Bool[Array, "B T"]
+    features: dict[str, Shaped[Array, "B T _"]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Drafter:
     """A drafter: subclass it as a frozen dataclass whose fields are its static configuration.
 
     Its arrays travel beside it: `params` as in `LoadedDrafter`, and a state whose every leaf has
-    rows as its first axis or belongs to a `KVCache` or a `Window`. The three functions are traced
-    and derive no keys. Equal drafters share one compiled program.
+    rows as its first axis or belongs to a `KVCache` or a `Window`. The three functions, and
+    `observe_pass` where a drafter has it, are traced and derive no keys. Equal drafters share one
+    compiled program.
     """
 
     num_speculative_tokens: Annotated[int, DRAFT_TOKENS] = 4
@@ -183,6 +197,11 @@ class Drafter:
     @property
     def features(self) -> tuple[str, ...]:
         """The target's features that `observe` reads, by name."""
+        return ()
+
+    @property
+    def pass_features(self) -> tuple[str, ...]:
+        """The target's features that `observe_pass` reads, by name."""
         return ()
 
     @property
@@ -234,6 +253,15 @@ class Drafter:
         `context.tokens`); later calls bring what one or several rounds committed, whoever drafted.
         """
         del params, context, accepted
+        return state
+
+    def observe_pass(self, params: Any, state: Any, target_pass: TargetPass) -> Any:
+        """The state after a pass of the target, for drafters with `pass_features`.
+
+        It is called after each chunk of a prompt and in each round, whoever drafted and also while
+        the drafter sleeps, before `observe` brings the tokens that were committed.
+        """
+        del params, target_pass
         return state
 
 

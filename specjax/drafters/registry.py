@@ -6,7 +6,7 @@ import difflib
 import importlib
 import inspect
 import os
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -14,8 +14,10 @@ from specjax.drafters.base import DRAFT_TOKENS, OWN_DRAFTER, Drafter, LoadedDraf
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.growth.options import TreeOptions
+from specjax.drafters.lookup.ngram import Ngram
+from specjax.drafters.lookup.token_recycling import TokenRecycling
 from specjax.drafters.medusa import MedusaDrafter
-from specjax.drafters.ngram import Ngram
+from specjax.drafters.merged import Merged, merge_drafters
 from specjax.drafters.none import NoDrafter
 from specjax.drafters.pairs import EagleDrafter, MtpDrafter
 from specjax.drafters.simulated import Simulated
@@ -37,8 +39,11 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "eagle": EagleDrafter,
     "eagle3": EagleDrafter,
     "mtp": MtpDrafter,
+    "token_recycling": TokenRecycling,
     "simulated": Simulated,
 }
+JOINTS: dict[str, Callable[..., LoadedDrafter]] = {"+": take_turns, "|": merge_drafters}
+"""What names of drafters are joined by, and what makes one drafter of them."""
 _ALONE = {"none": "it drafts nothing", "simulated": "it is recorded for one run"}
 """Drafters that cannot be joined by name, and why."""
 TRAINED = ("draft_model", "medusa", "eagle", "eagle3", "mtp")
@@ -72,6 +77,14 @@ class DrafterKind:
 
 
 DRAFTER_KIND = DrafterKind()
+
+
+def all_registered(drafters: Iterable[Drafter]) -> bool:
+    """Whether drafters are specjax's own, and none a user's."""
+    return all(
+        all_registered(one.parts) if isinstance(one, Merged) else type(one) in DRAFTERS.values()
+        for one in drafters
+    )
 
 
 def drafter_options(name: str) -> dict[str, inspect.Parameter]:
@@ -112,15 +125,16 @@ def make_drafter(
     `draft_model` also anything `load_model` takes, or a loaded model. A function of one's own is
     called as function(target, **options), with path=path if one is given, and returns a Drafter or
     a LoadedDrafter. Drafters with a model take a `tree`, such as {"kind": "dynamic"}
-    (`TreeOptions`). Names joined by + ("ngram+eagle3") take turns (`turns.take_turns`): an option
-    goes to those that take it, `num_speculative_tokens` to all. Raises InputError for an unknown
-    drafter or option, and for a head or a draft model of another target.
+    (`TreeOptions`). Drafters whose names are joined by + ("ngram+eagle3") take turns
+    (`turns.take_turns`), those joined by | draft together (`merged.merge_drafters`): an option goes
+    to those that take it, `num_speculative_tokens` to all. Raises InputError for an unknown drafter
+    or option, and for a head or a draft model of another target.
     """
     MODEL_KIND.check("target", target)
     length = optional(DRAFT_TOKENS).check("num_speculative_tokens", num_speculative_tokens)
     options = check_options(name, path, options)
-    if "+" in name:
-        return take_turns(
+    if joint := _joint(name):
+        return JOINTS[joint](
             *(
                 make_drafter(part, target, at, num_speculative_tokens=length, **own)
                 for part, at, own in _divide(name, path, options)
@@ -218,7 +232,7 @@ def check_options(
         raise InputError(f"drafter={shown(name)}: use a name: {', '.join(DRAFTERS)}")
     if path is not None and not isinstance(path, Model):
         user_path("drafter.path", path)
-    if "+" in name:
+    if _joint(name):
         checked: dict[str, Any] = {}
         for part, at, own in _divide(name, path, options):
             checked |= check_options(part, at, own)
@@ -286,16 +300,18 @@ def _checked(annotation: Any, option: str, value: Any) -> Any:
 def _divide(
     name: str, path: Any, options: Mapping[str, Any]
 ) -> list[tuple[str, Any, dict[str, Any]]]:
-    """`divide_options` of the parts of a name joined by +.
+    """`divide_options` of the parts of a name joined by + or |.
 
     Raises InputError for drafters that cannot be joined by name, too.
     """
-    parts = name.split("+")
+    joint = _joint(name)
+    parts = name.split(joint)
     if "" in parts or len(set(parts)) < len(parts):
-        raise InputError(f"drafter={name!r}: join different drafters, as ngram+eagle3")
+        raise InputError(f"drafter={name!r}: join different drafters, as ngram{joint}eagle3")
     for part in parts:
         if part in _ALONE or ":" in part:
-            why = _ALONE.get(part, "its options are its own; use specjax.drafters.take_turns")
+            call = f"specjax.drafters.{JOINTS[joint].__name__}"
+            why = _ALONE.get(part, f"its options are its own; use {call}")
             raise InputError(f"drafter={name!r}: {part} cannot be joined by name: {why}")
     return divide_options(parts, path, options)
 
@@ -330,10 +346,27 @@ def divide_options(
     ]
 
 
+def _joint(name: str) -> str:
+    """What joins the drafters of a name, "" for a single one. Raises InputError for two kinds."""
+    found = [joint for joint in JOINTS if joint in name]
+    if len(found) > 1:
+        raise InputError(
+            f"drafter={name!r}: join all of them by {' or all by '.join(JOINTS)}; for both use "
+            "specjax.drafters.take_turns and merge_drafters"
+        )
+    return found[0] if found else ""
+
+
+def _parts(name: str) -> list[str]:
+    """The drafters of a name."""
+    joint = _joint(name)
+    return name.split(joint) if joint else [name]
+
+
 def _taken(name: str) -> Container[str]:
-    """The options that a drafter takes, or one of those joined by +."""
-    if "+" in name:
-        return {option for part in name.split("+") for option in _taken(part)}
+    """The options that a drafter takes, or one of those joined."""
+    if _joint(name):
+        return {option for part in _parts(name) for option in _taken(part)}
     return _arguments(name) if ":" in name else drafter_options(name)
 
 
@@ -341,7 +374,7 @@ def _trained(name: str) -> list[str]:
     """The trained drafters in a name, which a path may be of; one of the caller's own is one."""
     if ":" in name:
         return [name] if "path" in _arguments(name) else []
-    return [part for part in name.split("+") if part in TRAINED]
+    return [part for part in _parts(name) if part in TRAINED]
 
 
 def _arguments(name: str) -> list[str]:

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Int
 
 from specjax.distributed.sharding import constrain
 from specjax.draft_length.survival import UNKNOWN
-from specjax.drafters.base import Accepted, Context, Drafter, LoadedDrafter, Noise
+from specjax.drafters.base import Accepted, Context, Drafter, LoadedDrafter, Noise, TargetPass
 from specjax.drafters.none import empty_draft
 from specjax.sampling import drafter_noise
 from specjax.trees import Draft, DynamicTopology, chain_topology
@@ -86,6 +86,12 @@ class Turns:
         return tuple(dict.fromkeys(name for part in drafting for name in part.features))
 
     @property
+    def pass_features(self) -> tuple[str, ...]:
+        """The target's features that any of them reads of each pass."""
+        drafting = [part for part in self.parts if part.num_speculative_tokens]
+        return tuple(dict.fromkeys(name for part in drafting for name in part.pass_features))
+
+    @property
     def sampled(self) -> bool:
         """Whether any of them draws its drafts."""
         return any(part.sampled for part in self.parts)
@@ -96,9 +102,7 @@ class Turns:
         if len(self.parts) == 1:
             return self.parts[0].lengths
         return tuple(
-            length
-            for part in self.parts
-            for length in (part.lengths or (part.num_speculative_tokens,))
+            length for part in self.parts for length in (part.lengths or (part.num_nodes,))
         )
 
     @property
@@ -134,6 +138,17 @@ class Turns:
         return tuple(
             before.replace(drafter=part.observe(own, before.drafter, context, accepted))
             if part.num_speculative_tokens
+            else before
+            for part, own, before in zip(self.parts, params, state, strict=True)
+        )
+
+    def observe_pass(
+        self, params: tuple, state: tuple[PartState, ...], target_pass: TargetPass
+    ) -> tuple[PartState, ...]:
+        """The states after a pass of the target."""
+        return tuple(
+            before.replace(drafter=part.observe_pass(own, before.drafter, target_pass))
+            if part.num_speculative_tokens and part.pass_features
             else before
             for part, own, before in zip(self.parts, params, state, strict=True)
         )
@@ -309,14 +324,8 @@ def joined(first: Draft, second: Draft, length: int) -> Draft:
     offset = 0 if first.logq is None else first.logq.shape[1]
     second = second.replace(logq_row=jnp.where(second.logq_row < 0, -1, second.logq_row + offset))
     here = first.valid.any(axis=1, keepdims=True)
-    known = first.confidence is not None or second.confidence is not None
-    if known:
-        first, second = (
-            draft.replace(confidence=jnp.full(draft.valid.shape, UNKNOWN))
-            if draft.confidence is None
-            else draft
-            for draft in (first, second)
-        )
+    first, second = with_confidences((first, second))
+    known = first.confidence is not None
 
     def chosen(parts: Sequence[Array | np.ndarray], filler: float | bool) -> Array:
         room = [((0, 0), (0, length - part.shape[1])) for part in parts]
@@ -340,3 +349,15 @@ def joined(first: Draft, second: Draft, length: int) -> Draft:
         topology=topology,
         confidence=either("confidence", UNKNOWN) if known else None,
     )
+
+
+def with_confidences(drafts: Sequence[Draft]) -> list[Draft]:
+    """The drafts; where any has confidences, those that have none get `UNKNOWN`."""
+    if all(draft.confidence is None for draft in drafts):
+        return list(drafts)
+    return [
+        draft.replace(confidence=jnp.full(draft.valid.shape, UNKNOWN))
+        if draft.confidence is None
+        else draft
+        for draft in drafts
+    ]

@@ -34,6 +34,11 @@ from specjax.models.layers.attention import (
 )
 from specjax.models.layers.decoder_layer import Block, embed, merge_heads, rotate_by
 from specjax.models.parameters import Parameter, ParameterTable
+from specjax.models.top_tokens import (
+    top_tokens,
+    top_tokens_of_states,
+    wanted_counts,
+)
 
 
 @dataclass(frozen=True)
@@ -208,7 +213,7 @@ class Decoder:
         logits: bool = True,
         num_layers: int | None = None,
     ) -> Extension:
-        """`LanguageModel.extend`; features are `final_norm`, `pre_norm` and `layer_input:i`."""
+        """`LanguageModel.extend`; see there for the features."""
         module = DecoderModule(self.config, self.dtype, self.shards, self.form, self.multiply)
         return module.apply(
             {"params": {"decoder": params}},
@@ -259,8 +264,9 @@ class DecoderModule(nn.Module):
         repeats = config.num_heads // kv_heads
         # [#B, 1, X, W]: the queries that share a key head are adjacent, token by token.
         seen = jnp.repeat(visible, repeats, axis=1)[:, None]
-        check_features(features, config.num_layers)
-        taps = {name: _tapped_layer(name) for name in features if ":" in name}
+        counts = wanted_counts(features, config.vocab_size)
+        check_features((name for name in features if name not in counts), config.num_layers)
+        taps = {name: _tapped_layer(name) for name in features if name.startswith("layer_input:")}
         attend_committed = None
         if cache is not None:
             attend_committed = self._cache_attention(cache, tokens.shape[1])
@@ -309,11 +315,18 @@ class DecoderModule(nn.Module):
 
         wanted = {**tapped, "pre_norm": pre_norm}
         out = None
-        if logits or "final_norm" in features:
+        if logits or counts or "final_norm" in features:
             wanted["final_norm"] = block.norm(pre_norm, params["final_norm"])
+
+        def project(states: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+            out = block.project("btd,dv->btv", states, params["head"], jnp.float32)
+            return constrain(out, "batch", None, "vocab" if self.shards > 1 else None)
+
         if logits:
-            out = block.project("btd,dv->btv", wanted["final_norm"], params["head"], jnp.float32)
-            out = constrain(out, "batch", None, "vocab" if self.shards > 1 else None)
+            out = project(wanted["final_norm"])
+            wanted |= top_tokens(out, counts)
+        elif counts:
+            wanted |= top_tokens_of_states(wanted["final_norm"], project, counts)
         return Extension(out, {name: wanted[name] for name in features}, window)
 
     def _cache_attention(self, cache: KVCache, tokens: int) -> Callable[..., Partial]:

@@ -302,7 +302,8 @@ def _summarize(runs: Sequence[Generation]) -> metrics.Summary | None:
         return np.concatenate(padded)
 
     return metrics.summarize(
-        *(joined(name) for name in ("drafted", "accepted", "emitted", "width"))
+        *(joined(name) for name in ("drafted", "accepted", "emitted", "width")),
+        max((run.longest_path for run in runs if run.longest_path is not None), default=None),
     )
 
 

@@ -87,6 +87,11 @@ class Run:
         return self.summary["drafter"]
 
     @property
+    def longest_path(self) -> int | None:
+        """The tokens of a draft's longest path, where something was drafted."""
+        return len(self.summary.get("acceptance_at_pos") or ()) or None
+
+    @property
     def exact(self) -> bool:
         """Whether all rows equal plain decoding's, except for near-ties."""
         # Reports of earlier versions have no resolution: they excused near-ties in float32.
@@ -194,11 +199,15 @@ def labels(runs: Sequence[Run]) -> list[str]:
     ]
 
 
-def summarize(rows: Sequence[Row]) -> metrics.Summary:
-    """The summary of some rows (`specjax.metrics`). Raises ValueError for inconsistent counts."""
+def summarize(rows: Sequence[Row], positions: int | None = None) -> metrics.Summary:
+    """The summary of some rows (`specjax.metrics`). Raises ValueError for inconsistent counts.
+
+    `positions` are the tokens of the longest path of a draft, where that is known.
+    """
     return metrics.summarize(
         *(_padded(getattr(row, name) for row in rows) for name in ("drafted", "accepted")),
         *(_padded(getattr(row, name) for row in rows) for name in ("emitted", "width")),
+        positions,
     )
 
 

@@ -107,14 +107,15 @@ def figures_by_task(run: Run) -> dict[str, Figures]:
     tasks_of_batch: dict[int, set[str]] = {}
     for row in run.rows:
         tasks_of_batch.setdefault(row.batch, set()).add(row.task)
-    found = {OVERALL: _figures(run.rows, run.rows)}
+    found = {OVERALL: _figures(run.rows, run.rows, run.longest_path)}
     for task in tasks_of([run]):
         rows = [row for row in run.rows if row.task == task]
-        found[task] = _figures(rows, [row for row in rows if len(tasks_of_batch[row.batch]) == 1])
+        timed = [row for row in rows if len(tasks_of_batch[row.batch]) == 1]
+        found[task] = _figures(rows, timed, run.longest_path)
     return found
 
 
-def _figures(rows: Sequence[Row], timed: Sequence[Row]) -> Figures:
+def _figures(rows: Sequence[Row], timed: Sequence[Row], positions: int | None) -> Figures:
     both = [row for row in timed if row.plain is not None]
     identical = [row.identical for row in rows if row.identical is not None]
     plain = _speed(both, _plain, _decode)
@@ -122,7 +123,7 @@ def _figures(rows: Sequence[Row], timed: Sequence[Row]) -> Figures:
     each = [_ratio(_speed([row], _ours, _decode), _speed([row], _plain, _decode)) for row in both]
     defined = [value for value in each if value is not None]
     return Figures(
-        counts=summarize(rows),
+        counts=summarize(rows, positions),
         tokens_per_second=_speed(timed, _ours, _decode),
         plain_tokens_per_second=plain,
         speedup=_ratio(_speed(both, _ours, _decode), plain),

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax.cache import KVCache, Window, make_cache
 from specjax.models.interface import Extension
+from specjax.models.top_tokens import top_tokens, wanted_counts
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,14 @@ class Tabular:
         logits: bool = True,
         num_layers: int | None = None,
     ) -> Extension:
-        """`LanguageModel.extend`; there are no features, and an early exit changes nothing."""
+        """`LanguageModel.extend`; of features there is only `top_tokens:k`.
+
+        An early exit changes nothing.
+        """
         del positions, cache, start, visible, num_layers
-        if features:
-            raise ValueError(f"features={features}: a tabular model has none")
+        counts = wanted_counts(features, self.vocab_size)
+        if len(counts) < len(features):
+            raise ValueError(f"features={features}: a tabular model has only top_tokens:k")
         table = jnp.broadcast_to(params, (self.vocab_size, self.vocab_size))
-        return Extension(table[tokens] if logits else None, {}, window)
+        found = top_tokens(table[tokens], counts)
+        return Extension(table[tokens] if logits else None, found, window)

@@ -5,7 +5,7 @@ row that is chosen on the device, and a `Draft` one round's tokens in either. A 
 says which candidate each node is, the likeliest or one of the next: from a list of choices like
 Medusa's, or built from measured acceptance (`best_tree`, `sequoia_tree`; `fastest_tree` also knows
 what passes cost). A `DynamicTree` says how far drafters look for the best tree of each round.
-`draw` shows trees as text, `svg` as a picture.
+`merge` makes one tree of several drafts. `draw` shows trees as text, `svg` as a picture.
 """
 
 from specjax.trees.draft import Draft as Draft
@@ -14,6 +14,9 @@ from specjax.trees.draw import draw as draw
 from specjax.trees.dynamic import DynamicTree as DynamicTree
 from specjax.trees.fastest import FastestTree as FastestTree
 from specjax.trees.fastest import fastest_tree as fastest_tree
+from specjax.trees.merge import merge as merge
+from specjax.trees.merge import merge_duplicates as merge_duplicates
+from specjax.trees.merge import side_by_side as side_by_side
 from specjax.trees.picture import svg as svg
 from specjax.trees.ranked import RankedTree as RankedTree
 from specjax.trees.ranked import best_tree as best_tree

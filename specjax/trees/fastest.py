@@ -27,6 +27,17 @@ class FastestTree(NamedTuple):
         """What each row makes."""
         return self.tokens_per_round / self.round_seconds
 
+    def __str__(self) -> str:
+        """What it is, and what is expected of it."""
+        shape = self.tree.topology
+        what = "a chain" if shape.is_chain else f"{shape.num_nodes} nodes in {shape.depth} levels"
+        if shape.is_chain:
+            what = f"{what} of {shape.depth} tokens" if shape.num_nodes else "no draft"
+        return (
+            f"{what}, {self.tokens_per_round:.2f} tokens per round and "
+            f"{self.row_tokens_per_second:.1f} tokens/s per row expected"
+        )
+
 
 def fastest_tree(
     acceptance: Sequence[Sequence[float]],

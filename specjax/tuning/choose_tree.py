@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -18,10 +18,11 @@ from specjax.decoding.options import DecodeOptions
 from specjax.decoding.plan import plan_session
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.distributed import processes, sharding
-from specjax.drafters import LoadedDrafter
+from specjax.drafters import LoadedDrafter, TreeOptions, Turns, take_turns
 from specjax.errors import InputError
 from specjax.files import json_files, paths
 from specjax.files.text_files import write_text
+from specjax.loading.heads.ranks import shipped_acceptance
 from specjax.loading.model import Model
 from specjax.trees import FastestTree, RankedTree, best_tree, fastest_tree
 
@@ -38,16 +39,18 @@ def choose_tree(
     batch_size: int = 1,
     context: int = _CONTEXT,
     max_depth: int | None = None,
+    max_nodes: int | None = None,
     tell: Callable[[str], Any] = lambda line: None,
 ) -> FastestTree:
     """The static tree with the most tokens per second, and what it is predicted to do.
 
     `drafter` is one with a `tree` field, and `acceptance` its chances by depth and rank
-    (`measure_ranks`, `shipped_acceptance`); no path is longer than `max_depth`, or than the
-    drafter's own limit. Times passes of several widths, and drafts of one level and of all, with
-    `batch_size` rows of `context` committed tokens; figures are kept in the user's cache folder for
-    later calls. A tree without nodes says that no draft pays. Raises InputError for a drafter
-    without trees, and where the context leaves no room.
+    (`measure_ranks`, `shipped_acceptance`). No path is longer than `max_depth`, or than the
+    drafter's own limit, and no tree has more than `max_nodes` nodes. Times passes of several
+    widths, and drafts of one level and of all, with `batch_size` rows of `context` committed
+    tokens; figures are kept in the user's cache folder for later calls. A tree without nodes says
+    that no draft pays. Raises InputError for a drafter without trees, and where the target has no
+    room for one.
     """
     if not hasattr(drafter.drafter, "tree"):
         raise InputError(
@@ -55,10 +58,11 @@ def choose_tree(
         )
     longest = [len(acceptance), max_depth, drafter.drafter.longest_path]
     deepest = min(length for length in longest if length is not None)
-    if context + max(_WIDTHS) > target.config.max_positions:
+    context = min(context, target.config.max_positions - max(_WIDTHS))
+    if context < 2:
         raise InputError(
-            f"context={context}: no room for a tree in the {target.config.max_positions} positions "
-            f"of {target.name}; lower it"
+            f"target={target.name} has {target.config.max_positions} positions: no room to time "
+            f"trees of {max(_WIDTHS) - 1} nodes; use tree.kind=static"
         )
     file = _file(target, drafter, batch_size, context, deepest)
     seconds = _read(file) if processes.is_first() else None
@@ -85,16 +89,62 @@ def choose_tree(
         acceptance,
         pass_seconds,
         lambda depth: first + level * (depth - 1),
-        widths=_WIDTHS,
+        widths=[width for width in _WIDTHS if max_nodes is None or width <= 1 + max_nodes],
         max_depth=deepest,
     )
 
 
+def with_fastest_trees(
+    target: Model,
+    drafter: LoadedDrafter,
+    tree: TreeOptions,
+    *,
+    acceptance: Mapping[str, Sequence[Sequence[float]]] | None = None,
+    **options: Any,
+) -> tuple[LoadedDrafter, dict[str, FastestTree]]:
+    """The drafter, each part that drafts candidates with its fastest tree; and what was found.
+
+    `tree` limits their numbers. `acceptance` are rates by the parts' names, by default those that
+    come with specjax; `options` are those of `choose_tree`. Raises InputError as it does, where no
+    part drafts trees, and where rates are unknown.
+    """
+    together = drafter.drafter
+    turns = isinstance(together, Turns)
+    parts = together.parts if turns else (together,)
+    params = drafter.params if turns else (drafter.params,)
+    found: dict[str, FastestTree] = {}
+    chosen = []
+    for part, own in zip(parts, params, strict=True):
+        if not hasattr(part, "tree"):
+            chosen.append(LoadedDrafter(part, own))
+            continue
+        rates = (acceptance or {}).get(part.name) or shipped_acceptance(part.name, target)
+        if rates is None:
+            raise InputError(
+                f"tree.kind=auto: how often {part.name}'s candidates are accepted by {target.name} "
+                "is not known; measure it (scripts/calibrate_trees.py), or use tree.kind=static"
+            )
+        rates = [level[: tree.topk] for level in rates]
+        found[part.name] = choose_tree(
+            target,
+            LoadedDrafter(part, own),
+            rates,
+            max_depth=tree.depth,
+            max_nodes=tree.num_nodes,
+            **options,
+        )
+        chosen.append(with_tree(LoadedDrafter(part, own), found[part.name].tree))
+    if not found:
+        raise InputError(
+            f"tree.kind=auto: {drafter.name} drafts no trees of candidates; leave it out"
+        )
+    return (take_turns(*chosen) if turns else chosen[0]), found
+
+
 def with_tree(drafter: LoadedDrafter, tree: RankedTree) -> LoadedDrafter:
     """The drafter with a static tree, its longest path that of the tree; a chain stays a chain."""
-    depth = tree.topology.depth
-    chain = tree.topology.is_chain
-    fields = {"tree": None if chain else tree, "num_speculative_tokens": max(depth, 1)}
+    shape = tree.topology
+    fields = {"tree": None if shape.is_chain else tree, "num_speculative_tokens": shape.depth}
     return drafter._replace(drafter=replace(drafter.drafter, **fields))
 
 

@@ -10,7 +10,7 @@ from specjax.errors import InputError, shown
 from specjax.fields import Items, Whole, check_instance, check_values, fields_of, optional
 from specjax.trees import DynamicTree, RankedTree, best_tree, tree_of_choices
 
-TreeKind = Literal["chain", "static", "dynamic"]
+TreeKind = Literal["chain", "static", "dynamic", "auto"]
 _CHOICES = Items(
     Items(Whole(0, 1023), least=1),
     least=1,
@@ -27,7 +27,9 @@ class TreeOptions:
     A `chain` is none. A `static` tree is that of the paths `choices`, each the ranks of its tokens
     among the candidates after those before, such as Medusa's; or the one of `num_nodes` nodes,
     `depth` levels and at most `topk` children a node in which most tokens are expected to be
-    accepted. A `dynamic` tree is a `DynamicTree` of these numbers, chosen in each round.
+    accepted. A `dynamic` tree is a `DynamicTree` of these numbers, chosen in each round. `auto` is
+    the static tree, within these numbers, that is fastest on this machine: `specjax.tuning` finds
+    it, as the decode command does.
     `acceptance[d][r]` says how often the candidate of rank r at depth d (from 0) is accepted where
     its parent is, as it was measured; drafters that come with specjax bring theirs. Raises
     InputError for numbers out of range, and for options that do not go together.
@@ -51,8 +53,8 @@ class TreeOptions:
         for name, value in given.items():
             if self.kind == "chain":
                 remedy = "a chain has no such option; use tree.kind=static or dynamic"
-            elif name == "choices" and self.kind == "dynamic":
-                remedy = "a dynamic tree is chosen in each round; use tree.kind=static"
+            elif name == "choices" and self.kind != "static":
+                remedy = f"tree.kind={self.kind} chooses the tree; use tree.kind=static"
             elif name != "choices" and "choices" in given:
                 remedy = "tree.choices says it already; leave one of the two out"
             else:
@@ -72,6 +74,11 @@ class TreeOptions:
         """
         if self.kind == "chain":
             return None
+        if self.kind == "auto":
+            raise InputError(
+                "tree.kind=auto: needs times of this machine; use "
+                "specjax.tuning.with_fastest_trees(target, drafter, tree), or tree.kind=static"
+            )
         tree = None if self.choices is None else self._chosen()
         depth = self.depth if tree is None else tree.depth
         if None not in (length, depth) and length != depth:

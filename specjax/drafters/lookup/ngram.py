@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Int
 
 from specjax import trees
@@ -20,6 +21,8 @@ from specjax.trees import Draft
 
 _LENGTH = Whole(1, 64)
 """Of a match: each token more is some code more in the compiled loop."""
+_MATCHES = Whole(1, 64)
+"""Each match is a branch, of which the target may verify every token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +30,17 @@ class Ngram(Drafter):
     """A drafter that copies from the row's own tokens, prompt included.
 
     The longest match of `prompt_lookup_min`..`prompt_lookup_max` last tokens counts; among matches
-    of one length `match` takes the latest or the earliest. Raises InputError for bad bounds.
+    of one length `match` takes the latest or the earliest. With `num_matches` above 1 it takes as
+    many of that length, and what followed them makes a tree: a branch of up to
+    `num_speculative_tokens` tokens each, as one as long as they agree. Raises InputError for bad
+    bounds.
     """
 
     num_speculative_tokens: Annotated[int, DRAFT_TOKENS] = 8
     prompt_lookup_max: Annotated[int, _LENGTH] = 3
     prompt_lookup_min: Annotated[int, _LENGTH] = 2
     match: Literal["latest", "earliest"] = "latest"
+    num_matches: Annotated[int, _MATCHES] = 1
 
     def __post_init__(self) -> None:
         check_instance(self, "drafter.")
@@ -43,33 +50,61 @@ class Ngram(Drafter):
                 f"prompt_lookup_min={self.prompt_lookup_min}"
             )
 
+    @property
+    def num_nodes(self) -> int:
+        """N: a chain of K tokens for each match."""
+        return self.num_matches * self.num_speculative_tokens
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Widths of their own for one branch, two, four, ..., as far as they differ."""
+        if self.num_matches == 1:
+            return ()
+        branches = (2**power for power in range((self.num_matches - 1).bit_length()))
+        return tuple(count * self.num_speculative_tokens for count in branches)
+
     def propose(self, params: Any, state: Any, context: Context, noise: Noise) -> tuple[Draft, Any]:
-        """What followed the latest or earliest match, in rows that have one."""
+        """What followed the latest or earliest matches, in rows that have one."""
         del params, noise
-        end, matched = find_match(
+        ends, matched = find_matches(
             context.tokens,
             context.length,
             self.prompt_lookup_max,
             self.prompt_lookup_min,
             self.match == "latest",
+            self.num_matches,
         )
+        branches = [
+            self._copy(context, ends[:, number], matched[:, number])
+            for number in range(self.num_matches)
+        ]
+        return (branches[0] if self.num_matches == 1 else trees.merge(*branches)), state
+
+    def _copy(self, context: Context, end: Int[Array, "B"], matched: Int[Array, "B"]) -> Draft:
+        """The tokens after a match that ends at position `end`, in rows where it has a length."""
         # After the last committed token the copy continues in what it has copied: a loop stays one.
         period = jnp.maximum(context.length - 1 - end, 1)
         step = jnp.arange(self.num_speculative_tokens)[None, :] % period[:, None]
         tokens = jnp.take_along_axis(context.tokens, end[:, None] + 1 + step, axis=1)
         count = jnp.where(matched > 0, context.limit, 0)
         if context.turn is None:
-            return trees.chain(tokens, count), state
+            return trees.chain(tokens, count)
         confidence = jnp.broadcast_to((matched / self.prompt_lookup_max)[:, None], tokens.shape)
-        return trees.chain(tokens, count, confidence=confidence), state
+        return trees.chain(tokens, count, confidence=confidence)
 
 
-def find_match(
-    tokens: Int[Array, "B M"], length: Int[Array, "B"], longest: int, shortest: int, latest: bool
-) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
-    """Where each row's last tokens stood before: the match's last position, and its length.
+def find_matches(
+    tokens: Int[Array, "B M"],
+    length: Int[Array, "B"],
+    longest: int,
+    shortest: int,
+    latest: bool,
+    most: int = 1,
+) -> tuple[Int[Array, "B m"], Int[Array, "B m"]]:
+    """Where each row's last tokens stood before: the matches' last positions, and their lengths.
 
-    The length is 0 where no match has at least `shortest` tokens.
+    Up to `most` (m) matches of the longest length that any has, the latest or the earliest first;
+    lengths are 0 where there are no more, or none has at least `shortest` tokens.
     """
     count = tokens.shape[1]
     position = jnp.arange(count)[None, :]
@@ -83,5 +118,12 @@ def find_match(
         matched += unbroken
     recency = position if latest else count - 1 - position
     score = jnp.where(matched >= shortest, matched * count + recency, -1)
-    best = jnp.argmax(score, axis=1)
-    return best.astype(jnp.int32), jnp.maximum(score.max(axis=1), 0) // count
+    if most == 1:
+        ends = jnp.argmax(score, axis=1, keepdims=True)
+        best = score.max(axis=1, keepdims=True)
+    else:
+        best, ends = lax.top_k(score, min(most, count))
+    lengths = jnp.maximum(best, 0) // count
+    lengths = jnp.where(lengths == lengths[:, :1], lengths, 0)
+    missing = ((0, 0), (0, most - ends.shape[1]))
+    return jnp.pad(ends, missing).astype(jnp.int32), jnp.pad(lengths, missing)

@@ -1,0 +1,167 @@
+"""Token recycling: the target's candidates of earlier passes are looked up (Luo et al. 2408.08696).
+
+A row has a table of the target's k likeliest next tokens after each token of the vocabulary, as
+they were when the target last read that token in this row: in the prompt, in the output, or in a
+draft that was refused. A tree is drafted by looking up the tokens after the root, after those, and
+so on. Nothing is trained, and little is computed that a pass does not compute anyway: only of a
+prompt the logits of each position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from specjax.cache import put
+from specjax.distributed.sharding import constrain_rows
+from specjax.drafters.base import (
+    DRAFT_TOKENS,
+    Context,
+    Drafter,
+    LoadedDrafter,
+    Noise,
+    TargetPass,
+)
+from specjax.drafters.growth.options import TREE, USUAL_DEPTH, USUAL_TOPK, TreeOptions
+from specjax.errors import InputError
+from specjax.fields import Whole, check_instance, optional
+from specjax.loading.model import Model
+from specjax.models.top_tokens import feature_name
+from specjax.trees import Draft, DynamicTree, RankedTree
+
+_RATES = ((0.4, 0.12, 0.06, 0.04, 0.03, 0.02, 0.02, 0.01),)
+"""How often the candidate of each rank is the target's next token, at any depth, where nobody says
+how often it was measured to be."""
+_UNKNOWN = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRecycling(Drafter):
+    """A drafter that looks tokens up in a table of each row.
+
+    Node of rank r after a token: the token's r-th likeliest successor. The `tree` (a shape, or a
+    `TreeOptions` that becomes one) is static; without one it is of the usual size, and no deeper
+    than `num_speculative_tokens`. The table has as many candidates (k) as the tree has ranks and
+    takes V * k * 4 bytes per row, 1.6 MB for 49,152 tokens and k = 8. Nodes are deterministic.
+    Raises InputError for a dynamic tree, for one with fewer levels than tokens are asked for, and
+    for one with more ranks than there are tokens.
+    """
+
+    vocab_size: Annotated[int, Whole(1)] = field(kw_only=False)
+    num_speculative_tokens: Annotated[int, optional(DRAFT_TOKENS)] = None  # as __post_init__ says
+    tree: Annotated[RankedTree | None, TREE] = None
+
+    def __post_init__(self) -> None:
+        check_instance(self, "drafter.")
+        length = self.num_speculative_tokens
+        if isinstance(self.tree, TreeOptions):
+            object.__setattr__(self, "tree", _shape(self.tree, length))
+        if isinstance(self.tree, DynamicTree):
+            raise InputError("tree.kind=dynamic: token_recycling has static trees; use static")
+        if length is None:
+            length = USUAL_DEPTH if self.tree is None else self.tree.depth
+            object.__setattr__(self, "num_speculative_tokens", length)
+        if self.tree is not None and length > self.tree.depth:
+            raise InputError(
+                f"num_speculative_tokens={length}: the tree has {self.tree.depth} levels; leave it "
+                "out, or use a deeper tree"
+            )
+        if self.num_candidates > self.vocab_size:
+            raise InputError(
+                f"tree.topk={self.num_candidates}: the vocabulary has {self.vocab_size} tokens; "
+                "lower it"
+            )
+        object.__setattr__(self, "num_speculative_tokens", self.shape.depth)
+
+    @classmethod
+    def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:
+        """The drafter for a target's vocabulary."""
+        del name, path
+        return LoadedDrafter(cls(target.config.vocab_size, **options))
+
+    @property
+    def name(self) -> str:
+        """Its registered name."""
+        return "token_recycling"
+
+    @property
+    def shape(self) -> RankedTree:
+        """The tree that is drafted, no deeper than `num_speculative_tokens`."""
+        if self.tree is not None:
+            return self.tree.limited(self.num_speculative_tokens)
+        if not self.num_speculative_tokens:
+            return RankedTree(())
+        topk = min(USUAL_TOPK, self.vocab_size)
+        return _shape(TreeOptions(kind="static", topk=topk), self.num_speculative_tokens)
+
+    @property
+    def num_nodes(self) -> int:
+        """Those of the tree."""
+        return self.shape.num_nodes
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """A tree is verified whole."""
+        return (self.num_nodes,)
+
+    @property
+    def num_candidates(self) -> int:
+        """How many successors of a token the table holds (k)."""
+        return max(self.shape.most_candidates, 1)
+
+    @property
+    def pass_features(self) -> tuple[str, ...]:
+        """What the table is made of."""
+        return (feature_name(self.num_candidates),)
+
+    def init(self, params: Any, batch: int, capacity: int) -> Int[Array, "B V k"]:
+        """Tables in which nothing is known."""
+        del params, capacity
+        shape = (batch, self.vocab_size, self.num_candidates)
+        return constrain_rows(jnp.full(shape, _UNKNOWN, jnp.int32))
+
+    def propose(
+        self, params: Any, state: Int[Array, "B V k"], context: Context, noise: Noise
+    ) -> tuple[Draft, Int[Array, "B V k"]]:
+        """What the tables say, level by level."""
+        del params, noise
+        tree = self.shape
+        depths, parents = tree.topology.depths[1:], tree.topology.row_parents[0]
+        ranks = np.array(tree.ranks, np.int32)
+        rows = jnp.arange(len(state))[:, None]
+        # Slot by slot, as far as the levels are known.
+        tokens = context.token_at(context.length - 1)[:, None]
+        known = jnp.ones(tokens.shape, bool)
+        for depth in range(1, tree.depth + 1):
+            here = depths == depth
+            above = parents[here]
+            found = state[rows, tokens[:, above], ranks[here][None, :]]
+            stands = known[:, above] & (found != _UNKNOWN) & (depth <= context.limit)[:, None]
+            known = jnp.concatenate([known, stands], axis=1)
+            tokens = jnp.concatenate([tokens, jnp.where(stands, found, 0)], axis=1)
+        row = jnp.full((len(state), tree.num_nodes), -1, jnp.int32)
+        return Draft(tokens[:, 1:], known[:, 1:], row, None, tree.topology), state
+
+    def observe_pass(
+        self, params: Any, state: Int[Array, "B V k"], target_pass: TargetPass
+    ) -> Int[Array, "B V k"]:
+        """The tables with the successors of each token that was computed."""
+        del params
+        tokens, computed = target_pass.tokens, target_pass.computed
+        # Of a token that is there more than once the last counts: scatters have no order.
+        step = jnp.arange(tokens.shape[1])
+        again = (tokens[:, :, None] == tokens[:, None, :]) & computed[:, None, :]
+        last = computed & ~(again & (step[None, :] > step[:, None])[None]).any(axis=2)
+        where = jnp.where(last, tokens, self.vocab_size)
+        return put(state, where, target_pass.features[feature_name(self.num_candidates)])
+
+
+def _shape(options: TreeOptions, length: int | None) -> RankedTree | DynamicTree:
+    """The tree of some options; one candidate after each token where they say chain."""
+    if options.kind == "chain":
+        options = replace(options, kind="static", topk=1)
+    return replace(options, acceptance=options.acceptance or _RATES).shape(length)

@@ -1,0 +1,64 @@
+"""The feature `top_tokens:k`: the ids of the k likeliest next tokens, the likeliest first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from specjax.errors import InputError
+
+_PREFIX = "top_tokens:"
+_BLOCK = 32
+"""Positions whose logits exist at a time, where nobody else needs them."""
+
+
+def feature_name(count: int) -> str:
+    """The feature of the `count` likeliest tokens."""
+    return f"{_PREFIX}{count}"
+
+
+def wanted_counts(features: Iterable[str], vocab_size: int) -> dict[str, int]:
+    """The k of each feature of this kind. Raises InputError unless it is from 1 to V."""
+    counts = {}
+    for name in features:
+        prefix, colon, number = name.partition(":")
+        if prefix + colon != _PREFIX:
+            continue
+        if not number.isdecimal() or not 1 <= int(number) <= vocab_size:
+            raise InputError(
+                f"feature {name!r}: use {_PREFIX}k with k from 1 to the {vocab_size} tokens of the "
+                "vocabulary"
+            )
+        counts[name] = int(number)
+    return counts
+
+
+def top_tokens(
+    logits: Float[Array, "B T V"], counts: Mapping[str, int]
+) -> dict[str, Int[Array, "B T _"]]:
+    """The features, by name, of logits that are there."""
+    if not counts:
+        return {}
+    return _shares(lax.top_k(logits, max(counts.values()))[1], counts)
+
+
+def top_tokens_of_states(
+    states: Float[Array, "B T D"],
+    project: Callable[[Float[Array, "B T D"]], Float[Array, "B T V"]],
+    counts: Mapping[str, int],
+) -> dict[str, Int[Array, "B T _"]]:
+    """The features, by name, where logits are not needed otherwise: a few positions at a time."""
+    batch, length, width = states.shape
+    most = max(counts.values())
+    if length <= _BLOCK or length % _BLOCK:
+        return top_tokens(project(states), counts)
+    blocks = states.reshape(batch, length // _BLOCK, _BLOCK, width).swapaxes(0, 1)
+    best = lax.map(lambda block: lax.top_k(project(block), most)[1], blocks)
+    return _shares(best.swapaxes(0, 1).reshape(batch, length, most), counts)
+
+
+def _shares(best: Int[Array, "B T _"], counts: Mapping[str, int]) -> dict[str, Array]:
+    return {name: best[..., :count].astype(jnp.int32) for name, count in counts.items()}

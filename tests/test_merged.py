@@ -1,0 +1,203 @@
+"""Drafters that draft together: one tree of what all of them say, and who is refused."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import slow
+from decoding import PROMPTS, changed, decode, greedy, mixed, random_distribution
+from test_drafters import context_of, silence
+from test_pair_heads import drafter_of
+from test_turns import Bigrams, lookup, model, says
+
+import specjax
+from specjax import trees
+from specjax.drafters import LoadedDrafter, merge_drafters, take_turns
+from specjax.drafters.lookup.ngram import Ngram
+from specjax.errors import InputError
+from specjax.sampling import drafter_noise
+from specjax.testing import Tabular, check_drafter
+
+VOCAB, ROWS = 8, 20_000
+
+
+@pytest.fixture(scope="module")
+def target():
+    """A bigram table."""
+    return Tabular(VOCAB), 1.2 * jax.random.normal(jax.random.key(0), (VOCAB, VOCAB))
+
+
+def other_model(target):
+    """Draws from a third table."""
+    return LoadedDrafter(
+        Bigrams(), target[1] + 0.9 * jax.random.normal(jax.random.key(2), (VOCAB, VOCAB))
+    )
+
+
+def test_each_row_gets_what_all_say():
+    drafter, params = merge_drafters(Ngram(num_matches=2), says(9, 3))
+    assert drafter.name == "ngram|says 9"
+    assert (drafter.num_speculative_tokens, drafter.num_nodes) == (8, 19)
+    assert drafter.lengths == (8, 3)
+    shorter = dataclasses.replace(drafter, num_speculative_tokens=2)
+    assert [part.num_speculative_tokens for part in shorter.parts] == [2, 2]
+    # None gets longer than it is.
+    assert dataclasses.replace(drafter, num_speculative_tokens=30) == drafter
+    context = context_of([[1, 2, 9, 9, 1, 2], [5, 6, 8], [7, 7, 7], [1, 2, 1, 2]], [3, 3, 0, 1])
+    draft, state = drafter.propose(params, ((), ()), context, silence)
+    assert state == ((), ())
+    assert draft.valid.sum(axis=1).tolist() == [4, 3, 0, 2]
+    assert draft.tokens[0, :4].tolist() == [9, 9, 1, 9]
+    assert draft.topology.row_parents[0, :4].tolist() == [0, 1, 2, 2]
+    assert draft.tokens[3, :2].tolist() == [1, 9]
+    assert draft.logq is None
+
+
+def test_what_is_drawn_comes_first(target):
+    drafter, params = merge_drafters(lookup(), model(target), random_distribution(VOCAB))
+    assert drafter.sampled
+    context = context_of([[1, 2, 1], [3, 4, 3]], [2, 2], VOCAB).replace(needs_logq=True)
+    context = context.replace(flags=dataclasses.replace(context.flags, sampled=True))
+    asked = []
+
+    def noise(depth):
+        asked.append(depth)
+        return jnp.zeros((2, VOCAB))
+
+    draft, _ = drafter.propose(params, ((), (), ()), context, noise)
+    # Each draws from noise of its own.
+    assert asked == [1, 4, 2, 5, 8, 11]
+    assert draft.logq.shape == (2, 6, VOCAB)
+    drawn = np.asarray(draft.logq_row >= 0)
+    parents = np.asarray(draft.topology.row_parents)
+    for row in range(2):
+        for slot in range(4):
+            siblings = drawn[row, np.asarray(draft.valid[row]) & (parents[row] == slot)]
+            assert (np.diff(siblings.astype(int)) <= 0).all()
+
+
+@pytest.mark.parametrize("rule", ["rejection", *slow("coupled")])
+@pytest.mark.parametrize("first", ["model", *slow("lookup")])
+def test_the_distribution_is_the_targets(first, rule, target):
+    """Also where two draw, and a third one copies."""
+    drafters = [Ngram(prompt_lookup_min=1, num_matches=2), model(target)]
+    if first == "model":
+        drafters = [other_model(target), *drafters]
+    check = check_drafter(merge_drafters(*drafters), target, ROWS, verify=rule)
+    assert check.passed, check
+    assert check.acceptance_length > 1.5
+
+
+def broken(loaded, noises, merge):
+    """Merged drafters of which some may see others' noise, and that are merged otherwise."""
+    parts, number = loaded.drafter.parts, len(loaded.drafter.parts)
+
+    def propose(real, params, state, context, noise):
+        drafts = [
+            dataclasses.replace(part, num_speculative_tokens=2).propose(
+                params[i], (), context, drafter_noise(noise, noises[i], number)
+            )[0]
+            for i, part in enumerate(parts)
+        ]
+        return merge(trees.side_by_side(*drafts)), state
+
+    return changed(loaded, propose=propose)
+
+
+def without_any_duplicate(draft):
+    """Drops what was drawn where a sibling before it has its token."""
+    rows = draft.logq_row.astype(jnp.float32)
+    all_alike = draft.replace(logq_row=jnp.full_like(draft.logq_row, -1), confidence=rows)
+    merged = trees.merge_duplicates(all_alike)
+    return merged.replace(logq_row=merged.confidence.astype(jnp.int32), confidence=None)
+
+
+@pytest.mark.parametrize(
+    ("second", "noises", "merge", "exact"),
+    [
+        ([0.01, 0.35, 0.64], (0, 1), without_any_duplicate, False),
+        ([0.02, 0.58, 0.40], (0, 0), trees.merge_duplicates, False),
+        ([0.01, 0.35, 0.64], (0, 1), trees.merge_duplicates, True),
+    ],
+)
+def test_broken_variants_fail(second, noises, merge, exact):
+    """A dropped sampled duplicate, and one noise for two that draw; without both it is exact.
+
+    In distributions for which it matters.
+    """
+    pair = merge_drafters(
+        *(
+            LoadedDrafter(Bigrams(), jnp.broadcast_to(jnp.log(jnp.array(probabilities)), (3, 3)))
+            for probabilities in ([0.02, 0.58, 0.40], second)
+        )
+    )
+    target = Tabular(3), jnp.log(jnp.array([0.2, 0.1, 0.7]))
+    check = check_drafter(broken(pair, noises, merge), target, ROWS, prompt=[0])
+    assert check.passed == exact, check
+    assert exact or check.chi2 > 1.5 * check.threshold
+
+
+@pytest.mark.parametrize("form", slow("eagle3", "mtp_3"))
+def test_a_head_follows_what_another_drafted(form, tiny):
+    head = drafter_of(form, tiny, spread=0.3)
+    drafter = merge_drafters(Ngram(prompt_lookup_min=1), head)
+    assert drafter.drafter.features == head.drafter.features
+    assert drafter.drafter.observes
+    got = decode(tiny, PROMPTS, drafter=drafter, sampling=greedy(max_new_tokens=20))
+    plain = decode(tiny, PROMPTS, sampling=greedy(max_new_tokens=20))
+    assert got.token_ids == plain.token_ids
+    assert got.drafted.max() > drafter.drafter.num_speculative_tokens
+
+
+@pytest.mark.slow
+def test_auto_drafts_with_merged_drafters(tiny):
+    drafter = specjax.make_drafter("ngram|early_exit", tiny, prompt_lookup_min=1, exit_layer=2)
+    options = dict(sampling=mixed(max_new_tokens=16), verify="coupled")
+    got = decode(tiny, PROMPTS, drafter=drafter, num_speculative_tokens="auto", **options)
+    assert got.token_ids == decode(tiny, PROMPTS, **options).token_ids
+
+
+def test_by_name(tiny):
+    drafter = specjax.make_drafter("ngram|early_exit", tiny, num_matches=2, exit_layer=2)
+    assert drafter.name == "ngram|early_exit"
+    shorter = specjax.make_drafter("ngram|early_exit", tiny, num_speculative_tokens=3)
+    assert shorter.drafter.num_nodes == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("ngram|", {}, r"drafter='ngram\|': join different drafters, as ngram\|eagle3"),
+        ("ngram|ngram", {}, "join different drafters"),
+        ("ngram|none", {}, "none cannot be joined by name: it drafts nothing"),
+        ("ngram|test_drafters:make_own", {}, "use specjax.drafters.merge_drafters"),
+        ("ngram|early_exit+medusa", {}, r"join all of them by \+ or all by \|; for both use"),
+        ("ngram|early_exit", {"noise": 1}, "drafter.noise=1: none of ngram, early_exit takes"),
+        ("ngram", {"num_matches": 0}, "drafter.num_matches=0: use a whole number from 1 to 64"),
+    ],
+)
+def test_bad_input(name, options, said, tiny):
+    with pytest.raises(InputError, match=said):
+        specjax.make_drafter(name, tiny, **options)
+
+
+def test_merged_drafters_take_turns():
+    """In each row the first tree with any node."""
+    both = merge_drafters(Ngram(prompt_lookup_min=3), says(9, 3))
+    drafter = take_turns(Ngram(num_speculative_tokens=2, num_matches=2), both)
+    assert drafter.name == "ngram+ngram|says 9"
+    context = context_of([[1, 2, 4, 1, 2, 3, 1, 2], [5, 6, 8], [7, 7, 7]], [3, 3, 0])
+    turns, params = drafter
+    draft = turns.propose(params, turns.init(params, 3, 16), context, silence).draft
+    assert draft.valid.sum(axis=1).tolist() == [4, 3, 0]
+    assert draft.tokens[0, :4].tolist() == [3, 4, 1, 1]
+    assert draft.topology.row_parents[0, :4].tolist() == [0, 0, 1, 2]
+    assert draft.tokens[1, :3].tolist() == [9, 9, 9]
+    assert draft.topology.row_parents[1, :3].tolist() == [0, 1, 2]
+
+
+def test_drafters_that_take_turns_are_not_merged():
+    with pytest.raises(InputError, match=r"drafter='ngram\+says 1': drafters that take turns"):
+        merge_drafters(take_turns(Ngram(), says(1, 2)), says(2, 2))
