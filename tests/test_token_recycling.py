@@ -157,13 +157,12 @@ def test_the_distribution_is_the_targets(rule, target):
 def test_options_of_the_tree():
     usual = TokenRecycling(61)
     assert (usual.num_speculative_tokens, usual.num_nodes, usual.num_candidates) == (5, 32, 8)
-    # So few nodes make no deeper tree, and a path is never longer than the tree is deep.
-    assert dataclasses.replace(usual, num_speculative_tokens=9) == usual
     assert dataclasses.replace(usual, num_speculative_tokens=2).shape.depth == 2
     assert dataclasses.replace(usual, num_speculative_tokens=0).num_nodes == 0
     small = TokenRecycling(61, tree=TreeOptions(kind="static", num_nodes=6, depth=3))
     assert (small.num_speculative_tokens, small.num_nodes) == (3, 6)
     line = TokenRecycling(61, num_speculative_tokens=4, tree=TreeOptions(kind="chain"))
+    assert line.tree is None
     assert line.shape.topology.is_chain
     assert (line.num_nodes, line.num_candidates) == (4, 1)
 
@@ -182,6 +181,7 @@ def test_by_name(name, tiny):
     [
         ({"tree": TREE, "num_speculative_tokens": 4}, "=4: the tree has 3 levels; leave it out"),
         ({"tree": trees.tree_of_choices([[0], [1], [2]])}, "tree.topk=3: the vocabulary has 2"),
+        ({}, "tree.topk=8: the vocabulary has 2 tokens; lower it"),
         ({"tree": TreeOptions(kind="dynamic", topk=2)}, "tree.kind=dynamic: .* use static"),
     ],
 )

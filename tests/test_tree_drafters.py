@@ -21,7 +21,6 @@ from decoding import (
     rounds,
 )
 from heads import SOME, eagle_head, medusa_head, mtp_head
-from specjax.drafters.ngram import Ngram
 from test_drafters import context_of, silence
 from test_loop_cache import assert_caches
 from test_pair_heads import assert_fresh
@@ -35,6 +34,7 @@ from specjax.drafters.base import Sampling
 from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.growth import dynamic_tree, static_tree
 from specjax.drafters.growth.options import USUAL_DEPTH, USUAL_NODES
+from specjax.drafters.lookup.ngram import Ngram
 from specjax.errors import InputError
 from specjax.loading.load import random_model
 from specjax.testing import check_drafter

@@ -55,7 +55,9 @@ def merge_duplicates(draft: Draft) -> Draft:
     order drawn, then the deterministic ones. A drawn node always stays. A deterministic one goes
     where a sibling before it has its token, and its children become that sibling's, where they may
     be duplicates in turn. The nodes that are left come first, sorted by depth, so that a row that
-    has few runs at a narrow width; the others are not valid.
+    has few runs at a narrow width; the others are not valid. Of one depth the drawn ones come
+    first: whether one is among the first n nodes depends on tokens above its depth alone, and a
+    tree may be truncated to n without a bias.
 
     Drawn nodes whose parents are deterministic duplicates must not share a row of `logq`.
     """
