@@ -1,18 +1,20 @@
 """Measure what trees are built from: `python scripts/calibrate_trees.py --drafters=eagle3,medusa`.
 
     python scripts/calibrate_trees.py --drafters=NAMES --out=DIR [--prompts=FILE.jsonl] [--limit=N]
+    python scripts/calibrate_trees.py --drafters=NAMES --out=DIR --pictures=docs --nomeasure
 
 Decodes prompts greedily, and counts how often the target's token is the likeliest candidate of a
 drafter, the second likeliest, and so on, at each depth of a draft (`specjax.tuning`). Prompts are
 those of the conversations that come with specjax, or a JSONL file's in Spec-Bench's schema. DIR
 gets a file NAME.ranks.json for each drafter, which `tree.kind=static` and `auto` are built from
 where it stands beside the heads; the tree of --num_nodes nodes is shown, with what it is expected
-to accept. Exit codes: 0; 2 for bad input; 130 after Ctrl-C
-or SIGTERM.
+to accept, and drawn into the folder --pictures, each node with the chance that it is accepted. Exit
+codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,11 +24,12 @@ from specjax.cli import command
 from specjax.cli.flags import Listed, Parser
 from specjax.decoding.prompts import Prompt, read_questions
 from specjax.drafters import DRAFT_TOKENS, make_drafter
-from specjax.fields import InputFile, OutputFolder, PathOrName, Text, Whole, optional
+from specjax.fields import Flag, InputFile, OutputFolder, PathOrName, Text, Whole, optional
 from specjax.files.json_files import read_json_lines
-from specjax.loading.heads.ranks import ranks_file, write_acceptance
+from specjax.files.text_files import write_text
+from specjax.loading.heads.ranks import Acceptance, ranks_file, read_acceptance, write_acceptance
 from specjax.loading.load import DEFAULT_MODEL, load_model
-from specjax.trees import best_tree, draw
+from specjax.trees import RankedTree, best_tree, draw, svg
 from specjax.tuning.measure_ranks import measure_ranks
 from train.data.shipped import ROWS
 
@@ -51,11 +54,42 @@ def parser() -> Parser:
     add("max_new_tokens", Whole(1), "of each answer", default=64)
     add("batch_size", Whole(1), "rows", default=8)
     add("num_nodes", Whole(1), "of the tree that is shown", default=32)
+    add("pictures", optional(OutputFolder()), "folder of SVG files", default=None)
+    add("measure", Flag(), "else draw what was measured before", default=True)
     return flags
 
 
 def run(flags: SimpleNamespace) -> int:
     """Measure each drafter; returns the exit code."""
+    if flags.measure:
+        _measure(flags)
+    for name in flags.drafters:
+        acceptance = read_acceptance(ranks_file(flags.out, name))
+        tree = best_tree(acceptance, flags.num_nodes)
+        expected = tree.expected_tokens(acceptance)
+        print(f"{name}\n{draw(tree)}\ntokens per round: {expected:.2f}")
+        if flags.pictures is not None:
+            title = f"{name}: {flags.num_nodes} nodes, {expected:.2f} tokens per round expected"
+            write_text(flags.pictures / f"tree_{name}.svg", _picture(tree, acceptance, title))
+    return 0
+
+
+def _picture(tree: RankedTree, acceptance: Acceptance, title: str) -> str:
+    """Each node by its rank and the chance that it is on the accepted path."""
+    chances = [
+        math.prod(acceptance[depth][rank] for depth, rank in enumerate(path))
+        for path in tree.choices
+    ]
+    labels = [
+        f"{rank + 1}: {100 * chance:.1f} %"
+        for rank, chance in zip(tree.ranks, chances, strict=True)
+    ]
+    colours = ["#1a7f37" if chance >= 0.1 else "#59636e" for chance in chances]
+    return svg(tree, labels, colours=colours, title=title)
+
+
+def _measure(flags: SimpleNamespace) -> None:
+    """Measure the rates of each drafter."""
     model = load_model(flags.target)
     prompts = _prompts(flags)
     flags.out.mkdir(parents=True, exist_ok=True)
@@ -78,9 +112,7 @@ def run(flags: SimpleNamespace) -> int:
         file = ranks_file(flags.out, name)
         measured = {"target": model.name, "tested": counts.tested.tolist(), **_settings(flags)}
         write_acceptance(file, acceptance, measured)
-        tree = best_tree(acceptance, flags.num_nodes)
-        print(f"{file}\n{draw(tree)}\ntokens per round: {tree.expected_tokens(acceptance):.2f}")
-    return 0
+        print(file)
 
 
 def _settings(flags: SimpleNamespace) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import slow, tiny_config
 from decoding import PROMPTS, decode, draft_model, greedy, make_session, mixed
-from heads import eagle_drafter, medusa_head, with_modules
+from heads import eagle_drafter, eagle_head, medusa_head, with_modules
 
 from specjax.cache import KVCache, Window
 from specjax.decoding import loop
@@ -19,7 +19,7 @@ from specjax.decoding.executor import compile_session, run_session
 from specjax.decoding.generate import collect, generate
 from specjax.decoding.plan import batch_arguments
 from specjax.distributed import sharding
-from specjax.drafters import head_drafter, make_drafter
+from specjax.drafters import TreeOptions, head_drafter, make_drafter
 from specjax.errors import InputError
 from specjax.loading.formats import build_parameters, parameter_names
 from specjax.loading.load import load_model, place_model, random_model, save_model
@@ -216,6 +216,37 @@ def test_every_drafters_state_says_how_it_is_split(eight):
             part = getattr(part, "length", part)
             if not isinstance(part, Window):
                 assert part.addressable_shards[0].data.shape[0] == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "tree"),
+    [
+        ("early_exit", dict(kind="static", depth=3, num_nodes=9)),
+        ("draft_model", dict(kind="dynamic", topk=3, depth=3, num_nodes=9)),
+        ("eagle3", dict(kind="dynamic", topk=3, depth=3, num_nodes=9)),
+        ("medusa", dict(kind="static", num_nodes=9)),
+    ],
+)
+def test_trees_on_a_mesh(name, tree):
+    """2 x 3 devices draw and verify what one does."""
+    shape = dict(EIGHT_HEADS, num_heads=6, num_kv_heads=3, intermediate_size=42)
+    target = random_model(tiny_config(**shape), 0, dtype="float32")
+    options = dict(verify="rejection", sampling=mixed(max_new_tokens=10))
+
+    def run(target):
+        if name in ("eagle3", "medusa"):
+            make = eagle_head if name == "eagle3" else medusa_head
+            drafter = head_drafter(make(target), target, tree=TreeOptions(**tree))
+        else:
+            path = dict(path=target) if name == "draft_model" else {}
+            drafter = make_drafter(name, target, **path, tree=tree)
+        return decode(target, PROMPTS, drafter=drafter, batch_size=8, **options)
+
+    got, alone = run(place_model(target, mesh_of(2, 3))), run(target)
+    assert got.token_ids == alone.token_ids
+    assert (got.accepted == alone.accepted).all()
+    assert got.drafted.max() == 9
 
 
 @pytest.mark.parametrize("batch_size", [3, *slow(1, 5)])

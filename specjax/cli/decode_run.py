@@ -88,7 +88,13 @@ class _Side:
         return AutoCosts(
             dict(zip(plan.widths, costs.passes.tolist(), strict=True)),
             tuple(
-                PartCosts(part.name, part.num_speculative_tokens, first, further)
+                PartCosts(
+                    part.name,
+                    part.num_speculative_tokens,
+                    first,
+                    further,
+                    part.num_nodes if part.branches else None,
+                )
                 for part, first, further in seconds
             ),
         )

@@ -18,13 +18,15 @@ from specjax.errors import InputError
 class PartCosts:
     """Seconds of one drafter's work in a round, alone or one of several in turn.
 
-    `first_s` are to observe what was committed and to draft a token, `further_s` to draft one more.
+    `first_s` are to observe what was committed and to draft a token, `further_s` to draft one more;
+    a tree is drafted whole in `first_s`. `num_nodes` are those of a tree, None for a chain.
     """
 
     drafter: str
     num_speculative_tokens: int
     first_s: float
     further_s: float
+    num_nodes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,11 @@ class AutoCosts:
     def break_even(self, part: PartCosts) -> float | None:
         """The least acceptance of each draft token at which a draft is no slower than none.
 
-        The least `theory.break_even_alpha` of the drafts that fill a width; None where none pays.
+        The least `theory.break_even_alpha` of the drafts that fill a width; None where none pays,
+        and for trees, whose tokens have chances of their own each.
         """
+        if part.num_nodes is not None:
+            return None
         plain, found = self.width_s[1], []
         for width in self.width_s:
             length = min(width - 1, part.num_speculative_tokens)

@@ -18,13 +18,13 @@ from specjax.trees import Draft, DynamicTopology, DynamicTree
 class _Candidates(NamedTuple):
     """Candidates of one level: their values, log-probabilities given their parents, and tokens.
 
-    `parents` are indices among the candidates of all levels; -1 is the root.
+    `parents` are indices among the candidates of all levels, and -1 for the root.
     """
 
-    value: Float[Array, "B C"]
-    logp: Float[Array, "B C"]
-    tokens: Int[Array, "B C"]
-    parents: Int[Array, "B C"]
+    value: Float[Array, "B candidates"]
+    logp: Float[Array, "B candidates"]
+    tokens: Int[Array, "B candidates"]
+    parents: Int[Array, "B candidates"]
 
 
 def window_slots(tree: DynamicTree) -> int:
@@ -63,6 +63,7 @@ def draft_dynamic_tree(
         return logp, ids if draft_ids is None else draft_ids[ids]
 
     logp, tokens = candidates(logits)
+    # `best` are the candidates of the latest level that are run, `parents` those before them.
     found = [_Candidates(logp[:, 0], logp[:, 0], tokens[:, 0], jnp.full((batch, topk), -1))]
     best = jnp.broadcast_to(jnp.arange(topk), (batch, topk))
     parents = jnp.zeros((batch, topk), jnp.int32)
@@ -82,6 +83,7 @@ def draft_dynamic_tree(
         logits, carry = step(level, carry)
         logp, tokens = candidates(logits)
         above = jnp.take_along_axis(found[-1].value, best, axis=1)
+        # The index of the latest level's first candidate among all.
         first = sum(one.value.shape[1] for one in found[:-1])
         shape = (batch, topk, topk)
         found.append(

@@ -52,9 +52,9 @@ def draft_static_tree(
     after a token whose likeliest successor has a probability below `p_min`.
     """
     batch = context.length.shape[0]
-    tokens: list[Int[Array, "B C"]] = [context.token_at(context.length - 1)[:, None]]
-    valid: list[Bool[Array, "B C"]] = [jnp.ones((batch, 1), bool)]
-    rows: list[Int[Array, "B C"]] = []
+    tokens: list[Int[Array, "B nodes"]] = [context.token_at(context.length - 1)[:, None]]
+    valid: list[Bool[Array, "B nodes"]] = [jnp.ones((batch, 1), bool)]
+    rows: list[Int[Array, "B nodes"]] = []
     distributions: list[Float[Array, "B #T V"]] = []
     num_rows = 0
     for depth, shape in enumerate(_level_shapes(tree)):
