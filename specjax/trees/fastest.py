@@ -64,14 +64,14 @@ def fastest_tree(
     deepest = len(acceptance) if max_depth is None else min(max_depth, len(acceptance))
     best = FastestTree(RankedTree(()), 1.0, plain)
     for width in sorted({width for width in widths if width > 1}):
-        verify = float(pass_seconds(width))
         for depth in range(1, deepest + 1):
             tree = best_tree(acceptance, width - 1, depth)
-            # A smaller tree, or a shallower one, was tried as such.
-            if tree.topology.width < width or tree.topology.depth < depth:
+            # A shallower one was tried as such.
+            if tree.topology.depth < depth:
                 continue
             tokens = tree.expected_tokens(acceptance)
-            found = FastestTree(tree, tokens, verify + float(draft_seconds(depth)))
+            seconds = float(pass_seconds(tree.topology.width)) + float(draft_seconds(depth))
+            found = FastestTree(tree, tokens, seconds)
             if found.row_tokens_per_second > best.row_tokens_per_second:
                 best = found
     return best

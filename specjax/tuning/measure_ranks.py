@@ -65,10 +65,12 @@ def measure_ranks(
     is counted. So the rank at a depth is that after the right path. `tell` takes the prompts that
     are done, and all. Raises InputError for a drafter that does not draw its tokens one by one.
     """
-    if not (isinstance(drafter.drafter, Turns) or drafter.drafter.sampled):
+    together = drafter.drafter
+    parts = together.parts if isinstance(together, Turns) else (together,)
+    if len(parts) > 1 or not parts[0].sampled or parts[0].branches:
         raise InputError(
-            f"drafter {drafter.drafter.name!r}: its tokens are not drawn, and so have no ranks; "
-            "use a drafter with distributions, probabilistic"
+            f"drafter {together.name!r}: its tokens are not drawn one after another, and so have "
+            "no ranks; use one drafter with distributions, probabilistic, of chains"
         )
     greedy = SamplingParams(max_new_tokens=max_new_tokens)
     plain = generate(model, prompts, sampling=greedy, batch_size=batch_size)

@@ -1,0 +1,112 @@
+"""Rates of candidates by rank, and the tree that is chosen by them and by what passes cost here."""
+
+import json
+
+import pytest
+from decoding import PROMPTS, decode, draft_model, greedy
+
+from specjax.decoding import costs
+from specjax.drafters import TreeOptions, take_turns
+from specjax.drafters.lookup.ngram import Ngram
+from specjax.errors import InputError
+from specjax.loading.heads.ranks import read_acceptance, write_acceptance
+from specjax.trees import best_tree, tree_of_choices
+from specjax.tuning import choose_tree, measure_ranks, with_fastest_trees, with_tree
+
+RATES = ((0.6, 0.2, 0.1), (0.5, 0.2, 0.1))
+
+
+def test_ranks_are_those_of_the_targets_own_tokens(tiny, similar, fast_programs):
+    """A similar model's candidates are right as often as a chain of its tokens is accepted."""
+    drafter = draft_model(similar, num_speculative_tokens=2)
+    other = measure_ranks(tiny, drafter, PROMPTS[:4], max_new_tokens=24)
+    assert other.tested[0] >= other.tested[1] > 0
+    assert 0.05 < other.acceptance[0, 0] < 1
+    assert 0 < other.acceptance[0, 1:].sum() <= 1 - other.acceptance[0, 0]
+    run = decode(
+        tiny,
+        PROMPTS[:4],
+        drafter=draft_model(similar, num_speculative_tokens=2),
+        sampling=greedy(max_new_tokens=24),
+        batch_size=8,
+    )
+    drafted = run.drafted > 0
+    assert (run.accepted[drafted] > 0).mean() == pytest.approx(other.acceptance[0, 0])
+
+
+def test_drafters_without_distributions_have_no_ranks(tiny):
+    with pytest.raises(InputError, match="'ngram': its tokens are not drawn"):
+        measure_ranks(tiny, take_turns(Ngram()), PROMPTS[:1])
+
+
+@pytest.fixture
+def timed(tmp_path, monkeypatch):
+    """Costs that a test sets, and how often they were measured."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    calls = []
+
+    def measured(slope, draft):
+        def passes(model, params, widths, **sizes):
+            calls.append(sizes)
+            return {width: 1 + slope * (width - 1) for width in widths}
+
+        monkeypatch.setattr(costs, "widths_seconds", passes)
+        monkeypatch.setattr(
+            costs,
+            "propose_seconds",
+            lambda session: draft * session.plan.drafter.num_speculative_tokens,
+        )
+
+    return measured, calls
+
+
+def test_the_tree_follows_the_costs(tiny, similar, timed):
+    measured, calls = timed
+    drafter = draft_model(similar)
+    measured(slope=0.0, draft=0.0)
+    found = choose_tree(tiny, drafter, RATES)
+    assert found.tree == best_tree(RATES, 12)
+    assert found.tokens_per_round == pytest.approx(found.tree.expected_tokens(RATES))
+    # Kept: the figures are those of before.
+    measured(slope=5.0, draft=0.0)
+    assert choose_tree(tiny, drafter, RATES) == found
+    assert len(calls) == 1
+    none = choose_tree(tiny, drafter, RATES, batch_size=2)
+    assert none.tree.topology.num_nodes == 0
+    assert len(calls) == 2
+    small = choose_tree(tiny, drafter, RATES, max_nodes=4)
+    assert small.tree.topology.num_nodes == 4
+
+
+def test_each_part_gets_its_tree(tiny, similar, timed, fast_programs):
+    measured, _ = timed
+    measured(slope=0.02, draft=0.01)
+    together = take_turns(Ngram(), draft_model(similar))
+    options = TreeOptions(kind="auto")
+    rates = {"draft_model": RATES}
+    chosen, found = with_fastest_trees(tiny, together, options, acceptance=rates)
+    assert list(found) == ["draft_model"]
+    assert chosen.drafter.parts[1].tree == found["draft_model"].tree
+    plain = decode(tiny, PROMPTS[:3], sampling=greedy(max_new_tokens=16))
+    got = decode(tiny, PROMPTS[:3], drafter=chosen, sampling=greedy(max_new_tokens=16))
+    assert got.token_ids == plain.token_ids
+    with pytest.raises(InputError, match="how often draft_model's candidates are accepted"):
+        with_fastest_trees(tiny, together, options)
+    with pytest.raises(InputError, match="ngram drafts no trees of candidates"):
+        with_fastest_trees(tiny, take_turns(Ngram()), options)
+
+
+def test_a_chain_stays_one(similar):
+    drafter = with_tree(draft_model(similar), tree_of_choices([[0], [0, 0]])).drafter
+    assert drafter.tree is None
+    assert drafter.num_speculative_tokens == 2
+
+
+def test_rates_are_written_and_read(tmp_path):
+    file = tmp_path / "mine.ranks.json"
+    write_acceptance(file, RATES, {"target": "tiny", "tested": [7, 3]})
+    assert read_acceptance(file) == RATES
+    assert json.loads(file.read_text())["tested"] == [7, 3]
+    file.write_text('{"acceptance": [[2]]}')
+    with pytest.raises(InputError, match="must be lists of rates from 0 to 1"):
+        read_acceptance(file)
