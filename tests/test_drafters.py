@@ -218,8 +218,7 @@ def test_simulated_drafts_nothing_after_its_recording(tiny):
     assert np.maximum(got.drafted, 0).sum(axis=1).tolist() == [4, 0]
 
 
-def test_a_tree_is_refused(tiny):
-    """The rules here verify chains; a drafter that branches is refused."""
+def test_a_tree_is_refused_by_rules_of_chains(tiny):
 
     def propose(real, params, state, context, noise):
         tokens = jnp.zeros((context.length.shape[0], 2), jnp.int32)
@@ -228,7 +227,7 @@ def test_a_tree_is_refused(tiny):
 
     drafter = changed(Ngram(num_speculative_tokens=2), propose=propose)
     with pytest.raises(ValueError, match="'changed' proposes a tree: .* build drafts with tr"):
-        decode(tiny, [[1]], drafter=drafter, num_speculative_tokens=2)
+        decode(tiny, [[1]], drafter=drafter, num_speculative_tokens=2, verify="block")
 
 
 def test_a_drafter_that_drafts_too_much_is_held_to_its_limit(tiny):
