@@ -502,7 +502,7 @@ def test_interrupt_before_the_first_row(run, monkeypatch):
         ),
         (["--config.drafter.prompt_lookup_min=0"], "prompt_lookup_min=0"),
         (["--config.drafter.name=simulated", "--config.drafter.acceptance=2"], "acceptance=2"),
-        (["--config.verify=typical"], "verify='typical' is unknown"),
+        (["--config.verify=typicl"], "verify='typicl' is unknown"),
         (["--config.turns=second"], "turns='second' is unknown"),
         (["--config.chat=yes"], "chat='yes' is unknown"),
         (["--config.limit=0"], "limit=0"),

@@ -386,7 +386,7 @@ REFUSED = {
         dict(num_speculative_tokens_per_batch_size=[(4, 2, 1)]),
         r"per_batch_size\[0\]=\(4, 2, 1\): must be .*1 <= low <= high",
     ),
-    "rule": (dict(verify="typical"), "verify='typical' is unknown: use rejection, block, coupled"),
+    "rule": (dict(verify="typicl"), "verify='typicl' is unknown: use rejection, block, coupled"),
     "drafter": (dict(drafter="ngramm"), "drafter='ngramm' is unknown: did you mean ngram"),
     "own_drafter": (dict(drafter="nowhere.to:find"), "drafter='nowhere.to:find': .*importable"),
     "own_function": (dict(drafter="os:getcwdd"), "drafter='os:getcwdd': .*importable"),
