@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -181,7 +182,7 @@ def _measure(
 
 def _file(
     target: Model, drafter: LoadedDrafter, batch_size: int, context: int, deepest: int
-) -> Any:
+) -> Path | None:
     key = repr(
         (
             jax.__version__,
@@ -202,7 +203,7 @@ def _file(
     return folder / f"tree-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
 
-def _read(file: Any) -> tuple[float, ...] | None:
+def _read(file: Path | None) -> tuple[float, ...] | None:
     """The figures of a file; None where it has none that are right."""
     if file is None or not file.exists():
         return None
