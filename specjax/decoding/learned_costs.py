@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +19,7 @@ from specjax.draft_length.estimate import CostEstimate
 from specjax.draft_length.measurement import Kind, Measurement
 from specjax.draft_length.policy import Costs, Policy, Work, new_policy
 from specjax.errors import InputError
-from specjax.files import json_files, paths
-from specjax.files.text_files import write_text
+from specjax.files.measured_seconds import keep_seconds, read_seconds, seconds_file
 
 ROUNDS_PER_LOOK = 16
 """The most rounds between two looks at the clock."""
@@ -52,7 +47,8 @@ class LearnedCosts:
         """
         file = _file(session)
         num_widths, parts = len(session.plan.widths), session.plan.drafter.parts
-        seconds = _read(file, num_widths + 2 * len(parts)) if processes.is_first() else None
+        count = num_widths + 2 * len(parts)
+        seconds = read_seconds(file, count) if processes.is_first() else None
         seconds = processes.from_first(seconds)
         if seconds is None:
             longest = [part.num_nodes for part in parts]
@@ -122,11 +118,8 @@ class LearnedCosts:
 
     def save(self) -> None:
         """Keep the figures for later processes; where that fails, they measure again."""
-        if self.file is None or self.estimate is None or not processes.is_first():
-            return
-        with suppress(OSError, InputError):
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            write_text(self.file, json.dumps({"seconds": self.estimate.seconds.tolist()}))
+        if self.estimate is not None and processes.is_first():
+            keep_seconds(self.file, self.estimate.seconds.tolist())
 
 
 def _flat(parts: Work) -> Float[np.ndarray, "parts"]:
@@ -162,36 +155,13 @@ def _file(session: Session) -> Path | None:
     plan = session.plan
     # Of the batch that is measured; longer ones correct the figures.
     committed = max(len(session.prompts[prompt]) for prompt in session.batches()[0])
-    key = repr(
-        (
-            jax.__version__,
-            jax.devices()[0].device_kind,
-            os.cpu_count(),
-            session.mesh and tuple(session.mesh.shape.items()),
-            plan.target,
-            plan.drafter,
-            plan.rule,
-            plan.widths,
-            plan.flags,
-            session.num_rows,
-            committed.bit_length(),
-        )
+    return seconds_file(
+        session.mesh and tuple(session.mesh.shape.items()),
+        plan.target,
+        plan.drafter,
+        plan.rule,
+        plan.widths,
+        plan.flags,
+        session.num_rows,
+        committed.bit_length(),
     )
-    try:
-        folder = paths.cache_folder("costs")
-    except InputError:
-        return None
-    return folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
-
-
-def _read(file: Path | None, count: int) -> list[float] | None:
-    """The figures of a file; None where it has none that are right."""
-    if file is None or not file.exists():
-        return None
-    try:
-        seconds = json_files.read_json_file(file)["seconds"]
-        seconds = [float(value) for value in seconds]
-    except (InputError, OSError, TypeError, KeyError, ValueError):
-        return None
-    right = len(seconds) == count and all(0 < value < 1e6 for value in seconds)
-    return seconds if right else None

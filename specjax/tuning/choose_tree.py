@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from specjax.decoding import costs
@@ -21,8 +15,7 @@ from specjax.decoding.sampling_params import SamplingParams
 from specjax.distributed import processes, sharding
 from specjax.drafters import LoadedDrafter, TreeOptions, Turns, take_turns
 from specjax.errors import InputError
-from specjax.files import json_files, paths
-from specjax.files.text_files import write_text
+from specjax.files.measured_seconds import keep_seconds, read_seconds, seconds_file
 from specjax.loading.heads.ranks import shipped_acceptance
 from specjax.loading.model import Model
 from specjax.trees import FastestTree, RankedTree, best_tree, fastest_tree
@@ -65,8 +58,16 @@ def choose_tree(
             f"target={target.name} has {target.config.max_positions} positions: no room to time "
             f"trees of {max(_WIDTHS) - 1} nodes; use tree.kind=static"
         )
-    file = _file(target, drafter, batch_size, context, deepest)
-    seconds = _read(file) if processes.is_first() else None
+    file = seconds_file(
+        "tree",
+        target.mesh and tuple(target.mesh.shape.items()),
+        target.architecture,
+        replace(drafter.drafter, tree=None, num_speculative_tokens=1),
+        batch_size,
+        context,
+        deepest,
+    )
+    seconds = read_seconds(file, len(_WIDTHS) + 2) if processes.is_first() else None
     seconds = processes.from_first(seconds)
     if seconds is None:
         tell(f"timing passes and drafts of {drafter.name} for tree.kind=auto ...")
@@ -74,10 +75,8 @@ def choose_tree(
             seconds = _measure(target, drafter, batch_size, context, deepest)
         # Several processes choose one tree.
         seconds = processes.from_first(seconds)
-        if file is not None and processes.is_first():
-            with suppress(OSError):
-                file.parent.mkdir(parents=True, exist_ok=True)
-                write_text(file, json.dumps({"seconds": list(seconds)}))
+        if processes.is_first():
+            keep_seconds(file, seconds)
     passes, (first, whole) = seconds[: len(_WIDTHS)], seconds[len(_WIDTHS) :]
     # A wider pass is never cheaper.
     passes = np.maximum.accumulate(passes)
@@ -178,38 +177,3 @@ def _measure(
         for tree in trees
     ]
     return (*widths.values(), *drafts)
-
-
-def _file(
-    target: Model, drafter: LoadedDrafter, batch_size: int, context: int, deepest: int
-) -> Path | None:
-    key = repr(
-        (
-            jax.__version__,
-            jax.devices()[0].device_kind,
-            os.cpu_count(),
-            target.mesh and tuple(target.mesh.shape.items()),
-            target.architecture,
-            replace(drafter.drafter, tree=None, num_speculative_tokens=1),
-            batch_size,
-            context,
-            deepest,
-        )
-    )
-    try:
-        folder = paths.cache_folder("costs")
-    except InputError:
-        return None
-    return folder / f"tree-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
-
-
-def _read(file: Path | None) -> tuple[float, ...] | None:
-    """The figures of a file; None where it has none that are right."""
-    if file is None or not file.exists():
-        return None
-    try:
-        seconds = [float(value) for value in json_files.read_json_file(file)["seconds"]]
-    except (InputError, OSError, TypeError, KeyError, ValueError):
-        return None
-    right = len(seconds) == len(_WIDTHS) + 2 and all(0 <= value < 1e6 for value in seconds)
-    return tuple(seconds) if right else None

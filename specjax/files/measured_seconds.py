@@ -1,0 +1,53 @@
+"""Times that were measured on this machine, kept in the user's cache folder for later processes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from specjax.errors import InputError
+from specjax.files import json_files, paths
+from specjax.files.text_files import write_text
+
+
+def seconds_file(*what: Any) -> Path | None:
+    """The file of what was measured, here and with this JAX; None where no cache folder can be.
+
+    Two measurements are of one file if the representations of all parts of `what` are equal.
+    """
+    here = jax.__version__, jax.devices()[0].device_kind, os.cpu_count()
+    key = repr((*here, *what))
+    try:
+        folder = paths.cache_folder("costs")
+    except InputError:
+        return None
+    return folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+
+
+def read_seconds(file: Path | None, count: int) -> list[float] | None:
+    """The `count` figures of a file; None where it has none that are right."""
+    if file is None or not file.exists():
+        return None
+    try:
+        seconds = json_files.read_json_file(file)["seconds"]
+        seconds = [float(value) for value in seconds]
+    except (InputError, OSError, TypeError, KeyError, ValueError):
+        return None
+    right = len(seconds) == count and all(0 < value < 1e6 for value in seconds)
+    return seconds if right else None
+
+
+def keep_seconds(file: Path | None, seconds: Sequence[float]) -> None:
+    """Write figures; where that fails, later processes measure again."""
+    if file is None:
+        return
+    with suppress(OSError, InputError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(file, json.dumps({"seconds": list(seconds)}))
