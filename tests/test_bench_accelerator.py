@@ -180,17 +180,23 @@ def test_a_second_call_measures_only_what_is_left(runs, first):
     assert runs.out.read_bytes().startswith(b"".join(truncated))
 
 
-def test_what_does_not_fit_says_so_and_is_not_tried(runs, first):
-    small = runs("--memory_gib=0.0001", "--kinds=plain,width,transformers", "--label=small")
-    assert small.returncode == 0, small.stderr
-    rows = [row for row in read_rows(runs.out) if row["settings"]["label"] == "small"]
-    assert len(of_kind(rows, "plain")) == len(DEBUG.batches)
+def test_what_does_not_fit_says_so_and_is_not_tried(tmp_path, capsys):
+    small = options(
+        tmp_path / "rows.jsonl",
+        kinds=("plain", "width", "transformers"),
+        memory_bytes=int(0.0001 * 2**30),
+    )
+    result = bench.Bench(small).run()
+    peers.compare(small, DEBUG, result, Rows(small.out, result.settings), "no-such-python")
+    rows = read_rows(small.out)
+    assert len(of_kind(rows, "plain")) == len(of_kind(rows, "transformers")) == len(DEBUG.batches)
     for row in rows:
         if row["kind"] != "device":
             assert row["status"] == NO_FIT
             assert row["needed_bytes"] > 0.0001 * 2**30
-    assert "does not fit: needs 0.0 GiB of 0.0 GiB" in small.stdout
-    assert "made" not in small.stdout
+    said = capsys.readouterr().out
+    assert "does not fit: needs 0.0 GiB of 0.0 GiB" in said
+    assert "made" not in said
 
 
 def test_a_call_stops_when_its_time_is_over(tmp_path):

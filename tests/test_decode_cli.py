@@ -103,7 +103,7 @@ def run(folder, tmp_path):
             f"--config.target={folder / 'model'}",
             f"--config.report={path}",
             "--config.dtype=float32",
-            "--config.num_speculative_tokens=fixed",
+            "--config.num_speculative_tokens=3",
             "--config.sampling.max_new_tokens=12",
             "--config.sampling.ignore_eos=true",
         ]
@@ -123,7 +123,8 @@ def drafter(name, folder):
 
 @pytest.mark.parametrize("name", ["none", "draft_model", *slow("ngram", "early_exit", "simulated")])
 def test_greedy_equals_plain_decoding(name, run, folder, capsys):
-    code, report = run(*drafter(name, folder), "--config.compare=true")
+    fixed = "--config.num_speculative_tokens=fixed"
+    code, report = run(*drafter(name, folder), fixed, "--config.compare=true")
     assert code == 0
     rows, summary = report["rows"], report["summary"]
     assert set(summary) == SUMMARY

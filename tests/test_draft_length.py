@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -108,11 +109,14 @@ def test_a_wider_pass_is_never_cheaper():
     assert (estimate.seconds > 0).all()
 
 
+OBSERVE = jax.jit(survival.observe)
+
+
 def observed(known, history, drafter, confidence, depth, accepted):
     """What is known after a round of chains of `depth` tokens by row, of which some passed."""
     step = jnp.arange(confidence.shape[1])[None, :]
     depth, accepted = jnp.asarray(depth)[:, None], jnp.asarray(accepted)[:, None]
-    return survival.observe(
+    return OBSERVE(
         known,
         history,
         jnp.asarray(drafter),
@@ -340,7 +344,8 @@ def decode_auto(target, costs, **options):
 
 
 def pair(similar):
-    return take_turns(Ngram(prompt_lookup_min=1), draft_model(similar, num_speculative_tokens=3))
+    lookup = Ngram(prompt_lookup_min=1, num_speculative_tokens=2)
+    return take_turns(lookup, draft_model(similar, num_speculative_tokens=2))
 
 
 @pytest.mark.parametrize("rule", ["rejection", *slow("coupled")])
@@ -382,7 +387,7 @@ def test_a_batch_that_was_left_does_not_harm_the_next(tiny, similar, dear):
     session = make_session(
         tiny,
         PROMPTS[:2],
-        drafter=draft_model(similar),
+        drafter=draft_model(similar, num_speculative_tokens=2),
         num_speculative_tokens="auto",
         sampling=greedy(max_new_tokens=40),
         batch_size=1,
@@ -521,7 +526,7 @@ def test_a_drafter_that_never_pays_is_looked_at_now_and_then(tiny, unrelated):
     session = make_session(
         tiny,
         [[5]],
-        drafter=draft_model(unrelated),
+        drafter=draft_model(unrelated, num_speculative_tokens=2),
         num_speculative_tokens="auto",
         sampling=greedy(max_new_tokens=400),
     )

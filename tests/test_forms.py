@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from conftest import slow, tiny_config
 from decoding import PROMPTS, decode, greedy, make_session
+from test_decoder import causal, extend
 
 from specjax.cache import KVCache
 from specjax.decoding import loop
@@ -45,18 +46,18 @@ def extended(model, tokens, lengths, capacity=512):
     cache = cache.replace(k=filled[0], v=filled[1], length=jnp.asarray(lengths))
     ids = jnp.asarray(rng.integers(0, model.config.vocab_size, (batch, tokens)), jnp.int32)
     positions = cache.length[:, None] + jnp.arange(tokens)[None, :]
-    result = decoder.extend(
+    return extend(
+        decoder,
         model.params,
         ids,
         positions,
         cache,
         decoder.make_window(batch, tokens),
         0,
-        jnp.tril(jnp.ones((1, tokens, tokens), bool)),
+        causal(tokens),
         features=("final_norm", "layer_input:1"),
         num_layers=2,
     )
-    return result
 
 
 @pytest.mark.parametrize("name", FORMS)

@@ -262,7 +262,11 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize(
+    "name",
+    # Rules that are wrong by themselves are found by enumeration as well (test_chain_enumeration).
+    [*list(BROKEN)[:5], *slow(*list(BROKEN)[5:])],
+)
 def test_broken_variants_fail(name, tables, monkeypatch):
     variant = BROKEN[name]
     target, draft = tables

@@ -137,8 +137,8 @@ def first_distribution_for_all(drafter):
     ("rule", "broken"),
     [
         ("rejection", False),
-        ("rejection", True),
-        *slow(("block", False)),
+        # As any distribution that is not the drafter's own (test_loop_distribution).
+        *slow(("rejection", True), ("block", False)),
     ],
 )
 def test_the_distribution_is_the_targets(rule, broken, small):

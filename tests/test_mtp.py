@@ -1,5 +1,6 @@
 """MTP modules: what they compute, against a straightforward computation of its own."""
 
+import functools
 from dataclasses import replace
 
 import jax
@@ -129,17 +130,18 @@ def given(target, seed=0, length=6):
         name: 2 * rng.standard_normal((length - 1, width)).astype(np.float32)
         for name in ("final_norm", "pre_norm")
     }
-    return rng.integers(0, target.config.vocab_size, length), features
+    return rng.integers(0, target.config.vocab_size, length).astype(np.int32), features
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def chained(mtp, params, tokens, features):
     """`Mtp` over all positions of each module at once."""
-    hidden, every = mtp.fuse(params, {k: jnp.asarray(v)[None] for k, v in features.items()}), []
+    hidden, every = mtp.fuse(params, {name: value[None] for name, value in features.items()}), []
     for index in range(mtp.config.num_modules):
         own, count = mtp.module(params, index), len(tokens) - 1 - index
         output, _ = mtp.extend(
             own,
-            jnp.asarray(tokens[1 + index :], jnp.int32)[None],
+            tokens[None, 1 + index :],
             hidden[:, :count],
             jnp.arange(count)[None],
             mtp.make_cache(1, 8),

@@ -34,6 +34,7 @@ def execute(notebook):
     return shown(notebook)
 
 
+@pytest.mark.slow  # as a round of a tree, below
 def test_one_round_runs():
     outputs = execute(read("one_round.ipynb"))
     assert any("#1a7f37" in text and "#0969da" in text for text in outputs)

@@ -85,11 +85,9 @@ def test_coupled_rows_are_those_of_plain_decoding(form, tiny, plain):
 
 @pytest.mark.parametrize(
     ("form", "length"),
-    [
-        ("mtp_3", 2),
-        *slow(*(("eagle3", length) for length in (0, 1, 2, 8))),
-        *slow(*(("mtp_3", length) for length in (0, 1, 8))),
-    ],
+    # As drafters of other kinds do (test_loop_identity); drafts beyond the number of modules are
+    # those of a plain computation (test_mtp).
+    slow(*((form, length) for form in ("eagle3", "mtp_3") for length in (0, 1, 2, 8))),
 )
 def test_draft_lengths(form, length, tiny, plain):
     got = decode(
@@ -220,7 +218,8 @@ def test_sampled_rows_have_the_targets_distribution(form, rule, eight):
     assert check.acceptance_length > 1.2
 
 
-@pytest.mark.parametrize("form", ["eagle3", *slow("mtp_2")])
+# As any distribution that is not the drafter's own (test_loop_distribution).
+@pytest.mark.parametrize("form", slow("eagle3", "mtp_2"))
 def test_a_distribution_that_was_not_drawn_from_is_found_out(form, eight):
     """The broken variant returns its distributions one step late."""
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import struct
 import subprocess
@@ -182,8 +183,16 @@ def test_a_bad_loss_is_one_line_on_the_command_line(tmp_path, monkeypatch, capsy
     assert "Traceback" not in out
 
 
+@pytest.fixture(scope="module")
+def trained(target, tmp_path_factory):
+    """The folder of a run to its end."""
+    folder = tmp_path_factory.mktemp("trained") / "w"
+    Run(folder, target, config_of()).train()
+    return folder
+
+
 @pytest.mark.parametrize(("before", "after"), [((4, True), (2, True)), *slow(((4, True), None))])
-def test_a_run_resumes_on_another_mesh(before, after, target, tmp_path):
+def test_a_run_resumes_on_another_mesh(before, after, target, trained, tmp_path):
     """Saved on one mesh, restored onto another; the curve stays the same up to rounding."""
 
     def part(shape, steps):
@@ -195,7 +204,7 @@ def test_a_run_resumes_on_another_mesh(before, after, target, tmp_path):
 
     part(before, 6)
     state = part(after, 12)
-    other = Run(tmp_path / "whole", target, config_of()).train().state
+    other = Run(shutil.copytree(trained, tmp_path / "whole"), target, config_of()).program.state
     for mine, theirs in zip(
         jax.tree.leaves(state.params), jax.tree.leaves(other.params), strict=True
     ):
@@ -323,9 +332,8 @@ def test_a_board_on_a_full_disk_is_an_error(tmp_path):
         TensorBoardWriter(next(tmp_path.iterdir()), 0)
 
 
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(target, tmp_path):
-    Run(tmp_path / "w", target, config_of()).train()
-    workdir = files.Workdir(tmp_path / "w")
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(trained, tmp_path):
+    workdir = files.Workdir(shutil.copytree(trained, tmp_path / "w"))
     newest = workdir.checkpoints / "step-000000012" / "specjax-1"
     (newest / "params" / "_METADATA").unlink()
     found = checkpoints.last_checkpoint(workdir)
@@ -335,9 +343,8 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(target, tmp_path):
         checkpoints.last_checkpoint(workdir)
 
 
-def test_flipped_bytes_in_a_checkpoint_are_found(target, tmp_path):
-    Run(tmp_path / "w", target, config_of()).train()
-    workdir = files.Workdir(tmp_path / "w")
+def test_flipped_bytes_in_a_checkpoint_are_found(trained, tmp_path):
+    workdir = files.Workdir(shutil.copytree(trained, tmp_path / "w"))
     for step in (12, 10):
         name = flip_four_bytes(workdir.checkpoints / f"step-{step:09d}" / "specjax-1" / "params")
         if step == 12:

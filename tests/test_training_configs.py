@@ -65,7 +65,8 @@ def folders(chatty, tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "decoded"),
     # The others share their code: Medusa's is part of its second stage, EAGLE's of EAGLE-3's. A new
-    # model and its modules have a test of their own. One run decodes after it has trained.
+    # model and its modules have a test of their own. One run decodes after it has trained, and is
+    # resumed.
     [
         *(("train_eagle3", 1), ("train_distill", 0), ("train_medusa2", 0)),
         *slow(*((name, 1) for name in RUNS if name != "train_eagle3")),
@@ -88,8 +89,9 @@ def test_debug_size(name, decoded, folders, tmp_path, capsys):
     drafter = [f"--config.drafter.path={export}"]
     if module is mtp:
         drafter, target = [], export
-    assert module.main(command) == 0
-    assert "resuming after step" in capsys.readouterr().out
+    if decoded:
+        assert module.main(command) == 0
+        assert "resuming after step" in capsys.readouterr().out
     record = json.loads((tmp_path / "run" / "config.json").read_text())
     assert module is mtp or len(record["draft_vocabulary"]) == 16
     decoding = [

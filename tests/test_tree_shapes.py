@@ -1,6 +1,6 @@
 """Static trees: from choices and back, the best for given acceptance, and their pictures."""
 
-import itertools
+import functools
 from xml.etree import ElementTree
 
 import numpy as np
@@ -56,18 +56,21 @@ def test_nodes_in_another_order_are_refused():
         RankedTree(((0,), (0, 0), (1,)))
 
 
-def every_tree(rates, num_nodes, depth):
-    """All sets of that many nodes which are trees, by brute force."""
-    paths = [
-        path
-        for length in range(1, depth + 1)
-        for path in itertools.product(*(range(len(level)) for level in rates[:length]))
-    ]
-    for some in itertools.combinations(paths, num_nodes):
-        try:
-            yield tree_of_choices(some)
-        except InputError:
-            continue
+@functools.cache
+def every_tree(widths, num_nodes):
+    """All trees of that many nodes, by brute force; `widths`: the candidates at each depth."""
+    trees = {frozenset()}
+    for _ in range(num_nodes):
+        trees = {tree | {path} for tree in trees for path in may_follow(tree, widths)}
+    return tuple(map(tree_of_choices, trees))
+
+
+def may_follow(tree, widths):
+    """The nodes that a tree lacks, and whose parent and siblings of lower ranks it has."""
+    for parent in {()} | tree:
+        rank = sum(path[:-1] == parent for path in tree)
+        if len(parent) < len(widths) and rank < widths[len(parent)]:
+            yield (*parent, rank)
 
 
 RATES = [[0.5, 0.3, 0.1], [0.6, 0.2], [0.7, 0.05]]
@@ -77,7 +80,7 @@ RATES = [[0.5, 0.3, 0.1], [0.6, 0.2], [0.7, 0.05]]
 def test_the_best_tree_is_the_best_of_all(num_nodes):
     found = best_tree(RATES, num_nodes)
     assert found.topology.num_nodes == num_nodes
-    most = max(tree.expected_tokens(RATES) for tree in every_tree(RATES, num_nodes, 3))
+    most = max(tree.expected_tokens(RATES) for tree in every_tree((3, 2, 2), num_nodes))
     assert found.expected_tokens(RATES) == pytest.approx(most)
     # Smaller ones are parts of larger ones.
     assert set(found.choices) < set(best_tree(RATES, num_nodes + 1).choices)
@@ -107,7 +110,7 @@ def test_sequoias_tree_is_the_best_of_all_in_any_order_of_rates(rates, num_nodes
         (
             tree.expected_tokens(levels)
             for count in range(1, num_nodes + 1)
-            for tree in every_tree(levels, count, depth)
+            for tree in every_tree((len(rates),) * depth, count)
         ),
         default=1.0,
     )

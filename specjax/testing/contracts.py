@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.decoding import loop
-from specjax.decoding.state import Plan, knows_its_rows
+from specjax.decoding.executor import compile_plan
+from specjax.decoding.state import Plan, State, knows_its_rows
 from specjax.errors import InputError
 
 
@@ -39,8 +40,7 @@ def _check_draft(plan: Plan, params: tuple[Any, Any], arguments: tuple, number: 
     part = plan.drafter.parts[number]
 
     @jax.jit
-    def propose(params: Any, *arguments: Any) -> Any:
-        state = loop.start(plan, params, *arguments)
+    def propose(params: Any, state: State) -> Any:
         context = loop.make_context(plan, params[0], state)
         limit = jnp.arange(len(context.limit)) % (1 + part.num_speculative_tokens)
         context = context.replace(limit=jnp.minimum(limit, context.limit))
@@ -48,7 +48,8 @@ def _check_draft(plan: Plan, params: tuple[Any, Any], arguments: tuple, number: 
         own = state.drafter[number].drafter
         return part.propose(params[1][number], own, context, noise)[0], context.limit
 
-    draft, limit = propose(params, *arguments)
+    state = compile_plan(plan, params, arguments).start(params, *arguments)
+    draft, limit = propose(params, state)
     valid, tokens = np.asarray(draft.valid), np.asarray(draft.tokens)
     vocab = plan.target.vocab_size
     unknown = valid & ((tokens < 0) | (tokens >= vocab))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -128,10 +129,10 @@ def check_drafter(
             f"costs.passes has {len(costs.passes)} figures: give one for each of the widths "
             f"{plan.widths}"
         )
-    few = first_rows(plan, prompt, request, np.arange(num_speculative_tokens + 2), seed)
-    check_contract(plan, (params, loaded.params), few)
     # Batches of one size, so that one program decodes them all.
     batch = math.ceil(rows / math.ceil(rows / _BATCH))
+    some = first_rows(plan, prompt, request, np.arange(max(batch, length)), seed)
+    check_contract(plan, (params, loaded.params), some)
     counted, tested = np.zeros(model.vocab_size**3, np.int64), []
     for first in range(0, rows, batch):
         index = np.arange(first, first + batch)
@@ -173,9 +174,7 @@ def make_plan(
         rule=verify,
         draft_length=draft_length,
         widths=widths(drafter.num_nodes, drafter.lengths),
-        flags=sampling.WarpFlags.of(
-            request.temperature, request.top_k, request.top_p, request.min_p
-        ),
+        flags=_flags(request),
         capacity=capacity,
         max_rounds=capacity,
         chunk=capacity,
@@ -221,16 +220,24 @@ def first_rows(
         index=jnp.asarray(index, jnp.int32),
         prompt_length=every(len(prompt), jnp.int32),
         key=keys,
-        sampling=Sampling(
-            temperature=every(request.temperature, jnp.float32),
-            top_k=every(request.top_k, jnp.int32),
-            top_p=every(request.top_p, jnp.float32),
-            min_p=every(request.min_p, jnp.float32),
-        ),
+        sampling=_same_sampling(request, batch),
         max_length=every(plan.capacity, jnp.int32),
         stop_ids=jnp.full((batch, 1), -1, jnp.int32),
     )
     return tokens, rows, every(len(prompt), jnp.int32), every(RUNNING, jnp.int32)
+
+
+def _same_sampling(request: SamplingParams, rows: int) -> Sampling:
+    return Sampling(
+        temperature=jnp.full(rows, request.temperature, jnp.float32),
+        top_k=jnp.full(rows, request.top_k, jnp.int32),
+        top_p=jnp.full(rows, request.top_p, jnp.float32),
+        min_p=jnp.full(rows, request.min_p, jnp.float32),
+    )
+
+
+def _flags(request: SamplingParams) -> sampling.WarpFlags:
+    return sampling.WarpFlags.of(request.temperature, request.top_k, request.top_p, request.min_p)
 
 
 def output_distribution(
@@ -264,33 +271,35 @@ def conditional_distributions(
     vocab = model.vocab_size
     tails = np.indices((vocab,) * (length - 1)).reshape(length - 1, -1).T
     tokens = np.concatenate([np.tile(np.array(prompt), (len(tails), 1)), tails], axis=1)
-    count, total = tokens.shape
-    flags = sampling.WarpFlags.of(request.temperature, request.top_k, request.top_p, request.min_p)
-
-    @jax.jit
-    def forward(params: Any, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
-        positions = jnp.broadcast_to(jnp.arange(total), (count, total))
-        causal = jnp.tril(jnp.ones((1, total, total), bool))
-        cache, window = model.make_cache(count, 1), model.make_window(count, total)
-        result = model.extend(
-            params, tokens, positions, cache, window, 0, causal, num_layers=num_layers
-        )
-        flat = result.logits.reshape(-1, vocab)
-        every = [jnp.full(len(flat), value) for value in (request.top_p, request.min_p)]
-        warp = Sampling(
-            jnp.full(len(flat), request.temperature, jnp.float32),
-            jnp.full(len(flat), request.top_k, jnp.int32),
-            *every,
-        )
-        return warp_rows(flat, warp, flags).reshape(result.logits.shape)
-
-    distributions = np.exp(np.asarray(forward(params, jnp.asarray(tokens, jnp.int32)), np.float64))
+    every = _every_distribution(model, request, num_layers, params, jnp.asarray(tokens, jnp.int32))
+    distributions = np.exp(np.asarray(every, np.float64))
     distributions /= distributions.sum(axis=-1, keepdims=True)
     # Entry d is the same for every continuation after its d tokens: take the first.
     return [
         distributions[:: vocab ** (length - 1 - depth), len(prompt) - 1 + depth]
         for depth in range(length)
     ]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _every_distribution(
+    model: LanguageModel,
+    request: SamplingParams,
+    num_layers: int | None,
+    params: Any,
+    tokens: Int[Array, "B T"],
+) -> Float[Array, "B T V"]:
+    """The warped log-probabilities after each token, by one causal pass over whole sequences."""
+    count, total = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(total), (count, total))
+    causal = jnp.tril(jnp.ones((1, total, total), bool))
+    cache, window = model.make_cache(count, 1), model.make_window(count, total)
+    result = model.extend(
+        params, tokens, positions, cache, window, 0, causal, num_layers=num_layers
+    )
+    flat = result.logits.reshape(-1, model.vocab_size)
+    warp = _same_sampling(request, len(flat))
+    return warp_rows(flat, warp, _flags(request)).reshape(result.logits.shape)
 
 
 def chi_square(
