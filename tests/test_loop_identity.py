@@ -50,7 +50,8 @@ DRAFTERS = [
     "random_distribution",
     # Lengths that follow the batch, or costs, are those of early exits, below; turns that end in
     # trees have tests of their own (test_tree_drafters).
-    *slow("early_exit", "turns", "turns_trees", "unrelated", "itself", "similar_greedy", "early_exit_p_min", "shifting", "ngram_tree"),
+    *slow("early_exit", "turns", "turns_trees"),
+    *slow("unrelated", "itself", "similar_greedy", "early_exit_p_min", "shifting", "ngram_tree"),
 ]
 
 

@@ -120,24 +120,28 @@ def folder(model, tmp_path_factory):
     return folder
 
 
-def straightforward_choices(model, tokens):
-    """Log-probabilities of the model [T, V], and what each module finds likeliest [T]."""
-    ids, where = jnp.asarray(tokens)[None], jnp.arange(len(tokens))[None]
-    size = len(tokens)
-    causal = jnp.tril(jnp.ones((1, size, size), bool))
-    whole = model.architecture.extend(
-        model.params, ids, where, None, None, 0, causal, features=("final_norm",)
-    )
+def straightforward_choices(model):
+    """Log-probabilities of the model [T, V] of tokens [T], and the likeliest of each module [T]."""
     head, params = Mtp(model.mtp.config, jnp.dtype("float32")), model.mtp.params
     params = {**params, "shared": share(model.params, None, head=True)}
-    hidden, chosen = whole.features["final_norm"], []
-    for index in range(model.mtp.config.num_modules):
-        own, pairs = head.module(params, index), jnp.roll(ids, -1 - index, axis=1)
-        cache, window = head.make_cache(1, size), head.make_window(1, size)
-        output, _ = head.extend(own, pairs, hidden, where, cache, window, 0, causal)
-        chosen.append(np.asarray(head.logits(own, output)[0].argmax(-1)))
-        hidden = head.next_hidden(own, output)
-    return np.asarray(jax.nn.log_softmax(whole.logits[0])), chosen
+
+    @jax.jit
+    def choices(tokens):
+        size, ids = len(tokens), tokens[None]
+        where, causal = jnp.arange(size)[None], jnp.tril(jnp.ones((1, size, size), bool))
+        whole = model.architecture.extend(
+            model.params, ids, where, None, None, 0, causal, features=("final_norm",)
+        )
+        hidden, chosen = whole.features["final_norm"], []
+        for index in range(model.mtp.config.num_modules):
+            own, pairs = head.module(params, index), jnp.roll(ids, -1 - index, axis=1)
+            cache, window = head.make_cache(1, size), head.make_window(1, size)
+            output, _ = head.extend(own, pairs, hidden, where, cache, window, 0, causal)
+            chosen.append(head.logits(own, output)[0].argmax(-1))
+            hidden = head.next_hidden(own, output)
+        return jax.nn.log_softmax(whole.logits[0]), chosen
+
+    return choices
 
 
 def test_numbers_are_those_of_a_plain_computation(model, folder):
@@ -146,8 +150,9 @@ def test_numbers_are_those_of_a_plain_computation(model, folder):
     counted = Bigram.of((data[index].tokens for index in range(60) if index % 50), V)
     follower = counted.likeliest()
     found = {name: [] for name in ("loss", "cost", "bigram", 0, 1, "both")}
+    choices = straightforward_choices(model)
     for tokens in (data[0].tokens, data[50].tokens):
-        logp, drafts = straightforward_choices(model, tokens)
+        logp, drafts = jax.tree.map(np.asarray, choices(tokens))
         choice = logp.argmax(-1)
         for at in range(2, len(tokens)):
             found["loss"].append(-logp[at - 1, tokens[at]])
