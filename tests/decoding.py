@@ -125,13 +125,24 @@ def first_state(session):
     return compile_session(session).start(session.params, *arguments)
 
 
+def prefilled_state(session):
+    """As `first_state`, where no round follows: the rounds are not compiled."""
+    arguments = batch_arguments(session, session.batches()[0])
+    return jax.jit(loop.start, static_argnums=0)(session.plan, session.params, *arguments)
+
+
 def rounds(session, state):
     """The state after each round, until all rows are finished."""
     run = compile_session(session).run
     while bool((state.status == RUNNING).any()):
         # The program takes the state's buffers over; what a test holds is a copy.
-        state = run(session.params, jax.tree.map(jnp.copy, state), jnp.int32(1))
+        state = run(session.params, copied(state), jnp.int32(1))
         yield state
+
+
+@jax.jit
+def copied(state):
+    return jax.tree.map(jnp.copy, state)
 
 
 @functools.partial(jax.jit, static_argnums=0)

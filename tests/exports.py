@@ -4,17 +4,14 @@ import functools
 import json
 
 import heads
-import jax
-import jax.numpy as jnp
 import numpy as np
-from flax.core import meta
-from heads import scaled
+from heads import noisy
 from safetensors.numpy import load_file, save_file
 
 from specjax.files.folder_marker import MARKER
 from specjax.loading.head_formats import write_foreign
 from specjax.loading.heads.head import Head, TargetMetadata
-from specjax.models.heads.medusa import Medusa, MedusaConfig
+from specjax.models.heads.medusa import MedusaConfig, parameter_table
 
 VOCABULARY = 40
 eagle_head = functools.cache(heads.eagle_head)
@@ -25,12 +22,12 @@ def medusa_head(target, vocabulary=None, original=False, layers=1, seed=0):
     size = target.config.vocab_size
     width = target.config.hidden_size
     config = MedusaConfig(width, size, 3, layers, vocabulary or size, original)
-    params = meta.unbox(Medusa(config, jnp.dtype("float32")).init(jax.random.key(seed)))
     ids = None
     if vocabulary is not None:
         rng = np.random.default_rng(seed)
         ids = np.sort(rng.choice(size, vocabulary, replace=False)).astype(np.int32)
-    return Head("medusa", config, scaled(params, seed, 0.3), ids, TargetMetadata.of(target))
+    params = noisy(parameter_table(config), seed, 0.3)
+    return Head("medusa", config, params, ids, TargetMetadata.of(target))
 
 
 def written(tmp_path, head, form, target, **options):

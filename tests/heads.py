@@ -5,13 +5,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.core import meta
 
 from specjax.drafters import head_drafter
 from specjax.loading.heads.head import Head, TargetMetadata
-from specjax.models.heads.eagle import Eagle, EagleConfig, default_taps
+from specjax.models.heads.eagle import EagleConfig, default_taps
 from specjax.models.heads.medusa import Medusa, MedusaConfig, parameter_table
-from specjax.models.heads.mtp import Mtp, MtpConfig, MtpModules
+from specjax.models.heads.mtp import MtpConfig, MtpModules
 from specjax.models.parameters import Parameter
 from train.methods.medusa import first_params
 
@@ -31,16 +30,17 @@ def eagle_config(target, version=3, vocabulary=None, **flags):
     )
 
 
-def scaled(params, seed, spread):
-    """The parameters with noise: norms and biases that are not neutral, logits that are."""
-    leaves, tree = jax.tree.flatten(params)
+def noisy(table, seed, spread):
+    """Parameters of noise: norms and biases that are not neutral, logits that are."""
+    entries, tree = jax.tree.flatten(table, is_leaf=lambda node: isinstance(node, Parameter))
     rng = np.random.default_rng(seed)
-    noisy = []
-    for leaf in map(np.asarray, leaves):
-        noise = rng.standard_normal(leaf.shape, np.float32)
-        size = 0.1 if leaf.ndim == 1 else spread * leaf.shape[0] ** -0.5
-        noisy.append(jnp.asarray(leaf * (leaf.ndim == 1) + noise * size))
-    return jax.tree.unflatten(tree, noisy)
+    leaves = []
+    for entry in entries:
+        noise = rng.standard_normal(entry.shape, np.float32)
+        size = 0.1 if len(entry.shape) == 1 else spread * entry.shape[0] ** -0.5
+        neutral = np.float32(len(entry.shape) == 1 and entry.kind == "ones")
+        leaves.append(jnp.asarray(neutral + noise * np.float32(size)))
+    return jax.tree.unflatten(tree, leaves)
 
 
 def some_ids(target, count, seed):
@@ -50,10 +50,10 @@ def some_ids(target, count, seed):
 
 def eagle_head(target, version=3, vocabulary=None, seed=0, spread=1.0, **flags):
     config = eagle_config(target, version, vocabulary, **flags)
-    params = meta.unbox(Eagle(config, jnp.dtype("float32")).init(jax.random.key(seed)))
+    params = noisy(config.parameter_table(), seed, spread)
     ids = None if vocabulary is None else some_ids(target, vocabulary, seed)
     kind = "eagle3" if version == 3 else "eagle"
-    return Head(kind, config, scaled(params, seed, spread), ids, TargetMetadata.of(target))
+    return Head(kind, config, params, ids, TargetMetadata.of(target))
 
 
 def mtp_config(target, num_modules=1, vocabulary=None, decoder=None, **conventions):
@@ -67,9 +67,9 @@ def mtp_config(target, num_modules=1, vocabulary=None, decoder=None, **conventio
 
 def mtp_head(target, num_modules=1, vocabulary=None, seed=0, spread=1.0, **conventions):
     config = mtp_config(target, num_modules, vocabulary, **conventions)
-    params = meta.unbox(Mtp(config, jnp.dtype("float32")).init(jax.random.key(seed)))
+    params = noisy(config.parameter_table(), seed, spread)
     ids = None if vocabulary is None else some_ids(target, vocabulary, seed)
-    return Head("mtp", config, scaled(params, seed, spread), ids, TargetMetadata.of(target))
+    return Head("mtp", config, params, ids, TargetMetadata.of(target))
 
 
 def with_modules(target, num_modules=1, **options):
@@ -103,7 +103,8 @@ def medusa_head(target, ids=None, spread=1.0, seed=0, **options):
         return jnp.asarray(size * rng.standard_normal(entry.shape, np.float32))
 
     table = parameter_table(config)
-    start = first_params(Medusa(config, jnp.dtype("float32")), target, ids, jax.random.key(0))
+    if config.projection or not config.original_lm_head:
+        start = first_params(Medusa(config, jnp.dtype("float32")), target, ids, jax.random.key(0))
     table.pop("head", None)
     params = jax.tree.map(noise, table, is_leaf=lambda node: isinstance(node, Parameter))
     if config.projection:

@@ -200,9 +200,11 @@ def test_broken_variants_fail(name, tables):
     target, draft = tables
     change, options = BROKEN[name]
     drafter = changed(draft_model(draft, **options))
-    tokens, _ = pairs(target, drafter, 3)
-    found = joint(target, tokens)
-    assert found.statistic < found.threshold
+    if options:
+        # Untouched it passes; so does one without options (test_pairs_of_rows_..., drawn).
+        tokens, _ = pairs(target, drafter, 3)
+        found = joint(target, tokens)
+        assert found.statistic < found.threshold
     tokens, _ = pairs(target, tampered(drafter, change), 3)
     found = joint(target, tokens)
     assert found.statistic > 1.5 * found.threshold

@@ -175,7 +175,7 @@ def test_a_length_that_follows_the_neighbours_is_exact(tables):
     drafter = draft_model(draft)
     ladder = DraftLength(2, by_batch=((3, 3, 0), (2, 2, 1), (1, 1, 2)))
     model, params = target
-    groups, batch, length = 40_000, 3, 3
+    groups, batch, length = 20_000, 3, 3
     capacity = len(PROMPT) + length + 2
     turns, drafter_params = take_turns(drafter)
     plan = make_plan(model, turns, ladder, verify=Rejection(), request=AS_IS, capacity=capacity)

@@ -9,7 +9,7 @@ import jaxtyping
 import numpy as np
 import pytest
 from conftest import slow
-from decoding import first_state, greedy, make_session
+from decoding import greedy, make_session, prefilled_state
 from heads import mtp_config, mtp_drafter, mtp_head
 from test_decoder import one_pass
 
@@ -196,13 +196,14 @@ def test_drafts_are_those_of_a_plain_computation(modules, convention, tiny):
         noise = loop.draft_noise(session.plan, state, loop.round_keys(session.plan, state))
         return part.propose(params[1][0], own, context, noise)[0]
 
-    draft = propose(session.params, first_state(session))
+    draft = propose(session.params, prefilled_state(session))
     config, params = loaded.drafter.head.config, wide(loaded.params)
     ids = np.asarray(loaded.params["draft_ids"])
     assert np.asarray(draft.valid).all()
+    tokens = np.array([np.pad(prompt, (0, 29 - len(prompt))) for prompt in prompts])
+    read = one_pass(tiny, tokens, features=(config.hidden,)).features[config.hidden]
     for row, prompt in enumerate(prompts):
-        read = one_pass(tiny, np.array([prompt[:-1]]), features=(config.hidden,)).features
-        features = {config.hidden: np.asarray(read[config.hidden])[0]}
+        features = {config.hidden: np.asarray(read)[row, : len(prompt) - 1]}
         known, wanted = list(prompt), []
         for index in range(length):
             every = reference(config, params, np.array(known), features)

@@ -7,7 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import slow
-from decoding import PROMPTS, decode, first_state, greedy, make_session, mixed, observed
+from decoding import (
+    PROMPTS,
+    decode,
+    greedy,
+    make_session,
+    mixed,
+    observed,
+    prefilled_state,
+)
 from test_decoder import one_pass
 from test_drafters import context_of, silence
 
@@ -71,7 +79,7 @@ def test_the_last_of_equal_tokens_counts():
 def test_prompts_fill_the_table(tiny):
     """The latest position of a token counts, and all but the last token are read."""
     session = make_session(tiny, PROMPTS, drafter=TokenRecycling(61, tree=TREE))
-    state = first_state(session)
+    state = prefilled_state(session)
     table = np.asarray(observed(session, state)[0])
     logits = np.asarray(one_pass(tiny, np.asarray(state.tokens)).logits)
     for row, prompt in enumerate(PROMPTS):

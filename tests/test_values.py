@@ -21,7 +21,7 @@ from specjax.drafters import LoadedDrafter, Turns, head_drafter, make_drafter
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.errors import InputError
 from specjax.loading.load import random_model
-from specjax.testing import check_drafter
+from specjax.testing import Tabular, check_drafter
 from specjax.trees import Topology, chain, chain_topology
 
 
@@ -224,8 +224,8 @@ def test_the_old_form_of_a_drafter_and_of_a_rule(tiny, monkeypatch):
         specjax.generate(tiny, [[1]], verify=lambda *arguments: None)
 
 
-def test_checks_name_what_a_drafter_does_wrong(tiny):
-    small = random_model(tiny_config(vocab_size=8, max_positions=64), 0, dtype="float32")
+def test_checks_name_what_a_drafter_does_wrong():
+    small = Tabular(8), jax.numpy.zeros((8, 8))
 
     def too_many(real, params, state, context, noise):
         draft, state = real(params, state, context, noise)
