@@ -16,7 +16,7 @@ from specjax.tuning import choose_tree, measure_ranks, with_fastest_trees, with_
 RATES = ((0.6, 0.2, 0.1), (0.5, 0.2, 0.1))
 
 
-def test_ranks_are_those_of_the_targets_own_tokens(tiny, similar, fast_programs):
+def test_ranks_are_those_of_the_targets_own_tokens(tiny, similar):
     """A similar model's candidates are right as often as a chain of its tokens is accepted."""
     drafter = draft_model(similar, num_speculative_tokens=2)
     other = measure_ranks(tiny, drafter, PROMPTS[:4], max_new_tokens=24)
@@ -78,7 +78,7 @@ def test_the_tree_follows_the_costs(tiny, similar, timed):
     assert small.tree.topology.num_nodes == 4
 
 
-def test_each_part_gets_its_tree(tiny, similar, timed, fast_programs):
+def test_each_part_gets_its_tree(tiny, similar, timed):
     measured, _ = timed
     measured(slope=0.02, draft=0.01)
     together = take_turns(Ngram(), draft_model(similar))
