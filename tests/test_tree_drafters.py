@@ -375,7 +375,12 @@ def test_of_equal_candidates_the_shallower_is_taken():
         return jnp.broadcast_to(certain, (*level.tokens.shape, SIZE)), carry
 
     context = context_of([[1, 2]], [3], SIZE)
-    draft, _ = dynamic_tree.draft_dynamic_tree(tree, certain[None, None], step, (), context)
+
+    @jax.jit
+    def propose():
+        return dynamic_tree.draft_dynamic_tree(tree, certain[None, None], step, (), context)[0]
+
+    draft = propose()
     assert draft.tokens.tolist() == [[7, 7, 7]]
     assert draft.topology.row_parents.tolist() == [[0, 1, 2]]
 
@@ -438,14 +443,20 @@ def test_an_unsure_token_has_no_children():
 
     options = dict(p_min=0.5)
     context = context_of([[1, 2]], [2], SIZE)
-    draft, _ = dynamic_tree.draft_dynamic_tree(tree, sure[None, None], step, (), context, **options)
-    assert draft.valid.sum() == 4
-    assert {path[0] for path in paths_of(draft, 0) if len(path) == 2} == {7}
     ranked = tree_of_choices(((0,), (1,), (0, 0), (1, 0)))
-    draft, _ = static_tree.draft_static_tree(
-        ranked, sure[None, None], step, (), context, silence, sampled=False, **options
-    )
-    assert draft.valid.tolist() == [[True, True, True, False]]
+
+    @jax.jit
+    def propose():
+        given = sure[None, None], step, (), context
+        return (
+            dynamic_tree.draft_dynamic_tree(tree, *given, **options)[0],
+            static_tree.draft_static_tree(ranked, *given, silence, sampled=False, **options)[0],
+        )
+
+    dynamic, static = propose()
+    assert dynamic.valid.sum() == 4
+    assert {path[0] for path in paths_of(dynamic, 0) if len(path) == 2} == {7}
+    assert static.valid.tolist() == [[True, True, True, False]]
 
 
 def test_options_name_a_tree(tiny):
