@@ -13,16 +13,23 @@ from jaxtyping import Array, Float, Int, Shaped
 class Window:
     """Keys and values of one round's speculative tokens; never part of a cache.
 
-    A slot that was never written holds zeros, so that a masked score stays finite.
+    A slot that was never written holds zeros, so that a masked score stays finite. `positions` are
+    those of the slots' tokens, for models whose attention depends on them (sliding windows).
     """
 
     k: Float[Array, "L B G W C"]
     v: Float[Array, "L B G W C"]
+    positions: Int[Array, "B W"] | None = None
 
     def admit(self, rows: Int[Array, "A"], new: Window) -> Window:
         """The window with the A rows of `new` at `rows`; those out of range are dropped."""
+        positions = self.positions
+        if positions is not None:
+            positions = positions.at[rows].set(new.positions, mode="drop")
         return Window(
-            self.k.at[:, rows].set(new.k, mode="drop"), self.v.at[:, rows].set(new.v, mode="drop")
+            self.k.at[:, rows].set(new.k, mode="drop"),
+            self.v.at[:, rows].set(new.v, mode="drop"),
+            positions,
         )
 
 

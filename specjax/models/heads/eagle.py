@@ -50,6 +50,8 @@ class EagleConfig:
             raise InputError(f"version={self.version}: use 1 (EAGLE-1 and 2) or 3")
         if self.decoder.num_layers != 1:
             raise InputError(f"num_layers={self.decoder.num_layers}: an EAGLE head has one layer")
+        if (other := self.decoder.unlike_llama) is not None:
+            raise InputError(f"{other}: an EAGLE head's layer is Llama's; use its values")
         check_draft_vocab_size(self.draft_vocab_size, self.decoder.vocab_size)
         if not self.taps:
             raise InputError("taps is empty: name the target's features that the head reads")
