@@ -85,6 +85,42 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 12,
         "attention_bias": True,
     },
+    "mixtral": SIZES
+    | {
+        "num_hidden_layers": 2,
+        "intermediate_size": 16,
+        "rope_parameters": ROPE,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+    },
+    "qwen3_moe": SIZES
+    | {
+        "num_hidden_layers": 2,
+        "rope_parameters": ROPE,
+        "head_dim": 12,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": False,
+        "use_sliding_window": False,
+    },
+    "glm4_moe": SIZES
+    | {
+        "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
+        "head_dim": 12,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.7,
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 0,
+    },
 }
 
 
@@ -92,13 +128,16 @@ def randomise(model: Any) -> None:
     """Weights of a spread with which each part matters."""
     offset = 0.0 if "gemma" in model.config.model_type else 1.0
     with torch.no_grad():
+        for name, value in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                value.copy_(0.3 * torch.randn_like(value))
         for name, value in model.named_parameters():
             noise = torch.randn_like(value)
             parts = name.split(".")
             if any(part.startswith("ln_") or "norm" in part for part in parts):
                 neutral = offset if name.endswith("weight") else 0.0
                 value.copy_(neutral + 0.3 * noise)
-            elif name.endswith("e_score_correction_bias") or name.endswith("bias"):
+            elif name.endswith("bias"):
                 value.copy_(0.3 * noise)
             elif "wpe" in parts:
                 value.copy_(0.5 * noise)

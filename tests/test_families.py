@@ -116,7 +116,8 @@ def decoded(model, prompts, drafter=None, tokens=24, **options):
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in WINDOWED else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+    "name",
+    [name if name in WINDOWED else pytest.param(name, marks=pytest.mark.slow) for name in NAMES],
 )
 def test_greedy_tokens_equal_those_of_transformers(name):
     expected = golden(name)["greedy"].tolist()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from specjax.errors import InputError, shown
 
@@ -104,6 +104,40 @@ class Mlp:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in place of the MLP, from layer `num_dense` on.
+
+    `per_token` of the `num_experts` (E) MLPs of width `intermediate_size`, all gated, are added for
+    each token, times their scores: `softmax` over all experts, or their `sigmoid`s, divided by
+    their sum with `normalize`, times `scale`. With `selection_bias` a bias of each expert is added
+    where experts are chosen, not in their scores (2408.15664). Of `groups` of experts only the
+    `groups_per_token` with the largest sums of their two best scores are chosen from (2412.19437).
+    `shared_size` is the width of an MLP that is added for every token, 0 for none.
+    """
+
+    num_experts: int
+    per_token: int
+    intermediate_size: int
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool = True
+    scale: float = 1.0
+    selection_bias: bool = False
+    groups: int = 1
+    groups_per_token: int = 1
+    shared_size: int = 0
+    num_dense: int = 0
+
+
+class Run(NamedTuple):
+    """Layers of one structure that follow each other, and the name of their stacked parameters."""
+
+    name: str
+    first: int
+    count: int
+    sparse: bool
+
+
+@dataclass(frozen=True)
 class Embedding:
     """What a token's embedding is multiplied by, and whether one of its position is added."""
 
@@ -143,6 +177,7 @@ class DecoderConfig:
     mlp: Mlp = Mlp()
     embedding: Embedding = Embedding()
     logit_softcap: float | None = None
+    experts: Experts | None = None
     family: str = "llama"
 
     def __post_init__(self) -> None:
@@ -178,6 +213,19 @@ class DecoderConfig:
         return self.head_dim if width is None else width
 
     @property
+    def runs(self) -> tuple[Run, ...]:
+        """The layers by structure: those before the experts, if any, and the others."""
+        experts, count = self.experts, self.num_layers
+        if experts is None:
+            return (Run("layers", 0, count, False),)
+        dense = min(experts.num_dense, count)
+        runs = (
+            Run("dense_layers", 0, dense, False),
+            Run("layers", dense, count - dense, True),
+        )
+        return tuple(run for run in runs if run.count)
+
+    @property
     def windowed(self) -> tuple[bool, ...]:
         """Whether each layer has the sliding window."""
         window = self.sliding_window
@@ -204,8 +252,8 @@ class DecoderConfig:
     def one_layer(self) -> DecoderConfig:
         """A layer of this kind for a module that predicts further tokens.
 
-        It sees every token, and reads and scores them without the model's scales and limits: a
-        sliding window, soft caps, and what is done to embeddings are left out.
+        It sees every token, has an MLP in place of experts, and reads and scores tokens without the
+        model's scales and limits: soft caps, and what is done to embeddings.
         """
         return replace(
             self,
@@ -214,6 +262,7 @@ class DecoderConfig:
             attention=replace(self.attention, softcap=None),
             embedding=Embedding(),
             logit_softcap=None,
+            experts=None,
         )
 
     @property
@@ -232,6 +281,7 @@ _LLAMA: dict[str, Any] = {
     "mlp": Mlp(),
     "embedding": Embedding(),
     "logit_softcap": None,
+    "experts": None,
 }
 """The fields in which families differ, with Llama's values."""
 
@@ -264,6 +314,44 @@ def _check_parts(config: DecoderConfig) -> None:
     for field, value in reals.items():
         if value is not None:
             _check_real(field, value)
+    if config.experts is not None:
+        _check_experts(config.experts)
+
+
+def _check_experts(experts: Experts) -> None:
+    if experts.router not in ("softmax", "sigmoid"):
+        raise InputError(f"experts.router={shown(experts.router)}: use softmax or sigmoid")
+    _check_real("experts.scale", experts.scale)
+    for field, lowest, highest in (
+        ("num_experts", 1, 1 << 16),
+        ("groups", 1, experts.num_experts),
+        ("groups_per_token", 1, experts.groups),
+        ("per_token", 1, experts.num_experts),
+        ("intermediate_size", 1, _LARGEST["intermediate_size"]),
+        ("shared_size", 0, _LARGEST["intermediate_size"]),
+        ("num_dense", 0, MOST_LAYERS),
+    ):
+        value = getattr(experts, field)
+        if not lowest <= value <= highest:
+            raise InputError(
+                f"experts.{field}={shown(value)}: must be a whole number from {lowest} to "
+                f"{highest}; repair the config"
+            )
+    if experts.num_experts % experts.groups:
+        raise InputError(
+            f"experts.groups={experts.groups}: must divide num_experts={experts.num_experts}"
+        )
+    chosen_from = experts.groups_per_token * experts.num_experts // experts.groups
+    if experts.per_token > chosen_from:
+        raise InputError(
+            f"experts.per_token={experts.per_token}: must be at most the {chosen_from} experts of "
+            f"groups_per_token={experts.groups_per_token} groups"
+        )
+    if experts.groups > 1 and experts.num_experts == experts.groups:
+        raise InputError(
+            f"experts.groups={experts.groups}: a group must have at least two experts, whose "
+            "scores are compared"
+        )
 
 
 def _check_scaling(scaling: RopeScaling, width: int) -> None:

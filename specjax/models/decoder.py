@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from specjax.cache import KVCache, Window, make_cache
 from specjax.distributed.sharding import constrain
 from specjax.errors import InputError
-from specjax.models.config import DecoderConfig
+from specjax.models.config import DecoderConfig, Run
 from specjax.models.interface import Extension
 from specjax.models.layers.attention import (
     Partial,
@@ -32,7 +32,14 @@ from specjax.models.layers.attention import (
     attend_whole_cache,
     cached_blocks,
 )
-from specjax.models.layers.decoder_layer import Block, embed, limited, merge_heads
+from specjax.models.layers.decoder_layer import (
+    Block,
+    embed,
+    limited,
+    merge_heads,
+    one_layer,
+    with_experts,
+)
 from specjax.models.layers.layer_views import layer_views
 from specjax.models.parameters import Parameter, ParameterTable
 from specjax.models.top_tokens import (
@@ -139,14 +146,52 @@ def parameter_table(config: DecoderConfig, scan_layers: bool = True) -> dict[str
         layer["after_attention_norm"], layer["after_mlp_norm"] = norm(), norm()
     if not config.mlp.gated:
         del layer["mlp"]["gate"]
-    if not scan_layers:
-        one = jax.tree.map(Parameter.without_layers, table["layers"])
-        table["layers"] = {str(layer): one for layer in range(layers)}
+    structures = {False: layer, True: layer}
+    if config.experts is not None:
+        structures[True] = {**layer, "mlp": _experts_table(config)}
+    del table["layers"]
+    one_layer = {
+        sparse: jax.tree.map(Parameter.without_layers, entries)
+        for sparse, entries in structures.items()
+    }
+    for run in config.runs:
+        if scan_layers:
+            stack = functools.partial(Parameter.with_layers, count=run.count)
+            table[run.name] = jax.tree.map(stack, one_layer[run.sparse])
+        else:
+            each = range(run.first, run.first + run.count)
+            own = {str(layer): one_layer[run.sparse] for layer in each}
+            table["layers"] = table.get("layers", {}) | own
     if not config.tie_word_embeddings:
         table["embed"] = {"embedding": Parameter((config.vocab_size, width), ("vocab", "embed"))}
     if config.embedding.positions:
         shape = (config.max_positions, width)
         table["positions"] = {"embedding": Parameter(shape, ("positions", "embed"))}
+    return table
+
+
+def _experts_table(config: DecoderConfig) -> dict[str, Any]:
+    """The parameters in place of the MLP, each with an axis of layers in front."""
+    experts, width = config.experts, config.hidden_size
+    assert experts is not None
+
+    def kernel(shape: tuple[int, ...], *axes: str | None) -> dict[str, Parameter]:
+        return {"kernel": Parameter((1, *shape), ("layers", *axes))}
+
+    def gated(lead: tuple[int, ...], axes: tuple[str, ...], hidden: int) -> dict[str, Any]:
+        up = kernel((*lead, width, hidden), *axes, "embed", "mlp")
+        return {"gate": up, "up": up, "down": kernel((*lead, hidden, width), *axes, "mlp", "embed")}
+
+    count = experts.num_experts
+    table: dict[str, Any] = {
+        "router": kernel((width, count), "embed", "experts"),
+        "experts": gated((count,), ("experts",), experts.intermediate_size),
+    }
+    if experts.selection_bias:
+        bias = Parameter((1, count), ("layers", "experts"), "zeros")
+        table["router"]["selection_bias"] = bias
+    if experts.shared_size:
+        table["shared"] = gated((), (), experts.shared_size)
     return table
 
 
@@ -276,7 +321,7 @@ class DecoderModule(nn.Module):
         scan_layers = self.form.scan_layers
         table = parameter_table(config, scan_layers)
         params = ParameterTable(table, self.dtype, name="decoder")()
-        block = Block(config, self.dtype, self.shards, self.multiply)
+        block = Block(config, self.dtype, self.shards, self.multiply, differentiable=window is None)
         kv_heads = config.num_kv_heads if window is None else window.k.shape[2]
         copies = kv_heads // config.num_kv_heads
         if window is not None and window.positions is not None:
@@ -326,20 +371,25 @@ class DecoderModule(nn.Module):
         carry = (x, window, {name: jnp.zeros_like(x) for name in taps})
         depth = config.num_layers if num_layers is None else num_layers
         if scan_layers:
-            layers = merge_heads(params["layers"], config)
+            for run in config.runs:
+                layers = merge_heads(params[run.name], config)
 
-            def step(index: Int[Array, ""], carry: tuple) -> tuple:
-                return layer(index, jax.tree.map(lambda leaf: leaf[index], layers), carry)
+                def step(
+                    index: Int[Array, ""], carry: tuple, run: Run = run, layers: dict = layers
+                ) -> tuple:
+                    own = index - run.first if run.first else index
+                    return layer(index, one_layer(layers, own), carry)
 
-            if window is None:
-                step = jax.checkpoint(step, prevent_cse=False)
-            carry = lax.fori_loop(0, depth, step, carry)
+                if window is None:
+                    step = jax.checkpoint(step, prevent_cse=False)
+                last = min(depth, run.first + run.count)
+                if run.first < last:
+                    carry = lax.fori_loop(run.first, last, step, carry)
         else:
             for index in range(depth):
                 # Else XLA takes the heads apart again, and transposes kernels for a single token.
-                weights = lax.optimization_barrier(
-                    merge_heads(params["layers"][str(index)], config)
-                )
+                weights = merge_heads(params["layers"][str(index)], config)
+                weights = with_experts(lax.optimization_barrier(weights))
                 carry = layer(index, weights, carry)
         pre_norm, window, tapped = carry
 

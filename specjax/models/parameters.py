@@ -26,6 +26,10 @@ class Parameter:
         """One layer of a parameter that is stacked over layers."""
         return replace(self, shape=self.shape[1:], axes=self.axes[1:])
 
+    def with_layers(self, count: int) -> Parameter:
+        """A layer's parameter stacked over `count` layers."""
+        return replace(self, shape=(count, *self.shape), axes=("layers", *self.axes))
+
     def initializer(self) -> nn.initializers.Initializer:
         """`normal` (standard deviation 0.02), `ones`, `zeros` or `identity`, axes named."""
         start = {

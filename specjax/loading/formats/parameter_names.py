@@ -33,7 +33,8 @@ def param_shapes(config: DecoderConfig, scan_layers: bool = True) -> dict[str, A
 class Slot(NamedTuple):
     """One row of a table: a tensor's name in the file and its location in the tree.
 
-    `name` holds `{layer}` for a tensor that exists once a layer. `in_axes` counts the axes of a
+    `name` holds `{layer}` for a tensor that exists once a layer, and `{expert}` for one of each
+    expert. `in_axes` counts the axes of a
     kernel that the product sums over; 0 marks a scale, a bias or an embedding. `paired` marks rows
     whose rotated dimensions are stored as pairs of neighbours instead of half-split. `tied` limits
     the row to models whose head is, or is not, the embedding. `part` is (index, count) where the
@@ -54,6 +55,7 @@ class Slot(NamedTuple):
 class Location(NamedTuple):
     """One tensor of one checkpoint: its file name, slot, layer, and unstacked tree shape.
 
+    `run` is the name of the layer's stacked run, and its first layer; `expert` the expert's index.
     `rotary_width` is the number of rotated dimensions of a head.
     """
 
@@ -62,13 +64,22 @@ class Location(NamedTuple):
     layer: int | None
     shape: Shape
     rotary_width: int = 0
+    run: tuple[str, int] = ("layers", 0)
+    expert: int | None = None
 
-    def within(self, scan_layers: bool) -> tuple[Path, int | None]:
-        """The leaf it belongs to, and its index on that leaf's first axis if layers are stacked."""
-        if self.layer is None or scan_layers:
-            return self.slot.path, self.layer
-        first, *rest = self.slot.path
-        return (first, str(self.layer), *rest), None
+    def within(self, scan_layers: bool) -> tuple[Path, tuple[int, ...]]:
+        """The leaf it belongs to, and its index on that leaf's first axes: layer, expert, or none.
+
+        Without `scan_layers` each layer has leaves of its own.
+        """
+        expert = () if self.expert is None else (self.expert,)
+        if self.layer is None:
+            return self.slot.path, expert
+        _, *rest = self.slot.path
+        if scan_layers:
+            name, first = self.run
+            return (name, *rest), (self.layer - first, *expert)
+        return ("layers", str(self.layer), *rest), expert
 
     @property
     def is_plain(self) -> bool:
@@ -108,16 +119,34 @@ def locations(table: Iterable[Slot], config: DecoderConfig) -> Iterator[Location
     }
     found = []
     for slot in table:
-        shape = lookup(shapes, slot.path)
-        if shape is None or slot.tied not in (None, config.tie_word_embeddings):
+        if slot.tied not in (None, config.tie_word_embeddings):
             continue
-        unnamed.discard(slot.path)
-        if slot.path[0] == "layers":
-            for layer in range(config.num_layers):
-                name = slot.name.format(layer=layer)
-                found.append(Location(name, slot, layer, shape[1:], config.rotary_width))
-        else:
-            found.append(Location(slot.name, slot, None, shape, config.rotary_width))
+        if slot.path[0] != "layers":
+            shape = lookup(shapes, slot.path)
+            if shape is not None:
+                unnamed.discard(slot.path)
+                found.append(Location(slot.name, slot, None, shape, config.rotary_width))
+            continue
+        for run in config.runs:
+            path = (run.name, *slot.path[1:])
+            shape = lookup(shapes, path)
+            if shape is None:
+                continue
+            unnamed.discard(path)
+            of_experts = "{expert}" in slot.name
+            for layer in range(run.first, run.first + run.count):
+                for expert in range(shape[1]) if of_experts else (None,):
+                    found.append(
+                        Location(
+                            slot.name.format(layer=layer, expert=expert),
+                            slot,
+                            layer,
+                            shape[2:] if of_experts else shape[1:],
+                            config.rotary_width,
+                            (run.name, run.first),
+                            expert,
+                        )
+                    )
     if unnamed:
         raise InputError(
             f"family={config.family!r}: it has no name for {'.'.join(min(unnamed))} "
@@ -169,9 +198,8 @@ def stored_tensors(
     parts: dict[str, list[tuple[Location, np.ndarray]]] = {}
     scan_layers = "0" not in params["layers"]
     for location in locations(table, config):
-        keys, layer = location.within(scan_layers)
-        leaf = np.asarray(lookup(params, keys))
-        value = leaf if layer is None else leaf[layer]
+        keys, index = location.within(scan_layers)
+        value = np.asarray(lookup(params, keys))[index]
         if value.size != math.prod(location.shape):
             raise InputError(
                 f"{location.name}: the parameter has shape {list(value.shape)}, "

@@ -26,6 +26,11 @@ class DraftModelConfig:
 
     def __post_init__(self) -> None:
         check_draft_vocab_size(self.draft_vocab_size, self.decoder.vocab_size)
+        if self.decoder.experts is not None:
+            raise InputError(
+                "experts: a draft model that starts as its target's layers has none; use a whole "
+                "model as draft model"
+            )
         if self.decoder.embedding.positions:
             raise InputError(
                 "embedding.positions=True: a draft model that shares its target's embedding has no "

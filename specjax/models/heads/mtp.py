@@ -53,12 +53,12 @@ class MtpConfig:
         if self.decoder.num_layers != 1:
             raise InputError(f"num_layers={self.decoder.num_layers}: an MTP module has one layer")
         supported = self.decoder.one_layer()
-        for name in ("sliding_window", "attention", "embedding", "logit_softcap"):
+        for name in ("sliding_window", "attention", "embedding", "logit_softcap", "experts"):
             value = getattr(self.decoder, name)
             if value != getattr(supported, name):
                 raise InputError(
-                    f"{name}={value}: an MTP module has no sliding window, no soft cap, and no "
-                    "scale or position of embeddings; leave them out"
+                    f"{name}={value}: an MTP module has no sliding window, no soft cap, no "
+                    "experts, and no scale or position of embeddings; leave them out"
                 )
         check_draft_vocab_size(self.draft_vocab_size, self.decoder.vocab_size)
 

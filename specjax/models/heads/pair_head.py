@@ -18,7 +18,11 @@ from specjax.cache import KVCache, Window
 from specjax.models.config import DecoderConfig
 from specjax.models.decoder import Decoder, write_window
 from specjax.models.layers.attention import Partial, attend, attend_cache, cached_blocks
-from specjax.models.layers.decoder_layer import Block, merge_heads, rotate_by
+from specjax.models.layers.decoder_layer import (
+    Block,
+    merge_heads,
+    rotate_by,
+)
 from specjax.models.parameters import Parameter, ParameterTable
 
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from specjax.distributed.sharding import constrain
 from specjax.models.config import DecoderConfig
+from specjax.models.layers import experts
 from specjax.models.layers.attention import Partial, group_queries, ungroup
 from specjax.models.layers.matmul import product
 from specjax.models.layers.rope import frequencies
@@ -32,13 +33,15 @@ class Block:
     """The arithmetic of one layer of a decoder or of a trained head.
 
     `dtype` is that of activations; products round their operands to `multiply`, or to `dtype`
-    without it. `shards` is the number of devices that weights are split over.
+    without it. `shards` is the number of devices that weights are split over. With
+    `differentiable` gradients of experts can be taken.
     """
 
     config: DecoderConfig
     dtype: jnp.dtype
     shards: int = 1
     multiply: jnp.dtype | None = None
+    differentiable: bool = False
 
     def norm(self, x: Float[Array, "B T D"], weights: dict[str, Any]) -> Float[Array, "B T D"]:
         """The config's norm: RMS or layer norm, with its epsilon."""
@@ -108,7 +111,9 @@ class Block:
         return self.whole(x + out)
 
     def mlp(self, h: Float[Array, "B T D"], mlp: dict[str, Any]) -> Float[Array, "B T D"]:
-        """The MLP, gated or plain."""
+        """The MLP, gated or plain, or the mixture of experts."""
+        if "experts" in mlp:
+            return self.experts(h, mlp)
         activation = ACTIVATIONS[self.config.mlp.activation]
         if self.config.mlp.gated:
             gate = activation(self.project("btd,df->btf", h, mlp["gate"]))
@@ -116,6 +121,21 @@ class Block:
         else:
             gate = activation(self.project("btd,df->btf", h, mlp["up"]))
         return self.project("btf,fd->btd", gate, mlp["down"])
+
+    def experts(self, h: Float[Array, "B T D"], mlp: dict[str, Any]) -> Float[Array, "B T D"]:
+        """The mixture of experts, and what the shared MLP adds."""
+        assert self.config.experts is not None
+        flat = h.reshape(-1, h.shape[-1])
+        routes = experts.route(flat, mlp["router"], self.config.experts)
+        out = experts.mix(
+            flat,
+            routes,
+            mlp["experts"],
+            ACTIVATIONS[self.config.mlp.activation],
+            self.multiply,
+            self.differentiable,
+        ).reshape(h.shape)
+        return out + self.mlp(h, mlp["shared"]) if "shared" in mlp else out
 
     def whole(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """The residual stream, constrained to be whole on each device of a row."""
@@ -140,6 +160,29 @@ def merge_heads(layer: dict[str, Any], config: DecoderConfig) -> dict[str, Any]:
     kernel = output["kernel"]
     output["kernel"] = kernel.reshape(*kernel.shape[:-3], -1, config.hidden_size)
     return {**layer, "attention": {**attention, "output": output}}
+
+
+def one_layer(layers: dict[str, Any], index: Int[Array, ""] | int) -> dict[str, Any]:
+    """A layer of stacked ones; its experts stay stacked, with the index beside them."""
+    if "experts" not in layers["mlp"]:
+        return jax.tree.map(lambda leaf: leaf[index], layers)
+    kernels = layers["mlp"]["experts"]
+    rest = {name: part for name, part in layers["mlp"].items() if name != "experts"}
+    layer = jax.tree.map(lambda leaf: leaf[index], {**layers, "mlp": rest})
+    return {**layer, "mlp": {**layer["mlp"], "experts": _stacked(kernels, index)}}
+
+
+def with_experts(layer: dict[str, Any]) -> dict[str, Any]:
+    """A layer that was never stacked, its experts, if any, as a stack of one layer."""
+    if "experts" not in layer["mlp"]:
+        return layer
+    kernels = jax.tree.map(lambda leaf: leaf[None], layer["mlp"]["experts"])
+    return {**layer, "mlp": {**layer["mlp"], "experts": _stacked(kernels, 0)}}
+
+
+def _stacked(kernels: dict[str, Any], index: Int[Array, ""] | int) -> experts.StackedExperts:
+    gate, up, down = (kernels[name]["kernel"] for name in ("gate", "up", "down"))
+    return experts.StackedExperts(gate, up, down, index)
 
 
 def embed(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from specjax.errors import InputError, shown
@@ -56,6 +57,18 @@ GGUF_QK_NORM_NAMES = {
     "key_norm": "blk.{layer}.attn_k_norm",
 }
 
+
+def expert_names(block: str, gate: str, up: str, down: str) -> dict[tuple[str, ...], str]:
+    """Names of a router and of experts' kernels, `block` being their module within a layer."""
+    start = f"model.layers.{{layer}}.{block}"
+    parts = {"gate": gate, "up": up, "down": down}
+    kernels = {
+        ("experts", part, "kernel"): f"{start}.experts.{{expert}}.{name}.weight"
+        for part, name in parts.items()
+    }
+    return {("router", "kernel"): f"{start}.gate.weight", **kernels}
+
+
 _NORMS = (
     "final_norm",
     "attention_norm",
@@ -84,12 +97,14 @@ def table(
     transposed: bool = False,
     norms_added: int = 0,
     fused: Collection[Sequence[str]] = (),
+    names_of_experts: Mapping[tuple[str, ...], str] = MappingProxyType({}),
 ) -> tuple[Slot, ...]:
     """The slots of a format, from the names of its modules.
 
     `paired` says that rotated dimensions of queries and keys are stored as neighbours, `transposed`
     that kernels are stored [in, out], `norms_added` what the file's norm scales have more than the
     tree's. Each of `fused` lists parts that one tensor holds in that order; they have one name.
+    `names_of_experts` are whole names by the location within the MLP (`expert_names`).
     """
     slots = [
         Slot(names["embed"] + ".weight", ("head", "kernel"), 1, tied=True),
@@ -102,6 +117,10 @@ def table(
             path = (part,) if part == "final_norm" else ("layers", *inside, part)
             slots.append(Slot(names[part] + ".weight", (*path, "scale"), added=norms_added))
             slots.append(Slot(names[part] + ".bias", (*path, "bias")))
+    for (*inside, part), name in sorted(names_of_experts.items()):
+        slots.append(
+            Slot(name, ("layers", "mlp", *inside, part), 0 if part == "selection_bias" else 1)
+        )
     positions = {part: (group.index(part), len(group)) for group in fused for part in group}
     for part, (block, in_axes) in _LINEAR.items():
         if part not in names:
@@ -246,8 +265,14 @@ def layer_types(config: DecoderConfig) -> list[str]:
 
 
 def shortest_period(flags: Sequence[bool]) -> tuple[bool, ...]:
-    """The shortest beginning of a sequence that repeats to all of it."""
-    for period in range(1, len(flags)):
-        if all(flag == flags[index % period] for index, flag in enumerate(flags)):
-            return tuple(flags[:period])
-    return tuple(flags)
+    """The shortest beginning of a sequence that repeats to all of it.
+
+    In linear time (Knuth, Morris and Pratt 1977): the number of layers may be a damaged file's.
+    """
+    longest = [0] * len(flags)  # the longest proper beginning that each part ends with
+    for index in range(1, len(flags)):
+        length = longest[index - 1]
+        while length and flags[index] != flags[length]:
+            length = longest[length - 1]
+        longest[index] = length + (flags[index] == flags[length])
+    return tuple(flags[: len(flags) - longest[-1]])

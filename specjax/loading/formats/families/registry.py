@@ -7,11 +7,14 @@ from specjax.loading.formats.families import (
     gemma2,
     gemma3,
     glm4,
+    glm4_moe,
     gpt2,
     llama,
     mistral,
+    mixtral,
     qwen2,
     qwen3,
+    qwen3_moe,
 )
 from specjax.loading.formats.families.family import Family
 from specjax.loading.formats.parameter_names import Slot
@@ -19,7 +22,19 @@ from specjax.models.config import DecoderConfig
 
 FAMILIES: dict[str, Family] = {
     module.FAMILY.model_type: module.FAMILY
-    for module in (llama, mistral, qwen2, qwen3, gemma2, gemma3, gpt2, glm4)
+    for module in (
+        llama,
+        mistral,
+        mixtral,
+        qwen2,
+        qwen3,
+        qwen3_moe,
+        gemma2,
+        gemma3,
+        gpt2,
+        glm4,
+        glm4_moe,
+    )
 }
 
 
