@@ -21,6 +21,13 @@ class Window:
     v: Float[Array, "L B G W C"]
     positions: Int[Array, "B W"] | None = None
 
+    def padded(self, slots: int) -> Window:
+        """The window with so many more slots, of zeros."""
+        return Window(
+            *(_pad(part, 3, slots) for part in (self.k, self.v)),
+            self.positions if self.positions is None else _pad(self.positions, 1, slots),
+        )
+
     def admit(self, rows: Int[Array, "A"], new: Window) -> Window:
         """The window with the A rows of `new` at `rows`; those out of range are dropped."""
         positions = self.positions
@@ -95,6 +102,12 @@ def commit(
         )
 
     return KVCache(append(cache.k, window.k), append(cache.v, window.v), cache.length + count)
+
+
+def _pad(part: jax.Array, axis: int, more: int) -> jax.Array:
+    widths = [(0, 0)] * part.ndim
+    widths[axis] = (0, more)
+    return jnp.pad(part, widths)
 
 
 # All axes in front of the tokens are batch dimensions of the scatter: each device of a mesh writes

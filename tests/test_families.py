@@ -28,7 +28,6 @@ from specjax.models.prefill import prefill
 
 GOLDENS = Path(__file__).parent / "goldens" / "families"
 NAMES = sorted(path.name for path in GOLDENS.iterdir())
-WINDOWED = ("gemma3_text", "qwen2")
 TOLERANCE = 1e-4
 HALF = 20
 
@@ -84,12 +83,12 @@ def test_there_is_a_golden_for_each_family():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_equal_those_of_transformers(name):
-    """In one pass; and half of the tokens in the cache, the rest one by one in the window."""
+    """In two passes, the second after the cache; then that half one by one in the window."""
     model, tokens = model_of(name), golden(name)["tokens"]
-    out, _ = at_once(model, tokens)
-    assert_near(out.logits, name)
     first, cache = at_once(model, tokens[:, :HALF])
     assert_near(first.logits, name, slice(HALF))
+    second, _ = at_once(model, tokens[:, HALF:], HALF, cache)
+    assert_near(second.logits, name, slice(HALF, None))
     window = model.architecture.make_window(len(tokens), HALF)
     for slot in range(HALF):
         position = HALF + slot
@@ -115,29 +114,27 @@ def decoded(model, prompts, drafter=None, tokens=24, **options):
     return generate(model, prompts, drafter=drafter, **options).token_ids
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name in WINDOWED else pytest.param(name, marks=pytest.mark.slow) for name in NAMES],
-)
+OTHERS = slow(*sorted({*NAMES} - {"gemma3_text"}))
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", *OTHERS])
 def test_greedy_tokens_equal_those_of_transformers(name):
-    expected = golden(name)["greedy"].tolist()
-    prompts = golden(name)["tokens"].tolist()
-    assert decoded(model_of(name), prompts) == expected
+    expected, prompts = golden(name)["greedy"].tolist(), golden(name)["tokens"].tolist()
     assert decoded(model_of(name), prompts, "ngram") == expected
 
 
-@pytest.mark.parametrize("batch", [1, *slow(4)])
+@pytest.mark.parametrize("batch", [4, *slow(1)])
 @pytest.mark.parametrize("drafter", ["early_exit", *slow("ngram")])
-@pytest.mark.parametrize("name", ["gemma3_text", *slow(*sorted({*NAMES} - {"gemma3_text"}))])
+@pytest.mark.parametrize("name", ["gemma3_text", *OTHERS])
 def test_drafting_changes_no_token(name, drafter, batch):
-    """Greedy rows, and sampled ones under `coupled`, alone and beside others."""
+    """Greedy rows, and sampled ones under `coupled`, alone and beside each other."""
     model, tokens = model_of(name), golden(name)["tokens"]
     prompts = [tokens[0].tolist(), tokens[1, :3].tolist(), tokens[1, 5:25].tolist(), [7, 8, 7, 8]]
-    drawn = SamplingParams(temperature=0.8, max_new_tokens=24, ignore_eos=True, seed=5)
-    for sampling in (greedy(max_new_tokens=24, ignore_eos=True), drawn):
-        options = {"sampling": sampling, "verify": "coupled", "batch_size": batch}
-        plain = decoded(model, prompts[:batch], **options)
-        assert decoded(model, prompts[:batch], drafter, **options) == plain
+    drawn = SamplingParams(temperature=0.8, max_new_tokens=16, ignore_eos=True, seed=5)
+    requests = [greedy(max_new_tokens=16, ignore_eos=True), drawn] * 2
+    options = {"sampling": requests, "verify": "coupled", "batch_size": batch}
+    plain = decoded(model, prompts, **options)
+    assert decoded(model, prompts, drafter, **options) == plain
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", *slow("gemma2", "gpt2", "glm4", "qwen2")])
@@ -269,9 +266,9 @@ def edited(name, folder, change):
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True"),
         ("gpt2", {"activation_function": "relu"}, "activation_function='relu'"),
         ("glm4", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers=1"),
-        ("glm4", {"rope_parameters": {"partial_rotary_factor": 0.9}}, "rotary_width=10"),
+        ("glm4", {"rope_parameters": {"partial_rotary_factor": 0.95}}, "rotary_width=11"),
         ("glm4", {"rope_parameters": {"partial_rotary_factor": 0.6}}, "rotary_width=7"),
-        ("glm4", {"attention_bias": False}, "unexpected: model.layers.0.self_attn"),
+        ("glm4", {"attention_bias": False}, "unexpected: model.layers."),
     ],
 )
 def test_what_a_family_does_not_have_is_refused_by_name(tmp_path, name, change, words):

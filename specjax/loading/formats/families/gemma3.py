@@ -50,7 +50,7 @@ def _read(fields: Fields) -> dict[str, Any]:
     fields.only("attn_logit_softcapping")
     num_layers = read["num_layers"]
     size, period = fields.integer("sliding_window", 4096), _PERIOD
-    for name in ("sliding_window_pattern", "_sliding_window_pattern"):
+    for name in ("_sliding_window_pattern", "sliding_window_pattern"):
         period = fields.whole(name, period)
     windowed = [(layer + 1) % period != 0 for layer in common.layers(num_layers)]
     window = common.read_window(fields, size, num_layers, windowed)
