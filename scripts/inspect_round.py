@@ -2,12 +2,14 @@
 
     python scripts/inspect_round.py --platform=cuda --layers=4 --batch=8
     python scripts/inspect_round.py --platform=tpu --topology=v5e:2x4 --data=2 --model=4
+    python scripts/inspect_round.py --drafter=early_exit --tree=dynamic --nodes=32
 
 Needs the platform's compiler (`pip install -e '.[cuda13]'` or `.[tpu]`), not the device: XLA
 compiles for a description of it. The target is Llama-8B-shaped with `--layers` layers, in bfloat16,
-after an n-gram drafter. Printed are the collectives, and every instruction outside of a matrix
-product that only moves data and makes at least `--megabytes`: a copy of a weight or of the cache
-shows up here. Exit code 1 if there is one in the loop.
+after an n-gram drafter, or after its own first layer, which drafts chains or trees. Printed are the
+collectives, and every instruction outside of a matrix product that only moves data and makes at
+least `--megabytes`: a copy of a weight or of the cache shows up here. Exit code 1 if there is one
+in the loop.
 """
 
 from __future__ import annotations
@@ -29,6 +31,9 @@ _LAYERS = flags.DEFINE_integer("layers", 4, "Layers of the target.")
 _BATCH = flags.DEFINE_integer("batch", 8, "Rows.")
 _CAPACITY = flags.DEFINE_integer("capacity", 2048, "Tokens that the cache can hold.")
 _TOKENS = flags.DEFINE_integer("num_speculative_tokens", 7, "Longest draft.")
+_DRAFTER = flags.DEFINE_enum("drafter", "ngram", ["ngram", "early_exit"], "What drafts.")
+_TREE = flags.DEFINE_enum("tree", "chain", ["chain", "static", "dynamic"], "What it drafts.")
+_NODES = flags.DEFINE_integer("nodes", 32, "Nodes of a tree.")
 _DATA = flags.DEFINE_integer("data", 1, "Devices along `data`.")
 _MODEL = flags.DEFINE_integer("model", 1, "Devices along `model`.")
 _MEGABYTES = flags.DEFINE_float("megabytes", 4.0, "The smallest result worth listing.")
@@ -113,8 +118,9 @@ def compile_round(devices: list[Any]) -> Any:
     from specjax.decoding.state import Plan, Rows
     from specjax.distributed import sharding
     from specjax.draft_length.limits import DraftLength
-    from specjax.drafters import Turns
+    from specjax.drafters import TreeOptions, Turns
     from specjax.drafters.base import Sampling
+    from specjax.drafters.early_exit import EarlyExit
     from specjax.drafters.lookup.ngram import Ngram
     from specjax.loading.formats import build_parameters, parameter_names
     from specjax.models.config import DecoderConfig
@@ -141,12 +147,21 @@ def compile_round(devices: list[Any]) -> Any:
         is_leaf=lambda node: isinstance(node, tuple),
     )
     sampled = _TEMPERATURE.value > 0
+    drafter = Ngram(num_speculative_tokens=_TOKENS.value)
+    if _DRAFTER.value == "early_exit":
+        nodes = None if _TREE.value == "chain" else _NODES.value
+        tree = TreeOptions(kind=_TREE.value, num_nodes=nodes)
+        drafter = EarlyExit(
+            config.num_layers, exit_layer=1, num_speculative_tokens=_TOKENS.value, tree=tree
+        )
+    elif _TREE.value != "chain":
+        raise app.UsageError("--tree needs --drafter=early_exit")
     plan = Plan(
         target=Decoder(config, jnp.dtype(jnp.bfloat16), model, form),
-        drafter=Turns((Ngram(num_speculative_tokens=_TOKENS.value),)),
+        drafter=Turns((drafter,)),
         rule=sampling.Rejection(),
         draft_length=DraftLength(_TOKENS.value, ()),
-        widths=widths(_TOKENS.value),
+        widths=widths(drafter.num_nodes, lengths=drafter.lengths),
         flags=sampling.WarpFlags(not sampled, sampled, False, False, False),
         capacity=_CAPACITY.value,
         max_rounds=64,

@@ -29,13 +29,18 @@ from rich.console import Console
 
 from specjax.cli import command
 from specjax.cli.console import Screen
-from specjax.cli.decode_config import DecodeConfig, make_config_drafter, read_decode_config
+from specjax.cli.decode_config import (
+    ConfigDrafter,
+    DecodeConfig,
+    make_config_drafter,
+    read_decode_config,
+)
 from specjax.cli.decode_run import decode_batches
 from specjax.cli.mesh_config import open_mesh
 from specjax.decoding.generate import broken_logits
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.distributed import processes
-from specjax.drafters import DRAFTERS, TRAINED, LoadedDrafter, drafter_options, option_type
+from specjax.drafters import DRAFTERS, TRAINED, drafter_options, option_type
 from specjax.errors import InputError, one_line
 from specjax.loading.heads.find_head import shipped_heads
 from specjax.loading.load import load_model
@@ -75,7 +80,7 @@ def decode(config: DecodeConfig) -> int:
     screen, clock = Screen(console), Clock()
     begin = time.perf_counter()
 
-    def load() -> tuple[Model, list[LoadedDrafter]]:
+    def load() -> tuple[Model, list[ConfigDrafter]]:
         model = load_model(config.target, dtype=config.dtype, mesh=mesh, field="target")
         if path is not None:
             check_space(path, _largest_report(config, model), f"report={str(path)!r}")
@@ -96,7 +101,10 @@ def decode(config: DecodeConfig) -> int:
     title = f"{config.target}, {where}, batch size {config.options.batch_size}{_lossy(config)}"
     screen.say(f"{model.num_params / 1e6:.1f}M parameters, {setting.dtype}, on {setting.device}")
     screen.legend(config.drafters[0].name)
-    runs = [DrafterRun(one.name, config.written_for(one)) for one in config.drafters]
+    runs = [
+        DrafterRun(one.name, config.written_for(one), made.trees)
+        for one, made in zip(config.drafters, drafters, strict=True)
+    ]
 
     def content(interrupted: bool) -> dict[str, Any]:
         said = None if refused is None else one_line(refused)
@@ -106,7 +114,9 @@ def decode(config: DecodeConfig) -> int:
     refused: InputError | None = None
     with ReportFile(path, content, screen.say) as file:
         try:
-            for _ in decode_batches(config, model, drafters, runs, screen, clock):
+            for _ in decode_batches(
+                config, model, [made.loaded for made in drafters], runs, screen, clock
+            ):
                 file.grew()
         except KeyboardInterrupt:
             interrupted = True

@@ -6,11 +6,12 @@ import pytest
 from decoding import PROMPTS, decode, draft_model, greedy
 
 from specjax.decoding import costs
-from specjax.drafters import TreeOptions, take_turns
+from specjax.drafters import TreeOptions, merge_drafters, take_turns
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.errors import InputError
 from specjax.loading.heads.ranks import read_acceptance, write_acceptance
-from specjax.trees import best_tree, tree_of_choices
+from specjax.reporting.decode_report import Clock, DrafterRun, Setting, report
+from specjax.trees import FastestTree, best_tree, tree_of_choices
 from specjax.tuning import choose_tree, measure_ranks, with_fastest_trees, with_tree
 
 RATES = ((0.6, 0.2, 0.1), (0.5, 0.2, 0.1))
@@ -78,10 +79,11 @@ def test_the_tree_follows_the_costs(tiny, similar, timed):
     assert small.tree.topology.num_nodes == 4
 
 
-def test_each_part_gets_its_tree(tiny, similar, timed, fast_programs):
+@pytest.mark.parametrize("join", [take_turns, merge_drafters])
+def test_each_part_gets_its_tree(join, tiny, similar, timed, fast_programs):
     measured, _ = timed
     measured(slope=0.02, draft=0.01)
-    together = take_turns(Ngram(), draft_model(similar))
+    together = join(Ngram(), draft_model(similar))
     options = TreeOptions(kind="auto")
     rates = {"draft_model": RATES}
     chosen, found = with_fastest_trees(tiny, together, options, acceptance=rates)
@@ -110,3 +112,16 @@ def test_rates_are_written_and_read(tmp_path):
     file.write_text('{"acceptance": [[2]]}')
     with pytest.raises(InputError, match="must be lists of rates from 0 to 1"):
         read_acceptance(file)
+
+
+def test_a_report_says_what_was_chosen_and_expected():
+    fastest = FastestTree(best_tree(RATES, 3), 1.9, 0.05)
+    run = DrafterRun("mine", {}, {"mine": fastest})
+    summary = report([run], Setting("cpu", "float32", 0.0), Clock())["summary"]
+    assert summary["trees"] == {
+        "mine": {
+            "choices": [[0], [0, 0], [1]],
+            "expected_tokens_per_round": 1.9,
+            "expected_round_s": 0.05,
+        }
+    }

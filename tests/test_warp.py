@@ -16,6 +16,7 @@ from specjax.sampling import (
     argmax,
     overlap,
     residual,
+    top_k,
     warp,
 )
 
@@ -221,3 +222,15 @@ def test_identities_of_two_distributions(p, q):
 def test_residual_of_equal_distributions_is_the_distribution():
     logp = jnp.log(jnp.array([[0.2, 0.8, 0.0], [0.5, 0.0, 0.5]]))
     np.testing.assert_array_equal(residual(logp, logp), logp)
+
+
+@pytest.mark.parametrize(("vocab", "count"), [(2000, 1), (2000, 7), (1990, 5), (300, 4), (5, 5)])
+def test_the_largest_values_are_those_of_a_sort(vocab, count):
+    """Few different values, so that many are equal; a row of nothing but -inf; one of a few."""
+    values = np.random.default_rng(0).integers(0, 40, (3, 2, vocab)).astype(np.float32)
+    values[1] = -np.inf
+    values[1, 0, vocab - 2 :] = 1.0
+    best, index = jax.jit(top_k, static_argnums=1)(values, count)
+    wanted, where = jax.lax.top_k(values, count)
+    np.testing.assert_array_equal(best, wanted)
+    np.testing.assert_array_equal(index, where)

@@ -230,6 +230,9 @@ class Screen:
             add("  where drafted", count("tau_drafted"))
             add("draft tokens accepted", _accepted)
             add("acceptance by position", _by_position)
+        if any(run.trees for run in runs):
+            cells = ["; ".join(map(str, run.trees.values())) for run in runs]
+            table.add_row("tree", *[""] * compared, *cells)
         if any(totals.expected is not None for totals in all_totals):
             add("accepted of tested", lambda totals: _number(totals.acceptance_of_tested, 3))
             add("  expected from p and q", _expected)

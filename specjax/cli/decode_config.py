@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from specjax.cli.built_in_prompts import BUILT_IN
 from specjax.cli.mesh_config import DistributedConfig, MeshConfig
@@ -45,6 +45,7 @@ from specjax.loading.heads.find_head import holds_head
 from specjax.loading.load import DTYPE, load_model
 from specjax.loading.model import Model
 from specjax.sampling import RULES, Rule, Typical, derived_seed
+from specjax.trees import FastestTree
 from specjax.tuning import with_fastest_trees
 
 SIMULATED = "simulated"
@@ -250,13 +251,20 @@ def _drafters(section: Mapping[str, Any], tree: TreeOptions) -> tuple[DrafterCon
     )
 
 
+class ConfigDrafter(NamedTuple):
+    """A drafter of a config, and its parts' trees where `tree.kind=auto` has chosen them."""
+
+    loaded: LoadedDrafter
+    trees: Mapping[str, FastestTree]
+
+
 def make_config_drafter(
     config: DecodeConfig,
     drafter: DrafterConfig,
     target: Model,
     continuations: Sequence[Sequence[int]] | None = None,
     tell: Callable[[str], Any] = lambda line: None,
-) -> LoadedDrafter:
+) -> ConfigDrafter:
     """One of a config's drafters; `continuations` are plain decoding's tokens, for `simulated`.
 
     `tell` takes lines on what a tree of the kind `auto` is chosen by, and what is expected of it.
@@ -285,13 +293,13 @@ def make_config_drafter(
     length = config.options.fixed_draft_length
     made = make_drafter(drafter.name, target, path, num_speculative_tokens=length, **options)
     if tree is None or tree.kind != "auto":
-        return made
+        return ConfigDrafter(made, {})
     made, found = with_fastest_trees(
         target, made, tree, batch_size=config.options.batch_size, tell=tell
     )
     for name, fastest in found.items():
         tell(f"{name}: tree.kind=auto: {fastest}")
-    return made
+    return ConfigDrafter(made, found)
 
 
 def turn_prompts(

@@ -139,7 +139,7 @@ def decode_batches(
             recorded = [ids for result in plain.results for ids in result.token_ids]
             for number, one in enumerate(config.drafters):
                 if one.name == SIMULATED:
-                    made = make_config_drafter(config, one, model, recorded)
+                    made = make_config_drafter(config, one, model, recorded).loaded
                     sessions[number] = opened(drafter=made, options=config.options)
         drafting = [
             _Side(run.drafter, session, run) for run, session in zip(runs, sessions, strict=True)

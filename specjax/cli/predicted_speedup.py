@@ -115,7 +115,8 @@ def _round_costs(session: Session, run: Run, key: str, passes: dict[Any, float])
 def _session(run: Run, config: DecodeConfig, model: Model) -> Session:
     recorded = [list(row.token_ids) for row in run.rows if row.turn == 0]
     (own,) = config.drafters
-    drafter = make_config_drafter(config, own, model, recorded if own.name == SIMULATED else None)
+    continuations = recorded if own.name == SIMULATED else None
+    drafter = make_config_drafter(config, own, model, continuations).loaded
     seed, sampling = config.turn_seeds(0)
     # Only planned: with "auto" the same widths, without measuring the costs that rows choose by.
     return plan_session(

@@ -84,8 +84,8 @@ class LearnedCosts:
         if (kind := self.measurement.next) is not None:
             return _put_kind(state, kind)
         figures = self.measurement.figures()
-        _check(figures)
-        self.estimate = CostEstimate(figures, self.measurement.num_widths)
+        _check(figures.seconds)
+        self.estimate = CostEstimate(figures.seconds, self.measurement.num_widths, figures.spread)
         self.measurement = None
         # What was drafted to measure says nothing of how fast the batch is.
         known = state.policy.survival

@@ -33,13 +33,22 @@ _LEAST = 1e-9
 class CostEstimate:
     """Seconds of the parts of a round: passes by width in ascending order, then other parts.
 
-    `seconds` are those known now, `first` those at the beginning.
+    `seconds` are those known now, `first` those at the beginning. `spread` is how far apart, in
+    seconds, the timings of each were that they come from: the first steps correct those figures
+    most whose timings disagree.
     """
 
-    def __init__(self, seconds: Sequence[float] | np.ndarray, num_widths: int) -> None:
+    def __init__(
+        self,
+        seconds: Sequence[float] | np.ndarray,
+        num_widths: int,
+        spread: Sequence[float] | np.ndarray | None = None,
+    ) -> None:
         self.num_widths = num_widths
         self.first = self.seconds = self._possible(np.array(seconds, float))
         self._covariance = self._drift(_START, _START, _START_FLOOR)
+        if spread is not None:
+            self._covariance += np.diag(np.square(np.asarray(spread, float)))
         self._far = 0
 
     def update(self, count: Sequence[float] | np.ndarray, seconds: float) -> None:

@@ -7,7 +7,7 @@ is next does not depend on any token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +28,16 @@ class Kind(NamedTuple):
 
     narrowest: int
     lengths: tuple[int, ...]
+
+
+class Figures(NamedTuple):
+    """Seconds of passes by width, of each drafter's first token, and of each further one.
+
+    `spread` is how far apart the timings of each were: the median less the least.
+    """
+
+    seconds: Float[np.ndarray, "parts"]
+    spread: Float[np.ndarray, "parts"]
 
 
 class _Timed(NamedTuple):
@@ -68,26 +78,33 @@ class Measurement:
         ran, further = bool(np.any(work.first)), int(np.sum(work.further))
         self._timed.append(_Timed(seconds, int(np.argmax(work.passes)), ran, further))
 
-    def figures(self) -> Float[np.ndarray, "parts"]:
-        """Seconds of passes by width, of each drafter's first token, and of each further one.
+    def figures(self) -> Figures:
+        """What each part takes.
 
         What was never drafted takes no time: a lookup that finds nothing is all in the first.
         """
         size, num_widths = len(self._kinds) // _TURNS, self.num_widths
         each = [self._timed[number::size] for number in range(size)]
-        passes = [min(one.seconds for one in timed) for timed in each[:num_widths]]
+        passes = [_figure(one.seconds for one in timed) for timed in each[:num_widths]]
 
         def alone(one: _Timed) -> float:
-            return one.seconds - passes[one.width]
+            return one.seconds - passes[one.width][0]
 
         first, further = [], []
         for longest, shortest in zip(
             each[num_widths + 1 :: 3], each[num_widths + 2 :: 3], strict=True
         ):
             # At its end a row has no room for a draft.
-            first.append(min((alone(one) for one in shortest if one.ran), default=0.0))
+            first.append(_figure(alone(one) for one in shortest if one.ran))
             more = [one for one in longest if one.further > 0]
-            further.append(
-                min(((alone(one) - first[-1]) / one.further for one in more), default=0.0)
-            )
-        return np.maximum([*passes, *first, *further], 0.0)
+            further.append(_figure((alone(one) - first[-1][0]) / one.further for one in more))
+        seconds, spread = np.transpose([*passes, *first, *further])
+        return Figures(np.maximum(seconds, 0.0), spread)
+
+
+def _figure(timings: Iterable[float]) -> tuple[float, float]:
+    """The least of some timings, and how far below their median it is."""
+    timings = list(timings)
+    if not timings:
+        return 0.0, 0.0
+    return min(timings), float(np.median(timings)) - min(timings)

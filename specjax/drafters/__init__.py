@@ -3,7 +3,7 @@
 from specjax.drafters.base import DRAFT_TOKENS, Accepted, Context, Drafter, LoadedDrafter, Noise
 from specjax.drafters.growth.options import TreeOptions
 from specjax.drafters.lookup.token_recycling import TokenRecycling
-from specjax.drafters.merged import merge_drafters
+from specjax.drafters.merged import Merged, merge_drafters
 from specjax.drafters.registry import (
     DRAFTER_KIND,
     DRAFTERS,
@@ -26,6 +26,7 @@ __all__ = [
     "Context",
     "Drafter",
     "LoadedDrafter",
+    "Merged",
     "Noise",
     "TokenRecycling",
     "TreeOptions",

@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from specjax.errors import InputError
+from specjax.sampling import top_k
 
 _PREFIX = "top_tokens:"
 _BLOCK = 32
@@ -42,7 +43,7 @@ def top_tokens(
     """The features, by name, of logits that are there."""
     if not counts:
         return {}
-    return _shares(lax.top_k(logits, max(counts.values()))[1], counts)
+    return _shares(top_k(logits, max(counts.values()))[1], counts)
 
 
 def top_tokens_of_states(
@@ -56,7 +57,7 @@ def top_tokens_of_states(
     if length <= _BLOCK or length % _BLOCK:
         return top_tokens(project(states), counts)
     blocks = states.reshape(batch, length // _BLOCK, _BLOCK, width).swapaxes(0, 1)
-    best = lax.map(lambda block: lax.top_k(project(block), most)[1], blocks)
+    best = lax.map(lambda block: top_k(project(block), most)[1], blocks)
     return _shares(best.swapaxes(0, 1).reshape(batch, length, most), counts)
 
 

@@ -18,6 +18,7 @@ from specjax.decoding.compare_outputs import Difference
 from specjax.decoding.generate import Generation
 from specjax.decoding.prompts import Question
 from specjax.reporting.auto_lengths import AutoLengths
+from specjax.trees import FastestTree
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,14 @@ class Batch:
 class DrafterRun:
     """What one drafter has decoded so far, of all that a command decodes.
 
-    `config` is that of a command with this drafter alone. `expected` is the acceptance that the
+    `config` is that of a command with this drafter alone, and `trees` are those that were chosen
+    for it, by drafter, with what is expected of them. `expected` is the acceptance that the
     distributions imply, turn by turn, where it is computed; `auto` is None for other draft lengths.
     """
 
     drafter: str
     config: Mapping[str, Any]
+    trees: Mapping[str, FastestTree] = field(default_factory=dict)
     batches: list[Batch] = field(default_factory=list)
     expected: list[metrics.ExpectedAcceptance] = field(default_factory=list)
     auto: AutoLengths | None = None
@@ -183,6 +186,8 @@ def _report(
         "auto": run.auto.content() if run.auto else None,
         "config": run.config,
     }
+    if run.trees:
+        summary["trees"] = {name: _tree(fastest) for name, fastest in run.trees.items()}
     if any(batch.ours.lossy for batch in batches):
         summary["lossy"] = True
     if interrupted:
@@ -191,6 +196,15 @@ def _report(
         summary["refused"] = refused
     rows = [row for batch in batches for row in _rows(batch, run.drafter, setting)]
     return {"rows": rows, "summary": summary}
+
+
+def _tree(fastest: FastestTree) -> dict[str, Any]:
+    """A chosen tree, and what is expected of it in each row."""
+    return {
+        "choices": [list(path) for path in fastest.tree.choices],
+        "expected_tokens_per_round": fastest.tokens_per_round,
+        "expected_round_s": fastest.round_seconds,
+    }
 
 
 def versions() -> dict[str, str]:

@@ -57,7 +57,7 @@ from specjax.sampling.tree import (
     walk_greedy,
 )
 from specjax.sampling.verify import verify_chain
-from specjax.sampling.warp import WarpFlags, argmax, warp
+from specjax.sampling.warp import WarpFlags, argmax, top_k, warp
 
 __all__ = [
     "RULES",
@@ -100,6 +100,7 @@ __all__ = [
     "round_keys",
     "row_key",
     "split_keys",
+    "top_k",
     "typical",
     "uniforms",
     "verify_chain",

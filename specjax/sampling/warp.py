@@ -13,6 +13,9 @@ from jaxtyping import Array, Bool, Float, Int, Real
 
 Parameter = Real[Array | np.ndarray, "*#rows"] | float | int
 
+_BLOCK = 128
+"""Values whose largest is looked for first, in `top_k`: a row of a TPU's registers."""
+
 
 @dataclass(frozen=True)
 class WarpFlags:
@@ -123,6 +126,29 @@ def argmax(
     `largest` are those values, where they are known.
     """
     return _first(values, jnp.max(values, axis=-1, keepdims=True) if largest is None else largest)
+
+
+def top_k(
+    values: Float[Array, "*rows V"], count: int
+) -> tuple[Float[Array, "*rows k"], Int[Array, "*rows k"]]:
+    """The `count` largest values and their positions, of equal ones the first; as `lax.top_k`.
+
+    The largest are in the blocks with the largest maxima, so no more is sorted than a maximum of
+    each block, and `count` blocks. (TPUs sort copies of everything for `lax.top_k`.)
+    """
+    vocab = values.shape[-1]
+    blocks = -(-vocab // _BLOCK)
+    if count * 2 > blocks:
+        return tuple(lax.top_k(values, count))
+    room = [(0, 0)] * (values.ndim - 1) + [(0, blocks * _BLOCK - vocab)]
+    padded = jnp.pad(values, room, constant_values=-jnp.inf)
+    split = padded.reshape(*values.shape[:-1], blocks, _BLOCK)
+    # In the order of their positions, so that of equal values the first is found.
+    chosen = jnp.sort(lax.top_k(split.max(axis=-1), count)[1], axis=-1)
+    found = jnp.take_along_axis(split, chosen[..., None], axis=-2)
+    best, index = lax.top_k(found.reshape(*values.shape[:-1], -1), count)
+    block = jnp.take_along_axis(chosen, index // _BLOCK, axis=-1)
+    return best, block * _BLOCK + index % _BLOCK
 
 
 def _first(values: Real[Array, "*rows V"], largest: Real[Array, "*rows 1"]) -> Int[Array, "*rows"]:

@@ -26,31 +26,31 @@ second likeliest after it."""
 class RankedTree:
     """A topology, and which candidate after its parent each node is: rank 0 is the likeliest.
 
-    Nodes are sorted by depth, then by path, so that the first nodes are a tree too. Hashable.
-    Raises InputError unless siblings have the ranks 0, 1, 2, ...
+    A node comes after its parent and after its siblings of lower rank, so that the first nodes are
+    a tree too. Hashable. Raises InputError for another order, and unless siblings have the ranks
+    0, 1, 2, ...
     """
 
     choices: tuple[Path, ...]
 
     def __post_init__(self) -> None:
-        known = set(self.choices)
-        if len(known) < len(self.choices):
-            twice = next(path for path in self.choices if self.choices.count(path) > 1)
-            raise InputError(f"choices: {list(twice)} is there twice; leave one out")
+        known: set[Path] = set()
         for path in self.choices:
             if not path or min(path) < 0:
                 raise InputError(
                     f"choices: {list(path)} is no path; use ranks from 0 on, one for each token"
                 )
+            if path in known:
+                raise InputError(f"choices: {list(path)} is there twice; leave one out")
             *before, rank = path
             for needed in ((*before,), (*before, rank - 1)):
                 if needed and needed[-1] >= 0 and needed not in known:
+                    missing = "comes after it" if needed in self.choices else "is missing"
                     raise InputError(
-                        f"choices: {list(path)} needs {list(needed)}, which is missing; a node "
+                        f"choices: {list(path)} needs {list(needed)}, which {missing}; a node "
                         "comes after its parent and after siblings of lower rank"
                     )
-        if list(self.choices) != sorted(self.choices, key=_order):
-            raise InputError("choices are not sorted by depth and path; use tree_of_choices")
+            known.add(path)
 
     @cached_property
     def topology(self) -> Topology:
@@ -93,8 +93,9 @@ class RankedTree:
 
 
 def tree_of_choices(choices: Iterable[Sequence[int]]) -> RankedTree:
-    """The tree of a list of paths in any order, such as `medusa_choices`."""
-    return RankedTree(tuple(sorted((tuple(path) for path in choices), key=_order)))
+    """The tree of a list of paths in any order, such as `medusa_choices`, its nodes by depth."""
+    paths = (tuple(path) for path in choices)
+    return RankedTree(tuple(sorted(paths, key=lambda path: (len(path), path))))
 
 
 def best_tree(
@@ -123,7 +124,7 @@ def best_tree(
         chosen.append(path)
         wait((*path, 0))
         wait((*path[:-1], path[-1] + 1))
-    return tree_of_choices(chosen)
+    return RankedTree(tuple(chosen))
 
 
 def sequoia_tree(acceptance: Sequence[float], num_nodes: int, max_depth: int) -> RankedTree:
@@ -171,10 +172,6 @@ def sequoia_tree(acceptance: Sequence[float], num_nodes: int, max_depth: int) ->
 
     add((), num_nodes, max_depth - 1)
     return tree_of_choices(chosen)
-
-
-def _order(path: Path) -> tuple[int, Path]:
-    return len(path), path
 
 
 def _chance(path: Path, rates: Sequence[Float[np.ndarray, "..."]]) -> float:

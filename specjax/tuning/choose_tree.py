@@ -13,7 +13,14 @@ from specjax.decoding.options import DecodeOptions
 from specjax.decoding.plan import plan_session
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.distributed import processes, sharding
-from specjax.drafters import LoadedDrafter, TreeOptions, Turns, take_turns
+from specjax.drafters import (
+    LoadedDrafter,
+    Merged,
+    TreeOptions,
+    Turns,
+    merge_drafters,
+    take_turns,
+)
 from specjax.errors import InputError
 from specjax.files.measured_seconds import keep_seconds, read_seconds, seconds_file
 from specjax.loading.heads.ranks import shipped_acceptance
@@ -23,6 +30,7 @@ from specjax.trees import FastestTree, RankedTree, best_tree, fastest_tree
 _WIDTHS = (1, 2, 3, 5, 9, 17, 33)
 """Passes that are timed; those between take what the next wider one does."""
 _CONTEXT = 256
+_JOINED = {Turns: take_turns, Merged: merge_drafters}
 
 
 def choose_tree(
@@ -104,41 +112,42 @@ def with_fastest_trees(
 ) -> tuple[LoadedDrafter, dict[str, FastestTree]]:
     """The drafter, each part that drafts candidates with its fastest tree; and what was found.
 
-    `tree` limits their numbers. `acceptance` are rates by the parts' names, by default those that
-    come with specjax; `options` are those of `choose_tree`. Raises InputError as it does, where no
-    part drafts trees, and where rates are unknown.
+    Each one's tree is the fastest for it alone, also where parts draft together. `tree` limits
+    their numbers. `acceptance` are rates by the parts' names, by default those that come with
+    specjax; `options` are those of `choose_tree`. Raises InputError as it does, where no part
+    drafts trees, and where rates are unknown.
     """
-    together = drafter.drafter
-    turns = isinstance(together, Turns)
-    parts = together.parts if turns else (together,)
-    params = drafter.params if turns else (drafter.params,)
     found: dict[str, FastestTree] = {}
-    chosen = []
-    for part, own in zip(parts, params, strict=True):
-        if not hasattr(part, "tree"):
-            chosen.append(LoadedDrafter(part, own))
-            continue
+
+    def chosen(part: LoadedDrafter) -> LoadedDrafter:
+        for kind, join in _JOINED.items():
+            if isinstance(part.drafter, kind):
+                each = zip(part.drafter.parts, part.params, strict=True)
+                return join(*(chosen(LoadedDrafter(*one)) for one in each))
+        if not hasattr(part.drafter, "tree"):
+            return part
         rates = (acceptance or {}).get(part.name) or shipped_acceptance(part.name, target)
         if rates is None:
             raise InputError(
                 f"tree.kind=auto: how often {part.name}'s candidates are accepted by {target.name} "
                 "is not known; measure it (scripts/calibrate_trees.py), or use tree.kind=static"
             )
-        rates = [level[: tree.topk] for level in rates]
         found[part.name] = choose_tree(
             target,
-            LoadedDrafter(part, own),
-            rates,
+            part,
+            [level[: tree.topk] for level in rates],
             max_depth=tree.depth,
             max_nodes=tree.num_nodes,
             **options,
         )
-        chosen.append(with_tree(LoadedDrafter(part, own), found[part.name].tree))
+        return with_tree(part, found[part.name].tree)
+
+    made = chosen(drafter)
     if not found:
         raise InputError(
             f"tree.kind=auto: {drafter.name} drafts no trees of candidates; leave it out"
         )
-    return (take_turns(*chosen) if turns else chosen[0]), found
+    return made, found
 
 
 def with_tree(drafter: LoadedDrafter, tree: RankedTree) -> LoadedDrafter:

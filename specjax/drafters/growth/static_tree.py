@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from specjax.drafters.base import Context, Noise
 from specjax.drafters.growth.level import Level, Step, draw_children, likeliest_probability
@@ -14,14 +14,15 @@ from specjax.trees import Draft, RankedTree
 
 
 class _LevelShape(NamedTuple):
-    """One depth of a tree: its slots with children, and these children.
+    """One depth of a tree: its nodes with children, and these children.
 
-    `slots` are window slots of the draft and `parents` indices among those of the level before.
-    `start` is the first of their slots in the drafter's window, where `visible` is what they see.
-    Each child has a rank among those after its parent, an index among `slots`.
+    `nodes` are indices into root and nodes as they are drawn, level by level, and `parents` indices
+    among those of the level before. `start` is the first of their slots in the drafter's window,
+    where `visible` is what they see. Each child has a rank among those after its parent, an index
+    among `nodes`.
     """
 
-    slots: Int[np.ndarray, "T"]
+    nodes: Int[np.ndarray, "T"]
     parents: Int[np.ndarray, "T"]
     start: int
     visible: Bool[np.ndarray, "T W"]
@@ -57,11 +58,12 @@ def draft_static_tree(
     rows: list[Int[Array, "B nodes"]] = []
     distributions: list[Float[Array, "B #T V"]] = []
     num_rows = 0
-    for depth, shape in enumerate(_level_shapes(tree)):
+    drawn_as = _level_order(tree)
+    for depth, shape in enumerate(_level_shapes(tree, drawn_as)):
         if depth:
             level = Level(
                 depth,
-                jnp.concatenate(tokens, axis=1)[:, shape.slots],
+                jnp.concatenate(tokens, axis=1)[:, shape.nodes],
                 jnp.broadcast_to(jnp.asarray(shape.parents), (batch, len(shape.parents))),
                 shape.start,
                 jnp.asarray(shape.visible)[None],
@@ -76,7 +78,7 @@ def draft_static_tree(
         exists = found.exists[:, which, shape.child_ranks] & (depth < context.limit)[:, None]
         if p_min > 0:
             exists &= (likeliest_probability(logits) >= p_min)[:, which]
-        above = jnp.concatenate(valid, axis=1)[:, shape.slots[shape.child_parents]]
+        above = jnp.concatenate(valid, axis=1)[:, shape.nodes[shape.child_parents]]
         tokens.append(found.tokens[:, which, shape.child_ranks])
         valid.append(exists & above)
         drawn = found.sampled if found.logq is not None else jnp.zeros_like(found.sampled)
@@ -84,29 +86,42 @@ def draft_static_tree(
         if found.logq is not None:
             distributions.append(found.logq)
             num_rows += found.logq.shape[1]
+
+    def in_order(levels: list[Shaped[Array, "B _"]]) -> Shaped[Array, "B N"]:
+        return jnp.concatenate(levels, axis=1)[:, drawn_as[1:] - 1]
+
     draft = Draft(
-        tokens=jnp.concatenate(tokens[1:], axis=1),
-        valid=jnp.concatenate(valid[1:], axis=1),
-        logq_row=jnp.concatenate(rows, axis=1).astype(jnp.int32),
+        tokens=in_order(tokens[1:]),
+        valid=in_order(valid[1:]),
+        logq_row=in_order(rows).astype(jnp.int32),
         logq=jnp.concatenate(distributions, axis=1) if distributions else None,
         topology=tree.topology,
     )
     return draft, carry
 
 
-def _level_shapes(tree: RankedTree) -> list[_LevelShape]:
+def _level_order(tree: RankedTree) -> Int[np.ndarray, "W"]:
+    """The index of root and nodes among all of them sorted by depth."""
+    depths = tree.topology.depths
+    order = np.empty(len(depths), np.int32)
+    order[np.argsort(depths, kind="stable")] = np.arange(len(depths))
+    return order
+
+
+def _level_shapes(tree: RankedTree, drawn_as: Int[np.ndarray, "W"]) -> list[_LevelShape]:
     """The levels with children, from the root down."""
     topology, ranks = tree.topology, np.array(tree.ranks, np.int32)
     parents = np.array((0, *topology.parents), np.int32)
-    inner = np.array(sorted({0, *topology.parents}), np.int32)
+    inner = np.array(sorted({0, *topology.parents}, key=lambda slot: drawn_as[slot]), np.int32)
     shapes, start = [], 0
     before = np.zeros(1, np.int32)
     for depth in range(tree.depth):
+        # Slots of the draft, in ascending order.
         slots = inner[topology.depths[inner] == depth]
         children = 1 + np.flatnonzero(np.isin(parents[1:], slots))
         shapes.append(
             _LevelShape(
-                slots,
+                drawn_as[slots],
                 np.searchsorted(before, parents[slots]).astype(np.int32),
                 start,
                 topology.ancestors[np.ix_(slots, inner)],

@@ -144,16 +144,16 @@ class TokenRecycling(Drafter):
         depths, parents = tree.topology.depths[1:], tree.topology.row_parents[0]
         ranks = np.array(tree.ranks, np.int32)
         rows = jnp.arange(len(state))[:, None]
-        # Slot by slot, as far as the levels are known.
-        tokens = context.token_at(context.length - 1)[:, None]
-        known = jnp.ones(tokens.shape, bool)
+        root = context.token_at(context.length - 1)
+        tokens = jnp.zeros((len(state), 1 + tree.num_nodes), jnp.int32).at[:, 0].set(root)
+        known = jnp.zeros(tokens.shape, bool).at[:, 0].set(True)
         for depth in range(1, tree.depth + 1):
-            here = depths == depth
+            here = np.flatnonzero(depths == depth)
             above = parents[here]
             found = state[rows, tokens[:, above], ranks[here][None, :]]
             stands = known[:, above] & (found != _UNKNOWN) & (depth <= context.limit)[:, None]
-            known = jnp.concatenate([known, stands], axis=1)
-            tokens = jnp.concatenate([tokens, jnp.where(stands, found, 0)], axis=1)
+            known = known.at[:, 1 + here].set(stands)
+            tokens = tokens.at[:, 1 + here].set(jnp.where(stands, found, 0))
         row = jnp.full((len(state), tree.num_nodes), -1, jnp.int32)
         return Draft(tokens[:, 1:], known[:, 1:], row, None, tree.topology), state
 
