@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import slow
-from decoding import greedy
+from decoding import draft_model, greedy
 
-from specjax import SamplingParams, generate, make_drafter, save_checkpoint
+from specjax import SamplingParams, decode, generate, make_drafter, save_checkpoint
 from specjax.cache import commit
 from specjax.distributed import sharding
 from specjax.errors import InputError
@@ -135,6 +135,46 @@ def test_drafting_changes_no_token(name, drafter, batch):
     options = {"sampling": requests, "verify": "coupled", "batch_size": batch}
     plain = decoded(model, prompts, **options)
     assert decoded(model, prompts, drafter, **options) == plain
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", *slow("gemma2", "qwen2", "glm4_moe")])
+def test_a_model_that_drafts_for_itself_is_always_right(name):
+    """Its windows hold drafted tokens and those observed, at positions of their own."""
+    model, tokens = model_of(name), golden(name)["tokens"].tolist()
+    drafted = generate(
+        model,
+        tokens,
+        drafter=draft_model(model),
+        num_speculative_tokens=4,
+        sampling=greedy(max_new_tokens=21, ignore_eos=True),
+    )
+    assert drafted.token_ids == golden(name)["greedy"][:, :21].tolist()
+    assert drafted.summary().acceptance_rate == 1.0
+
+
+@pytest.mark.parametrize("name", ["qwen3", *slow(*sorted({*NAMES} - {"qwen3"}))])
+def test_the_command_line_decodes_each_family(name, tmp_path):
+    """With the tokenizer of another tiny model, whose 80 tokens the vocabulary has."""
+    copy = edited(name, tmp_path, {})
+    for path in (GOLDENS.parent / "grouped_tied").glob("tokenizer*"):
+        shutil.copy(path, copy)
+    (tmp_path / "prompts.jsonl").write_text(
+        json.dumps({"question_id": 1, "category": "qa", "turns": ["the quick brown fox the quick"]})
+    )
+    report = tmp_path / "report.json"
+    arguments = {
+        "target": copy,
+        "prompts": tmp_path / "prompts.jsonl",
+        "report": report,
+        "drafter.name": "ngram",
+        "num_speculative_tokens": "fixed",
+        "sampling.max_new_tokens": 16,
+        "sampling.ignore_eos": "true",
+        "compare": "true",
+    }
+    code = decode.main([f"--config.{field}={value}" for field, value in arguments.items()])
+    assert code == 0
+    assert all(row["identical"] for row in json.loads(report.read_text())["rows"])
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", *slow("gemma2", "gpt2", "glm4", "qwen2")])

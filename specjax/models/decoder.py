@@ -41,7 +41,8 @@ from specjax.models.layers.decoder_layer import (
     with_experts,
 )
 from specjax.models.layers.layer_views import layer_views
-from specjax.models.parameters import Parameter, ParameterTable
+from specjax.models.parameter_table import parameter_table
+from specjax.models.parameters import ParameterTable
 from specjax.models.top_tokens import (
     top_tokens,
     top_tokens_of_states,
@@ -84,115 +85,6 @@ class Form:
 
 
 DEFAULT_FORM = Form()
-
-
-def parameter_table(config: DecoderConfig, scan_layers: bool = True) -> dict[str, Any]:
-    """Every parameter of a decoder as a nested dict of `Parameter`.
-
-    Head axes are separate, kernels are [in, out], and layers are stacked on the first axis; without
-    `scan_layers` each layer is an entry of its own, "0", "1", ... A tied head and the embedding are
-    stored once, in the head's layout [D, V]: the head reads all of it, the embedding a few columns.
-    """
-    layers, width, hidden = config.num_layers, config.hidden_size, config.intermediate_size
-    heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-
-    def projection(shape: tuple[int, ...], axes: tuple[str, ...], out: int, bias: bool) -> dict:
-        """A kernel whose last `out` axes are outputs, stacked over layers."""
-        entry = {"kernel": Parameter((layers, *shape), ("layers", *axes))}
-        if bias:
-            bias_axes = ("layers", *axes[-out:])
-            entry["bias"] = Parameter((layers, *shape[-out:]), bias_axes, "zeros")
-        return entry
-
-    def norm(size: int = width, axis: str = "embed") -> dict[str, Parameter]:
-        start = "zeros" if config.norm.offset else "ones"
-        entry = {"scale": Parameter((layers, size), ("layers", axis), start)}
-        if config.norm.kind == "layer":
-            entry["bias"] = Parameter((layers, size), ("layers", axis), "zeros")
-        return entry
-
-    queries = ((width, heads, head_dim), ("embed", "heads", "head_dim"), 2)
-    keys = ((width, kv_heads, head_dim), ("embed", "kv_heads", "head_dim"), 2)
-    up = ((width, hidden), ("embed", "mlp"), 1)
-    table: dict[str, Any] = {
-        "layers": {
-            "attention_norm": norm(),
-            "attention": {
-                "query": projection(*queries, config.attention_bias),
-                "key": projection(*keys, config.attention_bias),
-                "value": projection(*keys, config.attention_bias),
-                "output": projection(
-                    (heads, head_dim, width),
-                    ("heads", "head_dim", "embed"),
-                    1,
-                    config.attention_bias and config.attention.output_bias,
-                ),
-            },
-            "mlp_norm": norm(),
-            "mlp": {
-                "gate": projection(*up, config.mlp_bias),
-                "up": projection(*up, config.mlp_bias),
-                "down": projection((hidden, width), ("mlp", "embed"), 1, config.mlp_bias),
-            },
-        },
-        "final_norm": jax.tree.map(Parameter.without_layers, norm()),
-        "head": {"kernel": Parameter((width, config.vocab_size), ("embed", "vocab"))},
-    }
-    layer = table["layers"]
-    if config.attention.qk_norm:
-        layer["attention"]["query_norm"] = norm(head_dim, "head_dim")
-        layer["attention"]["key_norm"] = norm(head_dim, "head_dim")
-    if config.norm.after:
-        layer["after_attention_norm"], layer["after_mlp_norm"] = norm(), norm()
-    if not config.mlp.gated:
-        del layer["mlp"]["gate"]
-    structures = {False: layer, True: layer}
-    if config.experts is not None:
-        structures[True] = {**layer, "mlp": _experts_table(config)}
-    del table["layers"]
-    one_layer = {
-        sparse: jax.tree.map(Parameter.without_layers, entries)
-        for sparse, entries in structures.items()
-    }
-    for run in config.runs:
-        if scan_layers:
-            stack = functools.partial(Parameter.with_layers, count=run.count)
-            table[run.name] = jax.tree.map(stack, one_layer[run.sparse])
-        else:
-            each = range(run.first, run.first + run.count)
-            own = {str(layer): one_layer[run.sparse] for layer in each}
-            table["layers"] = table.get("layers", {}) | own
-    if not config.tie_word_embeddings:
-        table["embed"] = {"embedding": Parameter((config.vocab_size, width), ("vocab", "embed"))}
-    if config.embedding.positions:
-        shape = (config.max_positions, width)
-        table["positions"] = {"embedding": Parameter(shape, ("positions", "embed"))}
-    return table
-
-
-def _experts_table(config: DecoderConfig) -> dict[str, Any]:
-    """The parameters in place of the MLP, each with an axis of layers in front."""
-    experts, width = config.experts, config.hidden_size
-    assert experts is not None
-
-    def kernel(shape: tuple[int, ...], *axes: str | None) -> dict[str, Parameter]:
-        return {"kernel": Parameter((1, *shape), ("layers", *axes))}
-
-    def gated(lead: tuple[int, ...], axes: tuple[str, ...], hidden: int) -> dict[str, Any]:
-        up = kernel((*lead, width, hidden), *axes, "embed", "mlp")
-        return {"gate": up, "up": up, "down": kernel((*lead, hidden, width), *axes, "mlp", "embed")}
-
-    count = experts.num_experts
-    table: dict[str, Any] = {
-        "router": kernel((width, count), "embed", "experts"),
-        "experts": gated((count,), ("experts",), experts.intermediate_size),
-    }
-    if experts.selection_bias:
-        bias = Parameter((1, count), ("layers", "experts"), "zeros")
-        table["router"]["selection_bias"] = bias
-    if experts.shared_size:
-        table["shared"] = gated((), (), experts.shared_size)
-    return table
 
 
 @dataclass(frozen=True)

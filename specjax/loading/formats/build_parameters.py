@@ -18,7 +18,7 @@ from specjax.distributed import sharding
 from specjax.errors import InputError
 from specjax.loading.formats import parameter_names
 from specjax.models.config import DecoderConfig
-from specjax.models.decoder import parameter_table
+from specjax.models.parameter_table import parameter_table
 
 Fill = Callable[[parameter_names.Location, np.ndarray], None]
 """Writes one tensor's values into a host array of the tree's shape (`Location.shape`)."""

@@ -22,6 +22,7 @@ _INERT = frozenset(
         "_attn_implementation_autoset",
         "_commit_hash",
         "_name_or_path",
+        "_num_labels",
         "attention_dropout",
         "attn_implementation",
         "auto_map",
@@ -51,14 +52,17 @@ _INERT = frozenset(
         "label2id",
         "length_penalty",
         "max_length",
+        "max_sequence_length",
         "min_length",
         "name_or_path",
         "no_repeat_ngram_size",
         "num_beam_groups",
         "num_beams",
+        "num_labels",
         "num_return_sequences",
         "output_attentions",
         "output_hidden_states",
+        "output_past",
         "output_scores",
         "pad_token_id",
         "prefix",
@@ -86,6 +90,7 @@ _INERT = frozenset(
         "unsloth_version",
         "use_bfloat16",
         "use_cache",
+        "use_return_dict",
     }
 )
 """Fields of transformers' configs that change nothing in the logits."""

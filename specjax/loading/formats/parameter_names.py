@@ -17,7 +17,7 @@ from jaxtyping import Shaped
 
 from specjax.errors import InputError
 from specjax.models.config import DecoderConfig
-from specjax.models.decoder import parameter_table
+from specjax.models.parameter_table import parameter_table
 
 Path = tuple[str, ...]
 Shape = tuple[int, ...]

@@ -79,7 +79,7 @@ class EagleConfig:
         return 1
 
     def parameter_table(self) -> dict[str, Any]:
-        """Every parameter of the head, laid out as in `decoder.parameter_table`."""
+        """Every parameter of the head, laid out as in `models.parameter_table`."""
         decoder = self.decoder
         width, hidden = decoder.hidden_size, decoder.intermediate_size
         heads, kv_heads, head_dim = decoder.num_heads, decoder.num_kv_heads, decoder.head_dim

@@ -17,10 +17,10 @@ from jaxtyping import Array, Float, Int
 from specjax.errors import InputError
 from specjax.fields import Whole, check_instance
 from specjax.models.config import DecoderConfig
-from specjax.models.decoder import parameter_table as decoder_table
 from specjax.models.heads.draft_vocabulary import check_draft_vocab_size
 from specjax.models.heads.pair_head import PairHead, kernel, norm
 from specjax.models.layers.decoder_layer import embed
+from specjax.models.parameter_table import parameter_table as decoder_table
 
 Concat = Literal["embedding_first", "hidden_first"]
 """The order of the two inputs of the projection."""

@@ -51,7 +51,7 @@ class PairConfig(Protocol):
         """The number of modules (D)."""
 
     def parameter_table(self) -> dict[str, Any]:
-        """Every parameter of the head, laid out as in `decoder.parameter_table`."""
+        """Every parameter of the head, laid out as in `models.parameter_table`."""
 
 
 @dataclass(frozen=True)

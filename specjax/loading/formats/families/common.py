@@ -185,11 +185,13 @@ def write_sizes(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-def read_one_rope(fields: Fields, max_positions: int, partial: float = 1.0) -> dict[str, Any]:
+def read_one_rope(
+    fields: Fields, max_positions: int, *, partial: float = 1.0, theta: float = 10000.0
+) -> dict[str, Any]:
     """The rotary base and scaling of all layers, and the rotated part of a head's dimensions.
 
-    `partial` is the part where config.json does not say it. Returns the fields of `DecoderConfig`,
-    with the part under "partial".
+    `partial` and `theta` are the part and the base where config.json does not say them. Returns the
+    fields of `DecoderConfig`, with the part under "partial".
     """
     raw = {name: fields.get(name) for name in ("rope_theta", "rope_scaling", "rope_parameters")}
     for name in ("rope_scaling", "rope_parameters"):
@@ -204,13 +206,15 @@ def read_one_rope(fields: Fields, max_positions: int, partial: float = 1.0) -> d
     else:
         partial = fields.number("partial_rotary_factor", partial)
     fields.get("partial_rotary_factor")
+    if raw["rope_theta"] is None:
+        raw["rope_theta"] = theta
     theta, scaling = read_rope(Path(fields.where), raw, max_positions)
     return {"rope_theta": theta, "rope_scaling": scaling, "partial": partial}
 
 
-def read_full_rope(fields: Fields, max_positions: int) -> dict[str, Any]:
+def read_full_rope(fields: Fields, max_positions: int, theta: float = 10000.0) -> dict[str, Any]:
     """`read_one_rope` for families that rotate all of a head's dimensions."""
-    rope = read_one_rope(fields, max_positions)
+    rope = read_one_rope(fields, max_positions, theta=theta)
     if (partial := rope.pop("partial")) != 1.0:
         raise InputError(
             f"{fields.where}: partial_rotary_factor={shown(partial)}: is not supported; this "

@@ -88,6 +88,7 @@ def _read(fields: Fields) -> dict[str, Any]:
     read = read_shared(fields, 8192)
     num_layers = read["num_layers"]
     size = fields.integer("sliding_window", 4096)
+    fields.only("sliding_window_size", size)
     alternating = [layer % 2 == 0 for layer in common.layers(num_layers)]
     return {
         **read,

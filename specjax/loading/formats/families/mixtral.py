@@ -19,7 +19,7 @@ def _read(fields: Fields) -> dict[str, Any]:
     sizes = common.read_sizes(fields, max_positions=131072)
     return {
         **sizes,
-        **common.read_full_rope(fields, sizes["max_positions"]),
+        **common.read_full_rope(fields, sizes["max_positions"], theta=1e6),
         "experts": Experts(
             num_experts=fields.integer("num_local_experts", 8),
             per_token=fields.integer("num_experts_per_tok", 2),
