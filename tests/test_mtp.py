@@ -17,6 +17,7 @@ from specjax.errors import InputError
 from specjax.loading.heads.complete_parameters import complete_parameters
 from specjax.models.heads.mtp import Mtp
 from specjax.models.masks import causal
+from specjax.trees import best_tree
 
 CONVENTIONS = {
     "default": {},
@@ -176,14 +177,48 @@ def test_each_convention_is_what_it_says(convention, tiny):
 )
 def test_drafts_are_those_of_a_plain_computation(modules, convention, tiny):
     """Beyond the number of modules too, and where modules have pairs before the first position."""
-    length = modules + 3
-    prompts = [[5, 9], [3, 4, 5], [9, 8, 7, 6], list(range(20, 29))]
     loaded = mtp_drafter(tiny, num_modules=modules, vocabulary=40, **CONVENTIONS[convention])
+    draft = proposed(tiny, loaded, num_speculative_tokens=modules + 3)
+    assert np.asarray(draft.valid).all()
+    for row, prompt in enumerate(SHORT):
+        after = plain_logits(tiny, loaded, prompt)
+        wanted: list[int] = []
+        for _ in range(modules + 3):
+            wanted.append(after(wanted, 1)[0])
+        assert np.asarray(draft.tokens)[row].tolist() == wanted
+
+
+@pytest.mark.parametrize(
+    ("modules", "convention"), [(3, "default"), *slow((2, "zero_first"), (2, "raw"))]
+)
+def test_trees_are_those_of_a_plain_computation(modules, convention, tiny):
+    """Each node is the candidate of its rank after the tokens on the way to it."""
+    loaded = mtp_drafter(tiny, num_modules=modules, vocabulary=40, **CONVENTIONS[convention])
+    rates = [[0.7, 0.2, 0.05]] * (modules + 2)
+    tree = best_tree(rates, 8 + 4 * modules)
+    assert tree.depth == modules + 2
+    draft = proposed(tiny, loaded, tree=tree, num_speculative_tokens=tree.depth)
+    assert np.asarray(draft.valid).all()
+    for row, prompt in enumerate(SHORT):
+        after = plain_logits(tiny, loaded, prompt)
+        found: dict[tuple[int, ...], list[int]] = {(): []}
+        for path, token in zip(tree.choices, np.asarray(draft.tokens)[row], strict=True):
+            above = found[path[:-1]]
+            assert token == after(above, path[-1] + 1)[-1]
+            found[path] = [*above, int(token)]
+
+
+SHORT = [[5, 9], [3, 4, 5], [9, 8, 7, 6], list(range(20, 29))]
+"""Prompts after which later modules have pairs before position 0."""
+
+
+def proposed(target, loaded, **options):
+    """The greedy draft of a session's first round."""
+    options = {"draft_sample_method": "greedy", **options}
     session = make_session(
-        tiny,
-        prompts,
-        drafter=loaded._replace(drafter=replace(loaded.drafter, draft_sample_method="greedy")),
-        num_speculative_tokens=length,
+        target,
+        SHORT,
+        drafter=loaded._replace(drafter=replace(loaded.drafter, **options)),
         sampling=greedy(max_new_tokens=16),
     )
 
@@ -194,19 +229,22 @@ def test_drafts_are_those_of_a_plain_computation(modules, convention, tiny):
         noise = loop.draft_noise(session.plan, state, loop.round_keys(session.plan, state))
         return part.propose(params[1][0], own, context, noise)[0]
 
-    draft = propose(session.params, first_state(session))
+    return propose(session.params, first_state(session))
+
+
+def plain_logits(target, loaded, prompt):
+    """A function of drafted tokens and a count: the likeliest tokens after them, best first."""
     config, params = loaded.drafter.head.config, wide(loaded.params)
     ids = np.asarray(loaded.params["draft_ids"])
-    assert np.asarray(draft.valid).all()
-    for row, prompt in enumerate(prompts):
-        read = one_pass(tiny, np.array([prompt[:-1]]), features=(config.hidden,)).features
-        features = {config.hidden: np.asarray(read[config.hidden])[0]}
-        known, wanted = list(prompt), []
-        for index in range(length):
-            every = reference(config, params, np.array(known), features)
-            wanted.append(int(ids[every[min(index, modules - 1)][-1].argmax()]))
-            known.append(wanted[-1])
-        assert np.asarray(draft.tokens)[row].tolist() == wanted
+    read = one_pass(target, np.array([prompt[:-1]]), features=(config.hidden,)).features
+    features = {config.hidden: np.asarray(read[config.hidden])[0]}
+
+    def after(drafted, count):
+        every = reference(config, params, np.array([*prompt, *drafted]), features)
+        logits = every[min(len(drafted), config.num_modules - 1)][-1]
+        return ids[np.argsort(-logits, kind="stable")[:count]].tolist()
+
+    return after
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,15 @@ def test_break_even_alpha_by_hand():
         (lambda: theory.optimal_k(0.5, 0.1, max_k=-1), r"max_k = -1: give"),
         (lambda: theory.ModelShape(0, 8, 8, 2, 1, 4, 8), r"num_layers = 0: give"),
         (lambda: theory.ModelShape(1, 8, 8, 3, 2, 4, 8), r"num_kv_heads = 2: .* num_heads = 3"),
+        (lambda: theory.ExpertShape(4, 8, 16), r"per_token = 8: .* num_experts = 4"),
+        (
+            lambda: theory.ModelShape(2, 8, 8, 2, 1, 4, 8, window=4),
+            r"window = 4, num_windowed = 0: give both or neither",
+        ),
+        (
+            lambda: theory.ModelShape(2, 8, 8, 2, 1, 4, 8, window=4, num_windowed=3),
+            r"num_windowed = 3: give 0 to num_layers = 2",
+        ),
         (lambda: theory.Chip("mine", 1e12, 0.0, 1e9), r"bandwidth = 0: give"),
         (lambda: theory.memory(LLAMA_3_8B, batch=0, capacity=8), r"batch = 0: give"),
         (lambda: theory.roofline(LLAMA_3_8B, "h1000", 1, 8, 3, 0.5), r"chip = 'h1000': .*h100-sxm"),
@@ -164,6 +173,67 @@ def test_num_params_by_part():
     assert untied.num_params() - SMOLLM2_135M.num_params() == 49152 * 576
     assert untied.num_read_params() == SMOLLM2_135M.num_params()
     assert SMOLLM2_135M.num_read_params() - SMOLLM2_135M.num_matmul_params() == 61 * 576
+
+
+MIXTRAL = theory.ModelShape(
+    32, 4096, 14336, 32, 8, 128, 32000, experts=theory.ExpertShape(8, 2, 14336)
+)
+GLM_4_7 = theory.ModelShape(
+    92, 5120, 12288, 96, 8, 128, 151552, experts=theory.ExpertShape(160, 8, 1536, 1536, 3)
+)
+
+
+def test_num_params_of_models_with_experts():
+    """Mixtral 8x7B by its checkpoint; GLM-4.7 by what is published: 355B with its module, 32B."""
+    assert MIXTRAL.num_params() == 46_702_792_704
+    assert MIXTRAL.num_matmul_params() == pytest.approx(12.75e9, rel=0.01)
+    assert GLM_4_7.num_params() + GLM_4_7.mtp().num_params() == pytest.approx(355e9, rel=0.01)
+    assert GLM_4_7.num_matmul_params() == pytest.approx(32e9, rel=0.03)
+
+
+def test_experts_that_are_read():
+    experts = GLM_4_7.experts
+    assert experts.distinct(0) == 0
+    assert experts.distinct(1) == pytest.approx(8)
+    rng = np.random.default_rng(0)
+    drawn = [
+        len({*np.concatenate([rng.permutation(160)[:8] for _ in range(16)])}) for _ in range(300)
+    ]
+    assert experts.distinct(16) == pytest.approx(np.mean(drawn), rel=0.01)
+    one, all_read = GLM_4_7.num_read_params(1), GLM_4_7.num_read_params(10**6)
+    assert one - 2 * 92 * 5120 - 5120 == pytest.approx(GLM_4_7.num_matmul_params())
+    assert all_read + 151552 * 5120 == pytest.approx(GLM_4_7.num_params())
+    read = GLM_4_7.num_read_params(np.array([1, 4]))
+    assert read[0] == one < read[1] < all_read
+
+
+def test_a_module_by_hand():
+    module = LLAMA_3_8B.mtp()
+    layer = (LLAMA_3_8B.num_matmul_params() - 4096 * 128256) // 32
+    assert module.num_params() == layer + 2 * 4096**2 + 5 * 4096
+    assert module.num_read_params() == module.num_params() + 4096 * 128256
+    assert GLM_4_7.mtp().experts.num_dense == 0
+
+
+def test_windows_limit_what_is_read():
+    windowed = dataclasses.replace(LLAMA_3_8B, window=1024, num_windowed=24)
+    assert windowed.seen_tokens(512) == 512
+    assert windowed.seen_tokens(8192) == pytest.approx(0.25 * 8192 + 0.75 * 1024)
+    where = dict(tokens=1, batch=64, context=8192)
+    full = theory.pass_seconds(LLAMA_3_8B, "h200", **where)
+    assert theory.pass_seconds(windowed, "h200", **where) < 0.7 * full
+
+
+def test_experts_make_verifying_dearer_at_small_batches():
+    """Each further token of one row reads experts of its own; many rows read all of them anyway."""
+
+    def ratio(batch):
+        where = dict(batch=batch, context=1000)
+        passes = [theory.pass_seconds(GLM_4_7, "h200", tokens=tokens, **where) for tokens in (2, 1)]
+        return passes[0] / passes[1]
+
+    assert ratio(1) > 1.4
+    assert ratio(64) < 1.1
 
 
 def test_memory_by_hand():

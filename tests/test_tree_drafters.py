@@ -51,6 +51,7 @@ TREES = {
 
 KINDS = ("static", "dynamic")
 EAGLES = ("eagle", "eagle3")
+MTPS = ("mtp", "mtp2")
 
 
 def drafter_of(name, target, similar=None, **options):
@@ -66,6 +67,7 @@ def drafter_of(name, target, similar=None, **options):
         "eagle3": lambda: eagle_head(target, vocabulary=40, norm_output=True, spread=0.3),
         "medusa": lambda: medusa_head(target, ids=SOME),
         "mtp": lambda: mtp_head(target),
+        "mtp2": lambda: mtp_head(target, 2),
     }
     return head_drafter(heads[name](), target, **options)
 
@@ -86,6 +88,7 @@ def plain(tiny):
         *slow(("eagle3", "static", 8), ("draft_model", "dynamic", 8), ("medusa", "dynamic", 8)),
         *slow(*((name, kind, 8) for name in ("eagle", "early_exit", "mtp") for kind in KINDS)),
         *slow(("eagle3", "dynamic", 1), ("early_exit", "static", 1)),
+        *slow(("mtp2", "static", 8), ("mtp2", "dynamic", 8)),
     ],
 )
 def test_coupled_and_greedy_rows_are_those_of_plain_decoding(
@@ -109,7 +112,7 @@ def test_coupled_and_greedy_rows_are_those_of_plain_decoding(
     else:
         assert set(got.width[took_part].tolist()) <= {1, 1 + count}
     # Random heads are right by chance only.
-    assert got.accepted[took_part].max() >= (1 if name in ("medusa", "mtp", *EAGLES) else 2)
+    assert got.accepted[took_part].max() >= (1 if name in ("medusa", *MTPS, *EAGLES) else 2)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +134,7 @@ def test_greedy_rows_and_the_end_of_room(name, kind, tiny, similar):
         max_length=48,
     )
     assert got.token_ids == plain.token_ids
-    assert got.accepted.max() >= (1 if name in ("medusa", "mtp", *EAGLES) else 2)
+    assert got.accepted.max() >= (1 if name in ("medusa", *MTPS, *EAGLES) else 2)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +156,7 @@ def test_sampled_rows_do_not_depend_on_their_neighbours(name, kind, tiny, simila
     ("name", "kind"),
     [
         *(("draft_model", "dynamic"), ("eagle3", "static")),
-        *slow(("draft_model", "static"), ("eagle3", "broad"), ("mtp", "broad")),
+        *slow(("draft_model", "static"), ("eagle3", "broad"), ("mtp", "broad"), ("mtp2", "broad")),
     ],
 )
 def test_states_equal_fresh_ones_after_every_round(name, kind, tiny, similar):
@@ -339,7 +342,7 @@ def paths_of(draft, row):
 @pytest.mark.parametrize("seed", range(4))
 def test_a_dynamic_tree_is_the_best_of_all_candidates(seed):
     tree = DynamicTree(topk=3, depth=4, num_nodes=12)
-    growing = Growing(dynamic_tree.window_slots(tree), seed)
+    growing = Growing(sum(dynamic_tree.level_sizes(tree)), seed)
     context = context_of(ROWS, LIMITS, SIZE)
     logits, carry = growing.start(context)
     draft, _ = dynamic_tree.draft_dynamic_tree(tree, logits, growing.step, carry, context)
@@ -378,7 +381,7 @@ def test_of_equal_candidates_the_shallower_is_taken():
 
 def test_a_static_tree_has_the_candidates_of_its_ranks():
     tree = tree_of_choices(CHOICES)
-    growing = Growing(static_tree.window_slots(tree))
+    growing = Growing(sum(static_tree.level_sizes(tree)))
     assert growing.slots == 1 + 6
     context = context_of(ROWS, LIMITS, SIZE)
     logits, carry = growing.start(context)
@@ -399,7 +402,7 @@ def test_a_static_tree_has_the_candidates_of_its_ranks():
 
 def test_children_are_drawn_without_replacement_as_far_as_there_are_any():
     tree = tree_of_choices(((0,), (1,), (2,), (0, 0), (2, 0)))
-    growing = Growing(static_tree.window_slots(tree))
+    growing = Growing(sum(static_tree.level_sizes(tree)))
     warp = Sampling(
         temperature=jnp.array([0.0, 1.0, 1.0, 1.0]),
         top_k=jnp.array([0, 0, 2, 1]),
@@ -508,8 +511,6 @@ def test_trees_that_do_not_fit(tiny):
     refused(says, make, "early_exit", tiny, **options)
     says = "tree.depth=3: medusa drafts at most 2 tokens in a row; lower it"
     refused(says, head_drafter, medusa_head(tiny, heads=2), tiny, tree=static)
-    says = "tree: mtp has 2 modules here, which draft chains"
-    refused(says, head_drafter, mtp_head(tiny, 2), tiny, tree=static)
     drafter = EarlyExit(3, tree=dynamic)
     says = "verify=block: early_exit drafts trees, and block verifies chains; use rejection or"
     refused(says, decode, tiny, [[1]], drafter=drafter, verify="block")

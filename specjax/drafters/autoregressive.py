@@ -110,14 +110,19 @@ class ChainDrafter(Drafter):
         return method == "probabilistic"
 
     @property
-    def window_slots(self) -> int:
-        """The slots of the root and of all tokens that are run in a round."""
+    def level_sizes(self) -> tuple[int, ...]:
+        """How many tokens are run at each depth, the root's (0) included."""
         shape = self.shape
         if shape is None:
-            return chain.window_slots(self.num_speculative_tokens)
+            return chain.level_sizes(self.num_speculative_tokens)
         if isinstance(shape, DynamicTree):
-            return dynamic_tree.window_slots(shape)
-        return static_tree.window_slots(shape)
+            return dynamic_tree.level_sizes(shape)
+        return static_tree.level_sizes(shape)
+
+    @property
+    def window_slots(self) -> int:
+        """The slots of the root and of all tokens that are run in a round."""
+        return sum(self.level_sizes)
 
     def draft(
         self,

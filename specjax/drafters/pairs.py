@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -33,7 +34,7 @@ from specjax.models.heads.eagle import Eagle
 from specjax.models.heads.mtp import Mtp
 from specjax.models.heads.pair_head import PairHead
 from specjax.models.masks import causal
-from specjax.trees import Draft, DynamicTree, RankedTree
+from specjax.trees import Draft
 
 
 @struct.dataclass
@@ -46,14 +47,15 @@ class State:
 
 @struct.dataclass
 class Carry:
-    """What a draft step hands to the next: the tokens that modules read, and their outputs.
+    """What a draft step hands to the next, for each of the T tokens of its level.
 
-    `outputs` are those of the latest module, the last of them at the latest position, or of a
-    single module those at the latest level; `window` is the last module's.
+    `tokens` are the first ones on the way to it from the root, which modules after the first read;
+    `outputs` are those of the latest module there, the latest position last, or those of the last
+    module at the tokens themselves. `window` is the last module's.
     """
 
-    tokens: Int[Array, "B M"]
-    outputs: Float[Array, "B T D"]
+    tokens: Int[Array, "B T M"]
+    outputs: Float[Array, "B T _ D"]
     window: Window
 
 
@@ -62,20 +64,11 @@ class PairDrafter(HeadDrafter):
     """A head of pairs as a drafter; its parameters hold "shared" and, for a part of V, "draft_ids".
 
     Options are those of a draft model. A row of one token has no pair, and drafts nothing in its
-    first round. Raises InputError for bad options, and for a tree of several modules.
+    first round. Raises InputError for bad options.
     """
 
     head: PairHead = field(kw_only=False)
     head_class: ClassVar[type[PairHead]]
-
-    def _check_tree(self, tree: RankedTree | DynamicTree) -> None:
-        """As its base, and that there is one module."""
-        super()._check_tree(tree)
-        if (modules := self.head.config.num_modules) > 1:
-            raise InputError(
-                f"tree: {self.name} has {modules} modules here, which draft chains; use "
-                "tree.kind=chain, or a head of one module"
-            )
 
     @classmethod
     def of_head(cls, head: Head, params: Any, target: Model, **options: Any) -> LoadedDrafter:
@@ -103,79 +96,98 @@ class PairDrafter(HeadDrafter):
     def propose(
         self, params: Any, state: State, context: Context, noise: Noise
     ) -> tuple[Draft, State]:
-        """A chain: a token of each module, and further ones of the last module; or its tree."""
+        """A chain or a tree: a level of each module, and further ones of the last module."""
         modules, longest = self.head.config.num_modules, self.num_speculative_tokens
         batch, last = context.length.shape[0], modules - 1
         own = [self.head.module(params, index) for index in range(modules)]
-        slots = max(self.window_slots - 1, last, 1)
+        # The last module's window: the ways to all tokens of its first level, `last` slots each,
+        # then one slot for each token of further levels.
+        sizes = (*self.level_sizes, *[0] * modules)
+        shared, ways = sum(sizes[: last + 1]), last * sizes[last]
+        slots = max(ways + sum(sizes[last + 1 :]), 1)
 
-        def next_module(index: int) -> Callable[[Carry], tuple[Float[Array, "B 1 Vd"], Carry]]:
-            """Module `index` over the drafted tokens, up to position n-2."""
+        def exist(index: int, count: int, slots: int) -> Bool[Array, "B W"]:
+            """Which of a window's pairs exist; those on the ways to `count` tokens come first."""
+            at = np.tile(np.arange(index), count)
+            exists = (context.length - 1 - index)[:, None] + at[None, :] >= 0
+            return jnp.pad(exists, ((0, 0), (0, slots - len(at))), constant_values=True)
 
-            def run(carry: Carry) -> tuple[Float[Array, "B 1 Vd"], Carry]:
+        def next_module(index: int) -> Callable[[Carry], tuple[Float[Array, "B T Vd"], Carry]]:
+            """Module `index` over the ways to a level's tokens, up to position n-2."""
+
+            def run(carry: Carry) -> tuple[Float[Array, "B T Vd"], Carry]:
+                count, width = carry.tokens.shape[1], state.outputs.shape[2]
                 # Its committed pairs end `index` positions earlier, for want of tokens.
-                before = jnp.concatenate(
-                    [state.outputs[:, index - 1 : index], carry.outputs[:, : index - 1]], axis=1
-                )
-                window = carry.window if index == last else self.head.make_window(batch, index)
-                step = jnp.arange(index)
+                known = state.outputs[:, None, index - 1 : index]
+                known = jnp.broadcast_to(known, (batch, count, 1, width))
+                before = jnp.concatenate([known, carry.outputs[:, :, : index - 1]], axis=2)
+                which, at = np.divmod(np.arange(count * index), index)
+                window = carry.window
+                if index < last:
+                    window = self.head.make_window(batch, len(at))
+                seen = (which[:, None] == which) & (at[:, None] >= at)
                 output, window = self._extend(
-                    index,
                     own[index],
-                    carry.tokens[:, :index],
-                    self.head.next_hidden(own[index - 1], before),
-                    (context.length - 1 - index)[:, None] + step[None, :],
+                    carry.tokens[:, :, :index].reshape(batch, -1),
+                    self.head.next_hidden(own[index - 1], before.reshape(batch, -1, width)),
+                    (context.length - 1 - index)[:, None] + at[None, :],
                     state.caches[index],
                     window,
                     0,
-                    causal(step, window.k.shape[3]),
+                    _padded(seen[None], window.k.shape[3]),
+                    exist(index, count, window.k.shape[3]),
                 )
-                carry = carry.replace(outputs=carry.outputs.at[:, :index].set(output))
+                output = output.reshape(batch, count, index, width)
+                carry = carry.replace(outputs=carry.outputs.at[:, :, :index].set(output))
                 if index == last:
                     carry = carry.replace(window=window)
-                return self.head.logits(own[index], output[:, -1:]), carry
+                return self.head.logits(own[index], output[:, :, -1]), carry
 
             return run
 
         def recursion(level: Level, carry: Carry) -> tuple[Float[Array, "B T Vd"], Carry]:
             """The last module over further tokens, with its own outputs at their parents."""
-            earlier = max(last - 1, 0)
-            before = carry.outputs[:, earlier:]
-            before = jnp.take_along_axis(before, level.parents[:, :, None], axis=1)
-            # The pair of the root is committed, and has no slot.
-            seen = level.visible[:, :, 1:]
+            latest = max(last - 1, 0)
+            way = level.visible[:, :, shared - sizes[last] : shared]
+            seen = [jnp.repeat(way, last, axis=2), level.visible[:, :, shared:]]
             output, window = self._extend(
-                last,
                 own[last],
                 level.tokens,
-                self.head.next_hidden(own[last], before),
+                self.head.next_hidden(own[last], carry.outputs[:, :, latest]),
                 level.positions(context) - 1 - last,
                 state.caches[last],
                 carry.window,
-                level.start - 1,
-                jnp.pad(seen, ((0, 0), (0, 0), (0, slots - seen.shape[2]))),
+                ways + level.start - shared,
+                _padded(jnp.concatenate(seen, axis=2), slots),
+                exist(last, sizes[last], slots) if last else None,
             )
-            outputs = jnp.concatenate([carry.outputs[:, :earlier], output], axis=1)
-            carry = carry.replace(outputs=outputs, window=window)
+            carry = carry.replace(outputs=carry.outputs.at[:, :, latest].set(output), window=window)
             return self.head.logits(own[last], output), carry
 
         def step(level: Level, carry: Carry) -> tuple[Float[Array, "B T Vd"], Carry]:
+            parents = level.parents[:, :, None]
+            carry = carry.replace(
+                tokens=jnp.take_along_axis(carry.tokens, parents, axis=1),
+                outputs=jnp.take_along_axis(carry.outputs, parents[..., None], axis=1),
+            )
             if not last:
                 return recursion(level, carry)
             # Tokens at and after depth D go into the last entry, which is not read any more.
-            tokens = lax.dynamic_update_slice(carry.tokens, level.tokens, (0, level.depth - 1))
+            start = (0, 0, level.depth - 1)
+            tokens = lax.dynamic_update_slice(carry.tokens, level.tokens[:, :, None], start)
+            carry = carry.replace(tokens=tokens)
             steps = [next_module(index) for index in range(1, min(modules, longest))]
             if longest > modules or not steps:
                 steps.append(lambda carry: recursion(level, carry))
-            return lax.switch(
-                jnp.minimum(level.depth, len(steps)) - 1, steps, carry.replace(tokens=tokens)
-            )
+            if isinstance(level.depth, int):
+                return steps[min(level.depth, len(steps)) - 1](carry)
+            return lax.switch(jnp.minimum(level.depth, len(steps)) - 1, steps, carry)
 
         # A row of one token has no pair to draft from.
         limit = jnp.where(context.length > 1, context.limit, 0)
         start = Carry(
-            jnp.zeros((batch, last), jnp.int32),
-            state.outputs[:, : max(last, 1)],
+            jnp.zeros((batch, 1, last), jnp.int32),
+            state.outputs[:, None, : max(last, 1)],
             self.head.make_window(batch, slots),
         )
         draft, _ = self.draft(
@@ -203,16 +215,17 @@ class PairDrafter(HeadDrafter):
         caches, outputs = [], []
         for index, cache in enumerate(state.caches):
             own = self.head.module(params, index)
+            positions = (first - index)[:, None] + step[None, :]
             output, window = self._extend(
-                index,
                 own,
                 accepted.tokens,
                 hidden,
-                (first - index)[:, None] + step[None, :],
+                positions,
                 cache,
                 self.head.make_window(batch, slots),
                 0,
                 causal(step, slots),
+                positions >= 0 if index else None,
             )
             missing = jnp.maximum(index - first, 0)
             count = jnp.maximum(accepted.count - missing, 0)
@@ -228,7 +241,6 @@ class PairDrafter(HeadDrafter):
 
     def _extend(
         self,
-        index: int,
         own: dict[str, Any],
         tokens: Int[Array, "B T"],
         hidden: Float[Array, "B T D"],
@@ -237,18 +249,23 @@ class PairDrafter(HeadDrafter):
         window: Window,
         start: Int[Array, ""] | int,
         visible: Bool[Array, "#B T W"],
+        exists: Bool[Array, "B W"] | None,
     ) -> tuple[Float[Array, "B T D"], Window]:
-        """Module `index` over T pairs in slots start..start+T, which see those that are visible.
+        """A module over T pairs in slots start..start+T, which see those that are visible.
 
-        The slots of modules after the first are a chain.
+        None of them sees what does not `exist`: of modules after the first, pairs before position
+        0. They see themselves, since their output must be a number.
         """
-        if index:
-            # What stands before position 0 sees only itself: its output must be a number.
-            slots = jnp.arange(window.k.shape[3])
-            exists = positions[:, :1] - start + slots[None, :] >= 0
+        if exists is not None:
+            slots = jnp.arange(visible.shape[2])
             itself = start + jnp.arange(tokens.shape[1])[:, None] == slots[None, :]
             visible = (visible & exists[:, None, :]) | itself[None]
         return self.head.extend(own, tokens, hidden, positions, cache, window, start, visible)
+
+
+def _padded(visible: Bool[Array | np.ndarray, "#B T _"], slots: int) -> Bool[Array, "#B T W"]:
+    """The same for a window of W = `slots` slots, whose last ones nothing sees."""
+    return jnp.pad(jnp.asarray(visible), ((0, 0), (0, 0), (0, slots - visible.shape[2])))
 
 
 def _zeros_after(output: Float[Array, "B T D"]) -> Int[Array, "B"]:

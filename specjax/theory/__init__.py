@@ -10,6 +10,7 @@ together; results are floats where all of them were scalars. Bad input raises
 from specjax.theory.deployment import (
     CHIPS,
     Chip,
+    ExpertShape,
     Memory,
     ModelShape,
     Roofline,
@@ -29,6 +30,7 @@ from specjax.theory.trees import roofline_tree
 __all__ = [
     "CHIPS",
     "Chip",
+    "ExpertShape",
     "Memory",
     "ModelShape",
     "Roofline",

@@ -13,8 +13,46 @@ from specjax.theory.rounds import expected_tokens
 
 
 @dataclasses.dataclass(frozen=True)
+class ExpertShape:
+    """The sizes of a mixture of experts, in place of the MLP after the first `num_dense` layers.
+
+    Each token is multiplied with `per_token` of the `num_experts` (E) gated MLPs of width
+    `intermediate_size`, and with one of width `shared_size`, if that is not 0.
+    """
+
+    num_experts: int
+    per_token: int
+    intermediate_size: int
+    shared_size: int = 0
+    num_dense: int = 0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            least = 0 if field.name in ("shared_size", "num_dense") else 1
+            checked_count(field.name, getattr(self, field.name), least)
+        if self.per_token > self.num_experts:
+            raise InputError(
+                f"per_token = {self.per_token}: give at most num_experts = {self.num_experts}"
+            )
+
+    def distinct(self, tokens: Count) -> Result:
+        """The experts of a layer that so many tokens use, where each uses any with equal chance.
+
+        E (1 - (1 - per_token / E)^tokens). Tokens that follow each other share more of them.
+        """
+        tokens = np.asarray(checked_count("tokens", tokens, 0), np.float64)
+        missed = (1.0 - self.per_token / self.num_experts) ** tokens
+        return unwrap(self.num_experts * (1.0 - missed))
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a dense decoder of the Llama family (gated MLP, RMSNorm, no biases)."""
+    """The sizes of a decoder with gated MLPs or experts; norms are RMS norms, biases left out.
+
+    `window` is the number of tokens that `num_windowed` of the layers see. `mtp_module` is the
+    shape of a module for multi-token prediction, which projects two vectors to one, and whose
+    embedding and head are another model's.
+    """
 
     num_layers: int
     hidden_size: int
@@ -24,35 +62,97 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     tie_word_embeddings: bool = False
+    experts: ExpertShape | None = None
+    window: int | None = None
+    num_windowed: int = 0
+    mtp_module: bool = False
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if field.name != "tie_word_embeddings":
-                checked_count(field.name, getattr(self, field.name), 1)
+        for name in _SIZES:
+            checked_count(name, getattr(self, name), 1)
         if self.num_heads % self.num_kv_heads:
             raise InputError(
                 f"num_kv_heads = {self.num_kv_heads}: give a divisor of num_heads"
                 f" = {self.num_heads}"
             )
+        if not 0 <= self.num_windowed <= self.num_layers:
+            raise InputError(
+                f"num_windowed = {self.num_windowed}: give 0 to num_layers = {self.num_layers}"
+            )
+        if (self.window is not None) != (self.num_windowed > 0):
+            raise InputError(
+                f"window = {self.window}, num_windowed = {self.num_windowed}: give both or neither"
+            )
+        if self.window is not None:
+            checked_count("window", self.window, 1)
+
+    def mtp(self) -> ModelShape:
+        """The shape of one module for multi-token prediction, with a layer as the last one here."""
+        experts = self.experts and dataclasses.replace(self.experts, num_dense=0)
+        return dataclasses.replace(
+            self, num_layers=1, experts=experts, window=None, num_windowed=0, mtp_module=True
+        )
 
     def num_params(self) -> int:
-        """All parameters, a tied embedding counted once."""
-        table = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
-        return self.num_read_params() + table
+        """All parameters, a tied embedding once; a module's without those of another model."""
+        head = self.vocab_size * self.hidden_size
+        tables = 0 if self.mtp_module else head * (1 if self.tie_word_embeddings else 2)
+        every = self.experts.num_experts if self.experts else 0
+        return int(self._weights(every)) + self._norms() + tables
 
-    def num_read_params(self) -> int:
-        """The parameters that each pass reads: all but an untied input table, which is indexed."""
-        return self.num_matmul_params() + (2 * self.num_layers + 1) * self.hidden_size
+    def num_read_params(self, tokens: Count = 1) -> Result:
+        """The parameters that a pass over so many tokens, of all rows together, reads.
+
+        All but an untied input table, which is indexed; of experts those that are used
+        (`ExpertShape.distinct`).
+        """
+        used = self.experts.distinct(tokens) if self.experts else 0
+        return self._weights(used) + self._norms() + self.vocab_size * self.hidden_size
 
     def num_matmul_params(self) -> int:
-        """The parameters that each token is multiplied with: projections, MLP and head."""
-        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        return self.num_layers * (attention + mlp) + self.vocab_size * self.hidden_size
+        """The parameters that each token is multiplied with: projections, MLP or experts, head."""
+        used = self.experts.per_token if self.experts else 0
+        return int(self._weights(used)) + self.vocab_size * self.hidden_size
 
     def kv_elements(self) -> int:
         """Numbers that the cache stores per token: keys and values, 2 L G C."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+    def seen_tokens(self, context: Real) -> Result:
+        """How many of `context` committed tokens a layer sees, on average over the layers."""
+        context = np.asarray(context, np.float64)
+        if self.window is None:
+            return unwrap(context)
+        share = self.num_windowed / self.num_layers
+        return unwrap((1 - share) * context + share * np.minimum(context, self.window))
+
+    def _norms(self) -> int:
+        """Two of each layer and the last; of a module also those of its two inputs."""
+        return (2 * self.num_layers + 1 + 2 * self.mtp_module) * self.hidden_size
+
+    def _weights(self, used_experts: Result) -> Result:
+        """Projections and MLPs of all layers, with so many experts of each layer that has some."""
+        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+        dense = self.num_layers
+        weights = self.num_layers * attention
+        if self.experts is not None:
+            dense = min(self.experts.num_dense, self.num_layers)
+            wide = used_experts * self.experts.intermediate_size + self.experts.shared_size
+            layer = self.hidden_size * (self.experts.num_experts + 3 * wide)
+            weights = weights + (self.num_layers - dense) * layer
+        weights = weights + dense * 3 * self.hidden_size * self.intermediate_size
+        return weights + (2 * self.hidden_size**2 if self.mtp_module else 0)
+
+
+_SIZES = (
+    "num_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "vocab_size",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,17 +251,21 @@ def pass_seconds(
     """Least time of one pass over `tokens` new tokens per row, in seconds.
 
     max(bytes / bandwidth, FLOPs / peak), with perfect overlap (Williams et al. 2009, "Roofline").
-    Bytes: all weights once, keys and values of `context` tokens per row read, new ones written.
-    FLOPs: 2 for each matmul weight and token, and 4 L H C for each token attended to, the new ones
-    causally. `itemsize` is that of weights and cache, in bytes.
+    Bytes: all weights once, of experts those that are used; keys and values of `context` tokens per
+    row read, or of those in the window of layers that have one; new ones written. FLOPs: 2 for each
+    matmul weight and token, and 4 L H C for each token attended to, the new ones causally.
+    `itemsize` is that of weights and cache, in bytes.
     """
     chip = _chip(chip)
-    tokens = np.asarray(checked_count("tokens", tokens, 1), np.float64)
-    batch = np.asarray(checked_count("batch", batch, 1), np.float64)
-    context = np.asarray(checked_count("context", context, 0), np.float64)
+    tokens = np.asarray(checked_count("tokens", tokens, 1))
+    batch = np.asarray(checked_count("batch", batch, 1))
+    context = np.asarray(checked_count("context", context, 0))
     itemsize = checked_count("itemsize", itemsize, 1)
-    moved = shape.num_read_params() + batch * shape.kv_elements() * (context + tokens)
-    pairs = tokens * (context + (tokens + 1.0) / 2.0)
+    read = shape.num_read_params(batch * tokens)
+    tokens, batch = tokens.astype(np.float64), batch.astype(np.float64)
+    seen = np.asarray(shape.seen_tokens(context))
+    moved = read + batch * shape.kv_elements() * (seen + tokens)
+    pairs = tokens * (seen + (tokens + 1.0) / 2.0)
     per_pair = 4 * shape.num_layers * shape.num_heads * shape.head_dim
     work = batch * (2.0 * tokens * shape.num_matmul_params() + pairs * per_pair)
     return unwrap(np.maximum(moved * itemsize / chip.bandwidth, work / chip.flops))

@@ -18,9 +18,9 @@ from specjax.sampling import argmax
 from specjax.trees import Draft
 
 
-def window_slots(length: int) -> int:
-    """The slots of the root and of the tokens that are run: all but the last."""
-    return max(length, 1)
+def level_sizes(length: int) -> tuple[int, ...]:
+    """How many tokens are run at each depth, from the root on: one, and not the last."""
+    return (1,) * max(length, 1)
 
 
 def draft_chain(
@@ -46,7 +46,7 @@ def draft_chain(
     batch, most, turn = context.length.shape[0], longest, context.turn
     keeps_logq = sampled and context.needs_logq and most > 0
     root = context.token_at(context.length - 1)
-    slots = window_slots(longest)
+    slots = len(level_sizes(longest))
 
     def grow(depth: Int[Array, ""] | int, logits: Float[Array, "B Vd"], chain: _Chain) -> _Chain:
         wanted = (chain.count == depth) & (depth < context.limit)

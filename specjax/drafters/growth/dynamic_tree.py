@@ -27,9 +27,9 @@ class _Candidates(NamedTuple):
     parents: Int[Array, "B candidates"]
 
 
-def window_slots(tree: DynamicTree) -> int:
-    """The slots of the root and of the candidates that are run: none of the deepest level."""
-    return 1 + tree.topk * max(tree.depth - 1, 0)
+def level_sizes(tree: DynamicTree) -> tuple[int, ...]:
+    """How many tokens are run at each depth, from the root on: none of the deepest candidates."""
+    return (1, *[tree.topk] * (tree.depth - 1))
 
 
 def draft_dynamic_tree(
@@ -51,7 +51,7 @@ def draft_dynamic_tree(
     a row's limit do not count, nor do those after a token whose likeliest successor has a
     probability below `p_min`.
     """
-    batch, topk, slots = context.length.shape[0], tree.topk, window_slots(tree)
+    batch, topk, slots = context.length.shape[0], tree.topk, sum(level_sizes(tree))
 
     def candidates(logits: Float[Array, "B T Vd"]) -> tuple[Array, Array]:
         """The best after each token: their log-probabilities, and they."""

@@ -30,9 +30,10 @@ class _LevelShape(NamedTuple):
     child_ranks: Int[np.ndarray, "N"]
 
 
-def window_slots(tree: RankedTree) -> int:
-    """The slots of the root and of the nodes with children: a drafter runs no others."""
-    return len({0, *tree.topology.parents})
+def level_sizes(tree: RankedTree) -> tuple[int, ...]:
+    """How many tokens are run at each depth: the root, and the nodes with children."""
+    inner = sorted({0, *tree.topology.parents})
+    return tuple(np.bincount(tree.topology.depths[inner]).tolist())
 
 
 def draft_static_tree(
