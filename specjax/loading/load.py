@@ -215,9 +215,10 @@ def _load_directory(name: str, path: Path, target: _Target) -> Model:
     with _naming(path):
         tokenizer = files.read_tokenizer(path)
         size = None if tokenizer is None else tokenizer.vocab_size
-        config = huggingface_config.read_config(path, size)
-        params = huggingface.read_params(path, config, *target.layout)
-    return target.model(name, config, params, tokenizer)
+        config, modules = huggingface_config.read_config(path, size)
+        arrays = huggingface.read_params(path, config, *target.layout, mtp=modules)
+        params, mtp = split_arrays(arrays, modules)
+    return replace(target.model(name, config, params, tokenizer), mtp=mtp)
 
 
 @contextmanager

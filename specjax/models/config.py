@@ -249,12 +249,13 @@ class DecoderConfig:
             window = replace(window, pattern=tuple(windowed[layer] for layer in layers))
         return replace(self, num_layers=len(layers), sliding_window=window)
 
-    def one_layer(self) -> DecoderConfig:
+    def one_layer(self, *, experts: bool = False) -> DecoderConfig:
         """A layer of this kind for a module that predicts further tokens.
 
-        It sees every token, has an MLP in place of experts, and reads and scores tokens without the
-        model's scales and limits: soft caps, and what is done to embeddings.
+        It sees every token, has an MLP unless it is to have the `experts`, and reads and scores
+        tokens without the model's scales and limits: soft caps, and what is done to embeddings.
         """
+        kept = replace(self.experts, num_dense=0) if experts and self.experts else None
         return replace(
             self,
             num_layers=1,
@@ -262,7 +263,7 @@ class DecoderConfig:
             attention=replace(self.attention, softcap=None),
             embedding=Embedding(),
             logit_softcap=None,
-            experts=None,
+            experts=kept,
         )
 
     @property

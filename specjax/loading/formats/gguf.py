@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from specjax.errors import InputError, shown
 from specjax.loading.formats import build_parameters, parameter_names
 from specjax.loading.formats.families import registry
-from specjax.loading.formats.families.family import Family
+from specjax.loading.formats.family import Family
 from specjax.loading.formats.gguf_file import GgufFile, Tensor, check_type
 from specjax.loading.formats.gguf_keys import GgufKeys
 from specjax.models.config import DecoderConfig

@@ -16,13 +16,14 @@ from safetensors.numpy import save_file
 from specjax.errors import InputError, one_line, shown
 from specjax.files import folder_marker, folders
 from specjax.files.open_files import regular_file
-from specjax.loading.formats import build_parameters, parameter_names
+from specjax.loading.formats import build_parameters, mtp_layers, parameter_names
 from specjax.loading.formats.families import registry
-from specjax.loading.formats.families.family import Family
+from specjax.loading.formats.family import Family
 from specjax.loading.formats.huggingface_config import write_config
 from specjax.loading.tokenizers.huggingface_tokenizer import read_json, write_tokenizer
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from specjax.models.config import DecoderConfig
+from specjax.models.heads.mtp import MtpConfig
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -134,18 +135,21 @@ def read_params(
     mesh: Mesh | None = None,
     shards: int = 1,
     scan_layers: bool = True,
+    mtp: MtpConfig | None = None,
 ) -> dict[str, Any]:
     """The parameter tree of `parameter_names.param_shapes`, from model.safetensors or its shards.
 
-    Raises InputError for missing shards, damaged files, pickles, tensors that are missing,
-    unexpected or mis-shaped, and a directory that is not what `save` wrote there.
+    With the modules `mtp` theirs are under "mtp". Raises InputError for missing shards, damaged
+    files, pickles, tensors that are missing, unexpected or mis-shaped, and a directory that is not
+    what `save` wrote there.
     """
     shards_found = _find_shards(directory)
     read = [*(path.name for path in shards_found), "config.json"]
     read += [name for name in _READ_IF_THERE if (directory / name).exists()]
     folder_marker.verify(directory, ("model",), any(map(is_ours, shards_found)), read)
     where, shapes = _read_headers(shards_found)
-    _check_mtp(directory, where)
+    if mtp is None:
+        _check_mtp(directory, where)
     family = registry.family(config.family)
     stored = _stored_names(family, where)
     table = [slot._replace(name=stored(slot.name)) for slot in family.tensors]
@@ -159,11 +163,18 @@ def read_params(
     )
     tied_copy = config.tie_word_embeddings and head in where
     ignored = [name for name in where if family.ignored and re.fullmatch(family.ignored, name)]
+    modules = mtp_layers.locations(config, mtp)
+    copies = {name: of for name, of in mtp_layers.copies(config, mtp).items() if name in where}
+    ignored += [*copies, *([head] if tied_copy else [])]
     locations = parameter_names.match(
-        str(directory), table, config, shapes, ignored=[*ignored, *([head] if tied_copy else [])]
+        str(directory), table, config, shapes, others=modules, ignored=ignored
     )
     if tied_copy:
-        _check_tied(directory, where, head, embedding)
+        _check_equal(directory, where, head, embedding, _UNTIE)
+    for name, original in copies.items():
+        # A tied head is stored as the embedding.
+        original = original if original in where else embedding
+        _check_equal(directory, where, name, original, "modules of this kind share it")
     # In the order of the shards, so that each is opened once.
     locations.sort(key=lambda location: str(where[location.name]))
     with ExitStack() as stack:
@@ -175,9 +186,12 @@ def read_params(
             ]
             target[...] = parameter_names.from_stored(stored, location).astype(dtype)
 
-        return build_parameters.build(
+        params = build_parameters.build(
             config, dtype, locations, fill, mesh, shards, scan_layers, threads=1
         )
+        if mtp is not None:
+            params["mtp"] = mtp_layers.build(mtp, dtype, modules, fill, mesh, shards)
+        return params
 
 
 def _check_mtp(directory: Path, names: Iterable[str]) -> None:
@@ -186,7 +200,8 @@ def _check_mtp(directory: Path, names: Iterable[str]) -> None:
     if found:
         raise InputError(
             f"{directory}: {found[0]} belongs to an MTP layer ({len(found)} tensors in all), which "
-            "is not read from this layout; delete its tensors to use the model without"
+            "config.json does not announce; set num_nextn_predict_layers there, or delete its "
+            "tensors to use the model without"
         )
 
 
@@ -198,17 +213,19 @@ def _stored_names(family: Family, names: Collection[str]) -> Callable[[str], str
     return lambda name: name.removeprefix(prefix)
 
 
-def _check_tied(directory: Path, where: dict[str, Path], head: str, embedding: str) -> None:
-    """Raise InputError where a tied checkpoint also stores a head that is not the embedding."""
+_UNTIE = "tie_word_embeddings is true: set it to false in config.json"
+
+
+def _check_equal(
+    directory: Path, where: dict[str, Path], copy: str, original: str, why: str
+) -> None:
+    """Raise InputError where a tensor is not the one that it ought to repeat; `why` it ought to."""
     both = []
-    for name in (head, embedding):
+    for name in (copy, original):
         with _open_shard(where[name]) as file:
             both.append(file.get_tensor(name))
     if not np.array_equal(*both):
-        raise InputError(
-            f"{directory}: tie_word_embeddings is true, but {head} differs from {embedding}; "
-            "set it to false in config.json"
-        )
+        raise InputError(f"{directory}: {copy} differs from {original}; {why}")
 
 
 def write_params(params: dict[str, Any], config: DecoderConfig, path: Path) -> None:

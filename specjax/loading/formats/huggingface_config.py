@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 
 from specjax.errors import InputError, shown
+from specjax.loading.formats import mtp_layers
 from specjax.loading.formats.families import registry
-from specjax.loading.formats.families.family import Family
+from specjax.loading.formats.family import Family
 from specjax.loading.formats.json_fields import Fields
 from specjax.loading.tokenizers.huggingface_tokenizer import end_fields, read_json, write_json
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from specjax.models.config import DecoderConfig
+from specjax.models.heads.mtp import MtpConfig
 
 _INERT = frozenset(
     {
@@ -96,8 +98,10 @@ _INERT = frozenset(
 """Fields of transformers' configs that change nothing in the logits."""
 
 
-def read_config(directory: Path, vocab_size: int | None) -> DecoderConfig:
-    """The decoder that config.json describes, with V truncated to `vocab_size` where that is known.
+def read_config(directory: Path, vocab_size: int | None) -> tuple[DecoderConfig, MtpConfig | None]:
+    """The decoder that config.json describes, and the modules for multi-token prediction in it.
+
+    V is truncated to `vocab_size` where that is known.
 
     Reads the fields of transformers 4 and 5. Raises InputError for a model type that is not known,
     and, by name, for settings that the decoder does not have and fields that the family has not.
@@ -117,12 +121,7 @@ def read_config(directory: Path, vocab_size: int | None) -> DecoderConfig:
     fields.get("model_type")
     fields.only("architectures", [family.architecture])
     fields.only("quantization_config")
-    if fields.get("num_nextn_predict_layers") not in (0, None):
-        raise InputError(
-            f"{path}: num_nextn_predict_layers={shown(raw['num_nextn_predict_layers'])} is not "
-            "supported; MTP layers are not read from this layout; delete them and the field to use "
-            "the model without them"
-        )
+    modules = mtp_layers.count_modules(fields, family)
     stated = fields.integer("vocab_size")
     if vocab_size is not None and vocab_size > stated:
         raise InputError(
@@ -131,7 +130,7 @@ def read_config(directory: Path, vocab_size: int | None) -> DecoderConfig:
         )
     config = _config(family, fields, stated if vocab_size is None else vocab_size)
     fields.check_asked(_INERT)
-    return config
+    return config, mtp_layers.module_config(config, modules)
 
 
 def _config(family: Family, fields: Fields, vocab_size: int) -> DecoderConfig:

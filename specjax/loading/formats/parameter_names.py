@@ -269,12 +269,14 @@ def match(
     config: DecoderConfig,
     found: dict[str, Shape],
     *,
+    others: Iterable[Location] = (),
     ignored: Collection[str] = (),
 ) -> list[Location]:
-    """The locations of a checkpoint's tensors, after comparing them with what its config asks for.
+    """The locations of a decoder's tensors, after comparing a checkpoint with what it must hold.
 
     Embedding and head may have more rows than the vocabulary (padding, which is dropped). Raises
-    InputError listing what is missing, unexpected or mis-shaped; `ignored` names may be there.
+    InputError listing what is missing, unexpected or mis-shaped; the tensors of `others` must be
+    there too, and `ignored` names may be.
     """
     if config.num_layers > len(found):
         raise InputError(
@@ -282,7 +284,7 @@ def match(
             f"{len(found)} tensors; use an intact checkpoint"
         )
     expected = list(locations(table, config))
-    wanted = {location.name: location for location in expected}
+    wanted = {location.name: location for location in (*expected, *others)}
     missing = [name for name in wanted if name not in found]
     unexpected = [name for name in found if name not in wanted and name not in ignored]
     wrong = []

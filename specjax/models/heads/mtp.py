@@ -52,13 +52,14 @@ class MtpConfig:
         check_instance(self, "")
         if self.decoder.num_layers != 1:
             raise InputError(f"num_layers={self.decoder.num_layers}: an MTP module has one layer")
-        supported = self.decoder.one_layer()
+        supported = self.decoder.one_layer(experts=True)
         for name in ("sliding_window", "attention", "embedding", "logit_softcap", "experts"):
             value = getattr(self.decoder, name)
             if value != getattr(supported, name):
                 raise InputError(
                     f"{name}={value}: an MTP module has no sliding window, no soft cap, no "
-                    "experts, and no scale or position of embeddings; leave them out"
+                    "dense layers before experts, and no scale or position of embeddings; leave "
+                    "them out"
                 )
         check_draft_vocab_size(self.draft_vocab_size, self.decoder.vocab_size)
 

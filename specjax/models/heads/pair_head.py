@@ -22,6 +22,7 @@ from specjax.models.layers.decoder_layer import (
     Block,
     merge_heads,
     rotate_by,
+    with_experts,
 )
 from specjax.models.parameters import Parameter, ParameterTable
 
@@ -177,7 +178,7 @@ class PairHead:
         return Decoder(self.config.decoder, self.dtype, self.shards)
 
     def _layer(self, params: dict[str, Any]) -> dict[str, Any]:
-        return merge_heads(params["layer"], self.config.decoder)
+        return with_experts(merge_heads(params["layer"], self.config.decoder))
 
 
 def kernel(*shape: int, axes: tuple[str | None, ...], bias: bool = False) -> dict[str, Parameter]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from specjax.loading.formats import gguf_keys
 from specjax.loading.formats.families import common
-from specjax.loading.formats.families.family import Family, GgufLayout
+from specjax.loading.formats.family import Family, GgufLayout
 from specjax.loading.formats.gguf_keys import GgufKeys
 from specjax.loading.formats.json_fields import Fields
 from specjax.models.config import (

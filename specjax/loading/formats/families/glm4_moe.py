@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from specjax.loading.formats.families import common
-from specjax.loading.formats.families.family import Family
+from specjax.loading.formats.family import Family, MtpLayout
 from specjax.loading.formats.json_fields import Fields
 from specjax.models.config import Attention, DecoderConfig, Experts
 
@@ -84,5 +84,15 @@ FAMILY = Family(
         names_of_experts=common.expert_names("mlp", "gate_proj", "up_proj", "down_proj")
         | _SHARED
         | _BIAS,
+    ),
+    mtp=MtpLayout(
+        prefix="model.layers.{layer}",
+        names={
+            "embedding_norm": "enorm",
+            "hidden_norm": "hnorm",
+            "projection": "eh_proj",
+            "final_norm": "shared_head.norm",
+        },
+        copies={"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"},
     ),
 )

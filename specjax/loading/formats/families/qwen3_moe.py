@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from specjax.loading.formats.families import common
-from specjax.loading.formats.families.family import Family
+from specjax.loading.formats.family import Family
 from specjax.loading.formats.json_fields import Fields
 from specjax.models.config import Attention, DecoderConfig, Experts
 

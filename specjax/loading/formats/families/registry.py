@@ -10,13 +10,14 @@ from specjax.loading.formats.families import (
     glm4_moe,
     gpt2,
     llama,
+    mimo,
     mistral,
     mixtral,
     qwen2,
     qwen3,
     qwen3_moe,
 )
-from specjax.loading.formats.families.family import Family
+from specjax.loading.formats.family import Family
 from specjax.loading.formats.parameter_names import Slot
 from specjax.models.config import DecoderConfig
 
@@ -34,13 +35,24 @@ FAMILIES: dict[str, Family] = {
         gpt2,
         glm4,
         glm4_moe,
+        mimo,
     )
 }
+_REFUSED = {
+    "deepseek_v3": "multi-head latent attention",
+    "qwen3_next": "linear attention",
+}
+"""Families with MTP modules, and what of them the decoder does not have."""
 
 
 def family(model_type: object) -> Family:
     """The family of a `model_type`; raises InputError for one that is not known."""
     found = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if model_type in _REFUSED:
+        raise InputError(
+            f"model_type={shown(model_type)} is not supported: it has {_REFUSED[model_type]}; use "
+            f"a model of the type {' or '.join(map(repr, FAMILIES))}"
+        )
     if found is None:
         raise InputError(
             f"model_type={shown(model_type)} is not supported; use a model of the type "

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from specjax.loading.formats.gguf_keys import GgufKeys
 from specjax.loading.formats.json_fields import Fields
 from specjax.loading.formats.parameter_names import Slot
 from specjax.models.config import DecoderConfig
+from specjax.models.heads.mtp import Concat
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,22 @@ class GgufLayout:
 
 
 @dataclass(frozen=True)
+class MtpLayout:
+    """Where a family's modules for multi-token prediction are in Hugging Face's layout.
+
+    `prefix` begins the names of a module's tensors; it holds `{module}`, or `{layer}`, where
+    modules are numbered on after the decoder's layers. `names` are those of its norms and its
+    projection by their names in the tree; its layer's are the family's. `copies` may be there, the
+    decoder's own tensors once more. `concat` is the order of the projection's inputs.
+    """
+
+    prefix: str
+    names: Mapping[str, str]
+    copies: Mapping[str, str] = MappingProxyType({})
+    concat: Concat = "embedding_first"
+
+
+@dataclass(frozen=True)
 class Family:
     """A family by its `model_type` in config.json, with the class of transformers that runs it.
 
@@ -32,7 +50,8 @@ class Family:
     InputError for what the decoder does not have; fields that it does not ask for are refused.
     `write` returns the fields of config.json that `read` reads. `optional_prefix` begins all names
     of `tensors` but is missing in some checkpoints; names that match the pattern `ignored` may be
-    there. A family without `gguf` is not read from such files.
+    there. A family without `gguf` is not read from such files, and none without `mtp` has modules
+    for multi-token prediction.
     """
 
     model_type: str
@@ -43,3 +62,4 @@ class Family:
     optional_prefix: str = ""
     ignored: str = ""
     gguf: GgufLayout | None = None
+    mtp: MtpLayout | None = None

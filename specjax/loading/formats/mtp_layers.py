@@ -1,0 +1,133 @@
+"""Modules for multi-token prediction inside checkpoints of Hugging Face's layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from specjax.errors import InputError
+from specjax.loading.formats.build_parameters import table_shardings
+from specjax.loading.formats.families import registry
+from specjax.loading.formats.family import Family, MtpLayout
+from specjax.loading.formats.json_fields import Fields
+from specjax.loading.formats.parameter_names import Location, Slot, lookup
+from specjax.models.config import DecoderConfig
+from specjax.models.heads.mtp import MtpConfig
+
+_LAYER = "model.layers.{layer}"
+_FIELD = "num_nextn_predict_layers"
+
+
+def count_modules(fields: Fields, family: Family) -> int:
+    """How many modules config.json announces; raises InputError for a family that has none."""
+    count = 0 if fields.get(_FIELD) is None else fields.integer(_FIELD)
+    if count and family.mtp is None:
+        raise InputError(
+            f"{_FIELD}={count} is not supported for model_type={family.model_type!r}; remove the "
+            "field and its tensors to use the model without MTP modules"
+        )
+    return count
+
+
+def module_config(config: DecoderConfig, count: int) -> MtpConfig | None:
+    """The modules of a checkpoint that announces so many; None for none.
+
+    They read the state after the final norm, and their own after theirs; the embedding of the pair
+    at position 0 is zero, as in vLLM. With experts in the model, a module's layer has them too.
+    """
+    if not count:
+        return None
+    return MtpConfig(
+        decoder=config.one_layer(experts=True),
+        draft_vocab_size=config.vocab_size,
+        num_modules=count,
+        concat=_layout(config).concat,
+        zero_first_embedding=True,
+    )
+
+
+def locations(config: DecoderConfig, mtp: MtpConfig | None) -> list[Location]:
+    """The tensors of all modules, in the tree of `mtp.parameter_table`."""
+    if mtp is None:
+        return []
+    layout, found = _layout(config), []
+    shapes = jax.tree.map(lambda entry: entry.shape, mtp.parameter_table())
+    slots = [slot for slot in registry.tensors(config) if slot.path[0] == "layers"]
+    for module in range(mtp.num_modules):
+        own, prefix = ("modules", str(module)), _prefix(layout, config, module)
+        for part, name in layout.names.items():
+            projects = part == "projection"
+            path = (*own, part, "kernel" if projects else "scale")
+            slot = Slot(f"{prefix}.{name}.weight", path, int(projects))
+            found.append(Location(slot.name, slot, None, lookup(shapes, path)))
+        for slot in slots:
+            path = (*own, "layer", *slot.path[1:])
+            shape = lookup(shapes, path)
+            if shape is None:
+                continue
+            name = prefix + slot.name.removeprefix(_LAYER)
+            of_experts = "{expert}" in name
+            for expert in range(shape[0]) if of_experts else (None,):
+                found.append(
+                    Location(
+                        name.format(expert=expert),
+                        slot._replace(path=path),
+                        None,
+                        shape[1:] if of_experts else shape,
+                        config.rotary_width,
+                        expert=expert,
+                    )
+                )
+    return found
+
+
+def copies(config: DecoderConfig, mtp: MtpConfig | None) -> dict[str, str]:
+    """Names of tensors that modules may hold, each with that of the decoder's which it repeats."""
+    if mtp is None:
+        return {}
+    layout = _layout(config)
+    return {
+        f"{_prefix(layout, config, module)}.{name}.weight": f"{original}.weight"
+        for module in range(mtp.num_modules)
+        for name, original in layout.copies.items()
+    }
+
+
+def build(
+    mtp: MtpConfig,
+    dtype: np.dtype,
+    tensors: Collection[Location],
+    fill: Callable[[Location, np.ndarray], None],
+    mesh: Mesh | None,
+    shards: int,
+) -> dict[str, Any]:
+    """The modules' parameters on the devices, of tensors that `fill` writes."""
+    table = mtp.parameter_table()
+    params = jax.tree.map(lambda entry: np.empty(entry.shape, dtype), table)
+    for location in tensors:
+        path, index = location.within(scan_layers=True)
+        fill(location, lookup(params, path)[index])
+    if mesh is None:
+        return jax.device_put(params)
+    targets = table_shardings(table, mesh, shards)
+    return jax.tree.map(
+        lambda leaf, target: jax.make_array_from_callback(
+            leaf.shape, target, lambda part: leaf[part]
+        ),
+        params,
+        targets,
+    )
+
+
+def _layout(config: DecoderConfig) -> MtpLayout:
+    layout = registry.family(config.family).mtp
+    assert layout is not None
+    return layout
+
+
+def _prefix(layout: MtpLayout, config: DecoderConfig, module: int) -> str:
+    return layout.prefix.format(layer=config.num_layers + module, module=module)
