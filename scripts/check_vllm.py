@@ -18,7 +18,6 @@ draft: the rounds of both are then the same.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import subprocess
 from collections.abc import Sequence
@@ -107,7 +106,7 @@ def made(kind: str, model: Any, ids: np.ndarray) -> Any:
         return Head(kind, shape, {"blocks": blocks}, ids, metadata, training)
     version = 3 if kind == "eagle3" else 1
     config = EagleConfig(
-        decoder=dataclasses.replace(model.config, num_layers=1),
+        decoder=model.config.llama_layers(1),
         version=version,
         target_hidden_size=width,
         draft_vocab_size=len(ids),

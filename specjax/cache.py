@@ -13,16 +13,30 @@ from jaxtyping import Array, Float, Int, Shaped
 class Window:
     """Keys and values of one round's speculative tokens; never part of a cache.
 
-    A slot that was never written holds zeros, so that a masked score stays finite.
+    A slot that was never written holds zeros, so that a masked score stays finite. `positions` are
+    those of the slots' tokens, for models whose attention depends on them (sliding windows).
     """
 
     k: Float[Array, "L B G W C"]
     v: Float[Array, "L B G W C"]
+    positions: Int[Array, "B W"] | None = None
+
+    def padded(self, slots: int) -> Window:
+        """The window with so many more slots, of zeros."""
+        return Window(
+            *(_pad(part, 3, slots) for part in (self.k, self.v)),
+            self.positions if self.positions is None else _pad(self.positions, 1, slots),
+        )
 
     def admit(self, rows: Int[Array, "A"], new: Window) -> Window:
         """The window with the A rows of `new` at `rows`; those out of range are dropped."""
+        positions = self.positions
+        if positions is not None:
+            positions = positions.at[rows].set(new.positions, mode="drop")
         return Window(
-            self.k.at[:, rows].set(new.k, mode="drop"), self.v.at[:, rows].set(new.v, mode="drop")
+            self.k.at[:, rows].set(new.k, mode="drop"),
+            self.v.at[:, rows].set(new.v, mode="drop"),
+            positions,
         )
 
 
@@ -88,6 +102,12 @@ def commit(
         )
 
     return KVCache(append(cache.k, window.k), append(cache.v, window.v), cache.length + count)
+
+
+def _pad(part: jax.Array, axis: int, more: int) -> jax.Array:
+    widths = [(0, 0)] * part.ndim
+    widths[axis] = (0, more)
+    return jnp.pad(part, widths)
 
 
 # All axes in front of the tokens are batch dimensions of the scatter: each device of a mesh writes

@@ -7,9 +7,11 @@ import numpy as np
 from tokenizers.pre_tokenizers import ByteLevel
 
 from specjax.loading.formats import parameter_names
+from specjax.loading.formats.families import llama
 from specjax.loading.load import random_model
 from specjax.models.config import DecoderConfig
 
+TABLE = llama.FAMILY.gguf.tensors
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TOKENS = [*SPECIAL, *sorted(ByteLevel.alphabet()), "Ġt", "he", "Ġthe", "in"]
 MERGES = ["Ġ t", "h e", "Ġt he", "i n"]
@@ -52,7 +54,7 @@ def tensors(config=CONFIG, seed=0):
     """Every tensor of a random model, as the file names and lays them out."""
     params = random_model(config, seed, dtype="float32").params
     found = {}
-    for location in parameter_names.locations(parameter_names.GGUF, config):
+    for location in parameter_names.locations(TABLE, config):
         leaf = np.asarray(parameter_names.lookup(params, location.slot.path))
         value = leaf if location.layer is None else leaf[location.layer]
         found[location.name] = np.ascontiguousarray(parameter_names.to_stored(value, location))

@@ -73,7 +73,7 @@ def changed(*path, to):
         (changed("config", "rope_scaling", to={"kind": []}), r"kind=\[\] is of no use"),
         (changed("config", "rope_scaling", to={}), "rope_scaling: 'kind' is missing"),
         (changed("config", "head_dim", to=None), "config: 'head_dim' is missing"),
-        (changed("config", "experts", to=8), "config: 'experts' is unknown"),
+        (changed("config", "surprise", to=8), "config: 'surprise' is unknown"),
         (changed("config", "attention_bias", to=True), "missing: .*query.bias.*"),
         (changed("config", "tie_word_embeddings", to=True), "unexpected: embed.embedding"),
         (changed("dtype", to="bfloat16"), r"another shape: .*float32.*, not bfloat16"),
@@ -110,7 +110,7 @@ def test_a_config_that_does_not_fit_is_refused(change, said, model, tmp_path, mo
         (changed("mtp", "concat", to="both"), "concat='both' is of no use"),
         (changed("mtp", "decoder", "hidden_size", to=36), "hidden_size=36, and the model has 32"),
         (changed("mtp", "draft_vocab_size", to=40), "draft_vocab_size=40, and the model has 64"),
-        (changed("mtp", "experts", to=40), "mtp: 'experts' is unknown"),
+        (changed("mtp", "surprise", to=40), "mtp: 'surprise' is unknown"),
     ],
 )
 def test_modules_that_do_not_fit_are_refused(change, said, model, tmp_path, monkeypatch):

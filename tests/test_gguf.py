@@ -35,7 +35,7 @@ def test_a_written_model_is_loaded_with_its_dequantised_weights(tmp_path, kind):
     model = load_model(path, dtype="float32")
     assert model.config == gguf_files.CONFIG
     quantised = gguf.GGMLQuantizationType[kind]
-    for location in parameter_names.locations(parameter_names.GGUF, model.config):
+    for location in parameter_names.locations(gguf_files.TABLE, model.config):
         stored = arrays[location.name]
         if stored.ndim > 1:
             raw = gguf.quants.quantize(stored, quantised)
@@ -77,7 +77,7 @@ def test_query_rows_are_unpaired():
     """Rows (0, 1), (2, 3), ... of each head are the pairs; the tree keeps them half apart."""
     location = next(
         location
-        for location in parameter_names.locations(parameter_names.GGUF, gguf_files.CONFIG)
+        for location in parameter_names.locations(gguf_files.TABLE, gguf_files.CONFIG)
         if "attn_k" in location.name
     )
     rows = np.arange(32.0).reshape(32, 1).repeat(64, 1)

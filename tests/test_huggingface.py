@@ -121,7 +121,11 @@ def test_a_tied_head_may_be_stored_if_it_is_the_embedding(directory):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "qwen2"}, "model_type='qwen2'"),
+        (
+            {"model_type": "mamba"},
+            "model_type='mamba' is not supported; use a model of the type 'llama'",
+        ),
+        ({"surprise": 1}, "surprise=1: is unknown"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures="),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"sliding_window": 128}, "sliding_window=128"),

@@ -22,6 +22,7 @@ from specjax.distributed import sharding
 from specjax.drafters import TreeOptions, head_drafter, make_drafter
 from specjax.errors import InputError
 from specjax.loading.formats import build_parameters, parameter_names
+from specjax.loading.formats.families import registry
 from specjax.loading.load import load_model, place_model, random_model, save_model
 
 EIGHT_HEADS = dict(
@@ -426,7 +427,7 @@ def test_the_host_never_holds_the_model(mesh, eight, monkeypatch):
         most.append(sum(one() is not None for one in alive))
         target[...] = 1
 
-    locations = list(parameter_names.locations(parameter_names.HUGGING_FACE, eight.config))
+    locations = list(parameter_names.locations(registry.tensors(eight.config), eight.config))
     shape = mesh and mesh_of(*mesh)
     # What was handed over is copied, as on other devices: the CPU adopts it.
     monkeypatch.setattr(

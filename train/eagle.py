@@ -73,7 +73,7 @@ def make_method(
     check_features(taps, target.config.num_layers)
     draft_ids = vocabulary(size)
     shape = EagleConfig(
-        decoder=replace(target.config, num_layers=1),
+        decoder=target.config.llama_layers(1),
         target_hidden_size=target.config.hidden_size,
         draft_vocab_size=target.config.vocab_size if draft_ids is None else len(draft_ids),
         taps=taps,

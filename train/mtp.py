@@ -12,7 +12,7 @@ alone. Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated
 
 from specjax.cli.command import use_compilation_cache
@@ -121,7 +121,7 @@ def make_method(
     shape = None
     if modules:
         shape = MtpConfig(
-            decoder=replace(target.config, num_layers=1),
+            decoder=target.config.one_layer(),
             draft_vocab_size=target.config.vocab_size if draft_ids is None else len(draft_ids),
             num_modules=modules,
             concat=options.concat,

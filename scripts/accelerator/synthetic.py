@@ -13,6 +13,7 @@ from jax import lax
 
 from specjax.cache import KVCache
 from specjax.loading.formats import parameter_names
+from specjax.loading.formats.families import registry
 from specjax.loading.model import Model
 from specjax.models.config import DecoderConfig
 from specjax.models.decoder import Form
@@ -51,7 +52,7 @@ def random_model(name: str, config: DecoderConfig, dtype: str, form: Form) -> Mo
     params: dict[str, Any] = {}
     one_layer = replace(config, num_layers=1)
     for number, location in enumerate(
-        parameter_names.locations(parameter_names.HUGGING_FACE, one_layer)
+        parameter_names.locations(registry.tensors(one_layer), one_layer)
     ):
         inputs = math.prod(location.shape[: location.slot.in_axes])
         if location.slot.path[-1] == "scale":

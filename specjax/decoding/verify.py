@@ -168,12 +168,11 @@ def verify_draft(
                 for name in plan.drafter.pass_features
             },
         )
-    room = ((0, 0), (0, 0), (0, 0), (0, spare), (0, 0))
     return VerifiedDraft(
         verification._replace(path_slots=path),
         tokens,
         jnp.take_along_axis(numbers, slots, axis=1),
-        jax.tree.map(lambda part: jnp.pad(part, room), result.window),
+        result.window.padded(spare),
         {
             name: jnp.take_along_axis(result.features[name], slots[:, :, None], axis=1)
             for name in plan.drafter.features

@@ -84,7 +84,7 @@ def read_model(
     params, mtp = split_arrays(orbax_checkpoint.restore(found, placed), modules)
     if stacked != scan_layers:
         wanted = _placed_arrays(config, None, dtype, mesh, shards, scan_layers)
-        params["layers"] = (_split if stacked else _stack)(params["layers"], wanted["layers"])
+        params = (_split if stacked else _stack)(params, wanted, config)
     return config, tokenizer, params, mtp
 
 
@@ -219,28 +219,35 @@ def _all_placed(tree: Any, sharding: Sharding) -> Any:
     return jax.tree.map(lambda leaf: _placed(leaf, sharding), tree)
 
 
-def _stack(layers: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
-    """Unstacked layers as one array per parameter; `layers` is emptied, to free memory early."""
-    targets, tree = jax.tree.flatten(wanted)
-    rows = [jax.tree.leaves(layers.pop(name)) for name in sorted(layers, key=int)]
-    stacked = []
-    for target in targets:
-        stack = jax.jit(lambda *parts: jnp.stack(parts), out_shardings=target.sharding)
-        stacked.append(stack(*(row.pop(0) for row in rows)))
-    return jax.tree.unflatten(tree, stacked)
+def _stack(params: dict[str, Any], wanted: dict[str, Any], config: DecoderConfig) -> dict[str, Any]:
+    """Unstacked layers as one array per run and parameter; they are freed one by one."""
+    layers = params.pop("layers")
+    for run in config.runs:
+        targets, tree = jax.tree.flatten(wanted[run.name])
+        names = map(str, range(run.first, run.first + run.count))
+        rows = [jax.tree.leaves(layers.pop(name)) for name in names]
+        stacked = []
+        for target in targets:
+            stack = jax.jit(lambda *parts: jnp.stack(parts), out_shardings=target.sharding)
+            stacked.append(stack(*(row.pop(0) for row in rows)))
+        params[run.name] = jax.tree.unflatten(tree, stacked)
+    return params
 
 
-def _split(layers: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
+def _split(params: dict[str, Any], wanted: dict[str, Any], config: DecoderConfig) -> dict[str, Any]:
     """The inverse of `_stack`."""
-    leaves, tree = jax.tree.flatten(layers)
-    layers.clear()
-    rows: dict[str, list[jax.Array]] = {name: [] for name in sorted(wanted, key=int)}
-    for target in jax.tree.leaves(wanted["0"]):
-        take = jax.jit(_layer, out_shardings=target.sharding)
-        whole = leaves.pop(0)
-        for index, row in enumerate(rows.values()):
-            row.append(take(whole, np.int32(index)))
-    return {name: jax.tree.unflatten(tree, row) for name, row in rows.items()}
+    layers: dict[str, Any] = {}
+    for run in config.runs:
+        leaves, tree = jax.tree.flatten(params.pop(run.name))
+        names = [str(layer) for layer in range(run.first, run.first + run.count)]
+        rows: dict[str, list[jax.Array]] = {name: [] for name in names}
+        for target in jax.tree.leaves(wanted["layers"][names[0]]):
+            take = jax.jit(_layer, out_shardings=target.sharding)
+            whole = leaves.pop(0)
+            for index, row in enumerate(rows.values()):
+                row.append(take(whole, np.int32(index)))
+        layers |= {name: jax.tree.unflatten(tree, row) for name, row in rows.items()}
+    return {**params, "layers": layers}
 
 
 def _layer(whole: jax.Array, index: jax.Array) -> jax.Array:

@@ -28,6 +28,7 @@ from specjax.loading.formats import (
     huggingface_config,
     parameter_names,
 )
+from specjax.loading.formats.families import registry
 from specjax.loading.formats.gguf_file import open_gguf
 from specjax.loading.model import MODEL_KIND, Model, array_table, split_arrays
 from specjax.loading.tokenizers import huggingface_tokenizer as files
@@ -60,8 +61,8 @@ def load_model(
     `dtype` is float32, bfloat16, float16, or auto: float32 on CPU, bfloat16 elsewhere. On a `mesh`
     (`sharding.make_mesh`) each tensor goes straight into its part of each device, split over
     `model`, or whole with `replicated`. `form` is by default that of the backend. `field` is the
-    name of the first argument in errors. Raises InputError for anything that is not an intact
-    Llama-family model, and for a mesh that its heads cannot be split over.
+    name of the first argument in errors. Raises InputError for anything that is not an intact model
+    of a known family, and for a mesh that its heads cannot be split over.
     """
     Flag().check("replicated", replicated)
     sharding.MESH_KIND.check("mesh", mesh)
@@ -153,10 +154,12 @@ def random_model(
         if kind == "kernel":
             noise *= np.float32(inputs**-0.5)
         elif kind != "embedding":
-            noise = np.float32(kind == "scale") + np.float32(0.1) * noise
+            # A scale is stored less the norms' offset.
+            neutral = kind == "scale" and not config.norm.offset
+            noise = np.float32(neutral) + np.float32(0.1) * noise
         np.copyto(target, noise, casting="same_kind")
 
-    locations = list(parameter_names.locations(parameter_names.HUGGING_FACE, config))
+    locations = list(parameter_names.locations(registry.tensors(config), config))
     params = build_parameters.build(
         config, target.dtype, locations, fill, mesh, target.shards, form.scan_layers, threads=1
     )
@@ -195,7 +198,7 @@ def resolve_dtype(dtype: str) -> np.dtype:
 
 def _load_gguf(name: str, path: Path, target: _Target) -> Model:
     with _naming(path), open_gguf(path) as file:
-        gguf.check_architecture(file)
+        gguf.family_of(file)
         tokenizer = read_tokenizer(str(path), file.metadata)
         config = gguf.read_config(file, tokenizer.vocab_size)
         params = gguf.read_params(file, config, *target.layout)

@@ -12,8 +12,9 @@ from jax.sharding import Mesh
 from specjax.fields import Instance
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from specjax.models.config import DecoderConfig
-from specjax.models.decoder import DEFAULT_FORM, Decoder, Form, parameter_table
+from specjax.models.decoder import DEFAULT_FORM, Decoder, Form
 from specjax.models.heads.mtp import MtpConfig, MtpModules
+from specjax.models.parameter_table import parameter_table
 
 _MTP = "mtp"
 """The name of the modules among a model's arrays."""

@@ -12,7 +12,7 @@ import tokenizers
 from specjax.errors import InputError
 from specjax.loading.tokenizers import chat_templates
 from specjax.loading.tokenizers.tokenizer import Tokenizer, refused
-from specjax.models.config import DecoderConfig, RopeScaling
+from specjax.models.config import DecoderConfig
 
 T = TypeVar("T")
 _LARGEST, _LARGEST_INT = 1e30, 2**31 - 1
@@ -33,12 +33,22 @@ def config_metadata(config: DecoderConfig) -> dict[str, Any]:
 
 def read_config(metadata: dict[str, Any]) -> DecoderConfig:
     """The config; raises InputError for unknown, missing and invalid fields."""
-    fields = dataclass_fields("config", metadata, DecoderConfig)
-    if fields.get("rope_scaling") is not None:
-        scaling = dataclass_fields("rope_scaling", fields["rope_scaling"], RopeScaling)
-        factors = tuple(scaling.get("factors", ()))
-        fields = {**fields, "rope_scaling": RopeScaling(**{**scaling, "factors": factors})}
-    return DecoderConfig(**fields)
+    return _read_dataclass("config", DecoderConfig, metadata)
+
+
+def _read_dataclass(where: str, kind: type[T], metadata: dict[str, Any]) -> T:
+    """A dataclass from JSON; what it holds may be dataclasses and tuples."""
+    fields, hints = dataclass_fields(where, metadata, kind), get_type_hints(kind)
+
+    def value(name: str, raw: Any) -> Any:
+        if isinstance(raw, list):
+            return tuple(raw)
+        inner = [
+            one for one in (hints[name], *get_args(hints[name])) if dataclasses.is_dataclass(one)
+        ]
+        return _read_dataclass(name, inner[0], raw) if inner and isinstance(raw, dict) else raw
+
+    return kind(**{name: value(name, raw) for name, raw in fields.items()})
 
 
 def head_metadata(config: Any) -> dict[str, Any]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 from specjax.errors import InputError, shown
 
+MOST_LAYERS = 1 << 16
 _LARGEST = {
     "vocab_size": 1 << 24,
     "hidden_size": 1 << 20,
     "intermediate_size": 1 << 24,
-    "num_layers": 1 << 16,
+    "num_layers": MOST_LAYERS,
     "num_heads": 1 << 16,
     "num_kv_heads": 1 << 16,
     "head_dim": 1 << 16,
@@ -43,13 +45,116 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class Norm:
+    """The norms of the layers and the one before the head.
+
+    `kind` is `rms` (a scale) or `layer` (the mean is subtracted; a scale and a bias). Scales are
+    stored less `offset`: 1 in Gemma, whose norms multiply by 1 + scale. With `after` the results of
+    attention and MLP are normed too before they are added to the residual stream (Gemma, GLM-4).
+    """
+
+    kind: Literal["rms", "layer"] = "rms"
+    offset: Literal[0, 1] = 0
+    after: bool = False
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What differs between families in attention.
+
+    With `attention_bias`, `output_bias` says whether the output projection has a bias too.
+    `qk_norm` is an RMS norm of each head's queries and keys before they are rotated. `query_scale`
+    multiplies queries (None: 1/sqrt(C)). `softcap` limits scores to c tanh(score/c).
+    `rotary_width` is the number of a head's first dimensions that are rotated: None all, 0 none.
+    """
+
+    output_bias: bool = True
+    qk_norm: bool = False
+    query_scale: float | None = None
+    softcap: float | None = None
+    rotary_width: int | None = None
+
+
+@dataclass(frozen=True)
+class SlidingWindow:
+    """Layers in which a token sees only the last `size` tokens, itself included.
+
+    `pattern` says which layers these are, and repeats over the layers. `rope_theta` is the rotary
+    base of these layers where they have their own, without scaling (Gemma 3).
+    """
+
+    size: int
+    pattern: tuple[bool, ...] = (True,)
+    rope_theta: float | None = None
+
+    def layers(self, num_layers: int) -> tuple[bool, ...]:
+        """Whether each of so many layers has the window."""
+        return tuple(self.pattern[layer % len(self.pattern)] for layer in range(num_layers))
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """The MLP: its activation, and whether a second projection gates it.
+
+    `gelu_tanh` is the approximation of GELU by tanh (GPT-2's `gelu_new`), `gelu` the exact one.
+    """
+
+    activation: Literal["silu", "gelu_tanh", "gelu"] = "silu"
+    gated: bool = True
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in place of the MLP, from layer `num_dense` on.
+
+    `per_token` of the `num_experts` (E) MLPs of width `intermediate_size`, all gated, are added for
+    each token, times their scores: `softmax` over all experts, or their `sigmoid`s, divided by
+    their sum with `normalize`, times `scale`. With `selection_bias` a bias of each expert is added
+    where experts are chosen, not in their scores (2408.15664). Of `groups` of experts only the
+    `groups_per_token` with the largest sums of their two best scores are chosen from (2412.19437).
+    `shared_size` is the width of an MLP that is added for every token, 0 for none.
+    """
+
+    num_experts: int
+    per_token: int
+    intermediate_size: int
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool = True
+    scale: float = 1.0
+    selection_bias: bool = False
+    groups: int = 1
+    groups_per_token: int = 1
+    shared_size: int = 0
+    num_dense: int = 0
+
+
+class Run(NamedTuple):
+    """Layers of one structure that follow each other, and the name of their stacked parameters."""
+
+    name: str
+    first: int
+    count: int
+    sparse: bool
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """What a token's embedding is multiplied by, and whether one of its position is added."""
+
+    scale: float = 1.0
+    positions: bool = False
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
-    """A Llama-family decoder: RMSNorm, grouped-query attention with RoPE, SiLU-gated MLP.
+    """A decoder; the defaults are Llama's: RMSNorm, attention with RoPE, SiLU-gated MLP.
 
     Hashable, so that it can be a static argument of jit. `vocab_size` is V, `hidden_size` D,
     `intermediate_size` F, `num_layers` L, `num_heads` H, `num_kv_heads` G, `head_dim` C,
-    `max_positions` the number of tokens of the longest context. Raises InputError for sizes that
-    do not fit together.
+    `max_positions` the number of tokens of the longest context, `rms_norm_eps` the epsilon of norms
+    of either kind. `logit_softcap` limits logits to c tanh(logit/c). `family` names the table that
+    has the names of its tensors and of its config's fields in files; it changes nothing in the
+    arithmetic. Raises InputError for sizes that do not fit together.
     """
 
     vocab_size: int
@@ -66,6 +171,14 @@ class DecoderConfig:
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
+    norm: Norm = Norm()
+    attention: Attention = Attention()
+    sliding_window: SlidingWindow | None = None
+    mlp: Mlp = Mlp()
+    embedding: Embedding = Embedding()
+    logit_softcap: float | None = None
+    experts: Experts | None = None
+    family: str = "llama"
 
     def __post_init__(self) -> None:
         for field, largest in _LARGEST.items():
@@ -82,13 +195,166 @@ class DecoderConfig:
                 f"num_heads={self.num_heads}: must be a multiple of "
                 f"num_kv_heads={self.num_kv_heads}"
             )
-        if self.head_dim % 2:
+        if self.head_dim % 2 and self.attention.rotary_width is None:
             raise InputError(f"head_dim={self.head_dim}: must be even, RoPE turns pairs")
+        if self.rotary_width % 2 or not 0 <= self.rotary_width <= self.head_dim:
+            raise InputError(
+                f"attention.rotary_width={self.rotary_width}: must be even and at most "
+                f"head_dim={self.head_dim}"
+            )
         if self.rope_scaling is not None:
-            _check_scaling(self.rope_scaling, self.head_dim)
+            _check_scaling(self.rope_scaling, self.rotary_width)
+        _check_parts(self)
+
+    @property
+    def rotary_width(self) -> int:
+        """The number of a head's dimensions that are rotated."""
+        width = self.attention.rotary_width
+        return self.head_dim if width is None else width
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The layers by structure: those before the experts, if any, and the others."""
+        experts, count = self.experts, self.num_layers
+        if experts is None:
+            return (Run("layers", 0, count, False),)
+        dense = min(experts.num_dense, count)
+        runs = (
+            Run("dense_layers", 0, dense, False),
+            Run("layers", dense, count - dense, True),
+        )
+        return tuple(run for run in runs if run.count)
+
+    @property
+    def windowed(self) -> tuple[bool, ...]:
+        """Whether each layer has the sliding window."""
+        window = self.sliding_window
+        return (False,) * self.num_layers if window is None else window.layers(self.num_layers)
+
+    def llama_layers(self, num_layers: int) -> DecoderConfig:
+        """So many Llama layers of these sizes, for heads whose layers are Llama's.
+
+        What other families add is left out, and so are their biases.
+        """
+        if self.unlike_llama is None:
+            return replace(self, num_layers=num_layers, family="llama")
+        scaling = self.rope_scaling if self.rotary_width == self.head_dim else None
+        rest = {"rope_scaling": scaling, "attention_bias": False, "mlp_bias": False}
+        return replace(self, num_layers=num_layers, family="llama", **_LLAMA, **rest)
+
+    def some_layers(self, layers: Sequence[int]) -> DecoderConfig:
+        """The decoder of those layers of this one, with the windows that they have here."""
+        window, windowed = self.sliding_window, self.windowed
+        if window is not None:
+            window = replace(window, pattern=tuple(windowed[layer] for layer in layers))
+        return replace(self, num_layers=len(layers), sliding_window=window)
+
+    def one_layer(self) -> DecoderConfig:
+        """A layer of this kind for a module that predicts further tokens.
+
+        It sees every token, has an MLP in place of experts, and reads and scores tokens without the
+        model's scales and limits: soft caps, and what is done to embeddings.
+        """
+        return replace(
+            self,
+            num_layers=1,
+            sliding_window=None,
+            attention=replace(self.attention, softcap=None),
+            embedding=Embedding(),
+            logit_softcap=None,
+            experts=None,
+        )
+
+    @property
+    def unlike_llama(self) -> str | None:
+        """The first field whose value is not Llama's, as `name=value`."""
+        for name, default in _LLAMA.items():
+            if getattr(self, name) != default:
+                return f"{name}={getattr(self, name)}"
+        return None
 
 
-def _check_scaling(scaling: RopeScaling, head_dim: int) -> None:
+_LLAMA: dict[str, Any] = {
+    "norm": Norm(),
+    "attention": Attention(),
+    "sliding_window": None,
+    "mlp": Mlp(),
+    "embedding": Embedding(),
+    "logit_softcap": None,
+    "experts": None,
+}
+"""The fields in which families differ, with Llama's values."""
+
+
+def _check_parts(config: DecoderConfig) -> None:
+    """Raise InputError for values of the parts that are out of range."""
+    for field, value, choices in (
+        ("norm.kind", config.norm.kind, ("rms", "layer")),
+        ("norm.offset", config.norm.offset, (0, 1)),
+        ("mlp.activation", config.mlp.activation, ("silu", "gelu_tanh", "gelu")),
+    ):
+        if value not in choices:
+            raise InputError(f"{field}={shown(value)}: use {' or '.join(map(str, choices))}")
+    reals = {
+        "attention.query_scale": config.attention.query_scale,
+        "attention.softcap": config.attention.softcap,
+        "logit_softcap": config.logit_softcap,
+        "embedding.scale": config.embedding.scale,
+    }
+    window = config.sliding_window
+    if window is not None:
+        reals["sliding_window.rope_theta"] = window.rope_theta
+        if not 1 <= window.size <= _LARGEST["max_positions"]:
+            raise InputError(
+                f"sliding_window.size={shown(window.size)}: must be a whole number of at least 1 "
+                f"and at most {_LARGEST['max_positions']}; repair the config"
+            )
+        if not window.pattern:
+            raise InputError("sliding_window.pattern is empty: say which layers have the window")
+    for field, value in reals.items():
+        if value is not None:
+            _check_real(field, value)
+    if config.experts is not None:
+        _check_experts(config.experts)
+
+
+def _check_experts(experts: Experts) -> None:
+    if experts.router not in ("softmax", "sigmoid"):
+        raise InputError(f"experts.router={shown(experts.router)}: use softmax or sigmoid")
+    _check_real("experts.scale", experts.scale)
+    for field, lowest, highest in (
+        ("num_experts", 1, 1 << 16),
+        ("groups", 1, experts.num_experts),
+        ("groups_per_token", 1, experts.groups),
+        ("per_token", 1, experts.num_experts),
+        ("intermediate_size", 1, _LARGEST["intermediate_size"]),
+        ("shared_size", 0, _LARGEST["intermediate_size"]),
+        ("num_dense", 0, MOST_LAYERS),
+    ):
+        value = getattr(experts, field)
+        if not lowest <= value <= highest:
+            raise InputError(
+                f"experts.{field}={shown(value)}: must be a whole number from {lowest} to "
+                f"{highest}; repair the config"
+            )
+    if experts.num_experts % experts.groups:
+        raise InputError(
+            f"experts.groups={experts.groups}: must divide num_experts={experts.num_experts}"
+        )
+    chosen_from = experts.groups_per_token * experts.num_experts // experts.groups
+    if experts.per_token > chosen_from:
+        raise InputError(
+            f"experts.per_token={experts.per_token}: must be at most the {chosen_from} experts of "
+            f"groups_per_token={experts.groups_per_token} groups"
+        )
+    if experts.groups > 1 and experts.num_experts == experts.groups:
+        raise InputError(
+            f"experts.groups={experts.groups}: a group must have at least two experts, whose "
+            "scores are compared"
+        )
+
+
+def _check_scaling(scaling: RopeScaling, width: int) -> None:
     if scaling.kind not in ("linear", "llama3", "factors"):
         raise InputError(f"rope_scaling.kind={scaling.kind!r}: use linear, llama3 or factors")
     positive = {"factor": scaling.factor}
@@ -102,10 +368,10 @@ def _check_scaling(scaling: RopeScaling, head_dim: int) -> None:
                 f"low_freq_factor={scaling.low_freq_factor}"
             )
     if scaling.kind == "factors":
-        if len(scaling.factors) != head_dim // 2:
+        if len(scaling.factors) != width // 2:
             raise InputError(
                 f"rope_scaling.factors: {len(scaling.factors)} entries, must be one for each of "
-                f"the head_dim/2={head_dim // 2} frequencies"
+                f"the head_dim/2={width // 2} frequencies"
             )
         positive |= {f"factors[{i}]": value for i, value in enumerate(scaling.factors)}
     for field, value in positive.items():

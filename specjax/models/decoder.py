@@ -1,8 +1,8 @@
-"""The Llama-family decoder: one forward, `extend`, for prefill, drafting, verifying and training.
+"""The decoder: one forward, `extend`, for prefill, drafting, verifying and training.
 
 Llama (Touvron et al. 2302.13971) with grouped queries (Ainslie et al. 2305.13245), rotary
 positions (Su et al. 2104.09864), RMS norms (Zhang and Sennrich 1910.07467) and gated SiLU
-(Shazeer 2002.05202).
+(Shazeer 2002.05202); and what `DecoderConfig` says other families do in its stead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from specjax.cache import KVCache, Window, make_cache
 from specjax.distributed.sharding import constrain
 from specjax.errors import InputError
-from specjax.models.config import DecoderConfig
+from specjax.models.config import DecoderConfig, Run
 from specjax.models.interface import Extension
 from specjax.models.layers.attention import (
     Partial,
@@ -32,8 +32,17 @@ from specjax.models.layers.attention import (
     attend_whole_cache,
     cached_blocks,
 )
-from specjax.models.layers.decoder_layer import Block, embed, merge_heads, rotate_by
-from specjax.models.parameters import Parameter, ParameterTable
+from specjax.models.layers.decoder_layer import (
+    Block,
+    embed,
+    limited,
+    merge_heads,
+    one_layer,
+    with_experts,
+)
+from specjax.models.layers.layer_views import layer_views
+from specjax.models.parameter_table import parameter_table
+from specjax.models.parameters import ParameterTable
 from specjax.models.top_tokens import (
     top_tokens,
     top_tokens_of_states,
@@ -48,8 +57,8 @@ class Form:
     `scan_layers` stacks the layers' parameters and loops over them; otherwise each layer has
     parameters and code of its own. `cache_attention` is `blocks`, a loop over the filled blocks of
     the cache, `whole`, one product over its capacity, or `kernel`, a GPU kernel over the filled
-    slots, which needs separate layers (prefill, and head widths that the kernel does not support,
-    use `blocks`). Raises InputError for other values.
+    slots, which needs separate layers (prefill, and what the kernel does not support, use `blocks`:
+    some head widths, sliding windows, soft caps). Raises InputError for other values.
     """
 
     scan_layers: bool = True
@@ -76,62 +85,6 @@ class Form:
 
 
 DEFAULT_FORM = Form()
-
-
-def parameter_table(config: DecoderConfig, scan_layers: bool = True) -> dict[str, Any]:
-    """Every parameter of a decoder as a nested dict of `Parameter`.
-
-    Head axes are separate, kernels are [in, out], and layers are stacked on the first axis; without
-    `scan_layers` each layer is an entry of its own, "0", "1", ... A tied head and the embedding are
-    stored once, in the head's layout [D, V]: the head reads all of it, the embedding a few columns.
-    """
-    layers, width, hidden = config.num_layers, config.hidden_size, config.intermediate_size
-    heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-
-    def projection(shape: tuple[int, ...], axes: tuple[str, ...], out: int, bias: bool) -> dict:
-        """A kernel whose last `out` axes are outputs, stacked over layers."""
-        entry = {"kernel": Parameter((layers, *shape), ("layers", *axes))}
-        if bias:
-            bias_axes = ("layers", *axes[-out:])
-            entry["bias"] = Parameter((layers, *shape[-out:]), bias_axes, "zeros")
-        return entry
-
-    def norm() -> dict[str, Parameter]:
-        return {"scale": Parameter((layers, width), ("layers", "embed"), "ones")}
-
-    queries = ((width, heads, head_dim), ("embed", "heads", "head_dim"), 2)
-    keys = ((width, kv_heads, head_dim), ("embed", "kv_heads", "head_dim"), 2)
-    up = ((width, hidden), ("embed", "mlp"), 1)
-    table: dict[str, Any] = {
-        "layers": {
-            "attention_norm": norm(),
-            "attention": {
-                "query": projection(*queries, config.attention_bias),
-                "key": projection(*keys, config.attention_bias),
-                "value": projection(*keys, config.attention_bias),
-                "output": projection(
-                    (heads, head_dim, width),
-                    ("heads", "head_dim", "embed"),
-                    1,
-                    config.attention_bias,
-                ),
-            },
-            "mlp_norm": norm(),
-            "mlp": {
-                "gate": projection(*up, config.mlp_bias),
-                "up": projection(*up, config.mlp_bias),
-                "down": projection((hidden, width), ("mlp", "embed"), 1, config.mlp_bias),
-            },
-        },
-        "final_norm": {"scale": Parameter((width,), ("embed",), "ones")},
-        "head": {"kernel": Parameter((width, config.vocab_size), ("embed", "vocab"))},
-    }
-    if not scan_layers:
-        one = jax.tree.map(Parameter.without_layers, table["layers"])
-        table["layers"] = {str(layer): one for layer in range(layers)}
-    if not config.tie_word_embeddings:
-        table["embed"] = {"embedding": Parameter((config.vocab_size, width), ("vocab", "embed"))}
-    return table
 
 
 @dataclass(frozen=True)
@@ -187,7 +140,10 @@ class Decoder:
         config = self.config
         shape = (config.num_layers, batch, self.cached_heads, slots, config.head_dim)
         empty = self.constrain_heads(jnp.zeros(shape, self.dtype))
-        return Window(empty, empty)
+        positions = None
+        if config.sliding_window is not None:
+            positions = constrain(jnp.zeros((batch, slots), jnp.int32), "batch", None)
+        return Window(empty, empty, positions)
 
     def constrain_heads(self, keys: Float[Array, "L B G S C"]) -> Float[Array, "L B G S C"]:
         """Keys or values, with their sharding constraint on a mesh."""
@@ -257,13 +213,14 @@ class DecoderModule(nn.Module):
         scan_layers = self.form.scan_layers
         table = parameter_table(config, scan_layers)
         params = ParameterTable(table, self.dtype, name="decoder")()
-        block = Block(config, self.dtype, self.shards, self.multiply)
+        block = Block(config, self.dtype, self.shards, self.multiply, differentiable=window is None)
         kv_heads = config.num_kv_heads if window is None else window.k.shape[2]
         copies = kv_heads // config.num_kv_heads
-        rotation = rotate_by(positions, config)
-        repeats = config.num_heads // kv_heads
-        # [#B, 1, X, W]: the queries that share a key head are adjacent, token by token.
-        seen = jnp.repeat(visible, repeats, axis=1)[:, None]
+        if window is not None and window.positions is not None:
+            kept_positions = lax.dynamic_update_slice(window.positions, positions, (0, start))
+            window = window.replace(positions=kept_positions)
+        views = layer_views(config, positions, window, visible, config.num_heads // kv_heads)
+        softcap = config.attention.softcap
         counts = wanted_counts(features, config.vocab_size)
         check_features((name for name in features if name not in counts), config.num_layers)
         taps = {name: _tapped_layer(name) for name in features if name.startswith("layer_input:")}
@@ -276,40 +233,55 @@ class DecoderModule(nn.Module):
             tapped = {
                 name: jnp.where(index == taps[name], x, before) for name, before in tapped.items()
             }
+            view = views(index)
             h = block.norm(x, weights["attention_norm"])
-            query, key, value = block.heads(h, weights["attention"], rotation, copies)
+            query, key, value = block.heads(h, weights["attention"], view.rotation, copies)
             if kept is None:
                 mixed = attend_in_blocks(
-                    query, key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3), seen
+                    query,
+                    key.transpose(0, 2, 1, 3),
+                    value.transpose(0, 2, 1, 3),
+                    view.seen,
+                    softcap=softcap,
                 )
             else:
                 keys = write_window(kept.k, key, index, start)
                 values = write_window(kept.v, value, index, start)
-                mixed = attend(query, keys[index], values[index], seen)
-                kept = Window(keys, values)
+                mixed = attend(query, keys[index], values[index], view.seen, softcap)
+                kept = kept.replace(k=keys, v=values)
             if attend_committed is not None:
-                mixed = attend_committed(query, cache, index, start=mixed)
-            x = block.add_attention(x, mixed, weights["attention"])
+                mixed = attend_committed(query, cache, index, start=mixed, **view.limits)
+            x = block.add_attention(x, mixed, weights)
             return block.add_mlp(x, weights), kept, tapped
 
         x = block.whole(embed(params, tokens, self.dtype))
+        if config.embedding.scale != 1.0:
+            x = x * jnp.asarray(config.embedding.scale, x.dtype)
+        if config.embedding.positions:
+            own = jnp.take(params["positions"]["embedding"], positions, axis=0, mode="clip")
+            x = x + own.astype(x.dtype)
         carry = (x, window, {name: jnp.zeros_like(x) for name in taps})
         depth = config.num_layers if num_layers is None else num_layers
         if scan_layers:
-            layers = merge_heads(params["layers"], config)
+            for run in config.runs:
+                layers = merge_heads(params[run.name], config)
 
-            def step(index: Int[Array, ""], carry: tuple) -> tuple:
-                return layer(index, jax.tree.map(lambda leaf: leaf[index], layers), carry)
+                def step(
+                    index: Int[Array, ""], carry: tuple, run: Run = run, layers: dict = layers
+                ) -> tuple:
+                    own = index - run.first if run.first else index
+                    return layer(index, one_layer(layers, own), carry)
 
-            if window is None:
-                step = jax.checkpoint(step, prevent_cse=False)
-            carry = lax.fori_loop(0, depth, step, carry)
+                if window is None:
+                    step = jax.checkpoint(step, prevent_cse=False)
+                last = min(depth, run.first + run.count)
+                if run.first < last:
+                    carry = lax.fori_loop(run.first, last, step, carry)
         else:
             for index in range(depth):
                 # Else XLA takes the heads apart again, and transposes kernels for a single token.
-                weights = lax.optimization_barrier(
-                    merge_heads(params["layers"][str(index)], config)
-                )
+                weights = merge_heads(params["layers"][str(index)], config)
+                weights = with_experts(lax.optimization_barrier(weights))
                 carry = layer(index, weights, carry)
         pre_norm, window, tapped = carry
 
@@ -320,6 +292,7 @@ class DecoderModule(nn.Module):
 
         def project(states: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
             out = block.project("btd,dv->btv", states, params["head"], jnp.float32)
+            out = limited(out, config.logit_softcap)
             return constrain(out, "batch", None, "vocab" if self.shards > 1 else None)
 
         if logits:
@@ -330,16 +303,17 @@ class DecoderModule(nn.Module):
         return Extension(out, {name: wanted[name] for name in features}, window)
 
     def _cache_attention(self, cache: KVCache, tokens: int) -> Callable[..., Partial]:
-        kind = self.form.cache_attention
-        if kind == "kernel":
+        kind, config = self.form.cache_attention, self.config
+        softcap = config.attention.softcap
+        if kind == "kernel" and softcap is None and config.sliding_window is None:
             from specjax.models.kernels import attention_kernel
 
-            if attention_kernel.takes(tokens, self.config.head_dim):
+            if attention_kernel.takes(tokens, config.head_dim):
                 attend = attention_kernel.attend_cache_kernel
                 return functools.partial(attend, split=self.shards > 1)
         if kind == "whole":
-            return attend_whole_cache
-        return functools.partial(attend_cache, blocks=cached_blocks(cache))
+            return functools.partial(attend_whole_cache, softcap=softcap)
+        return functools.partial(attend_cache, blocks=cached_blocks(cache), softcap=softcap)
 
 
 def write_window(

@@ -22,9 +22,9 @@ class Parameter:
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), (self.shape, self.axes)
 
-    def without_layers(self) -> Parameter:
-        """One layer of a parameter that is stacked over layers."""
-        return replace(self, shape=self.shape[1:], axes=self.axes[1:])
+    def with_layers(self, count: int) -> Parameter:
+        """A layer's parameter stacked over `count` layers."""
+        return replace(self, shape=(count, *self.shape), axes=("layers", *self.axes))
 
     def initializer(self) -> nn.initializers.Initializer:
         """`normal` (standard deviation 0.02), `ones`, `zeros` or `identity`, axes named."""

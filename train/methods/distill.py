@@ -7,7 +7,6 @@ total variation, or both (DistillSpec: Zhou et al. 2310.08461).
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -89,7 +88,7 @@ def distill_method(
                 f"0..{count - 1}"
             )
     config = DraftModelConfig(
-        decoder=dataclasses.replace(target.config, num_layers=len(layers)),
+        decoder=target.config.some_layers(layers),
         draft_vocab_size=vocab_size if draft_ids is None else len(draft_ids),
     )
     model = ReducedDecoder(Decoder(config.decoder, jnp.dtype(jnp.float32), multiply=multiply))

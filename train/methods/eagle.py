@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -73,8 +72,10 @@ def from_target(
     projection, what reads the embedding stays random, and the fusion starts as the last tap. Raises
     InputError where the head's layer is of another shape than the target's.
     """
-    shape = dataclasses.replace(target.config, num_layers=1)
-    if dataclasses.replace(config.decoder, num_layers=1) != shape:
+    shape = target.config.llama_layers(1)
+    if (other := target.config.unlike_llama) is not None:
+        raise InputError(f"start='target': the target's layers have {other}; use start=random")
+    if config.decoder != shape:
         raise InputError("start='target': the head's layer has another shape; use start=random")
     last = last_layer(target)
     width = shape.hidden_size

@@ -88,6 +88,15 @@ class Setup:
         }
 
 
+def _check_logits(target: Model) -> None:
+    """Raise InputError for a target whose logits are more than a product with its head."""
+    if (softcap := target.config.logit_softcap) is not None:
+        raise InputError(
+            f"target: {target.name} limits its logits (logit_softcap={softcap}), and training "
+            "scores drafts by features and head alone; use a target without a soft cap of logits"
+        )
+
+
 def set_up(config: OwnConfig, make_method: MakeMethod[OwnConfig]) -> Setup:
     """Read and check everything; raises InputError, on all processes, for what does not fit."""
     mesh = open_mesh(config.mesh, config.distributed, config.written)
@@ -114,6 +123,8 @@ def set_up(config: OwnConfig, make_method: MakeMethod[OwnConfig]) -> Setup:
                 check_target(f"data={str(part.directory)!r}", part.target, metadata)
         with problems.collect():
             _check_positions(config.eval, model)
+        with problems.collect():
+            _check_logits(model)
         with problems.collect():
             earlier = None
             choose = functools.partial(draft_vocabulary, data, vocab_size=model.config.vocab_size)

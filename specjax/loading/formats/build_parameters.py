@@ -18,7 +18,7 @@ from specjax.distributed import sharding
 from specjax.errors import InputError
 from specjax.loading.formats import parameter_names
 from specjax.models.config import DecoderConfig
-from specjax.models.decoder import parameter_table
+from specjax.models.parameter_table import parameter_table
 
 Fill = Callable[[parameter_names.Location, np.ndarray], None]
 """Writes one tensor's values into a host array of the tree's shape (`Location.shape`)."""
@@ -30,7 +30,16 @@ def can_split(config: DecoderConfig, shards: int) -> bool:
     """Whether a decoder's heads and MLP can be split over that many devices."""
     heads, kv_heads = config.num_heads, config.num_kv_heads
     grouped = kv_heads % shards == 0 or shards % kv_heads == 0
-    return heads % shards == 0 and grouped and config.intermediate_size % shards == 0
+    return heads % shards == 0 and grouped and all(size % shards == 0 for size in _widths(config))
+
+
+def _widths(config: DecoderConfig) -> list[int]:
+    """The widths of a decoder's MLPs, those of experts included."""
+    experts = config.experts
+    if experts is None:
+        return [config.intermediate_size]
+    widths = {experts.intermediate_size, experts.shared_size}
+    return sorted(widths | ({config.intermediate_size} if experts.num_dense else set()))
 
 
 def check_shards(config: DecoderConfig, shards: int) -> None:
@@ -40,7 +49,8 @@ def check_shards(config: DecoderConfig, shards: int) -> None:
         good = [str(count) for count in counts if can_split(config, count)]
         raise InputError(
             f"mesh.model={shards}: {config.num_heads} heads, {config.num_kv_heads} key/value heads "
-            f"and an MLP of {config.intermediate_size} cannot be split over {shards} devices; "
+            f"and an MLP of {' and '.join(map(str, _widths(config)))} cannot be split over "
+            f"{shards} devices; "
             f"use {' or '.join(good)}"
         )
 
@@ -97,23 +107,23 @@ def build(
         is_leaf=lambda node: isinstance(node, tuple),
     )
     for location, tensor in _read_ahead(locations, dtype, fill, threads):
-        path, layer = location.within(scan_layers)
+        path, index = location.within(scan_layers)
         *parents, last = path
         node, target = params, parameter_names.lookup(targets, path)
         for key in parents:
             node = node[key]
-        if layer is None:
+        if not index:
             node[last] = _put(tensor, target)
         else:
-            part = _put(tensor, _one_layer(target))
-            node[last] = _set_layer(node[last], np.int32(layer), part)
+            part = _put(tensor, _without(target, len(index)))
+            node[last] = _set_part(node[last], np.array(index, np.int32), part)
     return params
 
 
-def _one_layer(stacked: Sharding) -> Sharding:
-    """The sharding of one layer of a parameter, before it is stacked with the others."""
+def _without(stacked: Sharding, axes: int) -> Sharding:
+    """The sharding of one part of a parameter, before it is stacked over its first axes."""
     if isinstance(stacked, NamedSharding):
-        return NamedSharding(stacked.mesh, PartitionSpec(*stacked.spec[1:]))
+        return NamedSharding(stacked.mesh, PartitionSpec(*stacked.spec[axes:]))
     return stacked
 
 
@@ -128,9 +138,8 @@ def _adopted(
     params = parameter_names.allocate(config, dtype, scan_layers)
 
     def write(location: parameter_names.Location) -> None:
-        path, layer = location.within(scan_layers)
-        leaf = parameter_names.lookup(params, path)
-        fill(location, leaf if layer is None else leaf[layer])
+        path, index = location.within(scan_layers)
+        fill(location, parameter_names.lookup(params, path)[index])
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(write, locations))
@@ -163,5 +172,7 @@ def _put(tensor: np.ndarray, target: Sharding) -> jax.Array:
 
 
 @jax.jit(donate_argnums=0)
-def _set_layer(stacked: jax.Array, layer: jax.Array, tensor: jax.Array) -> jax.Array:
-    return lax.dynamic_update_index_in_dim(stacked, tensor, layer, 0)
+def _set_part(stacked: jax.Array, index: jax.Array, tensor: jax.Array) -> jax.Array:
+    lead = [index[axis] for axis in range(index.shape[0])]
+    where = (*lead, *[0] * tensor.ndim)
+    return lax.dynamic_update_slice(stacked, tensor.reshape((1,) * len(lead) + tensor.shape), where)

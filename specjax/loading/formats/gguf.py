@@ -1,4 +1,4 @@
-"""Llama-family models in GGUF files: config, and weights dequantised to the wanted dtype."""
+"""Models in GGUF files: config, and weights dequantised to the wanted dtype."""
 
 from __future__ import annotations
 
@@ -10,148 +10,39 @@ from jax.sharding import Mesh
 
 from specjax.errors import InputError, shown
 from specjax.loading.formats import build_parameters, parameter_names
-from specjax.loading.formats.gguf_file import GgufFile, Tensor, check_type, short
-from specjax.models.config import DecoderConfig, RopeScaling
+from specjax.loading.formats.families import registry
+from specjax.loading.formats.families.family import Family
+from specjax.loading.formats.gguf_file import GgufFile, Tensor, check_type
+from specjax.loading.formats.gguf_keys import GgufKeys
+from specjax.models.config import DecoderConfig
 
 
-class _Keys:
-    """Typed reading of the `llama.*` metadata; records which keys were read."""
-
-    def __init__(self, file: GgufFile) -> None:
-        self.path, self.metadata, self.asked = file.path, file.metadata, set[str]()
-
-    def get(self, name: str, kinds: tuple[type, ...], default: Any = None) -> Any:
-        """One value, or the common value of an array (some files list one per layer)."""
-        key = f"llama.{name}"
-        self.asked.add(key)
-        value = self.metadata.get(key, default)
-        if value is None:
-            raise InputError(f"{self.path}: the key {key} is missing; convert the model again")
-        if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
-            value = value[0].item()
-        if type(value) not in kinds:
-            raise InputError(
-                f"{self.path}: {key} is {short(str(value))}, which is not supported; "
-                "use a model whose layers are alike"
-            )
-        return value
-
-    def whole(self, name: str, default: int | None = None) -> int:
-        return self.get(name, (int,), default)
-
-    def real(self, name: str, default: float | None = None) -> float:
-        return float(self.get(name, (int, float), default))
-
-    def only(self, name: str, neutral: Any) -> None:
-        """Raise InputError for a setting that changes the arithmetic, unless it is `neutral`."""
-        value = self.get(name, (bool, int, float, str), neutral)
-        if value != neutral:
-            raise InputError(
-                f"{self.path}: llama.{name}={shown(value)} is not supported (only {neutral!r}); "
-                "use a plain Llama model"
-            )
-
-
-_INERT = {
-    "llama.vocab_size",
-    "llama.tensor_data_layout",
-    "llama.rope.scaling.original_context_length",
-    "llama.rope.scaling.finetuned",
-    "llama.expert_used_count",
-}
-
-
-def check_architecture(file: GgufFile) -> None:
-    """Raise InputError unless the file's architecture is the one that `read_config` supports."""
-    architecture = file.metadata.get("general.architecture")
-    if not isinstance(architecture, str) or architecture != "llama":
+def family_of(file: GgufFile) -> Family:
+    """The family of a file's architecture; raises InputError for one that is not known."""
+    name = file.metadata.get("general.architecture")
+    family = registry.gguf_architectures().get(name) if isinstance(name, str) else None
+    if family is None:
+        known = ", ".join(map(repr, registry.gguf_architectures()))
         raise InputError(
-            f"{file.path}: general.architecture={shown(architecture)} is not supported; "
-            "use a GGUF of the architecture 'llama'"
+            f"{file.path}: general.architecture={shown(name)} is not supported; "
+            f"use a GGUF of the architecture {known}"
         )
+    return family
 
 
 def read_config(file: GgufFile, vocab_size: int) -> DecoderConfig:
-    """The decoder that a llama-architecture file describes, with V truncated to `vocab_size`.
+    """The decoder that a file describes, with V truncated to `vocab_size`.
 
-    Raises InputError for settings that the decoder does not have.
+    Raises InputError for another architecture and for settings that the decoder does not have.
     """
-    keys = _Keys(file)
-    width, heads = keys.whole("embedding_length"), keys.whole("attention.head_count")
-    head_dim = keys.whole("attention.key_length", width // max(heads, 1))
-    for name, neutral in (
-        ("attention.value_length", head_dim),
-        ("rope.dimension_count", head_dim),
-        ("expert_count", 0),
-        ("attention.sliding_window", 0),
-        ("attention.causal", True),
-        ("use_parallel_residual", False),
-        ("attention.scale", 0.0),
-        ("attention.clamp_kqv", 0.0),
-        ("logit_scale", 1.0),
-        ("residual_scale", 1.0),
-        ("embedding_scale", 1.0),
-        ("rope.scaling.attn_factor", 1.0),
-        ("pooling_type", 0),
-    ):
-        keys.only(name, neutral)
+    family = family_of(file)
+    assert family.gguf is not None
+    keys = GgufKeys(file, family.gguf.architecture)
     config = DecoderConfig(
-        vocab_size=vocab_size,
-        hidden_size=width,
-        intermediate_size=keys.whole("feed_forward_length"),
-        num_layers=keys.whole("block_count"),
-        num_heads=heads,
-        num_kv_heads=keys.whole("attention.head_count_kv", heads),
-        head_dim=head_dim,
-        max_positions=keys.whole("context_length"),
-        rms_norm_eps=_shortest(keys.real("attention.layer_norm_rms_epsilon")),
-        rope_theta=_shortest(keys.real("rope.freq_base", 10000.0)),
-        rope_scaling=_read_scaling(file, keys, head_dim),
-        tie_word_embeddings="output.weight" not in file.tensors,
-        attention_bias="blk.0.attn_q.bias" in file.tensors,
-        mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
+        vocab_size=vocab_size, family=family.model_type, **family.gguf.read(keys)
     )
-    unknown = [
-        key
-        for key in file.metadata
-        if key.startswith("llama.") and key not in keys.asked and key not in _INERT
-    ]
-    if unknown:
-        raise InputError(
-            f"{file.path}: the key {short(unknown[0])} is not known and may change the "
-            "arithmetic; use a plain Llama model"
-        )
+    keys.check_asked()
     return config
-
-
-def _shortest(value: float) -> float:
-    """The shortest decimal that is the same float32: 1e-05 where the file says 9.99999975e-06."""
-    return float(str(np.float32(value)))
-
-
-def _read_scaling(file: GgufFile, keys: _Keys, head_dim: int) -> RopeScaling | None:
-    kind = keys.get("rope.scaling.type", (str,), "none")
-    factor = keys.real("rope.scaling.factor", keys.real("rope.scale_linear", 1.0))
-    if kind not in ("none", "linear"):
-        raise InputError(
-            f"{file.path}: llama.rope.scaling.type={short(kind)} is not supported; "
-            "use none or linear scaling"
-        )
-    # Without a type, a factor means linear scaling, as it does for llama.cpp.
-    linear = factor not in (0.0, 1.0) and (
-        kind == "linear" or "llama.rope.scaling.type" not in file.metadata
-    )
-    tensor = file.tensors.get("rope_freqs.weight")
-    if tensor is None:
-        return RopeScaling("linear", factor=_shortest(factor)) if linear else None
-    if linear or tensor.shape != (head_dim // 2,):
-        raise InputError(
-            f"{file.path}: rope_freqs.weight {list(tensor.shape)} with linear factor {factor} is "
-            f"not supported; it must be [{head_dim // 2}] and the only scaling"
-        )
-    check_type(file, "rope_freqs.weight")
-    factors = file.values(tensor)
-    return RopeScaling("factors", factors=tuple(_shortest(value) for value in factors.tolist()))
 
 
 def read_params(
@@ -167,9 +58,11 @@ def read_params(
     Raises InputError listing tensors that are missing, unexpected, mis-shaped or of a type that
     cannot be dequantised, before anything is allocated.
     """
+    layout = registry.family(config.family).gguf
+    assert layout is not None
     found = {name: tensor.shape for name, tensor in file.tensors.items()}
     locations = parameter_names.match(
-        str(file.path), parameter_names.GGUF, config, found, ignored=["rope_freqs.weight"]
+        str(file.path), layout.tensors, config, found, ignored=["rope_freqs.weight"]
     )
     for name in {
         file.tensors[location.name].kind: location.name for location in locations
@@ -188,12 +81,12 @@ def _fill(
     file: GgufFile, tensor: Tensor, location: parameter_names.Location, target: np.ndarray
 ) -> None:
     """Write one tensor into its part of the tree, rows beyond the vocabulary left out."""
-    if location.slot.paired:
+    if not location.is_plain:
         np.copyto(
             target, parameter_names.from_stored(file.values(tensor), location), casting="same_kind"
         )
         return
-    rest = location.stored_shape[1:]
+    rest = location.rows[1:]
     into = parameter_names.stored_view(target, location)
     for first, values in file.chunks(tensor):
         # A chunk is whole rows, small enough to be transposed in the CPU's cache.

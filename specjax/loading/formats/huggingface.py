@@ -1,10 +1,9 @@
-"""Llama-family checkpoints in Hugging Face's directory layout, read and written without torch."""
+"""Checkpoints in Hugging Face's directory layout, read and written without torch."""
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ from specjax.errors import InputError, one_line, shown
 from specjax.files import folder_marker, folders
 from specjax.files.open_files import regular_file
 from specjax.loading.formats import build_parameters, parameter_names
+from specjax.loading.formats.families import registry
+from specjax.loading.formats.families.family import Family
 from specjax.loading.formats.huggingface_config import write_config
 from specjax.loading.tokenizers.huggingface_tokenizer import read_json, write_tokenizer
 from specjax.loading.tokenizers.tokenizer import Tokenizer
@@ -145,16 +146,24 @@ def read_params(
     folder_marker.verify(directory, ("model",), any(map(is_ours, shards_found)), read)
     where, shapes = _read_headers(shards_found)
     _check_mtp(directory, where)
-    tied_copy = config.tie_word_embeddings and "lm_head.weight" in where
+    family = registry.family(config.family)
+    stored = _stored_names(family, where)
+    table = [slot._replace(name=stored(slot.name)) for slot in family.tensors]
+    head, embedding = (
+        next(
+            stored(slot.name)
+            for slot in family.tensors
+            if slot.path[0] == path and slot.tied == tied
+        )
+        for path, tied in (("head", False), ("head", True))
+    )
+    tied_copy = config.tie_word_embeddings and head in where
+    ignored = [name for name in where if family.ignored and re.fullmatch(family.ignored, name)]
     locations = parameter_names.match(
-        str(directory),
-        parameter_names.HUGGING_FACE,
-        config,
-        shapes,
-        ignored=["lm_head.weight"] if tied_copy else [],
+        str(directory), table, config, shapes, ignored=[*ignored, *([head] if tied_copy else [])]
     )
     if tied_copy:
-        _check_tied(directory, where)
+        _check_tied(directory, where, head, embedding)
     # In the order of the shards, so that each is opened once.
     locations.sort(key=lambda location: str(where[location.name]))
     with ExitStack() as stack:
@@ -181,33 +190,31 @@ def _check_mtp(directory: Path, names: Iterable[str]) -> None:
         )
 
 
-def _check_tied(directory: Path, where: dict[str, Path]) -> None:
+def _stored_names(family: Family, names: Collection[str]) -> Callable[[str], str]:
+    """How a checkpoint spells the family's names: with the optional prefix or without."""
+    prefix = family.optional_prefix
+    if not prefix or any(name.startswith(prefix) for name in names):
+        return lambda name: name
+    return lambda name: name.removeprefix(prefix)
+
+
+def _check_tied(directory: Path, where: dict[str, Path], head: str, embedding: str) -> None:
     """Raise InputError where a tied checkpoint also stores a head that is not the embedding."""
     both = []
-    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+    for name in (head, embedding):
         with _open_shard(where[name]) as file:
             both.append(file.get_tensor(name))
     if not np.array_equal(*both):
         raise InputError(
-            f"{directory}: tie_word_embeddings is true, but lm_head.weight differs from "
-            "model.embed_tokens.weight; set it to false in config.json"
+            f"{directory}: tie_word_embeddings is true, but {head} differs from {embedding}; "
+            "set it to false in config.json"
         )
 
 
 def write_params(params: dict[str, Any], config: DecoderConfig, path: Path) -> None:
     """Write the parameter tree as one safetensors file, in the names and axes of transformers."""
-    tensors = {}
-    for location in parameter_names.locations(parameter_names.HUGGING_FACE, config):
-        keys, layer = location.within(scan_layers="0" not in params["layers"])
-        leaf = np.asarray(parameter_names.lookup(params, keys))
-        value = leaf if layer is None else leaf[layer]
-        if value.size != math.prod(location.shape):
-            raise InputError(
-                f"{location.name}: the parameter has shape {list(value.shape)}, "
-                f"the config says {list(location.shape)}"
-            )
-        tensors[location.name] = np.ascontiguousarray(parameter_names.to_stored(value, location))
-    write_tensors(tensors, path, {})
+    table = registry.family(config.family).tensors
+    write_tensors(parameter_names.stored_tensors(table, config, params), path, {})
 
 
 def write_tensors(tensors: Mapping[str, np.ndarray], path: Path, notes: Mapping[str, str]) -> None:

@@ -1,13 +1,14 @@
-"""Tensor names of GGUF and Hugging Face, with their location and shape in the parameter tree.
+"""Where a file's tensors belong in the parameter tree, and how their layouts differ.
 
-One table per file format serves reading and writing. The tree is a plain nested dict; layers are
-stacked on the first axis, head axes are their own dimension, kernels are [in..., out...].
+One table per family and file format serves reading and writing (`families`). The tree is a plain
+nested dict; layers are stacked on the first axis, head axes are their own dimension, kernels are
+[in..., out...].
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from jaxtyping import Shaped
 
 from specjax.errors import InputError
 from specjax.models.config import DecoderConfig
-from specjax.models.decoder import parameter_table
+from specjax.models.parameter_table import parameter_table
 
 Path = tuple[str, ...]
 Shape = tuple[int, ...]
@@ -32,10 +33,13 @@ def param_shapes(config: DecoderConfig, scan_layers: bool = True) -> dict[str, A
 class Slot(NamedTuple):
     """One row of a table: a tensor's name in the file and its location in the tree.
 
-    `name` holds `{layer}` for a tensor that exists once a layer. `in_axes` counts the axes of a
-    kernel that the product sums over; 0 marks a scale, a bias or the embedding. `paired` marks
-    rows stored in the pair order of rotated neighbours (GGUF) instead of half-split. `tied` limits
-    the row to models whose head is, or is not, the embedding.
+    `name` holds `{layer}` for a tensor that exists once a layer, and `{expert}` for one of each
+    expert. `in_axes` counts the axes of a
+    kernel that the product sums over; 0 marks a scale, a bias or an embedding. `paired` marks rows
+    whose rotated dimensions are stored as pairs of neighbours instead of half-split. `tied` limits
+    the row to models whose head is, or is not, the embedding. `part` is (index, count) where the
+    file's tensor holds several of the tree's, one after the other along the outputs. `transposed`
+    marks kernels that are stored [in, out]. The file's numbers are the tree's plus `added`.
     """
 
     name: str
@@ -43,89 +47,49 @@ class Slot(NamedTuple):
     in_axes: int = 0
     paired: bool = False
     tied: bool | None = None
-
-
-def _table(names: dict[str, str], *, paired: bool) -> tuple[Slot, ...]:
-    """A format's table. Both store the same matrices, [out, in], in other names and row orders."""
-    layer = ("layers",)
-    slots = [
-        Slot(names["embed"] + ".weight", ("head", "kernel"), 1, tied=True),
-        Slot(names["embed"] + ".weight", ("embed", "embedding"), tied=False),
-        Slot(names["head"] + ".weight", ("head", "kernel"), 1, tied=False),
-        Slot(names["final_norm"] + ".weight", ("final_norm", "scale")),
-        Slot(names["attention_norm"] + ".weight", (*layer, "attention_norm", "scale")),
-        Slot(names["mlp_norm"] + ".weight", (*layer, "mlp_norm", "scale")),
-    ]
-    for block, part, in_axes in (
-        ("attention", "query", 1),
-        ("attention", "key", 1),
-        ("attention", "value", 1),
-        ("attention", "output", 2),
-        ("mlp", "gate", 1),
-        ("mlp", "up", 1),
-        ("mlp", "down", 1),
-    ):
-        turned = paired and part in ("query", "key")
-        path = (*layer, block, part)
-        slots.append(Slot(names[part] + ".weight", (*path, "kernel"), in_axes, turned))
-        slots.append(Slot(names[part] + ".bias", (*path, "bias"), 0, turned))
-    return tuple(slots)
-
-
-HUGGING_FACE = _table(
-    {
-        "embed": "model.embed_tokens",
-        "final_norm": "model.norm",
-        "head": "lm_head",
-        "attention_norm": "model.layers.{layer}.input_layernorm",
-        "mlp_norm": "model.layers.{layer}.post_attention_layernorm",
-        "query": "model.layers.{layer}.self_attn.q_proj",
-        "key": "model.layers.{layer}.self_attn.k_proj",
-        "value": "model.layers.{layer}.self_attn.v_proj",
-        "output": "model.layers.{layer}.self_attn.o_proj",
-        "gate": "model.layers.{layer}.mlp.gate_proj",
-        "up": "model.layers.{layer}.mlp.up_proj",
-        "down": "model.layers.{layer}.mlp.down_proj",
-    },
-    paired=False,
-)
-GGUF = _table(
-    {
-        "embed": "token_embd",
-        "final_norm": "output_norm",
-        "head": "output",
-        "attention_norm": "blk.{layer}.attn_norm",
-        "mlp_norm": "blk.{layer}.ffn_norm",
-        "query": "blk.{layer}.attn_q",
-        "key": "blk.{layer}.attn_k",
-        "value": "blk.{layer}.attn_v",
-        "output": "blk.{layer}.attn_output",
-        "gate": "blk.{layer}.ffn_gate",
-        "up": "blk.{layer}.ffn_up",
-        "down": "blk.{layer}.ffn_down",
-    },
-    paired=True,
-)
+    part: tuple[int, int] = (0, 1)
+    transposed: bool = False
+    added: int = 0
 
 
 class Location(NamedTuple):
-    """One tensor of one checkpoint: its file name, slot, layer, and unstacked tree shape."""
+    """One tensor of one checkpoint: its file name, slot, layer, and unstacked tree shape.
+
+    `run` is the name of the layer's stacked run, and its first layer; `expert` the expert's index.
+    `rotary_width` is the number of rotated dimensions of a head.
+    """
 
     name: str
     slot: Slot
     layer: int | None
     shape: Shape
+    rotary_width: int = 0
+    run: tuple[str, int] = ("layers", 0)
+    expert: int | None = None
 
-    def within(self, scan_layers: bool) -> tuple[Path, int | None]:
-        """The leaf it belongs to, and its index on that leaf's first axis if layers are stacked."""
-        if self.layer is None or scan_layers:
-            return self.slot.path, self.layer
-        first, *rest = self.slot.path
-        return (first, str(self.layer), *rest), None
+    def within(self, scan_layers: bool) -> tuple[Path, tuple[int, ...]]:
+        """The leaf it belongs to, and its index on that leaf's first axes: layer, expert, or none.
+
+        Without `scan_layers` each layer has leaves of its own.
+        """
+        expert = () if self.expert is None else (self.expert,)
+        if self.layer is None:
+            return self.slot.path, expert
+        _, *rest = self.slot.path
+        if scan_layers:
+            name, first = self.run
+            return (name, *rest), (self.layer - first, *expert)
+        return ("layers", str(self.layer), *rest), expert
 
     @property
-    def stored_shape(self) -> Shape:
-        """The tensor's shape in the file."""
+    def is_plain(self) -> bool:
+        """Whether the file has the tree's numbers in the tree's order, at most transposed."""
+        slot = self.slot
+        return not (slot.paired or slot.transposed or slot.added or slot.part[1] > 1)
+
+    @property
+    def rows(self) -> Shape:
+        """The shape [out, in] of a kernel's own rows, or that of another tensor."""
         axes = self.slot.in_axes
         if axes:
             return (math.prod(self.shape[axes:]), math.prod(self.shape[:axes]))
@@ -133,53 +97,144 @@ class Location(NamedTuple):
             return (math.prod(self.shape),)
         return self.shape
 
+    @property
+    def stored_shape(self) -> Shape:
+        """The whole tensor's shape in the file."""
+        first, *rest = self.rows
+        shape = (first * self.slot.part[1], *rest)
+        return shape[::-1] if self.slot.transposed else shape
+
 
 def locations(table: Iterable[Slot], config: DecoderConfig) -> Iterator[Location]:
-    """Every tensor that a checkpoint of this config must hold, in table order."""
+    """Every part of a tensor that a checkpoint of this config must hold, in table order.
+
+    Raises InputError for a parameter that the table has no name for.
+    """
     shapes = param_shapes(config)
+    unnamed = {
+        tuple(step.key for step in path)
+        for path, _ in jax.tree_util.tree_flatten_with_path(
+            shapes, is_leaf=lambda node: isinstance(node, tuple)
+        )[0]
+    }
+    found = []
     for slot in table:
-        shape = lookup(shapes, slot.path)
-        if shape is None or slot.tied not in (None, config.tie_word_embeddings):
+        if slot.tied not in (None, config.tie_word_embeddings):
             continue
-        if slot.path[0] == "layers":
-            for layer in range(config.num_layers):
-                yield Location(slot.name.format(layer=layer), slot, layer, shape[1:])
-        else:
-            yield Location(slot.name, slot, None, shape)
+        if slot.path[0] != "layers":
+            shape = lookup(shapes, slot.path)
+            if shape is not None:
+                unnamed.discard(slot.path)
+                found.append(Location(slot.name, slot, None, shape, config.rotary_width))
+            continue
+        for run in config.runs:
+            path = (run.name, *slot.path[1:])
+            shape = lookup(shapes, path)
+            if shape is None:
+                continue
+            unnamed.discard(path)
+            of_experts = "{expert}" in slot.name
+            for layer in range(run.first, run.first + run.count):
+                for expert in range(shape[1]) if of_experts else (None,):
+                    found.append(
+                        Location(
+                            slot.name.format(layer=layer, expert=expert),
+                            slot,
+                            layer,
+                            shape[2:] if of_experts else shape[1:],
+                            config.rotary_width,
+                            (run.name, run.first),
+                            expert,
+                        )
+                    )
+    if unnamed:
+        raise InputError(
+            f"family={config.family!r}: it has no name for {'.'.join(min(unnamed))} "
+            f"({len(unnamed)} such parameters in all); use the family that has such layers"
+        )
+    yield from found
 
 
 def from_stored(stored: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
     """The tree's array of one tensor in the file's layout; a view where that is possible."""
-    if location.slot.paired:
-        stored = _unpair(stored, _head_width(location))
-    return (stored.T if location.slot.in_axes else stored).reshape(location.shape)
+    slot = location.slot
+    if slot.transposed:
+        stored = stored.T
+    index, count = slot.part
+    if count > 1:
+        size = len(stored) // count
+        stored = stored[index * size : (index + 1) * size]
+    if slot.paired:
+        stored = _unpair(stored, location)
+    if slot.added:
+        stored = stored - np.asarray(slot.added, stored.dtype)
+    return (stored.T if slot.in_axes else stored).reshape(location.shape)
 
 
 def stored_view(value: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
-    """The tree's array in the axes of the file, still with half-split rows; a view."""
-    rows, *rest = location.stored_shape
+    """The tree's array in the axes of the file's rows, half-split; a view."""
+    rows, *rest = location.rows
     return value.reshape(*rest, rows).T if location.slot.in_axes else value.reshape(rows, *rest)
 
 
 def to_stored(value: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
-    """The inverse of `from_stored`."""
+    """The inverse of `from_stored` for one part; `join_parts` puts parts together."""
+    slot = location.slot
     stored = stored_view(value, location)
-    return _pair(stored, _head_width(location)) if location.slot.paired else stored
+    if slot.paired:
+        stored = _pair(stored, location)
+    if slot.added:
+        stored = stored + np.asarray(slot.added, stored.dtype)
+    return stored.T if slot.transposed else stored
 
 
-def _head_width(location: Location) -> int:
-    return location.shape[-1]
+def stored_tensors(
+    table: Iterable[Slot], config: DecoderConfig, params: dict[str, Any]
+) -> dict[str, Shaped[np.ndarray, "..."]]:
+    """A model's parameters by the names, and in the layouts, of a table.
+
+    Raises InputError for parameters whose shape is not the config's.
+    """
+    parts: dict[str, list[tuple[Location, np.ndarray]]] = {}
+    scan_layers = "0" not in params["layers"]
+    for location in locations(table, config):
+        keys, index = location.within(scan_layers)
+        value = np.asarray(lookup(params, keys))[index]
+        if value.size != math.prod(location.shape):
+            raise InputError(
+                f"{location.name}: the parameter has shape {list(value.shape)}, "
+                f"the config says {list(location.shape)}"
+            )
+        parts.setdefault(location.name, []).append((location, to_stored(value, location)))
+    return {name: _joined(entries) for name, entries in parts.items()}
 
 
-def _unpair(stored: Shaped[np.ndarray, "..."], width: int) -> Shaped[np.ndarray, "..."]:
+def _joined(entries: Sequence[tuple[Location, np.ndarray]]) -> np.ndarray:
+    """A file's tensor from its parts, which follow each other along the outputs."""
+    ordered = sorted(entries, key=lambda entry: entry[0].slot.part)
+    axis = -1 if ordered[0][0].slot.transposed else 0
+    return np.ascontiguousarray(np.concatenate([part for _, part in ordered], axis=axis))
+
+
+def _unpair(stored: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
     """Rows 0, 1, 2, 3, ... of each head, where (0, 1) is a pair, to 0, 2, ..., 1, 3, ..."""
-    split = stored.reshape(-1, width // 2, 2, *stored.shape[1:])
-    return split.swapaxes(1, 2).reshape(stored.shape)
+    return _reordered(stored, location, lambda width: np.arange(width).reshape(-1, 2).T)
 
 
-def _pair(stored: Shaped[np.ndarray, "..."], width: int) -> Shaped[np.ndarray, "..."]:
-    split = stored.reshape(-1, 2, width // 2, *stored.shape[1:])
-    return split.swapaxes(1, 2).reshape(stored.shape)
+def _pair(stored: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
+    return _reordered(stored, location, lambda width: np.arange(width).reshape(2, -1).T)
+
+
+def _reordered(
+    stored: Shaped[np.ndarray, "..."],
+    location: Location,
+    order: Callable[[int], np.ndarray],
+) -> Shaped[np.ndarray, "..."]:
+    """The rows of each head, the rotated ones in another order."""
+    width, rotated = location.shape[-1], location.rotary_width
+    rows = np.concatenate([order(rotated).reshape(-1), np.arange(rotated, width)])
+    heads = stored.reshape(-1, width, *stored.shape[1:])
+    return heads[:, rows].reshape(stored.shape)
 
 
 def lookup(tree: dict[str, Any], path: Path) -> Any:
@@ -248,7 +303,7 @@ def match(
     if problems:
         raise InputError(
             f"{source}: the tensors do not fit the config ({'; '.join(problems)}); "
-            "use an intact Llama-family checkpoint"
+            f"use an intact checkpoint of the family {config.family!r}"
         )
     return expected
 

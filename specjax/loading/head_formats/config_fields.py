@@ -1,20 +1,19 @@
-"""Typed reading of a head's config.json; unknown fields are errors."""
+"""A head's config.json: the fields of its one Llama layer; unknown fields are errors."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from specjax.errors import InputError, shown
-from specjax.loading.formats.huggingface_config import _read_rope, _write_rope
+from specjax.loading.formats.huggingface_rope import read_rope, write_rope
+from specjax.loading.formats.json_fields import Fields
 from specjax.loading.model import Model
 from specjax.models.config import DecoderConfig
 
-_LARGEST = 2**31 - 1
-_IDLE = frozenset(
+IDLE = frozenset(
     {
         "_name_or_path",
         "architectures",
@@ -75,75 +74,13 @@ _DECODER = (
 )
 
 
-class Fields:
-    """The fields of one JSON object of a config; `where` names the object in errors."""
-
-    def __init__(self, where: str, values: Mapping[str, Any]) -> None:
-        self.where, self.values = where, values
-
-    def fail(self, name: str, remedy: str) -> InputError:
-        """The error for a field's value."""
-        return InputError(f"{self.where}: {name}={shown(self.values.get(name))}: {remedy}")
-
-    def whole(self, name: str, default: int | None = None) -> int:
-        """A whole number of at least 1."""
-        value = self.values.get(name)
-        value = default if value is None else value
-        if type(value) is not int or not 0 < value <= _LARGEST:
-            raise self.fail(name, "must be a whole number of at least 1; repair config.json")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        """A number."""
-        value = self.values.get(name)
-        value = default if value is None else value
-        if type(value) not in (int, float) or abs(value) > _LARGEST:
-            raise self.fail(name, "must be a number; repair config.json")
-        return float(value)
-
-    def flag(self, name: str, default: bool = False) -> bool:
-        """True or false."""
-        value = self.values.get(name)
-        value = default if value is None else value
-        if type(value) is not bool:
-            raise self.fail(name, "must be true or false; repair config.json")
-        return value
-
-    def section(self, name: str) -> Fields:
-        """An object within this one; empty where there is none."""
-        value = self.values.get(name)
-        if value is not None and not isinstance(value, dict):
-            raise self.fail(name, "must be a JSON object; repair config.json")
-        return Fields(f"{self.where}: {name}", value or {})
-
-    def layer_ids(self, name: str) -> list[int] | None:
-        """A list of whole numbers, or None where the field is missing or null."""
-        value = self.values.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, list) or not value or any(type(one) is not int for one in value):
-            raise self.fail(name, "must list layers; repair config.json")
-        return value
-
-    def check_known(self, known: Collection[str], idle: bool = True) -> None:
-        """Raise InputError for an unknown field; with `idle`, fields without effect are allowed."""
-        allowed = {*known, *(_IDLE if idle else ())}
-        unknown = sorted(self.values.keys() - allowed)
-        if unknown:
-            raise self.fail(
-                unknown[0],
-                f"is unknown ({len(unknown)} such in all: {', '.join(unknown[:8])}); take out of "
-                "config.json what does not change what the head computes",
-            )
-
-
 def read_decoder(fields: Fields, target: Model, extra: Collection[str] = ()) -> DecoderConfig:
     """The one Llama layer that a config describes, with the target's vocabulary.
 
     `extra` fields are read by the caller. A vocabulary padded beyond the target's is truncated.
     Raises InputError for another kind of layer and for unknown fields.
     """
-    fields.check_known({*_DECODER, *_NEUTRAL, *extra})
+    fields.check_known({*_DECODER, *_NEUTRAL, *IDLE, *extra})
     if fields.values.get("model_type") not in (None, "llama"):
         raise fields.fail("model_type", "use a head whose layer is Llama's")
     for name, value in _NEUTRAL.items():
@@ -154,7 +91,7 @@ def read_decoder(fields: Fields, target: Model, extra: Collection[str] = ()) -> 
         raise fields.fail("vocab_size", f"{target.name} has {known} tokens; use a head made for it")
     heads, width = fields.whole("num_attention_heads"), fields.whole("hidden_size")
     positions = fields.whole("max_position_embeddings", 2048)
-    theta, scaling = _read_rope(Path(fields.where), dict(fields.values), positions)
+    theta, scaling = read_rope(Path(fields.where), dict(fields.values), positions)
     return DecoderConfig(
         vocab_size=known,
         hidden_size=width,
@@ -176,7 +113,7 @@ def read_decoder(fields: Fields, target: Model, extra: Collection[str] = ()) -> 
 
 def decoder_fields(config: DecoderConfig, dtype: np.dtype) -> dict[str, Any]:
     """The fields that `read_decoder` reads, with the names of transformers 4 and 5."""
-    rope = _write_rope(config)
+    rope = write_rope(config)
     return {
         "model_type": "llama",
         "vocab_size": config.vocab_size,

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specjax.errors import InputError
+from specjax.loading.formats.json_fields import Fields
 from specjax.loading.head_formats import shared_with_target, taps
 from specjax.loading.head_formats.checkpoint import Checkpoint
-from specjax.loading.head_formats.config_fields import Fields, decoder_fields, read_decoder
+from specjax.loading.head_formats.config_fields import decoder_fields, read_decoder
 from specjax.loading.head_formats.eagle_tensors import (
     is_targets,
     named_tensors,
@@ -104,7 +105,7 @@ def read_eagle3(
     fields = Fields(str(checkpoint.directory / "config.json"), checkpoint.config)
     decoder = read_decoder(fields, target, _EAGLE3_FIELDS)
     inner = fields.section("eagle_config")
-    inner.check_known(("use_aux_hidden_state", "norm_before_fc", *taps.KEYS), idle=False)
+    inner.check_known(("use_aux_hidden_state", "norm_before_fc", *taps.KEYS))
     if not inner.flag("use_aux_hidden_state", True):
         raise inner.fail("use_aux_hidden_state", "is not supported; only true is")
     norms = {flag: fields.flag(flag) for flag in FLAGS}

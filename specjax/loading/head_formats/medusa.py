@@ -18,9 +18,10 @@ import jax
 import numpy as np
 
 from specjax.errors import InputError
+from specjax.loading.formats.json_fields import Fields
 from specjax.loading.head_formats import shared_with_target
 from specjax.loading.head_formats.checkpoint import Checkpoint, match
-from specjax.loading.head_formats.config_fields import Fields
+from specjax.loading.head_formats.config_fields import IDLE
 from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.model import Model
 from specjax.models.heads.medusa import MedusaConfig
@@ -73,7 +74,7 @@ def read(checkpoint: Checkpoint, target: Model, metadata: TargetMetadata, traini
     """The head in a checkpoint. Raises InputError for fields or tensors that do not fit."""
     where = checkpoint.directory
     fields = Fields(str(where / "config.json"), checkpoint.config)
-    fields.check_known({*_FIELDS, "logit_scale"})
+    fields.check_known({*_FIELDS, *IDLE, "logit_scale"})
     if fields.values.get("logit_scale") not in (None, 1, 1.0):
         raise fields.fail("logit_scale", "is not supported; only 1 is")
     width, vocab_size = target.config.hidden_size, target.config.vocab_size

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from specjax.errors import InputError
+from specjax.loading.formats.json_fields import Fields
 from specjax.loading.head_formats import eagle, taps
 from specjax.loading.head_formats.checkpoint import Checkpoint
-from specjax.loading.head_formats.config_fields import Fields, decoder_fields, read_decoder
+from specjax.loading.head_formats.config_fields import IDLE, decoder_fields, read_decoder
 from specjax.loading.head_formats.eagle_tensors import named_tensors
 from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.model import Model
@@ -43,7 +44,7 @@ def read(
     fields = Fields(str(checkpoint.directory / "config.json"), checkpoint.config)
     if fields.values.get("speculators_model_type") != "eagle3":
         raise fields.fail("speculators_model_type", "is not supported; only 'eagle3' is")
-    fields.check_known(_FIELDS)
+    fields.check_known({*_FIELDS, *IDLE})
     if type(fields.values.get("norm_before_residual")) is not bool:
         raise fields.fail(
             "norm_before_residual",

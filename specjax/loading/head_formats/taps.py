@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from specjax.errors import InputError
-from specjax.loading.head_formats.config_fields import Fields
+from specjax.loading.formats.json_fields import Fields
 from specjax.loading.model import Model
 
 Convention = Literal["input", "output"]

@@ -25,13 +25,13 @@ from specjax.loading.model_metadata import (
 )
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from specjax.models.decoder import check_features
-from specjax.models.decoder import parameter_table as decoder_table
 from specjax.models.heads import medusa
 from specjax.models.heads.draft_decoder import DraftModelConfig
 from specjax.models.heads.draft_vocabulary import check_draft_ids
 from specjax.models.heads.eagle import EagleConfig
 from specjax.models.heads.medusa import MedusaConfig
 from specjax.models.heads.mtp import MtpConfig
+from specjax.models.parameter_table import parameter_table as decoder_table
 from specjax.models.parameters import Parameter
 
 Config = DraftModelConfig | MedusaConfig | EagleConfig | MtpConfig

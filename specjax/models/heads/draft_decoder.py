@@ -9,10 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.cache import KVCache, Window
+from specjax.errors import InputError
 from specjax.models.config import DecoderConfig
 from specjax.models.decoder import Decoder
 from specjax.models.heads.draft_vocabulary import check_draft_vocab_size
 from specjax.models.interface import Extension
+from specjax.models.layers.decoder_layer import limited
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,16 @@ class DraftModelConfig:
 
     def __post_init__(self) -> None:
         check_draft_vocab_size(self.draft_vocab_size, self.decoder.vocab_size)
+        if self.decoder.experts is not None:
+            raise InputError(
+                "experts: a draft model that starts as its target's layers has none; use a whole "
+                "model as draft model"
+            )
+        if self.decoder.embedding.positions:
+            raise InputError(
+                "embedding.positions=True: a draft model that shares its target's embedding has no "
+                "embedding of positions; use a whole model as draft model"
+            )
 
 
 @dataclass(frozen=True)
@@ -99,4 +111,6 @@ class ReducedDecoder:
     ) -> Float[Array, "B T Vd"]:
         """Draft logits in float32 from its `final_norm` features."""
         block = self.decoder.block
-        return block.project("btd,dv->btv", final_norm, params["shared"]["draft_head"], jnp.float32)
+        head = params["shared"]["draft_head"]
+        logits = block.project("btd,dv->btv", final_norm, head, jnp.float32)
+        return limited(logits, self.decoder.config.logit_softcap)

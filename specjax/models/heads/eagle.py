@@ -50,6 +50,8 @@ class EagleConfig:
             raise InputError(f"version={self.version}: use 1 (EAGLE-1 and 2) or 3")
         if self.decoder.num_layers != 1:
             raise InputError(f"num_layers={self.decoder.num_layers}: an EAGLE head has one layer")
+        if (other := self.decoder.unlike_llama) is not None:
+            raise InputError(f"{other}: an EAGLE head's layer is Llama's; use its values")
         check_draft_vocab_size(self.draft_vocab_size, self.decoder.vocab_size)
         if not self.taps:
             raise InputError("taps is empty: name the target's features that the head reads")
@@ -77,7 +79,7 @@ class EagleConfig:
         return 1
 
     def parameter_table(self) -> dict[str, Any]:
-        """Every parameter of the head, laid out as in `decoder.parameter_table`."""
+        """Every parameter of the head, laid out as in `models.parameter_table`."""
         decoder = self.decoder
         width, hidden = decoder.hidden_size, decoder.intermediate_size
         heads, kv_heads, head_dim = decoder.num_heads, decoder.num_kv_heads, decoder.head_dim

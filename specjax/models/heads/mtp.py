@@ -17,10 +17,10 @@ from jaxtyping import Array, Float, Int
 from specjax.errors import InputError
 from specjax.fields import Whole, check_instance
 from specjax.models.config import DecoderConfig
-from specjax.models.decoder import parameter_table as decoder_table
 from specjax.models.heads.draft_vocabulary import check_draft_vocab_size
 from specjax.models.heads.pair_head import PairHead, kernel, norm
 from specjax.models.layers.decoder_layer import embed
+from specjax.models.parameter_table import parameter_table as decoder_table
 
 Concat = Literal["embedding_first", "hidden_first"]
 """The order of the two inputs of the projection."""
@@ -52,6 +52,14 @@ class MtpConfig:
         check_instance(self, "")
         if self.decoder.num_layers != 1:
             raise InputError(f"num_layers={self.decoder.num_layers}: an MTP module has one layer")
+        supported = self.decoder.one_layer()
+        for name in ("sliding_window", "attention", "embedding", "logit_softcap", "experts"):
+            value = getattr(self.decoder, name)
+            if value != getattr(supported, name):
+                raise InputError(
+                    f"{name}={value}: an MTP module has no sliding window, no soft cap, no "
+                    "experts, and no scale or position of embeddings; leave them out"
+                )
         check_draft_vocab_size(self.draft_vocab_size, self.decoder.vocab_size)
 
     @property

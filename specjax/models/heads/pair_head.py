@@ -18,7 +18,11 @@ from specjax.cache import KVCache, Window
 from specjax.models.config import DecoderConfig
 from specjax.models.decoder import Decoder, write_window
 from specjax.models.layers.attention import Partial, attend, attend_cache, cached_blocks
-from specjax.models.layers.decoder_layer import Block, Rotation, merge_heads, rotate_by
+from specjax.models.layers.decoder_layer import (
+    Block,
+    merge_heads,
+    rotate_by,
+)
 from specjax.models.parameters import Parameter, ParameterTable
 
 
@@ -47,7 +51,7 @@ class PairConfig(Protocol):
         """The number of modules (D)."""
 
     def parameter_table(self) -> dict[str, Any]:
-        """Every parameter of the head, laid out as in `decoder.parameter_table`."""
+        """Every parameter of the head, laid out as in `models.parameter_table`."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,7 @@ class PairHead:
         positions: Int[Array, "B T"],
     ) -> tuple[Float[Array, "B G X C"], Float[Array, "B T G C"], Float[Array, "B T G C"]]:
         """Queries, keys and values at those positions."""
-        rotation: Rotation = rotate_by(positions, self.config.decoder)
+        rotation = rotate_by(positions, self.config.decoder)
         copies = self._decoder.cached_heads // self.config.decoder.num_kv_heads
         return self.block.heads(attended, self._layer(params)["attention"], rotation, copies)
 
@@ -118,7 +122,7 @@ class PairHead:
     ) -> Float[Array, "B T D"]:
         """The layer's output: attention's result added to the residual stream, then the MLP."""
         layer = self._layer(params)
-        x = self.block.add_attention(residual, mixed, layer["attention"])
+        x = self.block.add_attention(residual, mixed, layer)
         return self.block.add_mlp(x, layer)
 
     def next_hidden(

@@ -34,12 +34,14 @@ class Partial(NamedTuple):
     weighted: Float[Array, "B G X C"]
 
 
-def group_queries(query: Float[Array, "B T H C"], kv_heads: int) -> Float[Array, "B G X C"]:
-    """Queries gathered by the key/value head they share, scaled by 1/sqrt(C)."""
+def group_queries(
+    query: Float[Array, "B T H C"], kv_heads: int, scale: float | None = None
+) -> Float[Array, "B G X C"]:
+    """Queries gathered by the key/value head they share, times `scale` (1/sqrt(C))."""
     batch, tokens, heads, width = query.shape
     grouped = query.reshape(batch, tokens, kv_heads, heads // kv_heads, width)
     grouped = grouped.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, width)
-    return grouped * jnp.asarray(width**-0.5, query.dtype)
+    return grouped * jnp.asarray(width**-0.5 if scale is None else scale, query.dtype)
 
 
 def ungroup(mixed: Float[Array, "B G X C"], tokens: int) -> Float[Array, "B T H C"]:
@@ -54,9 +56,15 @@ def attend(
     key: Float[Array, "B G Y C"],
     value: Float[Array, "B G Y C"],
     visible: Bool[Array, "#B 1 #X Y"],
+    softcap: float | None = None,
 ) -> Partial:
-    """Softmax over one block of keys, accumulated in float32; rows without visible keys weigh 0."""
+    """Softmax over one block of keys, accumulated in float32; rows without visible keys weigh 0.
+
+    With `softcap` scores are limited to c tanh(score/c) (Gemma 2).
+    """
     scores = jnp.einsum("bgxc,bgyc->bgxy", query, key, preferred_element_type=jnp.float32)
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
     scores = jnp.where(visible, scores, -jnp.inf)
     peak = scores.max(axis=-1, keepdims=True)
     # A row without a visible key has peak -inf; with 0 instead, exp(-inf - peak) is 0.
@@ -73,6 +81,7 @@ def attend_in_blocks(
     value: Float[Array, "B G Y C"],
     visible: Bool[Array, "#B 1 X Y"],
     most_scores: int | None = None,
+    softcap: float | None = None,
 ) -> Partial:
     """`attend` with at most about `most_scores` scores at a time, recomputed for gradients.
 
@@ -89,16 +98,16 @@ def attend_in_blocks(
     while batch % together or together % spread:
         together -= 1
         if together < spread:
-            return attend(query, key, value, visible)
+            return attend(query, key, value, visible, softcap)
     turns = batch // together
     block = min(queries, max(1, most_scores * spread // (together * heads * key.shape[2])))
 
     @jax.checkpoint
     def some(part: tuple[jax.Array, ...]) -> Partial:
-        return _attend_queries(*part, block)
+        return _attend_queries(*part, block, softcap)
 
     if turns == 1 and block == queries:
-        return attend(query, key, value, visible)
+        return attend(query, key, value, visible, softcap)
     visible = jnp.broadcast_to(visible, (batch, *visible.shape[1:]))
 
     def apart(x: jax.Array) -> jax.Array:
@@ -118,12 +127,13 @@ def _attend_queries(
     value: Float[Array, "B G Y C"],
     visible: Bool[Array, "B 1 X Y"],
     block: int,
+    softcap: float | None,
 ) -> Partial:
     """`attend`, `block` queries at a time."""
     batch, heads, queries, _ = query.shape
     count = -(-queries // block)
     if count == 1:
-        return attend(query, key, value, visible)
+        return attend(query, key, value, visible, softcap)
     padding = ((0, 0), (0, 0), (0, count * block - queries), (0, 0))
 
     def split(x: jax.Array) -> jax.Array:
@@ -132,7 +142,7 @@ def _attend_queries(
 
     @jax.checkpoint
     def one(part: tuple[jax.Array, jax.Array]) -> Partial:
-        return attend(part[0], key, value, part[1])
+        return attend(part[0], key, value, part[1], softcap)
 
     parts = lax.map(one, (split(query), split(visible)))
     return Partial(
@@ -167,30 +177,52 @@ def attend_cache(
     layer: Int[Array, ""] | int,
     start: Partial,
     blocks: Int[Array, ""],
+    oldest: Int[Array, "B X"] | None = None,
+    softcap: float | None = None,
 ) -> Partial:
-    """`start` merged with the first `blocks` blocks of one layer's committed keys."""
+    """`start` merged with the first `blocks` blocks of one layer's committed keys.
+
+    With `oldest` each query sees the keys from that position on, and blocks that are too old for
+    all of them are not read.
+    """
     _, batch, kv_heads, _, width = cache.k.shape
     step = min(CACHE_BLOCK, cache.capacity)
     offsets = jnp.arange(step)
+    first_block = 0 if oldest is None else jnp.maximum(oldest.min(), 0) // step
 
     def block(index: Int[Array, ""], total: Partial) -> Partial:
         first = index * step
         where = (layer, 0, 0, first, 0)
         key = lax.dynamic_slice(cache.k, where, (1, batch, kv_heads, step, width))[0]
         value = lax.dynamic_slice(cache.v, where, (1, batch, kv_heads, step, width))[0]
-        visible = (first + offsets)[None, :] < cache.length[:, None]
-        return merge(total, attend(query, key, value, visible[:, None, None, :]))
+        visible = _committed(cache, first + offsets, oldest)
+        return merge(total, attend(query, key, value, visible, softcap))
 
-    return lax.fori_loop(0, blocks, block, start)
+    return lax.fori_loop(first_block, blocks, block, start)
 
 
 def attend_whole_cache(
-    query: Float[Array, "B G X C"], cache: KVCache, layer: Int[Array, ""] | int, start: Partial
+    query: Float[Array, "B G X C"],
+    cache: KVCache,
+    layer: Int[Array, ""] | int,
+    start: Partial,
+    oldest: Int[Array, "B X"] | None = None,
+    softcap: float | None = None,
 ) -> Partial:
     """`start` merged with all of one layer's capacity at once, what is not committed masked."""
     key = lax.dynamic_index_in_dim(cache.k, layer, keepdims=False)
     value = lax.dynamic_index_in_dim(cache.v, layer, keepdims=False)
-    visible = jnp.arange(cache.capacity)[None, :] < cache.length[:, None]
+    visible = _committed(cache, jnp.arange(cache.capacity), oldest)
     # Otherwise XLA merges this product with the window's, and concatenates a copy of the cache.
     query = lax.optimization_barrier(query)
-    return merge(start, attend(query, key, value, visible[:, None, None, :]))
+    return merge(start, attend(query, key, value, visible, softcap))
+
+
+def _committed(
+    cache: KVCache, positions: Int[Array, " Y"], oldest: Int[Array, "B X"] | None
+) -> Bool[Array, "B 1 #X Y"]:
+    """Whether each query sees the cached keys at those positions."""
+    visible = (positions[None, :] < cache.length[:, None])[:, None, None, :]
+    if oldest is None:
+        return visible
+    return visible & (positions[None, None, :] >= oldest[:, :, None])[:, None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +15,17 @@ from jaxtyping import Array, Float, Int
 
 from specjax.distributed.sharding import constrain
 from specjax.models.config import DecoderConfig
+from specjax.models.layers import experts
 from specjax.models.layers.attention import Partial, group_queries, ungroup
 from specjax.models.layers.matmul import product
 from specjax.models.layers.rope import frequencies
 
-Rotation = tuple[Float[Array, "B T 1 C2"], Float[Array, "B T 1 C2"]]
+Rotation = tuple[Float[Array, "B T 1 R2"], Float[Array, "B T 1 R2"]]
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": nn.silu,
+    "gelu_tanh": functools.partial(nn.gelu, approximate=True),
+    "gelu": functools.partial(nn.gelu, approximate=False),
+}
 
 
 @dataclass(frozen=True)
@@ -25,17 +33,29 @@ class Block:
     """The arithmetic of one layer of a decoder or of a trained head.
 
     `dtype` is that of activations; products round their operands to `multiply`, or to `dtype`
-    without it. `shards` is the number of devices that weights are split over.
+    without it. `shards` is the number of devices that weights are split over. With
+    `differentiable` gradients of experts can be taken.
     """
 
     config: DecoderConfig
     dtype: jnp.dtype
     shards: int = 1
     multiply: jnp.dtype | None = None
+    differentiable: bool = False
 
     def norm(self, x: Float[Array, "B T D"], weights: dict[str, Any]) -> Float[Array, "B T D"]:
-        """The RMS norm with the config's epsilon."""
-        return rms_norm(x, weights["scale"], self.config.rms_norm_eps)
+        """The config's norm: RMS or layer norm, with its epsilon."""
+        if self.config.norm.kind == "layer":
+            return layer_norm(x, weights["scale"], weights["bias"], self.config.rms_norm_eps)
+        return self.rms_norm(x, weights["scale"])
+
+    def rms_norm(self, x: jax.Array, scale: Float[Array, "D"]) -> jax.Array:
+        """The RMS norm over the last axis, with the config's epsilon and offset."""
+        if self.config.norm.offset:
+            # In float32 to the end: 1 + scale has too few bits in the weights' dtype.
+            wide = scale.astype(jnp.float32) + self.config.norm.offset
+            return rms_norm(x.astype(jnp.float32), wide, self.config.rms_norm_eps).astype(x.dtype)
+        return rms_norm(x, scale, self.config.rms_norm_eps)
 
     def project(
         self, equation: str, x: jax.Array, weights: dict[str, Any], out: Any = None
@@ -47,7 +67,11 @@ class Block:
         return y
 
     def heads(
-        self, h: Float[Array, "B T Din"], attention: dict[str, Any], rotation: Rotation, copies: int
+        self,
+        h: Float[Array, "B T Din"],
+        attention: dict[str, Any],
+        rotation: Rotation | None,
+        copies: int,
     ) -> tuple[Float[Array, "B G X C"], Float[Array, "B T G C"], Float[Array, "B T G C"]]:
         """Queries grouped by the key head they share, keys and values; each head `copies` times.
 
@@ -59,24 +83,59 @@ class Block:
             )
             for part in ("query", "key", "value")
         )
-        query, key = rotate(query, *rotation), rotate(key, *rotation)
+        if self.config.attention.qk_norm:
+            query = self.rms_norm(query, attention["query_norm"]["scale"])
+            key = self.rms_norm(key, attention["key_norm"]["scale"])
+        if rotation is not None:
+            query, key = rotate(query, *rotation), rotate(key, *rotation)
         key, value = (self._split(_copied(part, copies), "kv_heads") for part in (key, value))
-        return group_queries(self._split(query, "heads"), key.shape[2]), key, value
+        scale = self.config.attention.query_scale
+        return group_queries(self._split(query, "heads"), key.shape[2], scale), key, value
 
     def add_attention(
-        self, x: Float[Array, "B T D"], mixed: Partial, attention: dict[str, Any]
+        self, x: Float[Array, "B T D"], mixed: Partial, weights: dict[str, Any]
     ) -> Float[Array, "B T D"]:
-        """The residual stream plus the projected attention result."""
+        """The residual stream plus the projected attention result, normed where norms say so."""
         out = ungroup(mixed.weighted / mixed.denominator, x.shape[1]).astype(x.dtype)
         out = out.reshape(*x.shape[:2], -1)
-        return self.whole(x + self.project("btn,nd->btd", out, attention["output"]))
+        out = self.project("btn,nd->btd", out, weights["attention"]["output"])
+        if self.config.norm.after:
+            out = self.norm(out, weights["after_attention_norm"])
+        return self.whole(x + out)
 
     def add_mlp(self, x: Float[Array, "B T D"], weights: dict[str, Any]) -> Float[Array, "B T D"]:
-        """The residual stream plus the gated MLP of its norm."""
-        h, mlp = self.norm(x, weights["mlp_norm"]), weights["mlp"]
-        gate = nn.silu(self.project("btd,df->btf", h, mlp["gate"]))
-        gate = gate * self.project("btd,df->btf", h, mlp["up"])
-        return self.whole(x + self.project("btf,fd->btd", gate, mlp["down"]))
+        """The residual stream plus the MLP of its norm."""
+        out = self.mlp(self.norm(x, weights["mlp_norm"]), weights["mlp"])
+        if self.config.norm.after:
+            out = self.norm(out, weights["after_mlp_norm"])
+        return self.whole(x + out)
+
+    def mlp(self, h: Float[Array, "B T D"], mlp: dict[str, Any]) -> Float[Array, "B T D"]:
+        """The MLP, gated or plain, or the mixture of experts."""
+        if "experts" in mlp:
+            return self.experts(h, mlp)
+        activation = ACTIVATIONS[self.config.mlp.activation]
+        if self.config.mlp.gated:
+            gate = activation(self.project("btd,df->btf", h, mlp["gate"]))
+            gate = gate * self.project("btd,df->btf", h, mlp["up"])
+        else:
+            gate = activation(self.project("btd,df->btf", h, mlp["up"]))
+        return self.project("btf,fd->btd", gate, mlp["down"])
+
+    def experts(self, h: Float[Array, "B T D"], mlp: dict[str, Any]) -> Float[Array, "B T D"]:
+        """The mixture of experts, and what the shared MLP adds."""
+        assert self.config.experts is not None
+        flat = h.reshape(-1, h.shape[-1])
+        routes = experts.route(flat, mlp["router"], self.config.experts)
+        out = experts.mix(
+            flat,
+            routes,
+            mlp["experts"],
+            ACTIVATIONS[self.config.mlp.activation],
+            self.multiply,
+            self.differentiable,
+        ).reshape(h.shape)
+        return out + self.mlp(h, mlp["shared"]) if "shared" in mlp else out
 
     def whole(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """The residual stream, constrained to be whole on each device of a row."""
@@ -103,6 +162,29 @@ def merge_heads(layer: dict[str, Any], config: DecoderConfig) -> dict[str, Any]:
     return {**layer, "attention": {**attention, "output": output}}
 
 
+def one_layer(layers: dict[str, Any], index: Int[Array, ""] | int) -> dict[str, Any]:
+    """A layer of stacked ones; its experts stay stacked, with the index beside them."""
+    if "experts" not in layers["mlp"]:
+        return jax.tree.map(lambda leaf: leaf[index], layers)
+    kernels = layers["mlp"]["experts"]
+    rest = {name: part for name, part in layers["mlp"].items() if name != "experts"}
+    layer = jax.tree.map(lambda leaf: leaf[index], {**layers, "mlp": rest})
+    return {**layer, "mlp": {**layer["mlp"], "experts": _stacked(kernels, index)}}
+
+
+def with_experts(layer: dict[str, Any]) -> dict[str, Any]:
+    """A layer that was never stacked, its experts, if any, as a stack of one layer."""
+    if "experts" not in layer["mlp"]:
+        return layer
+    kernels = jax.tree.map(lambda leaf: leaf[None], layer["mlp"]["experts"])
+    return {**layer, "mlp": {**layer["mlp"], "experts": _stacked(kernels, 0)}}
+
+
+def _stacked(kernels: dict[str, Any], index: Int[Array, ""] | int) -> experts.StackedExperts:
+    gate, up, down = (kernels[name]["kernel"] for name in ("gate", "up", "down"))
+    return experts.StackedExperts(gate, up, down, index)
+
+
 def embed(
     params: dict[str, Any], tokens: Int[Array, "B T"], dtype: jnp.dtype
 ) -> Float[Array, "B T D"]:
@@ -114,23 +196,55 @@ def embed(
     return x.astype(dtype)
 
 
-def rms_norm(x: Float[Array, "B T D"], scale: Float[Array, "D"], eps: float) -> jax.Array:
+def limited(x: jax.Array, softcap: float | None) -> jax.Array:
+    """Each number limited to c tanh(x/c) where there is a soft cap (Gemma 2)."""
+    return x if softcap is None else softcap * jnp.tanh(x / softcap)
+
+
+def rms_norm(
+    x: Float[Array, "B T *N D"], scale: Float[Array, "D"], eps: float
+) -> Float[Array, "B T *N D"]:
     """`x` over its root mean square, computed in float32."""
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return wide.astype(x.dtype) * scale[None, None, :].astype(x.dtype)
+    return wide.astype(x.dtype) * _last_axis(scale, x)
 
 
-def rotate_by(positions: Int[Array, "B T"], config: DecoderConfig) -> Rotation:
-    """Cosines and sines of each position's rotation, one pair of dimensions each."""
-    angles = positions[:, :, None].astype(jnp.float32) * frequencies(config)[None, None, :]
+def layer_norm(
+    x: Float[Array, "B T D"], scale: Float[Array, "D"], bias: Float[Array, "D"], eps: float
+) -> Float[Array, "B T D"]:
+    """`x` less its mean, over its standard deviation, in float32 (Ba et al. 1607.06450)."""
+    wide = x.astype(jnp.float32)
+    wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return wide.astype(x.dtype) * _last_axis(scale, x) + _last_axis(bias, x)
+
+
+def _last_axis(vector: Float[Array, "D"], x: jax.Array) -> jax.Array:
+    return jnp.expand_dims(vector, tuple(range(x.ndim - 1))).astype(x.dtype)
+
+
+def rotate_by(
+    positions: Int[Array, "B T"], config: DecoderConfig, windowed: bool = False
+) -> Rotation | None:
+    """Cosines and sines of each position's rotation, one pair of dimensions each.
+
+    None where nothing is rotated. `windowed` asks for those of layers with a sliding window.
+    """
+    if not config.rotary_width:
+        return None
+    pairs = frequencies(config, windowed)
+    angles = positions[:, :, None].astype(jnp.float32) * pairs[None, None, :]
     return jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
 
 
 def rotate(
-    x: Float[Array, "B T N C"], cos: Float[Array, "B T 1 C2"], sin: Float[Array, "B T 1 C2"]
+    x: Float[Array, "B T N C"], cos: Float[Array, "B T 1 R2"], sin: Float[Array, "B T 1 R2"]
 ) -> Float[Array, "B T N C"]:
-    """Each head's pairs (i, i + C/2) rotated by their position's angles, in float32."""
+    """Each head's pairs (i, i + R/2), i < R/2, rotated by their position's angles, in float32."""
+    width = 2 * cos.shape[-1]
+    if width < x.shape[-1]:
+        return jnp.concatenate([rotate(x[..., :width], cos, sin), x[..., width:]], axis=-1)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x.dtype)

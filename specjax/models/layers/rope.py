@@ -1,4 +1,4 @@
-"""Rotary frequencies, with the context-length scalings of the Llama family."""
+"""Rotary frequencies, with their scalings for longer contexts."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ from jaxtyping import Float
 from specjax.models.config import DecoderConfig, RopeScaling
 
 
-def frequencies(config: DecoderConfig) -> Float[np.ndarray, "half"]:
-    """Radians per position of each rotated pair, [C/2], float32.
+def frequencies(config: DecoderConfig, windowed: bool = False) -> Float[np.ndarray, "half"]:
+    """Radians per position of each rotated pair, [R/2], float32; R is the rotated width.
 
-    Entry i turns the pair (i, i + C/2) of a head (RoFormer, arXiv:2104.09864, in the half-split
-    order of the Llama checkpoints on Hugging Face).
+    Entry i turns the pair (i, i + R/2) of a head (RoFormer, arXiv:2104.09864, in the half-split
+    order of the Llama checkpoints on Hugging Face). `windowed` asks for those of the layers with a
+    sliding window, which may have a base of their own.
     """
+    theta, scaling = config.rope_theta, config.rope_scaling
+    if windowed and config.sliding_window is not None:
+        own = config.sliding_window.rope_theta
+        theta, scaling = (theta, scaling) if own is None else (own, None)
     # float32 from the start, in the order in which the models were trained: at position 8000 a
     # frequency that differs in its last bit turns the angle by up to 5e-4.
-    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
-    plain = np.float32(1.0) / np.float32(config.rope_theta) ** exponents
-    scaling = config.rope_scaling
+    width = config.rotary_width
+    exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
+    plain = np.float32(1.0) / np.float32(theta) ** exponents
     if scaling is None:
         return plain
     if scaling.kind == "linear":

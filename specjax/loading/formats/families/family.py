@@ -1,0 +1,45 @@
+"""What a family's file says: its config's fields, and its tensors' names in each format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from specjax.loading.formats.gguf_keys import GgufKeys
+from specjax.loading.formats.json_fields import Fields
+from specjax.loading.formats.parameter_names import Slot
+from specjax.models.config import DecoderConfig
+
+
+@dataclass(frozen=True)
+class GgufLayout:
+    """A family in GGUF files: its architecture there, its keys, its tensors.
+
+    `read` returns fields of `DecoderConfig`, all but the vocabulary and the family.
+    """
+
+    architecture: str
+    read: Callable[[GgufKeys], dict[str, Any]]
+    tensors: tuple[Slot, ...]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family by its `model_type` in config.json, with the class of transformers that runs it.
+
+    `read` returns fields of `DecoderConfig`, all but the vocabulary and the family, and raises
+    InputError for what the decoder does not have; fields that it does not ask for are refused.
+    `write` returns the fields of config.json that `read` reads. `optional_prefix` begins all names
+    of `tensors` but is missing in some checkpoints; names that match the pattern `ignored` may be
+    there. A family without `gguf` is not read from such files.
+    """
+
+    model_type: str
+    architecture: str
+    read: Callable[[Fields], dict[str, Any]]
+    write: Callable[[DecoderConfig], Mapping[str, Any]]
+    tensors: tuple[Slot, ...]
+    optional_prefix: str = ""
+    ignored: str = ""
+    gguf: GgufLayout | None = None

@@ -1,0 +1,66 @@
+"""Qwen3's mixtures of experts (2505.09388): Qwen3 with experts in each layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specjax.loading.formats.families import common
+from specjax.loading.formats.families.family import Family
+from specjax.loading.formats.json_fields import Fields
+from specjax.models.config import Attention, DecoderConfig, Experts
+
+
+def _read(fields: Fields) -> dict[str, Any]:
+    fields.only("hidden_act", "silu")
+    for name in ("output_router_logits", "router_aux_loss_coef", "max_window_layers"):
+        fields.get(name)
+    fields.only("use_sliding_window", False)
+    fields.get("sliding_window")  # of no effect then
+    fields.only("decoder_sparse_step", 1)
+    fields.only("mlp_only_layers", [])
+    sizes = common.read_sizes(fields, max_positions=32768)
+    return {
+        **sizes,
+        **common.read_full_rope(fields, sizes["max_positions"]),
+        "attention_bias": fields.flag("attention_bias"),
+        "attention": Attention(qk_norm=True),
+        "experts": Experts(
+            num_experts=fields.integer("num_experts", fields.get("num_local_experts") or 128),
+            per_token=fields.integer("num_experts_per_tok", 8),
+            intermediate_size=fields.integer("moe_intermediate_size", 768),
+            normalize=fields.flag("norm_topk_prob"),
+        ),
+    }
+
+
+def _write(config: DecoderConfig) -> dict[str, Any]:
+    written = {
+        **common.write_sizes(config),
+        **common.write_one_rope(config),
+        "hidden_act": "silu",
+        "attention_bias": config.attention_bias,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    if (experts := config.experts) is not None:
+        written |= {
+            "num_experts": experts.num_experts,
+            "num_experts_per_tok": experts.per_token,
+            "moe_intermediate_size": experts.intermediate_size,
+            "norm_topk_prob": experts.normalize,
+        }
+    return written
+
+
+FAMILY = Family(
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    read=_read,
+    write=_write,
+    tensors=common.table(
+        common.NAMES | common.QK_NORM_NAMES,
+        names_of_experts=common.expert_names("mlp", "gate_proj", "up_proj", "down_proj"),
+    ),
+)

@@ -1,0 +1,59 @@
+"""The families that are known, by `model_type` and by architecture of GGUF."""
+
+from __future__ import annotations
+
+from specjax.errors import InputError, shown
+from specjax.loading.formats.families import (
+    gemma2,
+    gemma3,
+    glm4,
+    glm4_moe,
+    gpt2,
+    llama,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
+from specjax.loading.formats.families.family import Family
+from specjax.loading.formats.parameter_names import Slot
+from specjax.models.config import DecoderConfig
+
+FAMILIES: dict[str, Family] = {
+    module.FAMILY.model_type: module.FAMILY
+    for module in (
+        llama,
+        mistral,
+        mixtral,
+        qwen2,
+        qwen3,
+        qwen3_moe,
+        gemma2,
+        gemma3,
+        gpt2,
+        glm4,
+        glm4_moe,
+    )
+}
+
+
+def family(model_type: object) -> Family:
+    """The family of a `model_type`; raises InputError for one that is not known."""
+    found = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if found is None:
+        raise InputError(
+            f"model_type={shown(model_type)} is not supported; use a model of the type "
+            f"{' or '.join(map(repr, FAMILIES))}"
+        )
+    return found
+
+
+def gguf_architectures() -> dict[str, Family]:
+    """The families that are read from GGUF, by their architecture there."""
+    return {found.gguf.architecture: found for found in FAMILIES.values() if found.gguf is not None}
+
+
+def tensors(config: DecoderConfig) -> tuple[Slot, ...]:
+    """The names of a decoder's tensors in Hugging Face's layout."""
+    return family(config.family).tensors

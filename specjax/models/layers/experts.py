@@ -1,0 +1,153 @@
+"""A mixture of experts: which of them a token uses, and the sum of their results.
+
+No token is dropped (Gale et al. 2211.15841). Routers are Mixtral's (2401.04088), softmax over all
+experts, and DeepSeek-V3's (2412.19437), sigmoids with groups and a bias of selection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from specjax.models.config import Experts
+from specjax.models.layers.matmul import product
+
+_TILE = 64
+"""Tokens of one expert that are multiplied at a time."""
+
+Activation = Callable[[jax.Array], jax.Array]
+
+
+class Routes(NamedTuple):
+    """The experts of each of N tokens, and what their results are multiplied by, in float32."""
+
+    experts: Int[Array, "N K"]
+    weights: Float[Array, "N K"]
+
+
+class StackedExperts(NamedTuple):
+    """The kernels of all experts of some layers, and which layer is meant.
+
+    The index is applied together with an expert's, so that no program copies a layer's experts.
+    """
+
+    gate: Float[Array, "L E D F"]
+    up: Float[Array, "L E D F"]
+    down: Float[Array, "L E F D"]
+    layer: Int[Array, ""] | int
+
+
+def route(h: Float[Array, "N D"], router: dict[str, Any], config: Experts) -> Routes:
+    """The experts that each token is sent to; equal scores are taken in the order of experts."""
+    logits = product("nd,de->ne", h, router["kernel"], out=jnp.float32)
+    scores = jax.nn.sigmoid(logits) if config.router == "sigmoid" else jax.nn.softmax(logits)
+    choice = scores
+    if config.selection_bias:
+        choice = choice + router["selection_bias"].astype(jnp.float32)[None, :]
+    if config.groups > 1:
+        choice = _best_groups(choice, config)
+    _, experts = lax.top_k(lax.stop_gradient(choice), config.per_token)
+    weights = jnp.take_along_axis(scores, experts, axis=1)
+    if config.normalize:
+        # Sigmoids may all be zero.
+        least = 1e-20 if config.router == "sigmoid" else 0.0
+        weights = weights / (weights.sum(axis=1, keepdims=True) + least)
+    return Routes(experts, weights * config.scale)
+
+
+def _best_groups(choice: Float[Array, "N E"], config: Experts) -> Float[Array, "N E"]:
+    """The scores, minus infinity outside each token's best groups."""
+    grouped = choice.reshape(len(choice), config.groups, -1)
+    of_groups = lax.top_k(grouped, 2)[0].sum(axis=-1)
+    _, best = lax.top_k(of_groups, config.groups_per_token)
+    kept = jax.nn.one_hot(best, config.groups, dtype=bool).any(axis=1)
+    return jnp.where(kept[:, :, None], grouped, -jnp.inf).reshape(choice.shape)
+
+
+def mix(
+    h: Float[Array, "N D"],
+    routes: Routes,
+    stacked: StackedExperts,
+    activation: Activation,
+    multiply: Any = None,
+    differentiable: bool = False,
+) -> Float[Array, "N D"]:
+    """The weighted sum of each token's experts.
+
+    The tokens of each expert are gathered, and only experts that have some are read: for a few
+    tokens the bytes read grow with the distinct experts. `differentiable` (training, where a loop
+    of unknown length has no gradient) makes grouped products over all experts, which CPUs compute
+    as masked products.
+    """
+    count, (num_tokens, per_token) = stacked.gate.shape[1], routes.experts.shape
+    flat = routes.experts.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    sizes = jnp.zeros(count, jnp.int32).at[flat].add(1)
+    token, weight = order // per_token, routes.weights.reshape(-1)[order]
+
+    if differentiable:
+        kernels = [leaf[stacked.layer] for leaf in stacked[:3]]
+        rows = _grouped(h[token], kernels, sizes, activation, multiply)
+        added = jnp.zeros(h.shape, jnp.float32).at[token].add(rows * weight[:, None])
+        return added.astype(h.dtype)
+
+    tile = min(_TILE, num_tokens)
+    ends = jnp.cumsum(sizes)
+    tiles = -(-sizes // tile)
+    tile_ends = jnp.cumsum(tiles)
+    # What a tile reaches beyond its expert's tokens is sent out of range.
+    token = jnp.pad(token, (0, tile), constant_values=num_tokens)
+    weight = jnp.pad(weight, (0, tile))
+    within = jnp.arange(tile)
+
+    def step(index: Int[Array, ""], total: Float[Array, "N D"]) -> Float[Array, "N D"]:
+        expert = jnp.searchsorted(tile_ends, index, side="right").astype(jnp.int32)
+        first = ends[expert] - sizes[expert] + (index - tile_ends[expert] + tiles[expert]) * tile
+        own = first + within < ends[expert]
+        rows = jnp.where(own, lax.dynamic_slice_in_dim(token, first, tile), num_tokens)
+        scale = jnp.where(own, lax.dynamic_slice_in_dim(weight, first, tile), 0)
+        x = jnp.take(h, rows, axis=0, mode="fill", fill_value=0)
+
+        def kernel(leaf: Float[Array, "L E I O"]) -> Float[Array, "I O"]:
+            where = (stacked.layer, expert, 0, 0)
+            return lax.dynamic_slice(leaf, where, (1, 1, *leaf.shape[2:]))[0, 0]
+
+        def times(x: jax.Array, leaf: jax.Array) -> jax.Array:
+            return product("nd,df->nf", x, kernel(leaf), multiply=multiply)
+
+        hidden = activation(times(x, stacked.gate)) * times(x, stacked.up)
+        out = times(hidden, stacked.down).astype(jnp.float32)
+        return total.at[rows].add(out * scale[:, None], mode="drop")
+
+    total = lax.fori_loop(0, tile_ends[-1], step, jnp.zeros(h.shape, jnp.float32))
+    return total.astype(h.dtype)
+
+
+def _grouped(
+    x: Float[Array, "M D"],
+    kernels: list[jax.Array],
+    sizes: Int[Array, " E"],
+    activation: Activation,
+    multiply: Any,
+) -> Float[Array, "M D"]:
+    """Each row through its expert; rows are sorted by expert, `sizes` of them for each."""
+    gate, up, down = kernels
+    dtype = x.dtype if multiply is None else multiply
+
+    def times(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        exact = lax.Precision.HIGHEST if dtype == jnp.float32 else None
+        return lax.ragged_dot(
+            x.astype(dtype),
+            kernel.astype(dtype),
+            sizes,
+            precision=exact,
+            preferred_element_type=jnp.float32,
+        )
+
+    hidden = activation(times(x, gate)) * times(x, up)
+    return times(hidden, down)

@@ -1,0 +1,120 @@
+"""Every parameter of a decoder: names, shapes and axes, by its config."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+
+from specjax.models.config import DecoderConfig
+from specjax.models.parameters import Parameter
+
+
+def parameter_table(config: DecoderConfig, scan_layers: bool = True) -> dict[str, Any]:
+    """Every parameter of a decoder as a nested dict of `Parameter`.
+
+    Head axes are separate, kernels are [in, out], and layers are stacked on the first axis, those
+    of one structure together (`config.runs`); without `scan_layers` each layer is an entry of its
+    own, "0", "1", ... A tied head and the embedding are stored once, in the head's layout [D, V]:
+    the head reads all of it, the embedding a few columns.
+    """
+    width = config.hidden_size
+    table: dict[str, Any] = {
+        "final_norm": _norm(config),
+        "head": {"kernel": Parameter((width, config.vocab_size), ("embed", "vocab"))},
+    }
+    for run in config.runs:
+        layer = _layer(config, run.sparse)
+        if scan_layers:
+            stacked = functools.partial(Parameter.with_layers, count=run.count)
+            table[run.name] = jax.tree.map(stacked, layer)
+        else:
+            each = {str(run.first + index): layer for index in range(run.count)}
+            table["layers"] = table.get("layers", {}) | each
+    if not config.tie_word_embeddings:
+        table["embed"] = {"embedding": Parameter((config.vocab_size, width), ("vocab", "embed"))}
+    if config.embedding.positions:
+        shape = (config.max_positions, width)
+        table["positions"] = {"embedding": Parameter(shape, ("positions", "embed"))}
+    return table
+
+
+def _layer(config: DecoderConfig, sparse: bool) -> dict[str, Any]:
+    """The parameters of one layer; `sparse` says whether it has experts in place of the MLP."""
+    width, head_dim = config.hidden_size, config.head_dim
+    bias = config.attention_bias
+    heads = ((width, config.num_heads, head_dim), ("embed", "heads", "head_dim"), 2)
+    kv_heads = ((width, config.num_kv_heads, head_dim), ("embed", "kv_heads", "head_dim"), 2)
+    merged = ((config.num_heads, head_dim, width), ("heads", "head_dim", "embed"), 1)
+    attention: dict[str, Any] = {
+        "query": _linear(*heads, bias),
+        "key": _linear(*kv_heads, bias),
+        "value": _linear(*kv_heads, bias),
+        "output": _linear(*merged, bias and config.attention.output_bias),
+    }
+    if config.attention.qk_norm:
+        attention["query_norm"] = _norm(config, head_dim, "head_dim")
+        attention["key_norm"] = _norm(config, head_dim, "head_dim")
+    layer: dict[str, Any] = {
+        "attention_norm": _norm(config),
+        "attention": attention,
+        "mlp_norm": _norm(config),
+        "mlp": _experts(config) if sparse else _mlp(config),
+    }
+    if config.norm.after:
+        layer["after_attention_norm"], layer["after_mlp_norm"] = _norm(config), _norm(config)
+    return layer
+
+
+def _norm(
+    config: DecoderConfig, size: int | None = None, axis: str = "embed"
+) -> dict[str, Parameter]:
+    """A norm over `size` numbers, D by default."""
+    shape = (config.hidden_size if size is None else size,)
+    entry = {"scale": Parameter(shape, (axis,), "zeros" if config.norm.offset else "ones")}
+    if config.norm.kind == "layer":
+        entry["bias"] = Parameter(shape, (axis,), "zeros")
+    return entry
+
+
+def _linear(
+    shape: tuple[int, ...], axes: tuple[str, ...], outputs: int, bias: bool = False
+) -> dict[str, Parameter]:
+    """A kernel whose last `outputs` axes are outputs, and perhaps a bias."""
+    entry = {"kernel": Parameter(shape, axes)}
+    if bias:
+        entry["bias"] = Parameter(shape[-outputs:], axes[-outputs:], "zeros")
+    return entry
+
+
+def _mlp(config: DecoderConfig) -> dict[str, Any]:
+    width, hidden, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+    up = ((width, hidden), ("embed", "mlp"), 1)
+    table = {"up": _linear(*up, bias), "down": _linear((hidden, width), ("mlp", "embed"), 1, bias)}
+    return {**table, "gate": _linear(*up, bias)} if config.mlp.gated else table
+
+
+def _experts(config: DecoderConfig) -> dict[str, Any]:
+    """The router, the experts' kernels, stacked, and the shared MLP."""
+    experts, width = config.experts, config.hidden_size
+    assert experts is not None
+    count = experts.num_experts
+
+    def gated(lead: tuple[int, ...], axes: tuple[str, ...], hidden: int) -> dict[str, Any]:
+        up = _linear((*lead, width, hidden), (*axes, "embed", "mlp"), 1)
+        return {
+            "gate": up,
+            "up": up,
+            "down": _linear((*lead, hidden, width), (*axes, "mlp", "embed"), 1),
+        }
+
+    table: dict[str, Any] = {
+        "router": _linear((width, count), ("embed", "experts"), 1),
+        "experts": gated((count,), ("experts",), experts.intermediate_size),
+    }
+    if experts.selection_bias:
+        table["router"]["selection_bias"] = Parameter((count,), ("experts",), "zeros")
+    if experts.shared_size:
+        table["shared"] = gated((), (), experts.shared_size)
+    return table

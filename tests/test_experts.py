@@ -1,0 +1,230 @@
+"""Mixtures of experts: only the chosen ones are read, and their sum is that of all, masked."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.distributed import sharding
+from specjax.errors import InputError
+from specjax.loading.load import place_model, random_model, save_model
+from specjax.models.config import DecoderConfig, Experts
+from specjax.models.decoder import Form
+from specjax.models.layers.experts import Routes, StackedExperts, mix, route
+
+NUM, PER_TOKEN, WIDTH, HIDDEN = 8, 2, 12, 10
+CONFIG = DecoderConfig(
+    vocab_size=40,
+    hidden_size=WIDTH,
+    intermediate_size=14,
+    num_layers=3,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=8,
+    max_positions=256,
+    experts=Experts(NUM, PER_TOKEN, HIDDEN, num_dense=1),
+    family="glm4_moe",
+)
+GLM = dataclasses.replace(
+    CONFIG,
+    attention=dataclasses.replace(CONFIG.attention, output_bias=False),
+    experts=dataclasses.replace(
+        CONFIG.experts,
+        router="sigmoid",
+        selection_bias=True,
+        groups=4,
+        groups_per_token=2,
+        shared_size=20,
+    ),
+)
+
+
+def kernels(seed=0, layers=2):
+    rng = np.random.default_rng(seed)
+
+    def one(*shape):
+        return jnp.asarray(rng.standard_normal((layers, NUM, *shape), np.float32))
+
+    return one(WIDTH, HIDDEN), one(WIDTH, HIDDEN), one(HIDDEN, WIDTH)
+
+
+def inputs(count, seed=1):
+    rng = np.random.default_rng(seed)
+    h = jnp.asarray(rng.standard_normal((count, WIDTH), np.float32))
+    chosen = np.stack([rng.choice(NUM, PER_TOKEN, replace=False) for _ in range(count)])
+    weights = jnp.asarray(rng.random((count, PER_TOKEN), np.float32))
+    return h, Routes(jnp.asarray(chosen, jnp.int32), weights)
+
+
+def masked(h, routes, gate, up, down):
+    """Every expert of layer 1 for every token, those not chosen times zero."""
+    share = jnp.zeros((len(h), NUM))
+    rows = jnp.arange(len(h))[:, None]
+    share = share.at[rows, routes.experts].set(routes.weights)
+    hidden = jax.nn.silu(jnp.einsum("nd,edf->nef", h, gate[1]))
+    hidden = hidden * jnp.einsum("nd,edf->nef", h, up[1])
+    return jnp.einsum("nef,efd,ne->nd", hidden, down[1], share)
+
+
+@pytest.mark.parametrize("differentiable", [False, True])
+@pytest.mark.parametrize("count", [1, 5, 200])
+def test_the_sum_is_that_of_all_experts_masked(count, differentiable):
+    """One token, a few, and more than a tile of some expert."""
+    (h, routes), own = inputs(count), kernels()
+    got = mix(h, routes, StackedExperts(*own, 1), jax.nn.silu, differentiable=differentiable)
+    np.testing.assert_allclose(got, masked(h, routes, *own), atol=2e-4, rtol=1e-4)
+
+
+def test_all_tokens_may_choose_the_same_experts():
+    h, routes = inputs(150)
+    routes = routes._replace(experts=jnp.broadcast_to(jnp.array([[6, 2]], jnp.int32), (150, 2)))
+    own = kernels()
+    got = mix(h, routes, StackedExperts(*own, 1), jax.nn.silu)
+    np.testing.assert_allclose(got, masked(h, routes, *own), atol=2e-4, rtol=1e-4)
+
+
+def test_gradients_are_those_of_the_masked_sum():
+    (h, routes), own = inputs(9), kernels()
+
+    def ours(h, weights, own):
+        stacked = StackedExperts(*own, 1)
+        new = routes._replace(weights=weights)
+        return jnp.sum(mix(h, new, stacked, jax.nn.silu, differentiable=True) ** 2)
+
+    def theirs(h, weights, own):
+        return jnp.sum(masked(h, routes._replace(weights=weights), *own) ** 2)
+
+    found = jax.grad(ours, argnums=(0, 1, 2))(h, routes.weights, own)
+    expected = jax.grad(theirs, argnums=(0, 1, 2))(h, routes.weights, own)
+    for mine, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(mine, right, atol=1e-2, rtol=1e-3)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_token_reads_only_its_experts(count):
+    """What the others hold does not matter, even where it is no number."""
+    h, routes = inputs(count)
+    own = kernels()
+    unused = np.setdiff1d(np.arange(NUM), routes.experts)
+    assert len(unused) >= 2
+    poisoned = [leaf.at[:, unused].set(jnp.nan).at[0].set(jnp.nan) for leaf in own]
+    clean, got = (
+        mix(h, routes, StackedExperts(*leaves, jnp.int32(1)), jax.nn.silu)
+        for leaves in (own, poisoned)
+    )
+    np.testing.assert_array_equal(got, clean)
+
+
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_no_program_takes_a_layers_experts_apart(scan_layers):
+    """Nothing in a compiled pass has the size of all experts of a layer, but the parameters."""
+    config = dataclasses.replace(GLM, hidden_size=24)
+    model = random_model(config, 0, dtype="float32", form=Form(scan_layers=scan_layers))
+    decoder = model.architecture
+
+    @jax.jit
+    def step(params, cache, window):
+        tokens = jnp.zeros((1, 1), jnp.int32)
+        seen = jnp.ones((1, 1, 1), bool)
+        return decoder.extend(params, tokens, tokens, cache, window, 0, seen).logits
+
+    arguments = model.params, decoder.make_cache(1, 128), decoder.make_window(1, 1)
+    text = step.lower(*arguments).compile().as_text()
+    whole = re.compile(rf"= f32\[(1,)?{NUM},(24,{HIDDEN}|{HIDDEN},24)\]\S* (\S+)\(")
+    made = {match[3] for match in whole.finditer(text)}
+    assert made <= {"parameter", "bitcast", "get-tuple-element", "reshape", "opt-barrier"}, made
+
+
+def plain_route(h, kernel, bias, config):
+    """Groups, bias and scores as DeepSeek-V3 describes them, token by token."""
+    chosen, weights = [], []
+    for row in h @ kernel:
+        scores = 1 / (1 + np.exp(-row))
+        choice = (scores + bias).reshape(config.groups, -1)
+        best = np.argsort(-np.sort(choice, axis=1)[:, -2:].sum(axis=1))[: config.groups_per_token]
+        allowed = np.full_like(choice, -np.inf)
+        allowed[best] = choice[best]
+        experts = np.argsort(-allowed.reshape(-1))[: config.per_token]
+        chosen.append(experts)
+        weights.append(scores[experts] / scores[experts].sum() * config.scale)
+    return np.array(chosen), np.array(weights)
+
+
+def test_sigmoid_routes_are_those_of_a_plain_computation():
+    """The bias selects experts and is in no weight."""
+    config = dataclasses.replace(GLM.experts, scale=1.7)
+    rng = np.random.default_rng(3)
+    h, kernel = rng.standard_normal((50, WIDTH)), rng.standard_normal((WIDTH, NUM))
+    bias = rng.standard_normal(NUM)
+    router = {"kernel": jnp.asarray(kernel, jnp.float32), "selection_bias": jnp.asarray(bias)}
+    routes = route(jnp.asarray(h, jnp.float32), router, config)
+    experts, weights = plain_route(h, kernel, bias, config)
+    np.testing.assert_array_equal(routes.experts, experts)
+    np.testing.assert_allclose(routes.weights, weights, rtol=1e-4)
+
+
+def causal(length):
+    return jnp.tril(jnp.ones((1, length, length), bool))
+
+
+def logits_of(model, length=20):
+    decoder = model.architecture
+    tokens = jnp.arange(2 * length).reshape(2, length) % 40
+    positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
+
+    @jax.jit
+    def both(params):
+        cache, window = decoder.make_cache(2, 128), decoder.make_window(2, length)
+        decoded = decoder.extend(
+            params, tokens, positions, cache, window, 0, causal(length), num_layers=2
+        )
+        trained = decoder.extend(params, tokens, positions, None, None, 0, causal(length))
+        return decoded.logits, trained.logits
+
+    return both(model.params)
+
+
+def test_layers_stacked_and_apart_and_on_a_mesh_agree():
+    """A dense layer before two with experts; an early exit between them; training's form."""
+    stacked = random_model(GLM, 0, dtype="float32", form=Form(scan_layers=True))
+    assert stacked.params["dense_layers"]["mlp"]["up"]["kernel"].shape[0] == 1
+    expected = logits_of(stacked)
+    apart = random_model(GLM, 0, dtype="float32", form=Form(scan_layers=False))
+    placed = place_model(stacked, sharding.make_mesh(2, 2, jax.devices()[:4]))
+    with sharding.use(placed.mesh):
+        on_mesh = logits_of(placed)
+    for got in (logits_of(apart), on_mesh):
+        for mine, right in zip(got, expected, strict=True):
+            np.testing.assert_allclose(mine, right, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"groups": 3}, "experts.groups=3: must divide num_experts=8"),
+        ({"groups": 8, "per_token": 1}, "a group must have at least two experts"),
+        ({"groups": 4, "per_token": 3}, "experts.per_token=3: must be at most the 2 experts"),
+        ({"per_token": 9}, "experts.per_token=9: must be a whole number from 1 to 8"),
+        ({"scale": 0.0}, "experts.scale=0.0: must be"),
+    ],
+)
+def test_experts_that_do_not_fit_are_refused(change, words):
+    with pytest.raises(InputError, match=re.escape(words)):
+        dataclasses.replace(CONFIG, experts=dataclasses.replace(CONFIG.experts, **change))
+
+
+def test_a_mesh_that_does_not_fit_the_experts_is_refused():
+    config = dataclasses.replace(GLM, experts=dataclasses.replace(GLM.experts, intermediate_size=9))
+    mesh = sharding.make_mesh(2, 2, jax.devices()[:4])
+    with pytest.raises(InputError, match="an MLP of 9 and 14 and 20 cannot be split over 2"):
+        random_model(config, 0, mesh=mesh)
+
+
+def test_what_a_config_cannot_say_is_not_saved(tmp_path):
+    """GLM's routers are sigmoids."""
+    model = random_model(CONFIG, 0, dtype="float32")
+    with pytest.raises(InputError, match="attention=|experts="):
+        save_model(model, tmp_path / "model")

@@ -1,0 +1,388 @@
+"""Families of models against transformers: goldens written by scripts/make_family_goldens.py."""
+
+import dataclasses
+import functools
+import json
+import re
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import slow
+from decoding import draft_model, greedy
+
+from specjax import SamplingParams, decode, generate, make_drafter, save_checkpoint
+from specjax.cache import commit
+from specjax.distributed import sharding
+from specjax.errors import InputError
+from specjax.loading.formats.families import common, registry
+from specjax.loading.load import load_model, place_model, random_model, save_model
+from specjax.models.config import DecoderConfig, SlidingWindow
+from specjax.models.decoder import Form
+from specjax.models.heads.eagle import EagleConfig
+from specjax.models.heads.mtp import MtpConfig
+from specjax.models.prefill import prefill
+
+GOLDENS = Path(__file__).parent / "goldens" / "families"
+NAMES = sorted(path.name for path in GOLDENS.iterdir())
+TOLERANCE = 1e-4
+HALF = 20
+
+
+@functools.cache
+def model_of(name, **form):
+    return load_model(GOLDENS / name, dtype="float32", form=Form(**form) if form else None)
+
+
+@functools.cache
+def golden(name):
+    return dict(np.load(GOLDENS / name / "golden.npz"))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def extend(decoder, params, tokens, positions, cache, window, start, visible):
+    return decoder.extend(params, tokens, positions, cache, window, start, visible)
+
+
+def causal(length):
+    return jnp.tril(jnp.ones((1, length, length), bool))
+
+
+def at_once(model, tokens, first=0, cache=None):
+    """A pass over the tokens at positions `first` and after, and the cache that holds them too."""
+    decoder = model.architecture
+    batch, length = tokens.shape
+    positions = jnp.broadcast_to(first + jnp.arange(length), tokens.shape)
+    cache = decoder.make_cache(batch, 256) if cache is None else cache
+    window = decoder.make_window(batch, length)
+    out = extend(
+        decoder,
+        model.params,
+        jnp.asarray(tokens),
+        positions,
+        cache,
+        window,
+        jnp.int32(0),
+        causal(length),
+    )
+    slots = jnp.broadcast_to(jnp.arange(length), tokens.shape)
+    return out, commit(cache, out.window, slots, jnp.full(batch, length, jnp.int32))
+
+
+def assert_near(logits, name, where=slice(None)):
+    expected = golden(name)["logits"][:, where]
+    assert np.abs(np.asarray(logits) - expected).max() <= TOLERANCE
+
+
+def test_there_is_a_golden_for_each_family():
+    assert {*NAMES, "llama"} == set(registry.FAMILIES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_equal_those_of_transformers(name):
+    """In two passes, the second after the cache; then that half one by one in the window."""
+    model, tokens = model_of(name), golden(name)["tokens"]
+    first, cache = at_once(model, tokens[:, :HALF])
+    assert_near(first.logits, name, slice(HALF))
+    second, _ = at_once(model, tokens[:, HALF:], HALF, cache)
+    assert_near(second.logits, name, slice(HALF, None))
+    window = model.architecture.make_window(len(tokens), HALF)
+    for slot in range(HALF):
+        position = HALF + slot
+        out = extend(
+            model.architecture,
+            model.params,
+            jnp.asarray(tokens[:, position : position + 1]),
+            jnp.full((len(tokens), 1), position),
+            cache,
+            window,
+            jnp.int32(slot),
+            causal(HALF)[:, slot : slot + 1],
+        )
+        window = out.window
+        assert_near(out.logits, name, slice(position, position + 1))
+
+
+def decoded(model, prompts, drafter=None, tokens=24, **options):
+    """Tokens of each prompt."""
+    if drafter is not None:
+        drafter = make_drafter(drafter, model)
+    options = {"sampling": greedy(max_new_tokens=tokens, ignore_eos=True)} | options
+    return generate(model, prompts, drafter=drafter, **options).token_ids
+
+
+OTHERS = slow(*sorted({*NAMES} - {"gemma3_text"}))
+
+
+@pytest.mark.parametrize("name", slow(*NAMES))
+def test_greedy_tokens_equal_those_of_transformers(name):
+    expected, prompts = golden(name)["greedy"].tolist(), golden(name)["tokens"].tolist()
+    assert decoded(model_of(name), prompts, "ngram") == expected
+
+
+@pytest.mark.parametrize("batch", [4, *slow(1)])
+@pytest.mark.parametrize("drafter", ["early_exit", *slow("ngram")])
+@pytest.mark.parametrize("name", ["gemma3_text", *OTHERS])
+def test_drafting_changes_no_token(name, drafter, batch):
+    """Greedy rows, and sampled ones under `coupled`, alone and beside each other."""
+    model, tokens = model_of(name), golden(name)["tokens"]
+    prompts = [tokens[0].tolist(), tokens[1, :3].tolist(), tokens[1, 5:25].tolist(), [7, 8, 7, 8]]
+    drawn = SamplingParams(temperature=0.8, max_new_tokens=16, ignore_eos=True, seed=5)
+    requests = [greedy(max_new_tokens=16, ignore_eos=True), drawn] * 2
+    options = {"sampling": requests, "verify": "coupled", "batch_size": batch}
+    plain = decoded(model, prompts, **options)
+    assert decoded(model, prompts, drafter, **options) == plain
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", *slow("gemma2", "qwen2", "glm4_moe")])
+def test_a_model_that_drafts_for_itself_is_always_right(name):
+    """Its windows hold drafted tokens and those observed, at positions of their own."""
+    model, tokens = model_of(name), golden(name)["tokens"].tolist()
+    drafted = generate(
+        model,
+        tokens,
+        drafter=draft_model(model),
+        num_speculative_tokens=4,
+        sampling=greedy(max_new_tokens=21, ignore_eos=True),
+    )
+    assert drafted.token_ids == golden(name)["greedy"][:, :21].tolist()
+    assert drafted.summary().acceptance_rate == 1.0
+
+
+@pytest.mark.parametrize("name", slow(*NAMES))
+def test_the_command_line_decodes_each_family(name, tmp_path):
+    """With the tokenizer of another tiny model, whose 80 tokens the vocabulary has."""
+    copy = edited(name, tmp_path, {})
+    for path in (GOLDENS.parent / "grouped_tied").glob("tokenizer*"):
+        shutil.copy(path, copy)
+    (tmp_path / "prompts.jsonl").write_text(
+        json.dumps({"question_id": 1, "category": "qa", "turns": ["the quick brown fox the quick"]})
+    )
+    report = tmp_path / "report.json"
+    arguments = {
+        "target": copy,
+        "prompts": tmp_path / "prompts.jsonl",
+        "report": report,
+        "drafter.name": "ngram",
+        "num_speculative_tokens": "fixed",
+        "sampling.max_new_tokens": 16,
+        "sampling.ignore_eos": "true",
+        "compare": "true",
+    }
+    code = decode.main([f"--config.{field}={value}" for field, value in arguments.items()])
+    assert code == 0
+    assert all(row["identical"] for row in json.loads(report.read_text())["rows"])
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", *slow("gemma2", "gpt2", "glm4", "qwen2")])
+def test_other_forms_compute_the_same(name):
+    """Layers apart, all of the cache at once, and the kernel's form, which some layers lack."""
+    tokens = golden(name)["tokens"]
+    for form in (
+        {"scan_layers": False},
+        {"scan_layers": False, "cache_attention": "kernel"},
+        {"cache_attention": "whole"},
+    ):
+        model = model_of(name, **form)
+        _, cache = at_once(model, tokens[:, :HALF])
+        out, _ = at_once(model, tokens[:, HALF:], HALF, cache)
+        assert_near(out.logits, name, slice(HALF, None))
+
+
+def test_windows_on_a_mesh():
+    """Rows over `data`, heads over `model`: the tokens of one device."""
+    model, tokens = model_of("gemma3_text"), golden("gemma3_text")
+    mesh = sharding.make_mesh(2, 2, jax.devices()[:4])
+    placed = place_model(model, mesh)
+    prompts = tokens["tokens"].tolist()
+    assert decoded(placed, prompts, "ngram", 8) == tokens["greedy"][:, :8].tolist()
+
+
+def test_blocks_that_are_too_old_are_not_needed():
+    """A window that begins after the first block of the cache, beside a layer that sees it all."""
+    window = SlidingWindow(20, (True, False), rope_theta=100.0)
+    config = DecoderConfig(40, 16, 24, 2, 2, 1, 8, 1024, sliding_window=window)
+    tokens = np.random.default_rng(0).integers(40, size=(2, 600)).astype(np.int32)
+    model = random_model(config, 0, dtype="float32")
+    decoder = model.architecture
+    positions = jnp.broadcast_to(jnp.arange(600), tokens.shape)
+    whole = extend(decoder, model.params, tokens, positions, None, None, jnp.int32(0), causal(600))
+    program = jax.jit(prefill, static_argnums=(0, 5))
+    lengths = jnp.array([590, 300], jnp.int32)
+    cache = decoder.make_cache(2, 768)
+    cache, _ = program(decoder, model.params, jnp.asarray(tokens), lengths, cache, 64)
+    rows = np.asarray(lengths)[:, None] + np.arange(5)
+    out = extend(
+        decoder,
+        model.params,
+        jnp.asarray(np.take_along_axis(tokens, rows, axis=1)),
+        jnp.asarray(rows),
+        cache,
+        decoder.make_window(2, 5),
+        jnp.int32(0),
+        causal(5),
+    )
+    expected = np.take_along_axis(np.asarray(whole.logits), rows[:, :, None], axis=1)
+    np.testing.assert_allclose(out.logits, expected, atol=3e-5, rtol=1e-4)
+    # Nothing that only the windowed layer could have seen: what is in the old block does not count.
+    poisoned = dataclasses.replace(cache, k=cache.k.at[0, :, :, :256].set(jnp.nan))
+    again = extend(
+        decoder,
+        model.params,
+        jnp.asarray(np.take_along_axis(tokens, rows, axis=1)),
+        jnp.asarray(rows),
+        poisoned,
+        decoder.make_window(2, 5),
+        jnp.int32(0),
+        causal(5),
+    )
+    np.testing.assert_array_equal(again.logits, out.logits)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_saved_model_loads_as_it_was(name, tmp_path):
+    """In its own names, which are the golden checkpoint's; and as a checkpoint of specjax."""
+    model = model_of(name)
+    save_model(model, tmp_path / "saved")
+    again = load_model(tmp_path / "saved", dtype="float32")
+    assert again.config == model.config
+    assert jax.tree.all(jax.tree.map(np.array_equal, model.params, again.params))
+    written, theirs = (
+        json.loads((folder / "config.json").read_text())
+        for folder in (tmp_path / "saved", GOLDENS / name)
+    )
+    assert written["architectures"] == theirs["architectures"]
+    assert written["model_type"] == theirs["model_type"]
+    save_checkpoint(model, tmp_path / "checkpoint")
+    assert load_model(tmp_path / "checkpoint", dtype="float32").config == model.config
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_family_does_not_have_cannot_be_saved(name, tmp_path):
+    model = model_of(name)
+    other = dataclasses.replace(model.config, logit_softcap=7.0, rope_theta=123.0)
+    config = dataclasses.replace(other, mlp=dataclasses.replace(other.mlp, activation="gelu"))
+    with pytest.raises(InputError, match=r"(logit_softcap|mlp|rope_theta)=.* use another family"):
+        save_model(dataclasses.replace(model, config=config), tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
+def edited(name, folder, change):
+    """A copy of a golden model whose config.json is changed; None drops a field."""
+    copy = Path(shutil.copytree(GOLDENS / name, folder / "model"))
+    path = copy / "config.json"
+    values = json.loads(path.read_text()) | change
+    path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("qwen3", {"model_type": "qwen3_next"}, "model_type='qwen3_next' is not supported; use"),
+        ("qwen3", {"model_type": ["qwen3"]}, "model_type=['qwen3'] is not supported"),
+        ("qwen3", {"surprise": 3}, "surprise=3: is unknown"),
+        ("qwen3", {"hidden_act": "gelu"}, "hidden_act='gelu': is not supported"),
+        ("qwen3", {"rope_scaling": {"type": "yarn"}, "rope_parameters": None}, "yarn"),
+        ("qwen3", {"rope_parameters": {"mrope_section": [1]}}, "mrope_section is unknown"),
+        ("qwen3", {"layer_types": ["chunked_attention"] * 3}, "layer_types="),
+        ("qwen2", {"layer_types": ["sliding_attention"]}, "an entry for each of 3 layers"),
+        ("qwen2", {"num_hidden_layers": 10**12}, "layer_types="),
+        ("qwen2", {"num_hidden_layers": 10**12, "layer_types": None}, "num_layers=1000000000000"),
+        ("qwen2", {"sliding_window": 0}, "sliding_window.size=0"),
+        ("qwen2", {"use_mrope": True}, "use_mrope=True"),
+        ("mistral", {"sliding_window": "no"}, "sliding_window='no'"),
+        ("mistral", {"layer_types": ["full_attention"] * 3}, "layer_types="),
+        ("gemma2", {"hidden_activation": "relu"}, "hidden_activation='relu'"),
+        ("gemma2", {"query_pre_attn_scalar": -4}, "query_pre_attn_scalar=-4"),
+        ("gemma2", {"final_logit_softcapping": -1}, "logit_softcap=-1"),
+        ("gemma3_text", {"attn_logit_softcapping": 9.0}, "attn_logit_softcapping=9.0"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma3_text", {"model_type": "gemma3"}, "model_type='gemma3'"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True"),
+        ("gpt2", {"activation_function": "relu"}, "activation_function='relu'"),
+        ("glm4", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers=1"),
+        ("glm4", {"rope_parameters": {"partial_rotary_factor": 0.95}}, "rotary_width=11"),
+        ("glm4", {"rope_parameters": {"partial_rotary_factor": 0.6}}, "rotary_width=7"),
+        ("glm4", {"attention_bias": False}, "unexpected: model.layers."),
+    ],
+)
+def test_what_a_family_does_not_have_is_refused_by_name(tmp_path, name, change, words):
+    with pytest.raises(InputError, match=re.escape(words)) as error:
+        load_model(edited(name, tmp_path, change))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "old"),
+    [
+        (
+            "gemma3_text",
+            {
+                "rope_theta": 5000.0,
+                "rope_local_base_freq": 100.0,
+                "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+                "layer_types": None,
+                "sliding_window_pattern": 3,
+            },
+        ),
+        ("gemma2", {"rope_theta": 1000.0, "layer_types": None}),
+        ("glm4", {"rope_theta": 1000.0, "partial_rotary_factor": 0.5}),
+        ("qwen2", {"rope_theta": 1000.0, "layer_types": None, "_name_or_path": "x"}),
+    ],
+)
+def test_the_fields_of_transformers_4_mean_the_same(tmp_path, name, old):
+    change = {"rope_parameters": None, "dtype": None, "torch_dtype": "bfloat16"} | old
+    assert load_model(edited(name, tmp_path, change)).config == model_of(name).config
+
+
+def test_the_layout_of_the_first_gpt2_is_read(tmp_path):
+    """Names without a prefix, the causal masks that it kept, and the head beside the embedding."""
+    from safetensors.numpy import load_file, save_file
+
+    copy = edited("gpt2", tmp_path, {})
+    path = copy / "model.safetensors"
+    tensors = {name.removeprefix("transformer."): value for name, value in load_file(path).items()}
+    tensors["h.0.attn.bias"] = np.ones((1, 1, 4, 4), np.float32)
+    tensors["lm_head.weight"] = tensors["wte.weight"].copy()
+    save_file(tensors, path)
+    again = load_model(copy, dtype="float32")
+    assert jax.tree.all(jax.tree.map(np.array_equal, again.params, model_of("gpt2").params))
+
+
+@pytest.mark.parametrize(
+    ("flags", "period"),
+    [
+        ("1", "1"),
+        ("0000", "0"),
+        ("1010", "10"),
+        ("10101", "10"),
+        ("0011", "0011"),
+        ("11011", "110"),
+    ],
+)
+def test_the_shortest_period(flags, period):
+    assert common.shortest_period([flag == "1" for flag in flags]) == tuple(
+        flag == "1" for flag in period
+    )
+
+
+def test_a_parameter_without_a_name_is_refused():
+    config = dataclasses.replace(model_of("qwen3").config, family="llama")
+    with pytest.raises(InputError, match="family='llama': it has no name for layers.attention."):
+        random_model(config, 0)
+
+
+def test_heads_say_which_layers_they_support():
+    gemma, qwen = model_of("gemma2").config, model_of("qwen3").config
+    sizes = {"target_hidden_size": 32, "draft_vocab_size": 96, "taps": ("layer_input:1",)}
+    with pytest.raises(InputError, match="attention=.*qk_norm=True.*: an EAGLE head's layer is"):
+        EagleConfig(decoder=dataclasses.replace(qwen, num_layers=1), version=3, **sizes)
+    assert EagleConfig(decoder=qwen.llama_layers(1), version=3, **sizes).decoder.family == "llama"
+    with pytest.raises(InputError, match="sliding_window=.*: an MTP module has no sliding window"):
+        MtpConfig(decoder=dataclasses.replace(gemma, num_layers=1), draft_vocab_size=96)
+    assert MtpConfig(decoder=gemma.one_layer(), draft_vocab_size=96).decoder.norm == gemma.norm
