@@ -301,6 +301,7 @@ def mtp_export(folders):
     return workdir / "export"
 
 
+@pytest.mark.slow  # as Medusa's heads, above, and modules of any kind (test_start_from)
 def test_modules_alone_are_a_head(folders, mtp_export, tmp_path, capsys):
     """It decodes with its target, and a run starts from it where the conventions are the same."""
     head = read_head(mtp_export)
