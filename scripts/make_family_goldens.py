@@ -8,10 +8,14 @@ those families are written:
 Each folder is a checkpoint as `save_pretrained` writes it, and golden.npz: `tokens` [2, 40], the
 `logits` after each of them [2, 40, V], and the 24 tokens that follow greedily, `greedy` [2, 24].
 Windows are shorter than the text, soft caps small enough to matter, biases and norms random.
+Families with modules for multi-token prediction have one: `mtp_logits` [2, 39, V] are those of all
+its pairs, computed with transformers' layers in the order of vLLM's `glm4_moe_mtp` and `mimo_mtp`,
+and `mtp_drafts` [2, 3] the tokens that it drafts after the last one on its own outputs.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -19,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 FOLDER = Path(__file__).parent.parent / "tests" / "goldens" / "families"
@@ -119,9 +124,104 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.7,
         "norm_topk_prob": True,
         "first_k_dense_replace": 1,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": 1,
     },
+    "mimo": SIZES | {"rope_parameters": ROPE, "use_sliding_window": False},
 }
+WRITTEN_AS = {"mimo": "qwen2"}
+"""Families that transformers does not have, and the one whose decoder they have."""
+DRAFTS = 3
+
+
+class Module(torch.nn.Module):
+    """A family's module for multi-token prediction; `prefix` begins its names in a checkpoint."""
+
+    def __init__(self, name: str, model: Any) -> None:
+        super().__init__()
+        config, width = model.config, model.config.hidden_size
+        layers = type(model.model.layers[-1])
+        norms = type(model.model.norm)
+
+        def norm() -> torch.nn.Module:
+            return norms(width, eps=config.rms_norm_eps)
+
+        # The index says whether the layer has experts.
+        self.layer = layers(config, config.num_hidden_layers - 1)
+        self.embedding_norm, self.hidden_norm, self.final_norm = norm(), norm(), norm()
+        self.projection = torch.nn.Linear(2 * width, width, bias=False)
+        self.config, self.hidden_first = config, name == "mimo"
+        self.prefix = "model.mtp_layers.0." if name == "mimo" else "model.layers.3."
+        self.names = NAMES_OF_MIMO if name == "mimo" else NAMES_OF_GLM
+
+    def forward(self, model: Any, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """The normed outputs at positions 0, 1, ... for the pairs of tokens and states there."""
+        embedded = model.model.embed_tokens(tokens)
+        embedded[:, 0] = 0.0
+        both = [self.embedding_norm(embedded), self.hidden_norm(hidden)]
+        x = self.projection(torch.cat(both[::-1] if self.hidden_first else both, dim=-1))
+        count = tokens.shape[1]
+        positions = torch.arange(count)[None]
+        mask = torch.full((count, count), -torch.inf).triu(1)[None, None]
+        out = self.layer(
+            x,
+            attention_mask=mask,
+            position_ids=positions,
+            position_embeddings=model.model.rotary_emb(x, positions),
+        )
+        return self.final_norm(out[0] if isinstance(out, tuple) else out)
+
+    def stored(self, model: Any) -> dict[str, torch.Tensor]:
+        """Its tensors by their names in a checkpoint; GLM's repeat the embedding and the head."""
+        found = {}
+        for name, value in self.state_dict().items():
+            part, _, rest = name.partition(".")
+            found[self.prefix + (rest if part == "layer" else f"{self.names[part]}.{rest}")] = value
+        if not self.hidden_first:
+            found[self.prefix + "embed_tokens.weight"] = model.model.embed_tokens.weight.clone()
+            found[self.prefix + "shared_head.head.weight"] = model.lm_head.weight.clone()
+        return found
+
+
+NAMES_OF_GLM = {
+    "embedding_norm": "enorm",
+    "hidden_norm": "hnorm",
+    "projection": "eh_proj",
+    "final_norm": "shared_head.norm",
+}
+NAMES_OF_MIMO = {
+    "embedding_norm": "token_layernorm",
+    "hidden_norm": "hidden_layernorm",
+    "projection": "input_proj",
+    "final_norm": "final_layernorm",
+}
+
+
+def modules_outputs(module: Module, model: Any, tokens: torch.Tensor) -> dict[str, np.ndarray]:
+    """What is saved of a module, and of its recursion."""
+    hidden = model.model(tokens, use_cache=False).last_hidden_state[:, :-1]
+    read, drafts, logits = tokens[:, 1:], [], []
+    for _ in range(DRAFTS):
+        normed = module(model, read, hidden)
+        logits.append(model.lm_head(normed))
+        drafts.append(logits[-1][:, -1].argmax(-1, keepdim=True))
+        read = torch.cat([read, drafts[-1]], dim=1)
+        hidden = torch.cat([hidden, normed[:, -1:]], dim=1)
+    return {
+        "mtp_logits": logits[0].numpy(),
+        "mtp_drafts": torch.cat(drafts, dim=1).numpy().astype(np.int32),
+    }
+
+
+def add_module(folder: Path, name: str, module: Module, model: Any) -> None:
+    """Put a module into a saved checkpoint, under the family's name."""
+    path = folder / "model.safetensors"
+    tensors = {key: value.contiguous() for key, value in module.stored(model).items()}
+    save_file({**load_file(path), **tensors}, path, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["num_nextn_predict_layers"] = 1
+    if name in WRITTEN_AS:
+        config |= {"model_type": name, "architectures": ["MiMoForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def randomise(model: Any) -> None:
@@ -154,17 +254,26 @@ def write(name: str) -> None:
     for seed in range(50):
         shutil.rmtree(folder, ignore_errors=True)
         torch.manual_seed(seed)
-        config = AutoConfig.for_model(name, **FAMILIES[name])
+        config = AutoConfig.for_model(WRITTEN_AS.get(name, name), **FAMILIES[name])
         model = AutoModelForCausalLM.from_config(config)
         randomise(model)
         model.to(torch.bfloat16).save_pretrained(folder)
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
         ).eval()
+        outputs = {}
+        if name in ("glm4_moe", "mimo"):
+            module = Module(name, model)
+            randomise(module)
+            module = module.to(torch.bfloat16)
+            add_module(folder, name, module, model.to(torch.bfloat16))
+            model, module = model.float(), module.float().eval()
         tokens = torch.randint(2, VOCAB, (ROWS, TOKENS))
         rows, margin = tokens, np.inf
         with torch.no_grad():
             logits = model(tokens, use_cache=False).logits
+            if name in ("glm4_moe", "mimo"):
+                outputs = modules_outputs(module, model, tokens)
             for _ in range(GREEDY):
                 # Without a cache: whole rows each time.
                 last = model(rows, use_cache=False).logits[:, -1]
@@ -181,6 +290,7 @@ def write(name: str) -> None:
         tokens=tokens.numpy().astype(np.int32),
         logits=logits.numpy(),
         greedy=greedy.numpy().astype(np.int32),
+        **outputs,
     )
     size = sum(path.stat().st_size for path in folder.iterdir())
     print(f"{name}: seed {seed}, margin {margin:.4f}, {size} bytes")
