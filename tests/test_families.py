@@ -25,6 +25,7 @@ from specjax.models.decoder import Form
 from specjax.models.heads.eagle import EagleConfig
 from specjax.models.heads.mtp import MtpConfig
 from specjax.models.prefill import prefill
+from train.run import setup
 
 GOLDENS = Path(__file__).parent / "goldens" / "families"
 NAMES = sorted(path.name for path in GOLDENS.iterdir())
@@ -375,6 +376,12 @@ def test_a_parameter_without_a_name_is_refused():
     config = dataclasses.replace(model_of("qwen3").config, family="llama")
     with pytest.raises(InputError, match="family='llama': it has no name for layers.attention."):
         random_model(config, 0)
+
+
+def test_training_refuses_a_target_that_limits_its_logits():
+    setup._check_logits(model_of("gemma3_text"))
+    with pytest.raises(InputError, match=r"gemma2 limits its logits \(logit_softcap=3.0\)"):
+        setup._check_logits(model_of("gemma2"))
 
 
 def test_heads_say_which_layers_they_support():
