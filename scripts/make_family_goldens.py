@@ -171,11 +171,26 @@ class Module(torch.nn.Module):
         return self.final_norm(out[0] if isinstance(out, tuple) else out)
 
     def stored(self, model: Any) -> dict[str, torch.Tensor]:
-        """Its tensors by their names in a checkpoint; GLM's repeat the embedding and the head."""
+        """Its tensors by their names in a checkpoint; GLM's repeat the embedding and the head.
+
+        transformers holds all experts in one tensor, checkpoints in one each.
+        """
         found = {}
         for name, value in self.state_dict().items():
             part, _, rest = name.partition(".")
-            found[self.prefix + (rest if part == "layer" else f"{self.names[part]}.{rest}")] = value
+            if rest.endswith("experts.gate_up_proj"):
+                start = self.prefix + rest.removesuffix("gate_up_proj")
+                for expert, both in enumerate(value):
+                    for kind, kernel in zip(("gate", "up"), both.chunk(2), strict=True):
+                        found[f"{start}{expert}.{kind}_proj.weight"] = kernel
+            elif rest.endswith("experts.down_proj"):
+                start = self.prefix + rest.removesuffix("down_proj")
+                for expert, kernel in enumerate(value):
+                    found[f"{start}{expert}.down_proj.weight"] = kernel
+            elif part == "layer":
+                found[self.prefix + rest] = value
+            else:
+                found[f"{self.prefix}{self.names[part]}.{rest}"] = value
         if not self.hidden_first:
             found[self.prefix + "embed_tokens.weight"] = model.model.embed_tokens.weight.clone()
             found[self.prefix + "shared_head.head.weight"] = model.lm_head.weight.clone()
@@ -215,7 +230,9 @@ def modules_outputs(module: Module, model: Any, tokens: torch.Tensor) -> dict[st
 def add_module(folder: Path, name: str, module: Module, model: Any) -> None:
     """Put a module into a saved checkpoint, under the family's name."""
     path = folder / "model.safetensors"
-    tensors = {key: value.contiguous() for key, value in module.stored(model).items()}
+    tensors = {
+        key: value.to(torch.bfloat16).contiguous() for key, value in module.stored(model).items()
+    }
     save_file({**load_file(path), **tensors}, path, {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     config["num_nextn_predict_layers"] = 1
@@ -265,9 +282,9 @@ def write(name: str) -> None:
         if name in ("glm4_moe", "mimo"):
             module = Module(name, model)
             randomise(module)
-            module = module.to(torch.bfloat16)
-            add_module(folder, name, module, model.to(torch.bfloat16))
-            model, module = model.float(), module.float().eval()
+            # Not the model, whose rotary frequencies would be rounded too.
+            module = module.to(torch.bfloat16).float().eval()
+            add_module(folder, name, module, model)
         tokens = torch.randint(2, VOCAB, (ROWS, TOKENS))
         rows, margin = tokens, np.inf
         with torch.no_grad():

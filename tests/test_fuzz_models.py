@@ -104,8 +104,8 @@ def test_random_bytes_after_a_gguf_preamble(tmp_path, tail, tensors, keys):
 
 def load_directory(path):
     tokenizer = read_directory_tokenizer(path)
-    config = read_config(path, None if tokenizer is None else tokenizer.vocab_size)
-    read_params(path, config, np.dtype(np.float32))
+    config, mtp = read_config(path, None if tokenizer is None else tokenizer.vocab_size)
+    read_params(path, config, np.dtype(np.float32), mtp=mtp)
     return tokenizer
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any
 
 from specjax.loading.formats.gguf_keys import GgufKeys
@@ -38,7 +37,7 @@ class MtpLayout:
 
     prefix: str
     names: Mapping[str, str]
-    copies: Mapping[str, str] = MappingProxyType({})
+    copies: Mapping[str, str] = field(default_factory=dict)
     concat: Concat = "embedding_first"
 
 

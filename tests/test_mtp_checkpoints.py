@@ -1,0 +1,126 @@
+"""Modules for multi-token prediction in published layouts, against transformers' layers."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import slow
+from decoding import greedy
+from safetensors.numpy import load_file, save_file
+from test_decoder import one_pass
+from test_mtp import chained
+
+from specjax import generate, load_model, make_drafter
+from specjax.distributed import sharding
+from specjax.errors import InputError
+from specjax.loading.heads.complete_parameters import complete_parameters
+from specjax.loading.heads.head import own_modules
+from specjax.loading.load import save_model
+from specjax.models.heads.mtp import Mtp
+
+GOLDENS = Path(__file__).parent / "goldens" / "families"
+NAMES = ("glm4_moe", "mimo")
+
+
+@pytest.fixture(params=NAMES, scope="module")
+def name(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(name):
+    return load_model(GOLDENS / name, dtype="float32")
+
+
+@pytest.fixture
+def directory(name, tmp_path):
+    return shutil.copytree(GOLDENS / name, tmp_path / name)
+
+
+def golden(name):
+    with np.load(GOLDENS / name / "golden.npz") as file:
+        return dict(file)
+
+
+def test_logits_and_recursion_are_those_of_transformers_layers(name, model):
+    wanted = golden(name)
+    head = own_modules(model)
+    params, mtp = complete_parameters(head, model), Mtp(head.config, model.dtype)
+    for row, tokens in enumerate(wanted["tokens"]):
+        read = one_pass(model, tokens[None], features=("final_norm",)).features
+        features = {"final_norm": np.asarray(read["final_norm"])[0, :-1]}
+        (logits,) = chained(mtp, params, tokens, features)
+        assert np.abs(np.asarray(logits) - wanted["mtp_logits"][row]).max() <= 1e-4
+    drafter = make_drafter("mtp", model, num_speculative_tokens=3)
+    prompts = wanted["tokens"].tolist()
+    plain = generate(model, prompts, sampling=greedy(max_new_tokens=16))
+    got = generate(model, prompts, drafter=drafter, sampling=greedy(max_new_tokens=16))
+    assert got.token_ids == plain.token_ids
+    # The first round's drafts follow x_39: accepted as far as they are the model's own tokens.
+    for row, drafts in enumerate(wanted["mtp_drafts"].tolist()):
+        agree = np.cumprod(np.equal(drafts, plain.token_ids[row][:3])).sum()
+        assert got.accepted[row, 0] == agree
+
+
+@pytest.mark.parametrize("kind", ["static", *slow("dynamic")])
+def test_trees_and_meshes(kind, name, model):
+    """A layer with experts over a level of several tokens, and split over devices."""
+    prompts = golden(name)["tokens"][:, :9].tolist()
+    request = greedy(max_new_tokens=12)
+    tree = {"kind": kind, "depth": 3, "topk": 3, "num_nodes": 8}
+    plain = generate(model, prompts, sampling=request)
+    drafter = make_drafter("mtp", model, tree=tree)
+    assert generate(model, prompts, drafter=drafter, sampling=request).token_ids == plain.token_ids
+    split = load_model(
+        GOLDENS / name, dtype="float32", mesh=sharding.make_mesh(2, 2, jax.devices()[:4])
+    )
+    drafter = make_drafter("mtp", split, tree=tree)
+    assert generate(split, prompts, drafter=drafter, sampling=request).token_ids == plain.token_ids
+
+
+def edit(directory, **fields):
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def test_modules_are_announced_and_there(directory, name):
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    edit(directory, num_nextn_predict_layers=0)
+    with pytest.raises(InputError, match="belongs to an MTP layer .* does not announce"):
+        load_model(directory)
+    edit(directory, num_nextn_predict_layers=2)
+    with pytest.raises(InputError, match="missing: model"):
+        load_model(directory)
+    edit(directory, num_nextn_predict_layers=1)
+    first = "model.layers.3.eh_proj.weight" if name == "glm4_moe" else None
+    first = first or "model.mtp_layers.0.input_proj.weight"
+    save_file({key: value for key, value in tensors.items() if key != first}, path)
+    with pytest.raises(InputError, match=f"missing: {first}"):
+        load_model(directory)
+    if name == "glm4_moe":
+        key = "model.layers.3.embed_tokens.weight"
+        save_file({**tensors, key: tensors[key] + 1}, path)
+        with pytest.raises(InputError, match=f"{key} differs from model.embed_tokens.weight"):
+            load_model(directory)
+
+
+def test_a_model_with_modules_is_no_directory_of_transformers(model, tmp_path):
+    with pytest.raises(InputError, match="mtp=None"):
+        save_model(model, tmp_path / "saved")
+    assert jnp.isfinite(model.mtp.params["modules"]["0"]["projection"]["kernel"]).all()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "says"),
+    [("deepseek_v3", "multi-head latent attention"), ("qwen3_next", "linear attention")],
+)
+def test_families_that_are_refused(model_type, says, tmp_path):
+    directory = shutil.copytree(GOLDENS / "mimo", tmp_path / "mimo")
+    edit(directory, model_type=model_type)
+    with pytest.raises(InputError, match=f"model_type='{model_type}' is not supported: .*{says}"):
+        load_model(directory)
