@@ -13,12 +13,15 @@ import numpy as np
 import pytest
 from conftest import slow
 from decoding import draft_model, greedy
+from heads import mtp_head
 
 from specjax import SamplingParams, decode, generate, make_drafter, save_checkpoint
 from specjax.cache import commit
 from specjax.distributed import sharding
+from specjax.drafters import head_drafter
 from specjax.errors import InputError
 from specjax.loading.formats.families import common, registry
+from specjax.loading.formats.huggingface_config import read_config
 from specjax.loading.load import load_model, place_model, random_model, save_model
 from specjax.models.config import DecoderConfig, SlidingWindow
 from specjax.models.decoder import Form
@@ -243,10 +246,57 @@ def test_blocks_that_are_too_old_are_not_needed():
     np.testing.assert_array_equal(again.logits, out.logits)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("mixtral", 1e-5), ("glm4", 1.5625e-7), ("glm4_moe", 1e-5), ("qwen3", 1e-6)]
+)
+def test_an_epsilon_that_is_not_stated_is_transformers_own(name, value, tmp_path):
+    copy = edited(name, tmp_path, {"rms_norm_eps": None})
+    assert read_config(copy, None)[0].rms_norm_eps == value
+
+
+def test_windows_of_qwen_that_are_not_stated(tmp_path):
+    change = {"sliding_window": None, "layer_types": None, "max_window_layers": 1}
+    config, _ = read_config(edited("qwen2", tmp_path, change), None)
+    assert config.sliding_window.size == 4096
+    assert config.windowed == (False, True, True)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "glm4", "gemma3_text"])
+def test_two_scalings_must_be_one(name, tmp_path):
+    change = {"rope_scaling": {"rope_type": "linear", "factor": 3.0}}
+    with pytest.raises(InputError, match=r"rope_scaling=.*says something else; leave one"):
+        read_config(edited(name, tmp_path, change), None)
+
+
+def test_a_model_without_a_layer_that_has_experts(tmp_path):
+    config = dataclasses.replace(model_of("glm4_moe").config, num_layers=1)
+    assert [run.name for run in config.runs] == ["layers"]
+    model = random_model(config, 0, dtype="float32")
+    save_model(model, tmp_path / "saved")
+    again = load_model(tmp_path / "saved", dtype="float32")
+    assert jax.tree.all(jax.tree.map(np.array_equal, model.params, again.params))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma3_text"])
+def test_modules_have_their_targets_norms(name):
+    """Layer norms with biases, and scales that are stored less one."""
+    model = dataclasses.replace(model_of(name), mtp=None)
+    head = mtp_head(model, decoder=model.config.one_layer())
+    prompts = golden(name)["tokens"][:, :9].tolist()
+    wanted = generate(model, prompts, sampling=greedy(max_new_tokens=8))
+    got = generate(
+        model, prompts, drafter=head_drafter(head, model), sampling=greedy(max_new_tokens=8)
+    )
+    assert got.token_ids == wanted.token_ids
+    norms = head.config.parameter_table()["modules"]["0"]["final_norm"]
+    assert set(norms) == ({"scale", "bias"} if name == "gpt2" else {"scale"})
+    assert norms["scale"].kind == ("ones" if name == "gpt2" else "zeros")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_saved_model_loads_as_it_was(name, tmp_path):
     """In its own names, which are the golden checkpoint's; and as a checkpoint of specjax."""
-    model = model_of(name)
+    model = dataclasses.replace(model_of(name), mtp=None)
     save_model(model, tmp_path / "saved")
     again = load_model(tmp_path / "saved", dtype="float32")
     assert again.config == model.config
@@ -263,7 +313,7 @@ def test_a_saved_model_loads_as_it_was(name, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_family_does_not_have_cannot_be_saved(name, tmp_path):
-    model = model_of(name)
+    model = dataclasses.replace(model_of(name), mtp=None)
     other = dataclasses.replace(model.config, logit_softcap=7.0, rope_theta=123.0)
     config = dataclasses.replace(other, mlp=dataclasses.replace(other.mlp, activation="gelu"))
     with pytest.raises(InputError, match=r"(logit_softcap|mlp|rope_theta)=.* use another family"):
@@ -283,7 +333,11 @@ def edited(name, folder, change):
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
-        ("qwen3", {"model_type": "qwen3_next"}, "model_type='qwen3_next' is not supported; use"),
+        (
+            "qwen3",
+            {"model_type": "qwen3_next"},
+            "model_type='qwen3_next' is not supported: it has linear attention",
+        ),
         ("qwen3", {"model_type": ["qwen3"]}, "model_type=['qwen3'] is not supported"),
         ("qwen3", {"surprise": 3}, "surprise=3: is unknown"),
         ("qwen3", {"hidden_act": "gelu"}, "hidden_act='gelu': is not supported"),

@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
-from conftest import slow
+from conftest import slow, tiny_config
 from heads import SOME, mtp_config, mtp_head
 from rows import two_rows, with_features
 from test_mtp import CONVENTIONS, reference, wide
 
 from specjax.errors import InputError
+from specjax.loading.load import random_model
+from specjax.models.config import Attention, Experts
 from specjax.models.heads.mtp import Mtp
 from specjax.models.heads.shared_parameters import share
 from train.methods import mtp_loss, target_loss
@@ -266,6 +268,25 @@ def test_everything_learns(tiny, batch):
     more = jax.tree.map(jnp.subtract, grads, alone)
     for path, leaf in jax.tree_util.tree_leaves_with_path(more):
         assert jnp.abs(leaf).max() > 1e-4, jax.tree_util.keystr(path)
+
+
+def test_experts_learn(batch):
+    """Those of a GLM-shaped target and of its module, and their routers; biases choose alone."""
+    experts = Experts(
+        4, 2, 8, router="sigmoid", selection_bias=True, shared_size=8, num_dense=1, scale=1.5
+    )
+    config = tiny_config(
+        family="glm4_moe", attention=Attention(output_bias=False, qk_norm=True), experts=experts
+    )
+    target = random_model(config, 0, dtype="float32")
+    head = mtp_head(target, decoder=config.one_layer(experts=True))
+    method = mtp_method(target, head.config, None, MtpLoss(), trains="all")
+    params = {"target": target.params, "mtp": head.params}
+    _, grads = jax.jit(jax.value_and_grad(method.loss, has_aux=True))(
+        params, target.params, batch, None, jnp.int32(0)
+    )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+        assert leaf.any() == (path[-1].key != "selection_bias"), jax.tree_util.keystr(path)
 
 
 def test_without_modules_the_target_alone_learns(tiny, batch):

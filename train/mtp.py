@@ -121,7 +121,7 @@ def make_method(
     shape = None
     if modules:
         shape = MtpConfig(
-            decoder=target.config.one_layer(),
+            decoder=target.config.one_layer(experts=True),
             draft_vocab_size=target.config.vocab_size if draft_ids is None else len(draft_ids),
             num_modules=modules,
             concat=options.concat,

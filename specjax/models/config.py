@@ -219,6 +219,8 @@ class DecoderConfig:
         if experts is None:
             return (Run("layers", 0, count, False),)
         dense = min(experts.num_dense, count)
+        if dense == count:
+            return (Run("layers", 0, count, False),)
         runs = (
             Run("dense_layers", 0, dense, False),
             Run("layers", dense, count - dense, True),

@@ -21,7 +21,7 @@ def parameter_table(config: DecoderConfig, scan_layers: bool = True) -> dict[str
     """
     width = config.hidden_size
     table: dict[str, Any] = {
-        "final_norm": _norm(config),
+        "final_norm": norm_table(config),
         "head": {"kernel": Parameter((width, config.vocab_size), ("embed", "vocab"))},
     }
     for run in config.runs:
@@ -54,20 +54,23 @@ def _layer(config: DecoderConfig, sparse: bool) -> dict[str, Any]:
         "output": _linear(*merged, bias and config.attention.output_bias),
     }
     if config.attention.qk_norm:
-        attention["query_norm"] = _norm(config, head_dim, "head_dim")
-        attention["key_norm"] = _norm(config, head_dim, "head_dim")
+        attention["query_norm"] = norm_table(config, head_dim, "head_dim")
+        attention["key_norm"] = norm_table(config, head_dim, "head_dim")
     layer: dict[str, Any] = {
-        "attention_norm": _norm(config),
+        "attention_norm": norm_table(config),
         "attention": attention,
-        "mlp_norm": _norm(config),
+        "mlp_norm": norm_table(config),
         "mlp": _experts(config) if sparse else _mlp(config),
     }
     if config.norm.after:
-        layer["after_attention_norm"], layer["after_mlp_norm"] = _norm(config), _norm(config)
+        layer["after_attention_norm"], layer["after_mlp_norm"] = (
+            norm_table(config),
+            norm_table(config),
+        )
     return layer
 
 
-def _norm(
+def norm_table(
     config: DecoderConfig, size: int | None = None, axis: str = "embed"
 ) -> dict[str, Parameter]:
     """A norm over `size` numbers, D by default."""

@@ -59,7 +59,7 @@ def mtp_method(
             + ("" if along else ", or use mtp.export=head")
         )
     ids = None if draft_ids is None else jnp.asarray(draft_ids)
-    head = None if config is None else Mtp(config, dtype, multiply)
+    head = None if config is None else Mtp(config, dtype, multiply, differentiable=True)
     decoder = dataclasses.replace(target.architecture, dtype=dtype, multiply=multiply)
     if start == "target":
         _check_own_modules(target, config)

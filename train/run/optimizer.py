@@ -151,7 +151,7 @@ def _matrix(name: str, rank: int) -> optax.contrib.MuonDimensionNumbers | None:
 
 def _decays(params: Any) -> Any:
     def decays(path: tuple, _: Any) -> bool:
-        return leaf_name(path).rpartition(".")[2] not in ("scale", "bias")
+        return leaf_name(path).rpartition(".")[2] not in ("scale", "bias", "selection_bias")
 
     return jax.tree_util.tree_map_with_path(decays, params)
 

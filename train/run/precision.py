@@ -26,15 +26,19 @@ def multiply_dtype(name: str, field: str = "dtype") -> np.dtype | None:
 
 
 def as_multiplied(params: Any, multiply: np.dtype | None) -> Any:
-    """A frozen decoder with its layers' kernels rounded once, instead of at each product."""
+    """A frozen decoder with its layers' kernels rounded once, instead of at each product.
+
+    Not those of routers, whose products are not rounded.
+    """
     if multiply is None:
         return params
 
     def rounded(path: Any, leaf: jax.Array) -> jax.Array:
-        return leaf.astype(multiply) if path[-1].key == "kernel" else leaf
+        names = {step.key for step in path}
+        return leaf.astype(multiply) if path[-1].key == "kernel" and "router" not in names else leaf
 
-    layers = jax.tree_util.tree_map_with_path(rounded, params["layers"])
-    return {**params, "layers": layers}
+    runs = {name: params[name] for name in ("dense_layers", "layers") if name in params}
+    return {**params, **jax.tree_util.tree_map_with_path(rounded, runs)}
 
 
 def _cpu_has_bfloat16() -> bool:

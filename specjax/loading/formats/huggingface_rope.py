@@ -27,8 +27,20 @@ _KNOWN = {
 def read_rope(
     path: Path, raw: dict[str, Any], max_positions: int
 ) -> tuple[float, RopeScaling | None]:
-    """Base and scaling, from `rope_parameters` (transformers 5) or the older pair of fields."""
-    field = "rope_scaling" if raw.get("rope_parameters") is None else "rope_parameters"
+    """Base and scaling, from `rope_parameters` (transformers 5) or the older pair of fields.
+
+    Raises InputError where both say a scaling, and not the same one.
+    """
+    parameters, older = raw.get("rope_parameters"), raw.get("rope_scaling")
+    if parameters is not None and older is not None:
+        theta, scaling = read_rope(path, {**raw, "rope_scaling": None}, max_positions)
+        if read_rope(path, {**raw, "rope_parameters": None}, max_positions)[1] != scaling:
+            raise InputError(
+                f"{path}: rope_scaling={shown(older, 200)}: rope_parameters="
+                f"{shown(parameters, 200)} says something else; leave one of the two out"
+            )
+        return theta, scaling
+    field = "rope_scaling" if parameters is None else "rope_parameters"
     rope = raw.get(field) or {}
 
     def fail(reason: str) -> InputError:

@@ -18,8 +18,9 @@ from specjax.errors import InputError
 from specjax.fields import Whole, check_instance
 from specjax.models.config import DecoderConfig
 from specjax.models.heads.draft_vocabulary import check_draft_vocab_size
-from specjax.models.heads.pair_head import PairHead, kernel, norm
+from specjax.models.heads.pair_head import PairHead, kernel
 from specjax.models.layers.decoder_layer import embed
+from specjax.models.parameter_table import norm_table
 from specjax.models.parameter_table import parameter_table as decoder_table
 
 Concat = Literal["embedding_first", "hidden_first"]
@@ -90,11 +91,11 @@ class MtpConfig:
         """Every parameter of the modules, "0", "1", ... under "modules"."""
         width = self.decoder.hidden_size
         module = {
-            "embedding_norm": norm(width),
-            "hidden_norm": norm(width),
+            "embedding_norm": norm_table(self.decoder),
+            "hidden_norm": norm_table(self.decoder),
             "projection": kernel(2 * width, width, axes=(None, "embed")),
             "layer": decoder_table(self.decoder, scan_layers=False)["layers"]["0"],
-            "final_norm": norm(width),
+            "final_norm": norm_table(self.decoder),
         }
         return {"modules": {str(index): module for index in range(self.num_modules)}}
 

@@ -62,18 +62,22 @@ class PairHead:
     `params` are the head's own, and under "shared" the target's arrays (`share`). The functions
     from `inputs` to `extend` take those of one module (`module`). `shards` is the number of devices
     that keys and values are split over, as in `Decoder`; `multiply` is the dtype to which products
-    round their operands, where that is not `dtype`.
+    round their operands, where that is not `dtype`. With `differentiable` gradients of experts can
+    be taken.
     """
 
     config: PairConfig
     dtype: jnp.dtype
     multiply: jnp.dtype | None = None
     shards: int = 1
+    differentiable: bool = False
 
     @property
     def block(self) -> Block:
         """The arithmetic of its layers."""
-        return Block(self.config.decoder, self.dtype, self.shards, self.multiply)
+        return Block(
+            self.config.decoder, self.dtype, self.shards, self.multiply, self.differentiable
+        )
 
     def init(self, key: Key[Array, ""]) -> dict[str, Any]:
         """Random parameters, boxed with the logical names of their axes."""

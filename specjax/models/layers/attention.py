@@ -41,7 +41,9 @@ def group_queries(
     batch, tokens, heads, width = query.shape
     grouped = query.reshape(batch, tokens, kv_heads, heads // kv_heads, width)
     grouped = grouped.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, width)
-    return grouped * jnp.asarray(width**-0.5 if scale is None else scale, query.dtype)
+    factor = jnp.float32(width**-0.5 if scale is None else scale)
+    # Not rounded to the queries' dtype before it multiplies all of them.
+    return (grouped.astype(jnp.float32) * factor).astype(query.dtype)
 
 
 def ungroup(mixed: Float[Array, "B G X C"], tokens: int) -> Float[Array, "B T H C"]:

@@ -149,6 +149,7 @@ def read_sizes(
     head_dim: int | None = None,
     max_positions: int = 2048,
     tied: bool = False,
+    epsilon: float = 1e-6,
 ) -> dict[str, Any]:
     """Sizes and epsilon as most families have them; the arguments are defaults of missing fields.
 
@@ -165,7 +166,7 @@ def read_sizes(
         "num_kv_heads": fields.integer("num_key_value_heads", heads),
         "head_dim": fields.integer("head_dim", head_dim),
         "max_positions": fields.integer("max_position_embeddings", max_positions),
-        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
+        "rms_norm_eps": fields.number("rms_norm_eps", epsilon),
         "tie_word_embeddings": fields.flag("tie_word_embeddings", tied),
     }
 
@@ -194,18 +195,13 @@ def read_one_rope(
     fields of `DecoderConfig`, with the part under "partial".
     """
     raw = {name: fields.get(name) for name in ("rope_theta", "rope_scaling", "rope_parameters")}
+    partial = fields.number("partial_rotary_factor", partial)
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(raw[name], dict) and "partial_rotary_factor" in raw[name]:
-            inner = fields.section(name)
-            partial = inner.number("partial_rotary_factor", partial)
-            rest = {
+            partial = fields.section(name).number("partial_rotary_factor", partial)
+            raw[name] = {
                 key: value for key, value in raw[name].items() if key != "partial_rotary_factor"
             }
-            raw[name] = rest
-            break
-    else:
-        partial = fields.number("partial_rotary_factor", partial)
-    fields.get("partial_rotary_factor")
     if raw["rope_theta"] is None:
         raw["rope_theta"] = theta
     theta, scaling = read_rope(Path(fields.where), raw, max_positions)

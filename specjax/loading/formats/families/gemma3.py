@@ -28,16 +28,17 @@ def _read_ropes(fields: Fields, max_positions: int) -> tuple[float, RopeScaling 
     where, nested = Path(fields.where), fields.get("rope_parameters")
     scaling, theta = fields.get("rope_scaling"), fields.number("rope_theta", _GLOBAL)
     local = fields.number("rope_local_base_freq", _LOCAL)
+    older = {"rope_theta": theta, "rope_scaling": scaling}
     if nested is None:
-        raw = {"rope_theta": theta, "rope_scaling": scaling}
-        return *read_rope(where, raw, max_positions), local
+        return *read_rope(where, older, max_positions), local
     ropes = fields.section("rope_parameters")
     ropes.check_known(("full_attention", "sliding_attention"))
     inner = {
         kind: {"rope_theta": default, **ropes.section(kind).values}
         for kind, default in (("full_attention", theta), ("sliding_attention", local))
     }
-    full = read_rope(where, {"rope_parameters": inner["full_attention"]}, max_positions)
+    whole = {**older, "rope_parameters": inner["full_attention"]}
+    full = read_rope(where, whole, max_positions)
     local, scaled = read_rope(where, {"rope_parameters": inner["sliding_attention"]}, max_positions)
     if scaled is not None:
         raise ropes.fail("sliding_attention", "is not supported; only the default rope_type is")
@@ -86,8 +87,11 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
 
 def _read_gguf(keys: GgufKeys) -> dict[str, Any]:
     sizes = gguf_keys.read_sizes(keys)
-    size = keys.whole("attention.sliding_window", 4096)
+    # llama.cpp reads a file without the key as one without windows.
+    size = keys.whole("attention.sliding_window", 0)
     period = keys.whole("attention.sliding_window_pattern", _PERIOD)
+    if size and not period:
+        keys.only("attention.sliding_window_pattern", _PERIOD)
     windowed = [(layer + 1) % max(period, 1) != 0 for layer in common.layers(sizes["num_layers"])]
     window = None
     if size and any(windowed):

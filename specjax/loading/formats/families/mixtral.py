@@ -16,7 +16,7 @@ def _read(fields: Fields) -> dict[str, Any]:
     for name in ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"):
         fields.get(name)
     fields.only("sliding_window")
-    sizes = common.read_sizes(fields, max_positions=131072)
+    sizes = common.read_sizes(fields, max_positions=131072, epsilon=1e-5)
     return {
         **sizes,
         **common.read_full_rope(fields, sizes["max_positions"], theta=1e6),

@@ -17,9 +17,10 @@ _ATTENTION = Attention(output_bias=False)
 def read_layers(fields: Fields, num_layers: int) -> SlidingWindow | None:
     """The window of the layers from `max_window_layers` on, where `use_sliding_window` is set."""
     used, first = fields.flag("use_sliding_window"), fields.integer("max_window_layers", 28)
-    size = fields.get("sliding_window")
-    if size is not None:
-        size = fields.integer("sliding_window")
+    size = None
+    # Of a config without the field, transformers has 4096.
+    if fields.get("sliding_window") is not None or "sliding_window" not in fields.values:
+        size = fields.integer("sliding_window", 4096)
     windowed = [used and size is not None and layer >= first for layer in common.layers(num_layers)]
     return common.read_window(fields, size if used else None, num_layers, windowed)
 

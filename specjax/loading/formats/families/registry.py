@@ -48,7 +48,7 @@ _REFUSED = {
 def family(model_type: object) -> Family:
     """The family of a `model_type`; raises InputError for one that is not known."""
     found = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    if model_type in _REFUSED:
+    if isinstance(model_type, str) and model_type in _REFUSED:
         raise InputError(
             f"model_type={shown(model_type)} is not supported: it has {_REFUSED[model_type]}; use "
             f"a model of the type {' or '.join(map(repr, FAMILIES))}"
