@@ -33,13 +33,13 @@ def param_shapes(config: DecoderConfig, scan_layers: bool = True) -> dict[str, A
 class Slot(NamedTuple):
     """One row of a table: a tensor's name in the file and its location in the tree.
 
-    `name` holds `{layer}` for a tensor that exists once a layer, and `{expert}` for one of each
-    expert. `in_axes` counts the axes of a
-    kernel that the product sums over; 0 marks a scale, a bias or an embedding. `paired` marks rows
-    whose rotated dimensions are stored as pairs of neighbours instead of half-split. `tied` limits
-    the row to models whose head is, or is not, the embedding. `part` is (index, count) where the
-    file's tensor holds several of the tree's, one after the other along the outputs. `transposed`
-    marks kernels that are stored [in, out]. The file's numbers are the tree's plus `added`.
+    `name` holds `{layer}` for a tensor that exists once a layer, and `{expert}` for one that exists
+    once an expert. `in_axes` counts the axes of a kernel that the product sums over; 0 marks a
+    scale, a bias or an embedding. `paired` marks rows whose rotated dimensions are stored as pairs
+    of neighbours instead of half-split. `tied` limits the row to models whose head is, or is not,
+    the embedding. `part` is (index, count) where the file's tensor holds several of the tree's, one
+    after the other along the outputs. `transposed` marks kernels that are stored [in, out]. The
+    file's numbers are the tree's plus `added`.
     """
 
     name: str
