@@ -14,7 +14,7 @@ from decoding import (
     make_session,
     mixed,
     observed,
-    prefilled_state,
+    first_state,
 )
 from test_decoder import one_pass
 from test_drafters import context_of, silence
@@ -79,7 +79,7 @@ def test_the_last_of_equal_tokens_counts():
 def test_prompts_fill_the_table(tiny):
     """The latest position of a token counts, and all but the last token are read."""
     session = make_session(tiny, PROMPTS, drafter=TokenRecycling(61, tree=TREE))
-    state = prefilled_state(session)
+    state = first_state(session)
     table = np.asarray(observed(session, state)[0])
     logits = np.asarray(one_pass(tiny, np.asarray(state.tokens)).logits)
     for row, prompt in enumerate(PROMPTS):
