@@ -9,7 +9,7 @@ import numpy as np
 
 from specjax import trees
 from specjax.decoding import loop
-from specjax.decoding.generate import decode_session
+from specjax.decoding.generate import decode_session, open_engine
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.plan import plan_session
 from specjax.decoding.programs import run, start
@@ -96,6 +96,13 @@ def decode(target, prompts, **options):
     return decode_session(make_session(target, prompts, **options))
 
 
+def decode_at_costs(session, costs):
+    """The result of a session with "auto", and of costs that a test sets."""
+    engine = open_engine(session)
+    engine.costs = costs
+    return decode_session(session, engine=engine)
+
+
 def assert_ends(target, drafter):
     """Rows end as in plain decoding: at the last position, and at a stop token in any slot."""
     rng = np.random.default_rng(1)
@@ -126,13 +133,20 @@ def first_state(session):
         return start(session.plan, session.params, *arguments)
 
 
-def rounds(session, state):
-    """The state after each round, until all rows are finished."""
+def rounds(session, state, counts=None):
+    """The state after each round, until all rows are finished; `counts` gets each round's."""
     while bool((state.status == RUNNING).any()):
         # The program takes the state's buffers over; what a test holds is a copy.
         with use(session.mesh):
-            state, _ = run(session.plan, session.params, copied(state), jnp.int32(1))
+            state, new = run(session.plan, session.params, copied(state), jnp.int32(1))
+        if counts is not None:
+            counts.append(jax.tree.map(lambda part: np.asarray(part[:, 0]), new))
         yield state
+
+
+def columns(counts):
+    """The counts of several rounds, a column each."""
+    return jax.tree.map(lambda *parts: np.stack(parts, axis=1), *counts)
 
 
 @jax.jit

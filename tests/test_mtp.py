@@ -9,7 +9,7 @@ import jaxtyping
 import numpy as np
 import pytest
 from conftest import slow
-from decoding import greedy, make_session, first_state
+from decoding import first_state, greedy, make_session
 from heads import mtp_config, mtp_drafter, mtp_head
 from test_decoder import one_pass
 

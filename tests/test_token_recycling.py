@@ -10,11 +10,11 @@ from conftest import slow
 from decoding import (
     PROMPTS,
     decode,
+    first_state,
     greedy,
     make_session,
     mixed,
     observed,
-    first_state,
 )
 from test_decoder import one_pass
 from test_drafters import context_of, silence
@@ -97,7 +97,7 @@ def test_rounds_fill_the_table(target):
     request = SamplingParams(temperature=1.0)
     drafter = take_turns(TokenRecycling(8, tree=TREE)).drafter
     plan = make_plan(model, drafter, DraftLength(3), verify=Coupled(), request=request, capacity=24)
-    state = decode_rows(plan, (logits, ((),)), [3], request, np.arange(50), 0, 4)
+    state, _ = decode_rows(plan, (logits, ((),)), [3], request, np.arange(50), 0, 4)
     table = np.asarray(state.drafter[0].drafter)
     right = np.argsort(-np.asarray(logits), axis=1, kind="stable")[:, :2]
     refused = 0

@@ -191,12 +191,13 @@ def plan_setup(
     most = drafter.drafter.num_speculative_tokens if asked in (None, "auto") else asked
     if ladder and asked is None:
         most = max(most, *(count for _, _, count in ladder))
-    turns = drafter.drafter.limited(most)
+    # Of a longer draft no row could emit all, with the target's own token after it.
+    turns = drafter.drafter.limited(min(most, max(max_length - 2, 1)))
     most = turns.num_speculative_tokens
     if replay is not None:
         _check_replay(replay, turns)
     rule = options.verify
-    capacity = _capacity(capacity)
+    capacity = _capacity(capacity, max_length)
     plan = Plan(
         target=target.architecture,
         drafter=turns,
@@ -309,12 +310,15 @@ def flags_of(requests: Sequence[SamplingParams]) -> sampling.WarpFlags:
     )
 
 
-def _capacity(longest: int) -> int:
-    """One of a few sizes that hold so many tokens: attention reads what is committed, not these."""
+def _capacity(longest: int, most: int) -> int:
+    """One of a few sizes that hold so many tokens, and at most `most` can ever be held.
+
+    Attention reads what is committed, whatever the size.
+    """
     size = CACHE_BLOCK
     while size < longest:
         size *= 2
-    return size
+    return min(size, _round_up(most, CACHE_BLOCK))
 
 
 def _chunk(placement: Placement) -> int:

@@ -8,6 +8,7 @@ one is looked at.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -450,7 +451,8 @@ class Engine:
                 self._state = self._state.replace(policy=self._policy)
             if setup.plan.draft_length.auto:
                 if self.costs is None:
-                    committed = max(len(request.row.prompt) for request in self._scheduler)
+                    first = itertools.islice(self._scheduler, setup.batch_size)
+                    committed = max(len(request.row.prompt) for request in first)
                     self.costs = LearnedCosts.of_setup(setup, committed)
                 self._state = self.costs.begin(self._state)
         for _, request in taken:
