@@ -9,11 +9,14 @@ import importlib
 from typing import Any
 
 _HOMES = {
+    "Delta": "specjax.decoding.engine.outputs",
     "Drafter": "specjax.drafters.base",
+    "Engine": "specjax.decoding.engine.engine",
     "Generation": "specjax.decoding.generate",
     "LoadedDrafter": "specjax.drafters.base",
     "InputError": "specjax.errors",
     "Model": "specjax.loading.model",
+    "Output": "specjax.decoding.engine.outputs",
     "SamplingParams": "specjax.decoding.sampling_params",
     "from_vllm_speculative_config": "specjax.drafters.vllm_config",
     "generate": "specjax.decoding.generate",

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import tokenizers
 from conftest import slow, tiny_config
-from decoding import PROMPTS, Deciding, decode, drafters, greedy, mixed, replay
+from decoding import PROMPTS, Deciding, decode, drafters, greedy, make_session, mixed, replay
 from test_decoder import one_pass
 
 import specjax
 from specjax import sampling
 from specjax.decoding import programs
+from specjax.decoding.engine.engine import Engine, Schedule
+from specjax.decoding.rows import session_row
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.errors import InputError
 from specjax.loading.load import random_model
@@ -270,6 +272,30 @@ def test_seeds_belong_to_requests(rule, tiny, unrelated, similar):
     again = decode(tiny, [PROMPT] * 5, sampling=requests, seed=1, **options)
     same = [a == b for a, b in zip(first.token_ids, again.token_ids, strict=True)]
     assert same == [False, True, False, True, True]
+
+
+def test_the_next_step_is_under_way_unless_the_host_decides(speaking):
+    """Stop strings decide which rows continue: then each step is read before the next."""
+    for stop, ahead in (((), 1), (("never",), 0)):
+        sampling = greedy(max_new_tokens=6, stop=stop, ignore_eos=True)
+        session = make_session(speaking, [PROMPT, PROMPT], sampling=sampling)
+        engine = Engine.of(session, Schedule(rounds_per_step=1))
+        compiled, begun = engine.compile(), []
+
+        def step(*arguments, compiled=compiled, begun=begun):
+            begun.append(arguments[1])
+            return compiled.step(*arguments)
+
+        engine._programs = compiled._replace(step=step)
+        for prompt in range(2):
+            engine.add_rows(prompt, [session_row(session, prompt)])
+        for number in range(1, 7):
+            deltas = engine.step()
+            assert len(begun) == number + ahead
+            # The states that were handed on are gone, their buffers being the later ones'.
+            assert all(state.cache.k.is_deleted() for state in begun)
+            assert [len(delta.token_ids) for delta in deltas] == [1, 1]
+        assert engine.num_unfinished == 0
 
 
 def test_progress_is_called_at_every_step(tiny):

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from specjax import metrics, sampling
 from specjax.decoding.engine.engine import Engine, Schedule
-from specjax.decoding.engine.outputs import Delta, Output, broken_logits, was_drafted
+from specjax.decoding.engine.outputs import Delta, Output, Times, broken_logits, was_drafted
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.plan import Session, plan_session
 from specjax.decoding.prompts import Prompt
@@ -39,9 +39,9 @@ class Generation:
     for. `width`, `drafted`, `accepted` and `emitted` are [B, R] counts of each row's own rounds, -1
     after its last one; `drafter` is the number of the drafter whose turn it was, in the order of
     their names, -1 where none drafted; `first_round` [B] are the rounds of the whole call before a
-    row's first. `prefill_s` and `decode_s` are seconds in which prompts were read and rounds ran;
-    `compile_s` is outside of them. `lossy` says that the rule, as `typical` does, changed the
-    distribution that the tokens come from.
+    row's first, and `times` each row's own seconds. `prefill_s` and `decode_s` are the seconds in
+    which prompts were read and rounds ran; `compile_s` is outside of them. `lossy` says that the
+    rule, as `typical` does, changed the distribution that the tokens come from.
     """
 
     token_ids: list[list[int]]
@@ -54,6 +54,7 @@ class Generation:
     emitted: np.ndarray = field(repr=False)
     drafter: np.ndarray = field(repr=False)
     first_round: np.ndarray = field(repr=False)
+    times: list[Times] = field(repr=False)
     prefill_s: float
     decode_s: float
     compile_s: float = 0.0
@@ -236,6 +237,7 @@ def collect(
         emitted=_padded([output.rounds.emitted for output in outputs]),
         drafter=_padded([output.rounds.drafter for output in outputs]),
         first_round=np.array([output.first_round - first_round for output in outputs]),
+        times=[output.times for output in outputs],
         prefill_s=prefill_s,
         decode_s=decode_s,
         compile_s=compile_s,

@@ -109,15 +109,12 @@ def _first(plan: Plan, params: Any, arguments: Any, mesh: Mesh | None) -> tuple[
     """The program that makes a state, the state's shapes, and where it is placed on a mesh."""
     make = jax.jit(loop.empty_state, static_argnums=0).lower(plan, params, *arguments)
     state, make = make.out_info, make.compile()
-    if mesh is None:
-        return make, state, None
-    placed = make.output_shardings
     state = jax.tree.map(
         lambda leaf, there: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there),
         state,
-        placed,
+        make.output_shardings,
     )
-    return make, state, placed
+    return make, state, None if mesh is None else make.output_shardings
 
 
 def _check_drafters(plan: Plan, params: Any, arguments: Sequence[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.metadata
 import platform
@@ -253,6 +254,7 @@ def _rows(batch: Batch, drafter: str, setting: Setting) -> list[dict[str, Any]]:
             "decode_s": batch.ours.decode_s,
             "batch": batch.number,
             "first_round": int(batch.ours.first_round[index]),
+            **dataclasses.asdict(batch.ours.times[index]),
             "plain": None if batch.plain is None else _plain(batch.plain, index),
             "identical": None if batch.differences is None else difference is None,
             "first_difference": None if difference is None else difference.first,

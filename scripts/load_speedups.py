@@ -1,0 +1,106 @@
+"""The speed-up of speculation by batch size: measured here, and at the limits of a chip.
+
+    python scripts/load_speedups.py --prompts=FILE --drafter=eagle3 --batches=1,4,16,64
+
+"The fuller the batch, the less speculation gains" is often shown as 3.0, 2.3, 1.3 and 0.9 times
+plain decoding at 1, 4, 16 and 64 rows, with a fixed draft length. Here `auto` decides the length in
+every round, so that it should not fall below plain decoding. Both decode the same prompts in turn,
+group by group, warm; the range is over repeats. Beside it the roofline of `--chip` for an 8B model
+with the acceptance that was measured, at the best fixed length for each batch.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+from absl import app, flags, logging
+
+from specjax import theory
+from specjax.cli.built_in_prompts import BUILT_IN
+from specjax.cli.measure_auto import measure_cell
+from specjax.decoding.prompts import read_questions
+from specjax.drafters import make_drafter
+from specjax.loading.load import load_model
+
+_TARGET = flags.DEFINE_string("target", "smollm2-135m-instruct", "The target.")
+_PROMPTS = flags.DEFINE_string("prompts", None, "A JSONL file of questions; else built-in ones.")
+_LIMIT = flags.DEFINE_integer("limit", 8, "Prompts; repeated where a batch has more rows.")
+_DRAFTER = flags.DEFINE_string("drafter", "eagle3", "The drafter.")
+_BATCHES = flags.DEFINE_list("batches", ["1", "4", "16", "64"], "Batch sizes.")
+_NEW = flags.DEFINE_integer("new_tokens", 48, "New tokens of each prompt.")
+_REPEATS = flags.DEFINE_integer("repeats", 2, "Runs of each.", lower_bound=1)
+_CHIP = flags.DEFINE_enum("chip", "h100-sxm", sorted(theory.CHIPS), "The chip of the roofline.")
+
+LLAMA_8B = theory.ModelShape(
+    num_layers=32,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    vocab_size=128256,
+)
+_CONTEXT, _LENGTHS, _DRAFT_COST = 2048, range(1, 11), 0.05
+
+
+def main(argv: list[str]) -> int:
+    """Entry point; returns the exit code."""
+    del argv
+    logging.set_verbosity(logging.WARNING)
+    model = load_model(_TARGET.value, dtype="float32")
+    questions = read_questions(_PROMPTS.value) if _PROMPTS.value else list(BUILT_IN)
+    step = max(len(questions) // _LIMIT.value, 1)
+    ids = [
+        model.tokenizer.encode_chat([{"role": "user", "content": question.turns[0]}])
+        for question in questions[::step][: _LIMIT.value]
+    ]
+    drafter = make_drafter(_DRAFTER.value, model)
+    alpha = None
+    print(
+        "| B | tokens/s plain | auto | auto / plain | drafted per round | "
+        f"roofline of {_CHIP.value}, 8B |"
+    )
+    print("| --- | --- | --- | --- | --- | --- |")
+    for batch in map(int, _BATCHES.value):
+        cell = measure_cell(
+            model,
+            ids,
+            drafter,
+            label=_DRAFTER.value,
+            batch_size=batch,
+            temperature=0.0,
+            max_new_tokens=_NEW.value,
+            repeats=_REPEATS.value,
+        )
+        # Of the rounds that drafted: what is accepted of the first token on.
+        alpha = alpha or acceptance(cell.acceptance_length, cell.mean_draft)
+        found = [
+            float(
+                theory.roofline(
+                    LLAMA_8B, _CHIP.value, batch, _CONTEXT, k, alpha, draft_cost=_DRAFT_COST
+                ).speedup
+            )
+            for k in _LENGTHS
+        ]
+        best = int(np.argmax(found))
+        print(
+            f"| {batch} | {cell.plain_tokens_per_second:.1f} | {cell.tokens_per_second:.1f} | "
+            f"{cell.decoding.mean:.2f} [{cell.decoding.low:.2f}..{cell.decoding.high:.2f}] | "
+            f"{cell.mean_draft:.1f} | {max(found[best], 1.0):.2f}x (K = {_LENGTHS[best]}) |",
+            flush=True,
+        )
+    print(f"chance of a draft token at B = {_BATCHES.value[0]}: {alpha:.2f}")
+    return 0
+
+
+def acceptance(tokens_per_round: float, drafted: float) -> float:
+    """The chance of each draft token at which drafts of that length give so many tokens."""
+    chances = np.linspace(0.0, 0.99, 100)
+    length = max(round(drafted), 1)
+    tokens = [float(theory.expected_tokens(chance, length)) for chance in chances]
+    return float(chances[int(np.argmin(np.abs(np.array(tokens) - tokens_per_round)))])
+
+
+if __name__ == "__main__":
+    app.run(main, argv=sys.argv)

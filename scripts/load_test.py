@@ -1,0 +1,207 @@
+"""Load an engine with requests that come at random, and compare each answer with its own alone.
+
+    python scripts/load_test.py --requests=64 --rate=0.5 --drafter=ngram --out=build/load
+    python scripts/load_test.py --minutes=60 --rate=0.3     # an hour; memory is printed as it goes
+
+Requests arrive as a Poisson process of `--rate` a second (0: all at once), with prompts of all
+lengths and answers of `--new_tokens`. A share of them is aborted after a random time, and a share
+is read by someone who stops reading: each reader has room for `--room` tokens, and whoever fills it
+is aborted, while the others go on. In the end each answer is decoded again alone; those aborted
+must be beginnings of theirs. Everything runs in this process. Exit code 1 if any answer differs or
+a request is lost. With `--out` a report and pictures are written.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import resource
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import app, flags, logging
+
+from specjax.cli.built_in_prompts import BUILT_IN
+from specjax.decoding.compare_outputs import first_difference
+from specjax.decoding.engine.engine import Engine
+from specjax.decoding.engine.outputs import Output
+from specjax.decoding.prompts import read_questions
+from specjax.decoding.sampling_params import SamplingParams
+from specjax.drafters import make_drafter
+from specjax.loading.load import load_model
+from specjax.reporting.engine_report import draw_engine, engine_report
+
+_TARGET = flags.DEFINE_string("target", "smollm2-135m-instruct", "The target.")
+_PROMPTS = flags.DEFINE_string("prompts", None, "A JSONL file of questions; else built-in ones.")
+_REQUESTS = flags.DEFINE_integer("requests", None, "How many requests.", lower_bound=1)
+_MINUTES = flags.DEFINE_float("minutes", 1.0, "Without --requests: how long they arrive.")
+_RATE = flags.DEFINE_float("rate", 0.5, "Requests per second; 0: all at once.", lower_bound=0.0)
+_SLOTS = flags.DEFINE_integer("slots", 8, "Slots.", lower_bound=1)
+_NEW = flags.DEFINE_list("new_tokens", ["8", "128"], "Fewest and most new tokens of an answer.")
+_DRAFTER = flags.DEFINE_string("drafter", "ngram", "The drafter.")
+_LENGTH = flags.DEFINE_string("num_speculative_tokens", None, "A number, or auto.")
+_VERIFY = flags.DEFINE_enum("verify", "coupled", ["rejection", "block", "coupled"], "The rule.")
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "Of every second request; others are greedy.")
+_ABORTS = flags.DEFINE_float("aborts", 0.1, "Share of requests that are aborted.")
+_STALLS = flags.DEFINE_float("stalls", 0.1, "Share of readers that stop reading.")
+_ROOM = flags.DEFINE_integer("room", 32, "Tokens that a reader who does not read has room for.")
+_CHECK = flags.DEFINE_boolean("check", True, "Compare each answer with what it is alone.")
+_SEED = flags.DEFINE_integer("seed", 0, "Of arrivals, lengths and everything else.")
+_OUT = flags.DEFINE_string("out", None, "A folder for the report and the pictures.")
+
+
+@dataclass
+class Client:
+    """One request: when it comes, what it wants, and how its reader behaves."""
+
+    number: int
+    arrival_s: float
+    prompt: list[int]
+    params: SamplingParams
+    aborts_after_s: float | None
+    stalls_after: int | None
+    unread: int = 0
+    read: int = 0
+    output: Output | None = None
+    tokens: list[int] = field(default_factory=list)
+
+    def take(self, tokens: list[int]) -> bool:
+        """Read new tokens, or leave them; whether there is room for more."""
+        self.tokens += tokens
+        if self.stalls_after is None or self.read < self.stalls_after:
+            self.read += len(tokens)
+            return True
+        self.unread += len(tokens)
+        return self.unread <= _ROOM.value
+
+
+def main(argv: list[str]) -> int:
+    """Entry point; returns the exit code."""
+    del argv
+    logging.set_verbosity(logging.WARNING)
+    model = load_model(_TARGET.value, dtype="float32")
+    length = _LENGTH.value
+    length = int(length) if length not in (None, "auto") else length
+    rng = np.random.default_rng(_SEED.value)
+    clients = make_clients(model, rng)
+    options: dict[str, Any] = {
+        "drafter": make_drafter(_DRAFTER.value, model),
+        "num_speculative_tokens": length,
+        "verify": _VERIFY.value,
+        "seed": _SEED.value,
+    }
+    longest = max(len(one.prompt) + one.params.max_new_tokens for one in clients)
+    engine = Engine(model, batch_size=_SLOTS.value, max_length=longest, **options)
+    print(f"{len(clients)} requests, {_SLOTS.value} slots, {_DRAFTER.value}, {_VERIFY.value}")
+    run(engine, clients)
+    lost = [one.number for one in clients if one.output is None]
+    reasons = collections.Counter(one.output.finish_reason for one in clients if one.output)
+    report = engine_report(engine.statistics)
+    print("ended: " + ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items())))
+    for name, value in report["summary"].items():
+        print(f"{name}: {value if not isinstance(value, float) else round(value, 3)}")
+    different = check(model, clients, longest, options) if _CHECK.value else []
+    print(f"lost: {len(lost)}; different from alone: {len(different)} {different[:10]}")
+    if _OUT.value:
+        folder = Path(_OUT.value)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "load.json").write_text(json.dumps(report, indent=1) + "\n")
+        draw_engine(folder / "load.png", engine.statistics, f"{_SLOTS.value} slots")
+    return 1 if lost or different else 0
+
+
+def make_clients(model: Any, rng: np.random.Generator) -> list[Client]:
+    """The requests in the order of their arrival."""
+    questions = read_questions(_PROMPTS.value) if _PROMPTS.value else list(BUILT_IN)
+    fewest, most = map(int, _NEW.value)
+    clients, now = [], 0.0
+    while len(clients) < (_REQUESTS.value or 10**9):
+        if _REQUESTS.value is None and (now > 60 * _MINUTES.value or not _RATE.value):
+            break
+        number = len(clients)
+        question = questions[number % len(questions)]
+        new = int(rng.integers(fewest, most + 1))
+        clients.append(
+            Client(
+                number,
+                now,
+                model.tokenizer.encode_chat([{"role": "user", "content": question.turns[0]}]),
+                SamplingParams(
+                    temperature=_TEMPERATURE.value if number % 2 else 0.0,
+                    max_new_tokens=new,
+                    seed=number,
+                ),
+                float(rng.exponential(10.0)) if rng.random() < _ABORTS.value else None,
+                int(rng.integers(new)) if rng.random() < _STALLS.value else None,
+            )
+        )
+        if _RATE.value:
+            now += float(rng.exponential(1 / _RATE.value))
+    return clients
+
+
+def run(engine: Engine, clients: list[Client]) -> None:
+    """Give the engine its requests as their time comes, and everyone their tokens."""
+    engine.compile()
+    waiting, running = collections.deque(clients), {}
+    begin = said = time.monotonic()
+    while waiting or engine.num_unfinished:
+        now = time.monotonic() - begin
+        while waiting and waiting[0].arrival_s <= now:
+            one = waiting.popleft()
+            running[engine.add(one.prompt, one.params, id=one.number)] = one
+        for one in list(running.values()):
+            if one.aborts_after_s is not None and now > one.arrival_s + one.aborts_after_s:
+                one.aborts_after_s = None
+                engine.abort(one.number)
+        if not engine.num_unfinished:
+            time.sleep(max(0.0, min(waiting[0].arrival_s - now, 0.05)))
+            continue
+        full = []
+        for delta in engine.step():
+            one = running[delta.id]
+            if not one.take(delta.token_ids) and delta.output is None:
+                full.append(one)
+            if delta.output is not None:
+                one.output = delta.output
+                del running[delta.id]
+        for one in full:
+            engine.abort(one.number)
+        if time.monotonic() - said > 10:
+            said = time.monotonic()
+            megabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+            summary = engine.statistics.summary()
+            print(
+                f"{said - begin:6.0f} s: {summary.requests} ended, {engine.num_unfinished} in the "
+                f"engine, {engine.num_waiting} of them waiting, {summary.tokens} tokens, "
+                f"largest memory {megabytes:.0f} MB",
+                flush=True,
+            )
+
+
+def check(
+    model: Any, clients: list[Client], longest: int, options: dict[str, Any]
+) -> list[tuple[int, int]]:
+    """The requests that differ from what they give alone, and where."""
+    # One slot: no other row is ever beside them.
+    alone = Engine(model, batch_size=1, max_length=longest, **options)
+    for one in clients:
+        alone.add(one.prompt, one.params, id=one.number)
+    outputs = {delta.id: delta.output for delta in alone if delta.output is not None}
+    different = []
+    for one in clients:
+        theirs, ours = outputs[one.number].token_ids, one.output.token_ids
+        assert ours == one.tokens, f"request {one.number}: deltas do not add up"
+        if one.output.finish_reason == "abort":
+            theirs = theirs[: len(ours)]
+        if ours != theirs:
+            different.append((one.number, first_difference(ours, theirs)))
+    return different
+
+
+if __name__ == "__main__":
+    app.run(main, argv=sys.argv)

@@ -1,0 +1,63 @@
+"""What an engine has done, as a JSON-ready report and as a picture over time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specjax.decoding.engine.statistics import Statistics, Step
+from specjax.reporting.plots import Curve, draw_curves
+
+_POINTS = 60
+"""Points of a curve: each is the mean of the steps in its part of the time."""
+
+
+def engine_report(statistics: Statistics) -> dict[str, Any]:
+    """The summary, and a row of counts for each of the newest steps."""
+    summary = asdict(statistics.summary())
+    for name in ("waiting", "first_token", "between_tokens", "total"):
+        percentiles = summary.pop(name)
+        names = ("p50", "p95", "p99")
+        summary[f"{name}_s"] = dict(zip(names, percentiles, strict=True))
+    return {
+        "summary": {"num_slots": statistics.num_slots, **summary},
+        "steps": [step._asdict() for step in statistics.steps],
+    }
+
+
+def draw_engine(path: Path, statistics: Statistics, title: str) -> None:
+    """Write a PNG: tokens/s, busy slots and waiting requests over the seconds of a run.
+
+    Raises InputError where matplotlib is missing, or nothing has run.
+    """
+    steps = list(statistics.steps)
+    ends = [step.end_s for step in steps]
+    edges = np.linspace(0, max(ends, default=1.0), min(_POINTS, max(len(steps), 1)) + 1)
+    bins = np.clip(np.searchsorted(edges, ends) - 1, 0, len(edges) - 2)
+    parts = [[step for step, at in zip(steps, bins, strict=True) if at == n] for n in set(bins)]
+    middles = [(edges[n] + edges[n + 1]) / 2 for n in set(bins)]
+    width = edges[1] - edges[0]
+
+    def curve(label: str, of: Any) -> list[Curve]:
+        return [Curve(label, middles, [of(part) for part in parts])]
+
+    def busy(part: Sequence[Step]) -> float:
+        return sum(step.row_rounds for step in part) / sum(step.rounds for step in part)
+
+    for suffix, label, of in (
+        ("tokens", "tokens/s", lambda part: sum(step.tokens for step in part) / width),
+        ("slots", "busy slots", busy),
+        ("waiting", "waiting requests", lambda part: part[-1].waiting),
+    ):
+        draw_curves(
+            path.with_name(f"{path.stem}_{suffix}{path.suffix}"),
+            {title: curve(label, of)},
+            title=label,
+            x_label="seconds",
+            y_label=label,
+            log_x=False,
+        )

@@ -1,0 +1,406 @@
+"""The engine: rows come and go, and each gives what it gives alone."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import slow
+from decoding import PROMPTS, decode, drafters, greedy, make_session, mixed
+from heads import eagle_drafter, medusa_head, mtp_drafter
+
+import specjax
+from specjax.decoding import programs
+from specjax.decoding.engine.engine import Engine, Schedule
+from specjax.decoding.engine.outputs import Follower
+from specjax.decoding.engine.scheduler import Request, Scheduler
+from specjax.decoding.engine.statistics import Percentiles, Statistics, Step
+from specjax.decoding.rows import Row, session_row
+from specjax.decoding.sampling_params import SamplingParams
+from specjax.decoding.state import admit
+from specjax.drafters import head_drafter
+from specjax.drafters.lookup.ngram import Ngram
+from specjax.errors import InputError
+
+NEW = [3, 20, 7, 12, 1, 16, 9, 14]
+"""New tokens of each prompt: rows end at different times."""
+
+
+def requests():
+    return [
+        dataclasses.replace(one, max_new_tokens=new) for one, new in zip(mixed(), NEW, strict=True)
+    ]
+
+
+def named(name, tiny, unrelated, similar):
+    made = {
+        "eagle3": lambda: eagle_drafter(tiny, spread=0.3),
+        "mtp": lambda: mtp_drafter(tiny, num_modules=2, spread=0.3),
+        "medusa": lambda: head_drafter(medusa_head(tiny), tiny),
+        "none": lambda: None,
+    }
+    return made[name]() if name in made else drafters(tiny, unrelated, similar)[name]
+
+
+def session_of(tiny, drafter, rule="rejection", slots=3, **options):
+    options = {"num_speculative_tokens": 3 if drafter is not None else None} | options
+    return make_session(
+        tiny,
+        PROMPTS,
+        drafter=drafter,
+        verify=rule,
+        sampling=requests(),
+        batch_size=slots,
+        **options,
+    )
+
+
+def told(output):
+    """What must not depend on other rows: tokens, reason and the row's own counts."""
+    counts = [getattr(output.rounds, name).tolist() for name in ("drafted", "accepted", "emitted")]
+    return output.token_ids, output.finish_reason, counts
+
+
+def alone(session):
+    """What each request gives in an engine without others."""
+    engine = Engine.of(session)
+    return functools.reduce(
+        dict.__or__, (ended(engine, session, [prompt]) for prompt in range(len(PROMPTS)))
+    )
+
+
+def ended(engine, session, index=None):
+    for prompt in range(len(PROMPTS)) if index is None else index:
+        engine.add_rows(prompt, [session_row(session, prompt)])
+    return {delta.id: told(delta.output) for delta in engine if delta.output is not None}
+
+
+CASES = [
+    *(("turns_model", "rejection"), ("mtp", "coupled"), ("random_distribution", "block")),
+    *slow(
+        *(
+            (name, rule)
+            for name in ("none", "ngram", "similar", "early_exit", "shifting")
+            for rule in ("rejection", "block", "coupled")
+        ),
+        *((name, "rejection") for name in ("eagle3", "mtp", "medusa", "merged", "ngram_tree")),
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "rule"), CASES)
+def test_rows_that_come_and_go_give_what_they_give_alone(name, rule, tiny, unrelated, similar):
+    """All at once through three slots; then some are added and aborted while others decode."""
+    drafter = named(name, tiny, unrelated, similar)
+    session = session_of(tiny, drafter, rule)
+    wanted = alone(session)
+    schedule = Schedule(rounds_per_step=2, max_prefill_tokens=5)
+    assert ended(Engine.of(session, schedule), session) == wanted
+
+    engine = Engine.of(session, schedule)
+    found = {}
+
+    def steps(count):
+        for _ in range(count):
+            for delta in engine.step():
+                if delta.output is not None:
+                    found[delta.id] = told(delta.output)
+
+    def add(*index):
+        for prompt in index:
+            engine.add_rows(prompt, [session_row(session, prompt)])
+
+    add(1, 3, 5)
+    steps(2)
+    add(2, 7, 6)
+    engine.abort(3)
+    engine.abort(7)
+    steps(2)
+    add(0, 4)
+    engine.abort(6)
+    while engine.num_unfinished:
+        steps(1)
+    aborted = {prompt for prompt in found if found[prompt][1] == "abort"}
+    assert aborted == {3, 6, 7}
+    for prompt in range(len(PROMPTS)):
+        tokens, reason, counts = found[prompt]
+        if prompt in aborted:
+            assert tokens == wanted[prompt][0][: len(tokens)]
+        else:
+            assert (tokens, reason, counts) == wanted[prompt]
+
+
+@pytest.mark.parametrize("forgets", ["round", "length", "cache", "rows", "tokens", "status"])
+def test_an_admission_that_forgets_a_part_is_found(forgets, tiny, unrelated, similar):
+    """A row that keeps something of the one before it in its slot does not give what it should.
+
+    What a drafter knew of the row before was released with it: it would only read again.
+    """
+    session = session_of(tiny, drafters(tiny, unrelated, similar)["random_distribution"])
+    wanted = alone(session)
+
+    @jax.jit
+    def broken(state, slots, new):
+        return admit(state, slots, new).replace(**{forgets: getattr(state, forgets)})
+
+    engine = Engine.of(session, Schedule(rounds_per_step=4))
+    engine._programs = engine.compile()._replace(admit=broken)
+    for prompt in range(len(PROMPTS)):
+        engine.add_rows(prompt, [session_row(session, prompt)])
+    found = {}
+    for _ in range(60):
+        found |= {one.id: told(one.output) for one in engine.step() if one.output is not None}
+    assert found != wanted
+
+
+def test_tokens_of_a_long_prompt_are_read_a_few_at_a_time(tiny, monkeypatch):
+    """Decoding rows wait for at most so many, rounded up to a chunk."""
+    rng = np.random.default_rng(0)
+    prompts = [[1, 2], rng.integers(61, size=500).tolist(), rng.integers(61, size=300).tolist()]
+    options = dict(sampling=greedy(max_new_tokens=40), batch_size=3)
+    session = make_session(tiny, prompts, **options)
+    wanted = decode(tiny, prompts, **options).token_ids
+    engine = Engine.of(session, Schedule(rounds_per_step=2, max_prefill_tokens=100))
+    compiled, order = engine.compile(), []
+
+    def read(params, state, begin, end):
+        order.append(int(end) - int(begin))
+        return compiled.read(params, state, begin, end)
+
+    def step(*arguments):
+        order.append("step")
+        return compiled.step(*arguments)
+
+    engine._programs = compiled._replace(read=read, step=step)
+    for prompt in range(3):
+        engine.add_rows(prompt, [session_row(session, prompt)])
+    outputs = {one.id: one.output.token_ids for one in engine if one.output is not None}
+    assert [outputs[prompt] for prompt in range(3)] == wanted
+    chunk = session.plan.chunk
+    assert chunk == 64
+    first = order.index("step")
+    assert order[:first] == [1, 128]
+    waits, read = [], 0
+    for one in order[first:]:
+        waits, read = ([*waits, read], 0) if one == "step" else (waits, read + one)
+    assert sum(waits) == 499 - 128 + 299
+    assert max(waits) == 128
+
+
+def test_a_slot_is_refilled_as_soon_as_its_row_has_ended(tiny):
+    session = make_session(
+        tiny, [[7]] * 24, sampling=[greedy(max_new_tokens=5 + 7 * (i % 5)) for i in range(24)]
+    )
+    session = dataclasses.replace(session, batch_size=4)
+    engine = Engine.of(session, Schedule(rounds_per_step=64))
+    for prompt in range(24):
+        engine.add_rows(prompt, [session_row(session, prompt)])
+    reasons = [one.finish_reason for one in engine if one.output is not None]
+    assert reasons == ["length"] * 24
+    summary = engine.statistics.summary()
+    assert summary.occupancy_waiting == 1.0
+    assert summary.occupancy > 0.8
+    assert summary.requests == 24
+    assert summary.tokens == sum(5 + 7 * (i % 5) for i in range(24))
+    # Two rows at a time: fewer returns to the host, and slots that stand empty.
+    other = Engine.of(session, Schedule(rounds_per_step=64, refill_rows=2))
+    for prompt in range(24):
+        other.add_rows(prompt, [session_row(session, prompt)])
+    list(other)
+    assert 0.7 < other.statistics.summary().occupancy_waiting < 1.0
+    assert len(other.statistics.steps) < len(engine.statistics.steps)
+
+
+def test_one_program_serves_prompts_and_answers_of_any_length(tiny):
+    engine = Engine(tiny, drafter="ngram", batch_size=2, max_length=500, num_speculative_tokens=2)
+    engine.add([1, 2, 3], greedy(max_new_tokens=4))
+    list(engine)
+    before = programs._compile.cache_info().misses
+    compiled = engine.compile()
+    for length, new in ((1, 1), (200, 60), (450, 50), (499, 9)):
+        engine.add([5] * length, greedy(max_new_tokens=new))
+    outputs = [one.output for one in engine if one.output is not None]
+    assert sorted(len(output.token_ids) for output in outputs) == [1, 1, 50, 60]
+    assert programs._compile.cache_info().misses == before
+    assert engine.compile() is compiled
+    # Calls of unlike lengths share a program too.
+    options = dict(batch_size=2, drafter=Ngram())
+    specjax.generate(tiny, [[1], [2]], sampling=greedy(max_new_tokens=2), **options)
+    before = programs._compile.cache_info().misses
+    longer = greedy(max_new_tokens=80)
+    specjax.generate(tiny, [[1] * 90, [2], [3] * 150], sampling=longer, **options)
+    assert programs._compile.cache_info().misses == before
+
+
+def test_an_engine_without_requests_holds_nothing_on_the_devices(tiny):
+    engine = Engine(tiny, batch_size=2, max_length=100)
+    assert engine.step() == []
+    engine.add([1, 2], greedy(max_new_tokens=3))
+    assert engine.num_unfinished == engine.num_waiting == 1
+    list(engine)
+    assert engine._state is None
+    assert engine.num_unfinished == 0
+    assert not engine._samples
+
+
+def test_samples_of_one_request(tiny):
+    """The first is what the request gives alone, the others are as independent as other seeds."""
+    drawn = SamplingParams(temperature=1.0, max_new_tokens=12, seed=5)
+    single = specjax.generate(tiny, [[3, 4]], sampling=drawn).token_ids[0]
+    engine = Engine(tiny, batch_size=2, max_length=100)
+    assert engine.add([3, 4], drawn, id="a", n=4) == "a"
+    outputs = {one.sample: one.output for one in engine if one.output is not None}
+    assert sorted(outputs) == [0, 1, 2, 3]
+    assert outputs[0].token_ids == single
+    assert len({tuple(output.token_ids) for output in outputs.values()}) == 4
+    engine.add([3, 4], drawn, id="a", n=2)
+    again = {one.sample: one.output.token_ids for one in engine if one.output is not None}
+    assert [again[0], again[1]] == [outputs[0].token_ids, outputs[1].token_ids]
+
+
+def test_what_a_request_asks_for_is_served_from_then_on(tiny):
+    """Log-probabilities, filters: the programs follow, and rows that decode stay what they are."""
+    prompts = [PROMPTS[1], PROMPTS[4], PROMPTS[2]]
+    asked = [
+        greedy(max_new_tokens=20),
+        SamplingParams(temperature=0.8, top_k=5, seed=1, max_new_tokens=6, logprobs=True),
+        SamplingParams(temperature=0.8, top_p=0.9, seed=2, max_new_tokens=6),
+    ]
+    wanted = specjax.generate(tiny, prompts, sampling=asked, batch_size=3)
+    engine = Engine(tiny, batch_size=2, max_length=100, rounds_per_step=2)
+    outputs = {}
+    for prompt, params in zip(prompts, asked, strict=True):
+        engine.add(prompt, params)
+        outputs |= {one.id: one.output for one in engine.step() if one.output is not None}
+    outputs |= {one.id: one.output for one in engine if one.output is not None}
+    assert [outputs[number].token_ids for number in range(3)] == wanted.token_ids
+    np.testing.assert_allclose(outputs[1].logprobs, wanted.logprobs[1], rtol=1e-6)
+    assert outputs[0].logprobs is None
+
+
+def test_a_row_that_fails_harms_no_other(tiny):
+    """A NaN in the embedding of one token: the rows that meet it end, and say which they are."""
+    params = jax.tree.map(lambda leaf: leaf, tiny.params)
+    table = params["embed"]["embedding"]
+    params["embed"] = params["embed"] | {"embedding": table.at[9].set(jnp.nan)}
+    broken = dataclasses.replace(tiny, params=params)
+    engine = Engine(broken, batch_size=2, max_length=100)
+    for number, prompt in enumerate(([1, 2], [9, 9], [3, 4], [5])):
+        engine.add(prompt, greedy(max_new_tokens=8), id=f"r{number}")
+    outputs = {one.id: one.output for one in engine if one.output is not None}
+    assert outputs["r1"].finish_reason == "error"
+    assert "request 'r1'" in outputs["r1"].error
+    assert "not numbers" in outputs["r1"].error
+    good = specjax.generate(tiny, [[1, 2], [3, 4], [5]], sampling=greedy(max_new_tokens=8))
+    for name, tokens in zip(("r0", "r2", "r3"), good.token_ids, strict=True):
+        ours = outputs[name].token_ids
+        assert ours == tokens[: len(ours)]
+        assert outputs[name].error is None or 9 in tokens
+
+
+def test_other_parameters(tiny, unrelated):
+    """Rows continue with the new ones or end; what comes later is theirs alone."""
+    fresh = jax.tree.map(lambda leaf: leaf * 1.1, tiny.params)
+    other = dataclasses.replace(tiny, params=fresh)
+    wanted = specjax.generate(other, [[4, 5]], sampling=greedy(max_new_tokens=8)).token_ids[0]
+    engine = Engine(
+        tiny, drafter=Ngram(), num_speculative_tokens="auto", batch_size=2, rounds_per_step=2
+    )
+    before = programs._compile.cache_info().misses
+    engine.add([1, 2], greedy(max_new_tokens=30), id="runs")
+    engine.add([1, 2, 3], greedy(max_new_tokens=30), id="waits")
+    engine.step()
+    compiled = programs._compile.cache_info().misses
+    assert compiled >= before
+    engine.update_params(fresh, running="abort")
+    assert engine.costs is None
+    engine.add([4, 5], greedy(max_new_tokens=8), id="new")
+    outputs = {one.id: one.output for one in engine if one.output is not None}
+    assert outputs["runs"].finish_reason == outputs["waits"].finish_reason == "abort"
+    assert outputs["new"].token_ids == wanted
+    engine.add([1, 2], greedy(max_new_tokens=9))
+    engine.step()
+    engine.update_params(tiny.params)
+    (output,) = (one.output for one in engine if one.output is not None)
+    assert (len(output.token_ids), output.finish_reason) == (9, "length")
+    assert programs._compile.cache_info().misses == compiled
+    with pytest.raises(InputError, match="^params: its tree, shapes or dtypes are not those"):
+        engine.update_params(unrelated.params)
+    with pytest.raises(InputError, match="running='stop' is unknown: use continue, abort"):
+        engine.update_params(fresh, running="stop")
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda engine: engine.abort("x"), "id='x': no unfinished request has this id; abort one"),
+        (lambda engine: engine.add([1], id="a"), "id='a': a request with this id is unfinished"),
+        (lambda engine: engine.add([1], id=True), "id=True: use a whole number or a text"),
+        (lambda engine: engine.add([1] * 50, id="b"), "request 'b' has 50 tokens, which leaves no"),
+        (lambda engine: engine.add([], id="b"), "request 'b' is empty: give at least one token"),
+        (lambda engine: engine.add([61], id="b"), "request 'b': token id 61 is outside"),
+        (lambda engine: engine.add([1], n=0), "n=0: use a whole number of at least 1"),
+        (lambda engine: engine.add([1], {"stop": "x"}), "sampling.stop: .* has no tokenizer"),
+        (
+            lambda engine: engine.add([1], {"stop_token_ids": list(range(9))}),
+            "sampling.stop_token_ids: request 1 has 9 tokens that end it",
+        ),
+        (lambda engine: (engine.close(), engine.step()), "the engine is closed: make another"),
+        (lambda engine: (engine.close(), engine.add([1])), "the engine is closed"),
+    ],
+)
+def test_calls_that_cannot_be_served(call, said, tiny):
+    engine = Engine(tiny, batch_size=2, max_length=50)
+    engine.add([1, 2], id="a")
+    with pytest.raises(InputError, match=f"^{said}"):
+        call(engine)
+    assert engine.num_unfinished == (0 if "closed" in said else 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"rounds_per_step": 0}, "rounds_per_step=0"),
+        ({"refill_rows": 0}, "refill_rows=0"),
+        ({"max_prefill_tokens": 0}, "max_prefill_tokens=0"),
+        ({"max_length": 601}, "max_length=601 exceeds the 600 positions"),
+        ({"drafter": "ngarm"}, "drafter='ngarm'"),
+    ],
+)
+def test_engines_that_cannot_be(options, said, tiny):
+    with pytest.raises(InputError, match=said):
+        Engine(tiny, **options)
+
+
+def test_the_scheduler_keeps_the_order_of_arrival():
+    def request(name):
+        follower = Follower(None, (), logprobs=False)
+        return Request(name, Row(0, (1,), SamplingParams()), follower, 0.0)
+
+    scheduler = Scheduler(2)
+    for name in "abcd":
+        scheduler.waiting.append(request(name))
+    assert [(slot, one.id) for slot, one in scheduler.take(5)] == [(0, "a"), (1, "b")]
+    assert scheduler.take(1) == []
+    first = scheduler.slots[0]
+    assert scheduler.free(first) == 0
+    assert scheduler.free(scheduler.waiting[1]) is None
+    assert [(slot, one.id) for slot, one in scheduler.take(5)] == [(0, "c")]
+    assert [one.id for one in scheduler] == ["c", "b"]
+    assert (len(scheduler), scheduler.num_free) == (2, 0)
+
+
+def test_statistics_of_steps():
+    statistics = Statistics(num_slots=4)
+    assert statistics.summary().occupancy is None
+    assert statistics.summary().total == Percentiles(None, None, None)
+    statistics.add_step(Step(1.0, 0.5, rounds=10, row_rounds=40, tokens=60, waiting=2))
+    statistics.add_step(Step(2.0, 0.5, rounds=10, row_rounds=10, tokens=15, waiting=0))
+    statistics.prefill_s = 1.0
+    summary = statistics.summary()
+    assert (summary.occupancy, summary.occupancy_waiting) == (50 / 80, 1.0)
+    assert (summary.tokens, summary.rounds, summary.tokens_per_second) == (75, 20, 37.5)
+    assert Percentiles.of(range(101)) == (50, 95, 99)
