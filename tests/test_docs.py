@@ -72,6 +72,15 @@ def test_names_of_the_api_exist(page):
 
 
 @pytest.mark.slow
+def test_the_python_of_the_engines_page_runs():
+    for kind, text in FENCE.findall((DOCS / "engine.md").read_text()):
+        if kind == "python":
+            with contextlib.redirect_stdout(io.StringIO()):
+                exec(compile(text, "engine.md", "exec"), names := {})
+    assert sorted(names["answers"]) == sorted(f"Count to {number}." for number in range(1, 13))
+
+
+@pytest.mark.slow
 def test_the_python_of_the_readme_runs():
     programs = [
         text

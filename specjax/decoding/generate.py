@@ -21,12 +21,14 @@ from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.state import Rounds
 from specjax.drafters import Drafter, LoadedDrafter, make_drafter
 from specjax.drafters.turns import NO_DRAFTER
-from specjax.fields import Function, Instance, Whole, optional
+from specjax.fields import INT32_MAX, Function, Instance, Whole, optional
 from specjax.loading.load import place_model
 from specjax.loading.model import Model
 
 _ROUNDS_PER_STOP = 8
 """Rounds between two looks for stop strings."""
+_SLOTS_PER_REFILL = 16
+"""A refill waits for one row to end in so many slots: fewer, longer steps where there are many."""
 Requests = SamplingParams | Mapping[str, Any] | Sequence[SamplingParams | Mapping[str, Any]]
 
 
@@ -165,12 +167,23 @@ def generate(
 
 
 def open_engine(session: Session, rounds_per_step: int | None = None) -> Engine:
-    """An engine for a session's rows; without `rounds_per_step` it seldom looks at them."""
+    """An engine for a session's rows that wants all of them soon, and none of them first.
+
+    Without `rounds_per_step` it seldom looks at them. All free slots are filled before it goes on.
+    """
     rounds = rounds_per_step or session.plan.rounds_per_step
     if rounds_per_step is None and any(request.stop for request in session.requests):
         rounds = _ROUNDS_PER_STOP
-    replayed = 0 if session.replay is None else session.replay[0].shape[1]
-    return Engine.of(session, Schedule(rounds_per_step=rounds), replayed)
+    schedule = Schedule(
+        rounds_per_step=rounds,
+        refill_rows=max(1, session.batch_size // _SLOTS_PER_REFILL),
+        max_prefill_tokens=INT32_MAX,
+    )
+    return Engine.of(session, schedule, _replayed_rounds(session))
+
+
+def _replayed_rounds(session: Session) -> int:
+    return 0 if session.replay is None else session.replay[0].shape[1]
 
 
 def add_prompts(engine: Engine, session: Session, index: Sequence[int]) -> None:
@@ -293,7 +306,7 @@ def stream(
 
 def _stream(session: Session, rounds_per_step: int) -> Iterator[Delta]:
     """The deltas of a session; rows that ended with "error" also give `generate`'s warning."""
-    engine = open_engine(session, rounds_per_step)
+    engine = Engine.of(session, Schedule(rounds_per_step), _replayed_rounds(session))
     add_prompts(engine, session, range(len(session.prompts)))
     for delta in engine:
         yield delta

@@ -57,7 +57,7 @@ _LONGEST = 2048
 """Tokens of a row where the caller does not say, and the target has so many positions."""
 _SLOTS = 8
 _ROUNDS_WHILE_READING = 4
-"""Rounds between two parts of a prompt that is too long to be read at once."""
+"""Rounds between two parts of the prompts of waiting requests that have free slots."""
 _RUNNING_ROWS = Choice(("continue", "abort"))
 
 
@@ -401,11 +401,11 @@ class Engine:
         ended[list(self._ended_slots)] = True
         self._ended_slots.clear()
         rounds = self._schedule.rounds_per_step
-        if self._reading:
+        waiting, enough = len(self._scheduler.waiting), setup.num_rows
+        if self._reading or (waiting and self._scheduler.num_free):
             rounds = min(rounds, _ROUNDS_WHILE_READING)
         if self.costs is not None:
             rounds = self.costs.rounds(rounds)
-        waiting, enough = len(self._scheduler.waiting), setup.num_rows
         if waiting:
             free = setup.num_rows - sum(request is not None for request in slots)
             enough = min(free + self._schedule.refill_rows, enough)
