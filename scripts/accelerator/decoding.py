@@ -73,8 +73,8 @@ class Loop:
         state = jax.tree.map(jnp.copy, state.replace(cache=None, rows=rows))
         return state.replace(cache=cache.replace(length=length - 1))
 
-    def run(self, cache: KVCache, rounds: int) -> tuple[float, State]:
-        """Seconds of `rounds` rounds, compiling excluded, and the state after them.
+    def run(self, cache: KVCache, rounds: int) -> tuple[float, State, Rounds]:
+        """Seconds of `rounds` rounds, compiling excluded, the state after them, and the counts.
 
         The cache's keys and values are donated, and are returned in the state.
         """
@@ -85,8 +85,8 @@ class Loop:
             self._run = run.lower(self.plan, params, state, np.int32(0)).compile()
         jax.block_until_ready(state)
         begin = time.perf_counter()
-        state, _ = jax.block_until_ready(self._run(params, state, np.int32(rounds)))
-        return time.perf_counter() - begin, state
+        state, counts = jax.block_until_ready(self._run(params, state, np.int32(rounds)))
+        return time.perf_counter() - begin, state, counts
 
 
 def plain_round(
@@ -100,7 +100,7 @@ def plain_round(
     cache = plain.run(cache, 1)[1].cache
     seconds = []
     for _ in range(size.runs):
-        spent, state = plain.run(cache, size.plain_rounds)
+        spent, state, _ = plain.run(cache, size.plain_rounds)
         seconds.append(spent / size.plain_rounds)
         cache = state.cache
     round_s = median(seconds)
@@ -164,7 +164,7 @@ def speculation(
     passes = isolated_passes(size, model, batch, context, [1, drafted + 1])
     cache = random_cache(model.config, model.dtype, batch, size.capacity(context), context - 1)
     plain = Loop(model, LoadedDrafter(NoDrafter()), size, batch, context)
-    _, state = plain.run(cache, size.reach)
+    _, state, _ = plain.run(cache, size.reach)
     recorded = np.asarray(state.tokens)[:, context : context + size.reach]
 
     def replay(acceptance: float, seed: int) -> LoadedDrafter:
@@ -172,7 +172,7 @@ def speculation(
         return LoadedDrafter(value, value.replay(recorded.tolist(), model.config.vocab_size))
 
     fast = Loop(model, replay(1.0, 0), size, batch, context)
-    _, state = fast.run(state.cache, 1)
+    _, state, _ = fast.run(state.cache, 1)
     first = fast.state(state.cache)
     draft_s = costs.draft_seconds(fast.plan, (model.params, fast.drafter.params), first)
     cache = first.cache
@@ -180,16 +180,14 @@ def speculation(
         plain_seconds, seconds, counts = [], [], []
         identical = 0
         for seed in range(size.runs):
-            spent, state = plain.run(cache, size.plain_rounds)
+            spent, state, _ = plain.run(cache, size.plain_rounds)
             plain_seconds.append(spent / size.plain_rounds)
             # Mistakes are in the parameters: nothing is compiled again.
             fast.drafter = take_turns(replay(cell["acceptance"], seed))
-            spent, state = fast.run(state.cache, size.rounds)
+            spent, state, counted = fast.run(state.cache, size.rounds)
             seconds.append(spent / size.rounds)
             cache = state.cache
-            counts.append(
-                jax.tree.map(lambda leaf: np.asarray(leaf)[:, : size.rounds], state.rounds)
-            )
+            counts.append(jax.tree.map(lambda leaf: np.asarray(leaf)[:, : size.rounds], counted))
             identical += _identical_rows(state, recorded, context)
         yield (
             cell,
