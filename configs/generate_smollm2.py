@@ -10,7 +10,7 @@ def get_config(size=""):
     config = config_dict.ConfigDict()
     config.target = "smollm2-135m-instruct"
     config.dtype = "auto"  # auto | float32 | bfloat16 | float16
-    config.workdir = "build/generate_smollm2"  # finished batches; the same command resumes it
+    config.workdir = "build/generate_smollm2"  # finished answers; the same command resumes it
     config.output = config_dict.placeholder(str)  # the dataset; none = WORKDIR/responses
 
     # A JSONL file ({"prompt"}, {"messages"} or {"turns"} a line), a directory with a TFDS dataset,
