@@ -98,7 +98,9 @@ def medusa2_method(
         return Head("medusa", config, params["heads"], draft_ids, metadata, training)
 
     def tuned(params: Any) -> Model:
-        whole = jax.tree.map(lambda leaf: leaf.astype(target.dtype), params["target"])
+        whole = jax.tree.map(
+            lambda leaf, before: leaf.astype(before.dtype), params["target"], target.params
+        )
         return dataclasses.replace(target, params=whole)
 
     return Method(

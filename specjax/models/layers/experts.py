@@ -12,10 +12,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from specjax.distributed.sharding import MODEL, partition
 from specjax.models.config import Experts
 from specjax.models.layers.matmul import product
+from specjax.models.parameter_table import DOWN_AXES, UP_AXES
 
 _TILE = 64
 """Tokens of one expert that are multiplied at a time."""
@@ -76,25 +79,65 @@ def mix(
     activation: Activation,
     multiply: Any = None,
     differentiable: bool = False,
+    shards: int = 1,
 ) -> Float[Array, "N D"]:
     """The weighted sum of each token's experts.
 
     The tokens of each expert are gathered, and only experts that have some are read: for a few
     tokens the bytes read grow with the distinct experts. `differentiable` (training, where a loop
     of unknown length has no gradient) makes grouped products over all experts, which CPUs compute
-    as masked products.
+    as masked products. `shards` is the number of devices that the kernels are split over: each adds
+    its own experts, or its share of each expert's width, and one sum over the devices follows.
     """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return _sum(h, routes, stacked, activation, multiply, differentiable).astype(h.dtype)
+
+    def kernels(leaf: jax.Array, axes: tuple[str, ...]) -> PartitionSpec:
+        return partition(("layers", *axes), leaf.shape, mesh) if shards > 1 else PartitionSpec()
+
+    up, down = kernels(stacked.gate, UP_AXES), kernels(stacked.down, DOWN_AXES)
+    rows = partition(("batch", None), h.shape, mesh)
+
+    def own(h: jax.Array, routes: Routes, stacked: StackedExperts) -> jax.Array:
+        if shards > 1 and up[1] is not None:
+            first = lax.axis_index(MODEL) * stacked.gate.shape[1]
+            routes = routes._replace(experts=routes.experts - first)
+        total = _sum(h, routes, stacked, activation, multiply, differentiable)
+        return lax.psum(total, MODEL) if shards > 1 else total
+
+    # The partitioner would sum over the devices after each product of the loop.
+    added = jax.shard_map(
+        own,
+        in_specs=(rows, Routes(rows, rows), StackedExperts(up, up, down, PartitionSpec())),
+        out_specs=rows,
+        check_vma=False,
+    )(h, routes, stacked._replace(layer=jnp.asarray(stacked.layer)))
+    return added.astype(h.dtype)
+
+
+def _sum(
+    h: Float[Array, "N D"],
+    routes: Routes,
+    stacked: StackedExperts,
+    activation: Activation,
+    multiply: Any,
+    differentiable: bool,
+) -> Float[Array, "N D"]:
+    """`mix` in float32; experts that are out of range add nothing."""
     count, (num_tokens, per_token) = stacked.gate.shape[1], routes.experts.shape
     flat = routes.experts.reshape(-1)
+    flat = jnp.where((flat >= 0) & (flat < count), flat, count)
     order = jnp.argsort(flat, stable=True)
-    sizes = jnp.zeros(count, jnp.int32).at[flat].add(1)
+    sizes = jnp.zeros(count, jnp.int32).at[flat].add(1, mode="drop")
     token, weight = order // per_token, routes.weights.reshape(-1)[order]
 
     if differentiable:
         kernels = [leaf[stacked.layer] for leaf in stacked[:3]]
-        rows = _grouped(h[token], kernels, sizes, activation, multiply)
-        added = jnp.zeros(h.shape, jnp.float32).at[token].add(rows * weight[:, None])
-        return added.astype(h.dtype)
+        rows = _grouped(h[token], kernels, sizes, activation, multiply) * weight[:, None]
+        there = jnp.arange(len(token)) < sizes.sum()
+        rows = jnp.where(there[:, None], rows, 0)
+        return jnp.zeros(h.shape, jnp.float32).at[token].add(rows)
 
     tile = min(_TILE, num_tokens)
     ends = jnp.cumsum(sizes)
@@ -124,8 +167,7 @@ def mix(
         out = times(hidden, stacked.down).astype(jnp.float32)
         return total.at[rows].add(out * scale[:, None], mode="drop")
 
-    total = lax.fori_loop(0, tile_ends[-1], step, jnp.zeros(h.shape, jnp.float32))
-    return total.astype(h.dtype)
+    return lax.fori_loop(0, tile_ends[-1], step, jnp.zeros(h.shape, jnp.float32))
 
 
 def _grouped(
