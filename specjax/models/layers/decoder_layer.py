@@ -144,9 +144,8 @@ class Block:
             self.multiply,
             self.differentiable,
             self.shards,
+            mlp.get("shared"),
         ).reshape(h.shape)
-        if "shared" in mlp:
-            out = out + self.mlp(h, mlp["shared"])
         return out, routes.experts.reshape(*h.shape[:2], -1)
 
     def whole(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:

@@ -80,8 +80,9 @@ def mix(
     multiply: Any = None,
     differentiable: bool = False,
     shards: int = 1,
+    shared: dict[str, Any] | None = None,
 ) -> Float[Array, "N D"]:
-    """The weighted sum of each token's experts.
+    """The weighted sum of each token's experts, and the `shared` MLP, if there is one.
 
     The tokens of each expert are gathered, and only experts that have some are read: for a few
     tokens the bytes read grow with the distinct experts. `differentiable` (training, where a loop
@@ -89,31 +90,59 @@ def mix(
     as masked products. `shards` is the number of devices that the kernels are split over: each adds
     its own experts, or its share of each expert's width, and one sum over the devices follows.
     """
+
+    def added(
+        h: jax.Array, routes: Routes, stacked: StackedExperts, shared: dict[str, Any] | None
+    ) -> jax.Array:
+        total = _sum(h, routes, stacked, activation, multiply, differentiable)
+        return total if shared is None else total + _shared(h, shared, activation, multiply)
+
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
-        return _sum(h, routes, stacked, activation, multiply, differentiable).astype(h.dtype)
+        return added(h, routes, stacked, shared).astype(h.dtype)
 
-    def kernels(leaf: jax.Array, axes: tuple[str, ...]) -> PartitionSpec:
-        return partition(("layers", *axes), leaf.shape, mesh) if shards > 1 else PartitionSpec()
+    def split(leaf: jax.Array, axes: tuple[str, ...]) -> PartitionSpec:
+        names = (*["layers"] * (leaf.ndim - len(axes)), *axes[-leaf.ndim :])
+        return partition(names, leaf.shape, mesh) if shards > 1 else PartitionSpec()
 
-    up, down = kernels(stacked.gate, UP_AXES), kernels(stacked.down, DOWN_AXES)
-    rows = partition(("batch", None), h.shape, mesh)
-
-    def own(h: jax.Array, routes: Routes, stacked: StackedExperts) -> jax.Array:
+    def own(*arguments: Any) -> jax.Array:
+        h, routes, stacked, shared = arguments
         if shards > 1 and up[1] is not None:
             first = lax.axis_index(MODEL) * stacked.gate.shape[1]
             routes = routes._replace(experts=routes.experts - first)
-        total = _sum(h, routes, stacked, activation, multiply, differentiable)
+        total = added(h, routes, stacked, shared)
         return lax.psum(total, MODEL) if shards > 1 else total
 
+    up, down = split(stacked.gate, UP_AXES), split(stacked.down, DOWN_AXES)
+    rows = partition(("batch", None), h.shape, mesh)
+    of_shared = shared and {
+        name: {"kernel": split(part["kernel"], DOWN_AXES if name == "down" else UP_AXES)}
+        for name, part in shared.items()
+    }
     # The partitioner would sum over the devices after each product of the loop.
-    added = jax.shard_map(
+    total = jax.shard_map(
         own,
-        in_specs=(rows, Routes(rows, rows), StackedExperts(up, up, down, PartitionSpec())),
+        in_specs=(
+            rows,
+            Routes(rows, rows),
+            StackedExperts(up, up, down, PartitionSpec()),
+            of_shared,
+        ),
         out_specs=rows,
         check_vma=False,
-    )(h, routes, stacked._replace(layer=jnp.asarray(stacked.layer)))
-    return added.astype(h.dtype)
+    )(h, routes, stacked._replace(layer=jnp.asarray(stacked.layer)), shared)
+    return total.astype(h.dtype)
+
+
+def _shared(
+    h: Float[Array, "N D"], mlp: dict[str, Any], activation: Activation, multiply: Any
+) -> Float[Array, "N D"]:
+    """A gated MLP of every token, in float32."""
+
+    def times(x: jax.Array, name: str, out: Any = None) -> jax.Array:
+        return product("nd,df->nf", x, mlp[name]["kernel"], multiply=multiply, out=out)
+
+    return times(activation(times(h, "gate")) * times(h, "up"), "down", jnp.float32)
 
 
 def _sum(
