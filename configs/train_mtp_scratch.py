@@ -66,6 +66,7 @@ def get_config(size=""):
             config.steps = 200
             config.batch_size = 8
             config.learning_rate = 1e-2
+            config.balance_rate = 0.01  # there are few steps
             config.log_every = 20
             config.checkpoint_every = 100
         return config

@@ -165,6 +165,45 @@ def test_a_new_model_and_its_modules(text, tmp_path, capsys):
     assert decode.main(decoding) == 0
 
 
+def test_a_new_model_with_experts(text, tmp_path, capsys):
+    """GLM-4.5's, with a module that has them too: stopped and resumed to the same arrays."""
+
+    def trained(name, *steps):
+        always = ["--config=configs/train_mtp_scratch.py:glm_debug", f"--config.data={text}"]
+        always += [f"--config.workdir={tmp_path / name}", "--config.decay_steps=4"]
+        always += ["--config.eval.batches=0", "--config.eval.prompts=0", "--config.log_every=1"]
+        for count in steps:
+            assert mtp.main([*always, f"--config.steps={count}"]) == 0
+        return load_model(str(tmp_path / name / "export"))
+
+    whole, resumed = trained("whole", 4), trained("resumed", 2, 4)
+    said = capsys.readouterr().out
+    assert "resuming after step 2" in said
+    assert "imbalance " in said
+    jax.tree.map(np.testing.assert_array_equal, whole.arrays, resumed.arrays)
+    assert losses_of(tmp_path / "whole") == losses_of(tmp_path / "resumed")
+    routers = [
+        whole.params["layers"]["mlp"]["router"],
+        whole.mtp.params["modules"]["0"]["layer"]["mlp"]["router"],
+    ]
+    for router in routers:
+        # Four updates of 0.01, each up or down.
+        ups = np.asarray(router["selection_bias"]) / 0.01
+        assert np.abs(ups).max() > 1
+        np.testing.assert_allclose(ups, np.round(ups), atol=1e-4)
+    decoding = [
+        "--config=configs/decode_smollm2.py",
+        f"--config.target={tmp_path / 'whole' / 'export'}",
+        "--config.drafter.name=mtp",
+        "--config.compare=true",
+        "--config.prompt=The design",
+        "--config.num_speculative_tokens=3",
+        "--config.sampling.max_new_tokens=12",
+        "--config.chat=false",
+    ]
+    assert decode.main(decoding) == 0
+
+
 def test_a_new_model_without_modules(text, tmp_path, capsys):
     options = ["--config.mtp.num_modules=0", "--config.eval.prompts=0", "--config.steps=2"]
     assert from_scratch(text, tmp_path / "w", *options) == 0
