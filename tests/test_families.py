@@ -196,9 +196,13 @@ def test_other_forms_compute_the_same(name):
         assert_near(out.logits, name, slice(HALF, None))
 
 
-def test_windows_on_a_mesh():
-    """Rows over `data`, heads over `model`: the tokens of one device."""
-    model, tokens = model_of("gemma3_text"), golden("gemma3_text")
+@pytest.mark.parametrize(
+    "name",
+    ["gemma3_text", "glm4_moe", *slow(*sorted({*NAMES} - {"gemma3_text", "glm4_moe"}))],
+)
+def test_each_family_on_a_mesh(name):
+    """Rows over `data`, heads and experts over `model`: the tokens of transformers."""
+    model, tokens = model_of(name), golden(name)
     mesh = sharding.make_mesh(2, 2, jax.devices()[:4])
     placed = place_model(model, mesh)
     prompts = tokens["tokens"].tolist()

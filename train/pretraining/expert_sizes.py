@@ -15,7 +15,8 @@ class ExpertSizes:
     """The section `model.experts` of a config: a mixture of experts after some dense layers.
 
     `scoring_func` is GLM's and DeepSeek-V3's sigmoids, with a bias of each expert where experts are
-    chosen (2408.15664), or Mixtral's softmax. Raises InputError for sizes that do not fit together.
+    chosen (2408.15664), or the softmax of Qwen3, whose layers these then are. Raises InputError for
+    sizes that do not fit together.
     """
 
     num_experts: Annotated[int, Whole(1, 1 << 16)]
@@ -59,7 +60,9 @@ class ExpertSizes:
                 f"num_layers={num_layers} layers has experts; use fewer, or leave the section out"
             )
         sigmoid = self.scoring_func == "sigmoid"
-        attention = Attention(output_bias=False, rotary_width=head_dim) if sigmoid else Attention()
+        attention = Attention(qk_norm=True)
+        if sigmoid:
+            attention = Attention(output_bias=False, rotary_width=head_dim)
         return {
             "experts": Experts(
                 num_experts=self.num_experts,
@@ -74,6 +77,6 @@ class ExpertSizes:
                 shared_size=self.n_shared_experts * self.moe_intermediate_size,
                 num_dense=self.first_k_dense_replace,
             ),
-            "family": "glm4_moe" if sigmoid else "mixtral",
+            "family": "glm4_moe" if sigmoid else "qwen3_moe",
             "attention": attention,
         }
