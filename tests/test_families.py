@@ -32,6 +32,8 @@ from train.run import setup
 
 GOLDENS = Path(__file__).parent / "goldens" / "families"
 NAMES = sorted(path.name for path in GOLDENS.iterdir())
+VARIANTS = sorted(f"../variants/{path.name}" for path in (GOLDENS.parent / "variants").iterdir())
+"""Families with other routers."""
 TOLERANCE = 1e-4
 HALF = 20
 
@@ -85,7 +87,7 @@ def test_there_is_a_golden_for_each_family():
     assert {*NAMES, "llama"} == set(registry.FAMILIES)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *VARIANTS])
 def test_logits_equal_those_of_transformers(name):
     """In two passes, the second after the cache; then that half one by one in the window."""
     model, tokens = model_of(name), golden(name)["tokens"]
