@@ -61,7 +61,7 @@ def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     import specjax
     from specjax.cli.built_in_prompts import BUILT_IN
-    from specjax.decoding import executor, generate, plan, prompts
+    from specjax.decoding import generate, plan, prompts
     from specjax.decoding.options import DecodeOptions
     from specjax.loading import load
 
@@ -89,14 +89,12 @@ def main(argv: list[str]) -> None:
         "lookup": ours("ngram", _LOOKUP.value),
         "auto": ours("ngram+eagle3", "auto"),
     }
-    programs = {name: executor.compile_session(one) for name, one in sessions.items()}
-    learned = {name: executor.learn_costs(one) for name, one in sessions.items()}
+    engines = {name: generate.open_engine(one) for name, one in sessions.items()}
     rates: dict[str, list[float]] = {}
     outputs: dict[str, list[list[int]]] = {}
     for turn in range(_RUNS.value + 1):
         for name, lookup in (("plain", 0), ("lookup", _LOOKUP.value), ("auto", None)):
-            snapshots = executor.run_session(sessions[name], None, programs[name], learned[name])
-            mine = generate.collect(sessions[name], [one for one in snapshots if one.finished])
+            mine = generate.decode_session(sessions[name], engine=engines[name])
             outputs[f"specjax {name}"] = mine.token_ids
             if turn:
                 rates.setdefault(f"specjax {name}", []).append(mine.tokens_per_second)
@@ -141,18 +139,18 @@ def compare_prefill(model: Any, peer: Peer) -> None:
     import numpy as np
 
     import specjax
-    from specjax.decoding import executor, plan
+    from specjax.decoding import generate, plan
 
     length = _PREFILL.value
     ids = np.random.default_rng(0).integers(100, 40000, length).tolist()
     one = plan.plan_session(model, [ids], requests=specjax.SamplingParams(max_new_tokens=1))
-    programs = executor.compile_session(one)
+    engine = generate.open_engine(one)
     mine, theirs = [], []
     for turn in range(_RUNS.value + 1):
-        snapshot = list(executor.run_session(one, programs=programs))[-1]
+        ours = generate.decode_session(one, engine=engine)
         answer = peer.decode(ids, 1, 0)
         if turn:
-            mine.append(snapshot.prefill_s + snapshot.decode_s)
+            mine.append(ours.prefill_s + ours.decode_s)
             theirs.append(answer["prefill_s"])
     ratio = statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
     print(

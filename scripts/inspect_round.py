@@ -113,7 +113,7 @@ def compile_round(devices: list[Any]) -> Any:
     from jax.sharding import NamedSharding, PartitionSpec
 
     from specjax import sampling
-    from specjax.decoding import executor
+    from specjax.decoding import loop, programs
     from specjax.decoding.plan import widths
     from specjax.decoding.state import Plan, Rows
     from specjax.distributed import sharding
@@ -164,7 +164,6 @@ def compile_round(devices: list[Any]) -> Any:
         widths=widths(drafter.num_nodes, lengths=drafter.lengths),
         flags=sampling.WarpFlags(not sampled, sampled, False, False, False),
         capacity=_CAPACITY.value,
-        max_rounds=64,
         chunk=512,
     )
 
@@ -182,7 +181,17 @@ def compile_round(devices: list[Any]) -> Any:
         stop_ids=whole(1),
     )
     arguments = (whole(_CAPACITY.value), described, whole(), whole())
-    return executor.compile_plan(plan, (params, ((),)), arguments, mesh).run
+    params = params, ((),)
+    with sharding.use(mesh):
+        state = programs.start.lower(plan, params, *arguments)
+        placed = state.compile().output_shardings
+        state = jax.tree.map(
+            lambda leaf, there: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there),
+            state.out_info,
+            placed,
+        )
+        run = jax.jit(loop.run, static_argnums=0, donate_argnums=2, out_shardings=(placed, None))
+        return run.lower(plan, params, state, jax.ShapeDtypeStruct((), np.int32)).compile()
 
 
 def big_moves(text: str, smallest: float) -> Iterator[tuple[str, str, str]]:

@@ -12,8 +12,8 @@ import sys
 
 from absl import app, flags
 
-from specjax.decoding.executor import compile_session
 from specjax.decoding.plan import plan_session
+from specjax.decoding.programs import compile_setup
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.drafters import make_drafter
 from specjax.loading.load import load_model
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
             drafter=make_drafter(name, model),
             requests=SamplingParams(max_new_tokens=16),
         )
-        memory = compile_session(session).start.memory_analysis()
+        memory = compile_setup(session).read.memory_analysis()
         sizes = (memory.temp_size_in_bytes / 1e6, memory.output_size_in_bytes / 1e6)
         plain = plain or sizes
         print(

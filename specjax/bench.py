@@ -35,7 +35,7 @@ from specjax.cli.measure_drafter import (
 )
 from specjax.cli.mesh_config import DistributedConfig, MeshConfig, open_mesh
 from specjax.decoding import costs, prompts
-from specjax.decoding.executor import compile_session
+from specjax.decoding.generate import open_engine
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.plan import plan_session
 from specjax.decoding.sampling_params import SamplingParams
@@ -291,7 +291,7 @@ def _comparisons(
         options=DecodeOptions(batch_size=min(len(most), max(config.batch_sizes))),
     )
     console.print("recording plain continuations ...")
-    recorded = decode_all(plain, compile_session(plain)).token_ids
+    recorded = decode_all(plain, open_engine(plain)).token_ids
     lengths = {"ngram": config.ngram_tokens}
     entries: list[tuple[str, LoadedDrafter]] = [("ngram", make_drafter("ngram", model))]
     for acceptance in config.acceptances:

@@ -101,7 +101,7 @@ import fuzzing
 import pytest
 from fuzzing import pytest_pyfunc_call, pytest_terminal_summary  # noqa: F401 - pytest's hooks
 
-from specjax.decoding import executor
+from specjax.decoding import programs
 from specjax.loading.load import load_model, random_model
 from specjax.loading.tokenizers.huggingface_tokenizer import read_tokenizer
 from specjax.models.config import DecoderConfig
@@ -159,17 +159,17 @@ def few_programs():
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
         jax.clear_caches()
-        executor._compile.cache_clear()
+        programs._compile.cache_clear()
 
 
 @contextlib.contextmanager
 def compiled_with(**options):
     """What is given to `jax.jit` here is compiled with other options of XLA than the suite's."""
-    executor._compile.cache_clear()
+    programs._compile.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=options))
         yield
-    executor._compile.cache_clear()
+    programs._compile.cache_clear()
 
 
 @pytest.fixture

@@ -9,12 +9,14 @@ import numpy as np
 
 from specjax import trees
 from specjax.decoding import loop
-from specjax.decoding.executor import compile_session, run_session
-from specjax.decoding.generate import collect
+from specjax.decoding.generate import decode_session, open_engine
 from specjax.decoding.options import DecodeOptions
-from specjax.decoding.plan import batch_arguments, plan_session
+from specjax.decoding.plan import plan_session
+from specjax.decoding.programs import run, start
+from specjax.decoding.rows import batch_arguments
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.state import RUNNING
+from specjax.distributed.sharding import use
 from specjax.drafters import (
     Drafter,
     LoadedDrafter,
@@ -91,9 +93,14 @@ def make_session(
 
 def decode(target, prompts, **options):
     """`generate`, with a `draft_length` that may be given outright."""
-    session = make_session(target, prompts, **options)
-    programs = compile_session(session)
-    return collect(session, [s for s in run_session(session, None, programs) if s.finished])
+    return decode_session(make_session(target, prompts, **options))
+
+
+def decode_at_costs(session, costs):
+    """The result of a session with "auto", and of costs that a test sets."""
+    engine = open_engine(session)
+    engine.costs = costs
+    return decode_session(session, engine=engine)
 
 
 def assert_ends(target, drafter):
@@ -121,23 +128,25 @@ def assert_ends(target, drafter):
 
 def first_state(session):
     """The state of the session's first batch before its first round."""
-    arguments = batch_arguments(session, session.batches()[0])
-    return compile_session(session).start(session.params, *arguments)
+    arguments = batch_arguments(session, session.groups(session.batch_size)[0])
+    with use(session.mesh):
+        return start(session.plan, session.params, *arguments)
 
 
-def prefilled_state(session):
-    """As `first_state`, where no round follows: the rounds are not compiled."""
-    arguments = batch_arguments(session, session.batches()[0])
-    return jax.jit(loop.start, static_argnums=0)(session.plan, session.params, *arguments)
-
-
-def rounds(session, state):
-    """The state after each round, until all rows are finished."""
-    run = compile_session(session).run
+def rounds(session, state, counts=None):
+    """The state after each round, until all rows are finished; `counts` gets each round's."""
     while bool((state.status == RUNNING).any()):
         # The program takes the state's buffers over; what a test holds is a copy.
-        state = run(session.params, copied(state), jnp.int32(1))
+        with use(session.mesh):
+            state, new = run(session.plan, session.params, copied(state), jnp.int32(1))
+        if counts is not None:
+            counts.append(jax.tree.map(lambda part: np.asarray(part[:, 0]), new))
         yield state
+
+
+def columns(counts):
+    """The counts of several rounds, a column each."""
+    return jax.tree.map(lambda *parts: np.stack(parts, axis=1), *counts)
 
 
 @jax.jit

@@ -162,7 +162,7 @@ def test_the_interface_warns_and_returns_what_is_there(tiny, token):
     assert got.failed_rows == {0: 0}
     with pytest.warns(RuntimeWarning, match=said):
         deltas = list(specjax.stream(model, prompts, sampling=sampling))
-    assert [d.finish_reason for d in deltas if d.index == 0] == ["error"]
+    assert [d.finish_reason for d in deltas if d.id == 0] == ["error"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert specjax.generate(model, prompts[1:], sampling=sampling).failed_rows == {}

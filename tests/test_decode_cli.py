@@ -38,6 +38,7 @@ ROW = {
     "prefill_s",
     "decode_s",
     "batch",
+    "first_round",
     "plain",
     "identical",
     "first_difference",
@@ -162,7 +163,7 @@ def test_coupled_equals_plain_decoding_at_a_temperature(name, run, folder):
     assert code == 0
     assert report["summary"]["identical_rows"] == 3
     assert report["summary"]["expected_acceptance"] is None
-    assert [row["batch"] for row in report["rows"]] == [0, 0, 1]
+    assert [row["batch"] for row in report["rows"]] == [0, 0, 0]
 
 
 def test_a_lossy_rule_says_so_wherever_it_is_used(run, folder, capsys, tmp_path):
@@ -336,13 +337,13 @@ def test_several_drafters_beside_one_plain_decoding(run, monkeypatch, tmp_path, 
 
 
 def test_an_interrupted_batch_of_several_is_kept_for_none(run, monkeypatch):
-    def interrupted(session, programs, index, *rest):
+    def interrupted(session, index, **options):
         if index == [1] and len(session.plan.drafter.parts) > 1:
             raise KeyboardInterrupt
-        return run_batch(session, programs, index, *rest)
+        return decode_session(session, index=index, **options)
 
-    run_batch = decode_run.run_batch
-    monkeypatch.setattr(decode_run, "run_batch", interrupted)
+    decode_session = decode_run.decode_session
+    monkeypatch.setattr(decode_run, "decode_session", interrupted)
     code, report = run(*SEVERAL, "--config.num_speculative_tokens=2")
     assert code == 130
     for one in report["runs"]:
@@ -449,13 +450,13 @@ def test_interrupt_leaves_finished_rows(run, monkeypatch, capsys):
         outcome(self, *arguments, **options)
         seen.append(arguments)
 
-    def interrupted(session, programs, index, *rest):
+    def interrupted(session, index, **options):
         if index == [2]:
             raise KeyboardInterrupt
-        return run_batch(session, programs, index, *rest)
+        return decode_session(session, index=index, **options)
 
-    run_batch = decode_run.run_batch
-    monkeypatch.setattr(decode_run, "run_batch", interrupted)
+    decode_session = decode_run.decode_session
+    monkeypatch.setattr(decode_run, "decode_session", interrupted)
     monkeypatch.setattr(decode_run.Screen, "row_result", interrupting)
     code, report = run("--config.compare=true")
     assert code == 130
@@ -467,10 +468,10 @@ def test_interrupt_leaves_finished_rows(run, monkeypatch, capsys):
 
 
 def test_interrupt_before_the_first_row(run, monkeypatch):
-    def interrupted(session):
+    def interrupted(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(decode_run, "compile_session", interrupted)
+    monkeypatch.setattr(decode_run, "open_engine", interrupted)
     code, report = run()
     assert code == 130
     assert report["rows"] == []

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import slow, tiny_config
-from decoding import PROMPTS, decode, draft_model, greedy, make_session, mixed
+from decoding import PROMPTS, decode, decode_at_costs, draft_model, greedy, make_session, mixed
 
-from specjax.decoding.executor import compile_session, run_batch, run_session
-from specjax.decoding.generate import collect
+from specjax.decoding.generate import add_prompts, decode_session, open_engine
 from specjax.decoding.learned_costs import LearnedCosts
 from specjax.draft_length import survival
 from specjax.draft_length.estimate import CostEstimate
@@ -304,8 +303,7 @@ def test_little_is_lost_to_the_best_fixed_length(acceptance, seconds_of, long_ta
     pick = np.array([0, 2, 3, 4, 5])
     learned = Injected(CostEstimate(seconds_of(0)[pick], len(widths)), None)
     learned.begin_with(lambda committed: seconds_of(committed)[pick], session)
-    done = [s for s in run_session(session, None, None, learned) if s.finished]
-    got = collect(session, done)
+    got = decode_at_costs(session, learned)
     assert got.token_ids == plain.token_ids
     replay = np.asarray(session.drafter.params)[0][0][:NEW]
     right = replay == np.asarray(plain.token_ids[0])
@@ -335,12 +333,10 @@ def dear():
 
 def decode_auto(target, costs, **options):
     session = make_session(target, PROMPTS, num_speculative_tokens="auto", **options)
-    programs = compile_session(session)
     learned = Injected(costs(session.plan), None)
     figures = learned.estimate.seconds.copy()
     learned.begin_with(lambda committed: figures, session)
-    done = [s for s in run_session(session, None, programs, learned) if s.finished]
-    return session, collect(session, done)
+    return session, decode_at_costs(session, learned)
 
 
 def pair(similar):
@@ -383,7 +379,7 @@ def test_a_replay_of_other_drafters_is_refused(tiny, similar):
         make_session(tiny, PROMPTS[:1], drafter=drafters, replay=third, **options)
 
 
-def test_a_batch_that_was_left_does_not_harm_the_next(tiny, similar, dear):
+def test_a_row_that_was_left_does_not_harm_the_next(tiny, similar, dear):
     session = make_session(
         tiny,
         PROMPTS[:2],
@@ -392,11 +388,14 @@ def test_a_batch_that_was_left_does_not_harm_the_next(tiny, similar, dear):
         sampling=greedy(max_new_tokens=40),
         batch_size=1,
     )
-    programs, known = compile_session(session), LearnedCosts(dear(session.plan), None)
-    want = [s for s in run_session(session, None, programs, known) if s.finished]
-    next(run_batch(session, programs, [0], 1, known))
-    again = [s for s in run_session(session, None, programs, known) if s.finished]
-    assert collect(session, again).token_ids == collect(session, want).token_ids
+    engine = open_engine(session)
+    engine.costs = LearnedCosts(dear(session.plan), None)
+    want = decode_session(session, engine=engine)
+    add_prompts(engine, session, [0])
+    engine.step()
+    engine.abort(0)
+    assert [delta.finish_reason for delta in engine] == ["abort"]
+    assert decode_session(session, engine=engine).token_ids == want.token_ids
 
 
 def test_one_slow_round_of_a_kind_does_not_change_what_is_measured():
@@ -429,7 +428,7 @@ def kept(tmp_path, monkeypatch):
 
 def injected(session, seconds_of):
     """What is known of a session where nothing is kept, and a clock that a test sets."""
-    known = LearnedCosts.of_session(session)
+    known = LearnedCosts.of_setup(session, 5)
     fields = {field.name: getattr(known, field.name) for field in dataclasses.fields(known)}
     return Injected(**fields).begin_with(seconds_of, session)
 
@@ -444,7 +443,7 @@ def test_a_clock_that_stands_still_is_an_error(tiny, kept):
     )
     learned = injected(session, lambda committed: np.zeros(len(session.plan.widths) + 2))
     with pytest.raises(InputError, match=r'num_speculative_tokens="auto".*use a whole number'):
-        list(run_session(session, None, None, learned))
+        decode_at_costs(session, learned)
 
 
 def test_the_first_rounds_measure_costs_that_are_kept(tiny, similar, kept):
@@ -462,8 +461,7 @@ def test_the_first_rounds_measure_costs_that_are_kept(tiny, similar, kept):
     true = np.array([*np.linspace(1.0, 1.5, widths), 0.1, 0.2, 0.0, 0.05])
     learned = injected(session, lambda committed: true)
     assert learned.estimate is None
-    done = [s for s in run_session(session, None, None, learned) if s.finished]
-    got = collect(session, done)
+    got = decode_at_costs(session, learned)
     assert got.token_ids == decode(tiny, PROMPTS, sampling=sampling).token_ids
     rounds = (got.emitted > 0).sum(axis=1)
     assert rounds[0] < 3 * (widths + 6) < rounds.sum()
@@ -472,12 +470,12 @@ def test_the_first_rounds_measure_costs_that_are_kept(tiny, similar, kept):
     np.testing.assert_allclose(learned.estimate.first, true, atol=0.03)
     LearnedCosts.save(learned)
     (file,) = kept.rglob("*.json")
-    again = LearnedCosts.of_session(session)
+    again = LearnedCosts.of_setup(session, 5)
     assert again.measurement is None
     np.testing.assert_allclose(again.estimate.seconds, learned.estimate.seconds)
     for damage in ("{", '{"seconds": [1]}', '{"seconds": "x"}', "[]", '{"seconds": [-1]}'):
         file.write_text(damage)
-        assert LearnedCosts.of_session(session).estimate is None
+        assert LearnedCosts.of_setup(session, 5).estimate is None
 
 
 def test_costs_that_are_not_known_yet_are_not_kept(tiny, kept):
@@ -488,8 +486,8 @@ def test_costs_that_are_not_known_yet_are_not_kept(tiny, kept):
         num_speculative_tokens="auto",
         sampling=greedy(max_new_tokens=3),
     )
-    learned = LearnedCosts.of_session(session)
-    list(run_session(session, None, None, learned))
+    learned = LearnedCosts.of_setup(session, 5)
+    decode_at_costs(session, learned)
     assert learned.estimate is None
     assert learned.measure_s > 0
     assert not list(kept.rglob("*.json"))
@@ -499,16 +497,18 @@ def test_costs_of_short_prompts_are_not_those_of_long_ones(tiny, similar, kept):
     """Kept figures are for prompts of the same size, to a power of two, as those measured."""
 
     def known(*lengths):
-        return LearnedCosts.of_session(
-            make_session(
-                tiny,
-                [[5] * length for length in lengths],
-                drafter=draft_model(similar),
-                num_speculative_tokens="auto",
-                sampling=greedy(),
-                batch_size=1,
-            )
+        session = make_session(
+            tiny,
+            [[5] * length for length in lengths],
+            drafter=draft_model(similar),
+            num_speculative_tokens="auto",
+            sampling=greedy(),
+            batch_size=1,
         )
+        with open_engine(session) as engine:
+            add_prompts(engine, session, range(len(lengths)))
+            engine.step()
+            return engine.costs
 
     for length in (5, 300):
         fresh = known(length)
@@ -516,10 +516,10 @@ def test_costs_of_short_prompts_are_not_those_of_long_ones(tiny, similar, kept):
         widths = fresh.measurement.num_widths
         fresh.estimate = CostEstimate(np.full(widths + 2, float(length)), widths)
         fresh.save()
-    figures = [known(length).estimate.seconds[0] for length in (7, 290, 5)]
+    figures = [known(length).estimate.first[0] for length in (7, 290, 5)]
     assert figures == [5.0, 300.0, 5.0]
-    # The first batch is what was measured, not the longest prompt of all.
-    assert known(4, 300).estimate.seconds[0] == 5.0
+    # What is decoded first is what was measured, not the longest prompt of all.
+    assert known(4, 300).estimate.first[0] == 5.0
 
 
 def test_a_drafter_that_never_pays_is_looked_at_now_and_then(tiny, unrelated):
@@ -535,7 +535,7 @@ def test_a_drafter_that_never_pays_is_looked_at_now_and_then(tiny, unrelated):
     learned = Injected(estimate, None)
     figures = estimate.seconds.copy()
     learned.begin_with(lambda committed: figures, session)
-    got = collect(session, [s for s in run_session(session, None, None, learned) if s.finished])
+    got = decode_at_costs(session, learned)
     drafted = got.drafted[0][got.emitted[0] > 0]
     later = drafted[100:]
     assert 0 < (later > 0).mean() < 0.06

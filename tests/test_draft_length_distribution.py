@@ -66,7 +66,8 @@ def pairs(target, drafter, length, groups=FEWER, costs=None, kinds=None, widths=
         narrowest, lengths = kind
         policy = state.policy.replace(forced=lengths, narrowest=narrowest)
         state = state.replace(policy=policy)
-        return loop.run(plan, (params, drafter_params), state, jnp.int32(1)), None
+        state, counts = loop.run(plan, (params, drafter_params), state, jnp.int32(1))
+        return state, counts.drafted[:, 0]
 
     @jax.jit
     def one(group):
@@ -76,11 +77,13 @@ def pairs(target, drafter, length, groups=FEWER, costs=None, kinds=None, widths=
         if costs is not None:
             state = state.replace(policy=state.policy.replace(costs=costs(plan)))
         if kinds is None:
-            state = loop.run(plan, (params, drafter_params), state, jnp.int32(LENGTH))
+            state, counts = loop.run(plan, (params, drafter_params), state, jnp.int32(LENGTH))
+            drafted = counts.drafted
         else:
             each = tuple(map(jnp.asarray, zip(*kinds, strict=True)))
-            state, _ = jax.lax.scan(of_a_kind, state, each)
-        return state.tokens[:, len(PROMPT) : len(PROMPT) + LENGTH], state.rounds.drafted
+            state, drafted = jax.lax.scan(of_a_kind, state, each)
+            drafted = drafted.T
+        return state.tokens[:, len(PROMPT) : len(PROMPT) + LENGTH], drafted
 
     tokens, drafted = jax.vmap(one)(jnp.arange(groups))
     return np.asarray(tokens), np.asarray(drafted)

@@ -12,8 +12,8 @@ from test_decoder import causal, extend
 
 from specjax.cache import KVCache
 from specjax.decoding import loop
-from specjax.decoding.executor import compile_session
-from specjax.decoding.plan import batch_arguments
+from specjax.decoding.programs import compile_setup
+from specjax.decoding.rows import batch_arguments
 from specjax.distributed import sharding
 from specjax.drafters import make_drafter
 from specjax.errors import InputError
@@ -128,7 +128,7 @@ def test_a_draft_model_whole_on_each_device_sends_nothing(tiny):
     drafter = make_drafter("draft_model", target, place_model(small, mesh, replicated=True))
     options = dict(sampling=greedy(max_new_tokens=4), num_speculative_tokens=1)
     session = make_session(target, PROMPTS, drafter=drafter, **options)
-    assert "all-gather" not in compile_session(session).run.as_text()
+    assert "all-gather" not in compile_setup(session).step.as_text()
 
 
 # JAX 0.12 still compiles it, and will drop Pallas's Triton backend for Mosaic GPU.
@@ -140,7 +140,7 @@ def test_the_form_for_gpus_compiles_for_them_as_far_as_that_goes_without(width):
     form = Form.of("cuda")
     model = random_model(config, 0, dtype="float32", form=form)
     session = make_session(model, PROMPTS, sampling=greedy(max_new_tokens=4))
-    arguments = batch_arguments(session, session.batches()[0])
+    arguments = batch_arguments(session, range(session.batch_size))
     state = jax.eval_shape(functools.partial(loop.start, session.plan), session.params, *arguments)
     program = jax.jit(loop.run, static_argnums=0)
     traced = program.trace(session.plan, session.params, state, jnp.int32(1))

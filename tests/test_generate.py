@@ -179,7 +179,7 @@ def test_a_killed_run_resumes(model_path, prompts, tmp_path, done, capsys):
         capture_output=True,
     )
     assert ran.returncode == -signal.SIGKILL, ran.stderr.decode()
-    kept = pieces.Pieces(directory / "batches")
+    kept = pieces.Pieces(directory / "answers")
     before = {number: kept.path(number).stat().st_mtime_ns for number in kept.done()}
     assert len(before) == 2
     assert not (directory / "responses").exists()
@@ -190,19 +190,17 @@ def test_a_killed_run_resumes(model_path, prompts, tmp_path, done, capsys):
         assert kept.path(number).stat().st_mtime_ns == written
 
 
-def test_minutes_stop_and_a_damaged_batch_is_decoded_again(
+def test_minutes_stop_and_damaged_answers_are_made_again(
     model_path, prompts, tmp_path, done, capsys
 ):
     directory = tmp_path / "run"
     command = arguments(model_path, prompts, directory)
     assert generate.main([*command, "--config.minutes=1e-9"]) == 0
-    assert "minutes are over: 0 of 10 prompts are answered, 4 batches are left" in (
-        capsys.readouterr().out
-    )
+    assert "minutes are over: 3 of 10 prompts are answered, 7 are left" in (capsys.readouterr().out)
     assert not (directory / "responses").exists()
     assert generate.main(command) == 0
     assert contents(directory) == contents(done)
-    piece = directory / "batches" / "000001.npz"
+    piece = directory / "answers" / "000001.npz"
     piece.write_bytes(piece.read_bytes()[:-30])
     (directory / "responses").rename(directory / "earlier")
     capsys.readouterr()
@@ -309,7 +307,7 @@ def test_bad_input_before_anything_is_decoded(model_path, prompts, tmp_path, cap
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert said in error
-    assert not (tmp_path / "run" / "batches").exists()
+    assert not (tmp_path / "run" / "answers").exists()
 
 
 @pytest.mark.parametrize("inside", ["batches", "batches/x", "responses/x", "config.json"])
@@ -385,7 +383,7 @@ def test_a_full_disk_keeps_what_was_done(model_path, prompts, tmp_path, done, mo
     monkeypatch.setattr(pieces.np, "savez", full)
     assert generate.main(command) == 2
     assert "cannot be written (No space left on device); free space" in capsys.readouterr().err
-    assert len(pieces.Pieces(directory / "batches").done()) == 1
-    assert len(list((directory / "batches").iterdir())) == 1
+    assert len(pieces.Pieces(directory / "answers").done()) == 1
+    assert len(list((directory / "answers").iterdir())) == 1
     assert generate.main(command) == 0
     assert contents(directory) == contents(done)

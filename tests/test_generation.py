@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import tokenizers
 from conftest import slow, tiny_config
-from decoding import PROMPTS, Deciding, decode, drafters, greedy, make_session, mixed, replay
+from decoding import PROMPTS, Deciding, decode, drafters, greedy, mixed, replay
 from test_decoder import one_pass
 
 import specjax
 from specjax import sampling
-from specjax.decoding import executor
-from specjax.decoding.executor import compile_session, run_session
+from specjax.decoding import programs
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.errors import InputError
 from specjax.loading.load import random_model
@@ -188,12 +187,12 @@ def streamed(model, prompts, **options):
     texts = ["" for _ in prompts]
     ids, flags, reasons = ([[] for _ in prompts] for _ in range(3))
     for delta in specjax.stream(model, prompts, **options):
-        assert not reasons[delta.index]
-        texts[delta.index] += delta.text
-        ids[delta.index] += delta.token_ids
-        flags[delta.index] += delta.drafted
+        assert not reasons[delta.id]
+        texts[delta.id] += delta.text
+        ids[delta.id] += delta.token_ids
+        flags[delta.id] += delta.drafted
         if delta.finish_reason is not None:
-            reasons[delta.index].append(delta.finish_reason)
+            reasons[delta.id].append(delta.finish_reason)
     assert all(len(each) == 1 for each in reasons)
     return texts, ids, flags
 
@@ -273,67 +272,16 @@ def test_seeds_belong_to_requests(rule, tiny, unrelated, similar):
     assert same == [False, True, False, True, True]
 
 
-def test_later_rounds_do_not_change_snapshots(tiny, plain, right):
-    """The state is donated to the next step; what was handed out must not be."""
-    session = make_session(
-        tiny,
-        [PROMPT, PROMPT],
-        drafter=right,
-        verify="coupled",
-        sampling=drawn(),
-        num_speculative_tokens=1,
-    )
-    seen = list(run_session(session, 1, compile_session(session)))
-    assert len(seen) == 6
-    for number, snapshot in enumerate(seen, start=1):
-        assert snapshot.lengths.tolist() == [len(PROMPT) + 2 * number] * 2
-        assert (snapshot.tokens[:, len(PROMPT) + 2 * number :] == 0).all()
-        assert (snapshot.rounds.emitted[:, :number] == 2).all()
-        assert (snapshot.rounds.emitted[:, number:] == -1).all()
-
-
-@pytest.mark.parametrize(("stop", "ahead"), [((), 1), (("never",), 0)])
-def test_the_next_step_is_under_way_unless_the_host_decides(stop, ahead, speaking):
-    """Stop strings decide which rows continue: then each step is read before the next."""
-    session = make_session(
-        speaking, [PROMPT, PROMPT], sampling=greedy(max_new_tokens=6, stop=stop, ignore_eos=True)
-    )
-    programs, begun = compile_session(session), []
-
-    def run(*arguments):
-        begun.append(arguments[1])
-        return programs.run(*arguments)
-
-    steps = run_session(session, 1, programs._replace(run=run))
-    for number, snapshot in enumerate(steps, start=1):
-        assert len(begun) == number + ahead
-        # The states that were handed on are gone, their buffers being the later ones'.
-        assert all(state.cache.k.is_deleted() for state in begun)
-        assert (snapshot.lengths == len(PROMPT) + number).all()
-    assert number == 6
-
-
-def test_tokens_and_counts_are_fetched_when_they_are_asked_for(tiny):
-    """Status and lengths are read in each step, and a finished batch is on the host."""
-    session = make_session(tiny, [PROMPT], sampling=greedy(max_new_tokens=4, logprobs=True))
-    *before, last = run_session(session, 1)
-    assert all(isinstance(one.seen.tokens, jax.Array) for one in before)
-    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(last.seen))
-    assert "_on_host" not in vars(before[0])
-    for number, snapshot in enumerate([*before, last], start=1):
-        new = slice(len(PROMPT), len(PROMPT) + number)
-        np.testing.assert_array_equal(snapshot.tokens[:, new], last.tokens[:, new])
-        np.testing.assert_array_equal(snapshot.logprobs[:, new], last.logprobs[:, new])
-        assert (snapshot.rounds.emitted >= 0).sum() == number
-    assert isinstance(before[0].tokens, np.ndarray)
-
-
 def test_progress_is_called_at_every_step(tiny):
     seen = []
     specjax.generate(
         tiny, PROMPTS[:3], batch_size=2, sampling=greedy(max_new_tokens=20), progress=seen.append
     )
-    assert [snapshot.index for snapshot in seen if snapshot.finished] == [[0, 1], [2]]
+    assert [one.total for one in seen] == [3] * len(seen)
+    finished, tokens = zip(*((one.finished, one.new_tokens) for one in seen), strict=True)
+    assert (finished[0], finished[-1]) == (0, 3)
+    assert (tokens[0], tokens[-1]) == (2 * 16, 3 * 20)
+    assert list(tokens) == sorted(tokens)
 
 
 def test_a_single_text_is_one_prompt(speaking):
@@ -476,7 +424,7 @@ class Unhashable(sampling.UniformRule):
 )
 def test_a_rule_of_ones_own_that_is_none(rule, said, tiny, monkeypatch):
     """It is refused before anything is compiled, with its own error as the cause."""
-    monkeypatch.setattr(executor, "_compile", None)
+    monkeypatch.setattr(programs, "_compile", None)
     drafter = specjax.make_drafter("ngram", tiny)
     options = {"drafter": drafter, "num_speculative_tokens": 3}
     with pytest.raises(InputError, match=f"^verify=.*: {said}") as caught:

@@ -7,6 +7,7 @@ import pytest
 from conftest import slow
 from decoding import (
     PROMPTS,
+    columns,
     draft_model,
     drafters,
     first_state,
@@ -80,11 +81,13 @@ def test_caches_equal_a_fresh_prefill_after_every_round(case, tiny, unrelated, s
     state = first_state(session)
     part = len(session.plan.drafter.parts) - 1
     assert_caches(session, state, models[draft], part)
-    for state in rounds(session, state):
+    counts = []
+    for state in rounds(session, state, counts):
         assert_caches(session, state, models[draft], part)
-    took_part = np.asarray(state.rounds.emitted) > 0
-    drafted = np.asarray(state.rounds.drafted)[took_part].tolist()
-    accepted = np.asarray(state.rounds.accepted)[took_part].tolist()
+    counts = columns(counts)
+    took_part = np.asarray(counts.emitted) > 0
+    drafted = np.asarray(counts.drafted)[took_part].tolist()
+    accepted = np.asarray(counts.accepted)[took_part].tolist()
     assert endings <= set(zip(drafted, accepted, strict=True))
     if name == "itself":
         assert accepted == drafted
@@ -107,9 +110,10 @@ def test_a_draft_cache_follows_rounds_without_a_draft(tiny, similar):
         sampling=sampling,
     )
     state = first_state(session)
-    for state in rounds(session, state):
+    counts = []
+    for state in rounds(session, state, counts):
         assert_caches(session, state, similar)
-    assert set(np.asarray(state.rounds.drafted).ravel().tolist()) == {-1, 0, 1, 2, 3}
+    assert set(columns(counts).drafted.ravel().tolist()) == {-1, 0, 1, 2, 3}
 
 
 def drafted_keys(session, state):

@@ -187,8 +187,8 @@ def test_a_length_that_follows_the_neighbours_is_exact(tables):
         stops = jnp.where(jnp.arange(batch)[:, None] == 0, -1, 2 * jnp.arange(VOCAB // 2)[None, :])
         rows = rows.replace(stop_ids=stops.astype(jnp.int32))
         state = loop.start(plan, (params, drafter_params), tokens, rows, size, status)
-        state = loop.run(plan, (params, drafter_params), state, jnp.int32(length))
-        return state.tokens[0], state.rounds.drafted[0]
+        state, counts = loop.run(plan, (params, drafter_params), state, jnp.int32(length))
+        return state.tokens[0], counts.drafted[0]
 
     tokens, drafted = jax.vmap(one)(jnp.arange(groups))
     assert set(np.unique(drafted[:, :length])) == {0, 1, 2}
@@ -308,8 +308,8 @@ def test_the_three_tokens_come_from_as_many_rounds_as_is_said(length, rounds, ta
         request=AS_IS,
         capacity=len(PROMPT) + 2 * length + 2,
     )
-    state = decode(plan, (table, params), PROMPT, AS_IS, np.arange(2000), 0, length + 2)
-    ends = np.cumsum(np.maximum(state.rounds.emitted, 0), axis=1)
+    _, counts = decode(plan, (table, params), PROMPT, AS_IS, np.arange(2000), 0, length + 2)
+    ends = np.cumsum(np.maximum(counts.emitted, 0), axis=1)
     # The round of the K-th token to the (K+2)-th: the first after which it is there.
     which = np.argmax(ends[:, :, None] >= length + np.arange(3), axis=1)
     assert {len(set(row)) for row in which.tolist()} == rounds

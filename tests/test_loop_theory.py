@@ -11,7 +11,7 @@ from decoding import PROMPTS, decode, draft_model, drafters, make_session
 from test_loop_distribution import small_model
 
 from specjax import theory
-from specjax.decoding.executor import expected_acceptance
+from specjax.decoding.generate import expected_acceptance
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.draft_length.limits import DraftLength
 from specjax.drafters import take_turns
@@ -32,9 +32,10 @@ def counts(target, drafter, rule="rejection", prompt=(1, 2), length=LENGTH, roun
     turns, drafter_params = take_turns(drafter)
     verify = RULES[rule]
     plan = make_plan(model, turns, lengths, verify=verify, request=AS_IS, capacity=room)
-    state = decode_rows(plan, (params, drafter_params), prompt, AS_IS, np.arange(ROWS), 0, rounds)
-    assert (np.asarray(state.rounds.drafted)[:, :rounds] == length).all()
-    return np.asarray(state.rounds.accepted)[:, :rounds]
+    params = params, drafter_params
+    _, counted = decode_rows(plan, params, prompt, AS_IS, np.arange(ROWS), 0, rounds)
+    assert (np.asarray(counted.drafted)[:, :rounds] == length).all()
+    return np.asarray(counted.accepted)[:, :rounds]
 
 
 def assert_close(values, expected, errors=5):

@@ -9,7 +9,7 @@ import jaxtyping
 import numpy as np
 import pytest
 from conftest import slow
-from decoding import greedy, make_session, prefilled_state
+from decoding import first_state, greedy, make_session
 from heads import mtp_config, mtp_drafter, mtp_head
 from test_decoder import one_pass
 
@@ -231,7 +231,7 @@ def proposed(target, loaded, **options):
         noise = loop.draft_noise(session.plan, state, loop.round_keys(session.plan, state))
         return part.propose(params[1][0], own, context, noise)[0]
 
-    return propose(session.params, prefilled_state(session))
+    return propose(session.params, first_state(session))
 
 
 def plain_logits(target, loaded, prompt):

@@ -321,17 +321,16 @@ class TestDecode:
     def test_rows_are_there_as_they_finish(self, folder, tmp_path, monkeypatch, capsys):
         path, found = tmp_path / "r.json", []
 
-        def looking(session, programs, index, *rest):
+        def looking(session, **options):
             found.append(len(read_report(path).rows) if path.exists() else 0)
             assert not path.exists() or read_report(path).interrupted
-            return run_batch(session, programs, index, *rest)
+            return decode_session(session, **options)
 
-        run_batch = decode_run.run_batch
-        monkeypatch.setattr(decode_run, "run_batch", looking)
+        decode_session = decode_run.decode_session
+        monkeypatch.setattr(decode_run, "decode_session", looking)
         monkeypatch.setattr(report_file, "_SHARE", 1e9)
         assert decode.main(arguments(folder, path)) == 0
-        # The first call warms up.
-        assert found == [0, 0, 1, 2]
+        assert found == [0, 1, 2]
         assert not read_report(path).interrupted
         capsys.readouterr()
 
@@ -339,13 +338,13 @@ class TestDecode:
         for after, rows in ((2, 2), (-1, 2)):
             calls = []
 
-            def failing(session, programs, index, *rest, calls=calls, after=after):
-                calls.append(index)
-                if len(calls) > after + 1:
+            def failing(session, calls=calls, after=after, **options):
+                calls.append(options["index"])
+                if len(calls) > max(after, 0):
                     raise KeyboardInterrupt if after < 0 else ZeroDivisionError
-                return run_batch(session, programs, index, *rest)
+                return decode_session(session, **options)
 
-            monkeypatch.setattr(decode_run, "run_batch", failing)
+            monkeypatch.setattr(decode_run, "decode_session", failing)
             if after < 0:
                 assert decode.main(arguments(folder, path)) == 130
             else:

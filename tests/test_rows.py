@@ -12,7 +12,7 @@ from heads import eagle_drafter, medusa_head, mtp_drafter
 
 from specjax.cache import KVCache, Window
 from specjax.decoding import loop
-from specjax.decoding.plan import batch_arguments
+from specjax.decoding.rows import batch_arguments
 from specjax.decoding.state import RUNNING, STOPPED, admit, release
 from specjax.drafters import head_drafter, take_turns
 from specjax.drafters.lookup.ngram import Ngram
@@ -63,17 +63,22 @@ def session_for(tiny, drafter, rule):
     )
 
 
-def finish(run, params, state):
+def finish(run, params, state, counts=()):
+    """The state at the end, and the counts of its rounds, `counts` before them."""
+    counts = list(counts)
     while bool((state.status == RUNNING).any()):
-        state = run(params, state, jnp.int32(1))
-    return state
+        state, new = run(params, state, jnp.int32(1))
+        counts.append(jax.tree.map(lambda part: part[:, :1], new))
+    return state, jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *counts)
 
 
-def emitted(state, row):
-    """The tokens and the raw counts of a row."""
-    length, count = int(state.length[row]), int(state.round[row])
-    counts = [np.asarray(part)[row, :count].tolist() for part in jax.tree.leaves(state.rounds)[1:]]
-    return np.asarray(state.tokens)[row, :length].tolist(), counts
+def emitted(ended, row, first=0):
+    """The tokens of a row, and its raw counts from round `first` of the batch on."""
+    state, counts = ended
+    length = int(state.length[row])
+    parts = [part[row, first:] for part in jax.tree.leaves(counts)[1:]]
+    parts = [part[parts[2] >= 0].tolist() for part in parts]
+    return np.asarray(state.tokens)[row, :length].tolist(), parts
 
 
 CASES = [
@@ -96,19 +101,20 @@ def test_a_row_admitted_in_a_later_round_decodes_as_alone(
     strangers = start(params, *batch_arguments(session, [0, 1, 2, 3]))
     late = start(params, *batch_arguments(session, [prompt]))
     alone = finish(run, params, late)
-    state = run(params, strangers, jnp.int32(6))
+    state, counts = run(params, strangers, jnp.int32(6))
+    counts = [jax.tree.map(lambda part: part[:, :6], counts)]
     state = release(state, jnp.array([SLOT]))
     assert int(state.status[SLOT]) == STOPPED
     state = jax.jit(admit)(state, jnp.array([SLOT, 9, -1, 9]), late)
-    state = finish(run, params, state)
-    together, counts = emitted(state, SLOT)
+    ended = finish(run, params, state, counts)
+    together, counts = emitted(ended, SLOT, first=6)
     wanted, wanted_counts = emitted(alone, 0)
     assert together == wanted
     # Widths are the batch's; what a row drafted, had accepted and emitted is its own.
     assert counts == wanted_counts
     untouched = finish(run, params, strangers)
     for row in (0, 2, 3):
-        assert emitted(state, row) == emitted(untouched, row)
+        assert emitted(ended, row) == emitted(untouched, row)
 
 
 def test_every_leaf_has_rows_first_or_belongs_to_a_cache(tiny, unrelated, similar):

@@ -10,14 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import slow, tiny_config
-from decoding import PROMPTS, decode, draft_model, greedy, make_session, mixed
+from decoding import PROMPTS, decode, draft_model, first_state, greedy, make_session, mixed
 from heads import eagle_drafter, eagle_head, medusa_head, with_modules
 
 from specjax.cache import KVCache, Window
 from specjax.decoding import loop
-from specjax.decoding.executor import compile_session, run_session
-from specjax.decoding.generate import collect, generate
-from specjax.decoding.plan import batch_arguments
+from specjax.decoding.generate import decode_session, generate
+from specjax.decoding.programs import compile_setup
 from specjax.distributed import sharding
 from specjax.drafters import TreeOptions, head_drafter, make_drafter
 from specjax.errors import InputError
@@ -120,14 +119,9 @@ def test_key_value_heads_are_copied_where_there_are_more_devices(model):
     assert ours.token_ids == run_on(target, None, "ngram", options).token_ids
     drafter = make_drafter("ngram", split)
     session = make_session(split, PROMPTS, drafter=drafter, num_speculative_tokens=3, **options)
-    state = start(session)
+    state = first_state(session)
     parts = [shard.data.shape for shard in state.cache.k.addressable_shards]
     assert set(parts) == {(3, 8, 1, session.plan.capacity, 6)}
-
-
-def start(session):
-    arguments = batch_arguments(session, session.batches()[0])
-    return compile_session(session).start(session.params, *arguments)
 
 
 @pytest.mark.slow  # what such a one exchanges is in test_forms
@@ -191,7 +185,7 @@ def test_a_heads_cache_is_split_as_the_targets(name, model, eight, alone):
     options = dict(sampling=greedy(max_new_tokens=14), num_speculative_tokens=3)
     result = decode(split, PROMPTS, drafter=drafter, **options)
     assert result.token_ids == alone("ngram, greedy").token_ids
-    state = start(make_session(split, PROMPTS, drafter=drafter, **options))
+    state = first_state(make_session(split, PROMPTS, drafter=drafter, **options))
     for cache in state.drafter[0].drafter.caches:
         batch, heads = cache.k.addressable_shards[0].data.shape[1:3]
         assert (batch, heads) == (model, 8 // model)
@@ -289,13 +283,12 @@ def test_a_model_on_another_device_runs_there(how, chatty):
     session = make_session(
         model, PROMPTS[:3], drafter=draft_model(chatty), num_speculative_tokens=2, **options
     )
-    state = start(session)
+    state = first_state(session)
     there = [leaf.devices() for leaf in jax.tree.leaves((session.params, state))]
     assert set().union(*there) == {device}
-    done = [snapshot for snapshot in run_session(session) if snapshot.finished]
     wanted = decode(chatty, PROMPTS[:3], **options)
     assert wanted.finish_reasons[1] == "stop"
-    assert collect(session, done).token_ids == wanted.token_ids
+    assert decode_session(session).token_ids == wanted.token_ids
 
 
 def collectives(program):
@@ -314,7 +307,7 @@ def round_program(target, draft, name, sampling):
         target, PROMPTS, drafter=drafter, num_speculative_tokens=2, sampling=sampling
     )
     assert session.plan.widths == (1, 3)
-    return compile_session(session)
+    return compile_setup(session)
 
 
 @pytest.mark.usefixtures("every_pass")
@@ -326,13 +319,13 @@ def test_the_greedy_round_sums_twice_a_layer_and_gathers_nothing(eight, draft):
         # The loop over layers is one body: two sums a layer, and the embedding's before it.
         expected += [("all-reduce", f"f32[8,{width},24]")] * 3
         expected += [("all-reduce", f"f32[8,{width}]"), ("all-reduce", f"s32[8,{width}]")]
-    assert collectives(program.run) == sorted(expected)
+    assert collectives(program.step) == sorted(expected)
 
 
 @pytest.mark.usefixtures("every_pass")
 def test_the_sampled_round_gathers_the_logits_once(eight, draft):
     program = round_program(place_model(eight, mesh_of(1, 4)), draft, "ngram", mixed())
-    found = collectives(program.run)
+    found = collectives(program.step)
     gathers = [shape for kind, shape in found if kind == "all-gather"]
     assert sorted(gathers) == sorted(f"f32[8,{width},72]" for width in (1, 3))
     sums = [shape for kind, shape in found if kind == "all-reduce"]
@@ -351,7 +344,7 @@ def test_the_sampled_round_gathers_the_logits_once(eight, draft):
 def test_rows_on_other_devices_exchange_only_whether_they_are_done(sampling, eight, draft):
     """Over `data` a number a decision: the width, the blocks of each width, who is finished."""
     program = round_program(place_model(eight, mesh_of(2, 1)), draft, "ngram", sampling)
-    assert {shape for _, shape in collectives(program.run)} <= {"s32[]", "pred[]"}
+    assert {shape for _, shape in collectives(program.step)} <= {"s32[]", "pred[]"}
 
 
 @pytest.mark.usefixtures("every_pass")
@@ -361,7 +354,7 @@ def test_no_weight_and_no_cache_travels(eight, draft):
     programs = round_program(
         place_model(eight, mesh), place_model(draft, mesh), "draft_model", mixed()
     )
-    for program in (programs.start, programs.run):
+    for program in (programs.read, programs.step):
         for kind, shape in collectives(program):
             sizes = [int(size) for size in re.findall(r"\d+", shape.partition("[")[2])]
             if kind == "all-gather":
@@ -376,8 +369,8 @@ def test_the_state_is_updated_in_place_on_a_mesh(eight, draft):
     session = make_session(
         place_model(eight, mesh_of(2, 4)), PROMPTS, sampling=greedy(), num_speculative_tokens=0
     )
-    program = compile_session(session).run
-    state = start(session)
+    program = compile_setup(session).step
+    state = first_state(session)
     cache = state.cache.k.addressable_shards[0].data
     assert program.memory_analysis().alias_size_in_bytes >= 2 * cache.nbytes
     copies = re.findall(r"= \w+\[([\d,]*)\][^=\n]*? copy(?:-start)?\(", program.as_text())
@@ -392,7 +385,7 @@ def test_the_loop_exports_for_every_platform_on_a_mesh(eight, draft):
         placed = None if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.sharding
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed)
 
-    params, state = jax.tree.map(shape, (session.params, start(session)))
+    params, state = jax.tree.map(shape, (session.params, first_state(session)))
     program = jax.jit(functools.partial(loop.run, session.plan))
     with sharding.use(target.mesh):
         exported = jax.export.export(program, platforms=("cpu", "cuda", "tpu"))(

@@ -6,7 +6,6 @@ import re
 import jax
 import jax.numpy as jnp
 import jaxtyping
-import numpy as np
 import pytest
 from conftest import slow, tiny_config
 from decoding import PROMPTS, changed, draft_model, greedy, make_session, mixed
@@ -16,8 +15,8 @@ import specjax
 from specjax import sampling
 from specjax.cache import KVCache, make_cache
 from specjax.decoding import loop
-from specjax.decoding.executor import compile_session, run_session
-from specjax.decoding.plan import batch_arguments
+from specjax.decoding.programs import compile_setup
+from specjax.decoding.rows import batch_arguments
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.drafters import make_drafter
 from specjax.drafters.early_exit import EarlyExit
@@ -70,7 +69,7 @@ CASES = {
 
 def lowered(session, donate=True):
     """The loop of a session, lowered for its first batch."""
-    arguments = batch_arguments(session, session.batches()[0])
+    arguments = batch_arguments(session, range(session.batch_size))
     state = jax.eval_shape(functools.partial(loop.start, session.plan), session.params, *arguments)
     program = jax.jit(loop.run, static_argnums=0, donate_argnums=2 if donate else ())
     return state, program.lower(session.plan, session.params, state, jnp.int32(4))
@@ -140,7 +139,7 @@ def test_the_loop_exports_for_every_platform(name, models):
         sampling=mixed()[:3],
         num_speculative_tokens=3,
     )
-    arguments = batch_arguments(session, session.batches()[0])
+    arguments = batch_arguments(session, range(session.batch_size))
     state = jax.eval_shape(functools.partial(loop.start, session.plan), session.params, *arguments)
     program = jax.jit(functools.partial(loop.run, session.plan))
     exported = jax.export.export(program, platforms=("cpu", "cuda", "tpu"))(
@@ -155,7 +154,5 @@ def test_programs_are_shared_by_sessions_that_agree(tiny):
     options = dict(drafter=drafter, sampling=greedy(max_new_tokens=5))
     one = make_session(tiny, [[1], [2, 3]], num_speculative_tokens=2, **options)
     other = make_session(tiny, [[4] * 9, [5]], num_speculative_tokens=2, seed=3, **options)
-    assert compile_session(one) is compile_session(other)
+    assert compile_setup(one) is compile_setup(other)
     assert make_session(tiny, [[4] * 9, [5]], num_speculative_tokens=3, **options).plan != one.plan
-    lengths = [np.asarray(snapshot.lengths) for snapshot in run_session(other)]
-    assert lengths[-1].tolist() == [14, 6]

@@ -10,11 +10,11 @@ from conftest import slow
 from decoding import (
     PROMPTS,
     decode,
+    first_state,
     greedy,
     make_session,
     mixed,
     observed,
-    prefilled_state,
 )
 from test_decoder import one_pass
 from test_drafters import context_of, silence
@@ -79,7 +79,7 @@ def test_the_last_of_equal_tokens_counts():
 def test_prompts_fill_the_table(tiny):
     """The latest position of a token counts, and all but the last token are read."""
     session = make_session(tiny, PROMPTS, drafter=TokenRecycling(61, tree=TREE))
-    state = prefilled_state(session)
+    state = first_state(session)
     table = np.asarray(observed(session, state)[0])
     logits = np.asarray(one_pass(tiny, np.asarray(state.tokens)).logits)
     for row, prompt in enumerate(PROMPTS):
@@ -97,7 +97,7 @@ def test_rounds_fill_the_table(target):
     request = SamplingParams(temperature=1.0)
     drafter = take_turns(TokenRecycling(8, tree=TREE)).drafter
     plan = make_plan(model, drafter, DraftLength(3), verify=Coupled(), request=request, capacity=24)
-    state = decode_rows(plan, (logits, ((),)), [3], request, np.arange(50), 0, 4)
+    state, _ = decode_rows(plan, (logits, ((),)), [3], request, np.arange(50), 0, 4)
     table = np.asarray(state.drafter[0].drafter)
     right = np.argsort(-np.asarray(logits), axis=1, kind="stable")[:, :2]
     refused = 0

@@ -15,7 +15,7 @@ from heads import eagle_head, medusa_head, with_modules
 
 import specjax
 from specjax import sampling
-from specjax.decoding import executor
+from specjax.decoding import programs
 from specjax.draft_length.limits import DraftLength
 from specjax.drafters import LoadedDrafter, Turns, head_drafter, make_drafter
 from specjax.drafters.lookup.ngram import Ngram
@@ -54,7 +54,7 @@ def test_equal_calls_never_compile_again(name, tiny):
         options = dict(sampling=greedy(max_new_tokens=12), batch_size=2, num_speculative_tokens=3)
         options |= changes
         specjax.generate(tiny, PROMPTS[:2], drafter=make(tiny), **options)
-        return executor._compile.cache_info().misses
+        return programs._compile.cache_info().misses
 
     first = call()
     assert call() == first

@@ -2,7 +2,7 @@
 
     python -m train.generate --config=configs/generate_smollm2.py --config.workdir=DIRECTORY
 
-Finished batches are kept in the work folder as they come, so that the same command resumes where it
+Finished answers are kept in the work folder as they come, so that the same command resumes where it
 was stopped; the dataset is written at the end. Exit codes: 0, also where config.minutes were over
 before the end; 2 for bad input; 130 after Ctrl-C or SIGTERM. Of several processes the first one
 prints and writes.
@@ -10,7 +10,7 @@ prints and writes.
 
 from __future__ import annotations
 
-import functools
+import itertools
 import sys
 import time
 from collections.abc import Sequence
@@ -21,7 +21,6 @@ from rich.console import Console
 from specjax.cli import command
 from specjax.cli.console import Screen
 from specjax.cli.mesh_config import open_mesh
-from specjax.decoding.executor import compile_session
 from specjax.distributed import folder_lock, processes
 from specjax.errors import InputError
 from specjax.files import folders
@@ -112,39 +111,57 @@ def _run(
     screen: Screen,
     begin: float,
 ) -> bool:
-    """Decode what is not done; False where the minutes were over before the end."""
-    there = processes.from_first(answers.whole_pieces(job, pieces) if processes.is_first() else [])
-    todo = [number for number in job.order if number not in set(there)]
-    total, rows = len(job.rows), sum(len(job.batches[number]) for number in there)
+    """Answer what is not answered; False where the minutes were over before the end."""
+    known = {row.request.id for row in job.rows}
+    there = pieces.read_all().keys() & known if processes.is_first() else None
+    there = set(processes.from_first(sorted(there) if there is not None else None))
+    todo = [row for row in job.order if job.rows[row].request.id not in there]
+    total = len(job.rows)
     if there:
-        screen.say(f"resuming: {rows} of {total} prompts are answered")
+        screen.say(f"resuming: {total - len(todo)} of {total} prompts are answered")
     if not todo:
         return True
     session = processes.together(lambda: answers.open_job(config, model, job))
     screen.say(
-        f"{total} prompts in {len(job.batches)} batches of {config.batch_size}, up to "
-        f"{config.max_new_tokens} new tokens, {model.dtype}, on "
-        f"{decode_report.device_name(model.mesh)}"
+        f"{total} prompts in {session.batch_size} slots, up to {config.max_new_tokens} new tokens, "
+        f"{model.dtype}, on {decode_report.device_name(model.mesh)}"
     )
+    engine = answers.open_answers(session)
     with screen.working("compiling"):
-        programs = compile_session(session)
-    speed = answers.Speed()
-    for count, number in enumerate(todo):
-        index = job.batches[number]
+        engine.compile()
+    first = processes.from_first(max(pieces.done(), default=-1) + 1)
+    numbers, ended, written = itertools.count(first), [], total - len(todo)
+
+    def keep() -> None:
+        """Write the answers that have ended."""
+        number, ids = next(numbers), [job.rows[one.id].request.id for one in ended]
+        kept = [one.token_ids for one in ended]
+        processes.together(
+            lambda: pieces.write(number, ids, kept) if processes.is_first() else None
+        )
+
+    for more in answers.answer(engine, session, todo, screen, total):
+        ended += more
         over = config.minutes and time.monotonic() - begin > 60 * config.minutes
-        if processes.from_first(bool(over)):
+        over = processes.from_first(bool(over))
+        if len(ended) >= session.batch_size or (ended and over):
+            keep()
+            written += len(ended)
+            ended = []
+        if over and written < total:
             screen.say(
-                f"{config.minutes:g} minutes are over: {rows} of {total} prompts are answered, "
-                f"{len(todo) - count} batches are left; the same command resumes it"
+                f"{config.minutes:g} minutes are over: {written} of {total} prompts are answered, "
+                f"{total - written} are left; the same command resumes it"
             )
             return False
-        responses = answers.answer(session, programs, index, speed, screen, rows, total)
-        ids = [job.rows[row].request.id for row in index]
-        keep = functools.partial(pieces.write, number, ids, responses)
-        processes.together(lambda keep=keep: keep() if processes.is_first() else None)
-        rows += len(index)
+    if ended:
+        keep()
     screen.rest()
-    screen.say(f"{speed.tokens} tokens at {speed.tokens_per_second():.1f} tokens/s")
+    summary = engine.statistics.summary()
+    screen.say(
+        f"{summary.tokens} tokens at {summary.tokens_per_second:.1f} tokens/s, "
+        f"{summary.occupancy:.0%} of the slots busy"
+    )
     return True
 
 

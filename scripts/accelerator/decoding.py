@@ -19,7 +19,8 @@ from specjax import metrics
 from specjax.cache import KVCache
 from specjax.decoding import costs, loop
 from specjax.decoding.options import DecodeOptions
-from specjax.decoding.plan import batch_arguments, plan_session
+from specjax.decoding.plan import plan_session
+from specjax.decoding.rows import batch_arguments
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.state import Rounds, State
 from specjax.drafters import LoadedDrafter, take_turns
@@ -51,7 +52,7 @@ class Loop:
         self.drafter = take_turns(drafter)
         # Two widths, so that a round chooses between them as in a real run.
         self.plan = replace(
-            session.plan, widths=tuple(sorted({1, drafted + 1})), max_rounds=size.reach
+            session.plan, widths=tuple(sorted({1, drafted + 1})), rounds_per_step=size.reach
         )
         self._session = replace(session, plan=self.plan)
         self._run: Any = None
@@ -84,7 +85,7 @@ class Loop:
             self._run = run.lower(self.plan, params, state, np.int32(0)).compile()
         jax.block_until_ready(state)
         begin = time.perf_counter()
-        state = jax.block_until_ready(self._run(params, state, np.int32(rounds)))
+        state, _ = jax.block_until_ready(self._run(params, state, np.int32(rounds)))
         return time.perf_counter() - begin, state
 
 

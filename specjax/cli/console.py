@@ -17,7 +17,8 @@ from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
-from specjax.decoding.generate import Delta, Generation
+from specjax.decoding.engine.outputs import Delta
+from specjax.decoding.generate import Generation
 from specjax.decoding.prompts import Question
 from specjax.loading.tokenizers.tokenizer import StreamDecoder, Tokenizer
 from specjax.reporting.auto_lengths import AutoCosts, AutoLengths, PartCosts, drafted_per_round

@@ -1,8 +1,11 @@
-"""Runs a decode config batch by batch, alternating between plain decoding and the drafters."""
+"""Runs a decode config, alternating between plain decoding and the drafters.
+
+Rows are decoded in groups, each by one drafter after the other: with one slot a row is a group,
+with more of them a group is large enough that most of its rows enter a slot that another row left.
+"""
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
 import time
@@ -10,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from specjax.cli.console import Marker, Screen
 from specjax.cli.decode_config import (
@@ -20,17 +22,16 @@ from specjax.cli.decode_config import (
     turn_prompts,
 )
 from specjax.decoding.compare_outputs import Difference, compare_row
-from specjax.decoding.executor import (
-    compile_session,
+from specjax.decoding.engine.engine import Engine
+from specjax.decoding.engine.outputs import Delta
+from specjax.decoding.generate import (
+    Generation,
+    add_prompts,
+    decode_session,
     expected_acceptance,
-    learn_costs,
-    run_batch,
+    open_engine,
 )
-from specjax.decoding.generate import Follower, Generation, collect
-from specjax.decoding.learned_costs import LearnedCosts
-from specjax.decoding.plan import Programs, Session, plan_session
-from specjax.decoding.snapshot import Snapshot
-from specjax.decoding.state import RUNNING
+from specjax.decoding.plan import Session, plan_session
 from specjax.draft_length.policy import Costs
 from specjax.drafters import LoadedDrafter
 from specjax.loading.model import Model
@@ -39,6 +40,8 @@ from specjax.reporting.decode_report import PLAIN, Batch, Clock, DrafterRun
 
 ROUNDS_PER_STEP = 4
 """Rounds between two reads from the device: enough for streaming, and cheap."""
+_GROUP = 4
+"""Rows of a group, by slot."""
 SHOWN_ROWS = 24
 """With more rows than this, texts are only in the report."""
 
@@ -64,14 +67,13 @@ class _Side:
     session: Session
     run: DrafterRun | None = None
     results: list[Generation] = field(default_factory=list)
-    programs: Programs | None = None
-    learned: LearnedCosts | None = None
+    engine: Engine | None = None
     noted_s: float = 0.0
     """Seconds of measuring that the run's report has of it."""
 
     def note_costs(self) -> None:
         """Put what is known of costs now into the run's report."""
-        learned = self.learned
+        learned = None if self.engine is None else self.engine.costs
         if learned is None:
             return
         before = self.run.auto or AutoLengths()
@@ -99,11 +101,11 @@ class _Side:
             ),
         )
 
-    def speed(self, snapshot: Snapshot) -> float:
-        """Tokens/s so far, a batch that is under way included."""
-        tokens = sum(result.new_tokens for result in self.results) + sum(_new(self, snapshot))
-        seconds = sum(result.total_decode_s for result in self.results) + snapshot.decode_s
-        return tokens / seconds if seconds else 0.0
+    @property
+    def speed(self) -> float:
+        """Tokens/s so far, a group that is under way included."""
+        statistics = self.engine.statistics
+        return statistics.tokens / statistics.decode_s if statistics.decode_s else 0.0
 
 
 def decode_batches(
@@ -134,7 +136,7 @@ def decode_batches(
         if with_plain:
             plain = _Side(PLAIN, opened(options=config.options.without_drafts()))
         if simulated:
-            for index in plain.session.batches():
+            for index in _groups(plain.session):
                 _decode(plain, index, screen, clock, progress)
             recorded = [ids for result in plain.results for ids in result.token_ids]
             for number, one in enumerate(config.drafters):
@@ -144,12 +146,7 @@ def decode_batches(
         drafting = [
             _Side(run.drafter, session, run) for run, session in zip(runs, sessions, strict=True)
         ]
-        try:
-            yield from _turn(config, turn, drafting, plain, screen, clock, progress, answers)
-        finally:
-            for side in drafting:
-                if side.learned is not None:
-                    side.learned.save()
+        yield from _turn(config, turn, drafting, plain, screen, clock, progress, answers)
         for side in drafting:
             if config.has_expectation and side.name != "none":
                 with screen.working(
@@ -168,32 +165,35 @@ def _turn(
     progress: Progress,
     answers: dict[int, list[str]],
 ) -> Iterator[None]:
-    """A turn's batches, each decoded by the first drafter, plainly, and by the other drafters.
+    """A turn's groups, each decoded by the first drafter, plainly, and by the other drafters.
 
     So each is timed in turn, and whatever slows the machine down slows all of them.
     """
     first, *others = sides
     indices = config.turn(turn)
     _prepare(first, screen, clock)
-    for index in first.session.batches():
+    groups = _groups(first.session)
+    for number, index in enumerate(groups):
         questions = [config.questions[indices[prompt]] for prompt in index]
         alone = progress.shown and len(index) == 1
         live = alone and screen.live
         head = functools.partial(_show_question, config, screen, turn)
         if live:
             head(indices[index[0]])
-        result, last = _decode(first, index, screen, clock, progress, live=live)
+        result = _decode(first, index, screen, clock, progress, live=live)
         results, baseline, interrupted = [result], None, False
         if alone and not live:
             head(indices[index[0]])
-            screen.text(_pieces(first.session, index[0], last, 0))
+            screen.text(_pieces(first.session, result, 0))
             screen.rest()
         try:
-            baseline = _finished(plain, index) if plain else None
-            if plain is not None and baseline is None:
-                baseline, _ = _decode(plain, index, screen, clock, progress)
+            if plain is not None:
+                # Where a drafter needs plain decoding's output, that has run before.
+                if len(plain.results) == number:
+                    _decode(plain, index, screen, clock, progress)
+                baseline = plain.results[number]
             for side in others:
-                results.append(_decode(side, index, screen, clock, progress)[0])
+                results.append(_decode(side, index, screen, clock, progress))
         except KeyboardInterrupt:
             if len(results) < len(sides):
                 raise
@@ -207,7 +207,7 @@ def _turn(
         for row, prompt in enumerate(index if progress.shown else []):
             if not alone:
                 head(indices[prompt])
-                screen.text(_pieces(first.session, prompt, last, row))
+                screen.text(_pieces(first.session, result, row))
             for side, one, found in zip(sides, results, differences, strict=True):
                 same = ""
                 if found is not None:
@@ -243,16 +243,23 @@ def _show_question(config: DecodeConfig, screen: Screen, turn: int, number: int)
     screen.question(number + 1, len(config.questions), config.questions[number], turn)
 
 
+def _groups(session: Session) -> list[list[int]]:
+    """The prompts that are decoded before the next drafter's turn."""
+    slots = session.batch_size
+    return session.groups(slots if slots == 1 else _GROUP * slots)
+
+
 def _prepare(side: _Side, screen: Screen, clock: Clock) -> None:
     """Compile a session and run its first round once, so that timings exclude the warm-up."""
     session, begin = side.session, time.perf_counter()
+    side.engine = open_engine(session, ROUNDS_PER_STEP)
     with screen.working(f"compiling {'plain decoding' if side.name == PLAIN else side.name}"):
-        side.programs = compile_session(session)
+        side.engine.compile()
     clock.compiled(side.name, time.perf_counter() - begin)
-    side.learned = learn_costs(session)
     # What the first round takes says nothing of later ones.
-    learned = copy.deepcopy(side.learned)
-    next(run_batch(session, side.programs, session.batches()[0], 1, learned))
+    with open_engine(session, 1) as warm:
+        add_prompts(warm, session, range(min(session.batch_size, len(session.prompts))))
+        warm.step()
 
 
 def _decode(
@@ -263,53 +270,44 @@ def _decode(
     progress: Progress,
     *,
     live: bool = False,
-) -> tuple[Generation, Snapshot]:
-    if side.programs is None:
+) -> Generation:
+    if side.engine is None:
         _prepare(side, screen, clock)
-    follower = Follower(side.session, index[0])
     marker = Marker(side.session.model.tokenizer)
-    before = progress.done
-    for snapshot in run_batch(side.session, side.programs, index, ROUNDS_PER_STEP, side.learned):
-        if clock.first_token_s is None:
+    before, decoded = progress.done, sum(len(result.token_ids) for result in side.results)
+    new, ended = dict.fromkeys(index, 0), 0
+
+    def follow(deltas: list[Delta]) -> None:
+        nonlocal ended
+        if clock.first_token_s is None and deltas:
             clock.first_token_s = process_age()
-        if live and (delta := follower.follow(snapshot, snapshot.kept_rounds(), 0)) is not None:
-            screen.text(marker.mark(delta))
-        ended = int((snapshot.status != RUNNING).sum())
-        limits = [side.session.requests[prompt].max_new_tokens for prompt in index]
-        share = sum(new / most for new, most in zip(_new(side, snapshot), limits, strict=True))
-        share = max(share, ended)
+        for delta in deltas:
+            if live:
+                screen.text(marker.mark(delta))
+            new[delta.id] += len(delta.token_ids)
+            ended += delta.output is not None
+        requests = side.session.requests
+        share = sum(count / requests[at].max_new_tokens for at, count in new.items())
         screen.progress(
             side.name,
-            sum(len(result.token_ids) for result in side.results) + ended,
+            decoded + ended,
             len(side.session.prompts),
-            side.speed(snapshot),
-            min((before + share) / progress.total, 1.0),
+            side.speed,
+            min((before + max(share, ended)) / progress.total, 1.0),
         )
+
+    result = decode_session(side.session, index=index, engine=side.engine, follow=follow)
     screen.rest()
     progress.done += len(index)
-    result = collect(side.session, [snapshot])
     side.results.append(result)
-    return result, snapshot
+    return result
 
 
-def _finished(plain: _Side, index: Sequence[int]) -> Generation | None:
-    """Plain decoding's result for a batch, if it was run before."""
-    number = plain.session.batches().index(list(index))
-    return plain.results[number] if number < len(plain.results) else None
-
-
-def _pieces(session: Session, prompt: int, snapshot: Snapshot, row: int) -> list[tuple[str, bool]]:
-    delta = Follower(session, prompt).follow(snapshot, snapshot.kept_rounds(), row)
-    return [] if delta is None else Marker(session.model.tokenizer).mark(delta)
-
-
-def _new(side: _Side, snapshot: Snapshot) -> list[int]:
-    """New tokens of each row of a snapshot."""
-    lengths: Any = snapshot.lengths
-    return [
-        int(lengths[row]) - len(side.session.prompts[prompt])
-        for row, prompt in enumerate(snapshot.index)
-    ]
+def _pieces(session: Session, result: Generation, row: int) -> list[tuple[str, bool]]:
+    """A row's text in pieces, each with whether it was drafted."""
+    tokens, text = result.token_ids[row], result.texts[row]
+    whole = Delta(row, 0, tokens, result.was_drafted(row), text)
+    return Marker(session.model.tokenizer).mark(whole)
 
 
 def process_age() -> float:

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from statistics import fmean, variance
 from typing import NamedTuple
 
-from specjax.decoding.executor import compile_session, learn_costs, run_batch
-from specjax.decoding.learned_costs import LearnedCosts
+from specjax.decoding.generate import Generation, decode_session, open_engine
 from specjax.decoding.options import DecodeOptions
-from specjax.decoding.plan import Programs, Session, plan_session
+from specjax.decoding.plan import plan_session
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.drafters import LoadedDrafter
 from specjax.loading.model import Model
@@ -58,15 +57,6 @@ class Cell:
     identical: bool | None
 
 
-class _Run(NamedTuple):
-    tokens: int
-    prefill_s: float
-    decode_s: float
-    rounds: int
-    drafted: int
-    token_ids: list[list[int]]
-
-
 def measure_cell(
     model: Model,
     ids: Sequence[Sequence[int]],
@@ -88,23 +78,19 @@ def measure_cell(
     options = DecodeOptions(num_speculative_tokens="auto", batch_size=batch_size)
     plain = plan_session(model, prompts, options=options.without_drafts(), requests=requests)
     auto = plan_session(model, prompts, drafter=drafter, options=options, requests=requests)
-    programs = [compile_session(session) for session in (plain, auto)]
-    learned = learn_costs(auto)
-    runs: dict[int, list[tuple[_Run, _Run]]] = {}
+    engines = open_engine(plain), open_engine(auto)
+    runs: dict[int, list[tuple[Generation, Generation]]] = {}
     for number in range(repeats + 1):
-        for at, index in enumerate(auto.batches()):
+        for at, index in enumerate(auto.groups(batch_size)):
             pair = tuple(
-                _decode(session, program, index, known)
-                for session, program, known in zip(
-                    (plain, auto), programs, (None, learned), strict=True
-                )
+                decode_session(session, index=index, engine=engine)
+                for session, engine in zip((plain, auto), engines, strict=True)
             )
             if number:  # the first one warms up
                 runs.setdefault(at, []).append(pair)
-    if learned is not None:
-        learned.save()
     every = [pair for pairs in runs.values() for pair in pairs]
     ours = [pair[1] for pair in every]
+    rounds = sum(int((run.emitted > 0).sum()) for run in ours)
     return Cell(
         drafter=label,
         batch=batch_size,
@@ -113,44 +99,24 @@ def measure_cell(
         plain_tokens_per_second=_speed([pair[0] for pair in every]),
         decoding=_ratio(runs.values(), whole=False),
         whole=_ratio(runs.values(), whole=True),
-        acceptance_length=sum(run.tokens for run in ours) / sum(run.rounds for run in ours),
-        mean_draft=sum(run.drafted for run in ours) / sum(run.rounds for run in ours),
-        measure_s=learned.measure_s if learned is not None else 0.0,
+        acceptance_length=sum(run.new_tokens for run in ours) / rounds,
+        mean_draft=sum(int(run.drafted[run.drafted > 0].sum()) for run in ours) / rounds,
+        measure_s=engines[1].costs.measure_s if engines[1].costs is not None else 0.0,
         identical=(
             None if temperature else all(slow.token_ids == fast.token_ids for slow, fast in every)
         ),
     )
 
 
-def _decode(
-    session: Session, programs: Programs, index: list[int], learned: LearnedCosts | None
-) -> _Run:
-    for snapshot in run_batch(session, programs, index, session.plan.max_rounds, learned):
-        last = snapshot
-    emitted, drafted = last.rounds.emitted, last.rounds.drafted
-    new = [
-        last.tokens[row, len(session.prompts[prompt]) : last.lengths[row]].tolist()
-        for row, prompt in enumerate(index)
-    ]
-    return _Run(
-        sum(map(len, new)),
-        last.prefill_s,
-        last.decode_s,
-        int((emitted > 0).sum()),
-        int(drafted[drafted > 0].sum()),
-        new,
-    )
+def _speed(runs: Sequence[Generation]) -> float:
+    return sum(run.new_tokens for run in runs) / sum(run.decode_s for run in runs)
 
 
-def _speed(runs: Sequence[_Run]) -> float:
-    return sum(run.tokens for run in runs) / sum(run.decode_s for run in runs)
-
-
-def _ratio(batches: Iterable[list[tuple[_Run, _Run]]], *, whole: bool) -> Ratio:
+def _ratio(batches: Iterable[list[tuple[Generation, Generation]]], *, whole: bool) -> Ratio:
     """The geometric mean of auto / plain over batches; its error is that of the repeats."""
 
-    def seconds_per_token(run: _Run) -> float:
-        return (run.decode_s + whole * run.prefill_s) / run.tokens
+    def seconds_per_token(run: Generation) -> float:
+        return (run.decode_s + whole * run.prefill_s) / run.new_tokens
 
     means, errors = [], []
     for pairs in batches:

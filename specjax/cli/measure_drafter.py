@@ -10,10 +10,11 @@ import numpy as np
 
 from specjax import metrics
 from specjax.decoding import costs
-from specjax.decoding.executor import compile_session, run_session
-from specjax.decoding.generate import Generation, broken_logits, collect
+from specjax.decoding.engine.engine import Engine
+from specjax.decoding.engine.outputs import broken_logits
+from specjax.decoding.generate import Generation, decode_session, open_engine
 from specjax.decoding.options import DecodeOptions
-from specjax.decoding.plan import Programs, Session, plan_session
+from specjax.decoding.plan import Session, plan_session
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.drafters import LoadedDrafter
 from specjax.errors import InputError
@@ -79,7 +80,7 @@ def compare_with_plain(
     options = DecodeOptions(num_speculative_tokens=num_speculative_tokens, batch_size=batch_size)
     plain = plan_session(model, ids, options=options.without_drafts(), requests=requests)
     drafted = plan_session(model, ids, drafter=drafter, options=options, requests=requests)
-    sessions = [(one, compile_session(one)) for one in (plain, drafted)]
+    sessions = [(one, open_engine(one)) for one in (plain, drafted)]
     pairs = [tuple(decode_all(*one) for one in sessions) for _ in range(runs + 1)][1:]
     ratios = [fast.tokens_per_second / slow.tokens_per_second for slow, fast in pairs]
     slow, fast = pairs[-1]
@@ -101,10 +102,9 @@ def compare_with_plain(
     )
 
 
-def decode_all(session: Session, programs: Programs) -> Generation:
+def decode_all(session: Session, engine: Engine) -> Generation:
     """Decode a session's prompts; raises InputError where logits are not numbers."""
-    done = [s for s in run_session(session, programs=programs) if s.finished]
-    result = collect(session, done)
+    result = decode_session(session, engine=engine)
     failed = {f"prompts[{row}]": count for row, count in result.failed_rows.items()}
     if failed:
         raise InputError(broken_logits(session.model, failed))
@@ -125,9 +125,7 @@ def _predict(
         capacity=session.plan.capacity,
     )
     draft = costs.propose_seconds(session)
-    # A batch's pass has one width for all of its rows.
-    widths = result.width.max(axis=0) if session.batch_size > 1 else result.width[result.width > 0]
     predicted = metrics.predicted_speedup(
-        result.summary().tokens_per_round, seconds[1], draft, widths[widths > 0], seconds
+        result.summary().tokens_per_round, seconds[1], draft, result.pass_widths(), seconds
     )
     return predicted, draft

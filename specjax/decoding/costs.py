@@ -19,7 +19,9 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from specjax.decoding import loop
-from specjax.decoding.plan import Session, batch_arguments
+from specjax.decoding.plan import Session
+from specjax.decoding.programs import start
+from specjax.decoding.rows import batch_arguments
 from specjax.models.interface import LanguageModel
 from specjax.sampling import argmax
 
@@ -66,8 +68,8 @@ def widths_seconds(
 def propose_seconds(session: Session) -> float:
     """`draft_seconds` on the session's first batch after its prompts."""
     plan = replace(session.plan, draft_length=replace(session.plan.draft_length, auto=False))
-    arguments = batch_arguments(session, session.batches()[0])
-    state = jax.jit(loop.start, static_argnums=0)(plan, session.params, *arguments)
+    index = range(min(session.batch_size, len(session.prompts)))
+    state = start(plan, session.params, *batch_arguments(session, index))
     return draft_seconds(plan, session.params, state)
 
 

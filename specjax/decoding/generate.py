@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
 
 from specjax import metrics, sampling
-from specjax.decoding.executor import compile_session, run_session
+from specjax.decoding.engine.engine import Engine, Schedule
+from specjax.decoding.engine.outputs import Delta, Output, broken_logits, was_drafted
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.plan import Session, plan_session
 from specjax.decoding.prompts import Prompt
+from specjax.decoding.rows import session_row
 from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.snapshot import Snapshot
-from specjax.decoding.state import FAILED, FULL, STOPPED, Rounds
-from specjax.decoding.stop_strings import final_length
+from specjax.decoding.state import Rounds
 from specjax.drafters import Drafter, LoadedDrafter, make_drafter
+from specjax.drafters.turns import NO_DRAFTER
 from specjax.fields import Function, Instance, Whole, optional
 from specjax.loading.load import place_model
 from specjax.loading.model import Model
-from specjax.loading.tokenizers.tokenizer import StreamDecoder
 
-_REASONS = {STOPPED: "stop", FULL: "length", FAILED: "error"}
+_ROUNDS_PER_STOP = 8
+"""Rounds between two looks for stop strings."""
 Requests = SamplingParams | Mapping[str, Any] | Sequence[SamplingParams | Mapping[str, Any]]
 
 
@@ -35,11 +36,12 @@ class Generation:
 
     `token_ids` are the new tokens, the stop token included; `finish_reasons` are "stop", "length",
     or "error" where the target's next logits were not numbers; `logprobs` are None where not asked
-    for. `width`, `drafted`, `accepted` and `emitted` are [B, R] counts per round, -1 where a row
-    was finished already; `drafter` is the number of the drafter whose turn it was, in the order of
-    their names, -1 where none drafted. `prefill_s` and `decode_s` are seconds of the batch a row
-    was in, and `batch` the batch's number; `compile_s` is outside of them. `lossy` says that the
-    rule, as `typical` does, changed the distribution that the tokens come from.
+    for. `width`, `drafted`, `accepted` and `emitted` are [B, R] counts of each row's own rounds, -1
+    after its last one; `drafter` is the number of the drafter whose turn it was, in the order of
+    their names, -1 where none drafted; `first_round` [B] are the rounds of the whole call before a
+    row's first. `prefill_s` and `decode_s` are seconds in which prompts were read and rounds ran;
+    `compile_s` is outside of them. `lossy` says that the rule, as `typical` does, changed the
+    distribution that the tokens come from.
     """
 
     token_ids: list[list[int]]
@@ -51,9 +53,9 @@ class Generation:
     accepted: np.ndarray = field(repr=False)
     emitted: np.ndarray = field(repr=False)
     drafter: np.ndarray = field(repr=False)
-    batch: list[int]
-    prefill_s: list[float]
-    decode_s: list[float]
+    first_round: np.ndarray = field(repr=False)
+    prefill_s: float
+    decode_s: float
     compile_s: float = 0.0
     lossy: bool = False
     longest_path: int | None = None
@@ -65,14 +67,9 @@ class Generation:
         return sum(map(len, self.token_ids))
 
     @property
-    def total_decode_s(self) -> float:
-        """Seconds of decoding, each batch counted once."""
-        return sum(dict(zip(self.batch, self.decode_s, strict=True)).values())
-
-    @property
     def tokens_per_second(self) -> float:
         """New tokens over seconds of decoding; prefill and compiling are apart."""
-        return self.new_tokens / self.total_decode_s
+        return self.new_tokens / self.decode_s
 
     def summary(self) -> metrics.Summary:
         """Acceptance over all rows and rounds; definitions in `specjax.metrics`."""
@@ -90,22 +87,26 @@ class Generation:
 
     def was_drafted(self, row: int) -> list[bool]:
         """For each new token of a row, whether the drafter had proposed it."""
-        return _was_drafted(self.accepted[row], self.emitted[row])
+        counts = (self.width, self.drafted, self.accepted, self.emitted, self.drafter)
+        return was_drafted(Rounds(*(part[row] for part in counts)))
+
+    def pass_widths(self) -> np.ndarray:
+        """The width of each of the target's passes, which all rows in it have."""
+        rounds = self.width.shape[1]
+        widths = np.zeros(rounds + int(self.first_round.max(initial=0)), self.width.dtype)
+        for first, row in zip(self.first_round.tolist(), self.width, strict=True):
+            here = widths[first : first + rounds]
+            np.maximum(here, row, out=here)
+        return widths[widths > 0]
 
 
 @dataclass(frozen=True)
-class Delta:
-    """What a few rounds added to one prompt's output.
+class Progress:
+    """How far a call is: rows that are finished, of how many, and new tokens of all rows."""
 
-    `text` is final text; it may lag behind `token_ids` by an unfinished character or a possible
-    stop string. `finish_reason` is None until the last delta of the prompt.
-    """
-
-    index: int
-    token_ids: list[int]
-    drafted: list[bool]
-    text: str
-    finish_reason: str | None
+    finished: int
+    total: int
+    new_tokens: int
 
 
 def generate(
@@ -121,7 +122,7 @@ def generate(
     batch_size: int | None = None,
     max_length: int | None = None,
     replay: Generation | None = None,
-    progress: Callable[[Snapshot], None] | None = None,
+    progress: Callable[[Progress], None] | None = None,
     mesh: Mesh | None = None,
 ) -> Generation:
     """Decode prompts with a drafter; the output has exactly the target's distribution.
@@ -145,7 +146,7 @@ def generate(
     the target's logits are not numbers, that row ends with the reason "error" and a RuntimeWarning;
     other rows are not affected. Raises InputError for bad input.
     """
-    optional(Function("use a function of a Snapshot")).check("progress", progress)
+    optional(Function("use a function of a Progress")).check("progress", progress)
     optional(Instance(Generation, "use an earlier result")).check("replay", replay)
     options = DecodeOptions(
         num_speculative_tokens=num_speculative_tokens,
@@ -155,72 +156,114 @@ def generate(
         max_length=max_length,
     )
     session = _open(target, prompts, drafter, options, sampling, seed, mesh, replay)
-    programs = compile_session(session)
-    done = []
-    for snapshot in run_session(session, None if progress is None else 16, programs):
-        if progress is not None:
-            progress(snapshot)
-        if snapshot.finished:
-            done.append(snapshot)
-    result = collect(session, done, programs.seconds)
+    result = decode_session(session, progress=progress)
     failed = {f"prompts[{row}]": count for row, count in result.failed_rows.items()}
     if failed:
         warnings.warn(broken_logits(session.model, failed), RuntimeWarning, stacklevel=2)
     return result
 
 
-def broken_logits(target: Model, failed: Mapping[str, int]) -> str:
-    """The message for rows that ended where logits were not numbers: names, and new tokens."""
-    (first, count), others = next(iter(failed.items())), len(failed) - 1
-    also = f" (and {others} other{'s' if others > 1 else ''})" if others else ""
-    return (
-        f"target={target.name}: its logits are not numbers (NaN or infinite) after {count} new "
-        f"tokens of {first}{also}, whose output ends there; its weights are damaged, or "
-        f"{target.dtype} cannot hold its activations: load it again, or with dtype=float32"
+def open_engine(session: Session, rounds_per_step: int | None = None) -> Engine:
+    """An engine for a session's rows; without `rounds_per_step` it seldom looks at them."""
+    rounds = rounds_per_step or session.plan.rounds_per_step
+    if rounds_per_step is None and any(request.stop for request in session.requests):
+        rounds = _ROUNDS_PER_STOP
+    replayed = 0 if session.replay is None else session.replay[0].shape[1]
+    return Engine.of(session, Schedule(rounds_per_step=rounds), replayed)
+
+
+def add_prompts(engine: Engine, session: Session, index: Sequence[int]) -> None:
+    """Add some of a session's prompts, in this order; the ids are their indices."""
+    for prompt in index:
+        engine.add_rows(prompt, [session_row(session, prompt)])
+
+
+def decode_session(
+    session: Session,
+    *,
+    index: Sequence[int] | None = None,
+    engine: Engine | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    follow: Callable[[list[Delta]], None] | None = None,
+) -> Generation:
+    """Decode a session's prompts, or those of an `index`, in an engine without other requests.
+
+    `progress` is called after every step, and `follow` with its deltas.
+    """
+    index = range(len(session.prompts)) if index is None else index
+    engine = engine or open_engine(session, None if progress is None else 16)
+    compile_s, before = engine.compile_s, replace(engine.statistics)
+    add_prompts(engine, session, index)
+    outputs: dict[int, Output] = {}
+    new_tokens = 0
+    while engine.num_unfinished:
+        deltas = engine.step()
+        new_tokens += sum(len(delta.token_ids) for delta in deltas)
+        outputs |= {delta.id: delta.output for delta in deltas if delta.output is not None}
+        if follow is not None:
+            follow(deltas)
+        if progress is not None:
+            progress(Progress(len(outputs), len(index), new_tokens))
+    statistics = engine.statistics
+    return collect(
+        session,
+        [outputs[prompt] for prompt in index],
+        prefill_s=statistics.prefill_s - before.prefill_s,
+        decode_s=statistics.decode_s - before.decode_s,
+        first_round=before.rounds,
+        compile_s=compile_s,
     )
 
 
-def collect(session: Session, batches: Sequence[Snapshot], compile_s: float = 0.0) -> Generation:
-    """The result of finished batches, in input order."""
-    counts = [snapshot.kept_rounds() for snapshot in batches]
-    rows: dict[str, list] = {
-        name: []
-        for name in (
-            "token_ids",
-            "texts",
-            "finish_reasons",
-            "logprobs",
-            "batch",
-            "prefill_s",
-            "decode_s",
-        )
-    }
-    for number, snapshot in enumerate(batches):
-        for row, prompt in enumerate(snapshot.index):
-            request = session.requests[prompt]
-            new = _new_tokens(session, snapshot, row)
-            rows["token_ids"].append(new)
-            rows["texts"].append(_text(session, new, request.stop))
-            rows["finish_reasons"].append(_REASONS[int(snapshot.status[row])])
-            first = len(session.prompts[prompt])
-            logprobs = None
-            if request.logprobs:
-                logprobs = snapshot.logprobs[row, first : first + len(new)].tolist()
-            rows["logprobs"].append(logprobs)
-            rows["batch"].append(number)
-            rows["prefill_s"].append(snapshot.prefill_s)
-            rows["decode_s"].append(snapshot.decode_s)
+def collect(
+    session: Session,
+    outputs: Sequence[Output],
+    *,
+    prefill_s: float,
+    decode_s: float,
+    first_round: int = 0,
+    compile_s: float = 0.0,
+) -> Generation:
+    """The result of some outputs, in this order; `first_round` is the engine's before them."""
     return Generation(
-        **rows,
-        width=np.concatenate([count.width for count in counts]),
-        drafted=np.concatenate([count.drafted for count in counts]),
-        accepted=np.concatenate([count.accepted for count in counts]),
-        emitted=np.concatenate([count.emitted for count in counts]),
-        drafter=np.concatenate([count.drafter for count in counts]),
+        token_ids=[output.token_ids for output in outputs],
+        texts=[output.text for output in outputs],
+        finish_reasons=[output.finish_reason for output in outputs],
+        logprobs=[output.logprobs for output in outputs],
+        width=_padded([output.rounds.width for output in outputs]),
+        drafted=_padded([output.rounds.drafted for output in outputs]),
+        accepted=_padded([output.rounds.accepted for output in outputs]),
+        emitted=_padded([output.rounds.emitted for output in outputs]),
+        drafter=_padded([output.rounds.drafter for output in outputs]),
+        first_round=np.array([output.first_round - first_round for output in outputs]),
+        prefill_s=prefill_s,
+        decode_s=decode_s,
         compile_s=compile_s,
         lossy=session.lossy,
         longest_path=session.plan.drafter.num_speculative_tokens,
     )
+
+
+def _padded(rows: Sequence[np.ndarray], value: float = NO_DRAFTER) -> np.ndarray:
+    """Rows of different lengths as one array, with `value` after their ends."""
+    longest = max(map(len, rows))
+    array = np.full((len(rows), longest, *rows[0].shape[1:]), value, rows[0].dtype)
+    for into, row in zip(array, rows, strict=True):
+        into[: len(row)] = row
+    return array
+
+
+def expected_acceptance(session: Session) -> metrics.ExpectedAcceptance:
+    """The acceptance that this session's own distributions imply, with its standard error.
+
+    Decodes once more, recording sum_x min(p, q) at every node that `rejection` puts to the test.
+    """
+    recording = replace(session, plan=replace(session.plan, overlaps=True))
+    engine = open_engine(recording)
+    add_prompts(engine, recording, range(len(session.prompts)))
+    ended = {delta.id: delta.output for delta in engine if delta.output is not None}
+    overlaps = [ended[prompt].rounds.overlaps for prompt in range(len(session.prompts))]
+    return metrics.expected_acceptance(_padded(overlaps, np.nan))
 
 
 def stream(
@@ -243,7 +286,19 @@ def stream(
     optional(Instance(Generation, "use an earlier result")).check("replay", replay)
     decoding = DecodeOptions(**options)
     session = _open(target, prompts, drafter, decoding, sampling, seed, mesh, replay)
-    return stream_session(session, rounds_per_step)
+    return _stream(session, rounds_per_step)
+
+
+def _stream(session: Session, rounds_per_step: int) -> Iterator[Delta]:
+    """The deltas of a session; rows that ended with "error" also give `generate`'s warning."""
+    engine = open_engine(session, rounds_per_step)
+    add_prompts(engine, session, range(len(session.prompts)))
+    for delta in engine:
+        yield delta
+        if delta.output is not None and delta.output.error is not None:
+            name = f"prompts[{delta.id}]"
+            message = broken_logits(session.model, {name: len(delta.output.token_ids)})
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def _open(
@@ -268,88 +323,3 @@ def _open(
         seed=seed,
         replay=None if replay is None else (replay.drafted, replay.drafter),
     )
-
-
-def stream_session(session: Session, rounds_per_step: int = 1) -> Iterator[Delta]:
-    """The deltas of a session, batch by batch; within a step rows come in input order.
-
-    A batch with rows that ended with "error" also gives `generate`'s warning.
-    """
-    followers: dict[int, Follower] = {}
-    for snapshot in run_session(session, rounds_per_step):
-        counts = snapshot.kept_rounds()
-        for row, prompt in enumerate(snapshot.index):
-            follower = followers.setdefault(prompt, Follower(session, prompt))
-            delta = follower.follow(snapshot, counts, row)
-            if delta is not None:
-                yield delta
-        failed = {
-            f"prompts[{prompt}]": len(_new_tokens(session, snapshot, row))
-            for row, prompt in enumerate(snapshot.index)
-            if snapshot.finished and snapshot.status[row] == FAILED
-        }
-        if failed:
-            warnings.warn(broken_logits(session.model, failed), RuntimeWarning, stacklevel=2)
-
-
-class Follower:
-    """Turns the growing output of one prompt into deltas, snapshot by snapshot."""
-
-    def __init__(self, session: Session, prompt: int) -> None:
-        tokenizer = session.model.tokenizer
-        self._session, self._prompt = session, prompt
-        self._stops = session.requests[prompt].stop
-        self._decoder = None if tokenizer is None else StreamDecoder(tokenizer)
-        self._tokens, self._rounds, self._text, self._shown, self._ended = 0, 0, "", 0, False
-
-    def follow(self, snapshot: Snapshot, counts: Rounds, row: int) -> Delta | None:
-        """What the snapshot adds in that row, if anything; `counts` are its `kept_rounds()`."""
-        if self._ended:
-            return None
-        fresh = _new_tokens(self._session, snapshot, row, self._tokens)
-        reason = _REASONS.get(int(snapshot.status[row]))
-        if not fresh and reason is None:
-            return None
-        accepted, emitted = (
-            part[row, self._rounds :] for part in (counts.accepted, counts.emitted)
-        )
-        there = int((emitted >= 0).sum())
-        drafted = _was_drafted(accepted[:there], emitted[:there])
-        self._tokens += len(fresh)
-        self._rounds += there
-        self._ended = reason is not None
-        return Delta(self._prompt, fresh, drafted, self._advance(fresh), reason)
-
-    def _advance(self, fresh: list[int]) -> str:
-        if self._decoder is None:
-            return ""
-        self._text += self._decoder.feed(fresh)
-        if self._ended:
-            self._text += self._decoder.flush()
-        end = max(final_length(self._text, self._stops, ended=self._ended), self._shown)
-        fresh_text, self._shown = self._text[self._shown : end], end
-        return fresh_text
-
-
-def _new_tokens(session: Session, snapshot: Snapshot, row: int, known: int = 0) -> list[int]:
-    """A row's new tokens after the first `known` ones."""
-    first = len(session.prompts[snapshot.index[row]])
-    last = snapshot.lengths[row]
-    if snapshot.kept[row] >= 0:
-        last = first + snapshot.kept[row]
-    return snapshot.tokens[row, first + known : last].tolist()
-
-
-def _text(session: Session, tokens: list[int], stops: Sequence[str]) -> str:
-    if session.model.tokenizer is None:
-        return ""
-    text = session.model.tokenizer.decode(tokens)
-    return text[: final_length(text, stops, ended=True)]
-
-
-def _was_drafted(accepted: np.ndarray, emitted: np.ndarray) -> list[bool]:
-    return [
-        index < passed
-        for passed, count in zip(accepted.tolist(), emitted.tolist(), strict=True)
-        for index in range(max(count, 0))
-    ]

@@ -1,4 +1,4 @@
-"""What a session with "auto" learns of costs and acceptance, from batch to batch, on the host."""
+"""What an engine with "auto" learns of costs and acceptance, on the host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from specjax.decoding.plan import Session
+from specjax.decoding.plan import Setup
 from specjax.decoding.state import State
 from specjax.distributed import processes
 from specjax.distributed.sharding import fetch
@@ -40,13 +40,14 @@ class LearnedCosts:
     policy: Policy | None = None
 
     @classmethod
-    def of_session(cls, session: Session) -> LearnedCosts:
+    def of_setup(cls, setup: Setup, committed: int) -> LearnedCosts:
         """With the figures that are kept of the same work here, or with none yet.
 
-        All processes get what the first one has.
+        `committed` are the tokens of the longest prompt that is decoded first: longer ones correct
+        the figures. All processes get what the first one has.
         """
-        file = _file(session)
-        num_widths, parts = len(session.plan.widths), session.plan.drafter.parts
+        file = _file(setup, committed)
+        num_widths, parts = len(setup.plan.widths), setup.plan.drafter.parts
         count = num_widths + 2 * len(parts)
         seconds = read_seconds(file, count) if processes.is_first() else None
         seconds = processes.from_first(seconds)
@@ -60,9 +61,9 @@ class LearnedCosts:
         return 1 if self.measurement is not None else min(most, ROUNDS_PER_LOOK)
 
     def begin(self, state: State) -> State:
-        """The first state of a batch with what is known."""
+        """A state that nothing was decoded in, with what is known."""
         if self.policy is not None:
-            # The first step takes the state's buffers over, and a caller may not see a batch's end.
+            # The first step takes the state's buffers over, and a caller may not see its end.
             state = state.replace(policy=jax.tree.map(jnp.copy, self.policy))
         if self.measurement is not None:
             return _put_kind(state, self.measurement.next)
@@ -101,7 +102,7 @@ class LearnedCosts:
         )
 
     def end(self, state: State) -> None:
-        """Keep what a batch has shown of acceptance, for the next one."""
+        """Keep what a state has shown of acceptance, for the next one."""
         self.policy = state.policy
 
     def costs(self) -> Costs:
@@ -150,18 +151,16 @@ def _check(figures: Float[np.ndarray, "parts"]) -> None:
         )
 
 
-def _file(session: Session) -> Path | None:
+def _file(setup: Setup, committed: int) -> Path | None:
     """Where the figures of such work on this machine are kept; None where nothing can be."""
-    plan = session.plan
-    # Of the batch that is measured; longer ones correct the figures.
-    committed = max(len(session.prompts[prompt]) for prompt in session.batches()[0])
+    plan = setup.plan
     return seconds_file(
-        session.mesh and tuple(session.mesh.shape.items()),
+        setup.mesh and tuple(setup.mesh.shape.items()),
         plan.target,
         plan.drafter,
         plan.rule,
         plan.widths,
         plan.flags,
-        session.num_rows,
+        setup.num_rows,
         committed.bit_length(),
     )

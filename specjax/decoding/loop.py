@@ -17,7 +17,18 @@ from jaxtyping import Array, Bool, Int, Key
 
 from specjax import sampling
 from specjax.cache import KVCache, commit, put
-from specjax.decoding.state import FAILED, FULL, RUNNING, STOPPED, Plan, Rounds, Rows, State
+from specjax.decoding.state import (
+    FAILED,
+    FULL,
+    RUNNING,
+    STOPPED,
+    Plan,
+    Rounds,
+    Rows,
+    Seen,
+    State,
+    release,
+)
 from specjax.decoding.verify import VerifiedDraft, verify_draft
 from specjax.distributed.sharding import constrain_rows
 from specjax.draft_length import survival
@@ -34,10 +45,8 @@ _ROWS_FIRST = (
     "features",
     "rows",
     "round",
-    "rounds",
     "history",
     "logprobs",
-    "overlaps",
 )
 """The parts of a state that are spread over devices by their first axis."""
 
@@ -54,9 +63,23 @@ def start(
 
     `params` is (target's, drafter's).
     """
+    return read_prompts(plan, params, empty_state(plan, params, tokens, rows, length, status))
+
+
+def read_prompts(
+    plan: Plan,
+    params: Any,
+    state: State,
+    begin: Int[Array, ""] | int = 0,
+    end: Int[Array, ""] | int | None = None,
+) -> State:
+    """The state after target and drafter have read the prompts' positions from `begin` to `end`.
+
+    Those before `begin` were read earlier. `end` is rounded up to whole chunks; without it, the
+    prompts are read but for their last token.
+    """
     target_params, draft_params = params
-    target, drafter = plan.target, plan.drafter
-    state = empty_state(plan, params, tokens, rows, length, status)
+    drafter, length = plan.drafter, state.length
 
     def observe(
         carry: Any,
@@ -81,15 +104,17 @@ def start(
         return drafter.observe_prompt(draft_params, carry, context, accepted)
 
     cache, drafter_state = prefill(
-        target,
+        plan.target,
         target_params,
-        tokens,
+        state.tokens,
         length - 1,
         state.cache,
         plan.chunk,
         (*drafter.features, *drafter.pass_features),
         observe,
         state.drafter,
+        begin,
+        end,
     )
     return state.replace(cache=cache, drafter=drafter_state)
 
@@ -113,7 +138,6 @@ def empty_state(
     target, drafter = plan.target, plan.drafter
     kept = drafter.kept_features
     shapes = _feature_shapes(plan, target_params, tokens)
-    empty = jnp.full((batch, plan.max_rounds), -1, jnp.int32)
     state = State(
         tokens=tokens,
         length=length,
@@ -127,7 +151,6 @@ def empty_state(
         },
         rows=rows,
         round=jnp.zeros(batch, jnp.int32),
-        rounds=Rounds(empty, empty, empty, empty, empty),
         history=(
             survival.no_history(batch, len(drafter.parts)) if plan.draft_length.auto else None
         ),
@@ -141,12 +164,7 @@ def empty_state(
             if plan.draft_length.auto
             else None
         ),
-        logprobs=jnp.zeros(tokens.shape, jnp.float32) if plan.logprobs else None,
-        overlaps=(
-            jnp.full((batch, plan.max_rounds, plan.drafter.num_speculative_tokens), jnp.nan)
-            if plan.overlaps
-            else None
-        ),
+        logprobs=jnp.zeros(tokens.shape, jnp.float32),
     )
     return state.replace(**{name: constrain_rows(getattr(state, name)) for name in _ROWS_FIRST})
 
@@ -175,22 +193,80 @@ def _feature_shapes(
     return jax.eval_shape(extend, params)
 
 
-def run(plan: Plan, params: Any, state: State, max_rounds: Int[Array, ""]) -> State:
-    """Rounds until every row is finished, at most `max_rounds` of them (traced)."""
+def step(
+    plan: Plan,
+    params: Any,
+    state: State,
+    ended: Bool[Array, "B"],
+    max_rounds: Int[Array, ""],
+    enough: Int[Array, ""],
+) -> tuple[State, Seen]:
+    """A few rounds, as `run`, of rows that the host may have `ended`, and what it sees of them.
 
-    def going(carry: tuple[Array, State]) -> Array:
-        done, state = carry
-        return (done < max_rounds) & jnp.any(state.active)
+    Rows that had finished before are released: their caches cost no more reading.
+    """
+    status = jnp.where(ended & state.active, STOPPED, state.status)
+    finished = status != RUNNING
+    slots = jnp.where(finished, jnp.arange(len(status)), len(status))
+    # A failed row stays one, whatever it holds.
+    state = release(state, slots).replace(status=status)
+    first = state.length
+    state, rounds = run(plan, params, state, max_rounds, enough)
+    most = plan.rounds_per_step * (plan.drafter.num_speculative_tokens + 1)
+    new = first[:, None] + jnp.arange(min(most, plan.capacity))[None, :]
+    new = jnp.minimum(new, plan.capacity - 1)
+    seen = Seen(
+        status=state.status,
+        length=state.length,
+        tokens=jnp.take_along_axis(state.tokens, new, axis=1),
+        logprobs=jnp.take_along_axis(state.logprobs, new, axis=1) if plan.logprobs else None,
+        rounds=rounds,
+    )
+    return state, seen
 
-    def step(carry: tuple[Array, State]) -> tuple[Array, State]:
-        done, state = carry
-        return done + 1, one_round(plan, params, state)
 
-    return lax.while_loop(going, step, (jnp.int32(0), state))[1]
+def run(
+    plan: Plan,
+    params: Any,
+    state: State,
+    max_rounds: Int[Array, ""],
+    enough: Int[Array, ""] | None = None,
+) -> tuple[State, Rounds]:
+    """Rounds until every row has finished, or `enough` rows have; at most `max_rounds` of them.
+
+    Both numbers are traced, and no more than `plan.rounds_per_step` rounds run. The counts have a
+    column for each of those.
+    """
+    batch, columns = len(state.length), plan.rounds_per_step
+    enough = batch if enough is None else enough
+    most = jnp.minimum(max_rounds, columns)
+    none = jnp.full((batch, columns), -1, jnp.int32)
+    overlaps = None
+    if plan.overlaps:
+        overlaps = jnp.full((batch, columns, plan.drafter.num_speculative_tokens), jnp.nan)
+    rounds = constrain_rows(Rounds(none, none, none, none, none, overlaps))
+
+    def going(carry: tuple[Array, State, Rounds]) -> Array:
+        done, state, _ = carry
+        finished = batch - state.active.sum()
+        return (done < most) & (finished < jnp.minimum(enough, batch))
+
+    def advance(carry: tuple[Array, State, Rounds]) -> tuple[Array, State, Rounds]:
+        done, state, rounds = carry
+        state, counts = one_round(plan, params, state)
+        rounds = jax.tree.map(
+            lambda into, new: lax.dynamic_update_index_in_dim(into, new, done, 1), rounds, counts
+        )
+        return done + 1, state, rounds
+
+    return lax.while_loop(going, advance, (jnp.int32(0), state, rounds))[1:]
 
 
-def one_round(plan: Plan, params: Any, state: State) -> State:
-    """Observe, propose, extend, verify, commit: e tokens are committed in each unfinished row."""
+def one_round(plan: Plan, params: Any, state: State) -> tuple[State, Rounds]:
+    """Observe, propose, extend, verify, commit: e tokens are committed in each unfinished row.
+
+    Returns the state after it, and the round's counts.
+    """
     target_params, draft_params = params
     keys = round_keys(plan, state)
     proposal = propose(plan, params, state)
@@ -219,14 +295,10 @@ def one_round(plan: Plan, params: Any, state: State) -> State:
         "emitted": count,
         "drafter": proposal.drafter,
     }
-    # A row's own next column; what a finished row would write is dropped.
-    where = jnp.where(took_part, state.round, plan.max_rounds)[:, None]
-    recorded = {
-        name: put(getattr(state.rounds, name), where, new[:, None]) for name, new in column.items()
-    }
-    overlaps = state.overlaps
-    if overlaps is not None:
-        overlaps = put(overlaps, where, verified.overlaps[:, None])
+    rounds = Rounds(**{name: jnp.where(took_part, new, -1) for name, new in column.items()})
+    if plan.overlaps:
+        overlaps = jnp.where(took_part[:, None], verified.overlaps, jnp.nan)
+        rounds = rounds.replace(overlaps=overlaps)
     learned = {}
     if state.policy is not None:
         path = jnp.where(took_part[:, None], verified.verification.path_slots, -1)
@@ -234,14 +306,13 @@ def one_round(plan: Plan, params: Any, state: State) -> State:
     drafter_state = proposal.state
     if verified.target_pass is not None:
         drafter_state = plan.drafter.observe_pass(draft_params, drafter_state, verified.target_pass)
-    return _commit(state, verified, count, status).replace(
+    after = _commit(state, verified, count, status).replace(
         undrafted=undrafted,
         drafter=plan.drafter.commit(drafter_state, count),
         round=state.round + took_part,
-        rounds=Rounds(**recorded),
-        overlaps=overlaps,
         **learned,
     )
+    return after, rounds
 
 
 def _learn(
@@ -331,7 +402,7 @@ def _commit(
     where = jnp.where(step < count[:, None], state.length[:, None] + step, state.tokens.shape[1])
     slots = jnp.pad(jnp.maximum(verified.verification.path_slots, 0), ((0, 0), (1, 0)))
     logprobs = state.logprobs
-    if logprobs is not None:
+    if verified.logprobs is not None:
         logprobs = put(logprobs, where, verified.logprobs)
     features = {}
     for name, kept in state.features.items():

@@ -1,11 +1,10 @@
-"""From prompts to a session: everything checked, encoded and chosen before any long work."""
+"""From a call to what it decodes: everything checked, encoded and chosen before any long work."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,20 +15,11 @@ from specjax import sampling
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.prompts import Prompt, encode_prompt
 from specjax.decoding.sampling_params import SEED, SamplingParams, one_per_prompt
-from specjax.decoding.state import RUNNING, STOPPED, Plan, Replay, Rows
+from specjax.decoding.state import Plan
 from specjax.decoding.verify import check_rule
-from specjax.distributed.sharding import (
-    DATA,
-    Placement,
-    axis_size,
-    place_keys,
-    place_rows,
-    placement_of,
-    spread,
-)
+from specjax.distributed.sharding import DATA, Placement, axis_size, placement_of, spread
 from specjax.draft_length.limits import DraftLength
 from specjax.drafters import DRAFTER_KIND, Drafter, LoadedDrafter
-from specjax.drafters.base import Sampling
 from specjax.drafters.none import NoDrafter
 from specjax.drafters.turns import NO_DRAFTER, Turns
 from specjax.errors import InputError, shown
@@ -37,25 +27,29 @@ from specjax.loading.model import MODEL_KIND, Model
 from specjax.models.layers.attention import CACHE_BLOCK
 
 MOST_ROWS = 16
-"""Rows of a batch where the caller does not say."""
-_PREFILL_CHUNKS = (32, 128, 256, 512)
+"""Slots where the caller does not say."""
+_PREFILL_CHUNK = {"cpu": 64}
+"""Prompt tokens of one forward, by platform: on a CPU longer ones only add padding."""
+_ACCELERATOR_CHUNK = 256
+_STOP_IDS = 8
+"""Room for end-of-sequence and stop token ids of a row; more where a call needs more."""
 
 
 @dataclass(frozen=True)
-class Session:
-    """Everything one call decodes: checked, encoded, and with its program chosen."""
+class Setup:
+    """What rows are decoded with: a target, a drafter, and the plan of their loop.
+
+    `batch_size` slots decode together. A row's prompt and output have at most `max_length` tokens,
+    and at most `num_stop_ids` tokens end it.
+    """
 
     model: Model
     drafter: LoadedDrafter
     plan: Plan
     batch_size: int
-    prompts: tuple[tuple[int, ...], ...]
-    requests: tuple[SamplingParams, ...]
     seed: int
     num_stop_ids: int
     max_length: int
-    replay: tuple[np.ndarray, np.ndarray] | None = None
-    """[prompts, R] each: how much was drafted in every round of an earlier run, and by whom."""
 
     @property
     def params(self) -> tuple[Any, Any]:
@@ -64,43 +58,51 @@ class Session:
 
     @property
     def mesh(self) -> Mesh | None:
-        """The mesh that the session runs on, if there is one: the model's."""
+        """The mesh that is decoded on, if there is one: the model's."""
         return self.model.mesh
 
     @property
     def placement(self) -> Placement:
-        """Where the session runs: the model's mesh, or its device."""
+        """Where decoding runs: the model's mesh, or its device."""
         return placement_of(self.model.params, self.mesh)
 
     @property
     def num_rows(self) -> int:
-        """Rows of a batch on the devices (B): as many on each along `data`, the rest finished."""
+        """Rows on the devices (B): as many on each along `data`; those over `batch_size` idle."""
         return _round_up(self.batch_size, axis_size(self.mesh, DATA))
 
-    def row_key(self, prompt: int) -> Key[Array, ""]:
-        """The key that all draws of a prompt come from."""
-        return sampling.row_key(self.seed, prompt, self.requests[prompt].seed)
+    @property
+    def prefill_rows(self) -> int:
+        """Prompts that are read together: one on each device along `data`."""
+        return axis_size(self.mesh, DATA)
 
     @property
     def lossy(self) -> bool:
         """Whether the rule changes the distribution of some row: greedy ones keep their tokens."""
         return not self.plan.rule.exact and self.plan.flags.sampled
 
-    def batches(self) -> list[list[int]]:
-        """The prompts' indices, batch by batch, in input order."""
+    def stop_ids(self, request: SamplingParams) -> tuple[int, ...]:
+        """The tokens that end a request's output."""
+        return _stop_ids(self.model, request)
+
+
+@dataclass(frozen=True)
+class Session(Setup):
+    """Everything that one call decodes: the setup, and its prompts with what each asks for."""
+
+    prompts: tuple[tuple[int, ...], ...] = ()
+    requests: tuple[SamplingParams, ...] = ()
+    replay: tuple[np.ndarray, np.ndarray] | None = None
+    """[prompts, R] each: how much was drafted in every round of an earlier run, and by whom."""
+
+    def row_key(self, prompt: int) -> Key[Array, ""]:
+        """The key that all draws of a prompt come from."""
+        return sampling.row_key(self.seed, prompt, self.requests[prompt].seed)
+
+    def groups(self, size: int) -> list[list[int]]:
+        """The prompts' indices, in input order, `size` at a time."""
         count = len(self.prompts)
-        return [
-            list(range(first, min(first + self.batch_size, count)))
-            for first in range(0, count, self.batch_size)
-        ]
-
-
-class Programs(NamedTuple):
-    """The two compiled functions of a plan, and what compiling them took."""
-
-    start: Any
-    run: Any
-    seconds: float
+        return [list(range(first, min(first + size, count))) for first in range(0, count, size)]
 
 
 def plan_session(
@@ -127,41 +129,79 @@ def plan_session(
         raise InputError(f"prompts={shown(prompts)}: give a list of prompts")
     if not len(prompts):
         raise InputError("prompts is empty: give at least one")
-    drafter = DRAFTER_KIND.check("drafter", NoDrafter() if drafter is None else drafter)
-    drafter = drafter._replace(
-        params=spread(drafter.params, placement_of(target.params, target.mesh))
-    )
-    seed = SEED.check("seed", seed)
     requests = one_per_prompt(requests, len(prompts))
-    if target.tokenizer is None and any(request.stop for request in requests):
-        raise InputError(f"sampling.stop: {target.name} has no tokenizer; use stop_token_ids")
     encoded = [encode_prompt(target, p, f"prompts[{i}]") for i, p in enumerate(prompts)]
     if replay is not None and len(replay[0]) != len(prompts):
         raise InputError(
             f"replay has {len(replay[0])} rows for {len(prompts)} prompts: give the result of a "
             "run with the same prompts"
         )
-    longest = _longest(target, encoded, options.max_length)
+    for request in requests:
+        check_request(target, request)
+    longest = longest_row(target, options.max_length)
+    for i, ids in enumerate(encoded):
+        check_length(target, f"prompts[{i}]", len(ids), longest, options.max_length)
     totals = [
         min(len(ids) + request.max_new_tokens, longest)
         for ids, request in zip(encoded, requests, strict=True)
     ]
-    room = max(total - len(ids) for total, ids in zip(totals, encoded, strict=True))
+    setup = plan_setup(
+        target,
+        drafter=drafter,
+        options=options,
+        seed=seed,
+        batch_size=min(options.batch_size or MOST_ROWS, len(prompts)),
+        capacity=max(totals),
+        max_length=longest,
+        flags=flags_of(requests),
+        logprobs=any(request.logprobs for request in requests),
+        num_stop_ids=max(_STOP_IDS, *(len(_stop_ids(target, request)) for request in requests)),
+        replay=replay,
+    )
+    fields = {name: getattr(setup, name) for name in Setup.__dataclass_fields__}
+    return Session(
+        **fields, prompts=tuple(map(tuple, encoded)), requests=tuple(requests), replay=replay
+    )
+
+
+def plan_setup(
+    target: Model,
+    *,
+    drafter: LoadedDrafter | Drafter | None,
+    options: DecodeOptions,
+    seed: int,
+    batch_size: int,
+    capacity: int,
+    max_length: int,
+    flags: sampling.WarpFlags,
+    logprobs: bool = False,
+    num_stop_ids: int = _STOP_IDS,
+    replay: tuple[np.ndarray, np.ndarray] | None = None,
+) -> Setup:
+    """What decodes rows of up to `capacity` tokens: it is rounded up, so that programs are shared.
+
+    `flags` and `logprobs` say what the rows ask for. Raises InputError.
+    """
+    drafter = DRAFTER_KIND.check("drafter", NoDrafter() if drafter is None else drafter)
+    drafter = drafter._replace(
+        params=spread(drafter.params, placement_of(target.params, target.mesh))
+    )
+    seed = SEED.check("seed", seed)
     asked, ladder = options.num_speculative_tokens, options.num_speculative_tokens_per_batch_size
     most = drafter.drafter.num_speculative_tokens if asked in (None, "auto") else asked
     if ladder and asked is None:
         most = max(most, *(count for _, _, count in ladder))
     # Of a longer draft no row could emit all, with the target's own token after it.
-    turns = drafter.drafter.limited(min(most, max(room - 1, 1)))
+    turns = drafter.drafter.limited(min(most, max(max_length - 2, 1)))
     most = turns.num_speculative_tokens
     if replay is not None:
         _check_replay(replay, turns)
-    stop_ids = max(1, *(len(_stop_ids(target, request)) for request in requests))
-    batch_size = min(options.batch_size or MOST_ROWS, len(prompts))
+    rule = options.verify
+    capacity = _capacity(capacity, max_length)
     plan = Plan(
         target=target.architecture,
         drafter=turns,
-        rule=options.verify,
+        rule=rule,
         draft_length=DraftLength(
             most,
             ladder,
@@ -169,33 +209,26 @@ def plan_session(
             replayed=replay is not None,
         ),
         widths=widths(turns.num_nodes, _lengths(turns, ladder, auto=asked == "auto")),
-        flags=_flags(requests),
-        capacity=_round_up(max(totals), CACHE_BLOCK),
-        max_rounds=_round_up(room, 64),
-        chunk=_chunk(max(map(len, encoded))),
-        logprobs=any(request.logprobs for request in requests),
+        flags=flags,
+        capacity=capacity,
+        chunk=min(_chunk(placement_of(target.params, target.mesh)), capacity),
+        logprobs=logprobs,
     )
-    rule = options.verify
     for part in turns.parts:
         if part.branches and not rule.takes_trees:
             raise InputError(
                 f"verify={rule.name}: {part.name} drafts trees, and {rule.name} verifies chains; "
                 "use rejection or coupled, or draft chains"
             )
-    if type(options.verify) not in map(type, sampling.RULES.values()):
-        check_rule(options.verify, batch_size, plan.widths, target.config.vocab_size)
-    return Session(
-        target,
-        drafter,
-        plan,
-        batch_size,
-        tuple(map(tuple, encoded)),
-        tuple(requests),
-        seed,
-        stop_ids,
-        longest,
-        replay,
-    )
+    if type(rule) not in map(type, sampling.RULES.values()):
+        check_rule(rule, batch_size, plan.widths, target.config.vocab_size)
+    return Setup(target, drafter, plan, batch_size, seed, num_stop_ids, max_length)
+
+
+def check_request(target: Model, request: SamplingParams) -> None:
+    """Raise InputError for what the target cannot do."""
+    if target.tokenizer is None and request.stop:
+        raise InputError(f"sampling.stop: {target.name} has no tokenizer; use stop_token_ids")
 
 
 def _check_replay(replay: tuple[np.ndarray, np.ndarray], turns: Turns) -> None:
@@ -235,88 +268,63 @@ def widths(most: int, lengths: Sequence[int] = ()) -> tuple[int, ...]:
     return tuple(sorted({1, *(1 + min(length, most) for length in (*(lengths or (3,)), most))}))
 
 
-def batch_arguments(session: Session, index: list[int]) -> tuple:
-    """`loop.start`'s arrays for one batch; rows without a prompt are finished from the start."""
-    batch, plan = session.num_rows, session.plan
-    spare = batch - len(index)
-    prompts = [session.prompts[i] for i in index] + [(0,)] * spare
-    requests = [session.requests[i] for i in index] + [SamplingParams()] * spare
-    tokens = np.zeros((batch, plan.capacity), np.int32)
-    stop_ids = np.full((batch, session.num_stop_ids), -1, np.int32)
-    for row, (ids, request) in enumerate(zip(prompts, requests, strict=True)):
-        tokens[row, : len(ids)] = ids
-        stops = _stop_ids(session.model, request)[: session.num_stop_ids]
-        stop_ids[row, : len(stops)] = stops
-    length = np.array([len(ids) for ids in prompts], np.int32)
-    numbers = np.array([*index, *[0] * spare], np.int32)
-    room = np.array([request.max_new_tokens for request in requests], np.int64)
-    keys = [session.row_key(i) for i in index] + [jax.random.key(session.seed)] * spare
-    running = np.arange(batch) < len(index)
-    status = np.where(running, RUNNING, STOPPED).astype(np.int32)
-    where = session.placement
-    placed = functools.partial(place_rows, where=where)
-    rows = Rows(
-        index=placed(numbers),
-        prompt_length=placed(length),
-        key=place_keys(keys, where),
-        sampling=Sampling(
-            temperature=placed(np.array([r.temperature for r in requests], np.float32)),
-            top_k=placed(np.array([r.top_k for r in requests], np.int32)),
-            top_p=placed(np.array([r.top_p for r in requests], np.float32)),
-            min_p=placed(np.array([r.min_p for r in requests], np.float32)),
-        ),
-        max_length=placed(np.minimum(length + room, session.max_length).astype(np.int32)),
-        stop_ids=placed(stop_ids),
-        replay=None if session.replay is None else _replay(session, index),
-    )
-    return placed(tokens), rows, placed(length), placed(status)
-
-
-def _replay(session: Session, index: list[int]) -> Replay:
-    """The recorded rounds of a batch's rows, none in rows without a prompt."""
-    shape = session.num_rows, session.plan.max_rounds
-    parts = [np.zeros(shape, np.int32), np.full(shape, NO_DRAFTER, np.int32)]
-    for part, recorded in zip(parts, session.replay, strict=True):
-        count = min(recorded.shape[1], shape[1])
-        part[: len(index), :count] = recorded[index, :count]
-    drafted, drafter = (place_rows(part, session.placement) for part in parts)
-    return Replay(drafted, drafter)
-
-
 def _stop_ids(model: Model, request: SamplingParams) -> tuple[int, ...]:
     own = model.tokenizer.eos_ids if model.tokenizer and not request.ignore_eos else ()
     return tuple(dict.fromkeys((*own, *request.stop_token_ids)))
 
 
-def _longest(target: Model, encoded: list[list[int]], max_length: int | None) -> int:
+def longest_row(target: Model, max_length: int | None) -> int:
+    """The most tokens that a row may have. Raises InputError where the target has no such room."""
     longest = target.config.max_positions
-    name = f"the {longest} positions of {target.name}"
+    if max_length is None:
+        return longest
+    if max_length > longest:
+        raise InputError(
+            f"max_length={max_length} exceeds the {longest} positions of {target.name}: lower it"
+        )
+    return max_length
+
+
+def check_length(
+    target: Model, name: str, count: int, longest: int, max_length: int | None
+) -> None:
+    """Raise InputError where a prompt of `count` tokens leaves no room for a new one."""
+    if count < longest:
+        return
+    room = f"the {longest} positions of {target.name}"
+    remedy = "shorten it"
     if max_length is not None:
-        if max_length > longest:
-            raise InputError(f"max_length={max_length} exceeds {name}: lower it")
-        longest, name = max_length, f"max_length={max_length}"
-    for i, ids in enumerate(encoded):
-        if len(ids) >= longest:
-            remedy = "shorten it" if max_length is None else "shorten it or raise max_length"
-            raise InputError(
-                f"prompts[{i}] has {len(ids)} tokens, which leaves no room for a new one in "
-                f"{name}: {remedy}"
-            )
-    return longest
+        room, remedy = f"max_length={max_length}", "shorten it or raise max_length"
+    raise InputError(
+        f"{name} has {count} tokens, which leaves no room for a new one in {room}: {remedy}"
+    )
 
 
-def _chunk(longest: int) -> int:
-    """The prefill chunk: one of a few sizes, so that compiled programs are reused."""
-    return next((size for size in _PREFILL_CHUNKS if size >= longest), _PREFILL_CHUNKS[-1])
-
-
-def _flags(requests: Sequence[SamplingParams]) -> sampling.WarpFlags:
+def flags_of(requests: Sequence[SamplingParams]) -> sampling.WarpFlags:
+    """What at least one request asks for."""
     return sampling.WarpFlags.of(
         np.array([r.temperature for r in requests]),
         np.array([r.top_k for r in requests]),
         np.array([r.top_p for r in requests]),
         np.array([r.min_p for r in requests]),
     )
+
+
+def _capacity(longest: int, most: int) -> int:
+    """One of a few sizes that hold so many tokens, and at most `most` can ever be held.
+
+    Attention reads what is committed, whatever the size.
+    """
+    size = CACHE_BLOCK
+    while size < longest:
+        size *= 2
+    return min(size, _round_up(most, CACHE_BLOCK))
+
+
+def _chunk(placement: Placement) -> int:
+    device = placement.devices.flat[0] if isinstance(placement, Mesh) else placement
+    platform = jax.default_backend() if device is None else device.platform
+    return _PREFILL_CHUNK.get(platform, _ACCELERATOR_CHUNK)
 
 
 def _round_up(value: int, step: int) -> int:

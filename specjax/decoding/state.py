@@ -29,9 +29,9 @@ token whose logits are not numbers."""
 class Plan:
     """What is fixed when a loop is compiled.
 
-    `widths` are the window sizes a round can run at, ascending, the last one N + 1. `max_rounds`
-    (R) bounds the recorded rounds. `overlaps` also records what share of p each verified node's
-    distribution has, which costs one warp per node.
+    `widths` are the window sizes a round can run at, ascending, the last one N + 1.
+    `rounds_per_step` (R) bounds the rounds of one call. `overlaps` also records what share of p
+    each verified node's distribution has, which costs one warp per node.
     """
 
     target: LanguageModel
@@ -41,8 +41,8 @@ class Plan:
     widths: tuple[int, ...]
     flags: sampling.WarpFlags
     capacity: int
-    max_rounds: int
     chunk: int
+    rounds_per_step: int = 64
     logprobs: bool = False
     overlaps: bool = False
 
@@ -70,17 +70,19 @@ class Rows:
 
 @struct.dataclass
 class Rounds:
-    """Raw counts, one column per round of the row's own; -1 where there was none.
+    """Raw counts, by row, of one round or of several in columns; -1 where the row had none.
 
     `width` is the window's slots, `drafted` counts nodes, and `drafter` is the number of the
-    drafter whose they are (also -1 where nothing was drafted).
+    drafter whose they are (also -1 where nothing was drafted). `overlaps`, where they are recorded,
+    are sum_x min(p, q) at the nodes that were reached, NaN elsewhere.
     """
 
-    width: Int[Array | np.ndarray, "B R"]
-    drafted: Int[Array | np.ndarray, "B R"]
-    accepted: Int[Array | np.ndarray, "B R"]
-    emitted: Int[Array | np.ndarray, "B R"]
-    drafter: Int[Array | np.ndarray, "B R"]
+    width: Int[Array | np.ndarray, "B *R"]
+    drafted: Int[Array | np.ndarray, "B *R"]
+    accepted: Int[Array | np.ndarray, "B *R"]
+    emitted: Int[Array | np.ndarray, "B *R"]
+    drafter: Int[Array | np.ndarray, "B *R"]
+    overlaps: Float[Array | np.ndarray, "B *R K"] | None = None
 
 
 @struct.dataclass
@@ -88,12 +90,11 @@ class State:
     """Everything that one round passes to the next.
 
     `tokens[b, :length[b]]` are committed, prompt first; `logprobs` are those of the committed
-    tokens under the target, by position. `round` counts each row's own rounds. `features` are those
-    that drafters have yet to observe, as `Context.features` holds them. `overlaps` are
-    sum_x min(p, q) at the nodes that were reached, NaN elsewhere. `history` and `policy` decide
-    draft lengths under "auto". `undrafted` rows draft no more: the logits after a draft were not
-    numbers, and only those without one say whether the row has failed. Every leaf has rows as its
-    first axis, or belongs to a cache, a window or the policy.
+    tokens under the target, by position, where the plan asks for them. `round` counts each row's
+    own rounds. `features` are those that drafters have yet to observe, as `Context.features` holds
+    them. `history` and `policy` decide draft lengths under "auto". `undrafted` rows draft no more:
+    the logits after a draft were not numbers, and only those without one say whether the row has
+    failed. Every leaf has rows as its first axis, or belongs to a cache, a window or the policy.
     """
 
     tokens: Int[Array, "B S"]
@@ -105,16 +106,29 @@ class State:
     features: dict[str, Float[Array, "B M D"]]
     rows: Rows
     round: Int[Array, "B"]
-    rounds: Rounds
     history: RowHistory | None
     policy: Policy | None
-    logprobs: Float[Array, "B S"] | None
-    overlaps: Float[Array, "B R K"] | None
+    logprobs: Float[Array, "B S"]
 
     @property
     def active(self) -> Bool[Array, "B"]:
         """Rows that still decode."""
         return self.status == RUNNING
+
+
+@struct.dataclass
+class Seen:
+    """What the host sees of a step: the rows after it, and what it added to them.
+
+    `tokens[b, i]` is the i-th new token of row b, if it had so many, and `logprobs` its
+    log-probability, where the plan asks for those.
+    """
+
+    status: Int[Array | np.ndarray, "B"]
+    length: Int[Array | np.ndarray, "B"]
+    tokens: Int[Array | np.ndarray, "B M"]
+    logprobs: Float[Array | np.ndarray, "B M"] | None
+    rounds: Rounds
 
 
 def admit(state: State, slots: Int[Array, "A"], new: State) -> State:

@@ -54,7 +54,9 @@ def truncate_rounds(rounds: Rounds, kept: np.ndarray) -> Rounds:
         rounds.drafted, rounds.accepted, rounds.emitted, rounds.width, new
     )
     drafter = np.where(drafted > 0, rounds.drafter, NO_DRAFTER)
-    return Rounds(width, drafted, accepted, emitted, drafter)
+    return rounds.replace(
+        width=width, drafted=drafted, accepted=accepted, emitted=emitted, drafter=drafter
+    )
 
 
 def final_length(text: str, stops: Sequence[str], *, ended: bool) -> int:

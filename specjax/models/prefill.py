@@ -29,12 +29,15 @@ def prefill(
     features: tuple[str, ...] = (),
     follow: Follow | None = None,
     carry: Any = None,
+    begin: Int[Array, ""] | int = 0,
+    end: Int[Array, ""] | int | None = None,
 ) -> tuple[KVCache, Any]:
-    """The empty cache filled with each row's first `lengths` tokens, and what `follow` carried.
+    """The cache with each row's tokens from `begin` to `end` too, and what `follow` carried.
 
-    Runs ceil(max length / chunk) forwards of [B, chunk] tokens without logits; a row that has
-    finished commits nothing more. After each forward `follow` sees the chunk's named features,
-    which are kept no longer than that.
+    The cache holds those before `begin`. Of each row the first `lengths` tokens count, all of them
+    where there is no `end`. Runs ceil(tokens / chunk) forwards of [B, chunk] tokens without logits,
+    so `end` is rounded up to whole chunks; a row that has finished commits nothing more. After each
+    forward `follow` sees the chunk's named features, which are kept no longer than that.
     """
     batch, available = tokens.shape
     step = jnp.arange(chunk)
@@ -63,7 +66,9 @@ def prefill(
         return first + chunk, cache, carry
 
     longest = jnp.minimum(lengths.max(), available)
+    if end is not None:
+        longest = jnp.minimum(longest, end)
     _, cache, carry = lax.while_loop(
-        lambda state: state[0] < longest, advance, (jnp.int32(0), cache, carry)
+        lambda state: state[0] < longest, advance, (jnp.int32(begin), cache, carry)
     )
     return cache, carry

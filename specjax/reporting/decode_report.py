@@ -249,9 +249,10 @@ def _rows(batch: Batch, drafter: str, setting: Setting) -> list[dict[str, Any]]:
             "finish_reason": batch.ours.finish_reasons[index],
             "accept_lengths": lengths[index],
             "rounds": _rounds(batch.ours, index),
-            "prefill_s": batch.ours.prefill_s[index],
-            "decode_s": batch.ours.decode_s[index],
+            "prefill_s": batch.ours.prefill_s,
+            "decode_s": batch.ours.decode_s,
             "batch": batch.number,
+            "first_round": int(batch.ours.first_round[index]),
             "plain": None if batch.plain is None else _plain(batch.plain, index),
             "identical": None if batch.differences is None else difference is None,
             "first_difference": None if difference is None else difference.first,
@@ -277,8 +278,8 @@ def _plain(run: Generation, index: int) -> dict[str, Any]:
     """Tokens and seconds of plain decoding for a row; seconds are those of its batch."""
     return {
         "new_tokens": len(run.token_ids[index]),
-        "prefill_s": run.prefill_s[index],
-        "decode_s": run.decode_s[index],
+        "prefill_s": run.prefill_s,
+        "decode_s": run.decode_s,
     }
 
 
@@ -293,13 +294,13 @@ def _fingerprint(batches: Sequence[Batch]) -> str:
 
 
 def _prefill_s(runs: Sequence[Generation]) -> float:
-    """Seconds of prefill, each batch counted once; a generation is one batch."""
-    return sum(run.prefill_s[0] for run in runs)
+    """Seconds of prefill."""
+    return sum(run.prefill_s for run in runs)
 
 
 def _speed(runs: Sequence[Generation], more_s: float = 0.0) -> float | None:
     """Tokens/s of decoding, and of `more_s` further seconds."""
-    seconds = sum(run.total_decode_s for run in runs) + more_s
+    seconds = sum(run.decode_s for run in runs) + more_s
     return sum(run.new_tokens for run in runs) / seconds if seconds else None
 
 

@@ -41,7 +41,7 @@ _ROW = {
     "margin_at_difference": (*_NUMBER, NoneType),
     "plain": (dict, NoneType),
 }
-_ROW_MAY_BE = {"resolution_at_difference": (*_NUMBER, NoneType)}
+_ROW_MAY_BE = {"resolution_at_difference": (*_NUMBER, NoneType), "first_round": (int,)}
 _COUNTS = {"drafted": (list,), "accepted": (list,), "width": (list,)}
 _AUTO = {"measure_s": _NUMBER, "start": (dict, NoneType), "end": (dict, NoneType)}
 _COSTS = {"width_s": (dict,), "drafters": (list,)}
@@ -53,7 +53,7 @@ _PART = {
 }
 _TREE = {"num_nodes": (int, NoneType)}
 _MEASURED = ("num_speculative_tokens", "first_s", "further_s")
-_MOST_SLOTS, _MOST_PARTS = 4096, 16
+_MOST_SLOTS, _MOST_PARTS, _MOST_ROUNDS = 4096, 16, 1_000_000
 _PLAIN = {"new_tokens": (int,), "prefill_s": _NUMBER, "decode_s": _NUMBER}
 _COMPARISON = {
     "drafter": (str,),
@@ -217,6 +217,8 @@ def _row(row: Any, where: str) -> Row:
         raise _Misfit(f"{where}: token_ids must hold whole numbers of at least 0")
     if type(row.get("turn", 0)) is not int:
         raise _Misfit(f"{where}.turn is {shown(row['turn'])}")
+    if not 0 <= row.get("first_round", 0) <= _MOST_ROUNDS:
+        raise _Misfit(f"{where}.first_round is {shown(row['first_round'])}")
     plain = row["plain"]
     if plain is not None:
         _check(plain, _PLAIN, f"{where}.plain")
@@ -235,6 +237,7 @@ def _row(row: Any, where: str) -> Row:
         resolution=row.get("resolution_at_difference"),
         **{name: tuple(counts[name]) for name in ("drafted", "accepted", "emitted", "width")},
         drafter=tuple(counts.get("drafter", ())),
+        first_round=row.get("first_round", 0),
     )
 
 

@@ -19,7 +19,7 @@ from specjax.reporting.auto_lengths import AutoLengths
 
 @dataclass(frozen=True)
 class Timing:
-    """Tokens and seconds of one decoding; the seconds are those of the row's whole batch."""
+    """Tokens and seconds of one decoding; the seconds are of all rows decoded with the row."""
 
     new_tokens: int
     prefill_s: float
@@ -31,7 +31,8 @@ class Row:
     """One answer: its text, timings with the drafter and plain, and one count per round.
 
     `drafter` is the number of the drafter that drafted in each round, -1 for none; empty where a
-    report does not say.
+    report does not say. `batch` is the number of the group that the row was decoded with, and
+    `first_round` are the group's rounds before the row's first.
     """
 
     question_id: int | str
@@ -50,6 +51,7 @@ class Row:
     emitted: tuple[int, ...]
     width: tuple[int, ...]
     drafter: tuple[int, ...] = ()
+    first_round: int = 0
 
     @property
     def task(self) -> str:
@@ -212,11 +214,13 @@ def summarize(rows: Sequence[Row], positions: int | None = None) -> metrics.Summ
 
 
 def batch_widths(rows: Sequence[Row]) -> np.ndarray:
-    """The width of each pass [R]; a batch's pass has one width for all rows."""
+    """The width of each pass [R]; a pass has one width for all rows that decode together."""
     batches: dict[int, list[tuple[int, ...]]] = {}
     for row in rows:
-        batches.setdefault(row.batch, []).append(row.width)
-    return np.concatenate([_padded(widths).max(axis=0) for widths in batches.values()])
+        widths = (0,) * row.first_round + tuple(row.width)
+        batches.setdefault(row.batch, []).append(widths)
+    passes = np.concatenate([_padded(widths).max(axis=0) for widths in batches.values()])
+    return passes[passes > 0]
 
 
 def _distinguishing_fields(run: Run) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from specjax.sampling.keys import (
     position_gumbel,
     round_keys,
     row_key,
+    sample_key,
     split_keys,
     uniforms,
 )
@@ -99,6 +100,7 @@ __all__ = [
     "residual",
     "round_keys",
     "row_key",
+    "sample_key",
     "split_keys",
     "top_k",
     "typical",

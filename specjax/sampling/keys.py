@@ -1,7 +1,8 @@
 """Random keys and noise: the whole derivation, from a seed to the noise of one draw.
 
     row key       key(the request's own seed), else fold_in(key(seed), the prompt's index in the
-                  whole input); never the slot of a batch
+                  whole input); never the slot of a batch. Of a request's further samples: the
+                  first one's key, folded with 2^32 - 1 and then with 1, 2, ...
     coupled       Gumbel noise of fold_in(row key, absolute position), the same for drafter and
                   target
     other rules   fold_in(row key, the row's own round), split into draft, accept and final:
@@ -52,6 +53,14 @@ def row_key(seed: int, index: Int[Array, ""] | int, own: int | None = None) -> K
     if own is not None:
         return jax.random.key(own)
     return jax.random.fold_in(jax.random.key(seed), index)
+
+
+def sample_key(row_key: Key[Array, ""], sample: int) -> Key[Array, ""]:
+    """The row key of a request's sample 0, 1, ...: that of the first one is the request's own."""
+    if not sample:
+        return row_key
+    # No round and no position has this number, so that nothing else is drawn from these keys.
+    return jax.random.fold_in(jax.random.fold_in(row_key, np.uint32(2**32 - 1)), sample)
 
 
 def fold_round(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -53,6 +53,11 @@ class WarpFlags:
             top_p=some(top_p, lambda p: p < 1),
             min_p=some(min_p, lambda p: p > 0),
         )
+
+    def union(self, other: WarpFlags) -> WarpFlags:
+        """The flags of both sets of rows."""
+        mine, others = astuple(self), astuple(other)
+        return WarpFlags(*(one or two for one, two in zip(mine, others, strict=True)))
 
 
 def warp(

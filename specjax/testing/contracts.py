@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.decoding import loop
-from specjax.decoding.executor import compile_plan
+from specjax.decoding.programs import start
 from specjax.decoding.state import Plan, State, knows_its_rows
 from specjax.errors import InputError
 
@@ -48,7 +48,7 @@ def _check_draft(plan: Plan, params: tuple[Any, Any], arguments: tuple, number: 
         own = state.drafter[number].drafter
         return part.propose(params[1][number], own, context, noise)[0], context.limit
 
-    state = compile_plan(plan, params, arguments).start(params, *arguments)
+    state = start(plan, params, *arguments)
     draft, limit = propose(params, state)
     valid, tokens = np.asarray(draft.valid), np.asarray(draft.tokens)
     vocab = plan.target.vocab_size

@@ -15,11 +15,11 @@ import scipy.stats
 from jaxtyping import Array, Float, Int
 
 from specjax import sampling
-from specjax.decoding.executor import compile_plan
 from specjax.decoding.options import RULE
 from specjax.decoding.plan import widths
+from specjax.decoding.programs import run, start
 from specjax.decoding.sampling_params import SEED, SamplingParams
-from specjax.decoding.state import RUNNING, Plan, Rows, State
+from specjax.decoding.state import RUNNING, Plan, Rounds, Rows, State
 from specjax.draft_length.limits import DraftLength
 from specjax.draft_length.policy import Costs
 from specjax.drafters import DRAFT_TOKENS, DRAFTER_KIND, Drafter, LoadedDrafter, Turns
@@ -136,12 +136,14 @@ def check_drafter(
     counted, tested = np.zeros(model.vocab_size**3, np.int64), []
     for first in range(0, rows, batch):
         index = np.arange(first, first + batch)
-        state = decode(plan, (params, loaded.params), prompt, request, index, seed, length, costs)
+        state, rounds = decode(
+            plan, (params, loaded.params), prompt, request, index, seed, length, costs
+        )
         wanted, end = index < rows, len(prompt) + length
         outputs = np.asarray(state.tokens)[wanted, end - 3 : end]
         code = np.ravel_multi_index(tuple(outputs.T), (model.vocab_size,) * 3)
         counted += np.bincount(code, minlength=len(counted))
-        accepted = np.asarray(state.rounds.accepted)[wanted]
+        accepted = np.asarray(rounds.accepted)[wanted]
         tested.append(accepted[accepted >= 0] + 1)
     distribution = output_distribution(model, params, prompt, request, length)
     distribution = distribution.reshape(-1, model.vocab_size**3).sum(axis=0)
@@ -176,8 +178,8 @@ def make_plan(
         widths=widths(drafter.num_nodes, drafter.lengths),
         flags=_flags(request),
         capacity=capacity,
-        max_rounds=capacity,
         chunk=capacity,
+        rounds_per_step=capacity,
     )
 
 
@@ -190,14 +192,15 @@ def decode(
     seed: int,
     rounds: int,
     costs: Costs | None = None,
-) -> State:
-    """The state after some rounds of rows with one prompt; `index` tells the rows apart."""
-    arguments = first_rows(plan, prompt, request, index, seed)
-    programs = compile_plan(plan, params, arguments)
-    state = programs.start(params, *arguments)
+) -> tuple[State, Rounds]:
+    """The state after some rounds of rows with one prompt, and their counts.
+
+    `index` tells the rows apart.
+    """
+    state = start(plan, params, *first_rows(plan, prompt, request, index, seed))
     if costs is not None:
         state = state.replace(policy=state.policy.replace(costs=costs))
-    return programs.run(params, state, jnp.int32(rounds))
+    return run(plan, params, state, jnp.int32(rounds))
 
 
 def first_rows(

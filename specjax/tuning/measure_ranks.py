@@ -14,11 +14,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax import sampling
 from specjax.decoding import loop
-from specjax.decoding.executor import compile_session
 from specjax.decoding.generate import generate
 from specjax.decoding.options import DecodeOptions
-from specjax.decoding.plan import Session, batch_arguments, plan_session
+from specjax.decoding.plan import Session, plan_session
+from specjax.decoding.programs import run, start
 from specjax.decoding.prompts import Prompt
+from specjax.decoding.rows import batch_arguments
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.state import State
 from specjax.drafters import LoadedDrafter
@@ -83,18 +84,17 @@ def measure_ranks(
     )
     (part,) = session.plan.drafter.parts
     longest = part.num_speculative_tokens
-    programs = compile_session(session)
     count = jax.jit(functools.partial(_count, _sampled(session), candidates))
     tested, hits = np.zeros(longest, int), np.zeros((longest, candidates), int)
     done = 0
-    for index in session.batches():
+    for index in session.groups(session.batch_size):
         arguments = batch_arguments(session, index)
-        state = programs.start(session.params, *arguments)
+        state = start(session.plan, session.params, *arguments)
         truth, known = _truth(session, index, plain.token_ids)
         while bool(jnp.any(state.active)):
             new_tested, new_hits = count(session.params, state, truth, known)
             tested, hits = tested + np.asarray(new_tested), hits + np.asarray(new_hits)
-            state = programs.run(session.params, state, np.int32(1))
+            state, _ = run(session.plan, session.params, state, np.int32(1))
         done += len(index)
         tell(done, len(prompts))
     return RankCounts(tested, hits)

@@ -1,9 +1,9 @@
-"""Plans and decodes the batches of `train.generate`: its config, its prompts, its answers."""
+"""Plans and decodes what `train.generate` answers: its config, its prompts, its answers."""
 
 from __future__ import annotations
 
 import hashlib
-import time
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -13,13 +13,14 @@ import numpy as np
 
 from specjax.cli.console import Screen
 from specjax.cli.mesh_config import DistributedConfig, MeshConfig
-from specjax.decoding.executor import Programs, run_batch
-from specjax.decoding.generate import broken_logits, collect
+from specjax.decoding.engine.engine import Engine
+from specjax.decoding.engine.outputs import Output
+from specjax.decoding.generate import open_engine
 from specjax.decoding.options import BATCH_SIZE, EXACT_RULE_NAME, DecodeOptions
 from specjax.decoding.plan import Session, plan_session
 from specjax.decoding.prompts import CHAT
+from specjax.decoding.rows import session_row
 from specjax.decoding.sampling_params import MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P, SamplingParams
-from specjax.decoding.state import RUNNING
 from specjax.distributed import processes
 from specjax.drafters import DRAFT_TOKENS, check_options, make_drafter
 from specjax.errors import InputError
@@ -50,8 +51,6 @@ from train.generation.prompts import (
 CORPUS = "specjax_corpus"
 """The name of our own dataset of prompts, which has a section of settings."""
 _ROUNDS_PER_STEP = 16
-_CHUNK = 32
-"""Tokens per row that are prefilled at once: a batch has many rows, and prompts are short."""
 
 
 @dataclass(frozen=True)
@@ -65,25 +64,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Job:
-    """All rows, and the batches they are decoded in; `order` is the order of the batches."""
+    """All rows, and the order in which they are answered."""
 
     rows: tuple[Row, ...]
-    batches: tuple[tuple[int, ...], ...]
     order: tuple[int, ...]
     digest: str
     remarks: tuple[str, ...]
-
-
-@dataclass
-class Speed:
-    """Tokens and seconds of the batches that were decoded in this run."""
-
-    tokens: int = 0
-    seconds: float = 0.0
-
-    def tokens_per_second(self, tokens: int = 0, seconds: float = 0.0) -> float:
-        """New tokens per second, prefill included, and those of an unfinished batch too."""
-        return (self.tokens + tokens) / max(self.seconds + seconds, 1e-9)
 
 
 @dataclass(frozen=True)
@@ -214,7 +200,7 @@ def find_requests(config: AnswersConfig, screen: Screen) -> list[Request]:
 
 
 def plan(config: AnswersConfig, model: Model, requests: Sequence[Request]) -> Job:
-    """Encode the prompts and put those of similar length together.
+    """Encode the prompts, and choose how each is answered and when.
 
     Raises InputError where no prompt is left, or they do not fit the model.
     """
@@ -241,7 +227,7 @@ def plan(config: AnswersConfig, model: Model, requests: Sequence[Request]) -> Jo
     if later := sum(request.left_out > 0 for request, _ in kept):
         remarks.append(f"{later} prompts have later turns, which are left out")
     samplings = config.samplings
-    # A row has a seed of its own: its response does not depend on the batch it is in.
+    # A row has a seed of its own: its response does not depend on when it is answered.
     # Any prompt may get any temperature, and all temperatures as many prompts.
     turns = np.random.default_rng((config.seed, 1)).permutation(len(kept))
     rows = tuple(
@@ -252,19 +238,16 @@ def plan(config: AnswersConfig, model: Model, requests: Sequence[Request]) -> Jo
         )
         for (request, ids), turn in zip(kept, turns.tolist(), strict=True)
     )
-    by_length = sorted(range(len(rows)), key=lambda row: (len(rows[row].prompt), row))
-    size = config.batch_size
-    batches = tuple(tuple(by_length[first : first + size]) for first in range(0, len(rows), size))
     # Mixed, so that the time left is well guessed and a part of the work is like the whole.
-    order = np.random.default_rng((config.seed, 2)).permutation(len(batches))
+    order = np.random.default_rng((config.seed, 2)).permutation(len(rows))
     content = [(row.request.id, row.prompt, row.sampling) for row in rows]
     digest = hashlib.sha256(repr(content).encode()).hexdigest()
-    return Job(rows, batches, tuple(order.tolist()), digest, tuple(remarks))
+    return Job(rows, tuple(order.tolist()), digest, tuple(remarks))
 
 
 def open_job(config: AnswersConfig, model: Model, job: Job) -> Session:
-    """One session for all rows, so that one program decodes all batches. Raises InputError."""
-    session = plan_session(
+    """One session for all rows. Raises InputError."""
+    return plan_session(
         model,
         [row.prompt for row in job.rows],
         drafter=make_drafter(config.drafter.name, model, config.drafter.path),
@@ -272,64 +255,49 @@ def open_job(config: AnswersConfig, model: Model, job: Job) -> Session:
         requests=[row.sampling for row in job.rows],
         seed=config.seed,
     )
-    chunk = min(session.plan.chunk, _CHUNK)
-    return replace(session, plan=replace(session.plan, chunk=chunk))
+
+
+def open_answers(session: Session) -> Engine:
+    """The engine that a session's rows are answered by."""
+    return open_engine(session, _ROUNDS_PER_STEP)
 
 
 def answer(
-    session: Session,
-    programs: Programs,
-    index: Sequence[int],
-    speed: Speed,
-    screen: Screen,
-    rows: int,
-    total: int,
-) -> list[list[int]]:
-    """The responses of a batch; `rows` of `total` prompts were answered before it."""
-    begin = time.perf_counter()
-    prompts = sum(len(session.prompts[row]) for row in index)
-    most = sum(session.requests[row].max_new_tokens for row in index)
-    snapshot: Any = None
-    for snapshot in run_batch(session, programs, list(index), _ROUNDS_PER_STEP):
-        new = int(snapshot.lengths.sum()) - prompts
-        ended = int((snapshot.status != RUNNING).sum())
-        pace = speed.tokens_per_second(new, time.perf_counter() - begin)
-        share = len(index) * new / most
-        screen.progress("answered", rows + ended, total, pace, (rows + max(share, ended)) / total)
-    result = collect(session, [snapshot])
-    failed = {f"prompts[{index[row]}]": count for row, count in result.failed_rows.items()}
-    if failed:
-        raise InputError(broken_logits(session.model, failed))
-    responses = result.token_ids
-    speed.tokens += sum(map(len, responses))
-    speed.seconds += time.perf_counter() - begin
-    return responses
+    engine: Engine, session: Session, todo: Sequence[int], screen: Screen, total: int
+) -> Iterator[list[Output]]:
+    """The answers of some rows, after each step those that have ended; ids are the rows' indices.
 
-
-def whole_pieces(job: Job, pieces: Pieces) -> list[int]:
-    """The batches that are done; a piece that is damaged or not of this job does not count."""
-    return [number for number in pieces.done() if _piece(job, pieces, number) is not None]
-
-
-def _piece(job: Job, pieces: Pieces, number: int) -> Any:
-    if number >= len(job.batches):
-        return None
-    found = pieces.read(number)
-    wanted = {job.rows[row].request.id for row in job.batches[number]}
-    return found if found is not None and found.keys() == wanted else None
+    Of `total` rows all others were answered before. Raises InputError for logits that are not
+    numbers.
+    """
+    left, before, done = iter(todo), total - len(todo), 0
+    most = session.batch_size
+    while True:
+        # No more than can be needed soon: a queued request takes memory.
+        for row in itertools.islice(left, most - engine.num_waiting):
+            engine.add_rows(row, [session_row(session, row)])
+        if not engine.num_unfinished:
+            return
+        ended = [delta.output for delta in engine.step() if delta.output is not None]
+        for output in ended:
+            if output.error is not None:
+                raise InputError(output.error)
+        done += len(ended)
+        speed = engine.statistics.summary().tokens_per_second or 0.0
+        rows = before + done
+        screen.progress("answered", rows, total, speed, rows / total)
+        yield ended
 
 
 def examples(job: Job, pieces: Pieces) -> Iterator[Example]:
-    """The conversations in the order of their ids. Raises InputError where a piece is gone."""
-    responses: dict[int, np.ndarray] = {}
-    for number in range(len(job.batches)):
-        found = _piece(job, pieces, number)
-        if found is None:
-            raise InputError(
-                f"{pieces.directory}: batch {number} is missing or damaged; "
-                "run the same command again"
-            )
-        responses.update(found)
+    """The conversations in the order of their ids. Raises InputError where an answer is gone."""
+    responses = pieces.read_all()
+    missing = sum(row.request.id not in responses for row in job.rows)
+    if missing:
+        raise InputError(
+            f"{pieces.directory}: {missing} answers are missing or damaged; run the same command "
+            "again"
+        )
     for row in sorted(job.rows, key=lambda row: row.request.id):
         response = responses[row.request.id]
         tokens = np.concatenate([np.array(row.prompt, np.int32), response])

@@ -1,4 +1,4 @@
-"""Finished batches in a work folder, each written whole or not at all, so that a run can resume."""
+"""Answers in a work folder, some to a file, each written whole or not at all: a run can resume."""
 
 from __future__ import annotations
 
@@ -28,19 +28,22 @@ _PIECE = re.compile(r"(\d{6})\.npz", re.ASCII)
 
 @dataclass(frozen=True)
 class Pieces:
-    """The batches that are done, by number, as files of a directory."""
+    """The answers that are done, as numbered files of a directory."""
 
     directory: Path
 
     def done(self) -> list[int]:
-        """The numbers of the batches that are there."""
+        """The numbers of the files that are there."""
         if not self.directory.is_dir():
             return []
         found = (_PIECE.fullmatch(entry.name) for entry in self.directory.iterdir())
         return sorted(int(match[1]) for match in found if match)
 
     def write(self, number: int, ids: Sequence[int], responses: Sequence[Sequence[int]]) -> None:
-        """Keep a batch: each prompt's number and its response. Raises InputError on a full disk."""
+        """Keep some answers: each prompt's number and its response.
+
+        Raises InputError on a full disk.
+        """
         path = self.path(number)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -54,11 +57,11 @@ class Pieces:
         except OSError as error:
             raise InputError(
                 f"{path}: cannot be written ({error.strerror or error}); free space, then start "
-                "again: finished batches are kept"
+                "again: finished answers are kept"
             ) from None
 
     def read(self, number: int) -> Mapping[int, np.ndarray] | None:
-        """The responses of a batch by the prompts' numbers; None for a file that is damaged."""
+        """The responses of a file by the prompts' numbers; None for one that is damaged."""
         try:
             # A damaged archive would be left open by np.load.
             with open_regular(self.path(number)) as file, np.load(file) as stored:
@@ -70,19 +73,26 @@ class Pieces:
         parts = np.split(tokens, np.cumsum(lengths)[:-1])
         return dict(zip(ids.tolist(), parts, strict=True))
 
+    def read_all(self) -> dict[int, np.ndarray]:
+        """All responses by the prompts' numbers; a damaged file counts as not there."""
+        found: dict[int, np.ndarray] = {}
+        for number in self.done():
+            found |= self.read(number) or {}
+        return found
+
     def path(self, number: int) -> Path:
-        """The file of a batch."""
+        """The file of that number."""
         return self.directory / f"{number:06d}.npz"
 
 
 def open_pieces(root: Path, record: Mapping[str, Any]) -> Pieces:
-    """The batches of a run in its work folder; `record` (JSON-ready) says what the run is.
+    """The answers of a run in its work folder; `record` (JSON-ready) says what the run is.
 
     The folder is one that `folder_lock` holds for this run. Every process makes the call, the first
-    one looks and writes. Raises InputError where finished batches there are of another
+    one looks and writes. Raises InputError where finished answers there are of another
     run, naming the fields, and where the folder cannot be written.
     """
-    pieces, file = Pieces(root / "batches"), root / _RECORD
+    pieces, file = Pieces(root / "answers"), root / _RECORD
 
     def check() -> None:
         if pieces.done():

@@ -1,0 +1,1 @@
+"""Requests through a fixed number of slots: rows come and go while others decode."""

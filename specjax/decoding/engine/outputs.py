@@ -1,0 +1,193 @@
+"""What an engine gives back: deltas while a request runs, and its whole output at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Float
+
+from specjax.decoding.state import FAILED, FULL, STOPPED, Rounds
+from specjax.decoding.stop_strings import StopFinder, final_length, truncate_rounds
+from specjax.loading.model import Model
+from specjax.loading.tokenizers.tokenizer import StreamDecoder, Tokenizer
+
+REASONS = {STOPPED: "stop", FULL: "length", FAILED: "error"}
+ABORTED = "abort"
+"""The finish reason of a request that was aborted."""
+RequestId = int | str
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds since a request was added: until its prompt was begun, its first token, its end."""
+
+    waiting_s: float
+    first_token_s: float
+    total_s: float
+
+
+@dataclass(frozen=True)
+class Output:
+    """A request's whole output.
+
+    `token_ids` are the new tokens, the stop token included; `finish_reason` is "stop", "length",
+    "abort", or "error" where the target's next logits were not numbers. `rounds` are the counts of
+    its own rounds, [R] each; the first of them was the engine's round number `first_round`.
+    `logprobs` is None where not asked for.
+    """
+
+    id: RequestId
+    sample: int
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    logprobs: list[float] | None
+    rounds: Rounds = field(repr=False)
+    first_round: int
+    times: Times
+    error: str | None = None
+    """What went wrong, where the reason is "error"."""
+
+    def was_drafted(self) -> list[bool]:
+        """For each new token, whether the drafter had proposed it."""
+        return was_drafted(self.rounds)
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What a step added to one request's output.
+
+    `text` is final text; it may lag behind `token_ids` by an unfinished character or a possible
+    stop string. `drafted` says of each token whether the drafter had proposed it. `finish_reason`
+    and `output` are None until the last delta of the request, or of its sample.
+    """
+
+    id: RequestId
+    sample: int
+    token_ids: list[int]
+    drafted: list[bool]
+    text: str
+    finish_reason: str | None = None
+    output: Output | None = field(default=None, repr=False)
+
+
+def was_drafted(rounds: Rounds) -> list[bool]:
+    """For each token that a row emitted in its rounds, whether it was drafted."""
+    return [
+        index < passed
+        for passed, count in zip(rounds.accepted.tolist(), rounds.emitted.tolist(), strict=True)
+        for index in range(max(count, 0))
+    ]
+
+
+def broken_logits(target: Model, failed: Mapping[str, int]) -> str:
+    """The message for rows that ended where logits were not numbers: names, and new tokens."""
+    (first, count), others = next(iter(failed.items())), len(failed) - 1
+    also = f" (and {others} other{'s' if others > 1 else ''})" if others else ""
+    return (
+        f"target={target.name}: its logits are not numbers (NaN or infinite) after {count} new "
+        f"tokens of {first}{also}, whose output ends there; its weights are damaged, or "
+        f"{target.dtype} cannot hold its activations: load it again, or with dtype=float32"
+    )
+
+
+class Follower:
+    """The output of one row as it grows, step by step."""
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, stops: Sequence[str], *, logprobs: bool
+    ) -> None:
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] | None = [] if logprobs else None
+        self.finish_reason: str | None = None
+        self.first_round: int | None = None
+        self._rounds: list[Rounds] = []
+        self._tokenizer, self._stops = tokenizer, stops
+        self._decoder = None if tokenizer is None else StreamDecoder(tokenizer)
+        self._finder = StopFinder(tokenizer, stops) if stops else None
+        self._text, self._shown = "", 0
+
+    def follow(
+        self,
+        status: int,
+        tokens: Sequence[int],
+        logprobs: Float[np.ndarray, "T"] | None,
+        rounds: Rounds,
+        first_round: int,
+    ) -> tuple[list[int], list[bool], str]:
+        """New tokens, whether each was drafted, and final text of a step.
+
+        `rounds` are the step's counts [R], whose first column is the engine's round `first_round`.
+        The output ends, by its `finish_reason`, where the row does or at a stop string.
+        """
+        took_part = rounds.emitted >= 0
+        if self.first_round is None and took_part.any():
+            self.first_round = first_round + int(np.argmax(took_part))
+        rounds = _columns(rounds, took_part)
+        reason = REASONS.get(status)
+        if self._finder is not None:
+            kept = self._finder.find(tokens)
+            if kept is not None:
+                reason = REASONS[STOPPED]
+                fresh = kept - len(self.token_ids)
+                tokens = tokens[:fresh]
+                rounds = _first_tokens(rounds, fresh)
+        fresh = list(tokens)
+        self.token_ids += fresh
+        if self.logprobs is not None:
+            self.logprobs += logprobs[: len(fresh)].tolist()
+        if len(rounds.emitted):
+            self._rounds.append(rounds)
+        return fresh, was_drafted(rounds), self.end(reason, fresh)
+
+    def end(self, reason: str | None, fresh: Sequence[int] = ()) -> str:
+        """The final text that `fresh` tokens add; all that is left where there is a reason."""
+        self.finish_reason = reason
+        if self._decoder is None:
+            return ""
+        ended = reason is not None
+        self._text += self._decoder.feed(list(fresh))
+        if ended:
+            self._text += self._decoder.flush()
+        last = max(final_length(self._text, self._stops, ended=ended), self._shown)
+        text, self._shown = self._text[self._shown : last], last
+        return text
+
+    def output(self, id: RequestId, sample: int, times: Times) -> Output:
+        """The whole output; the text is that of all tokens decoded at once."""
+        text = ""
+        if self._tokenizer is not None:
+            text = self._tokenizer.decode(self.token_ids)
+            text = text[: final_length(text, self._stops, ended=True)]
+        return Output(
+            id,
+            sample,
+            self.token_ids,
+            text,
+            self.finish_reason,
+            self.logprobs,
+            _joined(self._rounds),
+            self.first_round or 0,
+            times,
+        )
+
+
+def _columns(rounds: Rounds, which: Bool[np.ndarray, "R"]) -> Rounds:
+    return jax.tree.map(lambda part: part[which], rounds)
+
+
+def _first_tokens(rounds: Rounds, count: int) -> Rounds:
+    """The counts of a row's first `count` tokens in some rounds."""
+    several = jax.tree.map(lambda part: part[None], rounds)
+    kept = jax.tree.map(lambda part: part[0], truncate_rounds(several, np.array([count])))
+    return _columns(kept, kept.emitted >= 0)
+
+
+def _joined(rounds: Sequence[Rounds]) -> Rounds:
+    if not rounds:
+        nothing = np.zeros(0, np.int32)
+        return Rounds(nothing, nothing, nothing, nothing, nothing)
+    return jax.tree.map(lambda *parts: np.concatenate(parts), *rounds)

@@ -1,0 +1,72 @@
+"""Which request is in which slot, and which one is next: in order of arrival."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from specjax.decoding.engine.outputs import Follower, RequestId
+from specjax.decoding.rows import Row
+
+
+@dataclass(eq=False)
+class Request:
+    """A row that waits, is being read or decodes; times are those of a clock, in seconds."""
+
+    id: RequestId
+    row: Row
+    follower: Follower
+    added: float
+    begun: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether its output is complete."""
+        return self.follower.finish_reason is not None
+
+
+@dataclass
+class Scheduler:
+    """A queue, and slots, each with the request that has it."""
+
+    num_slots: int
+    waiting: deque[Request] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self.slots: list[Request | None] = [None] * self.num_slots
+
+    @property
+    def num_free(self) -> int:
+        """Slots that no request has."""
+        return self.slots.count(None)
+
+    def take(self, most: int) -> list[tuple[int, Request]]:
+        """Free slots, at most `most`, each with the request that gets it now."""
+        taken = []
+        for slot, request in enumerate(self.slots):
+            if len(taken) == most or not self.waiting:
+                break
+            if request is None:
+                self.slots[slot] = self.waiting.popleft()
+                taken.append((slot, self.slots[slot]))
+        return taken
+
+    def free(self, request: Request) -> int | None:
+        """Take a request out; the slot that it had, if it had one."""
+        if request in self.slots:
+            slot = self.slots.index(request)
+            self.slots[slot] = None
+            return slot
+        self.waiting.remove(request)
+        return None
+
+    def __iter__(self) -> Iterator[Request]:
+        """The requests that have a slot, then those that wait."""
+        yield from (request for request in self.slots if request is not None)
+        yield from self.waiting
+
+    def __len__(self) -> int:
+        return self.num_slots - self.num_free + len(self.waiting)
