@@ -123,11 +123,13 @@ def test_a_token_reads_only_its_experts(count):
     np.testing.assert_array_equal(got, clean)
 
 
+@pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("scan_layers", [True, False])
-def test_no_program_takes_a_layers_experts_apart(scan_layers):
-    """Nothing in a compiled pass has the size of all experts of a layer, but the parameters."""
+def test_no_program_takes_a_layers_experts_apart(scan_layers, devices):
+    """Nothing in a pass has the size of all of a device's experts of a layer, but parameters."""
     config = dataclasses.replace(GLM, hidden_size=24)
-    model = random_model(config, 0, dtype="float32", form=Form(scan_layers=scan_layers))
+    mesh = sharding.make_mesh(1, 2, jax.devices()[:2]) if devices == 2 else None
+    model = random_model(config, 0, dtype="float32", mesh=mesh, form=Form(scan_layers=scan_layers))
     decoder = model.architecture
 
     @jax.jit
@@ -136,9 +138,10 @@ def test_no_program_takes_a_layers_experts_apart(scan_layers):
         seen = jnp.ones((1, 1, 1), bool)
         return decoder.extend(params, tokens, tokens, cache, window, 0, seen).logits
 
-    arguments = model.params, decoder.make_cache(1, 128), decoder.make_window(1, 1)
-    text = step.lower(*arguments).compile().as_text()
-    whole = re.compile(rf"= f32\[(1,)?{NUM},(24,{HIDDEN}|{HIDDEN},24)\]\S* (\S+)\(")
+    with sharding.use(mesh):
+        arguments = model.params, decoder.make_cache(1, 128), decoder.make_window(1, 1)
+        text = step.lower(*arguments).compile().as_text()
+    whole = re.compile(rf"= f32\[(1,)?{NUM // devices},(24,{HIDDEN}|{HIDDEN},24)\]\S* (\S+)\(")
     made = {match[3] for match in whole.finditer(text)}
     assert made <= {"parameter", "bitcast", "get-tuple-element", "reshape", "opt-barrier"}, made
 
