@@ -406,6 +406,26 @@ def test_the_curve_is_the_same_on_other_meshes(name, folders, tmp_path):
     np.testing.assert_allclose(moved, alone, rtol=1e-5)
 
 
+@pytest.mark.slow  # as above, and a step on a mesh is in test_balance
+def test_a_model_with_experts_has_the_same_curve_on_other_meshes(text, tmp_path):
+    """Their biases too, whose updates are of the loads of all devices."""
+
+    def trained(name, data, model, fsdp):
+        options = ["--config=configs/train_mtp_scratch.py:glm_debug", f"--config.data={text}"]
+        options += [f"--config.workdir={tmp_path / name}", "--config.steps=3"]
+        options += [f"--config.mesh.data={data}", f"--config.mesh.model={model}"]
+        options += [f"--config.fsdp={fsdp}", "--config.log_every=1", "--config.dtype=float32"]
+        assert mtp.main([*options, "--config.eval.prompts=0", "--config.eval.batches=0"]) == 0
+        return load_model(str(tmp_path / name / "export")), losses_of(tmp_path / name)
+
+    alone, losses = trained("alone", 1, 1, "false")
+    for name, layout in {"split": (4, 2, "true"), "spread": (8, 1, "false")}.items():
+        other, again = trained(name, *layout)
+        np.testing.assert_allclose(again, losses, rtol=1e-5)
+        for mine, theirs in zip(*map(jax.tree.leaves, (other.arrays, alone.arrays)), strict=True):
+            np.testing.assert_allclose(mine, theirs, atol=2e-3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_two_processes_give_the_curve_of_one(name, folders, tmp_path):
