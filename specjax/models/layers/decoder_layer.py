@@ -17,6 +17,7 @@ from specjax.distributed.sharding import constrain
 from specjax.models.config import DecoderConfig
 from specjax.models.layers import experts
 from specjax.models.layers.attention import Partial, group_queries, ungroup
+from specjax.models.layers.experts_on_mesh import mix_on_mesh
 from specjax.models.layers.matmul import product
 from specjax.models.layers.rope import frequencies
 
@@ -136,16 +137,14 @@ class Block:
         assert self.config.experts is not None
         flat = h.reshape(-1, h.shape[-1])
         routes = experts.route(flat, mlp["router"], self.config.experts)
-        out = experts.mix(
-            flat,
-            routes,
-            mlp["experts"],
-            ACTIVATIONS[self.config.mlp.activation],
-            self.multiply,
-            self.differentiable,
-            self.shards,
-            mlp.get("shared"),
-        ).reshape(h.shape)
+        mix = functools.partial(
+            experts.mix,
+            activation=ACTIVATIONS[self.config.mlp.activation],
+            multiply=self.multiply,
+            differentiable=self.differentiable,
+        )
+        out = mix_on_mesh(mix, flat, routes, mlp["experts"], mlp.get("shared"), self.shards)
+        out = out.reshape(h.shape)
         return out, routes.experts.reshape(*h.shape[:2], -1)
 
     def whole(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:

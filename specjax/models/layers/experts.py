@@ -12,13 +12,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from specjax.distributed.sharding import MODEL, partition
 from specjax.models.config import Experts
 from specjax.models.layers.matmul import product
-from specjax.models.parameter_table import DOWN_AXES, UP_AXES
 
 _TILE = 64
 """Tokens of one expert that are multiplied at a time."""
@@ -79,65 +76,23 @@ def mix(
     activation: Activation,
     multiply: Any = None,
     differentiable: bool = False,
-    shards: int = 1,
     shared: dict[str, Any] | None = None,
 ) -> Float[Array, "N D"]:
-    """The weighted sum of each token's experts, and the `shared` MLP, if there is one.
+    """The weighted sum of each token's experts, and the `shared` MLP, if there is one, in float32.
 
     The tokens of each expert are gathered, and only experts that have some are read: for a few
-    tokens the bytes read grow with the distinct experts. `differentiable` (training, where a loop
-    of unknown length has no gradient) makes grouped products over all experts, which CPUs compute
-    as masked products. `shards` is the number of devices that the kernels are split over: each adds
-    its own experts, or its share of each expert's width, and one sum over the devices follows.
+    tokens the bytes read grow with the distinct experts. Experts that are out of range add nothing.
+    `differentiable` (training, where a loop of unknown length has no gradient) makes grouped
+    products over all experts, which CPUs compute as masked products.
     """
-
-    def added(
-        h: jax.Array, routes: Routes, stacked: StackedExperts, shared: dict[str, Any] | None
-    ) -> jax.Array:
-        total = _sum(h, routes, stacked, activation, multiply, differentiable)
-        return total if shared is None else total + _shared(h, shared, activation, multiply)
-
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return added(h, routes, stacked, shared).astype(h.dtype)
-
-    def split(leaf: jax.Array, axes: tuple[str, ...]) -> PartitionSpec:
-        names = (*["layers"] * (leaf.ndim - len(axes)), *axes[-leaf.ndim :])
-        return partition(names, leaf.shape, mesh) if shards > 1 else PartitionSpec()
-
-    def own(*arguments: Any) -> jax.Array:
-        h, routes, stacked, shared = arguments
-        if shards > 1 and up[1] is not None:
-            first = lax.axis_index(MODEL) * stacked.gate.shape[1]
-            routes = routes._replace(experts=routes.experts - first)
-        total = added(h, routes, stacked, shared)
-        return lax.psum(total, MODEL) if shards > 1 else total
-
-    up, down = split(stacked.gate, UP_AXES), split(stacked.down, DOWN_AXES)
-    rows = partition(("batch", None), h.shape, mesh)
-    of_shared = shared and {
-        name: {"kernel": split(part["kernel"], DOWN_AXES if name == "down" else UP_AXES)}
-        for name, part in shared.items()
-    }
-    # The partitioner would sum over the devices after each product of the loop.
-    total = jax.shard_map(
-        own,
-        in_specs=(
-            rows,
-            Routes(rows, rows),
-            StackedExperts(up, up, down, PartitionSpec()),
-            of_shared,
-        ),
-        out_specs=rows,
-        check_vma=False,
-    )(h, routes, stacked._replace(layer=jnp.asarray(stacked.layer)), shared)
-    return total.astype(h.dtype)
+    total = _sum(h, routes, stacked, activation, multiply, differentiable)
+    return total if shared is None else total + _shared(h, shared, activation, multiply)
 
 
 def _shared(
     h: Float[Array, "N D"], mlp: dict[str, Any], activation: Activation, multiply: Any
 ) -> Float[Array, "N D"]:
-    """A gated MLP of every token, in float32."""
+    """A gated MLP of every token."""
 
     def times(x: jax.Array, name: str, out: Any = None) -> jax.Array:
         return product("nd,df->nf", x, mlp[name]["kernel"], multiply=multiply, out=out)
@@ -153,7 +108,7 @@ def _sum(
     multiply: Any,
     differentiable: bool,
 ) -> Float[Array, "N D"]:
-    """`mix` in float32; experts that are out of range add nothing."""
+    """The weighted sum of each token's experts."""
     count, (num_tokens, per_token) = stacked.gate.shape[1], routes.experts.shape
     flat = routes.experts.reshape(-1)
     flat = jnp.where((flat >= 0) & (flat < count), flat, count)
