@@ -2,8 +2,8 @@
 
 Its text comes from `python -m train.corpus`, as does its tokenizer. With :debug it runs in seconds,
 on what that command writes with configs/corpus.py:debug, and learns nothing. With :glm the layers
-after the first have experts, as GLM-4.5's; with :glm_debug that takes a minute, on the same data as
-:debug.
+after the first have experts, as GLM-4.5's, which CPUs compute for every token, so that it is meant
+for accelerators; with :glm_debug that takes a minute, on the same data as :debug.
 """
 
 import runpy
