@@ -167,11 +167,12 @@ def test_as_a_process(command, folder):
 def test_fields_are_those_of_the_config(command, capsys, tmp_path):
     """A field that a config lacks, or has beside those of the command, is named."""
     main, kinds, config = COMMANDS[command]
-    path, _, size = config.partition(":")
+    path, colon, size = config.partition(":")
+    given = repr(size) if colon else ""
     source = (
         "import runpy\n"
         "def get_config(size=''):\n"
-        f"    config = runpy.run_path({str(CONFIGS / path)!r})['get_config']({size!r})\n"
+        f"    config = runpy.run_path({str(CONFIGS / path)!r})['get_config']({given})\n"
         "    {}\n"
         "    return config\n"
     )
