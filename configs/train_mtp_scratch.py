@@ -1,7 +1,9 @@
 """Train a new model with MTP modules: `python -m train.mtp --config=configs/train_mtp_scratch.py`.
 
 Its text comes from `python -m train.corpus`, as does its tokenizer. With :debug it runs in seconds,
-on what that command writes with configs/corpus.py:debug, and learns nothing.
+on what that command writes with configs/corpus.py:debug, and learns nothing. With :glm the layers
+after the first have experts, as GLM-4.5's, which CPUs compute for every token, so that it is meant
+for accelerators; with :glm_debug that takes a minute, on the same data as :debug.
 """
 
 import runpy
@@ -15,9 +17,10 @@ _MTP = Path(__file__).with_name("train_mtp.py")
 
 
 def get_config(size=""):
-    if size == "quick":
-        raise ValueError("size 'quick' is unknown: use debug, or leave it out")
-    config = runpy.run_path(str(_MTP))["get_config"](size)
+    if size not in ("", "debug", "glm", "glm_debug"):
+        raise ValueError(f"size {size!r} is unknown: use debug, glm, glm_debug, or leave it out")
+    debug = size.endswith("debug")
+    config = runpy.run_path(str(_MTP))["get_config"]("debug" if debug else "")
     config.workdir = default_workdir("train_mtp_scratch", size)
     config.target = config_dict.placeholder(str)  # a new model, of these sizes
     config.model = config_dict.ConfigDict()
@@ -31,19 +34,41 @@ def get_config(size=""):
     config.model.rope_theta = 10000.0
     config.model.tie_word_embeddings = True
 
+    if size.startswith("glm"):
+        config.model.experts = config_dict.ConfigDict()
+        config.model.experts.num_experts = 16
+        config.model.experts.num_experts_per_tok = 4
+        config.model.experts.moe_intermediate_size = 192
+        config.model.experts.n_shared_experts = 1
+        config.model.experts.first_k_dense_replace = 1  # layers with an MLP before the others
+        # A token chooses from the experts of its topk_group best groups.
+        config.model.experts.n_group = 1
+        config.model.experts.topk_group = 1
+        config.model.experts.scoring_func = "sigmoid"  # with a balancing bias | softmax: without
+        config.model.experts.norm_topk_prob = True
+        config.model.experts.routed_scaling_factor = 1.0
+
     config.mtp.trains = "all"
     config.mtp.labels = "tokens"
     config.mtp.loss_weight = 0.3
     config.mtp.late_loss_weight = 0.1
     config.mtp.start = "random"
 
-    if size == "debug":
+    if debug:
         config.data = "build/corpus_debug/tokens"
         config.row_labels = config.row_tokens
         config.model.hidden_size = 32
         config.model.intermediate_size = 64
         config.model.num_layers = 2
         config.model.head_dim = 8
+        if size == "glm_debug":
+            config.model.experts.moe_intermediate_size = 16
+            config.steps = 200
+            config.batch_size = 8
+            config.learning_rate = 1e-2
+            config.balance_rate = 0.01  # there are few steps
+            config.log_every = 20
+            config.checkpoint_every = 100
         return config
     config.data = "build/corpus/tokens"
     config.steps = 5000

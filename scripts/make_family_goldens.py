@@ -1,5 +1,7 @@
 """Write tests/goldens/families: tiny random models of each family, and what transformers computes.
 
+Beside them, in tests/goldens/variants, models of the same families with other routers.
+
 Run it from the repository root, with a Python that has torch and transformers; with names, only
 those families are written:
 
@@ -26,7 +28,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-FOLDER = Path(__file__).parent.parent / "tests" / "goldens" / "families"
+GOLDENS = Path(__file__).parent.parent / "tests" / "goldens"
 ROWS, TOKENS, GREEDY = 2, 40, 24
 VOCAB = 96
 MARGIN = 2e-3
@@ -130,6 +132,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 WRITTEN_AS = {"mimo": "qwen2"}
 """Families that transformers does not have, and the one whose decoder they have."""
+VARIANTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"norm_topk_prob": True},
+    "glm4_moe": {
+        "num_hidden_layers": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_nextn_predict_layers": 0,
+    },
+}
+"""Changes of a family's settings: scores over their sum; a choice from all experts."""
 DRAFTS = 3
 
 
@@ -265,13 +277,12 @@ def randomise(model: Any) -> None:
                 value.copy_(1.5 * noise * inputs**-0.5)
 
 
-def write(name: str) -> None:
+def write(name: str, folder: Path, settings: dict[str, Any], module: bool) -> None:
     """Save one model and its outputs; the first seed whose greedy choices are clear."""
-    folder = FOLDER / name
     for seed in range(50):
         shutil.rmtree(folder, ignore_errors=True)
         torch.manual_seed(seed)
-        config = AutoConfig.for_model(WRITTEN_AS.get(name, name), **FAMILIES[name])
+        config = AutoConfig.for_model(WRITTEN_AS.get(name, name), **settings)
         model = AutoModelForCausalLM.from_config(config)
         randomise(model)
         model.to(torch.bfloat16).save_pretrained(folder)
@@ -279,18 +290,18 @@ def write(name: str) -> None:
             folder, dtype=torch.float32, attn_implementation="eager"
         ).eval()
         outputs = {}
-        if name in ("glm4_moe", "mimo"):
-            module = Module(name, model)
-            randomise(module)
+        if module:
+            drafting = Module(name, model)
+            randomise(drafting)
             # Not the model, whose rotary frequencies would be rounded too.
-            module = module.to(torch.bfloat16).float().eval()
-            add_module(folder, name, module, model)
+            drafting = drafting.to(torch.bfloat16).float().eval()
+            add_module(folder, name, drafting, model)
         tokens = torch.randint(2, VOCAB, (ROWS, TOKENS))
         rows, margin = tokens, np.inf
         with torch.no_grad():
             logits = model(tokens, use_cache=False).logits
-            if name in ("glm4_moe", "mimo"):
-                outputs = modules_outputs(module, model, tokens)
+            if module:
+                outputs = modules_outputs(drafting, model, tokens)
             for _ in range(GREEDY):
                 # Without a cache: whole rows each time.
                 last = model(rows, use_cache=False).logits[:, -1]
@@ -310,13 +321,16 @@ def write(name: str) -> None:
         **outputs,
     )
     size = sum(path.stat().st_size for path in folder.iterdir())
-    print(f"{name}: seed {seed}, margin {margin:.4f}, {size} bytes")
+    print(f"{folder.name}: seed {seed}, margin {margin:.4f}, {size} bytes")
 
 
 def main() -> None:
     """Write the named families, or all."""
     for name in sys.argv[1:] or FAMILIES:
-        write(name)
+        settings = FAMILIES[name]
+        write(name, GOLDENS / "families" / name, settings, name in ("glm4_moe", "mimo"))
+        if name in VARIANTS:
+            write(name, GOLDENS / "variants" / name, settings | VARIANTS[name], False)
 
 
 if __name__ == "__main__":

@@ -199,7 +199,7 @@ def _compared(plan: _Compared, params: Any, modules: Any, batch: Batch) -> Any:
     choices, labels = own.choices[0], batch.labels
     if plan.head is None:
         return nats, choices, measure_undrafted({}, labels)
-    _, scores = modules_loss(
+    _, scores, _ = modules_loss(
         plan.head,
         modules,
         params,

@@ -29,7 +29,7 @@ COMMANDS = {
     "train.medusa": (medusa.main, fields_of(medusa.Config), "train_medusa2.py"),
     "train.eagle": (eagle.main, fields_of(eagle.Config), "train_eagle3.py"),
     "train.distill": (distill.main, fields_of(distill.Config), "train_distill.py"),
-    "train.mtp": (mtp.main, fields_of(mtp.Config), "train_mtp_scratch.py"),
+    "train.mtp": (mtp.main, fields_of(mtp.Config), "train_mtp_scratch.py:glm"),
 }
 
 # A command's entry point, its flags, and those that it needs, all of them good.
@@ -167,10 +167,12 @@ def test_as_a_process(command, folder):
 def test_fields_are_those_of_the_config(command, capsys, tmp_path):
     """A field that a config lacks, or has beside those of the command, is named."""
     main, kinds, config = COMMANDS[command]
+    path, colon, size = config.partition(":")
+    given = repr(size) if colon else ""
     source = (
         "import runpy\n"
         "def get_config(size=''):\n"
-        f"    config = runpy.run_path({str(CONFIGS / config)!r})['get_config']()\n"
+        f"    config = runpy.run_path({str(CONFIGS / path)!r})['get_config']({given})\n"
         "    {}\n"
         "    return config\n"
     )

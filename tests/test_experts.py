@@ -7,12 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from heads import mtp_head
+from test_sharding import collectives
 
 from specjax.distributed import sharding
 from specjax.errors import InputError
-from specjax.loading.load import place_model, random_model, save_model
-from specjax.models.config import DecoderConfig, Experts
+from specjax.loading.checkpoints import save_checkpoint
+from specjax.loading.heads.complete_parameters import complete_parameters
+from specjax.loading.load import load_model, place_model, random_model, save_model
+from specjax.models.config import Attention, DecoderConfig, Experts
 from specjax.models.decoder import Form
+from specjax.models.heads.mtp import MtpModules
 from specjax.models.layers.experts import Routes, StackedExperts, mix, route
 
 NUM, PER_TOKEN, WIDTH, HIDDEN = 8, 2, 12, 10
@@ -30,7 +35,7 @@ CONFIG = DecoderConfig(
 )
 GLM = dataclasses.replace(
     CONFIG,
-    attention=dataclasses.replace(CONFIG.attention, output_bias=False),
+    attention=Attention(output_bias=False, rotary_width=8),
     experts=dataclasses.replace(
         CONFIG.experts,
         router="sigmoid",
@@ -118,11 +123,13 @@ def test_a_token_reads_only_its_experts(count):
     np.testing.assert_array_equal(got, clean)
 
 
+@pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("scan_layers", [True, False])
-def test_no_program_takes_a_layers_experts_apart(scan_layers):
-    """Nothing in a compiled pass has the size of all experts of a layer, but the parameters."""
+def test_no_program_takes_a_layers_experts_apart(scan_layers, devices):
+    """Nothing in a pass has the size of all of a device's experts of a layer, but parameters."""
     config = dataclasses.replace(GLM, hidden_size=24)
-    model = random_model(config, 0, dtype="float32", form=Form(scan_layers=scan_layers))
+    mesh = sharding.make_mesh(1, 2, jax.devices()[:2]) if devices == 2 else None
+    model = random_model(config, 0, dtype="float32", mesh=mesh, form=Form(scan_layers=scan_layers))
     decoder = model.architecture
 
     @jax.jit
@@ -131,9 +138,10 @@ def test_no_program_takes_a_layers_experts_apart(scan_layers):
         seen = jnp.ones((1, 1, 1), bool)
         return decoder.extend(params, tokens, tokens, cache, window, 0, seen).logits
 
-    arguments = model.params, decoder.make_cache(1, 128), decoder.make_window(1, 1)
-    text = step.lower(*arguments).compile().as_text()
-    whole = re.compile(rf"= f32\[(1,)?{NUM},(24,{HIDDEN}|{HIDDEN},24)\]\S* (\S+)\(")
+    with sharding.use(mesh):
+        arguments = model.params, decoder.make_cache(1, 128), decoder.make_window(1, 1)
+        text = step.lower(*arguments).compile().as_text()
+    whole = re.compile(rf"= f32\[(1,)?{NUM // devices},(24,{HIDDEN}|{HIDDEN},24)\]\S* (\S+)\(")
     made = {match[3] for match in whole.finditer(text)}
     assert made <= {"parameter", "bitcast", "get-tuple-element", "reshape", "opt-barrier"}, made
 
@@ -187,18 +195,73 @@ def logits_of(model, length=20):
     return both(model.params)
 
 
+def with_experts(**changes):
+    return dataclasses.replace(GLM, experts=dataclasses.replace(GLM.experts, **changes))
+
+
 def test_layers_stacked_and_apart_and_on_a_mesh_agree():
     """A dense layer before two with experts; an early exit between them; training's form."""
     stacked = random_model(GLM, 0, dtype="float32", form=Form(scan_layers=True))
     assert stacked.params["dense_layers"]["mlp"]["up"]["kernel"].shape[0] == 1
     expected = logits_of(stacked)
     apart = random_model(GLM, 0, dtype="float32", form=Form(scan_layers=False))
-    placed = place_model(stacked, sharding.make_mesh(2, 2, jax.devices()[:4]))
-    with sharding.use(placed.mesh):
-        on_mesh = logits_of(placed)
-    for got in (logits_of(apart), on_mesh):
+    mesh = sharding.make_mesh(2, 2, jax.devices()[:4])
+    on_mesh = []
+    for model in (stacked, apart):
+        for replicated in (False, True):
+            placed = place_model(model, mesh, replicated=replicated)
+            with sharding.use(mesh):
+                on_mesh.append(logits_of(placed))
+    for got in (logits_of(apart), *on_mesh):
         for mine, right in zip(got, expected, strict=True):
             np.testing.assert_allclose(mine, right, atol=2e-5, rtol=1e-4)
+
+
+def kernel_specs(model):
+    kernels = model.params["layers"]["mlp"]["experts"]
+    return [tuple(kernels[name]["kernel"].sharding.spec) for name in ("up", "down")]
+
+
+@pytest.mark.usefixtures("every_pass")
+@pytest.mark.parametrize(
+    ("num_experts", "specs"),
+    [
+        (8, [(None, "model", None, None)] * 2),
+        (7, [(None, None, None, "model"), (None, None, "model", None)]),
+    ],
+)
+def test_devices_exchange_one_sum_for_all_experts_of_a_layer(num_experts, specs):
+    """Whole experts where their number divides, else each expert's width; no kernel travels."""
+    config = dataclasses.replace(
+        with_experts(num_experts=num_experts, groups=1, groups_per_token=1), hidden_size=24
+    )
+    alone = random_model(config, 0, dtype="float32")
+    model = place_model(alone, sharding.make_mesh(1, 2, jax.devices()[:2]))
+    assert kernel_specs(model) == specs
+    with sharding.use(model.mesh):
+        got = logits_of(model)
+    for mine, right in zip(got, logits_of(alone), strict=True):
+        np.testing.assert_allclose(mine, right, atol=2e-5, rtol=1e-4)
+    decoder = model.architecture
+
+    @jax.jit
+    def step(params, cache, window):
+        tokens = jnp.zeros((1, 3), jnp.int32)
+        seen = jnp.ones((1, 3, 3), bool)
+        return decoder.extend(params, tokens, tokens, cache, window, 0, seen).logits
+
+    with sharding.use(model.mesh):
+        caches = decoder.make_cache(1, 128), decoder.make_window(1, 3)
+        program = step.lower(model.params, *caches).compile()
+    # The embedding's; in the dense layer and in those with experts attention's, and the other.
+    assert collectives(program) == sorted(
+        [("all-reduce", "f32[1,3,24]")] * 4 + [("all-reduce", "f32[3,24]")]
+    )
+    parts = re.split(r"\n(?=\S)", program.as_text())
+    width = HIDDEN if num_experts == 8 else HIDDEN // 2
+    reads = [part for part in parts if f"f32[1,1,24,{width}]" in part and "dynamic-slice(" in part]
+    assert reads
+    assert not any("all-reduce(" in part for part in reads)
 
 
 @pytest.mark.parametrize(
@@ -217,10 +280,42 @@ def test_experts_that_do_not_fit_are_refused(change, words):
 
 
 def test_a_mesh_that_does_not_fit_the_experts_is_refused():
-    config = dataclasses.replace(GLM, experts=dataclasses.replace(GLM.experts, intermediate_size=9))
     mesh = sharding.make_mesh(2, 2, jax.devices()[:4])
-    with pytest.raises(InputError, match="an MLP of 9 and 14 and 20 cannot be split over 2"):
+    random_model(with_experts(intermediate_size=9), 0, mesh=mesh)
+    config = with_experts(intermediate_size=9, num_experts=7, groups=1, groups_per_token=1)
+    with pytest.raises(InputError, match="an MLP of 14 and .* and 7 experts of 9 cannot be split"):
         random_model(config, 0, mesh=mesh)
+
+
+def test_the_bias_that_selects_experts_is_not_rounded(tmp_path):
+    """In a model in bfloat16, however it was stored, laid out and placed; and in its modules."""
+    model = random_model(GLM, 0, dtype="float32")
+    bias = model.params["layers"]["mlp"]["router"]["selection_bias"]
+    save_model(model, tmp_path / "a")
+    modules = mtp_head(model, decoder=GLM.one_layer(experts=True))
+    inside = MtpModules(modules.config, modules.params)
+    save_checkpoint(dataclasses.replace(model, mtp=inside), tmp_path / "b")
+    mesh = sharding.make_mesh(1, 2, jax.devices()[:2])
+    for folder, more in (("a", {}), ("a", {"mesh": mesh}), ("b", {}), ("b", {"mesh": mesh})):
+        loaded = load_model(tmp_path / folder, dtype="bfloat16", **more)
+        layers = loaded.params["layers"]["mlp"]
+        assert layers["router"]["kernel"].dtype == jnp.bfloat16
+        np.testing.assert_array_equal(layers["router"]["selection_bias"], bias)
+    assert layers["router"]["selection_bias"].dtype == jnp.float32
+    apart = load_model(tmp_path / "b", dtype="bfloat16", form=Form(scan_layers=False))
+    of_layers = apart.params["layers"]
+    np.testing.assert_array_equal(of_layers["2"]["mlp"]["router"]["selection_bias"], bias[1])
+    save_checkpoint(apart, tmp_path / "c")
+    again = load_model(tmp_path / "c", dtype="bfloat16")
+    found = [
+        again.mtp.params["modules"]["0"]["layer"]["mlp"]["router"],
+        complete_parameters(modules, again)["modules"]["0"]["layer"]["mlp"]["router"],
+    ]
+    for router in found:
+        assert router["kernel"].dtype == jnp.bfloat16
+        wanted = modules.params["modules"]["0"]["layer"]["mlp"]["router"]["selection_bias"]
+        np.testing.assert_array_equal(router["selection_bias"], wanted)
+    np.testing.assert_array_equal(again.params["layers"]["mlp"]["router"]["selection_bias"], bias)
 
 
 def test_what_a_config_cannot_say_is_not_saved(tmp_path):

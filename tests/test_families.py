@@ -32,6 +32,8 @@ from train.run import setup
 
 GOLDENS = Path(__file__).parent / "goldens" / "families"
 NAMES = sorted(path.name for path in GOLDENS.iterdir())
+VARIANTS = sorted(f"../variants/{path.name}" for path in (GOLDENS.parent / "variants").iterdir())
+"""Families with other routers."""
 TOLERANCE = 1e-4
 HALF = 20
 
@@ -85,7 +87,7 @@ def test_there_is_a_golden_for_each_family():
     assert {*NAMES, "llama"} == set(registry.FAMILIES)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *VARIANTS])
 def test_logits_equal_those_of_transformers(name):
     """In two passes, the second after the cache; then that half one by one in the window."""
     model, tokens = model_of(name), golden(name)["tokens"]
@@ -196,9 +198,13 @@ def test_other_forms_compute_the_same(name):
         assert_near(out.logits, name, slice(HALF, None))
 
 
-def test_windows_on_a_mesh():
-    """Rows over `data`, heads over `model`: the tokens of one device."""
-    model, tokens = model_of("gemma3_text"), golden("gemma3_text")
+@pytest.mark.parametrize(
+    "name",
+    ["gemma3_text", "glm4_moe", *slow(*sorted({*NAMES} - {"gemma3_text", "glm4_moe"}))],
+)
+def test_each_family_on_a_mesh(name):
+    """Rows over `data`, heads and experts over `model`: the tokens of transformers."""
+    model, tokens = model_of(name), golden(name)
     mesh = sharding.make_mesh(2, 2, jax.devices()[:4])
     placed = place_model(model, mesh)
     prompts = tokens["tokens"].tolist()

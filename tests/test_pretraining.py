@@ -20,12 +20,13 @@ from specjax.errors import InputError
 from specjax.fields import PathOrName, check_values, fields_of, optional
 from specjax.files.folder_marker import MARKER
 from specjax.loading.checkpoints import save_checkpoint
-from specjax.loading.load import load_model
+from specjax.loading.load import load_model, save_model
 from train import corpus, eagle
 from train.data.examples import target_metadata, text_metadata
 from train.data.responses import open_responses
 from train.data.sources import open_sources
 from train.pretraining.documents import Document, read_documents, write_documents
+from train.pretraining.expert_sizes import ExpertSizes
 from train.pretraining.new_model import ModelSizes, new_model
 from train.pretraining.tokenizers import END, encode_document, train_tokenizer
 from train.run import run
@@ -371,6 +372,65 @@ def test_a_new_model(tokens, tokenizer):
         assert wanted.std() == pytest.approx(0.02 / (2 if added else 1), rel=0.1), name
     tied = new_model(ModelSizes(**{**SIZES, "tie_word_embeddings": True}).config(V), tokenizer, 0)
     assert tied.num_params == one.num_params - V * SIZES["hidden_size"]
+
+
+EXPERTS = dict(
+    num_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=6,
+    n_shared_experts=1,
+    first_k_dense_replace=1,
+    n_group=2,
+    topk_group=1,
+    scoring_func="sigmoid",
+    norm_topk_prob=True,
+    routed_scaling_factor=1.5,
+)
+SOFTMAX = dict(
+    n_shared_experts=0,
+    first_k_dense_replace=0,
+    n_group=1,
+    scoring_func="softmax",
+    routed_scaling_factor=1.0,
+)
+
+
+@pytest.mark.parametrize(("change", "family"), [({}, "glm4_moe"), (SOFTMAX, "qwen3_moe")])
+def test_a_new_model_with_experts_is_one_of_a_family(change, family, tokenizer, tmp_path):
+    """It is written as that family's checkpoints are; only a sigmoid router has a bias."""
+    sizes = ModelSizes(**SIZES, experts=ExpertSizes(**{**EXPERTS, **change}))
+    model = new_model(sizes.config(V), tokenizer, 0)
+    assert model.config.family == family
+    mlp = model.params["layers"]["mlp"]
+    assert ("selection_bias" in mlp["router"]) == (family == "glm4_moe")
+    assert ("shared" in mlp, "dense_layers" in model.params) == (not change, not change)
+    for part, spread in (("up", 0.02), ("down", 0.01)):
+        kernel = np.asarray(mlp["experts"][part]["kernel"])
+        assert kernel.std() == pytest.approx(spread, rel=0.1)
+    save_model(model, tmp_path / "m")
+    loaded = load_model(str(tmp_path / "m"), dtype="float32")
+    assert loaded.config == model.config
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, model.params)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (dict(n_group=3), "n_group=3: num_experts=8 cannot be split"),
+        (dict(n_group=8), "n_group=8: num_experts=8 cannot be split"),
+        (dict(topk_group=3), "topk_group=3: there are n_group=2 groups"),
+        (dict(num_experts_per_tok=5), "num_experts_per_tok=5: a token chooses from 4 experts"),
+        (dict(first_k_dense_replace=2), "first_k_dense_replace=2: none of num_layers=2 layers"),
+        (dict(scoring_func="tanh"), "scoring_func='tanh' is unknown: use sigmoid, softmax"),
+        (dict(num_experts=0), "num_experts=0: use a whole number"),
+    ],
+)
+def test_experts_that_do_not_fit_are_refused(tokens, tmp_path, change, said):
+    config = scratch_config(tokens, tmp_path / "w", experts={**EXPERTS, **change})
+    with pytest.raises(InputError, match=f"model.experts.{said}") as error:
+        trained(config, lambda *_: None)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "w").exists()
 
 
 def test_a_new_model_is_saved_and_loaded(tmp_path, tokenizer):

@@ -394,6 +394,7 @@ def test_scalars_follow_their_definitions():
         "correct": [6.0, 5.0],
         "prefix_correct": [6.0, 3.0],
         "counts": [10.0, 8.0],
+        "loads": {"a": [[1.0, 3.0], [2.0, 2.0]], "b": [5.0, 5.0]},
     }
     found = scalars(sums, "train")
     assert found["train/loss"] == 3.0

@@ -1,6 +1,7 @@
 """Every training config at its debug size, from the data to decoding with what was exported."""
 
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -160,6 +161,47 @@ def test_a_new_model_and_its_modules(text, tmp_path, capsys):
     decoding += [
         "--config=configs/decode_smollm2.py",
         "--config.sampling.max_new_tokens=6",
+        "--config.chat=false",
+    ]
+    assert decode.main(decoding) == 0
+
+
+def test_a_new_model_with_experts(text, tmp_path, capsys):
+    """GLM-4.5's, with a module that has them too: killed and resumed to the same arrays."""
+    workdir = tmp_path / "w"
+
+    def trained():
+        options = ["--config=configs/train_mtp_scratch.py:glm_debug", f"--config.data={text}"]
+        options += [f"--config.workdir={workdir}", "--config.steps=4", "--config.log_every=1"]
+        options += ["--config.checkpoint_every=2", "--config.eval.batches=0"]
+        assert mtp.main([*options, "--config.eval.prompts=0"]) == 0
+        return load_model(str(workdir / "export")), losses_of(workdir)
+
+    whole, losses = trained()
+    shutil.rmtree(workdir / "checkpoints" / "step-000000004")
+    resumed, again = trained()
+    said = capsys.readouterr().out
+    assert "resuming after step 2" in said
+    assert "imbalance " in said
+    assert again == losses
+    jax.tree.map(np.testing.assert_array_equal, whole.arrays, resumed.arrays)
+    routers = [
+        whole.params["layers"]["mlp"]["router"],
+        whole.mtp.params["modules"]["0"]["layer"]["mlp"]["router"],
+    ]
+    for router in routers:
+        # Four updates of 0.01, each up or down.
+        ups = np.asarray(router["selection_bias"]) / 0.01
+        assert np.abs(ups).max() > 1
+        np.testing.assert_allclose(ups, np.round(ups), atol=1e-4)
+    decoding = [
+        "--config=configs/decode_smollm2.py",
+        f"--config.target={workdir / 'export'}",
+        "--config.drafter.name=mtp",
+        "--config.compare=true",
+        "--config.prompt=The design",
+        "--config.num_speculative_tokens=3",
+        "--config.sampling.max_new_tokens=12",
         "--config.chat=false",
     ]
     assert decode.main(decoding) == 0
@@ -362,6 +404,26 @@ def test_the_curve_is_the_same_on_other_meshes(name, folders, tmp_path):
     assert len(set(alone)) == 3
     moved = losses(tmp_path / "moved", (2, 8, 1, "true"), (3, 4, 2, "true"))
     np.testing.assert_allclose(moved, alone, rtol=1e-5)
+
+
+@pytest.mark.slow  # as above, and a step on a mesh is in test_balance
+def test_a_model_with_experts_has_the_same_curve_on_other_meshes(text, tmp_path):
+    """Their biases too, whose updates are of the loads of all devices."""
+
+    def trained(name, data, model, fsdp):
+        options = ["--config=configs/train_mtp_scratch.py:glm_debug", f"--config.data={text}"]
+        options += [f"--config.workdir={tmp_path / name}", "--config.steps=3"]
+        options += [f"--config.mesh.data={data}", f"--config.mesh.model={model}"]
+        options += [f"--config.fsdp={fsdp}", "--config.log_every=1", "--config.dtype=float32"]
+        assert mtp.main([*options, "--config.eval.prompts=0", "--config.eval.batches=0"]) == 0
+        return load_model(str(tmp_path / name / "export")), losses_of(tmp_path / name)
+
+    alone, losses = trained("alone", 1, 1, "false")
+    for name, layout in {"split": (4, 2, "true"), "spread": (8, 1, "false")}.items():
+        other, again = trained(name, *layout)
+        np.testing.assert_allclose(again, losses, rtol=1e-5)
+        for mine, theirs in zip(*map(jax.tree.leaves, (other.arrays, alone.arrays)), strict=True):
+            np.testing.assert_allclose(mine, theirs, atol=2e-3)
 
 
 @pytest.mark.slow

@@ -36,6 +36,7 @@ from specjax.draft_length.policy import Decisions, new_policy
 from specjax.drafters.base import Accepted, Context, Noise, ReplayedRound, TargetPass
 from specjax.drafters.turns import NO_DRAFTER, Proposal
 from specjax.models.prefill import prefill
+from specjax.trees import Draft
 
 _ROWS_FIRST = (
     "tokens",
@@ -279,6 +280,7 @@ def one_round(plan: Plan, params: Any, state: State) -> tuple[State, Rounds]:
     branch = jnp.searchsorted(np.asarray(plan.widths), 1 + last)
     if state.policy is not None:
         branch = jnp.maximum(branch, state.policy.narrowest)
+        draft = _widened(state, draft)
     branches = [
         functools.partial(verify_draft, plan, target_params, state, draft, keys, width)
         for width in plan.widths
@@ -363,6 +365,19 @@ def propose(plan: Plan, params: Any, state: State) -> Proposal:
     valid = draft.topology.close(draft.valid & within)
     draft = draft.replace(valid=valid, tokens=jnp.where(valid, draft.tokens, 0))
     return proposal._replace(draft=draft)
+
+
+def _widened(state: State, draft: Draft) -> Draft:
+    """The draft with tokens of the row itself in the slots that only make a window wide.
+
+    Where the cost of a width is measured, equal tokens there would be sent to the same experts, and
+    a pass over them would seem cheaper than one over drafts.
+    """
+    length = jnp.maximum(state.length, 1)[:, None]
+    back = jnp.arange(1, draft.topology.width)[None, :]
+    own = jnp.take_along_axis(state.tokens, (length - 1 - back) % length, axis=1)
+    fills = (state.policy.narrowest > 0) & ~draft.valid
+    return draft.replace(tokens=jnp.where(fills, own, draft.tokens))
 
 
 def _truncate(

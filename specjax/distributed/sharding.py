@@ -1,9 +1,9 @@
 """Placement of arrays on a mesh of devices: two mesh axes, and a table of logical axis names.
 
 Rows of a batch are spread over `data`. Weights, caches and logits are split over `model` along
-heads, MLP width and vocabulary (tensor parallelism: Shoeybi et al. 1909.08053); everything else is
-whole on every device. The axes are Auto: XLA's partitioner follows the placement of parameters and
-the few constraints that models and loop state.
+heads, MLP width and vocabulary (tensor parallelism: Shoeybi et al. 1909.08053) and along experts
+(Lepikhin et al. 2006.16668); everything else is whole on every device. The axes are Auto: XLA's
+partitioner follows the placement of parameters and the few constraints that models and loop state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,14 @@ from specjax.errors import InputError
 from specjax.fields import Instance, Whole, optional
 
 DATA, MODEL = "data", "model"
-LOGICAL_AXES = {"batch": DATA, "heads": MODEL, "kv_heads": MODEL, "mlp": MODEL, "vocab": MODEL}
+LOGICAL_AXES = {
+    "batch": DATA,
+    "heads": MODEL,
+    "kv_heads": MODEL,
+    "experts": MODEL,
+    "mlp": MODEL,
+    "vocab": MODEL,
+}
 """The mesh axis of each logical axis; names that are not here are not split."""
 
 MESH_KIND = optional(Instance(Mesh, "use a mesh, as sharding.make_mesh gives it"))
@@ -73,14 +80,17 @@ def use(mesh: Mesh | None) -> contextlib.AbstractContextManager:
 
 
 def partition(axes: Axes, shape: Sequence[int], mesh: Any) -> PartitionSpec:
-    """How an array with these logical axes is split; an axis that does not divide stays whole."""
-    named = [LOGICAL_AXES.get(name) if name else None for name in axes]
-    return PartitionSpec(
-        *(
-            axis if axis is not None and size % mesh.shape[axis] == 0 else None
-            for axis, size in zip(named, shape, strict=True)
-        )
-    )
+    """How an array with these logical axes is split.
+
+    An axis that does not divide stays whole. Of several for one mesh axis, such as experts and
+    their width, the first that divides is split.
+    """
+    split: list[str | None] = []
+    for name, size in zip(axes, shape, strict=True):
+        axis = LOGICAL_AXES.get(name) if name else None
+        fits = axis is not None and axis not in split and size % mesh.shape[axis] == 0
+        split.append(axis if fits else None)
+    return PartitionSpec(*split)
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:

@@ -185,7 +185,7 @@ def _arrays(
 ) -> dict[str, Any]:
     """The arrays of a model as shapes."""
     return jax.tree.map(
-        lambda entry: jax.ShapeDtypeStruct(entry.shape, dtype),
+        lambda entry: jax.ShapeDtypeStruct(entry.shape, entry.dtype(dtype)),
         array_table(config, mtp, scan_layers),
     )
 

@@ -228,6 +228,11 @@ class DecoderConfig:
         return tuple(run for run in runs if run.count)
 
     @property
+    def num_sparse(self) -> int:
+        """The number of layers with experts; they are the last ones."""
+        return sum(run.count for run in self.runs if run.sparse)
+
+    @property
     def windowed(self) -> tuple[bool, ...]:
         """Whether each layer has the sliding window."""
         window = self.sliding_window

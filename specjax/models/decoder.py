@@ -85,6 +85,8 @@ class Form:
 
 
 DEFAULT_FORM = Form()
+EXPERTS = "experts"
+"""The feature that says which experts tokens were sent to, of models that have some."""
 
 
 @dataclass(frozen=True)
@@ -222,14 +224,19 @@ class DecoderModule(nn.Module):
         views = layer_views(config, positions, window, visible, config.num_heads // kv_heads)
         softcap = config.attention.softcap
         counts = wanted_counts(features, config.vocab_size)
-        check_features((name for name in features if name not in counts), config.num_layers)
+        others = [name for name in features if name not in counts and name != EXPERTS]
+        check_features(others, config.num_layers)
+        chosen = None
+        if EXPERTS in features:
+            shape = (config.num_sparse, *tokens.shape, config.experts.per_token)
+            chosen = jnp.zeros(shape, jnp.int32)
         taps = {name: _tapped_layer(name) for name in features if name.startswith("layer_input:")}
         attend_committed = None
         if cache is not None:
             attend_committed = self._cache_attention(cache, tokens.shape[1])
 
         def layer(index: Int[Array, ""] | int, weights: dict, carry: tuple) -> tuple:
-            x, kept, tapped = carry
+            x, kept, tapped, chosen = carry
             tapped = {
                 name: jnp.where(index == taps[name], x, before) for name, before in tapped.items()
             }
@@ -252,7 +259,10 @@ class DecoderModule(nn.Module):
             if attend_committed is not None:
                 mixed = attend_committed(query, cache, index, start=mixed, **view.limits)
             x = block.add_attention(x, mixed, weights)
-            return block.add_mlp(x, weights), kept, tapped
+            x, own = block.add_mlp(x, weights)
+            if chosen is not None and own is not None:
+                chosen = chosen.at[index - (config.num_layers - config.num_sparse)].set(own)
+            return x, kept, tapped, chosen
 
         x = block.whole(embed(params, tokens, self.dtype))
         if config.embedding.scale != 1.0:
@@ -260,7 +270,7 @@ class DecoderModule(nn.Module):
         if config.embedding.positions:
             own = jnp.take(params["positions"]["embedding"], positions, axis=0, mode="clip")
             x = x + own.astype(x.dtype)
-        carry = (x, window, {name: jnp.zeros_like(x) for name in taps})
+        carry = (x, window, {name: jnp.zeros_like(x) for name in taps}, chosen)
         depth = config.num_layers if num_layers is None else num_layers
         if scan_layers:
             for run in config.runs:
@@ -283,9 +293,11 @@ class DecoderModule(nn.Module):
                 weights = merge_heads(params["layers"][str(index)], config)
                 weights = with_experts(lax.optimization_barrier(weights))
                 carry = layer(index, weights, carry)
-        pre_norm, window, tapped = carry
+        pre_norm, window, tapped, chosen = carry
 
         wanted = {**tapped, "pre_norm": pre_norm}
+        if chosen is not None:
+            wanted[EXPERTS] = jnp.moveaxis(chosen, 0, 2)
         out = None
         if logits or counts or "final_norm" in features:
             wanted["final_norm"] = block.norm(pre_norm, params["final_norm"])

@@ -15,7 +15,7 @@ class Extension:
     """The result of one forward: float32 logits (None unless requested), features, new window."""
 
     logits: Float[Array, "B T V"] | None
-    features: dict[str, Float[Array, "B T D"] | Int[Array, "B T k"]]
+    features: dict[str, Float[Array, "B T D"] | Int[Array, "B T ..."]]
     window: Window | None
 
 
@@ -57,5 +57,6 @@ class LanguageModel(Protocol):
         the window slots that `visible` allows, their own included. With `num_layers`, only that
         many layers run before the final norm (early exit). Without cache and window (training)
         the T tokens see each other as `visible` [#B, T, T] says, and nothing is kept. Features are
-        `final_norm`, `pre_norm` and `layer_input:i`, each [B, T, D], and `top_tokens:k` [B, T, k].
+        `final_norm`, `pre_norm` and `layer_input:i`, each [B, T, D], `top_tokens:k` [B, T, k], and
+        `experts`, those of each token in the M layers that have some, [B, T, M, K].
         """

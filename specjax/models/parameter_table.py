@@ -10,6 +10,10 @@ import jax
 from specjax.models.config import DecoderConfig
 from specjax.models.parameters import Parameter
 
+UP_AXES = ("experts", "embed", "mlp")
+DOWN_AXES = ("experts", "mlp", "embed")
+"""The logical axes of experts' kernels."""
+
 
 def parameter_table(config: DecoderConfig, scan_layers: bool = True) -> dict[str, Any]:
     """Every parameter of a decoder as a nested dict of `Parameter`.
@@ -104,20 +108,19 @@ def _experts(config: DecoderConfig) -> dict[str, Any]:
     assert experts is not None
     count = experts.num_experts
 
-    def gated(lead: tuple[int, ...], axes: tuple[str, ...], hidden: int) -> dict[str, Any]:
-        up = _linear((*lead, width, hidden), (*axes, "embed", "mlp"), 1)
-        return {
-            "gate": up,
-            "up": up,
-            "down": _linear((*lead, hidden, width), (*axes, "mlp", "embed"), 1),
-        }
+    def gated(hidden: int, *lead: int) -> dict[str, Any]:
+        rank = 2 + len(lead)
+        up = _linear((*lead, width, hidden), UP_AXES[-rank:], 1)
+        return {"gate": up, "up": up, "down": _linear((*lead, hidden, width), DOWN_AXES[-rank:], 1)}
 
     table: dict[str, Any] = {
-        "router": _linear((width, count), ("embed", "experts"), 1),
-        "experts": gated((count,), ("experts",), experts.intermediate_size),
+        "router": _linear((width, count), ("embed", "scores"), 1),
+        "experts": gated(experts.intermediate_size, count),
     }
     if experts.selection_bias:
-        table["router"]["selection_bias"] = Parameter((count,), ("experts",), "zeros")
+        # What decides between experts is not rounded, as in transformers.
+        bias = Parameter((count,), ("scores",), "zeros", always="float32")
+        table["router"]["selection_bias"] = bias
     if experts.shared_size:
-        table["shared"] = gated((), (), experts.shared_size)
+        table["shared"] = gated(experts.shared_size)
     return table

@@ -4,23 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Key
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter: its shape, the logical name of each axis, and its initialiser."""
+    """One parameter: its shape, the logical name of each axis, and its initialiser.
+
+    It has the dtype `always` whatever the dtype of a model, where that is given.
+    """
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     kind: str = "normal"
+    always: str | None = None
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), (self.shape, self.axes)
+
+    def dtype(self, of_model: Any) -> np.dtype:
+        """The dtype that it has in a model of a dtype."""
+        return np.dtype(of_model if self.always is None else self.always)
 
     def with_layers(self, count: int) -> Parameter:
         """A layer's parameter stacked over `count` layers."""
@@ -53,8 +63,13 @@ class ParameterTable(nn.Module):
     def __call__(self) -> dict[str, jax.Array | dict]:
         """The parameters as a plain nested dict."""
         return {
-            name: self.param(name, entry.initializer(), entry.shape, self.dtype)
+            name: self.param(name, entry.initializer(), entry.shape, entry.dtype(self.dtype))
             if isinstance(entry, Parameter)
             else ParameterTable(entry, self.dtype, name=name)()
             for name, entry in self.table.items()
         }
+
+
+def cast(params: Any, table: Any, dtype: Any) -> Any:
+    """The arrays of a nested table in the dtypes that they have in a model of `dtype`."""
+    return jax.tree.map(lambda entry, leaf: jnp.asarray(leaf, entry.dtype(dtype)), table, params)

@@ -82,9 +82,9 @@ def eagle_loss(
     columns = target_params["head"]["kernel"]
     columns = columns if draft_ids is None else jnp.take(columns, draft_ids, axis=1)
     teacher = Teacher.of(batch, columns, draft_ids)
-    outputs, states = map(
-        jnp.stack, zip(*unroll(head, params, batch, taps, loss.steps), strict=True)
-    )
+    steps = list(unroll(head, params, batch, taps, loss.steps))
+    outputs = jnp.stack([step.output for step in steps])
+    states = jnp.stack([step.state for step in steps])
     weights = jnp.asarray([loss.decay**step for step in range(loss.steps)])
     name, part = loss.part
     plan = Scoring(

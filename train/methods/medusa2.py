@@ -19,9 +19,10 @@ from jaxtyping import Array, Float, Int, Key
 from specjax.fields import Number, Whole, check_instance
 from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.model import Model
-from specjax.models.decoder import Decoder
+from specjax.models.decoder import EXPERTS, Decoder
 from specjax.models.heads.medusa import Medusa, MedusaConfig
 from train.data.batches import Batch
+from train.experts.loads import below, feature_of, of_target
 from train.methods.draft_losses import Teacher
 from train.methods.medusa import MedusaLoss, first_params, heads_loss, heads_measures
 from train.methods.method import Measures, Method
@@ -98,7 +99,9 @@ def medusa2_method(
         return Head("medusa", config, params["heads"], draft_ids, metadata, training)
 
     def tuned(params: Any) -> Model:
-        whole = jax.tree.map(lambda leaf: leaf.astype(target.dtype), params["target"])
+        whole = jax.tree.map(
+            lambda leaf, before: leaf.astype(before.dtype), params["target"], target.params
+        )
         return dataclasses.replace(target, params=whole)
 
     return Method(
@@ -143,10 +146,13 @@ def joint_loss(
         total, scores = heads_loss(
             head, params["heads"], teacher.columns, before, labels, teacher, loss
         )
-        return total, heads_measures(scores, labels, {"target": jnp.float32(0)})
+        measures = heads_measures(scores, labels, {"target": jnp.float32(0)})
+        return total, measures.replace(loads=below("target", of_target(decoder, None, batch)))
 
     def together(params: dict[str, Any]) -> tuple[Array, Measures]:
-        now = features_of(decoder, params["target"], batch, ("final_norm",))["final_norm"]
+        names = ("final_norm", *feature_of(decoder))
+        read = features_of(decoder, params["target"], batch, names)
+        now = read["final_norm"]
         kernel = params["target"]["head"]["kernel"]
         before = frozen["head"]["kernel"] if joint.target == "self" else None
         own, spoken = target_loss(kernel, now, before, batch, head.multiply)
@@ -154,6 +160,8 @@ def joint_loss(
             head, params["heads"], columns(kernel), now, labels, teacher, loss, trains_columns=True
         )
         measures = heads_measures(scores, labels, {"target": spoken.losses[0, 0]})
+        loads = below("target", of_target(decoder, read.get(EXPERTS), batch))
+        measures = measures.replace(loads=loads)
         return own + joint.weight(step) * heads, measures
 
     if not joint.warm_steps:

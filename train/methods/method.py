@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax.loading.heads.head import Head
 from specjax.loading.model import Model
+from train.experts.loads import Loads
 
 Schedule = Callable[[Int[Array, ""]], Float[Array, ""]]
 """A number by the step."""
@@ -25,7 +26,7 @@ class Measures:
     `weight` is what a loss is divided by; `losses` are its parts by name. Draft i (0-based) is
     of the token i positions after a label: `counts` are the labels where there is one, `correct`
     those where the draft is the target's likeliest token, `prefix_correct` those where all drafts
-    before are right too.
+    before are right too. `loads` are the tokens that experts of trained layers were sent.
     """
 
     weight: Float[Array, ""]
@@ -33,6 +34,7 @@ class Measures:
     correct: Float[Array, "K"]
     prefix_correct: Float[Array, "K"]
     counts: Float[Array, "K"]
+    loads: Loads = struct.field(default_factory=dict)
 
 
 class Method(NamedTuple):

@@ -16,6 +16,7 @@ from specjax.fields import Choice, first_difference
 from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.model import Model
 from specjax.models.heads.mtp import Mtp, MtpConfig, MtpModules
+from specjax.models.parameters import cast
 from train.data.batches import Batch
 from train.methods.method import Measures, Method
 from train.methods.mtp_loss import MtpLoss, frozen_loss, joint_loss
@@ -95,8 +96,10 @@ def mtp_method(
     def model(params: Any) -> Model:
         whole = params["target"] if along else target.params
         own = None if head is None else finished(params, {}).params
-        whole, own = jax.tree.map(lambda leaf: jnp.asarray(leaf, target.dtype), (whole, own))
-        inside = None if own is None else MtpModules(config, own)
+        whole = jax.tree.map(lambda leaf, at: jnp.asarray(leaf, at.dtype), whole, target.params)
+        inside = None
+        if own is not None:
+            inside = MtpModules(config, cast(own, config.parameter_table(), target.dtype))
         return dataclasses.replace(target, params=whole, mtp=inside)
 
     read = () if config is None else config.taps

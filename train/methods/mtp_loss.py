@@ -14,10 +14,11 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from specjax.fields import Number, Whole, check_instance, optional
-from specjax.models.decoder import Decoder
+from specjax.models.decoder import EXPERTS, Decoder
 from specjax.models.heads.mtp import Mtp
 from specjax.models.heads.shared_parameters import share
 from train.data.batches import Batch
+from train.experts.loads import Loads, below, feature_of, of_modules, of_target
 from train.methods.draft_losses import (
     LabelLoss,
     Scores,
@@ -97,23 +98,26 @@ def modules_loss(
     teacher: Teacher,
     loss: MtpLoss,
     trains_target: bool,
-) -> tuple[Float[Array, ""], Scores]:
-    """The weighted sum over draft steps and labels, without lambda, and what it is made of.
+) -> tuple[Float[Array, ""], Scores, Loads]:
+    """The weighted sum over draft steps and labels, without lambda, what it is made of, and loads.
 
     `features` are those that the modules read, `target_params` what they share. Step i is scored
     where the token i positions after a label is a label too, and is in the draft's vocabulary.
     """
     params = {**params, "shared": share(target_params, draft_ids, head=True)}
     taps = {name: features[name].astype(jnp.float32) for name in head.config.taps}
-    states = [step.state for step in unroll(head, params, batch, taps, loss.steps)]
-    return score_drafts(
+    steps = list(unroll(head, params, batch, taps, loss.steps))
+    total, scores = score_drafts(
         Scoring(((loss.part, 1.0),), trains_target, head.multiply),
-        jnp.stack(states),
+        jnp.stack([step.state for step in steps]),
         head.logit_kernel(head.module(params, 0)),
         teacher,
         teacher.counts(batch.labels, loss.steps),
         loss.step_weights,
     )
+    experts = head.config.decoder.experts
+    chosen = [step.experts for step in steps]
+    return total, scores, of_modules(chosen, head.config.num_modules, experts, batch.labels)
 
 
 def frozen_loss(
@@ -127,10 +131,10 @@ def frozen_loss(
     """The loss of modules for a frozen target, whose features the batch brings, and measures."""
     columns = share(target_params, draft_ids, head=True)["draft_head"]["kernel"]
     teacher = Teacher.of(batch, columns, draft_ids)
-    total, scores = modules_loss(
+    total, scores, loads = modules_loss(
         head, params, target_params, draft_ids, batch, batch.features, teacher, loss, False
     )
-    return total, _measures({}, scores, scores.right, batch.labels)
+    return total, _measures({}, scores, scores.right, batch.labels).replace(loads=loads)
 
 
 def joint_loss(
@@ -150,21 +154,25 @@ def joint_loss(
     """
     target, labels = params["target"], batch.labels
     names = ("final_norm",) if head is None else ("final_norm", *head.config.taps)
+    names = (*names, *feature_of(decoder))
     now = features_of(decoder, target, batch, tuple(dict.fromkeys(names)))
+    loads = below("target", of_target(decoder, now.get(EXPERTS), batch))
     before = frozen["head"]["kernel"] if loss.labels == "distributions" else None
     own, spoken = target_loss(
         target["head"]["kernel"], now["final_norm"], before, batch, decoder.multiply
     )
     parts = {"lm": spoken.losses[0, 0]}
     if head is None:
-        return own, measure_undrafted(parts, labels)
+        return own, measure_undrafted(parts, labels).replace(loads=loads)
     teacher = Teacher.of(batch, before, None)
-    drafts, scores = modules_loss(
+    drafts, scores, of_drafts = modules_loss(
         head, params["mtp"], target, None, batch, now, teacher, loss, True
     )
     likeliest = jnp.stack([ahead(spoken.choices[0], depth) for depth in range(loss.steps)])
     right = scores.choices == likeliest
-    return own + loss.weight(step) * drafts, _measures(parts, scores, right, labels)
+    loads |= below("mtp", of_drafts)
+    measures = _measures(parts, scores, right, labels).replace(loads=loads)
+    return own + loss.weight(step) * drafts, measures
 
 
 def _measures(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from specjax.models.heads.pair_head import PairHead
 from specjax.models.layers.attention import Partial, attend_in_blocks, merge
@@ -16,10 +16,14 @@ from train.methods.packed_rows import at_rows, visible
 
 
 class Step(NamedTuple):
-    """A draft step at each label: the layer's output, and the state that logits are made of."""
+    """A draft step at each label: the layer's output, and the state that logits are made of.
+
+    `experts` are those that the output is from, in a layer that has some.
+    """
 
     output: Float[Array, "B A D"]
     state: Float[Array, "B A D"]
+    experts: Int[Array, "B A K"] | None
 
 
 def unroll(
@@ -60,9 +64,10 @@ def unroll(
         keys, values = keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3)
         if index < last:
             mixed = attend_in_blocks(query, keys, values, repeated(visible(batch.segments)))
-            whole = head.finish(own, residual, mixed)
+            whole, experts = head.finish(own, residual, mixed)
             hidden, output = head.next_hidden(own, whole), at_rows(whole, rows)
-            yield Step(output, head.readout(own, output))
+            experts = None if experts is None else at_rows(experts, rows)
+            yield Step(output, head.readout(own, output), experts)
 
     seen = repeated(same & until)
     earlier: list[tuple[jax.Array, jax.Array]] = []
@@ -80,8 +85,8 @@ def unroll(
             earlier.append((_own(key, repeats), _own(value, repeats)))
         for key_own, value_own in earlier:
             mixed = merge(mixed, _attend_own(query, key_own, value_own))
-        output = head.finish(own, residual, mixed)
-        yield Step(output, head.readout(own, output))
+        output, experts = head.finish(own, residual, mixed)
+        yield Step(output, head.readout(own, output), experts)
 
 
 def _own(heads: Float[Array, "B A G C"], repeats: int) -> Float[Array, "B G X C"]:

@@ -19,16 +19,19 @@ from specjax.loading.model import Model
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from specjax.models.config import DecoderConfig
 from specjax.models.decoder import Decoder, Form
+from train.pretraining.expert_sizes import ExpertSizes
 
 NAME = "new"
 """What a model is called that has no name yet."""
+_ADDED = (("attention", "output"), ("mlp", "down"), ("experts", "down"), ("shared", "down"))
+"""The products that are added to the residual stream."""
 
 
 @dataclass(frozen=True)
 class ModelSizes:
     """The section `model` of a config; the vocabulary is the data's.
 
-    The fields are those of `DecoderConfig`.
+    The fields are those of `DecoderConfig`; with `experts`, layers have these in place of an MLP.
     """
 
     hidden_size: Annotated[int, Whole(1, 1 << 20)]
@@ -40,11 +43,15 @@ class ModelSizes:
     max_positions: Annotated[int, Whole(2, 1 << 30)]
     rope_theta: Annotated[float, Number(1.0, 1e12)]
     tie_word_embeddings: Annotated[bool, Flag()]
+    experts: ExpertSizes | None = None
 
     def config(self, vocab_size: int) -> DecoderConfig:
         """The decoder of these sizes; raises InputError where they do not fit each other."""
+        fields = vars(self)
         try:
-            return DecoderConfig(vocab_size=vocab_size, **vars(self))
+            if self.experts is not None:
+                fields = {**fields, **self.experts.fields(self.num_layers, self.head_dim)}
+            return DecoderConfig(vocab_size=vocab_size, **fields)
         except InputError as error:
             raise InputError(f"model.{error}") from None
 
@@ -73,7 +80,7 @@ def new_model(
 
     def _scaled(path: tuple[Any, ...], leaf: Array) -> Array:
         names = tuple(step.key for step in path)
-        added = names[-3:-1] in (("attention", "output"), ("mlp", "down")) and names[-1] == "kernel"
+        added = names[-1] == "kernel" and names[-3:-1] in _ADDED
         return leaf * (2 * config.num_layers) ** -0.5 if added else leaf
 
     with sharding.use(mesh):

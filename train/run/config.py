@@ -83,6 +83,8 @@ def training_fields() -> ConfigDict:
     config.clip = 1.0  # of the gradient's global norm; 0 = none
     # Factors by parameter name, such as head:0.5,layers.0:0.1; the longest name counts.
     config.learning_rate_scales = ""
+    # Of the biases by which sigmoid routers choose experts; 0 = they stay.
+    config.balance_rate = 0.001
 
     config.log_every = 10
     config.checkpoint_every = 500

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -18,6 +19,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from train.experts.balance import imbalance
 from train.run import workdir as files
 from train.run.tensorboard import TensorBoardWriter
 from train.run.workdir import Workdir
@@ -28,7 +30,8 @@ def scalars(sums: Mapping[str, Any], prefix: str) -> dict[str, float]:
 
     `loss` and its parts are means over labels. Of drafts at depth i: `acc_pos_i` right given the
     true tokens before, `full_acc_i` right with all before it, `cond_acc_i` the same where all
-    before are right; `tau_sim` is the tokens per round that `full_acc` would give.
+    before are right; `tau_sim` is the tokens per round that `full_acc` would give. With experts,
+    `load_imbalance` is the largest load over the mean.
     """
     found = {"loss": _ratio(sums["loss"], sums["weight"])}
     for name, value in sums["losses"].items():
@@ -42,6 +45,8 @@ def scalars(sums: Mapping[str, Any], prefix: str) -> dict[str, float]:
         found[f"cond_acc_{depth}"] = _ratio(full, before)
         tau, before = tau + full, full
     found["tau_sim"] = tau
+    if (uneven := imbalance(sums["loads"])) is not None:
+        found["load_imbalance"] = uneven
     return {f"{prefix}/{name}": value for name, value in found.items()}
 
 
@@ -58,6 +63,7 @@ def sums_of(loss: Any, measures: Any) -> dict[str, Any]:
         "correct": [float(value) for value in measures.correct],
         "prefix_correct": [float(value) for value in measures.prefix_correct],
         "counts": [float(value) for value in measures.counts],
+        "loads": {name: np.asarray(load).tolist() for name, load in measures.loads.items()},
     }
 
 
@@ -70,9 +76,9 @@ def add(total: dict[str, Any] | None, more: dict[str, Any]) -> dict[str, Any]:
 
 def _added(one: Any, other: Any) -> Any:
     if isinstance(one, dict):
-        return {name: value + other[name] for name, value in one.items()}
+        return {name: _added(value, other[name]) for name, value in one.items()}
     if isinstance(one, list):
-        return [value + more for value, more in zip(one, other, strict=True)]
+        return [_added(value, more) for value, more in zip(one, other, strict=True)]
     return one + other
 
 
@@ -171,6 +177,8 @@ def shown(numbers: Mapping[str, float], prefix: str = "train") -> str:
             parts.append(f"{label} " + " ".join(f"{value:.3f}" for value in depths))
     if (tau := at("tau_sim")) is not None:
         parts.append(f"tau_sim {tau:.3f}")
+    if (uneven := at("load_imbalance")) is not None:
+        parts.append(f"imbalance {uneven:.2f}")
     if (weight := at("lambda")) is not None:
         parts.append(f"lambda {weight:g}")
     if (rate := at("learning_rate")) is not None:

@@ -63,7 +63,8 @@ class Optimization:
     rate ends at `final_fraction` of its peak and stays there.
     `optimizer` "muon" makes the updates of kernels orthogonal, all but those over the vocabulary.
     `learning_rate_scales` multiplies the rate of the parameters below a dotted name; the longest
-    name counts. Raises InputError for values out of range.
+    name counts. `balance_rate` is that of the biases by which experts are chosen, which no gradient
+    reaches. Raises InputError for values out of range.
     """
 
     learning_rate: Annotated[float, Number(above=True)]
@@ -75,6 +76,7 @@ class Optimization:
     clip: Annotated[float, Number()] = 1.0
     learning_rate_scales: Annotated[Mapping[str, float], Scales()] = field(default_factory=dict)
     optimizer: Literal["adamw", "muon"] = "adamw"
+    balance_rate: Annotated[float, Number()] = 1e-3
 
     def __post_init__(self) -> None:
         check_instance(self, "")

@@ -18,6 +18,7 @@ from specjax.distributed.device_memory import check_fits
 from specjax.distributed.sharding import DATA, axis_size, use
 from specjax.models.decoder import Decoder
 from train.data.batches import Batch
+from train.experts.balance import balanced
 from train.methods.method import Measures, Method
 from train.methods.packed_rows import fill_features
 from train.run.config import BatchConfig
@@ -133,7 +134,8 @@ def make_program(
     def step(state: State, target_params: Any, batches: Batch) -> tuple[State, Report]:
         grads, value, measures = gradients(state, target_params, batches)
         after, norm = update(state, grads)
-        return after, Report(
+        params = balanced(after.params, measures.loads, optimization.balance_rate)
+        return after.replace(params=params), Report(
             loss=value,
             measures=measures,
             tokens=(batches.segments > 0).sum(dtype=jnp.int32),

@@ -27,32 +27,38 @@ _THREADS = 2
 
 
 def can_split(config: DecoderConfig, shards: int) -> bool:
-    """Whether a decoder's heads and MLP can be split over that many devices."""
-    heads, kv_heads = config.num_heads, config.num_kv_heads
+    """Whether a decoder's heads, MLP and experts can be split over that many devices."""
+    heads, kv_heads, experts = config.num_heads, config.num_kv_heads, config.experts
     grouped = kv_heads % shards == 0 or shards % kv_heads == 0
-    return heads % shards == 0 and grouped and all(size % shards == 0 for size in _widths(config))
+    if heads % shards or not grouped or any(size % shards for size in _widths(config)):
+        return False
+    if experts is None:
+        return True
+    return experts.num_experts % shards == 0 or experts.intermediate_size % shards == 0
 
 
 def _widths(config: DecoderConfig) -> list[int]:
-    """The widths of a decoder's MLPs, those of experts included."""
-    experts = config.experts
-    if experts is None:
+    """The widths of a decoder's MLPs, those that its experts share included."""
+    if config.experts is None:
         return [config.intermediate_size]
-    widths = {experts.intermediate_size, experts.shared_size}
-    return sorted(widths | ({config.intermediate_size} if experts.num_dense else set()))
+    widths = {config.experts.shared_size} - {0}
+    return sorted(widths | ({config.intermediate_size} if config.experts.num_dense else set()))
 
 
 def check_shards(config: DecoderConfig, shards: int) -> None:
-    """Raise InputError unless heads and MLP can be split over that many devices."""
-    if not can_split(config, shards):
-        counts = range(1, config.num_heads + 1)
-        good = [str(count) for count in counts if can_split(config, count)]
-        raise InputError(
-            f"mesh.model={shards}: {config.num_heads} heads, {config.num_kv_heads} key/value heads "
-            f"and an MLP of {' and '.join(map(str, _widths(config)))} cannot be split over "
-            f"{shards} devices; "
-            f"use {' or '.join(good)}"
-        )
+    """Raise InputError unless heads, MLP and experts can be split over that many devices."""
+    if can_split(config, shards):
+        return
+    parts = [f"{config.num_heads} heads, {config.num_kv_heads} key/value heads"]
+    parts += [f"an MLP of {width}" for width in _widths(config)]
+    if (experts := config.experts) is not None:
+        parts.append(f"{experts.num_experts} experts of {experts.intermediate_size}")
+    counts = range(1, config.num_heads + 1)
+    good = [str(count) for count in counts if can_split(config, count)]
+    raise InputError(
+        f"mesh.model={shards}: {' and '.join(parts)} cannot be split over {shards} devices; "
+        f"use {' or '.join(good)}"
+    )
 
 
 def parameter_shardings(
@@ -99,14 +105,21 @@ def build(
         device = SingleDeviceSharding(jax.devices()[0])
         targets = jax.tree.map(lambda _: device, parameter_table(config, scan_layers))
     params: dict[str, Any] = jax.tree.map(
-        lambda shape, target: jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=target)(
-            shape, dtype
+        lambda entry, target: jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=target)(
+            entry.shape, entry.dtype(dtype)
         ),
-        parameter_names.param_shapes(config, scan_layers),
+        parameter_table(config, scan_layers),
         targets,
-        is_leaf=lambda node: isinstance(node, tuple),
     )
-    for location, tensor in _read_ahead(locations, dtype, fill, threads):
+    dtypes = jax.tree.map(lambda leaf: leaf.dtype, params)
+
+    def read(location: parameter_names.Location) -> tuple[parameter_names.Location, np.ndarray]:
+        path, _ = location.within(scan_layers)
+        tensor = np.empty(location.shape, parameter_names.lookup(dtypes, path))
+        fill(location, tensor)
+        return location, tensor
+
+    for location, tensor in _read_ahead(locations, read, threads):
         path, index = location.within(scan_layers)
         *parents, last = path
         node, target = params, parameter_names.lookup(targets, path)
@@ -147,16 +160,13 @@ def _adopted(
     return jax.device_put(params)
 
 
+_Read = Callable[[parameter_names.Location], tuple[parameter_names.Location, np.ndarray]]
+
+
 def _read_ahead(
-    locations: Sequence[parameter_names.Location], dtype: np.dtype, fill: Fill, threads: int
+    locations: Sequence[parameter_names.Location], read: _Read, threads: int
 ) -> Iterator[tuple[parameter_names.Location, np.ndarray]]:
     """Each location with its tensor, in order, so that all processes run programs in one order."""
-
-    def read(location: parameter_names.Location) -> tuple[parameter_names.Location, np.ndarray]:
-        tensor = np.empty(location.shape, dtype)
-        fill(location, tensor)
-        return location, tensor
-
     waiting = iter(locations)
     with ThreadPoolExecutor(threads) as pool:
         reading = collections.deque(

@@ -184,7 +184,7 @@ def read_params(
             stored = files[where[location.name]].get_tensor(location.name)[
                 : location.stored_shape[0]
             ]
-            target[...] = parameter_names.from_stored(stored, location).astype(dtype)
+            target[...] = parameter_names.from_stored(stored, location).astype(target.dtype)
 
         params = build_parameters.build(
             config, dtype, locations, fill, mesh, shards, scan_layers, threads=1

@@ -107,7 +107,7 @@ def build(
 ) -> dict[str, Any]:
     """The modules' parameters on the devices, of tensors that `fill` writes."""
     table = mtp.parameter_table()
-    params = jax.tree.map(lambda entry: np.empty(entry.shape, dtype), table)
+    params = jax.tree.map(lambda entry: np.empty(entry.shape, entry.dtype(dtype)), table)
     for location in tensors:
         path, index = location.within(scan_layers=True)
         fill(location, lookup(params, path)[index])

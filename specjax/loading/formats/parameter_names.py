@@ -18,6 +18,7 @@ from jaxtyping import Shaped
 from specjax.errors import InputError
 from specjax.models.config import DecoderConfig
 from specjax.models.parameter_table import parameter_table
+from specjax.models.parameters import Parameter
 
 Path = tuple[str, ...]
 Shape = tuple[int, ...]
@@ -249,18 +250,14 @@ def lookup(tree: dict[str, Any], path: Path) -> Any:
 def allocate(config: DecoderConfig, dtype: np.dtype, scan_layers: bool = True) -> dict[str, Any]:
     """The parameter tree, uninitialised, each leaf aligned so that a CPU device can adopt it."""
 
-    def empty(shape: Shape) -> np.ndarray:
-        size = math.prod(shape) * dtype.itemsize
+    def empty(entry: Parameter) -> np.ndarray:
+        own = entry.dtype(dtype)
+        size = math.prod(entry.shape) * own.itemsize
         raw = np.empty(size + _ALIGNMENT, np.uint8)
         first = -raw.ctypes.data % _ALIGNMENT
-        return raw[first : first + size].view(dtype).reshape(shape)
+        return raw[first : first + size].view(own).reshape(entry.shape)
 
-    def fill(node: dict[str, Any] | Shape) -> dict[str, Any] | np.ndarray:
-        if isinstance(node, dict):
-            return {key: fill(child) for key, child in node.items()}
-        return empty(node)
-
-    return {key: fill(child) for key, child in param_shapes(config, scan_layers).items()}
+    return jax.tree.map(empty, parameter_table(config, scan_layers))
 
 
 def match(

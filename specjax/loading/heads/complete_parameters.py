@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from specjax.loading.heads.head import Head, check_head
+from specjax.loading.heads.head import Head, check_head, parameter_table
 from specjax.loading.model import Model
 from specjax.models.heads.shared_parameters import share
+from specjax.models.parameters import cast
 
 
 def complete_parameters(head: Head, target: Model) -> dict[str, Any]:
@@ -18,7 +18,7 @@ def complete_parameters(head: Head, target: Model) -> dict[str, Any]:
     Shared arrays are the target's, not copies. Raises InputError for a head of another target.
     """
     check_head(head, target)
-    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, target.dtype), head.params)
+    params = cast(head.params, parameter_table(head.config), target.dtype)
     ids = None if head.draft_ids is None else jnp.asarray(head.draft_ids, jnp.int32)
     borrows = head.kind in ("draft_model", "eagle", "mtp")
     if head.kind == "medusa":

@@ -32,7 +32,6 @@ from specjax.models.heads.eagle import EagleConfig
 from specjax.models.heads.medusa import MedusaConfig
 from specjax.models.heads.mtp import MtpConfig
 from specjax.models.parameter_table import parameter_table as decoder_table
-from specjax.models.parameters import Parameter
 
 Config = DraftModelConfig | MedusaConfig | EagleConfig | MtpConfig
 _CONFIGS: dict[str, type] = {
@@ -145,18 +144,19 @@ def vocabulary_hash(tokenizer: Tokenizer) -> str:
     return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 
 
+def parameter_table(config: Config) -> dict[str, Any]:
+    """Every parameter of a head as a nested dict of `Parameter`."""
+    if isinstance(config, MedusaConfig):
+        return medusa.parameter_table(config)
+    if isinstance(config, EagleConfig | MtpConfig):
+        return config.parameter_table()
+    whole = decoder_table(config.decoder)
+    return {name: whole[name] for name in ("layers", "final_norm")}
+
+
 def parameter_shapes(config: Config) -> dict[str, Any]:
     """The shape of each parameter of a head, nested alike."""
-    if isinstance(config, MedusaConfig):
-        table = medusa.parameter_table(config)
-    elif isinstance(config, EagleConfig | MtpConfig):
-        table = config.parameter_table()
-    else:
-        whole = decoder_table(config.decoder)
-        table = {name: whole[name] for name in ("layers", "final_norm")}
-    return jax.tree.map(
-        lambda entry: entry.shape, table, is_leaf=lambda node: isinstance(node, Parameter)
-    )
+    return jax.tree.map(lambda entry: entry.shape, parameter_table(config))
 
 
 def save_head(head: Head, directory: str | Path, *, overwrite: bool = False) -> None:

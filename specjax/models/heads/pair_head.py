@@ -124,8 +124,11 @@ class PairHead:
 
     def finish(
         self, params: dict[str, Any], residual: Float[Array, "B T D"], mixed: Partial
-    ) -> Float[Array, "B T D"]:
-        """The layer's output: attention's result added to the residual stream, then the MLP."""
+    ) -> tuple[Float[Array, "B T D"], Int[Array, "B T K"] | None]:
+        """The layer's output: attention's result added to the residual stream, then the MLP.
+
+        And the experts of each token, in a layer that has some.
+        """
         layer = self._layer(params)
         x = self.block.add_attention(residual, mixed, layer)
         return self.block.add_mlp(x, layer)
@@ -174,7 +177,8 @@ class PairHead:
         seen = jnp.repeat(visible, repeats, axis=1)[:, None]
         mixed = attend(query, window.k[0], window.v[0], seen)
         mixed = attend_cache(query, cache, 0, mixed, cached_blocks(cache))
-        return self.finish(params, residual, mixed), window
+        output, _ = self.finish(params, residual, mixed)
+        return output, window
 
     @property
     def _decoder(self) -> Decoder:

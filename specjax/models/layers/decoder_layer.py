@@ -17,6 +17,7 @@ from specjax.distributed.sharding import constrain
 from specjax.models.config import DecoderConfig
 from specjax.models.layers import experts
 from specjax.models.layers.attention import Partial, group_queries, ungroup
+from specjax.models.layers.experts_on_mesh import mix_on_mesh
 from specjax.models.layers.matmul import product
 from specjax.models.layers.rope import frequencies
 
@@ -103,17 +104,24 @@ class Block:
             out = self.norm(out, weights["after_attention_norm"])
         return self.whole(x + out)
 
-    def add_mlp(self, x: Float[Array, "B T D"], weights: dict[str, Any]) -> Float[Array, "B T D"]:
-        """The residual stream plus the MLP of its norm."""
-        out = self.mlp(self.norm(x, weights["mlp_norm"]), weights["mlp"])
+    def add_mlp(
+        self, x: Float[Array, "B T D"], weights: dict[str, Any]
+    ) -> tuple[Float[Array, "B T D"], Int[Array, "B T K"] | None]:
+        """The residual stream plus the MLP of its norm, or its experts; and each token's experts.
+
+        The latter are None for an MLP.
+        """
+        h, mlp, chosen = self.norm(x, weights["mlp_norm"]), weights["mlp"], None
+        if "experts" in mlp:
+            out, chosen = self.experts(h, mlp)
+        else:
+            out = self.mlp(h, mlp)
         if self.config.norm.after:
             out = self.norm(out, weights["after_mlp_norm"])
-        return self.whole(x + out)
+        return self.whole(x + out), chosen
 
     def mlp(self, h: Float[Array, "B T D"], mlp: dict[str, Any]) -> Float[Array, "B T D"]:
-        """The MLP, gated or plain, or the mixture of experts."""
-        if "experts" in mlp:
-            return self.experts(h, mlp)
+        """The MLP, gated or plain."""
         activation = ACTIVATIONS[self.config.mlp.activation]
         if self.config.mlp.gated:
             gate = activation(self.project("btd,df->btf", h, mlp["gate"]))
@@ -122,20 +130,22 @@ class Block:
             gate = activation(self.project("btd,df->btf", h, mlp["up"]))
         return self.project("btf,fd->btd", gate, mlp["down"])
 
-    def experts(self, h: Float[Array, "B T D"], mlp: dict[str, Any]) -> Float[Array, "B T D"]:
-        """The mixture of experts, and what the shared MLP adds."""
+    def experts(
+        self, h: Float[Array, "B T D"], mlp: dict[str, Any]
+    ) -> tuple[Float[Array, "B T D"], Int[Array, "B T K"]]:
+        """The mixture of experts, with what the shared MLP adds; and each token's experts."""
         assert self.config.experts is not None
         flat = h.reshape(-1, h.shape[-1])
         routes = experts.route(flat, mlp["router"], self.config.experts)
-        out = experts.mix(
-            flat,
-            routes,
-            mlp["experts"],
-            ACTIVATIONS[self.config.mlp.activation],
-            self.multiply,
-            self.differentiable,
-        ).reshape(h.shape)
-        return out + self.mlp(h, mlp["shared"]) if "shared" in mlp else out
+        mix = functools.partial(
+            experts.mix,
+            activation=ACTIVATIONS[self.config.mlp.activation],
+            multiply=self.multiply,
+            differentiable=self.differentiable,
+        )
+        out = mix_on_mesh(mix, flat, routes, mlp["experts"], mlp.get("shared"), self.shards)
+        out = out.reshape(h.shape)
+        return out, routes.experts.reshape(*h.shape[:2], -1)
 
     def whole(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """The residual stream, constrained to be whole on each device of a row."""

@@ -76,25 +76,52 @@ def mix(
     activation: Activation,
     multiply: Any = None,
     differentiable: bool = False,
+    shared: dict[str, Any] | None = None,
 ) -> Float[Array, "N D"]:
-    """The weighted sum of each token's experts.
+    """The weighted sum of each token's experts, and the `shared` MLP, if there is one, in float32.
 
     The tokens of each expert are gathered, and only experts that have some are read: for a few
-    tokens the bytes read grow with the distinct experts. `differentiable` (training, where a loop
-    of unknown length has no gradient) makes grouped products over all experts, which CPUs compute
-    as masked products.
+    tokens the bytes read grow with the distinct experts. Experts that are out of range add nothing.
+    `differentiable` (training, where a loop of unknown length has no gradient) makes grouped
+    products over all experts, which CPUs compute as masked products.
     """
+    total = _sum(h, routes, stacked, activation, multiply, differentiable)
+    return total if shared is None else total + _shared(h, shared, activation, multiply)
+
+
+def _shared(
+    h: Float[Array, "N D"], mlp: dict[str, Any], activation: Activation, multiply: Any
+) -> Float[Array, "N D"]:
+    """A gated MLP of every token."""
+
+    def times(x: jax.Array, name: str, out: Any = None) -> jax.Array:
+        return product("nd,df->nf", x, mlp[name]["kernel"], multiply=multiply, out=out)
+
+    return times(activation(times(h, "gate")) * times(h, "up"), "down", jnp.float32)
+
+
+def _sum(
+    h: Float[Array, "N D"],
+    routes: Routes,
+    stacked: StackedExperts,
+    activation: Activation,
+    multiply: Any,
+    differentiable: bool,
+) -> Float[Array, "N D"]:
+    """The weighted sum of each token's experts."""
     count, (num_tokens, per_token) = stacked.gate.shape[1], routes.experts.shape
     flat = routes.experts.reshape(-1)
+    flat = jnp.where((flat >= 0) & (flat < count), flat, count)
     order = jnp.argsort(flat, stable=True)
-    sizes = jnp.zeros(count, jnp.int32).at[flat].add(1)
+    sizes = jnp.zeros(count, jnp.int32).at[flat].add(1, mode="drop")
     token, weight = order // per_token, routes.weights.reshape(-1)[order]
 
     if differentiable:
         kernels = [leaf[stacked.layer] for leaf in stacked[:3]]
-        rows = _grouped(h[token], kernels, sizes, activation, multiply)
-        added = jnp.zeros(h.shape, jnp.float32).at[token].add(rows * weight[:, None])
-        return added.astype(h.dtype)
+        rows = _grouped(h[token], kernels, sizes, activation, multiply) * weight[:, None]
+        there = jnp.arange(len(token)) < sizes.sum()
+        rows = jnp.where(there[:, None], rows, 0)
+        return jnp.zeros(h.shape, jnp.float32).at[token].add(rows)
 
     tile = min(_TILE, num_tokens)
     ends = jnp.cumsum(sizes)
@@ -124,8 +151,7 @@ def mix(
         out = times(hidden, stacked.down).astype(jnp.float32)
         return total.at[rows].add(out * scale[:, None], mode="drop")
 
-    total = lax.fori_loop(0, tile_ends[-1], step, jnp.zeros(h.shape, jnp.float32))
-    return total.astype(h.dtype)
+    return lax.fori_loop(0, tile_ends[-1], step, jnp.zeros(h.shape, jnp.float32))
 
 
 def _grouped(

@@ -1,0 +1,65 @@
+"""A mixture of experts over the devices of a mesh: one sum over those that share the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+
+from specjax.distributed.sharding import MODEL, partition
+from specjax.models.layers.experts import Routes, StackedExperts
+from specjax.models.parameter_table import DOWN_AXES, UP_AXES
+
+Mix = Callable[..., Float[Array, "N D"]]
+"""`experts.mix` of (h, routes, stacked, shared=), its other arguments given."""
+
+
+def mix_on_mesh(
+    mix: Mix,
+    h: Float[Array, "N D"],
+    routes: Routes,
+    stacked: StackedExperts,
+    shared: dict[str, Any] | None,
+    shards: int,
+) -> Float[Array, "N D"]:
+    """What `mix` gives, in h's dtype, while a program for a mesh is traced or for one device.
+
+    Rows are split over `data`. `shards` is the number of devices of `model` that the kernels are
+    split over: each mixes its own experts, or its part of each expert's width, and their results
+    are added. XLA's partitioner would add those of each product in the loop over experts instead.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return mix(h, routes, stacked, shared=shared).astype(h.dtype)
+
+    def split(leaf: jax.Array, axes: tuple[str, ...]) -> PartitionSpec:
+        stacked_axes = ("layers",) * (leaf.ndim - len(axes))
+        whole = PartitionSpec()
+        return partition((*stacked_axes, *axes), leaf.shape, mesh) if shards > 1 else whole
+
+    rows = partition(("batch", None), h.shape, mesh)
+    up, down = split(stacked.gate, UP_AXES), split(stacked.down, DOWN_AXES)
+    by_expert = shards > 1 and up[1] is not None
+    of_shared = shared and {
+        name: {"kernel": split(part["kernel"], DOWN_AXES[1:] if name == "down" else UP_AXES[1:])}
+        for name, part in shared.items()
+    }
+
+    def on_device(*arguments: Any) -> Float[Array, "N D"]:
+        h, routes, stacked, shared = arguments
+        if by_expert:
+            first = lax.axis_index(MODEL) * stacked.gate.shape[1]
+            routes = routes._replace(experts=routes.experts - first)
+        total = mix(h, routes, stacked, shared=shared)
+        return lax.psum(total, MODEL) if shards > 1 else total
+
+    specs = (rows, Routes(rows, rows), StackedExperts(up, up, down, PartitionSpec()), of_shared)
+    total = jax.shard_map(on_device, in_specs=specs, out_specs=rows, check_vma=False)(
+        h, routes, stacked._replace(layer=jnp.asarray(stacked.layer)), shared
+    )
+    return total.astype(h.dtype)

@@ -1,0 +1,40 @@
+"""Balancing the load of experts without a loss (Wang et al. 2408.15664, DeepSeek-V3 2412.19437)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from train.experts.loads import Loads
+from train.run.optimizer import leaf_name
+
+
+def balanced(params: Any, loads: Loads, rate: float) -> Any:
+    """Parameters after an update whose tokens gave these loads.
+
+    The bias by which experts are chosen rises by `rate` where an expert had less than the mean of
+    its layer, and falls where it had more. Routers without that bias stay as they are.
+    """
+
+    def moved(path: tuple, leaf: jax.Array) -> jax.Array:
+        router, _, last = leaf_name(path).rpartition(".")
+        if last != "selection_bias" or router not in loads:
+            return leaf
+        load = loads[router]
+        return leaf + rate * jnp.sign(load.mean(axis=-1, keepdims=True) - load)
+
+    return jax.tree_util.tree_map_with_path(moved, params) if rate and loads else params
+
+
+def imbalance(loads: Mapping[str, Any]) -> float | None:
+    """The largest load of a layer over its mean, averaged over layers; None without experts.
+
+    1 where all experts had the same load; a layer that was sent nothing is left out.
+    """
+    layers = [layer for load in loads.values() for layer in np.atleast_2d(np.asarray(load))]
+    ratios = [layer.max() / layer.mean() for layer in layers if layer.any()]
+    return float(np.mean(ratios)) if ratios else None
