@@ -13,6 +13,8 @@ from heads import eagle_drafter, medusa_head, mtp_drafter
 
 import specjax
 from specjax.decoding import programs
+from specjax.decoding.engine import device_rows
+from specjax.decoding.engine import engine as engine_module
 from specjax.decoding.engine.engine import Engine, Schedule
 from specjax.decoding.engine.outputs import Follower
 from specjax.decoding.engine.scheduler import Request, Scheduler
@@ -143,10 +145,11 @@ def test_an_admission_that_forgets_a_part_is_found(forgets, tiny, unrelated, sim
 
     @jax.jit
     def broken(state, slots, new):
-        return admit(state, slots, new).replace(**{forgets: getattr(state, forgets)})
+        return admit(state, slots, new).replace(**{forgets: getattr(state, forgets)}), slots
 
     engine = Engine.of(session, Schedule(rounds_per_step=4))
-    engine._programs = engine.compile()._replace(admit=broken)
+    rows = engine._rows
+    rows._programs = engine.compile()._replace(admit=broken)
     for prompt in range(len(PROMPTS)):
         engine.add_rows(prompt, [session_row(session, prompt)])
     found = {}
@@ -173,7 +176,7 @@ def test_tokens_of_a_long_prompt_are_read_a_few_at_a_time(tiny, monkeypatch):
         order.append("step")
         return compiled.step(*arguments)
 
-    engine._programs = compiled._replace(read=read, step=step)
+    engine._rows._programs = compiled._replace(read=read, step=step)
     for prompt in range(3):
         engine.add_rows(prompt, [session_row(session, prompt)])
     outputs = {one.id: one.output.token_ids for one in engine if one.output is not None}
@@ -240,7 +243,7 @@ def test_an_engine_without_requests_holds_nothing_on_the_devices(tiny):
     engine.add([1, 2], greedy(max_new_tokens=3))
     assert engine.num_unfinished == engine.num_waiting == 1
     list(engine)
-    assert engine._state is None
+    assert engine._rows._state is engine._rows._new is None
     assert engine.num_unfinished == 0
     assert not engine._samples
 
@@ -315,7 +318,9 @@ def test_other_parameters(tiny, unrelated):
     compiled = programs._compile.cache_info().misses
     assert compiled >= before
     engine.update_params(fresh, running="abort")
-    assert engine.costs is None
+    # Costs are measured anew, while others decode.
+    assert engine.costs.estimate is None
+    assert engine._rows._state.policy.survival.tested.sum() == 0
     engine.add([4, 5], greedy(max_new_tokens=8), id="new")
     outputs = {one.id: one.output for one in engine if one.output is not None}
     assert outputs["runs"].finish_reason == outputs["waits"].finish_reason == "abort"
@@ -404,3 +409,79 @@ def test_statistics_of_steps():
     assert (summary.occupancy, summary.occupancy_waiting) == (50 / 80, 1.0)
     assert (summary.tokens, summary.rounds, summary.tokens_per_second) == (75, 20, 37.5)
     assert Percentiles.of(range(101)) == (50, 95, 99)
+
+
+def test_an_abort_of_what_is_being_read(tiny):
+    """Its prompt is read no further, and later requests get their slots and their bounds."""
+    long = np.random.default_rng(0).integers(61, size=500).tolist()
+    options = {"batch_size": 3, "max_length": 520, "max_prefill_tokens": 64, "rounds_per_step": 2}
+    engine = Engine(tiny, **options)
+    engine.add([1, 2], greedy(max_new_tokens=4), id="short")
+    engine.add(long, greedy(max_new_tokens=4), id="long")
+    engine.step()
+    assert engine._reading is not None
+    engine.abort("long")
+    assert engine._reading is None
+    reasons = {one.id: one.finish_reason for one in engine if one.output is not None}
+    assert reasons == {"long": "abort", "short": "length"}
+    engine.add([1, 2], greedy(max_new_tokens=4), id="again")
+    engine.add(long, greedy(max_new_tokens=4), id="long")
+    outputs = {one.id: one.output.token_ids for one in engine if one.output is not None}
+    wanted = specjax.generate(tiny, [[1, 2], long], sampling=greedy(max_new_tokens=4)).token_ids
+    assert [outputs["again"], outputs["long"]] == wanted
+
+
+def test_what_cannot_be_compiled_changes_nothing(tiny, monkeypatch):
+    """A request whose filters need another program, added while a prompt is read in parts."""
+    long = np.random.default_rng(0).integers(61, size=300).tolist()
+    wanted = specjax.generate(tiny, [[1, 2], long], sampling=greedy(max_new_tokens=9)).token_ids
+    engine = Engine(tiny, batch_size=3, max_prefill_tokens=64, rounds_per_step=2, max_length=400)
+    engine.add([1, 2], greedy(max_new_tokens=9))
+    engine.add(long, greedy(max_new_tokens=9))
+    engine.step()
+    drawn = {"temperature": 1.0, "top_k": 5, "max_new_tokens": 3}
+
+    def full(*arguments, **options):
+        raise InputError("memory: too little")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(device_rows, "compile_setup", full)
+        with pytest.raises(InputError, match="^memory: too little"):
+            engine.add([3], drawn)
+    assert engine.num_unfinished == 2
+    assert engine.add([3], drawn) == 2
+    outputs = {one.id: one.output.token_ids for one in engine if one.output is not None}
+    assert [outputs[0], outputs[1]] == wanted
+    assert len(outputs[2]) == 3
+
+
+def test_interrupted_calls_lose_nothing(tiny, monkeypatch):
+    """Neither what a step has added, nor the deltas that a loop over them did not get to."""
+    prompts = [[1, 2], [3], [4, 5, 6]]
+    wanted = specjax.generate(tiny, prompts, sampling=greedy(max_new_tokens=12)).token_ids
+    engine = Engine(tiny, batch_size=3, rounds_per_step=3)
+    for prompt in prompts:
+        engine.add(prompt, greedy(max_new_tokens=12))
+    tokens = [[] for _ in prompts]
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    for number in range(40):
+        if number == 2:
+            with monkeypatch.context() as patched:
+                patched.setattr(engine_module.jax.tree, "map", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    engine.step()
+        for delta in engine:
+            tokens[delta.id] += delta.token_ids
+            break
+    assert tokens == wanted
+
+
+def test_ids_that_are_taken_are_not_given(tiny):
+    engine = Engine(tiny, batch_size=2)
+    assert engine.add([1], greedy(max_new_tokens=2), id=1) == 1
+    assert engine.add([1], greedy(max_new_tokens=2)) == 2
+    assert engine.add([1], greedy(max_new_tokens=2)) == 3
+    assert {one.id for one in engine if one.output is not None} == {1, 2, 3}

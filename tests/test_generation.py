@@ -286,7 +286,7 @@ def test_the_next_step_is_under_way_unless_the_host_decides(speaking):
             begun.append(arguments[1])
             return compiled.step(*arguments)
 
-        engine._programs = compiled._replace(step=step)
+        engine._rows._programs = compiled._replace(step=step)
         for prompt in range(2):
             engine.add_rows(prompt, [session_row(session, prompt)])
         for number in range(1, 7):

@@ -140,14 +140,17 @@ def _run(
             lambda: pieces.write(number, ids, kept) if processes.is_first() else None
         )
 
-    for more in answers.answer(engine, session, todo, screen, total):
+    for more, failed in answers.answer(engine, session, job, todo, screen):
         ended += more
-        over = config.minutes and time.monotonic() - begin > 60 * config.minutes
-        over = processes.from_first(bool(over))
-        if len(ended) >= session.batch_size or (ended and over):
+        late = config.minutes and time.monotonic() - begin > 60 * config.minutes
+        # However short the time, a run gets on.
+        over = processes.from_first(bool(late)) and written + len(ended) > total - len(todo)
+        if len(ended) >= session.batch_size or (ended and (over or failed)):
             keep()
             written += len(ended)
             ended = []
+        if failed:
+            raise InputError(failed)
         if over and written < total:
             screen.say(
                 f"{config.minutes:g} minutes are over: {written} of {total} prompts are answered, "

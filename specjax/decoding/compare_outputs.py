@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from specjax import sampling
 from specjax.decoding.plan import Session
+from specjax.decoding.rows import session_row
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.distributed.sharding import fetch, use
 from specjax.models.interface import LanguageModel
@@ -101,7 +102,7 @@ def _top2_margin(
         warped = sampling.warp(
             scores, request.temperature, request.top_k, request.top_p, request.min_p
         )
-        key = session.row_key(prompt)[None]
+        key = session_row(session, prompt).key(session.seed)[None]
         position = jnp.asarray([len(session.prompts[prompt]) + new_tokens])
         scores = warped + sampling.position_gumbel(key, position, scores.shape[1])
     best = jax.lax.top_k(scores, 2)[0][0]

@@ -278,6 +278,8 @@ def expected_acceptance(session: Session) -> metrics.ExpectedAcceptance:
     add_prompts(engine, recording, range(len(session.prompts)))
     ended = {delta.id: delta.output for delta in engine if delta.output is not None}
     overlaps = [ended[prompt].rounds.overlaps for prompt in range(len(session.prompts))]
+    # A row whose first logits are not numbers has no round.
+    overlaps = [one for one in overlaps if one is not None] or [np.zeros((0, 1))]
     return metrics.expected_acceptance(_padded(overlaps, np.nan))
 
 

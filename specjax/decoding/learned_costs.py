@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,13 @@ class LearnedCosts:
 
     Where no earlier process has measured the same work here, the first rounds do: `measurement` is
     theirs until they are done, `estimate` is None so long, and `measure_s` are their seconds.
+    `committed` are the tokens of the prompts that they were measured with.
     """
 
     estimate: CostEstimate | None
     file: Path | None
     measurement: Measurement | None = None
+    committed: int = 1
     measure_s: float = 0.0
     policy: Policy | None = None
 
@@ -53,8 +55,8 @@ class LearnedCosts:
         seconds = processes.from_first(seconds)
         if seconds is None:
             longest = [part.num_nodes for part in parts]
-            return cls(None, file, Measurement(num_widths, longest))
-        return cls(CostEstimate(np.asarray(seconds), num_widths), file)
+            return cls(None, file, Measurement(num_widths, longest), committed)
+        return cls(CostEstimate(np.asarray(seconds), num_widths), file, committed=committed)
 
     def rounds(self, most: int) -> int:
         """How many rounds the next step has: at most `most`, and one where it is measured."""
@@ -68,6 +70,13 @@ class LearnedCosts:
         if self.measurement is not None:
             return _put_kind(state, self.measurement.next)
         return _put_policy(state, costs=self.costs())
+
+    def begin_anew(self, state: State) -> State:
+        """A state whose rows decode on, with what is known here and nothing that it had learned."""
+        fresh = _fresh_policy(state)
+        parts = {field.name: getattr(fresh, field.name) for field in fields(fresh)}
+        history = jax.tree.map(lambda part: jax.device_put(0 * part, part.sharding), state.history)
+        return self.begin(_put_policy(state, **parts).replace(history=history))
 
     def after_step(self, state: State, seconds: float) -> State:
         """The state after some rounds that took `seconds`, with the costs corrected by them.
@@ -89,9 +98,7 @@ class LearnedCosts:
         self.estimate = CostEstimate(figures.seconds, self.measurement.num_widths, figures.spread)
         self.measurement = None
         # What was drafted to measure says nothing of how fast the batch is.
-        known = state.policy.survival
-        sizes = *known.tested.shape[:2], known.proposed.shape[1]
-        free = new_policy(*sizes, len(state.policy.costs.passes))
+        free = _fresh_policy(state)
         return _put_policy(
             state,
             costs=self.costs(),
@@ -125,6 +132,13 @@ class LearnedCosts:
 
 def _flat(parts: Work) -> Float[np.ndarray, "parts"]:
     return np.concatenate([parts.passes, parts.first, parts.further]).astype(float)
+
+
+def _fresh_policy(state: State) -> Policy:
+    """A policy of the shapes of the state's that knows nothing."""
+    known = state.policy.survival
+    sizes = *known.tested.shape[:2], known.proposed.shape[1]
+    return new_policy(*sizes, len(state.policy.costs.passes))
 
 
 def _put_policy(state: State, **parts: Any) -> State:

@@ -27,6 +27,7 @@ from specjax.decoding.state import (
     Rows,
     Seen,
     State,
+    knows_its_rows,
     release,
 )
 from specjax.decoding.verify import VerifiedDraft, verify_draft
@@ -170,6 +171,24 @@ def empty_state(
     return state.replace(**{name: constrain_rows(getattr(state, name)) for name in _ROWS_FIRST})
 
 
+def renewed_state(
+    plan: Plan,
+    params: Any,
+    old: State,
+    tokens: Int[Array, "B S"],
+    rows: Rows,
+    length: Int[Array, "B"],
+    status: Int[Array, "B"],
+) -> State:
+    """`empty_state` in the caches of an old state, which hold nothing then and are not cleared."""
+    fresh = empty_state(plan, params, tokens, rows, length, status)
+
+    def reuse(new: Any, before: Any) -> Any:
+        return before.replace(length=new.length) if isinstance(new, KVCache) else new
+
+    return jax.tree.map(reuse, fresh, old, is_leaf=knows_its_rows)
+
+
 def _feature_shapes(
     plan: Plan, params: Any, tokens: Int[Array, "B S"]
 ) -> dict[str, jax.ShapeDtypeStruct]:
@@ -218,7 +237,6 @@ def step(
     new = jnp.minimum(new, plan.capacity - 1)
     seen = Seen(
         status=state.status,
-        length=state.length,
         tokens=jnp.take_along_axis(state.tokens, new, axis=1),
         logprobs=jnp.take_along_axis(state.logprobs, new, axis=1) if plan.logprobs else None,
         rounds=rounds,

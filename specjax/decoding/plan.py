@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Key
 
 from specjax import sampling
 from specjax.decoding.options import DecodeOptions
@@ -94,10 +93,6 @@ class Session(Setup):
     requests: tuple[SamplingParams, ...] = ()
     replay: tuple[np.ndarray, np.ndarray] | None = None
     """[prompts, R] each: how much was drafted in every round of an earlier run, and by whom."""
-
-    def row_key(self, prompt: int) -> Key[Array, ""]:
-        """The key that all draws of a prompt come from."""
-        return sampling.row_key(self.seed, prompt, self.requests[prompt].seed)
 
     def groups(self, size: int) -> list[list[int]]:
         """The prompts' indices, in input order, `size` at a time."""

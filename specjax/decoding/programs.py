@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jaxtyping import Array, Int
 
 from specjax.decoding import loop
 from specjax.decoding.plan import Setup
 from specjax.decoding.rows import row_arguments
-from specjax.decoding.state import Plan, admit
+from specjax.decoding.state import Plan, State, admit
 from specjax.distributed import device_memory
 from specjax.distributed.sharding import use
 from specjax.drafters.registry import all_registered
@@ -31,28 +32,41 @@ class Programs(NamedTuple):
     """The compiled functions of a plan, and what compiling them took.
 
     `empty(params, *arguments)` and `new(params, *arguments)` make the state of all slots, and of
-    rows that are to be admitted, from `loop.start`'s arrays; nothing is read yet. `read(params,
-    state, begin, end)` reads new rows' prompts, `admit(state, slots, new)` puts them in, and
-    `step(params, state, ended, max_rounds, enough)` is `loop.step`. The state that is changed is
-    donated.
+    rows that are to be admitted, from `loop.start`'s arrays; nothing is read yet. `renew(params,
+    state, *arguments)` is the same as `new` in the memory of earlier rows. `read(params, state,
+    begin, end)` reads new rows' prompts, and `admit(state, slots, new)` puts them in; both also
+    return an array that is there when they are done. `step(params, state, ended, max_rounds,
+    enough)` is `loop.step`. The state that is changed is donated.
     """
 
     empty: Any
     new: Any
+    renew: Any
     read: Any
     admit: Any
     step: Any
     seconds: float
 
 
-def compile_setup(setup: Setup, replayed_rounds: int = 0) -> Programs:
-    """The setup's programs, compiled now or earlier in this process."""
+def compile_setup(setup: Setup, replayed_rounds: int = 0, *, begun: bool = False) -> Programs:
+    """The setup's programs, compiled now or earlier in this process.
+
+    Raises InputError where they do not fit into memory, in which the state is already if it has
+    `begun`, or a drafter of a user's own cannot be traced.
+    """
     shapes = [
         row_arguments(setup, [], rows, replayed_rounds)
         for rows in (setup.num_rows, setup.prefill_rows)
     ]
     leaves, tree = jax.tree.flatten((setup.params, *shapes))
-    return _compile(setup.plan, setup.mesh, tree, tuple(map(_Leaf.of, leaves)))
+    programs = _compile(setup.plan, setup.mesh, tree, tuple(map(_Leaf.of, leaves)))
+    device_memory.check_fits(
+        (programs.empty, programs.read, programs.step),
+        "lower batch_size, max_length, max_new_tokens or num_speculative_tokens",
+        setup.mesh,
+        begun=begun,
+    )
+    return programs
 
 
 class _Leaf(NamedTuple):
@@ -84,25 +98,34 @@ def _compile(plan: Plan, mesh: Mesh | None, tree: Any, leaves: tuple[_Leaf, ...]
         # A state goes round: what was chosen for it at first holds for every later step.
         empty, state, placed = _first(plan, params, every, mesh)
         new, rows, rows_placed = _first(plan, params, few, mesh)
-        read = jax.jit(
-            loop.read_prompts, static_argnums=0, donate_argnums=2, out_shardings=rows_placed
+        renew = jax.jit(
+            loop.renewed_state, static_argnums=0, donate_argnums=2, out_shardings=rows_placed
         )
+        renew = renew.lower(plan, params, rows, *few).compile()
+        out = None if mesh is None else (rows_placed, whole)
+        read = jax.jit(_read, static_argnums=0, donate_argnums=2, out_shardings=out)
         read = read.lower(plan, params, rows, number, number).compile()
-        put = jax.jit(admit, donate_argnums=0, out_shardings=placed)
+        out = None if mesh is None else (placed, whole)
+        put = jax.jit(_admit, donate_argnums=0, out_shardings=out)
         put = put.lower(state, slots, rows).compile()
         step = jax.jit(
             loop.step,
             static_argnums=0,
             donate_argnums=2,
-            out_shardings=None if mesh is None else (placed, whole),
+            out_shardings=out,
         )
         step = step.lower(plan, params, state, ended, number, number).compile()
-    device_memory.check_fits(
-        (empty, read, step),
-        "lower batch_size, max_length, max_new_tokens or num_speculative_tokens",
-        mesh,
-    )
-    return Programs(empty, new, read, put, step, time.perf_counter() - begin)
+    return Programs(empty, new, renew, read, put, step, time.perf_counter() - begin)
+
+
+def _read(plan: Plan, params: Any, state: State, begin: Any, end: Any) -> tuple[State, Any]:
+    """`loop.read_prompts`, and a number that is there when it is done."""
+    return loop.read_prompts(plan, params, state, begin, end), end + 0
+
+
+def _admit(state: State, slots: Int[Array, "A"], new: State) -> tuple[State, Int[Array, "A"]]:
+    """`state.admit`, and an array that is there when it is done."""
+    return admit(state, slots, new), slots + 0
 
 
 def _first(plan: Plan, params: Any, arguments: Any, mesh: Mesh | None) -> tuple[Any, Any, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Int, Key
+from jaxtyping import Array, Int, Key
 
 from specjax import sampling
 from specjax.decoding.plan import Session, Setup
@@ -108,8 +108,3 @@ def _replay(setup: Setup, rows: Sequence[Row], batch: int, rounds: int) -> Repla
         # A row has no round after its last one; where it had one, it drafts nothing.
         drafted[at, :count], drafter[at, :count] = row.replay
     return Replay(*(place_rows(part, setup.placement) for part in (drafted, drafter)))
-
-
-def no_rows(batch: int) -> Bool[np.ndarray, "B"]:
-    """A mask over rows, of none."""
-    return np.zeros(batch, bool)

@@ -125,7 +125,6 @@ class Seen:
     """
 
     status: Int[Array | np.ndarray, "B"]
-    length: Int[Array | np.ndarray, "B"]
     tokens: Int[Array | np.ndarray, "B M"]
     logprobs: Float[Array | np.ndarray, "B M"] | None
     rounds: Rounds

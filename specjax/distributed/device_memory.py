@@ -15,17 +15,20 @@ from specjax.errors import InputError
 _GIB = 1 << 30
 
 
-def check_fits(programs: Sequence[Any], remedy: str, mesh: Mesh | None = None) -> None:
+def check_fits(
+    programs: Sequence[Any], remedy: str, mesh: Mesh | None = None, *, begun: bool = False
+) -> None:
     """Raise InputError, with the remedy, unless compiled programs that run in turn fit into memory.
 
-    The first one's outputs are assumed to stay; arguments that exist already do not count. Nothing
-    is checked where free memory is unknown, or where processes might get different results.
+    The first one's outputs are assumed to stay, and to be there already where the programs have
+    `begun`; arguments that exist do not count. Nothing is checked where free memory is unknown, or
+    where processes might get different results.
     """
     sizes = [program.memory_analysis() for program in programs]
     free = free_bytes()
     if free is None or None in sizes or processes.count() > 1:
         return
-    given = sizes[0].output_size_in_bytes - sizes[0].alias_size_in_bytes
+    given = 0 if begun else sizes[0].output_size_in_bytes - sizes[0].alias_size_in_bytes
     needed = given + max(size.temp_size_in_bytes for size in sizes)
     if mesh is not None and jax.default_backend() == "cpu":
         # Simulated devices of one host share its memory.

@@ -14,7 +14,7 @@ import numpy as np
 from specjax.cli.console import Screen
 from specjax.cli.mesh_config import DistributedConfig, MeshConfig
 from specjax.decoding.engine.engine import Engine
-from specjax.decoding.engine.outputs import Output
+from specjax.decoding.engine.outputs import Output, broken_logits
 from specjax.decoding.generate import open_engine
 from specjax.decoding.options import BATCH_SIZE, EXACT_RULE_NAME, DecodeOptions
 from specjax.decoding.plan import Session, plan_session
@@ -263,13 +263,13 @@ def open_answers(session: Session) -> Engine:
 
 
 def answer(
-    engine: Engine, session: Session, todo: Sequence[int], screen: Screen, total: int
-) -> Iterator[list[Output]]:
+    engine: Engine, session: Session, job: Job, todo: Sequence[int], screen: Screen
+) -> Iterator[tuple[list[Output], str | None]]:
     """The answers of some rows, after each step those that have ended; ids are the rows' indices.
 
-    Of `total` rows all others were answered before. Raises InputError for logits that are not
-    numbers.
+    With them the message for rows that have none, where logits were not numbers.
     """
+    total = len(job.rows)
     left, before, done = iter(todo), total - len(todo), 0
     most = session.batch_size
     while True:
@@ -278,15 +278,18 @@ def answer(
             engine.add_rows(row, [session_row(session, row)])
         if not engine.num_unfinished:
             return
-        ended = [delta.output for delta in engine.step() if delta.output is not None]
-        for output in ended:
-            if output.error is not None:
-                raise InputError(output.error)
+        outputs = [delta.output for delta in engine.step() if delta.output is not None]
+        ended = [output for output in outputs if output.error is None]
         done += len(ended)
-        speed = engine.statistics.summary().tokens_per_second or 0.0
+        speed = engine.statistics.tokens_per_second or 0.0
         rows = before + done
         screen.progress("answered", rows, total, speed, rows / total)
-        yield ended
+        failed = {
+            f"the prompt with id {job.rows[output.id].request.id}": len(output.token_ids)
+            for output in outputs
+            if output.error is not None
+        }
+        yield ended, broken_logits(session.model, failed) if failed else None
 
 
 def examples(job: Job, pieces: Pieces) -> Iterator[Example]:

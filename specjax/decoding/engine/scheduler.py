@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from specjax.decoding.engine.outputs import Follower, RequestId
+from specjax.decoding.engine.outputs import Follower, RequestId, Times
 from specjax.decoding.rows import Row
 
 
@@ -26,6 +26,24 @@ class Request:
     def ended(self) -> bool:
         """Whether its output is complete."""
         return self.follower.finish_reason is not None
+
+    def see_tokens(self, count: int, now: float) -> float | None:
+        """Note that new tokens were seen; seconds for each since the last ones, None for the first.
+
+        Of tokens that were seen together each is counted as if they had come evenly.
+        """
+        if not count:
+            return None
+        before, self.last_token = self.last_token, now
+        if before is None:
+            self.first_token = now
+            return None
+        return (now - before) / count
+
+    def times(self, now: float) -> Times:
+        """Its times, where it ends `now`."""
+        begun, first = (now if one is None else one for one in (self.begun, self.first_token))
+        return Times(begun - self.added, first - self.added, now - self.added)
 
 
 @dataclass

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from specjax.decoding.engine.outputs import Times
+
 _KEPT = 100_000
 """The newest steps and times that are kept, so that memory stays flat."""
 
@@ -46,10 +48,12 @@ class Percentiles(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineSummary:
-    """An engine's totals; `occupancy` is the share of slots that decoded, by rounds.
+    """An engine's totals; `occupancy` is the share of slots that decoded, of all slots by rounds.
 
     `occupancy_waiting` is the same over steps that began while requests waited, None without any.
-    `between_tokens` are seconds between two reads of a request's tokens, by token.
+    While prompts are read no slot decodes: those seconds are `prefill_s`, and in neither share.
+    `between_tokens` are seconds between two reads of a request's tokens, by token. `requests`
+    counts the samples that have ended.
     """
 
     requests: int
@@ -90,16 +94,28 @@ class Statistics:
         if step.rounds:
             self.steps.append(step)
 
+    def add_request(self, times: Times) -> None:
+        """Count a sample that has ended."""
+        self.requests += 1
+        self.waiting_s.append(times.waiting_s)
+        self.first_token_s.append(times.first_token_s)
+        self.total_s.append(times.total_s)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """New tokens over the seconds of prefill and decoding; None before there are any."""
+        seconds = self.prefill_s + self.decode_s
+        return self.tokens / seconds if seconds else None
+
     def summary(self) -> EngineSummary:
         """The totals so far."""
-        seconds = self.prefill_s + self.decode_s
         return EngineSummary(
             requests=self.requests,
             tokens=self.tokens,
             rounds=self.rounds,
             prefill_s=self.prefill_s,
             decode_s=self.decode_s,
-            tokens_per_second=self.tokens / seconds if seconds else None,
+            tokens_per_second=self.tokens_per_second,
             occupancy=self._occupancy(self.steps),
             occupancy_waiting=self._occupancy(step for step in self.steps if step.waiting),
             waiting=Percentiles.of(self.waiting_s),

@@ -1,0 +1,155 @@
+"""The rows of an engine on the devices: those that decode, and new ones that are to join them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Int
+
+from specjax.decoding.learned_costs import LearnedCosts
+from specjax.decoding.plan import Setup, flags_of
+from specjax.decoding.programs import Programs, compile_setup
+from specjax.decoding.rows import Row, RowArguments, row_arguments
+from specjax.decoding.sampling_params import SamplingParams
+from specjax.decoding.state import Seen, State
+from specjax.errors import InputError
+
+
+class DeviceRows:
+    """A setup with its programs and the arrays they work on; nothing here decides what is done.
+
+    `costs` is what "auto" knows of costs, once it decodes. `replayed_rounds` is room for the rounds
+    of earlier runs, where the plan replays them.
+    """
+
+    def __init__(self, setup: Setup, replayed_rounds: int = 0) -> None:
+        self.setup = setup
+        self.costs: LearnedCosts | None = None
+        self._replayed_rounds = replayed_rounds
+        self._programs: Programs | None = None
+        self._state: State | None = None
+        self._new: State | None = None
+
+    def compile(self) -> Programs:
+        """The compiled programs; made now if they are not yet. Raises InputError."""
+        if self._programs is None:
+            self._programs = self._compiled(self.setup)
+        return self._programs
+
+    def serve(self, request: SamplingParams) -> None:
+        """Make the programs able to do what a request asks for.
+
+        Where they were compiled without it, that is done now. Raises InputError, and changes
+        nothing then.
+        """
+        plan = self.setup.plan
+        flags = plan.flags.union(flags_of([request]))
+        able = replace(plan, flags=flags, logprobs=plan.logprobs or request.logprobs)
+        if able == plan:
+            return
+        setup = replace(self.setup, plan=able)
+        if self._programs is not None:
+            self._programs = self._compiled(setup)
+        self.setup = setup
+
+    def begin(self, committed: int) -> None:
+        """Make room for all rows, unless it is there; the longest prompt has `committed` tokens."""
+        if self._state is not None:
+            return
+        setup = self.setup
+        self._state = self.compile().empty(setup.params, *self._arguments([], setup.num_rows))
+        if setup.plan.draft_length.auto:
+            if self.costs is None:
+                self.costs = LearnedCosts.of_setup(setup, committed)
+            self._state = self.costs.begin(self._state)
+
+    def new_rows(self, rows: Sequence[Row]) -> None:
+        """Begin new rows: nothing is read of their prompts yet."""
+        setup, programs = self.setup, self.compile()
+        arguments = self._arguments(rows, setup.prefill_rows)
+        if self._new is None:
+            self._new = programs.new(setup.params, *arguments)
+        else:
+            self._new = programs.renew(setup.params, self._new, *arguments)
+
+    def read(self, begin: int, end: int) -> jax.Array:
+        """Read the new rows' prompts from `begin` to `end`; an array that is there when done."""
+        self._new, ready = self.compile().read(
+            self.setup.params, self._new, np.int32(begin), np.int32(end)
+        )
+        return ready
+
+    def admit(self, slots: Sequence[int]) -> jax.Array:
+        """Put the new rows into `slots`; an array that is there when done."""
+        out_of_range = self.setup.num_rows
+        where = np.full(self.setup.prefill_rows, out_of_range, np.int32)
+        where[: len(slots)] = slots
+        self._state, ready = self.compile().admit(self._state, where, self._new)
+        return ready
+
+    def step(self, ended: Bool[np.ndarray, "B"], max_rounds: int, enough: int) -> Seen:
+        """A few rounds, as `loop.step`; what the host will see of them is on its way."""
+        self._state, seen = self.compile().step(
+            self.setup.params, self._state, ended, np.int32(max_rounds), np.int32(enough)
+        )
+        for part in jax.tree.leaves(seen):
+            part.copy_to_host_async()
+        return seen
+
+    def rounds(self, most: int) -> int:
+        """How many rounds a step may have: fewer where costs are learned from it."""
+        return most if self.costs is None else self.costs.rounds(most)
+
+    def learn(self, seconds: float) -> None:
+        """Correct the costs by the last step, which took `seconds`. Raises InputError."""
+        if self.costs is not None:
+            self._state = self.costs.after_step(self._state, seconds)
+
+    def update_params(self, params: Any, drafter_params: Any = None) -> None:
+        """Decode with other parameters; what was learned with the old ones is dropped.
+
+        They are put where the old ones are. Raises InputError unless trees, shapes and dtypes are
+        the same.
+        """
+        setup, drafter = self.setup, self.setup.drafter
+        params = _in_place_of("params", setup.model.params, params)
+        if drafter_params is not None:
+            own = _in_place_of("drafter_params", drafter.params, drafter_params)
+            drafter = drafter._replace(params=own)
+        self.setup = replace(setup, model=replace(setup.model, params=params), drafter=drafter)
+        if self.costs is not None:
+            self.costs = LearnedCosts.of_setup(self.setup, self.costs.committed)
+            if self._state is not None:
+                self._state = self.costs.begin_anew(self._state)
+
+    def free(self, *, keep_costs: bool) -> None:
+        """Keep no row on the devices; what was learned of costs is kept for later processes."""
+        if self._state is not None and self.costs is not None:
+            self.costs.end(self._state)
+            if keep_costs:
+                self.costs.save()
+        self._state = self._new = None
+
+    def _compiled(self, setup: Setup) -> Programs:
+        return compile_setup(setup, self._replayed_rounds, begun=self._state is not None)
+
+    def _arguments(self, rows: Sequence[Row], count: Int[Any, ""] | int) -> RowArguments:
+        return row_arguments(self.setup, rows, count, self._replayed_rounds)
+
+
+def _in_place_of(name: str, old: Any, new: Any) -> Any:
+    """A tree of arrays where another one's are. Raises InputError unless the leaves are alike."""
+
+    def form(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: (leaf.shape, np.dtype(leaf.dtype).name), tree)
+
+    if form(old) != form(new):
+        raise InputError(
+            f"{name}: its tree, shapes or dtypes are not those of the parameters it replaces; give "
+            "the same model's"
+        )
+    return jax.tree.map(lambda mine, before: jax.device_put(mine, before.sharding), new, old)
