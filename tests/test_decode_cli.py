@@ -71,6 +71,7 @@ SUMMARY = {
     "versions",
     "prompts",
     "auto",
+    "engines",
     "config",
 }
 DRAFTERS = {

@@ -37,6 +37,7 @@ from specjax.drafters import LoadedDrafter
 from specjax.loading.model import Model
 from specjax.reporting.auto_lengths import AutoCosts, AutoLengths, PartCosts
 from specjax.reporting.decode_report import PLAIN, Batch, Clock, DrafterRun
+from specjax.reporting.engine_report import engine_summary
 
 ROUNDS_PER_STEP = 4
 """Rounds between two reads from the device: enough for streaming, and cheap."""
@@ -71,8 +72,9 @@ class _Side:
     noted_s: float = 0.0
     """Seconds of measuring that the run's report has of it."""
 
-    def note_costs(self) -> None:
-        """Put what is known of costs now into the run's report."""
+    def note_engine(self, turn: int) -> None:
+        """Put what the engine has done so far in a turn into the run's report."""
+        self.run.engines[turn] = engine_summary(self.engine.statistics)
         learned = None if self.engine is None else self.engine.costs
         if learned is None:
             return
@@ -216,7 +218,7 @@ def _turn(
                 screen.row_result(one, row, baseline, same, name, brief=side is not first)
         for side, one, found in zip(sides, results, differences, strict=True):
             side.run.batches.append(Batch(progress.batches, turn, questions, one, baseline, found))
-            side.note_costs()
+            side.note_engine(turn)
         progress.batches += 1
         yield
         if interrupted:

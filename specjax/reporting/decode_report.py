@@ -45,6 +45,7 @@ class DrafterRun:
     `config` is that of a command with this drafter alone, and `trees` are those that were chosen
     for it, by drafter, with what is expected of them. `expected` is the acceptance that the
     distributions imply, turn by turn, where it is computed; `auto` is None for other draft lengths.
+    `engines` are summaries (`engine_report.engine_summary`) of what decoded each turn.
     """
 
     drafter: str
@@ -53,6 +54,7 @@ class DrafterRun:
     batches: list[Batch] = field(default_factory=list)
     expected: list[metrics.ExpectedAcceptance] = field(default_factory=list)
     auto: AutoLengths | None = None
+    engines: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def total(self) -> Totals:
         """The totals of the finished batches."""
@@ -185,6 +187,7 @@ def _report(
         "versions": versions(),
         "prompts": _fingerprint(batches),
         "auto": run.auto.content() if run.auto else None,
+        "engines": [run.engines[turn] for turn in sorted(run.engines)],
         "config": run.config,
     }
     if run.trees:

@@ -16,23 +16,26 @@ _POINTS = 60
 """Points of a curve: each is the mean of the steps in its part of the time."""
 
 
-def engine_report(statistics: Statistics) -> dict[str, Any]:
-    """The summary, and a row of counts for each of the newest steps."""
+def engine_summary(statistics: Statistics) -> dict[str, Any]:
+    """The totals, percentiles by name."""
     summary = asdict(statistics.summary())
     for name in ("waiting", "first_token", "between_tokens", "total"):
         percentiles = summary.pop(name)
-        names = ("p50", "p95", "p99")
-        summary[f"{name}_s"] = dict(zip(names, percentiles, strict=True))
-    return {
-        "summary": {"num_slots": statistics.num_slots, **summary},
-        "steps": [step._asdict() for step in statistics.steps],
-    }
+        summary[f"{name}_s"] = dict(zip(("p50", "p95", "p99"), percentiles, strict=True))
+    return {"num_slots": statistics.num_slots, **summary}
+
+
+def engine_report(statistics: Statistics) -> dict[str, Any]:
+    """The summary, and a row of counts for each of the newest steps."""
+    steps = [step._asdict() for step in statistics.steps]
+    return {"summary": engine_summary(statistics), "steps": steps}
 
 
 def draw_engine(path: Path, statistics: Statistics, title: str) -> None:
-    """Write a PNG: tokens/s, busy slots and waiting requests over the seconds of a run.
+    """Write PNGs: tokens/s, busy slots and waiting requests over the seconds of a run.
 
-    Raises InputError where matplotlib is missing, or nothing has run.
+    Their names are that of `path` with `_tokens`, `_slots` and `_waiting`. Raises InputError where
+    matplotlib is missing.
     """
     steps = list(statistics.steps)
     ends = [step.end_s for step in steps]

@@ -1,0 +1,70 @@
+"""`scripts/load_test.py` on a tiny model: requests come at random, and none is lost."""
+
+import json
+
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+from conftest import slow
+from script_modules import script_module
+
+from specjax.decoding.engine.outputs import Times
+from specjax.decoding.engine.statistics import Statistics, Step
+from specjax.loading.load import save_model
+from specjax.reporting.engine_report import draw_engine, engine_report
+
+
+@pytest.mark.parametrize("rule", ["rejection", *slow("coupled", "block")])
+def test_every_answer_is_what_it_is_alone(rule, chatty, tmp_path, capsys):
+    save_model(chatty, tmp_path / "model")
+    questions = [
+        {"question_id": n, "category": "qa", "turns": ["abc ab " * (1 + 5 * n)]} for n in range(4)
+    ]
+    lines = [json.dumps(question) + "\n" for question in questions]
+    (tmp_path / "prompts.jsonl").write_text("".join(lines))
+    with script_module("load_test") as script:
+        flags.FLAGS.mark_as_parsed()
+        with flagsaver.flagsaver(
+            target=str(tmp_path / "model"),
+            prompts=str(tmp_path / "prompts.jsonl"),
+            requests=24,
+            rate=200.0,
+            slots=3,
+            new_tokens=["2", "60"],
+            drafter="ngram",
+            num_speculative_tokens="3",
+            verify=rule,
+            aborts=0.2,
+            stalls=0.3,
+            room=4,
+            out=str(tmp_path / "out"),
+        ):
+            assert script.main([]) == 0
+        for name in script.flags.FLAGS.flags_by_module_dict()["load_test"]:
+            delattr(flags.FLAGS, name.name)
+    said = capsys.readouterr().out
+    assert "lost: 0; different from alone: 0" in said
+    assert " abort" in said
+    report = json.loads((tmp_path / "out" / "load.json").read_text())
+    assert report["summary"]["requests"] == 24
+    assert report["summary"]["first_token_s"]["p95"] >= report["summary"]["waiting_s"]["p95"] >= 0
+    assert sum(step["tokens"] for step in report["steps"]) == report["summary"]["tokens"]
+    assert len(list((tmp_path / "out").glob("load_*.png"))) == 3
+
+
+def test_an_engines_report_and_pictures(tmp_path):
+    statistics = Statistics(num_slots=2)
+    for second in range(1, 200):
+        statistics.add_step(Step(float(second), 1.0, 4, 6, 8, second % 3))
+    statistics.add_request(Times(1.0, 2.0, 3.0))
+    report = engine_report(statistics)
+    assert report["summary"]["occupancy"] == 6 / 8
+    assert report["summary"]["total_s"] == {"p50": 3.0, "p95": 3.0, "p99": 3.0}
+    assert report["summary"]["between_tokens_s"]["p50"] is None
+    assert len(report["steps"]) == 199
+    draw_engine(tmp_path / "e.png", statistics, "two slots")
+    assert {one.name for one in tmp_path.iterdir()} == {
+        "e_tokens.png",
+        "e_slots.png",
+        "e_waiting.png",
+    }
