@@ -7,7 +7,7 @@ sizes. Each runs once undisturbed, for the reference, and once more, to see that
 same and how long one takes. Then it is killed (SIGKILL, the whole process group) at moments spread
 over that time and started again with the same command until it ends; where it ends before all kills
 are done, the rest go to a fresh folder. Compared bit by bit: the conversations of datasets with
-their features, the arrays and metadata of exports and checkpoints, batches of answers, lines of
+their features, the arrays and metadata of exports and checkpoints, answers, lines of
 metrics without their timings, and the names of all files that a run keeps. Exit codes: 0; 1 where
 anything differs or a run fails; 2 for bad input; 130 after Ctrl-C.
 """
@@ -244,7 +244,7 @@ def _names(folder: Path) -> list[str]:
 
 def _generation(folder: Path) -> Content:
     found = _dataset(folder / "responses")
-    for file in sorted((folder / "batches").glob("*")):
+    for file in sorted((folder / "answers").glob("*")):
         with np.load(file) as stored:
             found |= {f"{file.name} {name}": _digest(stored[name]) for name in stored.files}
     found["config.json"] = _record(json.loads((folder / "config.json").read_text()))

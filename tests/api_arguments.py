@@ -68,6 +68,10 @@ BAD = {
         [(4, 2, 1)],
     ],
     "rounds_per_step": [0, "a", None, 2**63],
+    "refill_rows": [0, "a", None, 1.5],
+    "max_prefill_tokens": [0, "a", None, 1.5],
+    "id": [2.5, True, b"x"],
+    "n": [0, "a", None, 1.5],
     "name": [None, 3, "", "nosuch", "ngram+", "os:getcwd"],
     "name_or_path": ["", "a" * 300, "~nosuchuser/x", "a\0b", "nosuch", 5, None, "/dev/null"],
     "path": ["", "a" * 300, "~nosuchuser/x", "a\0b"],
@@ -98,6 +102,11 @@ CALLS = {
         lambda *args, **kwargs: list(specjax.stream(*args, **kwargs)),
         {"target": TARGET, "prompts": [[1, 2]]},
     ),
+    "Engine": (specjax.Engine, {"target": TARGET}),
+    "Engine.add": (
+        lambda *args, **kwargs: specjax.Engine(TARGET).add(*args, **kwargs),
+        {"prompt": [1, 2]},
+    ),
     "load_model": (specjax.load_model, {"name_or_path": "smollm2-135m-instruct"}),
     "make_drafter": (specjax.make_drafter, {"name": "draft_model", "target": TARGET}),
     "save_model": (specjax.save_model, {"model": TARGET, "directory": "new"}),
@@ -126,7 +135,7 @@ CALLS = {
     ),
     "testing.check_rule": (testing.check_rule, {"rule": "rejection"}),
 }
-SIGNATURES = {"stream": specjax.stream}
+SIGNATURES = {"stream": specjax.stream, "Engine.add": specjax.Engine(TARGET).add}
 OBJECTS = {
     "model",
     "mesh",
@@ -140,7 +149,7 @@ OBJECTS = {
     "valid",
 }
 """Arguments that only code can give: everything of another class is wrong."""
-VALUES = {"Drafter", "LoadedDrafter", "Generation", "Model", "InputError"}
+VALUES = {"Delta", "Output", "Drafter", "LoadedDrafter", "Generation", "Model", "InputError"}
 """Exported for what they hold, not to be called."""
 GOOD = {("SamplingParams", "seed", None)}
 """Values that one function accepts, although others do not."""

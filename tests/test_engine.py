@@ -343,9 +343,15 @@ def test_other_parameters(tiny, unrelated):
         (lambda engine: engine.abort("x"), "id='x': no unfinished request has this id; abort one"),
         (lambda engine: engine.add([1], id="a"), "id='a': a request with this id is unfinished"),
         (lambda engine: engine.add([1], id=True), "id=True: use a whole number or a text"),
-        (lambda engine: engine.add([1] * 50, id="b"), "request 'b' has 50 tokens, which leaves no"),
-        (lambda engine: engine.add([], id="b"), "request 'b' is empty: give at least one token"),
-        (lambda engine: engine.add([61], id="b"), "request 'b': token id 61 is outside"),
+        (
+            lambda engine: engine.add([1] * 50, id="b"),
+            "prompt of request 'b' has 50 tokens, which leaves no",
+        ),
+        (
+            lambda engine: engine.add([], id="b"),
+            "prompt of request 'b' is empty: give at least one token",
+        ),
+        (lambda engine: engine.add([61], id="b"), "prompt of request 'b': token id 61 is outside"),
         (lambda engine: engine.add([1], n=0), "n=0: use a whole number of at least 1"),
         (lambda engine: engine.add([1], {"stop": "x"}), "sampling.stop: .* has no tokenizer"),
         (

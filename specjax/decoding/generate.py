@@ -21,7 +21,7 @@ from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.state import Rounds
 from specjax.drafters import Drafter, LoadedDrafter, make_drafter
 from specjax.drafters.turns import NO_DRAFTER
-from specjax.fields import INT32_MAX, Function, Instance, Whole, optional
+from specjax.fields import INT32_MAX, Function, Instance, optional
 from specjax.loading.load import place_model
 from specjax.loading.model import Model
 
@@ -299,16 +299,16 @@ def stream(
 
     Takes what `generate` takes. Each delta also says which of its tokens were drafted.
     """
-    rounds_per_step = Whole(1).check("rounds_per_step", rounds_per_step)
+    schedule = Schedule(rounds_per_step=rounds_per_step)
     optional(Instance(Generation, "use an earlier result")).check("replay", replay)
     decoding = DecodeOptions(**options)
     session = _open(target, prompts, drafter, decoding, sampling, seed, mesh, replay)
-    return _stream(session, rounds_per_step)
+    return _stream(session, schedule)
 
 
-def _stream(session: Session, rounds_per_step: int) -> Iterator[Delta]:
+def _stream(session: Session, schedule: Schedule) -> Iterator[Delta]:
     """The deltas of a session; rows that ended with "error" also give `generate`'s warning."""
-    engine = Engine.of(session, Schedule(rounds_per_step), _replayed_rounds(session))
+    engine = Engine.of(session, schedule, _replayed_rounds(session))
     add_prompts(engine, session, range(len(session.prompts)))
     for delta in engine:
         yield delta

@@ -53,6 +53,7 @@ from specjax.loading.model import MODEL_KIND, Model
 _LONGEST = 2048
 """Tokens of a row where the caller does not say, and the target has so many positions."""
 _SLOTS = 8
+_MOST_ROUNDS = 10_000
 _ROUNDS_WHILE_READING = 4
 """Rounds between two parts of the prompts of waiting requests that have free slots."""
 _RUNNING_ROWS = Choice(("continue", "abort"))
@@ -72,7 +73,8 @@ class Schedule:
     max_prefill_tokens: int = 512
 
     def __post_init__(self) -> None:
-        for name in ("rounds_per_step", "refill_rows", "max_prefill_tokens"):
+        Whole(1, _MOST_ROUNDS).check("rounds_per_step", self.rounds_per_step)
+        for name in ("refill_rows", "max_prefill_tokens"):
             Whole(1).check(name, getattr(self, name))
 
 
@@ -231,7 +233,7 @@ class Engine:
     def add(
         self,
         prompt: Prompt,
-        params: SamplingParams | Mapping[str, Any] = SamplingParams(),  # noqa: B008 - frozen
+        sampling: SamplingParams | Mapping[str, Any] = SamplingParams(),  # noqa: B008 - frozen
         *,
         id: RequestId | None = None,
         n: int = 1,
@@ -240,7 +242,7 @@ class Engine:
 
         Of `n` samples each is a row of its own; the first is what the request gives alone. Raises
         InputError for an id that is in use, for a prompt that cannot be encoded or has no room, and
-        for parameters that the target cannot serve.
+        for a sampling that the target cannot serve.
         """
         self._check_open()
         name = self._free_number() if id is None else id
@@ -249,20 +251,20 @@ class Engine:
         if name in self._samples:
             raise InputError(f"id={shown(name)}: a request with this id is unfinished; use another")
         n = Whole(1).check("n", n)
-        where = f"request {shown(name)}"
+        where = f"prompt of request {shown(name)}"
         setup = self.setup
-        (params,) = one_per_prompt(params, 1)
-        check_request(setup.model, params)
+        (sampling,) = one_per_prompt(sampling, 1)
+        check_request(setup.model, sampling)
         ids = encode_prompt(setup.model, prompt, where)
         check_length(setup.model, where, len(ids), setup.max_length, setup.max_length)
-        stops = len(setup.stop_ids(params))
+        stops = len(setup.stop_ids(sampling))
         if stops > setup.num_stop_ids:
             raise InputError(
-                f"sampling.stop_token_ids: {where} has {stops} tokens that end it, the model's own "
-                f"included; use at most {setup.num_stop_ids}"
+                f"sampling.stop_token_ids: request {shown(name)} has {stops} tokens that end it, "
+                f"the model's own included; use at most {setup.num_stop_ids}"
             )
-        self._rows.serve(params)
-        rows = [Row(self._number, tuple(ids), params, sample) for sample in range(n)]
+        self._rows.serve(sampling)
+        rows = [Row(self._number, tuple(ids), sampling, sample) for sample in range(n)]
         self.add_rows(name, rows)
         return name
 
