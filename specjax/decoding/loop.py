@@ -27,7 +27,6 @@ from specjax.decoding.state import (
     Rows,
     Seen,
     State,
-    knows_its_rows,
     release,
 )
 from specjax.decoding.verify import VerifiedDraft, verify_draft
@@ -169,24 +168,6 @@ def empty_state(
         logprobs=jnp.zeros(tokens.shape, jnp.float32),
     )
     return state.replace(**{name: constrain_rows(getattr(state, name)) for name in _ROWS_FIRST})
-
-
-def renewed_state(
-    plan: Plan,
-    params: Any,
-    old: State,
-    tokens: Int[Array, "B S"],
-    rows: Rows,
-    length: Int[Array, "B"],
-    status: Int[Array, "B"],
-) -> State:
-    """`empty_state` in the caches of an old state, which hold nothing then and are not cleared."""
-    fresh = empty_state(plan, params, tokens, rows, length, status)
-
-    def reuse(new: Any, before: Any) -> Any:
-        return before.replace(length=new.length) if isinstance(new, KVCache) else new
-
-    return jax.tree.map(reuse, fresh, old, is_leaf=knows_its_rows)
 
 
 def _feature_shapes(

@@ -99,7 +99,11 @@ def _compile(plan: Plan, mesh: Mesh | None, tree: Any, leaves: tuple[_Leaf, ...]
         empty, state, placed = _first(plan, params, every, mesh)
         new, rows, rows_placed = _first(plan, params, few, mesh)
         renew = jax.jit(
-            loop.renewed_state, static_argnums=0, donate_argnums=2, out_shardings=rows_placed
+            _renew,
+            static_argnums=0,
+            donate_argnums=2,
+            keep_unused=True,
+            out_shardings=rows_placed,
         )
         renew = renew.lower(plan, params, rows, *few).compile()
         out = None if mesh is None else (rows_placed, whole)
@@ -116,6 +120,15 @@ def _compile(plan: Plan, mesh: Mesh | None, tree: Any, leaves: tuple[_Leaf, ...]
         )
         step = step.lower(plan, params, state, ended, number, number).compile()
     return Programs(empty, new, renew, read, put, step, time.perf_counter() - begin)
+
+
+def _renew(plan: Plan, params: Any, old: State, *arguments: Any) -> State:
+    """`loop.empty_state`, in the memory of an old state: new memory costs more than its zeros.
+
+    The caches are cleared: where a row had keys that are not numbers, masking them is not enough.
+    """
+    del old
+    return loop.empty_state(plan, params, *arguments)
 
 
 def _read(plan: Plan, params: Any, state: State, begin: Any, end: Any) -> tuple[State, Any]:
