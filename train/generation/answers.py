@@ -51,6 +51,8 @@ from train.generation.prompts import (
 CORPUS = "specjax_corpus"
 """The name of our own dataset of prompts, which has a section of settings."""
 _ROUNDS_PER_STEP = 16
+_SIMILAR = 256
+"""Rows of similar length that are answered one after the other."""
 
 
 @dataclass(frozen=True)
@@ -238,11 +240,15 @@ def plan(config: AnswersConfig, model: Model, requests: Sequence[Request]) -> Jo
         )
         for (request, ids), turn in zip(kept, turns.tolist(), strict=True)
     )
-    # Mixed, so that the time left is well guessed and a part of the work is like the whole.
-    order = np.random.default_rng((config.seed, 2)).permutation(len(rows))
+    # A round takes as long as its longest row: those of similar length are answered together.
+    # Groups of them are mixed: so the time left is well guessed, and a part is like the whole.
+    by_length = sorted(range(len(rows)), key=lambda row: (len(rows[row].prompt), row))
+    groups = [by_length[first : first + _SIMILAR] for first in range(0, len(rows), _SIMILAR)]
+    mixed = np.random.default_rng((config.seed, 2)).permutation(len(groups))
+    order = [row for number in mixed for row in groups[number]]
     content = [(row.request.id, row.prompt, row.sampling) for row in rows]
     digest = hashlib.sha256(repr(content).encode()).hexdigest()
-    return Job(rows, tuple(order.tolist()), digest, tuple(remarks))
+    return Job(rows, tuple(order), digest, tuple(remarks))
 
 
 def open_job(config: AnswersConfig, model: Model, job: Job) -> Session:
