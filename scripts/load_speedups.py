@@ -5,8 +5,8 @@
 "The fuller the batch, the less speculation gains" is often shown as 3.0, 2.3, 1.3 and 0.9 times
 plain decoding at 1, 4, 16 and 64 rows, with a fixed draft length. Here `auto` decides the length in
 every round, so that it should not fall below plain decoding. Both decode the same prompts in turn,
-group by group, warm; the range is over repeats. Beside it the roofline of `--chip` for an 8B model
-with the acceptance that was measured, at the best fixed length for each batch.
+group by group, warm; the range is over repeats. Beside it the roofline of `--chip` for an 8B model,
+whose draft tokens have the chance `--alpha`, at the best fixed length for each batch.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ _DRAFTER = flags.DEFINE_string("drafter", "eagle3", "The drafter.")
 _BATCHES = flags.DEFINE_list("batches", ["1", "4", "16", "64"], "Batch sizes.")
 _NEW = flags.DEFINE_integer("new_tokens", 48, "New tokens of each prompt.")
 _REPEATS = flags.DEFINE_integer("repeats", 2, "Runs of each.", lower_bound=1)
+_ALPHA = flags.DEFINE_float("alpha", 0.7, "Chance of a draft token, for the roofline.")
 _CHIP = flags.DEFINE_enum("chip", "h100-sxm", sorted(theory.CHIPS), "The chip of the roofline.")
 
 LLAMA_8B = theory.ModelShape(
@@ -56,7 +57,6 @@ def main(argv: list[str]) -> int:
         for question in questions[::step][: _LIMIT.value]
     ]
     drafter = make_drafter(_DRAFTER.value, model)
-    alpha = None
     print(
         "| B | tokens/s plain | auto | auto / plain | drafted per round | "
         f"roofline of {_CHIP.value}, 8B |"
@@ -73,12 +73,10 @@ def main(argv: list[str]) -> int:
             max_new_tokens=_NEW.value,
             repeats=_REPEATS.value,
         )
-        # Of the rounds that drafted: what is accepted of the first token on.
-        alpha = alpha or acceptance(cell.acceptance_length, cell.mean_draft)
         found = [
             float(
                 theory.roofline(
-                    LLAMA_8B, _CHIP.value, batch, _CONTEXT, k, alpha, draft_cost=_DRAFT_COST
+                    LLAMA_8B, _CHIP.value, batch, _CONTEXT, k, _ALPHA.value, draft_cost=_DRAFT_COST
                 ).speedup
             )
             for k in _LENGTHS
@@ -90,16 +88,7 @@ def main(argv: list[str]) -> int:
             f"{cell.mean_draft:.1f} | {max(found[best], 1.0):.2f}x (K = {_LENGTHS[best]}) |",
             flush=True,
         )
-    print(f"chance of a draft token at B = {_BATCHES.value[0]}: {alpha:.2f}")
     return 0
-
-
-def acceptance(tokens_per_round: float, drafted: float) -> float:
-    """The chance of each draft token at which drafts of that length give so many tokens."""
-    chances = np.linspace(0.0, 0.99, 100)
-    length = max(round(drafted), 1)
-    tokens = [float(theory.expected_tokens(chance, length)) for chance in chances]
-    return float(chances[int(np.argmin(np.abs(np.array(tokens) - tokens_per_round)))])
 
 
 if __name__ == "__main__":
