@@ -114,7 +114,7 @@ def _measure(nodes: int, batch_size: int, new_tokens: int, repeats: int) -> None
                 rounds = int((run.emitted >= 0).sum(axis=1).max())
                 # The first turn compiles.
                 if turn:
-                    seconds[name].append(run.total_decode_s / rounds)
+                    seconds[name].append(run.decode_s / rounds)
         print(f"temperature {temperature:g}, {nodes} nodes, B = {batch_size}")
         for name, own in seconds.items():
             ratios = [mine / chain for mine, chain in zip(own, seconds["chain"], strict=True)]
