@@ -120,8 +120,8 @@ def decode_batches(
 ) -> Iterator[None]:
     """Decode a config's prompts with each of its drafters, and show the texts of the first.
 
-    Yields whenever all drafters have finished a batch and it was added to their `runs`. Raises
-    InputError, and KeyboardInterrupt after the last batch that was finished.
+    Yields whenever all drafters have finished a group and it was added to their `runs`. Raises
+    InputError, and KeyboardInterrupt after the last group that was finished.
     """
     simulated = any(one.name == SIMULATED for one in config.drafters)
     with_plain = config.compare or simulated
@@ -232,7 +232,7 @@ def _compare(
     result: Generation,
     baseline: Generation | None,
 ) -> list[Difference | None] | None:
-    """Where a batch's rows differ from plain decoding's; None where that is not asked."""
+    """Where a group's rows differ from plain decoding's; None where that is not asked."""
     if not config.compare or not config.comparable or baseline is None:
         return None
     return [

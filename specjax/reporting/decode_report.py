@@ -24,10 +24,10 @@ from specjax.trees import FastestTree
 
 @dataclass(frozen=True)
 class Batch:
-    """A finished batch: its questions, the drafter's generation, and plain decoding's.
+    """A finished group of rows: its questions, the drafter's generation, and plain decoding's.
 
     `differences` has one entry per row, None where the two agree; it is None where the outputs are
-    not compared. `number` is the batch's index in the run.
+    not compared. `number` is the group's index in the run.
     """
 
     number: int
@@ -280,7 +280,7 @@ def _rounds(run: Generation, index: int) -> dict[str, list[int]]:
 
 
 def _plain(run: Generation, index: int) -> dict[str, Any]:
-    """Tokens and seconds of plain decoding for a row; seconds are those of its batch."""
+    """Tokens and seconds of plain decoding for a row; seconds are those of its group."""
     return {
         "new_tokens": len(run.token_ids[index]),
         "prefill_s": run.prefill_s,
