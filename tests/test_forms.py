@@ -20,10 +20,17 @@ from specjax.errors import InputError
 from specjax.loading.load import load_model, place_model, random_model, save_model
 from specjax.models.decoder import Form
 from specjax.models.kernels.attention_kernel import attend_cache_kernel
-from specjax.models.layers.attention import attend, attend_cache, attend_whole_cache, cached_blocks
+from specjax.models.layers.attention import (
+    attend,
+    attend_cache,
+    attend_rows,
+    attend_whole_cache,
+    cached_blocks,
+)
 
 FORMS = {
     "apart": Form(scan_layers=False),
+    "blocks": Form(cache_attention="blocks"),
     "whole": Form(cache_attention="whole"),
     "apart, whole": Form(scan_layers=False, cache_attention="whole"),
     "kernel": Form(scan_layers=False, cache_attention="kernel"),
@@ -74,7 +81,7 @@ def test_every_form_is_the_same_function(name, tokens, biased):
 
 
 @pytest.mark.parametrize("queries", [3, 40, 150])
-def test_the_kernel_agrees_with_the_loop_over_blocks(queries):
+def test_all_ways_agree_with_the_loop_over_blocks(queries):
     """With rows of every filling, and more queries than one program holds."""
     rng = np.random.default_rng(1)
 
@@ -91,14 +98,15 @@ def test_the_kernel_agrees_with_the_loop_over_blocks(queries):
     def all_ways():
         ways = (
             attend_cache(query, cache, 1, start, cached_blocks(cache)),
+            attend_rows(query, cache, 1, start),
             attend_whole_cache(query, cache, 1, start),
             attend_cache_kernel(query, cache, 1, start),
         )
         return [way.weighted / way.denominator for way in ways]
 
-    blocks, whole, kernel = all_ways()
-    np.testing.assert_allclose(whole, blocks, atol=1e-5)
-    np.testing.assert_allclose(kernel, blocks, atol=1e-5)
+    blocks, *others = all_ways()
+    for other in others:
+        np.testing.assert_allclose(other, blocks, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -171,12 +179,13 @@ def test_layers_apart_are_saved_and_loaded_like_stacked_ones(tmp_path, tiny):
 
 
 def test_forms_that_do_not_exist_are_refused():
-    with pytest.raises(InputError, match="cache_attention='flash': use blocks, whole or kernel"):
+    with pytest.raises(InputError, match="cache_attention='flash': use rows, blocks, whole"):
         Form(cache_attention="flash")
     with pytest.raises(InputError, match="needs layers apart: use scan_layers=False"):
         Form(cache_attention="kernel")
 
 
 def test_a_gpu_takes_the_form_without_copies():
-    assert Form.of("cpu") == Form.of("tpu") == Form()
+    assert Form.of("cpu") == Form()
+    assert Form.of("tpu") == FORMS["blocks"]
     assert Form.of("cuda") == FORMS["kernel"]

@@ -23,7 +23,7 @@ Measured = Iterator[tuple[Cell, dict[str, Any]]]
 FORMS = {
     f"{'stacked' if scan_layers else 'apart'}_{kind}": Form(scan_layers, kind)
     for scan_layers in (True, False)
-    for kind in ("blocks", "whole", "kernel")
+    for kind in ("rows", "blocks", "whole", "kernel")
     if not (scan_layers and kind == "kernel")
 }
 """The decoder's forms by name: layers stacked or apart, and how the cache is attended to."""

@@ -74,10 +74,11 @@ class PairDrafter(HeadDrafter):
     def of_head(cls, head: Head, params: Any, target: Model, **options: Any) -> LoadedDrafter:
         """The drafter of a trained head and its complete parameters.
 
-        Its caches are split over devices as the target's, where its heads can be.
+        Its caches are split over devices as the target's, where its heads can be, and read in its
+        form.
         """
         shards = target.shards if can_split(head.config.decoder, target.shards) else 1
-        functions = cls.head_class(head.config, target.dtype, shards=shards)
+        functions = cls.head_class(head.config, target.dtype, shards=shards, form=target.form)
         return LoadedDrafter(cls(functions, **options), params)
 
     @property

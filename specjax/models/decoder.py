@@ -29,6 +29,7 @@ from specjax.models.layers.attention import (
     attend,
     attend_cache,
     attend_in_blocks,
+    attend_rows,
     attend_whole_cache,
     cached_blocks,
 )
@@ -55,19 +56,20 @@ class Form:
     """How the same arithmetic is laid out for a backend; the numbers agree up to rounding.
 
     `scan_layers` stacks the layers' parameters and loops over them; otherwise each layer has
-    parameters and code of its own. `cache_attention` is `blocks`, a loop over the filled blocks of
-    the cache, `whole`, one product over its capacity, or `kernel`, a GPU kernel over the filled
-    slots, which needs separate layers (prefill, and what the kernel does not support, use `blocks`:
-    some head widths, sliding windows, soft caps). Raises InputError for other values.
+    parameters and code of its own. `cache_attention` is `rows`, a loop over each row's own filled
+    blocks of the cache, `blocks`, a loop over those of the longest row, all rows at once, `whole`,
+    one product over its capacity, or `kernel`, a GPU kernel over the filled slots, which needs
+    separate layers (prefill, and what the kernel does not support, use `blocks`: some head widths,
+    sliding windows, soft caps). Raises InputError for other values.
     """
 
     scan_layers: bool = True
-    cache_attention: str = "blocks"
+    cache_attention: str = "rows"
 
     def __post_init__(self) -> None:
-        if self.cache_attention not in ("blocks", "whole", "kernel"):
+        if self.cache_attention not in ("rows", "blocks", "whole", "kernel"):
             raise InputError(
-                f"cache_attention={self.cache_attention!r}: use blocks, whole or kernel"
+                f"cache_attention={self.cache_attention!r}: use rows, blocks, whole or kernel"
             )
         if self.cache_attention == "kernel" and self.scan_layers:
             raise InputError("cache_attention='kernel' needs layers apart: use scan_layers=False")
@@ -76,11 +78,12 @@ class Form:
     def of(cls, platform: str) -> Form:
         """The form for a platform: cpu, tpu, or a GPU (cuda, rocm, gpu).
 
-        On GPU, XLA copies each layer's slice of stacked weights, and of the cache, before the
-        product, and the host waits for each iteration of a loop (`scripts/inspect_round.py`).
+        A CPU gains nothing from several rows at once. On GPU, XLA copies each layer's slice of
+        stacked weights, and of the cache, before the product, and the host waits for each iteration
+        of a loop (`scripts/inspect_round.py`).
         """
         if platform in ("cpu", "tpu"):
-            return cls()
+            return cls(cache_attention="rows" if platform == "cpu" else "blocks")
         return cls(scan_layers=False, cache_attention="kernel")
 
 
@@ -233,7 +236,8 @@ class DecoderModule(nn.Module):
         taps = {name: _tapped_layer(name) for name in features if name.startswith("layer_input:")}
         attend_committed = None
         if cache is not None:
-            attend_committed = self._cache_attention(cache, tokens.shape[1])
+            split = self.shards > 1
+            attend_committed = cache_attention(self.form, config, cache, tokens.shape[1], split)
 
         def layer(index: Int[Array, ""] | int, weights: dict, carry: tuple) -> tuple:
             x, kept, tapped, chosen = carry
@@ -314,18 +318,26 @@ class DecoderModule(nn.Module):
             wanted |= top_tokens_of_states(wanted["final_norm"], project, counts)
         return Extension(out, {name: wanted[name] for name in features}, window)
 
-    def _cache_attention(self, cache: KVCache, tokens: int) -> Callable[..., Partial]:
-        kind, config = self.form.cache_attention, self.config
-        softcap = config.attention.softcap
-        if kind == "kernel" and softcap is None and config.sliding_window is None:
-            from specjax.models.kernels import attention_kernel
 
-            if attention_kernel.takes(tokens, config.head_dim):
-                attend = attention_kernel.attend_cache_kernel
-                return functools.partial(attend, split=self.shards > 1)
-        if kind == "whole":
-            return functools.partial(attend_whole_cache, softcap=softcap)
-        return functools.partial(attend_cache, blocks=cached_blocks(cache), softcap=softcap)
+def cache_attention(
+    form: Form, config: DecoderConfig, cache: KVCache, tokens: int, split: bool
+) -> Callable[..., Partial]:
+    """`attend(query, cache, layer, start=...)` over the committed tokens, in the form's way.
+
+    For a pass over `tokens` tokens of layers that `config` describes; on a mesh the heads are
+    `split` over `model`, or whole on each device. With the kernel `layer` must be an int.
+    """
+    kind, softcap = form.cache_attention, config.attention.softcap
+    if kind == "kernel" and softcap is None and config.sliding_window is None:
+        from specjax.models.kernels import attention_kernel
+
+        if attention_kernel.takes(tokens, config.head_dim):
+            return functools.partial(attention_kernel.attend_cache_kernel, split=split)
+    if kind == "rows":
+        return functools.partial(attend_rows, softcap=softcap, split=split)
+    if kind == "whole":
+        return functools.partial(attend_whole_cache, softcap=softcap)
+    return functools.partial(attend_cache, blocks=cached_blocks(cache), softcap=softcap)
 
 
 def write_window(

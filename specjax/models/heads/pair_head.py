@@ -16,8 +16,8 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax.cache import KVCache, Window
 from specjax.models.config import DecoderConfig
-from specjax.models.decoder import Decoder, write_window
-from specjax.models.layers.attention import Partial, attend, attend_cache, cached_blocks
+from specjax.models.decoder import DEFAULT_FORM, Decoder, Form, cache_attention, write_window
+from specjax.models.layers.attention import Partial, attend
 from specjax.models.layers.decoder_layer import (
     Block,
     merge_heads,
@@ -63,7 +63,7 @@ class PairHead:
     from `inputs` to `extend` take those of one module (`module`). `shards` is the number of devices
     that keys and values are split over, as in `Decoder`; `multiply` is the dtype to which products
     round their operands, where that is not `dtype`. With `differentiable` gradients of experts can
-    be taken.
+    be taken. Of `form` it takes the attention to its caches.
     """
 
     config: PairConfig
@@ -71,6 +71,7 @@ class PairHead:
     multiply: jnp.dtype | None = None
     shards: int = 1
     differentiable: bool = False
+    form: Form = DEFAULT_FORM
 
     @property
     def block(self) -> Block:
@@ -176,7 +177,9 @@ class PairHead:
         repeats = self.config.decoder.num_heads // self._decoder.cached_heads
         seen = jnp.repeat(visible, repeats, axis=1)[:, None]
         mixed = attend(query, window.k[0], window.v[0], seen)
-        mixed = attend_cache(query, cache, 0, mixed, cached_blocks(cache))
+        decoder, split = self.config.decoder, self.shards > 1
+        attend_committed = cache_attention(self.form, decoder, cache, tokens.shape[1], split)
+        mixed = attend_committed(query, cache, 0, start=mixed)
         output, _ = self.finish(params, residual, mixed)
         return output, window
 

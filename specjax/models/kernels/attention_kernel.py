@@ -16,12 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from specjax.cache import KVCache
-from specjax.distributed.sharding import partition
-from specjax.models.layers.attention import Partial, merge
+from specjax.models.layers.attention import Partial, merge, on_each_device
 
 _STEP = 64
 """Keys that a program holds at once."""
@@ -49,19 +47,8 @@ def attend_cache_kernel(
 
     On a mesh the heads are `split` over `model`, or whole on each device.
     """
-    mesh = jax.sharding.get_abstract_mesh()
     attend = functools.partial(_attend, layer=layer)
-    if not mesh.empty:
-        heads = partition(("batch", "kv_heads" if split else None), query.shape[:2], mesh)
-        keys = PartitionSpec(None, *heads, None, None)
-        attend = jax.shard_map(
-            attend,
-            mesh=mesh,
-            in_specs=(PartitionSpec(*heads), keys, keys, PartitionSpec(heads[0])),
-            out_specs=PartitionSpec(*heads),
-            check_vma=False,
-        )
-    return merge(start, attend(query, cache.k, cache.v, cache.length))
+    return merge(start, on_each_device(attend, query, cache, split))
 
 
 def _attend(

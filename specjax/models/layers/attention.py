@@ -7,18 +7,23 @@ arXiv:1805.02867.)
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.cache import KVCache
-from specjax.distributed.sharding import DATA
+from specjax.distributed.sharding import DATA, partition
 
 CACHE_BLOCK = 256
-"""Committed tokens read at a time; a cache's capacity is a multiple of it."""
+"""Committed tokens of all rows read at a time; a cache's capacity is a multiple of it."""
+_ROW_BLOCK = 128
+"""Committed tokens read at a time of one row."""
 _MOST_SCORES = {"cpu": 1 << 21, "accelerator": 1 << 27}
 """Scores held at a time in training, on each device."""
 
@@ -197,10 +202,89 @@ def attend_cache(
         where = (layer, 0, 0, first, 0)
         key = lax.dynamic_slice(cache.k, where, (1, batch, kv_heads, step, width))[0]
         value = lax.dynamic_slice(cache.v, where, (1, batch, kv_heads, step, width))[0]
-        visible = _committed(cache, first + offsets, oldest)
+        visible = _committed(cache.length, first + offsets, oldest)
         return merge(total, attend(query, key, value, visible, softcap))
 
     return lax.fori_loop(first_block, blocks, block, start)
+
+
+def attend_rows(
+    query: Float[Array, "B G X C"],
+    cache: KVCache,
+    layer: Int[Array, ""] | int,
+    start: Partial,
+    oldest: Int[Array, "B X"] | None = None,
+    softcap: float | None = None,
+    split: bool = False,
+) -> Partial:
+    """`attend_cache`, one row after the other, so that each pays for its own length alone.
+
+    On a mesh each device goes through its own rows; heads are `split` over `model`, or whole on
+    each device.
+    """
+    own = functools.partial(_attend_rows, softcap=softcap)
+    return on_each_device(own, query, cache, split, layer, start, oldest)
+
+
+def _attend_rows(
+    query: Float[Array, "B G X C"],
+    keys: Float[Array, "L B G S C"],
+    values: Float[Array, "L B G S C"],
+    length: Int[Array, "B"],
+    layer: Int[Array, ""] | int,
+    start: Partial,
+    oldest: Int[Array, "B X"] | None = None,
+    *,
+    softcap: float | None,
+) -> Partial:
+    batch, kv_heads, _, width = query.shape
+    capacity = keys.shape[3]
+    step = capacity if capacity % _ROW_BLOCK else _ROW_BLOCK
+    offsets = jnp.arange(step)
+    size = (1, 1, kv_heads, step, width)
+
+    def one(row: tuple) -> Partial:
+        index, *rest = row
+        query, length, start, oldest = jax.tree.map(lambda part: part[None], rest)
+
+        def block(number: Int[Array, ""], total: Partial) -> Partial:
+            first = number * step
+            where = (layer, index, 0, first, 0)
+            key, value = (lax.dynamic_slice(part, where, size)[0] for part in (keys, values))
+            visible = _committed(length, first + offsets, oldest)
+            return merge(total, attend(query, key, value, visible, softcap))
+
+        first_block = 0 if oldest is None else jnp.maximum(oldest.min(), 0) // step
+        total = lax.fori_loop(first_block, (length[0] + step - 1) // step, block, start)
+        return jax.tree.map(lambda part: part[0], total)
+
+    return lax.map(one, (jnp.arange(batch), query, length, start, oldest))
+
+
+def on_each_device(
+    attend: Callable[..., Partial],
+    query: Float[Array, "B G X C"],
+    cache: KVCache,
+    split: bool,
+    layer: Int[Array, ""] | int | None = None,
+    start: Partial | None = None,
+    oldest: Int[Array, "B X"] | None = None,
+) -> Partial:
+    """`attend(query, keys, values, length, layer, start, oldest)` without those that are None.
+
+    On a mesh each device calls it for its own rows, and with `split` for its own heads.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    heads = rows = keys = PartitionSpec()
+    if not mesh.empty:
+        heads = partition(("batch", "kv_heads" if split else None), query.shape[:2], mesh)
+        rows, keys = PartitionSpec(heads[0]), PartitionSpec(None, *heads)
+    operands = [(query, heads), (cache.k, keys), (cache.v, keys), (cache.length, rows)]
+    operands += [(layer, PartitionSpec()), (start, heads), (oldest, rows)]
+    given, specs = zip(*(pair for pair in operands if pair[0] is not None), strict=True)
+    if not mesh.empty:
+        attend = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=heads, check_vma=False)
+    return attend(*given)
 
 
 def attend_whole_cache(
@@ -214,17 +298,17 @@ def attend_whole_cache(
     """`start` merged with all of one layer's capacity at once, what is not committed masked."""
     key = lax.dynamic_index_in_dim(cache.k, layer, keepdims=False)
     value = lax.dynamic_index_in_dim(cache.v, layer, keepdims=False)
-    visible = _committed(cache, jnp.arange(cache.capacity), oldest)
+    visible = _committed(cache.length, jnp.arange(cache.capacity), oldest)
     # Otherwise XLA merges this product with the window's, and concatenates a copy of the cache.
     query = lax.optimization_barrier(query)
     return merge(start, attend(query, key, value, visible, softcap))
 
 
 def _committed(
-    cache: KVCache, positions: Int[Array, " Y"], oldest: Int[Array, "B X"] | None
+    length: Int[Array, "B"], positions: Int[Array, " Y"], oldest: Int[Array, "B X"] | None
 ) -> Bool[Array, "B 1 #X Y"]:
-    """Whether each query sees the cached keys at those positions."""
-    visible = (positions[None, :] < cache.length[:, None])[:, None, None, :]
+    """Whether each query sees the cached keys at those positions, of rows of that length."""
+    visible = (positions[None, :] < length[:, None])[:, None, None, :]
     if oldest is None:
         return visible
     return visible & (positions[None, None, :] >= oldest[:, :, None])[:, None]
