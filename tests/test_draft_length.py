@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -399,17 +400,9 @@ def test_a_row_that_was_left_does_not_harm_the_next(tiny, similar, dear):
 
 
 def test_one_slow_round_of_a_kind_does_not_change_what_is_measured():
-    true, widths = np.array([1.0, 1.1, 1.4, 0.2, 0.3, 0.05, 0.0]), 3
-    measurement = Measurement(widths, (4, 4))
-    kinds = []
-    while (kind := measurement.next) is not None:
-        kinds.append(kind)
-        # The second drafter finds one token at most.
-        drafted = np.minimum(kind.lengths, (4, 1))
-        width = max(kind.narrowest, (0, 1, 2, 2, 2)[drafted.max()])
-        work = Work(np.eye(widths, dtype=int)[width], 1 * (drafted > 0), np.maximum(drafted - 1, 0))
-        took = true @ np.concatenate([work.passes, work.first, work.further])
-        measurement.add(took + (7.0 if kinds.count(kind) == 2 else 0.0), work)
+    true = np.array([1.0, 1.1, 1.4, 0.2, 0.3, 0.05, 0.0])
+    measurement = Measurement(3, (4, 4))
+    kinds = timed(measurement, true)
     nothing = (0, 0)
     assert set(kinds) == {
         *((width, nothing) for width in range(3)),
@@ -417,6 +410,38 @@ def test_one_slow_round_of_a_kind_does_not_change_what_is_measured():
     }
     np.testing.assert_allclose(measurement.figures().seconds, true, atol=1e-9)
     np.testing.assert_allclose(measurement.figures().spread, 0.0, atol=1e-9)
+
+
+def timed(measurement, true, found=(4, 1)):
+    """The kinds of rounds that were timed, each one's second by 7 too slow.
+
+    The passes of `true` figures hold 1, 2 and 5 tokens; the drafters find so many at most.
+    """
+    kinds = []
+    while (kind := measurement.next) is not None:
+        kinds.append(kind)
+        drafted = np.minimum(kind.lengths, found)
+        width = max(kind.narrowest, (0, 1, 2, 2, 2)[drafted.max()])
+        work = Work(np.eye(3, dtype=int)[width], 1 * (drafted > 0), np.maximum(drafted - 1, 0))
+        took = true @ np.concatenate([work.passes, work.first, work.further])
+        measurement.add(took + (7.0 if kinds.count(kind) == 2 else 0.0), work)
+    return kinds
+
+
+def test_a_drafter_is_not_believed_too_dear_for_good():
+    """Of kept figures those of drafting are timed again, on a machine of another speed."""
+    kept = np.array([1.0, 1.1, 1.4, 0.5, 0.1, 0.05, 0.0])
+    now = 2 * np.array([1.0, 1.1, 1.4, 0.2, 0.3, 0.05, 0.0])
+    measurement = Measurement(3, (4, 4), kept)
+    kinds = timed(measurement, now)
+    assert set(kinds) == {(0, lengths) for lengths in ((0, 0), (4, 0), (1, 0), (0, 4), (0, 1))}
+    # What is believed too cheap is corrected by the rounds that it causes.
+    want = 2 * np.array([1.0, 1.1, 1.4, 0.2, 0.1, 0.05, 0.0])
+    np.testing.assert_allclose(measurement.figures().seconds, want, atol=1e-9)
+    # Where nothing was drafted, what was known stays.
+    measurement = Measurement(3, (4, 4), kept)
+    timed(measurement, kept, found=(0, 1))
+    np.testing.assert_allclose(measurement.figures().seconds, kept, atol=1e-9)
 
 
 @pytest.fixture
@@ -473,7 +498,12 @@ def test_the_first_rounds_measure_costs_that_are_kept(tiny, similar, kept):
     again = LearnedCosts.of_setup(session, 5)
     assert again.measurement is None
     np.testing.assert_allclose(again.estimate.seconds, learned.estimate.seconds)
-    for damage in ("{", '{"seconds": [1]}', '{"seconds": "x"}', "[]", '{"seconds": [-1]}'):
+    old = json.loads(file.read_text()) | {"at": 1.6e9}
+    file.write_text(json.dumps(old))
+    again = LearnedCosts.of_setup(session, 5)
+    assert again.estimate is None
+    assert again.measurement.next.lengths == (0, 0)
+    for damage in ("{", '{"seconds": [1], "at": 1}', '{"seconds": "x"}', "[]", '{"at": 1}'):
         file.write_text(damage)
         assert LearnedCosts.of_setup(session, 5).estimate is None
 

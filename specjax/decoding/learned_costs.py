@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,18 @@ from specjax.files.measured_seconds import keep_seconds, read_seconds, seconds_f
 
 ROUNDS_PER_LOOK = 16
 """The most rounds between two looks at the clock."""
+_TRUSTED_S = 600.0
+"""How old kept figures may be that are not measured again, in part."""
 
 
 @dataclass
 class LearnedCosts:
     """Costs, and what became of draft tokens.
 
-    Where no earlier process has measured the same work here, the first rounds do: `measurement` is
-    theirs until they are done, `estimate` is None so long, and `measure_s` are their seconds.
-    `committed` are the tokens of the prompts that they were measured with.
+    Where no earlier process has measured the same work here lately, the first rounds do:
+    `measurement` is theirs until they are done, `estimate` is None so long, and `measure_s` are
+    their seconds. `committed` are the tokens of the prompts that they were measured with, and
+    `measured_at` says when that was, in seconds since 1970.
     """
 
     estimate: CostEstimate | None
@@ -40,6 +44,7 @@ class LearnedCosts:
     committed: int = 1
     measure_s: float = 0.0
     policy: Policy | None = None
+    measured_at: float | None = None
 
     @classmethod
     def of_setup(cls, setup: Setup, committed: int) -> LearnedCosts:
@@ -51,12 +56,13 @@ class LearnedCosts:
         file = _file(setup, committed)
         num_widths, parts = len(setup.plan.widths), setup.plan.drafter.parts
         count = num_widths + 2 * len(parts)
-        seconds = read_seconds(file, count) if processes.is_first() else None
-        seconds = processes.from_first(seconds)
-        if seconds is None:
+        kept = processes.from_first(read_seconds(file, count) if processes.is_first() else None)
+        seconds, measured_at = (None, None) if kept is None else kept
+        if processes.from_first(kept is None or time.time() > measured_at + _TRUSTED_S):
             longest = [part.num_nodes for part in parts]
-            return cls(None, file, Measurement(num_widths, longest), committed)
-        return cls(CostEstimate(np.asarray(seconds), num_widths), file, committed=committed)
+            return cls(None, file, Measurement(num_widths, longest, seconds), committed)
+        estimate = CostEstimate(seconds, num_widths)
+        return cls(estimate, file, committed=committed, measured_at=measured_at)
 
     def rounds(self, most: int) -> int:
         """How many rounds the next step has: at most `most`, and one where it is measured."""
@@ -96,7 +102,7 @@ class LearnedCosts:
         figures = self.measurement.figures()
         _check(figures.seconds)
         self.estimate = CostEstimate(figures.seconds, self.measurement.num_widths, figures.spread)
-        self.measurement = None
+        self.measurement, self.measured_at = None, time.time()
         # What was drafted to measure says nothing of how fast the batch is.
         free = _fresh_policy(state)
         return _put_policy(
@@ -127,7 +133,7 @@ class LearnedCosts:
     def save(self) -> None:
         """Keep the figures for later processes; where that fails, they measure again."""
         if self.estimate is not None and processes.is_first():
-            keep_seconds(self.file, self.estimate.seconds.tolist())
+            keep_seconds(self.file, self.estimate.seconds.tolist(), self.measured_at)
 
 
 def _flat(parts: Work) -> Float[np.ndarray, "parts"]:

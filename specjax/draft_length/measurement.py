@@ -1,12 +1,15 @@
 """What the parts of a round cost at first, from timed rounds of the decoding itself.
 
 While nothing is known, the rounds of a batch are of given kinds in turn: without drafts at each
-compiled width, then with drafts of each drafter. They commit tokens like all others, and which kind
-is next does not depend on any token.
+compiled width, then with drafts of each drafter. Where earlier figures are known, those of drafting
+are measured again, since a drafter that is believed too dear would not run. Such rounds commit
+tokens like all others, and which kind is next does not depend on any token.
 """
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -15,8 +18,8 @@ from jaxtyping import Float
 
 from specjax.draft_length.policy import Work
 
-_TURNS = 3
-"""How often each kind of round is timed; the least counts.
+_TURNS, _TURNS_AGAIN = 3, 2
+"""How often each kind of round is timed, where nothing or something is known; the least counts.
 
 Other work on the machine only adds to a round. What is believed too dear is not drafted and not
 corrected; what is believed too cheap is corrected by the rounds that it causes.
@@ -53,18 +56,27 @@ class Measurement:
     """The kinds of rounds that are timed, all in turn and several times over, and what they took.
 
     In turn, so that other work on the machine falls on all alike. `longest` are the drafters'
-    longest drafts, in tokens.
+    longest drafts, in tokens. `known` are earlier figures, if any: of the passes only those of
+    width 1 are timed then, which say how fast the machine is now.
     """
 
-    def __init__(self, num_widths: int, longest: Sequence[int]) -> None:
+    def __init__(
+        self,
+        num_widths: int,
+        longest: Sequence[int],
+        known: Sequence[float] | np.ndarray | None = None,
+    ) -> None:
         self.num_widths = num_widths
+        self._known = None if known is None else np.asarray(known, float)
         nothing = (0,) * len(longest)
-        kinds = [Kind(width, nothing) for width in range(num_widths)]
+        self._timed_widths = num_widths if known is None else 1
+        kinds = [Kind(width, nothing) for width in range(self._timed_widths)]
         for number, length in enumerate(longest):
             # The first one also reads what the drafter missed while others were timed.
             for count in (length, length, min(1, length)):
                 kinds.append(Kind(0, (*nothing[:number], count, *nothing[number + 1 :])))
-        self._kinds = kinds * _TURNS
+        self._num_kinds = len(kinds)
+        self._kinds = kinds * (_TURNS if known is None else _TURNS_AGAIN)
         self._timed: list[_Timed] = []
 
     @property
@@ -81,30 +93,37 @@ class Measurement:
     def figures(self) -> Figures:
         """What each part takes.
 
-        What was never drafted takes no time: a lookup that finds nothing is all in the first.
+        What was never drafted takes no time: a lookup that finds nothing is all in the first. Of a
+        drafter's earlier figures, at the machine's speed now, and the new ones the lower count.
         """
-        size, num_widths = len(self._kinds) // _TURNS, self.num_widths
+        size, timed_widths = self._num_kinds, self._timed_widths
         each = [self._timed[number::size] for number in range(size)]
-        passes = [_figure(one.seconds for one in timed) for timed in each[:num_widths]]
+        passes = [_figure(one.seconds for one in timed) for timed in each[:timed_widths]]
+        known = None
+        if self._known is not None:
+            known = self._known * (passes[0][0] / self._known[0])
+            passes += [(float(seconds), 0.0) for seconds in known[1 : self.num_widths]]
 
         def alone(one: _Timed) -> float:
             return one.seconds - passes[one.width][0]
 
         first, further = [], []
         for longest, shortest in zip(
-            each[num_widths + 1 :: 3], each[num_widths + 2 :: 3], strict=True
+            each[timed_widths + 1 :: 3], each[timed_widths + 2 :: 3], strict=True
         ):
             # At its end a row has no room for a draft.
             first.append(_figure(alone(one) for one in shortest if one.ran))
             more = [one for one in longest if one.further > 0]
             further.append(_figure((alone(one) - first[-1][0]) / one.further for one in more))
         seconds, spread = np.transpose([*passes, *first, *further])
-        return Figures(np.maximum(seconds, 0.0), spread)
+        if known is not None:
+            seconds = np.fmin(seconds, known)
+        return Figures(np.maximum(np.nan_to_num(seconds), 0.0), np.nan_to_num(spread))
 
 
 def _figure(timings: Iterable[float]) -> tuple[float, float]:
-    """The least of some timings, and how far below their median it is."""
+    """The least of some timings, and how far below their median it is; NaN if there are none."""
     timings = list(timings)
     if not timings:
-        return 0.0, 0.0
-    return min(timings), float(np.median(timings)) - min(timings)
+        return math.nan, math.nan
+    return min(timings), statistics.median(timings) - min(timings)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -31,23 +32,35 @@ def seconds_file(*what: Any) -> Path | None:
     return folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
 
-def read_seconds(file: Path | None, count: int) -> list[float] | None:
-    """The `count` figures of a file; None where it has none that are right."""
+class MeasuredSeconds(NamedTuple):
+    """Figures, and when they were last measured, in seconds since 1970."""
+
+    seconds: list[float]
+    measured_at: float
+
+
+def read_seconds(file: Path | None, count: int) -> MeasuredSeconds | None:
+    """What a file has of `count` figures; None where it has none that are right."""
     if file is None or not file.exists():
         return None
     try:
-        seconds = json_files.read_json_file(file)["seconds"]
-        seconds = [float(value) for value in seconds]
+        kept = json_files.read_json_file(file)
+        seconds, measured_at = [float(value) for value in kept["seconds"]], float(kept["at"])
     except (InputError, OSError, TypeError, KeyError, ValueError):
         return None
     right = len(seconds) == count and all(0 < value < 1e6 for value in seconds)
-    return seconds if right else None
+    return MeasuredSeconds(seconds, measured_at) if right else None
 
 
-def keep_seconds(file: Path | None, seconds: Sequence[float]) -> None:
-    """Write figures; where that fails, later processes measure again."""
+def keep_seconds(
+    file: Path | None, seconds: Sequence[float], measured_at: float | None = None
+) -> None:
+    """Write figures, measured just now unless `measured_at` says when.
+
+    Where that fails, later processes measure again.
+    """
     if file is None:
         return
     with suppress(OSError, InputError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(file, json.dumps({"seconds": list(seconds)}))
+        write_text(file, json.dumps({"seconds": list(seconds), "at": measured_at or time.time()}))

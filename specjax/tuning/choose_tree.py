@@ -75,8 +75,8 @@ def choose_tree(
         context,
         deepest,
     )
-    seconds = read_seconds(file, len(_WIDTHS) + 2) if processes.is_first() else None
-    seconds = processes.from_first(seconds)
+    kept = read_seconds(file, len(_WIDTHS) + 2) if processes.is_first() else None
+    seconds = processes.from_first(kept and kept.seconds)
     if seconds is None:
         tell(f"timing passes and drafts of {drafter.name} for tree.kind=auto ...")
         with sharding.use(target.mesh):
