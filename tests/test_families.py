@@ -17,6 +17,8 @@ from heads import mtp_head
 
 from specjax import SamplingParams, decode, generate, make_drafter, save_checkpoint
 from specjax.cache import commit
+from specjax.decoding import compare_outputs
+from specjax.decoding.plan import plan_session
 from specjax.distributed import sharding
 from specjax.drafters import head_drafter
 from specjax.errors import InputError
@@ -181,6 +183,23 @@ def test_the_command_line_decodes_each_family(name, tmp_path):
     code = decode.main([f"--config.{field}={value}" for field, value in arguments.items()])
     assert code == 0
     assert all(row["identical"] for row in json.loads(report.read_text())["rows"])
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", *slow(*sorted({*NAMES} - {"glm4_moe"}))])
+def test_each_family_in_bfloat16(name):
+    """Near the logits of float32, but where other experts are chosen; drafts decide near-ties."""
+    model, tokens = load_model(GOLDENS / name, dtype="bfloat16"), golden(name)["tokens"]
+    assert model.params["head"]["kernel"].dtype == jnp.bfloat16
+    expected = golden(name)["logits"]
+    differences = np.abs(np.asarray(at_once(model, tokens)[0].logits) - expected).max(axis=-1)
+    assert np.median(differences) <= 3 * 2**-7 * np.abs(expected).max()
+    prompts = tokens.tolist()
+    options = {"sampling": greedy(max_new_tokens=16, ignore_eos=True)}
+    plain, drafted = (decoded(model, prompts, drafter, **options) for drafter in (None, "ngram"))
+    session = plan_session(model, prompts, requests=options["sampling"])
+    for row, pair in enumerate(zip(drafted, plain, strict=True)):
+        found = compare_outputs.compare_row(session, row, *pair)
+        assert found is None or found.excused
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", *slow("gemma2", "gpt2", "glm4", "qwen2")])
