@@ -6,6 +6,7 @@ import json
 import gguf
 import gguf_files
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import slow
@@ -105,6 +106,11 @@ def announced(tmp_path_factory):
 MODULES = {"glm4moe.block_count": np.uint32(5), "glm4moe.nextn_predict_layers": np.uint32(1)}
 
 
+def module_layer(model):
+    """The layer of its module."""
+    return model.mtp.params["modules"]["0"]["layer"]
+
+
 def test_modules_are_those_of_the_other_layout(announced, tmp_path):
     directory, arrays = announced
     theirs = load_model(directory, dtype="float32")
@@ -112,8 +118,14 @@ def test_modules_are_those_of_the_other_layout(announced, tmp_path):
     assert mine.config == theirs.config == GLM
     assert mine.mtp.config == theirs.mtp.config
     jax.tree.map(np.testing.assert_array_equal, mine.arrays, theirs.arrays)
-    router = mine.mtp.params["modules"]["0"]["layer"]["mlp"]["router"]
-    assert router["selection_bias"].any()
+    half = load_model(tmp_path / "a.gguf", dtype="bfloat16")
+    for one, other in (
+        (half.params["layers"], mine.params["layers"]),
+        (module_layer(half), module_layer(mine)),
+    ):
+        router, whole = one["mlp"]["router"], other["mlp"]["router"]
+        assert router["kernel"].dtype == jnp.bfloat16
+        np.testing.assert_array_equal(router["selection_bias"], whole["selection_bias"])
 
 
 def test_modules_are_whole_and_share_embedding_and_head(announced, tmp_path):
