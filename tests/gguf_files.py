@@ -1,5 +1,6 @@
 """Small GGUF files for tests: a random model with a byte-level tokenizer, and damaged copies."""
 
+import re
 from pathlib import Path
 
 import gguf
@@ -58,6 +59,32 @@ def tensors(config=CONFIG, seed=0):
         leaf = np.asarray(parameter_names.lookup(params, location.slot.path))
         value = leaf if location.layer is None else leaf[location.layer]
         found[location.name] = np.ascontiguousarray(parameter_names.to_stored(value, location))
+    return found
+
+
+def converted(tensors, architecture, config):
+    """Tensors of Hugging Face's layout with the names and rows of llama.cpp's converter."""
+    number = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(number, config.num_layers + 1)
+    whole, experts = {}, {}
+    for name, value in tensors.items():
+        if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name):
+            experts.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = value
+        else:
+            whole[name.replace("e_score_correction_bias", "e_score_correction.bias")] = value
+    for name, parts in experts.items():
+        whole[name] = np.stack([parts[expert] for expert in range(len(parts))])
+    found = {}
+    for name, value in whole.items():
+        if "gemma" in architecture and name.endswith("norm.weight"):
+            value = value + 1
+        if architecture == "gpt2" and value.ndim == 2 and ".h." in name:
+            value = value.T
+        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
+            # Of each head the rows 0, C/2, 1, C/2 + 1, ...
+            halves = value.reshape(-1, 2, config.head_dim // 2, value.shape[-1])
+            value = halves.swapaxes(1, 2).reshape(value.shape)
+        found[names.get_name(name, try_suffixes=(".weight", ".bias"))] = value
     return found
 
 

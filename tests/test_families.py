@@ -17,6 +17,8 @@ from heads import mtp_head
 
 from specjax import SamplingParams, decode, generate, make_drafter, save_checkpoint
 from specjax.cache import commit
+from specjax.decoding import compare_outputs
+from specjax.decoding.plan import plan_session
 from specjax.distributed import sharding
 from specjax.drafters import head_drafter
 from specjax.errors import InputError
@@ -120,6 +122,16 @@ def decoded(model, prompts, drafter=None, tokens=24, **options):
     return generate(model, prompts, drafter=drafter, **options).token_ids
 
 
+def mixed_rows(model, name, drafter=None, batch=4):
+    """Tokens of greedy rows, and of sampled ones under `coupled`."""
+    tokens = golden(name)["tokens"]
+    prompts = [tokens[0].tolist(), tokens[1, :3].tolist(), tokens[1, 5:25].tolist(), [7, 8, 7, 8]]
+    drawn = SamplingParams(temperature=0.8, max_new_tokens=16, ignore_eos=True, seed=5)
+    requests = [greedy(max_new_tokens=16, ignore_eos=True), drawn] * 2
+    options = {"sampling": requests, "verify": "coupled", "batch_size": batch}
+    return decoded(model, prompts, drafter, **options)
+
+
 OTHERS = slow(*sorted({*NAMES} - {"gemma3_text"}))
 
 
@@ -133,14 +145,18 @@ def test_greedy_tokens_equal_those_of_transformers(name):
 @pytest.mark.parametrize("drafter", ["early_exit", *slow("ngram")])
 @pytest.mark.parametrize("name", ["gemma3_text", *OTHERS])
 def test_drafting_changes_no_token(name, drafter, batch):
-    """Greedy rows, and sampled ones under `coupled`, alone and beside each other."""
-    model, tokens = model_of(name), golden(name)["tokens"]
-    prompts = [tokens[0].tolist(), tokens[1, :3].tolist(), tokens[1, 5:25].tolist(), [7, 8, 7, 8]]
-    drawn = SamplingParams(temperature=0.8, max_new_tokens=16, ignore_eos=True, seed=5)
-    requests = [greedy(max_new_tokens=16, ignore_eos=True), drawn] * 2
-    options = {"sampling": requests, "verify": "coupled", "batch_size": batch}
-    plain = decoded(model, prompts, **options)
-    assert decoded(model, prompts, drafter, **options) == plain
+    """Rows alone and beside each other."""
+    plain = mixed_rows(model_of(name), name, batch=batch)
+    assert mixed_rows(model_of(name), name, drafter, batch) == plain
+
+
+@pytest.mark.parametrize("name", slow(*NAMES))
+def test_drafting_changes_no_token_on_a_mesh(name):
+    """Nor do the devices: the tokens are those of one."""
+    plain = mixed_rows(model_of(name), name)
+    placed = place_model(model_of(name), sharding.make_mesh(2, 2, jax.devices()[:4]))
+    for drafter in ("ngram", "early_exit"):
+        assert mixed_rows(placed, name, drafter) == plain
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", *slow("gemma2", "qwen2", "glm4_moe")])
@@ -181,6 +197,23 @@ def test_the_command_line_decodes_each_family(name, tmp_path):
     code = decode.main([f"--config.{field}={value}" for field, value in arguments.items()])
     assert code == 0
     assert all(row["identical"] for row in json.loads(report.read_text())["rows"])
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", *slow(*sorted({*NAMES} - {"qwen3_moe"}))])
+def test_each_family_in_bfloat16(name):
+    """Near the logits of float32, but where other experts are chosen; drafts decide near-ties."""
+    model, tokens = load_model(GOLDENS / name, dtype="bfloat16"), golden(name)["tokens"]
+    assert model.params["head"]["kernel"].dtype == jnp.bfloat16
+    expected = golden(name)["logits"]
+    differences = np.abs(np.asarray(at_once(model, tokens)[0].logits) - expected).max(axis=-1)
+    assert np.median(differences) <= 3 * 2**-7 * np.abs(expected).max()
+    prompts = tokens.tolist()
+    options = {"sampling": greedy(max_new_tokens=16, ignore_eos=True)}
+    plain, drafted = (decoded(model, prompts, drafter, **options) for drafter in (None, "ngram"))
+    session = plan_session(model, prompts, requests=options["sampling"])
+    for row, pair in enumerate(zip(drafted, plain, strict=True)):
+        found = compare_outputs.compare_row(session, row, *pair)
+        assert found is None or found.excused
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", *slow("gemma2", "gpt2", "glm4", "qwen2")])

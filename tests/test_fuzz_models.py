@@ -47,8 +47,8 @@ def load_gguf(path):
     with open_gguf(path) as file:
         gguf.family_of(file)
         tokenizer = read_tokenizer(str(path), file.metadata)
-        config = gguf.read_config(file, tokenizer.vocab_size)
-        gguf.read_params(file, config, np.dtype(np.float32))
+        config, modules = gguf.read_config(file, tokenizer.vocab_size)
+        gguf.read_params(file, config, np.dtype(np.float32), mtp=modules)
 
 
 def test_the_undamaged_file_loads(pristine, tmp_path):

@@ -200,9 +200,10 @@ def _load_gguf(name: str, path: Path, target: _Target) -> Model:
     with _naming(path), open_gguf(path) as file:
         gguf.family_of(file)
         tokenizer = read_tokenizer(str(path), file.metadata)
-        config = gguf.read_config(file, tokenizer.vocab_size)
-        params = gguf.read_params(file, config, *target.layout)
-    return target.model(name, config, params, tokenizer)
+        config, modules = gguf.read_config(file, tokenizer.vocab_size)
+        arrays = gguf.read_params(file, config, *target.layout, mtp=modules)
+        params, mtp = split_arrays(arrays, modules)
+    return replace(target.model(name, config, params, tokenizer), mtp=mtp)
 
 
 def _load_checkpoint(name: str, path: Path, target: _Target) -> Model:

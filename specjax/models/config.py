@@ -331,7 +331,7 @@ def _check_experts(experts: Experts) -> None:
         raise InputError(f"experts.router={shown(experts.router)}: use softmax or sigmoid")
     _check_real("experts.scale", experts.scale)
     for field, lowest, highest in (
-        ("num_experts", 1, 1 << 16),
+        ("num_experts", 1, 1 << 12),
         ("groups", 1, experts.num_experts),
         ("groups_per_token", 1, experts.groups),
         ("per_token", 1, experts.num_experts),

@@ -14,20 +14,8 @@ from specjax.models.heads.mtp import Concat
 
 
 @dataclass(frozen=True)
-class GgufLayout:
-    """A family in GGUF files: its architecture there, its keys, its tensors.
-
-    `read` returns fields of `DecoderConfig`, all but the vocabulary and the family.
-    """
-
-    architecture: str
-    read: Callable[[GgufKeys], dict[str, Any]]
-    tensors: tuple[Slot, ...]
-
-
-@dataclass(frozen=True)
 class MtpLayout:
-    """Where a family's modules for multi-token prediction are in Hugging Face's layout.
+    """Where a family's modules for multi-token prediction are among its tensors.
 
     `prefix` begins the names of a module's tensors; it holds `{module}`, or `{layer}`, where
     modules are numbered on after the decoder's layers. `names` are those of its norms and its
@@ -39,6 +27,22 @@ class MtpLayout:
     names: Mapping[str, str]
     copies: Mapping[str, str] = field(default_factory=dict)
     concat: Concat = "embedding_first"
+
+
+@dataclass(frozen=True)
+class GgufLayout:
+    """A family in GGUF files: its architecture there, its keys, its tensors.
+
+    `read` returns fields of `DecoderConfig`, all but the vocabulary and the family. Of families
+    with one architecture those with `experts` read the files that have some. Without `mtp` a file
+    has no modules for multi-token prediction.
+    """
+
+    architecture: str
+    read: Callable[[GgufKeys], dict[str, Any]]
+    tensors: tuple[Slot, ...]
+    experts: bool = False
+    mtp: MtpLayout | None = None
 
 
 @dataclass(frozen=True)

@@ -3,37 +3,46 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
 
 from specjax.errors import InputError, shown
-from specjax.loading.formats import build_parameters, parameter_names
+from specjax.loading.formats import build_parameters, mtp_layers, parameter_names
 from specjax.loading.formats.families import registry
 from specjax.loading.formats.family import Family
 from specjax.loading.formats.gguf_file import GgufFile, Tensor, check_type
-from specjax.loading.formats.gguf_keys import GgufKeys
+from specjax.loading.formats.gguf_keys import MTP_MODULES, GgufKeys
 from specjax.models.config import DecoderConfig
+from specjax.models.heads.mtp import MtpConfig
+
+_OF_ONE_EXPERT = re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.\d+\.weight")
+_UNROUNDED = ("F32", "F16", "BF16")
 
 
 def family_of(file: GgufFile) -> Family:
     """The family of a file's architecture; raises InputError for one that is not known."""
     name = file.metadata.get("general.architecture")
-    family = registry.gguf_architectures().get(name) if isinstance(name, str) else None
-    if family is None:
+    families = registry.gguf_architectures().get(name) if isinstance(name, str) else None
+    if families is None:
         known = ", ".join(map(repr, registry.gguf_architectures()))
         raise InputError(
             f"{file.path}: general.architecture={shown(name)} is not supported; "
             f"use a GGUF of the architecture {known}"
         )
-    return family
+    experts = GgufKeys(file, name).whole("expert_count", 0) > 0
+    fitting = [family for family in families if family.gguf.experts == experts]
+    return (fitting or families)[0]
 
 
-def read_config(file: GgufFile, vocab_size: int) -> DecoderConfig:
-    """The decoder that a file describes, with V truncated to `vocab_size`.
+def read_config(file: GgufFile, vocab_size: int) -> tuple[DecoderConfig, MtpConfig | None]:
+    """The decoder that a file describes, and the modules for multi-token prediction in it.
 
-    Raises InputError for another architecture and for settings that the decoder does not have.
+    V is truncated to `vocab_size`. Raises InputError for another architecture and for settings that
+    the decoder does not have.
     """
     family = family_of(file)
     assert family.gguf is not None
@@ -41,8 +50,9 @@ def read_config(file: GgufFile, vocab_size: int) -> DecoderConfig:
     config = DecoderConfig(
         vocab_size=vocab_size, family=family.model_type, **family.gguf.read(keys)
     )
+    modules = 0 if family.gguf.mtp is None else keys.whole(MTP_MODULES, 0)
     keys.check_asked()
-    return config
+    return config, mtp_layers.module_config(config, modules, family.gguf.mtp)
 
 
 def read_params(
@@ -52,20 +62,35 @@ def read_params(
     mesh: Mesh | None = None,
     shards: int = 1,
     scan_layers: bool = True,
+    mtp: MtpConfig | None = None,
 ) -> dict[str, Any]:
     """The parameter tree of `parameter_names.param_shapes`, dequantised into its final arrays.
 
-    Raises InputError listing tensors that are missing, unexpected, mis-shaped or of a type that
-    cannot be dequantised, before anything is allocated.
+    With the modules `mtp` theirs are under "mtp". Raises InputError listing tensors that are
+    missing, unexpected, mis-shaped or of a type that cannot be dequantised, before anything is
+    allocated.
     """
     layout = registry.family(config.family).gguf
     assert layout is not None
     found = {name: tensor.shape for name, tensor in file.tensors.items()}
+    for name in filter(_OF_ONE_EXPERT.fullmatch, found):
+        raise InputError(
+            f"{file.path}: the tensor {name} is of one expert, as in old files; "
+            "convert the model again, into one tensor of all experts"
+        )
+    modules = mtp_layers.locations(config, mtp, layout.mtp, layout.tensors)
+    copies = mtp_layers.copies(config, mtp, layout.mtp)
     locations = parameter_names.match(
-        str(file.path), layout.tensors, config, found, ignored=["rope_freqs.weight"]
+        str(file.path),
+        layout.tensors,
+        config,
+        found,
+        others=modules,
+        ignored=["rope_freqs.weight", *copies],
     )
+    _check_copies(file, copies)
     for name in {
-        file.tensors[location.name].kind: location.name for location in locations
+        file.tensors[location.name].kind: location.name for location in (*locations, *modules)
     }.values():
         check_type(file, name)
 
@@ -74,21 +99,43 @@ def read_params(
 
     # Largest first, so that the threads finish at similar times.
     locations.sort(key=lambda location: -file.tensors[location.name].size)
-    return build_parameters.build(config, dtype, locations, fill, mesh, shards, scan_layers)
+    params = build_parameters.build(config, dtype, locations, fill, mesh, shards, scan_layers)
+    if mtp is not None:
+        params["mtp"] = mtp_layers.build(mtp, dtype, modules, fill, mesh, shards)
+    return params
+
+
+def _check_copies(file: GgufFile, copies: Mapping[str, str]) -> None:
+    """Raise InputError where a tensor is not the one that it ought to repeat.
+
+    Quantised ones may have been rounded apart.
+    """
+    for copy, original in copies.items():
+        if copy not in file.tensors:
+            continue
+        # A tied head is stored as the embedding.
+        original = original if original in file.tensors else "token_embd.weight"
+        one, other = file.tensors[copy], file.tensors[original]
+        if one.kind != other.kind or one.kind.name not in _UNROUNDED:
+            continue
+        if not np.array_equal(file.raw(one), file.raw(other)):
+            raise InputError(
+                f"{file.path}: {copy} differs from {original}; modules of this kind share it"
+            )
 
 
 def _fill(
     file: GgufFile, tensor: Tensor, location: parameter_names.Location, target: np.ndarray
 ) -> None:
     """Write one tensor into its part of the tree, rows beyond the vocabulary left out."""
+    part = location.slot.part
     if not location.is_plain:
-        np.copyto(
-            target, parameter_names.from_stored(file.values(tensor), location), casting="same_kind"
-        )
+        rows = parameter_names.from_rows(file.values(tensor, part), location)
+        np.copyto(target, rows, casting="same_kind")
         return
     rest = location.rows[1:]
     into = parameter_names.stored_view(target, location)
-    for first, values in file.chunks(tensor):
+    for first, values in file.chunks(tensor, part):
         # A chunk is whole rows, small enough to be transposed in the CPU's cache.
         start = first // math.prod(rest)
         part = into[start : start + values.size // math.prod(rest)]

@@ -58,20 +58,31 @@ class GgufFile:
     tensors: dict[str, Tensor]
     data: mmap.mmap
 
-    def values(self, tensor: Tensor) -> Float[np.ndarray, "..."]:
-        """The whole tensor as float32, in its own shape."""
-        out = np.empty(math.prod(tensor.shape), np.float32)
-        for first, values in self.chunks(tensor):
-            out[first : first + values.size] = values
-        return out.reshape(tensor.shape)
+    def raw(self, tensor: Tensor) -> UInt8[np.ndarray, "bytes"]:
+        """The tensor's bytes."""
+        return np.frombuffer(self.data, np.uint8, tensor.size, tensor.offset)
 
-    def chunks(self, tensor: Tensor) -> Iterator[tuple[int, Float[np.ndarray, "n"]]]:
-        """The tensor's values as float32, flat, a few rows at a time, each with its first index."""
+    def values(self, tensor: Tensor, part: tuple[int, int] = (0, 1)) -> Float[np.ndarray, "n"]:
+        """The values of `chunks` together, flat."""
+        out = np.empty(math.prod(tensor.shape) // part[1], np.float32)
+        for first, values in self.chunks(tensor, part):
+            out[first : first + values.size] = values
+        return out
+
+    def chunks(
+        self, tensor: Tensor, part: tuple[int, int] = (0, 1)
+    ) -> Iterator[tuple[int, Float[np.ndarray, "n"]]]:
+        """The tensor's values as float32, flat, a few rows at a time, each with its first index.
+
+        `part` is (index, count): of so many equal parts that follow each other only one is read.
+        """
+        index, count = part
         block, block_bytes = GGML_QUANT_SIZES[tensor.kind]
-        raw = np.frombuffer(self.data, np.uint8, tensor.size, tensor.offset)
+        size = tensor.size // count
+        raw = self.raw(tensor)[index * size : (index + 1) * size]
         row = tensor.shape[-1] if tensor.shape else 1
         step = max(1, _CHUNK // row) * row // block * block_bytes
-        for start in range(0, tensor.size, step):
+        for start in range(0, size, step):
             piece: UInt8[np.ndarray, "bytes"] = raw[start : start + step]
             # As one long row: the package loops over groups of sixteen rows, which is slow.
             # A hostile half-precision scale may overflow; the values are then inf, as stored.

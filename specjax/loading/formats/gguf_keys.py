@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from specjax.errors import InputError, shown
 from specjax.loading.formats.gguf_file import GgufFile, check_type, short
-from specjax.models.config import RopeScaling
+from specjax.models.config import Experts, RopeScaling
+
+MTP_MODULES = "nextn_predict_layers"
+"""The key of the number of modules for multi-token prediction."""
 
 _INERT = (
     "vocab_size",
@@ -85,16 +88,16 @@ class GgufKeys:
             )
 
 
-def read_sizes(keys: GgufKeys, norm: str = "rms") -> dict[str, Any]:
+def read_sizes(keys: GgufKeys, norm: str = "rms", experts: bool = False) -> dict[str, Any]:
     """The fields of `DecoderConfig` that files of every architecture have.
 
-    Raises InputError for settings that no family has.
+    Raises InputError for settings that no family has, and for experts unless there may be some.
     """
     width, heads = keys.whole("embedding_length"), keys.whole("attention.head_count")
     head_dim = keys.whole("attention.key_length", width // max(heads, 1))
     for name, neutral in (
         ("attention.value_length", head_dim),
-        ("expert_count", 0),
+        *([] if experts else [("expert_count", 0)]),
         ("attention.causal", True),
         ("use_parallel_residual", False),
         ("attention.scale", 0.0),
@@ -118,6 +121,22 @@ def read_sizes(keys: GgufKeys, norm: str = "rms") -> dict[str, Any]:
         "rms_norm_eps": keys.real(f"attention.{epsilon}"),
         "tie_word_embeddings": "output.weight" not in keys.file.tensors,
     }
+
+
+def read_experts(
+    keys: GgufKeys, router: Literal["softmax", "sigmoid"], size: int | None = None
+) -> Experts:
+    """The experts of a file whose architecture has that router.
+
+    `size` is the width of an expert where the file does not state it; None: it must.
+    """
+    keys.only("expert_gating_func", {"softmax": 1, "sigmoid": 2}[router])
+    return Experts(
+        num_experts=keys.whole("expert_count"),
+        per_token=keys.whole("expert_used_count"),
+        intermediate_size=keys.whole("expert_feed_forward_length", size),
+        router=router,
+    )
 
 
 def read_rope(keys: GgufKeys, rotary_width: int, theta: float = 10000.0) -> dict[str, Any]:

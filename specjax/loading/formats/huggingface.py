@@ -163,8 +163,10 @@ def read_params(
     )
     tied_copy = config.tie_word_embeddings and head in where
     ignored = [name for name in where if family.ignored and re.fullmatch(family.ignored, name)]
-    modules = mtp_layers.locations(config, mtp)
-    copies = {name: of for name, of in mtp_layers.copies(config, mtp).items() if name in where}
+    modules = mtp_layers.locations(config, mtp, family.mtp, family.tensors)
+    copies = {
+        name: of for name, of in mtp_layers.copies(config, mtp, family.mtp).items() if name in where
+    }
     ignored += [*copies, *([head] if tied_copy else [])]
     locations = parameter_names.match(
         str(directory), table, config, shapes, others=modules, ignored=ignored

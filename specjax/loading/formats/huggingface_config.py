@@ -130,7 +130,7 @@ def read_config(directory: Path, vocab_size: int | None) -> tuple[DecoderConfig,
         )
     config = _config(family, fields, stated if vocab_size is None else vocab_size)
     fields.check_asked(_INERT)
-    return config, mtp_layers.module_config(config, modules)
+    return config, mtp_layers.module_config(config, modules, family.mtp)
 
 
 def _config(family: Family, fields: Fields, vocab_size: int) -> DecoderConfig:

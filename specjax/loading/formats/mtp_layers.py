@@ -1,8 +1,8 @@
-"""Modules for multi-token prediction inside checkpoints of Hugging Face's layout."""
+"""Modules for multi-token prediction inside checkpoints, among the decoder's own tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import jax
@@ -11,14 +11,12 @@ from jax.sharding import Mesh
 
 from specjax.errors import InputError
 from specjax.loading.formats.build_parameters import table_shardings
-from specjax.loading.formats.families import registry
 from specjax.loading.formats.family import Family, MtpLayout
 from specjax.loading.formats.json_fields import Fields
-from specjax.loading.formats.parameter_names import Location, Slot, lookup
+from specjax.loading.formats.parameter_names import Location, Slot, lookup, of_slot
 from specjax.models.config import DecoderConfig
 from specjax.models.heads.mtp import MtpConfig
 
-_LAYER = "model.layers.{layer}"
 _FIELD = "num_nextn_predict_layers"
 
 
@@ -33,30 +31,38 @@ def count_modules(fields: Fields, family: Family) -> int:
     return count
 
 
-def module_config(config: DecoderConfig, count: int) -> MtpConfig | None:
+def module_config(config: DecoderConfig, count: int, layout: MtpLayout | None) -> MtpConfig | None:
     """The modules of a checkpoint that announces so many; None for none.
 
     They read the state after the final norm, and their own after theirs; the embedding of the pair
     at position 0 is zero, as in vLLM. With experts in the model, a module's layer has them too.
     """
-    if not count:
+    if not count or layout is None:
         return None
     return MtpConfig(
         decoder=config.one_layer(experts=True),
         draft_vocab_size=config.vocab_size,
         num_modules=count,
-        concat=_layout(config).concat,
+        concat=layout.concat,
         zero_first_embedding=True,
     )
 
 
-def locations(config: DecoderConfig, mtp: MtpConfig | None) -> list[Location]:
-    """The tensors of all modules, in the tree of `mtp.parameter_table`."""
-    if mtp is None:
+def locations(
+    config: DecoderConfig,
+    mtp: MtpConfig | None,
+    layout: MtpLayout | None,
+    tensors: Iterable[Slot],
+) -> list[Location]:
+    """The tensors of all modules, in the tree of `mtp.parameter_table`.
+
+    `tensors` are the names of the decoder's, whose layers end in those of a module's layer.
+    """
+    if mtp is None or layout is None:
         return []
-    layout, found = _layout(config), []
+    found = []
     shapes = jax.tree.map(lambda entry: entry.shape, mtp.parameter_table())
-    slots = [slot for slot in registry.tensors(config) if slot.path[0] == "layers"]
+    slots = [slot for slot in tensors if slot.path[0] == "layers"]
     for module in range(mtp.num_modules):
         own, prefix = ("modules", str(module)), _prefix(layout, config, module)
         for part, name in layout.names.items():
@@ -67,29 +73,18 @@ def locations(config: DecoderConfig, mtp: MtpConfig | None) -> list[Location]:
         for slot in slots:
             path = (*own, "layer", *slot.path[1:])
             shape = lookup(shapes, path)
-            if shape is None:
-                continue
-            name = prefix + slot.name.removeprefix(_LAYER)
-            of_experts = "{expert}" in name
-            for expert in range(shape[0]) if of_experts else (None,):
-                found.append(
-                    Location(
-                        name.format(expert=expert),
-                        slot._replace(path=path),
-                        None,
-                        shape[1:] if of_experts else shape,
-                        config.rotary_width,
-                        expert=expert,
-                    )
-                )
+            if shape is not None:
+                name = prefix + slot.name.partition("{layer}")[2]
+                found += of_slot(slot._replace(name=name, path=path), shape, config.rotary_width)
     return found
 
 
-def copies(config: DecoderConfig, mtp: MtpConfig | None) -> dict[str, str]:
+def copies(
+    config: DecoderConfig, mtp: MtpConfig | None, layout: MtpLayout | None
+) -> dict[str, str]:
     """Names of tensors that modules may hold, each with that of the decoder's which it repeats."""
-    if mtp is None:
+    if mtp is None or layout is None:
         return {}
-    layout = _layout(config)
     return {
         f"{_prefix(layout, config, module)}.{name}.weight": f"{original}.weight"
         for module in range(mtp.num_modules)
@@ -121,12 +116,6 @@ def build(
         params,
         targets,
     )
-
-
-def _layout(config: DecoderConfig) -> MtpLayout:
-    layout = registry.family(config.family).mtp
-    assert layout is not None
-    return layout
 
 
 def _prefix(layout: MtpLayout, config: DecoderConfig, module: int) -> str:

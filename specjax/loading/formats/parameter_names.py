@@ -35,12 +35,13 @@ class Slot(NamedTuple):
     """One row of a table: a tensor's name in the file and its location in the tree.
 
     `name` holds `{layer}` for a tensor that exists once a layer, and `{expert}` for one that exists
-    once an expert. `in_axes` counts the axes of a kernel that the product sums over; 0 marks a
-    scale, a bias or an embedding. `paired` marks rows whose rotated dimensions are stored as pairs
-    of neighbours instead of half-split. `tied` limits the row to models whose head is, or is not,
-    the embedding. `part` is (index, count) where the file's tensor holds several of the tree's, one
-    after the other along the outputs. `transposed` marks kernels that are stored [in, out]. The
-    file's numbers are the tree's plus `added`.
+    once an expert; with `merged` one tensor holds all experts on a first axis. `in_axes` counts the
+    axes of a kernel that the product sums over; 0 marks a scale, a bias or an embedding. `paired`
+    marks rows whose rotated dimensions are stored as pairs of neighbours instead of half-split.
+    `tied` limits the row to models whose head is, or is not, the embedding. `part` is (index,
+    count) where the file's tensor holds several of the tree's, one after the other along the
+    outputs. `transposed` marks kernels that are stored [in, out]. The file's numbers are the tree's
+    plus `added`.
     """
 
     name: str
@@ -51,13 +52,15 @@ class Slot(NamedTuple):
     part: tuple[int, int] = (0, 1)
     transposed: bool = False
     added: int = 0
+    merged: bool = False
 
 
 class Location(NamedTuple):
     """One tensor of one checkpoint: its file name, slot, layer, and unstacked tree shape.
 
-    `run` is the name of the layer's stacked run, and its first layer; `expert` the expert's index.
-    `rotary_width` is the number of rotated dimensions of a head.
+    `run` is the name of the layer's stacked run, and its first layer; `expert` the expert's index,
+    whose part of a merged tensor is that of its slot. `rotary_width` is the number of rotated
+    dimensions of a head.
     """
 
     name: str
@@ -84,9 +87,8 @@ class Location(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the file has the tree's numbers in the tree's order, at most transposed."""
-        slot = self.slot
-        return not (slot.paired or slot.transposed or slot.added or slot.part[1] > 1)
+        """Whether its rows in the file are the tree's, number by number."""
+        return not (self.slot.paired or self.slot.transposed or self.slot.added)
 
     @property
     def rows(self) -> Shape:
@@ -102,7 +104,8 @@ class Location(NamedTuple):
     def stored_shape(self) -> Shape:
         """The whole tensor's shape in the file."""
         first, *rest = self.rows
-        shape = (first * self.slot.part[1], *rest)
+        count = self.slot.part[1]
+        shape = (count, first, *rest) if self.slot.merged else (count * first, *rest)
         return shape[::-1] if self.slot.transposed else shape
 
 
@@ -134,20 +137,10 @@ def locations(table: Iterable[Slot], config: DecoderConfig) -> Iterator[Location
             if shape is None:
                 continue
             unnamed.discard(path)
-            of_experts = "{expert}" in slot.name
             for layer in range(run.first, run.first + run.count):
-                for expert in range(shape[1]) if of_experts else (None,):
-                    found.append(
-                        Location(
-                            slot.name.format(layer=layer, expert=expert),
-                            slot,
-                            layer,
-                            shape[2:] if of_experts else shape[1:],
-                            config.rotary_width,
-                            (run.name, run.first),
-                            expert,
-                        )
-                    )
+                of_layer = slot._replace(name=slot.name.replace("{layer}", str(layer)))
+                for location in of_slot(of_layer, shape[1:], config.rotary_width):
+                    found.append(location._replace(layer=layer, run=(run.name, run.first)))
     if unnamed:
         raise InputError(
             f"family={config.family!r}: it has no name for {'.'.join(min(unnamed))} "
@@ -156,15 +149,31 @@ def locations(table: Iterable[Slot], config: DecoderConfig) -> Iterator[Location
     yield from found
 
 
+def of_slot(slot: Slot, shape: Shape, rotary_width: int) -> Iterator[Location]:
+    """The locations of a tensor, or of each expert's, whose leaf has that shape in one layer."""
+    if not (slot.merged or "{expert}" in slot.name):
+        yield Location(slot.name, slot, None, shape, rotary_width)
+        return
+    count, *rest = shape
+    for expert in range(count):
+        own = slot._replace(part=(expert, count)) if slot.merged else slot
+        name = slot.name.replace("{expert}", str(expert))
+        yield Location(name, own, None, tuple(rest), rotary_width, expert=expert)
+
+
 def from_stored(stored: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
     """The tree's array of one tensor in the file's layout; a view where that is possible."""
-    slot = location.slot
-    if slot.transposed:
+    if location.slot.transposed:
         stored = stored.T
-    index, count = slot.part
-    if count > 1:
-        size = len(stored) // count
-        stored = stored[index * size : (index + 1) * size]
+    index, count = location.slot.part
+    size = len(stored) // count
+    return from_rows(stored[index * size : (index + 1) * size], location)
+
+
+def from_rows(stored: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
+    """Likewise of its own rows, those of its part of the tensor, [out, in] where it is a kernel."""
+    slot = location.slot
+    stored = stored.reshape(location.rows)
     if slot.paired:
         stored = _unpair(stored, location)
     if slot.added:
@@ -214,7 +223,8 @@ def _joined(entries: Sequence[tuple[Location, np.ndarray]]) -> np.ndarray:
     """A file's tensor from its parts, which follow each other along the outputs."""
     ordered = sorted(entries, key=lambda entry: entry[0].slot.part)
     axis = -1 if ordered[0][0].slot.transposed else 0
-    return np.ascontiguousarray(np.concatenate([part for _, part in ordered], axis=axis))
+    joined = np.concatenate([part for _, part in ordered], axis=axis)
+    return np.ascontiguousarray(joined.reshape(ordered[0][0].stored_shape))
 
 
 def _unpair(stored: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:

@@ -58,6 +58,15 @@ GGUF_QK_NORM_NAMES = {
 }
 
 
+GGUF_EXPERT_NAMES = {
+    ("router", "kernel"): "blk.{layer}.ffn_gate_inp.weight",
+    ("experts", "gate", "kernel"): "blk.{layer}.ffn_gate_exps.weight",
+    ("experts", "up", "kernel"): "blk.{layer}.ffn_up_exps.weight",
+    ("experts", "down", "kernel"): "blk.{layer}.ffn_down_exps.weight",
+}
+"""Names of a router and of experts' kernels, merged in one tensor, in GGUF."""
+
+
 def expert_names(block: str, gate: str, up: str, down: str) -> dict[tuple[str, ...], str]:
     """Names of a router and of experts' kernels, `block` being their module within a layer."""
     start = f"model.layers.{{layer}}.{block}"
@@ -104,7 +113,8 @@ def table(
     `paired` says that rotated dimensions of queries and keys are stored as neighbours, `transposed`
     that kernels are stored [in, out], `norms_added` what the file's norm scales have more than the
     tree's. Each of `fused` lists parts that one tensor holds in that order; they have one name.
-    `names_of_experts` are whole names by the location within the MLP (`expert_names`).
+    `names_of_experts` are whole names by the location within the MLP (`expert_names`); those of
+    experts without `{expert}` are of tensors that hold all of them.
     """
     slots = [
         Slot(names["embed"] + ".weight", ("head", "kernel"), 1, tied=True),
@@ -117,10 +127,10 @@ def table(
             path = (part,) if part == "final_norm" else ("layers", *inside, part)
             slots.append(Slot(names[part] + ".weight", (*path, "scale"), added=norms_added))
             slots.append(Slot(names[part] + ".bias", (*path, "bias")))
-    for (*inside, part), name in sorted(names_of_experts.items()):
-        slots.append(
-            Slot(name, ("layers", "mlp", *inside, part), 0 if part == "selection_bias" else 1)
-        )
+    for path, name in sorted(names_of_experts.items()):
+        in_axes = 0 if path[-1] == "selection_bias" else 1
+        merged = path[0] == "experts" and "{expert}" not in name
+        slots.append(Slot(name, ("layers", "mlp", *path), in_axes, merged=merged))
     positions = {part: (group.index(part), len(group)) for group in fused for part in group}
     for part, (block, in_axes) in _LINEAR.items():
         if part not in names:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from specjax.loading.formats import gguf_keys
 from specjax.loading.formats.families import common
-from specjax.loading.formats.family import Family, MtpLayout
+from specjax.loading.formats.family import Family, GgufLayout, MtpLayout
+from specjax.loading.formats.gguf_keys import GgufKeys
 from specjax.loading.formats.json_fields import Fields
 from specjax.models.config import Attention, DecoderConfig, Experts
 
@@ -67,12 +70,50 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     return written
 
 
+def _read_gguf(keys: GgufKeys) -> dict[str, Any]:
+    sizes = gguf_keys.read_sizes(keys, experts=True)
+    # Modules for multi-token prediction are counted among the layers.
+    sizes["num_layers"] -= keys.whole(gguf_keys.MTP_MODULES, 0)
+    rotary_width = keys.whole("rope.dimension_count", sizes["head_dim"])
+    experts = gguf_keys.read_experts(keys, "sigmoid")
+    return {
+        **sizes,
+        **gguf_keys.read_rope(keys, rotary_width),
+        "attention_bias": "blk.0.attn_q.bias" in keys.file.tensors,
+        "attention": Attention(
+            output_bias=False,
+            qk_norm="blk.0.attn_q_norm.weight" in keys.file.tensors,
+            rotary_width=rotary_width,
+        ),
+        "experts": replace(
+            experts,
+            # What llama.cpp does where a file does not say it; a scale of 0 means none there.
+            normalize=keys.get("expert_weights_norm", (bool,), False),
+            scale=keys.real("expert_weights_scale", 0.0) or 1.0,
+            selection_bias=True,
+            groups=keys.whole("expert_group_count", 1),
+            groups_per_token=keys.whole("expert_group_used_count", 1),
+            shared_size=experts.intermediate_size * keys.whole("expert_shared_count"),
+            num_dense=keys.whole("leading_dense_block_count", 0),
+        ),
+    }
+
+
 _BLOCK = "model.layers.{layer}.mlp"
 _SHARED = {
     ("shared", part, "kernel"): f"{_BLOCK}.shared_experts.{part}_proj.weight"
     for part in ("gate", "up", "down")
 }
 _BIAS = {("router", "selection_bias"): f"{_BLOCK}.gate.e_score_correction_bias"}
+
+_GGUF_NAMES = (
+    common.GGUF_NAMES | common.GGUF_QK_NORM_NAMES | {"mlp_norm": "blk.{layer}.post_attention_norm"}
+)
+_GGUF_SHARED = {
+    ("shared", part, "kernel"): f"blk.{{layer}}.ffn_{part}_shexp.weight"
+    for part in ("gate", "up", "down")
+}
+_GGUF_BIAS = {("router", "selection_bias"): "blk.{layer}.exp_probs_b.bias"}
 
 FAMILY = Family(
     model_type="glm4_moe",
@@ -84,6 +125,24 @@ FAMILY = Family(
         names_of_experts=common.expert_names("mlp", "gate_proj", "up_proj", "down_proj")
         | _SHARED
         | _BIAS,
+    ),
+    gguf=GgufLayout(
+        "glm4moe",
+        _read_gguf,
+        common.table(
+            _GGUF_NAMES, names_of_experts=common.GGUF_EXPERT_NAMES | _GGUF_SHARED | _GGUF_BIAS
+        ),
+        experts=True,
+        mtp=MtpLayout(
+            prefix="blk.{layer}",
+            names={
+                "embedding_norm": "nextn.enorm",
+                "hidden_norm": "nextn.hnorm",
+                "projection": "nextn.eh_proj",
+                "final_norm": "nextn.shared_head_norm",
+            },
+            copies={"nextn.embed_tokens": "token_embd", "nextn.shared_head_head": "output"},
+        ),
     ),
     mtp=MtpLayout(
         prefix="model.layers.{layer}",

@@ -1,11 +1,16 @@
-"""Mixtral (2401.04088): Mistral with experts in each layer."""
+"""Mixtral (2401.04088): Mistral with experts in each layer.
+
+llama.cpp writes it as `llama` with experts.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+from specjax.loading.formats import gguf_keys
 from specjax.loading.formats.families import common
-from specjax.loading.formats.family import Family
+from specjax.loading.formats.family import Family, GgufLayout
+from specjax.loading.formats.gguf_keys import GgufKeys
 from specjax.loading.formats.json_fields import Fields
 from specjax.models.config import DecoderConfig, Experts
 
@@ -40,6 +45,16 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
+def _read_gguf(keys: GgufKeys) -> dict[str, Any]:
+    sizes = gguf_keys.read_sizes(keys, experts=True)
+    keys.only("attention.sliding_window", 0)
+    return {
+        **sizes,
+        **gguf_keys.read_rope(keys, sizes["head_dim"]),
+        "experts": gguf_keys.read_experts(keys, "softmax", sizes["intermediate_size"]),
+    }
+
+
 _NAMES = {name: text for name, text in common.NAMES.items() if name not in ("gate", "up", "down")}
 
 FAMILY = Family(
@@ -49,5 +64,11 @@ FAMILY = Family(
     write=_write,
     tensors=common.table(
         _NAMES, names_of_experts=common.expert_names("block_sparse_moe", "w1", "w3", "w2")
+    ),
+    gguf=GgufLayout(
+        "llama",
+        _read_gguf,
+        common.table(common.GGUF_NAMES, paired=True, names_of_experts=common.GGUF_EXPERT_NAMES),
+        experts=True,
     ),
 )

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from specjax.loading.formats import gguf_keys
 from specjax.loading.formats.families import common
-from specjax.loading.formats.family import Family
+from specjax.loading.formats.family import Family, GgufLayout
+from specjax.loading.formats.gguf_keys import GgufKeys
 from specjax.loading.formats.json_fields import Fields
 from specjax.models.config import Attention, DecoderConfig, Experts
+
+_ATTENTION = Attention(qk_norm=True)
 
 
 def _read(fields: Fields) -> dict[str, Any]:
@@ -23,7 +27,7 @@ def _read(fields: Fields) -> dict[str, Any]:
         **sizes,
         **common.read_full_rope(fields, sizes["max_positions"]),
         "attention_bias": fields.flag("attention_bias"),
-        "attention": Attention(qk_norm=True),
+        "attention": _ATTENTION,
         "experts": Experts(
             num_experts=fields.integer("num_experts", fields.get("num_local_experts") or 128),
             per_token=fields.integer("num_experts_per_tok", 8),
@@ -54,6 +58,19 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     return written
 
 
+def _read_gguf(keys: GgufKeys) -> dict[str, Any]:
+    sizes = gguf_keys.read_sizes(keys, experts=True)
+    keys.only("attention.sliding_window", 0)
+    return {
+        **sizes,
+        **gguf_keys.read_rope(keys, sizes["head_dim"]),
+        "attention_bias": "blk.0.attn_q.bias" in keys.file.tensors,
+        "attention": _ATTENTION,
+        # The file does not say whether scores are divided by their sum; llama.cpp always does it.
+        "experts": gguf_keys.read_experts(keys, "softmax"),
+    }
+
+
 FAMILY = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
@@ -62,5 +79,14 @@ FAMILY = Family(
     tensors=common.table(
         common.NAMES | common.QK_NORM_NAMES,
         names_of_experts=common.expert_names("mlp", "gate_proj", "up_proj", "down_proj"),
+    ),
+    gguf=GgufLayout(
+        "qwen3moe",
+        _read_gguf,
+        common.table(
+            common.GGUF_NAMES | common.GGUF_QK_NORM_NAMES,
+            names_of_experts=common.GGUF_EXPERT_NAMES,
+        ),
+        experts=True,
     ),
 )

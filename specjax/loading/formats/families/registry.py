@@ -61,9 +61,13 @@ def family(model_type: object) -> Family:
     return found
 
 
-def gguf_architectures() -> dict[str, Family]:
+def gguf_architectures() -> dict[str, list[Family]]:
     """The families that are read from GGUF, by their architecture there."""
-    return {found.gguf.architecture: found for found in FAMILIES.values() if found.gguf is not None}
+    found: dict[str, list[Family]] = {}
+    for one in FAMILIES.values():
+        if one.gguf is not None:
+            found.setdefault(one.gguf.architecture, []).append(one)
+    return found
 
 
 def tensors(config: DecoderConfig) -> tuple[Slot, ...]:
