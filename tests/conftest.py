@@ -5,9 +5,12 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import inspect
 import os
 import signal
 import tempfile
+import threading
+import types
 from pathlib import Path
 
 import jaxlib.version
@@ -62,6 +65,61 @@ import numpy as np
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
+# Where in the source an instruction came from is looked up for each, and read by no test.
+jax.config.update("jax_traceback_in_locations_limit", 0)
+
+jaxtyped = jaxtyping.jaxtyped
+checkers = {}
+calls = threading.local()
+
+
+def jaxtyped_once(*, typechecker):
+    """As `jaxtyped`, but functions that a function makes anew in every call share one checker.
+
+    Tracing makes thousands of them, and their checkers took a twelfth of the time.
+    """
+    decorate = jaxtyped(typechecker=typechecker)
+
+    def shared(function):
+        if not inspect.isfunction(function) or "<locals>" not in function.__qualname__:
+            return decorate(function)
+        if function.__defaults__ or function.__kwdefaults__:  # these would be kept alive
+            return decorate(function)
+        checker = checkers.get(function.__code__)
+        if checker is None:
+            checker = checkers[function.__code__] = decorate(latest_like(function))
+
+        @functools.wraps(function)
+        def checked(*args, **kwargs):
+            __tracebackhide__ = True
+            stack = calls.__dict__.setdefault("stack", [])
+            stack.append(function)
+            try:
+                return checker(*args, **kwargs)
+            finally:
+                stack.pop()
+
+        return checked
+
+    return shared
+
+
+def latest_like(function, calls=calls):
+    """A function with the signature of another one, which calls the function called last."""
+
+    def latest(*args, **kwargs):
+        return calls.stack[-1](*args, **kwargs)
+
+    # Annotations are looked up among the names of the function's module.
+    names = function.__globals__
+    found = types.FunctionType(latest.__code__, names, closure=latest.__closure__)
+    functools.update_wrapper(found, function)
+    found.__signature__ = inspect.signature(function)
+    del found.__wrapped__
+    return found
+
+
+jaxtyping.jaxtyped = jaxtyped_once
 # As everywhere in Python, an int will do where a float is declared.
 jaxtyping.install_import_hook(
     ["specjax", "train"], "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
@@ -150,14 +208,14 @@ jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: mad
 def few_programs():
     """Forget compiled programs before their memory maps reach the kernel's limit for a process.
 
-    Counting the maps takes time: it is done for every 25 programs.
+    Counting the maps takes time: it is done for every 100 programs.
     """
     yield
-    if made[PROGRAM] < 25:
+    if made[PROGRAM] < 100:
         return
     made.clear()
     maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+    if maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
         jax.clear_caches()
         programs._compile.cache_clear()
 
@@ -166,8 +224,15 @@ def few_programs():
 def compiled_with(**options):
     """What is given to `jax.jit` here is compiled with other options of XLA than the suite's."""
     programs._compile.cache_clear()
+    plain = jax.jit
+
+    def jit(*args, inline=False, **others):
+        # A part of a program has no options of its own.
+        own = {} if inline else {"compiler_options": options}
+        return plain(*args, inline=inline, **own, **others)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=options))
+        patch.setattr(jax, "jit", jit)
         yield
     programs._compile.cache_clear()
 
