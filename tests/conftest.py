@@ -52,7 +52,7 @@ def xla_flags(devices=8):
 
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags()}"
-    # What one worker has compiled is there for the others, and for the processes that they start.
+    # What a process that a test starts has compiled is there for the next one.
     PROGRAMS = tempfile.TemporaryDirectory(prefix="programs-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = PROGRAMS.name
     os.environ["XDG_CACHE_HOME"] = PROGRAMS.name
@@ -65,6 +65,9 @@ import numpy as np
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
+# Tests seldom compile what another one has: to write all of it took more time. Processes that they
+# start find each other's programs.
+jax.config.update("jax_enable_compilation_cache", False)
 # Where in the source an instruction came from is looked up for each, and read by no test.
 jax.config.update("jax_traceback_in_locations_limit", 0)
 

@@ -80,8 +80,9 @@ def ended(engine, session, index=None):
 
 
 CASES = [
-    *(("turns_model", "rejection"), ("mtp", "coupled"), ("random_distribution", "block")),
+    *(("turns_model", "rejection"), ("mtp", "coupled")),
     *slow(
+        ("random_distribution", "block"),
         *(
             (name, rule)
             for name in ("none", "ngram", "similar", "early_exit", "shifting")

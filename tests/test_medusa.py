@@ -38,9 +38,10 @@ def plain(tiny):
     return decode(tiny, PROMPTS, verify="coupled", **options)
 
 
+# As trees in test_tree_drafters, and as any heads that start from features in test_pair_heads.
 @pytest.mark.parametrize(
     ("form", "length"),
-    [("shared", 5), *slow(("projected", 3), ("own", 2))],
+    slow(("shared", 5), ("projected", 3), ("own", 2)),
 )
 def test_coupled_and_greedy_rows_are_those_of_plain_decoding(form, length, tiny, plain):
     got = decode(

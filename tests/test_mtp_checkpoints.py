@@ -67,6 +67,7 @@ def test_logits_and_recursion_are_those_of_transformers_layers(name, model):
 
 
 @pytest.mark.parametrize("kind", ["static", *slow("dynamic")])
+@pytest.mark.parametrize("name", ["glm4_moe", *slow("mimo")], indirect=True)
 def test_trees_and_meshes(kind, name, model):
     """A layer with experts over a level of several tokens, and split over devices."""
     prompts = golden(name)["tokens"][:, :9].tolist()

@@ -101,7 +101,8 @@ def test_another_seed_gives_other_tokens(eight, draft, alone):
     assert other.token_ids != alone("draft_model, coupled").token_ids
 
 
-@pytest.mark.parametrize("rule", ["rejection", *slow("block")])
+# Coupled rows are drawn, too, above; devices draw no noise of their own.
+@pytest.mark.parametrize("rule", slow("rejection", "block"))
 def test_random_rules_draw_the_same_on_a_mesh(rule, eight, draft):
     options = dict(verify=rule, sampling=mixed(max_new_tokens=10))
     on_mesh = run_on(place_model(eight, mesh_of(2, 2)), draft, "early_exit", options)
@@ -171,7 +172,8 @@ def test_the_other_drafters_run_on_a_mesh(name, eight, alone):
     assert result.token_ids == alone("ngram, greedy").token_ids
 
 
-@pytest.mark.parametrize(("name", "model"), [("mtp", 2), *slow(("mtp", 8), ("eagle3", 2))])
+# Modules on a mesh are in test_mtp_checkpoints, and their caches' parts in the next test.
+@pytest.mark.parametrize(("name", "model"), slow(("mtp", 2), ("mtp", 8), ("eagle3", 2)))
 def test_a_heads_cache_is_split_as_the_targets(name, model, eight, alone):
     """Weights of the target's own modules as well; a head that was loaded is whole."""
     target = with_modules(eight, 2) if name == "mtp" else eight
