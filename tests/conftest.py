@@ -77,24 +77,43 @@ calls = threading.local()
 
 
 def jaxtyped_once(*, typechecker):
-    """As `jaxtyped`, but functions that a function makes anew in every call share one checker.
+    """As `jaxtyped`, but checkers are made at the first call, as it takes a millisecond or two.
 
-    Tracing makes thousands of them, and their checkers took a twelfth of the time.
+    Functions that a function makes anew in every call share one: tracing makes thousands of them.
     """
     decorate = jaxtyped(typechecker=typechecker)
 
-    def shared(function):
-        if not inspect.isfunction(function) or "<locals>" not in function.__qualname__:
-            return decorate(function)
-        if function.__defaults__ or function.__kwdefaults__:  # these would be kept alive
-            return decorate(function)
-        checker = checkers.get(function.__code__)
-        if checker is None:
-            checker = checkers[function.__code__] = decorate(latest_like(function))
+    def checked(made):
+        if dataclasses.is_dataclass(made):
+            if not hasattr(made.__init__, "checked"):
+                made.__init__ = at_first_call(made.__init__)
+            return made
+        if not inspect.isfunction(made):
+            return decorate(made)
+        # Defaults would be kept alive.
+        local = "<locals>" in made.__qualname__ and not (made.__defaults__ or made.__kwdefaults__)
+        return shared(made) if local else at_first_call(made)
+
+    def at_first_call(function):
+        checker = None
 
         @functools.wraps(function)
-        def checked(*args, **kwargs):
+        def call(*args, **kwargs):
             __tracebackhide__ = True
+            nonlocal checker
+            checker = checker or decorate(function)
+            return checker(*args, **kwargs)
+
+        call.checked = True
+        return call
+
+    def shared(function):
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            __tracebackhide__ = True
+            checker = checkers.get(function.__code__)
+            if checker is None:
+                checker = checkers[function.__code__] = decorate(latest_like(function))
             stack = calls.__dict__.setdefault("stack", [])
             stack.append(function)
             try:
@@ -102,9 +121,9 @@ def jaxtyped_once(*, typechecker):
             finally:
                 stack.pop()
 
-        return checked
+        return call
 
-    return shared
+    return checked
 
 
 def latest_like(function, calls=calls):
