@@ -200,7 +200,7 @@ def test_other_forms_compute_the_same(name):
 
 @pytest.mark.parametrize(
     "name",
-    # Experts on a mesh are in test_experts, and those of this family in test_mtp_checkpoints.
+    # Experts on a mesh are in test_experts.
     ["gemma3_text", *slow(*sorted({*NAMES} - {"gemma3_text"}))],
 )
 def test_each_family_on_a_mesh(name):

@@ -301,7 +301,7 @@ def test_the_broken_variants_fail_for_their_mistake_alone(tables):
     assert check.passed, check
 
 
-@pytest.mark.parametrize(("length", "rounds"), [(2, {1, 2, 3}), *slow((1, {2, 3}))])
+@pytest.mark.parametrize(("length", "rounds"), slow((2, {1, 2, 3}), (1, {2, 3})))
 def test_the_three_tokens_come_from_as_many_rounds_as_is_said(length, rounds, tables):
     """The last of them never from the first round, so that a later one is always tested too."""
     (model, table), draft = tables

@@ -147,6 +147,7 @@ def test_greedy_rows_beside_sampled_ones(name, rule, tiny, every, plain_mixed):
     assert_counts(got)
 
 
+@pytest.mark.slow  # as of the page that is run in test_docs
 def test_a_rule_of_ones_own(tiny, every, plain_mixed):
     def cautious(tokens, num_valid, target, draft, uniforms):
         """As `rejection`, of at most one token."""

@@ -140,7 +140,8 @@ def first_distribution_for_all(drafter):
 @pytest.mark.parametrize(
     ("rule", "broken"),
     [
-        ("rejection", False),
+        # Of trees in test_tree_drafters.
+        *slow(("rejection", False)),
         # As any distribution that is not the drafter's own (test_loop_distribution).
         *slow(("rejection", True), ("block", False)),
     ],

@@ -172,8 +172,7 @@ def test_the_other_drafters_run_on_a_mesh(name, eight, alone):
     assert result.token_ids == alone("ngram, greedy").token_ids
 
 
-# Modules on a mesh are in test_mtp_checkpoints, and their caches' parts in the next test.
-@pytest.mark.parametrize(("name", "model"), slow(("mtp", 2), ("mtp", 8), ("eagle3", 2)))
+@pytest.mark.parametrize(("name", "model"), [("mtp", 2), *slow(("mtp", 8), ("eagle3", 2))])
 def test_a_heads_cache_is_split_as_the_targets(name, model, eight, alone):
     """Weights of the target's own modules as well; a head that was loaded is whole."""
     target = with_modules(eight, 2) if name == "mtp" else eight

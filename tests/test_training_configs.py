@@ -125,6 +125,7 @@ def from_scratch(text, workdir, *options):
     )
 
 
+@pytest.mark.slow  # with experts, below; the loss is in test_train_mtp
 def test_a_new_model_and_its_modules(text, tmp_path, capsys):
     options = [
         "--config.mtp.num_modules=2",
