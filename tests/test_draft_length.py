@@ -437,7 +437,7 @@ def injected(session, seconds_of):
 def test_a_clock_that_stands_still_is_an_error(tiny, kept):
     session = make_session(
         tiny,
-        PROMPTS,
+        PROMPTS[:1],
         drafter=Ngram(),
         num_speculative_tokens="auto",
         sampling=greedy(max_new_tokens=60),
