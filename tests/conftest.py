@@ -5,9 +5,12 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import inspect
 import os
 import signal
 import tempfile
+import threading
+import types
 from pathlib import Path
 
 import jaxlib.version
@@ -27,7 +30,10 @@ for number, handler in (
 XLA = {
     "xla_force_host_platform_device_count": 8,
     "xla_backend_optimization_level": 0,
-    "xla_disable_hlo_passes": "while-loop-invariant-code-motion,simplify-while-loops",
+    "xla_disable_hlo_passes": ",".join(
+        # Constants of many rows are folded one number at a time.
+        ["while-loop-invariant-code-motion", "simplify-while-loops", "constant_folding"]
+    ),
 }
 SHIPPED = {"xla_disable_hlo_passes": ""}
 FAST = {"xla_backend_optimization_level": 1}
@@ -49,7 +55,7 @@ def xla_flags(devices=8):
 
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags()}"
-    # What one worker has compiled is there for the others, and for the processes that they start.
+    # What a process that a test starts has compiled is there for the next one.
     PROGRAMS = tempfile.TemporaryDirectory(prefix="programs-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = PROGRAMS.name
     os.environ["XDG_CACHE_HOME"] = PROGRAMS.name
@@ -62,6 +68,83 @@ import numpy as np
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
+# Tests seldom compile what another one has: to write all of it took more time. Processes that they
+# start find each other's programs.
+jax.config.update("jax_enable_compilation_cache", False)
+# Where in the source an instruction came from is looked up for each, and read by no test.
+jax.config.update("jax_traceback_in_locations_limit", 0)
+
+jaxtyped = jaxtyping.jaxtyped
+checkers = {}
+calls = threading.local()
+
+
+def jaxtyped_once(*, typechecker):
+    """As `jaxtyped`, but checkers are made at the first call, as it takes a millisecond or two.
+
+    Functions that a function makes anew in every call share one: tracing makes thousands of them.
+    """
+    decorate = jaxtyped(typechecker=typechecker)
+
+    def checked(made):
+        if dataclasses.is_dataclass(made):
+            if not hasattr(made.__init__, "checked"):
+                made.__init__ = at_first_call(made.__init__)
+            return made
+        if not inspect.isfunction(made):
+            return decorate(made)
+        # Defaults would be kept alive.
+        local = "<locals>" in made.__qualname__ and not (made.__defaults__ or made.__kwdefaults__)
+        return shared(made) if local else at_first_call(made)
+
+    def at_first_call(function):
+        checker = None
+
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            __tracebackhide__ = True
+            nonlocal checker
+            checker = checker or decorate(function)
+            return checker(*args, **kwargs)
+
+        call.checked = True
+        return call
+
+    def shared(function):
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            __tracebackhide__ = True
+            checker = checkers.get(function.__code__)
+            if checker is None:
+                checker = checkers[function.__code__] = decorate(latest_like(function))
+            stack = calls.__dict__.setdefault("stack", [])
+            stack.append(function)
+            try:
+                return checker(*args, **kwargs)
+            finally:
+                stack.pop()
+
+        return call
+
+    return checked
+
+
+def latest_like(function, calls=calls):
+    """A function with the signature of another one, which calls the function called last."""
+
+    def latest(*args, **kwargs):
+        return calls.stack[-1](*args, **kwargs)
+
+    # Annotations are looked up among the names of the function's module.
+    names = function.__globals__
+    found = types.FunctionType(latest.__code__, names, closure=latest.__closure__)
+    functools.update_wrapper(found, function)
+    found.__signature__ = inspect.signature(function)
+    del found.__wrapped__
+    return found
+
+
+jaxtyping.jaxtyped = jaxtyped_once
 # As everywhere in Python, an int will do where a float is declared.
 jaxtyping.install_import_hook(
     ["specjax", "train"], "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
@@ -150,14 +233,14 @@ jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: mad
 def few_programs():
     """Forget compiled programs before their memory maps reach the kernel's limit for a process.
 
-    Counting the maps takes time: it is done for every 25 programs.
+    Counting the maps takes time: it is done for every 100 programs.
     """
     yield
-    if made[PROGRAM] < 25:
+    if made[PROGRAM] < 100:
         return
     made.clear()
     maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+    if maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
         jax.clear_caches()
         programs._compile.cache_clear()
 
@@ -166,8 +249,15 @@ def few_programs():
 def compiled_with(**options):
     """What is given to `jax.jit` here is compiled with other options of XLA than the suite's."""
     programs._compile.cache_clear()
+    plain = jax.jit
+
+    def jit(*args, inline=False, **others):
+        # A part of a program has no options of its own.
+        own = {} if inline else {"compiler_options": options}
+        return plain(*args, inline=inline, **own, **others)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=options))
+        patch.setattr(jax, "jit", jit)
         yield
     programs._compile.cache_clear()
 

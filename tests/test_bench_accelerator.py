@@ -312,7 +312,7 @@ def synthetic():
     ]
 
 
-@pytest.mark.parametrize("layout", [0, 1])
+@pytest.mark.parametrize("layout", [0, *slow(1)])
 def test_the_synthetic_model_counts_in_bfloat16_too(layout, synthetic):
     """So that passes of different widths never disagree about the next token."""
     result = generate(synthetic[layout], [[5], [90]], sampling={"max_new_tokens": 12})

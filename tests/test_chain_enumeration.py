@@ -15,7 +15,7 @@ from specjax.testing import DistributionPair, check_rule
 pytestmark = pytest.mark.usefixtures("fast_programs")
 
 
-@pytest.mark.parametrize(("vocab", "length"), [(2, 1), (3, 3), *slow((4, 3), (5, 2))])
+@pytest.mark.parametrize(("vocab", "length"), [(3, 3), *slow((2, 1), (4, 3), (5, 2))])
 @pytest.mark.parametrize("rule", ["rejection", "block", "coupled"])
 def test_rules_emit_the_target_distribution(rule, vocab, length):
     check = check_rule(rule, vocab=vocab, length=length)
@@ -200,10 +200,10 @@ def stop_after_token_one(tokens, logq):
 @pytest.mark.parametrize(
     ("rule", "valid"),
     [
-        ("rejection", stop_at_flat_distribution),
         ("block", stop_after_token_one),
         ("coupled", stop_at_flat_distribution),
         *slow(
+            ("rejection", stop_at_flat_distribution),
             ("rejection", stop_after_token_one),
             ("block", stop_at_flat_distribution),
             ("coupled", stop_after_token_one),

@@ -14,8 +14,12 @@ from specjax.files import compiled_programs
 @pytest.fixture
 def keep(tmp_path, monkeypatch):
     """Calls `keep` for a folder as in a new process; returns the list that gets its messages."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    names = (
+        *("jax_enable_compilation_cache", "jax_compilation_cache_dir"),
+        "jax_persistent_cache_min_compile_time_secs",
+    )
     before = {name: getattr(jax.config, name) for name in names}
+    jax.config.update("jax_enable_compilation_cache", True)
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
 
     def again(home=tmp_path / "cache"):

@@ -126,7 +126,7 @@ def drafter(name, folder):
     return [f"--config.drafter.name={name}", *path, *DRAFTERS[name]]
 
 
-@pytest.mark.parametrize("name", ["none", "draft_model", *slow("ngram", "early_exit", "simulated")])
+@pytest.mark.parametrize("name", ["draft_model", *slow("none", "ngram", "early_exit", "simulated")])
 def test_greedy_equals_plain_decoding(name, run, folder, capsys):
     fixed = "--config.num_speculative_tokens=fixed"
     code, report = run(*drafter(name, folder), fixed, "--config.compare=true")
@@ -155,7 +155,8 @@ def test_greedy_equals_plain_decoding(name, run, folder, capsys):
     assert shown.out.count("same tokens") == 3
 
 
-@pytest.mark.parametrize("name", ["simulated", *slow("early_exit")])
+# As in test_loop_identity.
+@pytest.mark.parametrize("name", slow("simulated", "early_exit"))
 def test_coupled_equals_plain_decoding_at_a_temperature(name, run, folder):
     code, report = run(
         *drafter(name, folder),
@@ -203,6 +204,7 @@ def test_wrong_thresholds_are_refused(flags, message, run, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow  # nor under a lossy one, above; what is expected is in test_loop_theory
 def test_identity_means_nothing_under_a_random_rule(run, folder, capsys):
     code, report = run(
         *drafter("early_exit", folder),
@@ -348,7 +350,7 @@ def test_an_interrupted_batch_of_several_is_kept_for_none(run, monkeypatch):
 
     decode_session = decode_run.decode_session
     monkeypatch.setattr(decode_run, "decode_session", interrupted)
-    code, report = run(*SEVERAL, "--config.num_speculative_tokens=2")
+    code, report = run(*SEVERAL, "--config.num_speculative_tokens=auto")
     assert code == 130
     for one in report["runs"]:
         assert [row["question_id"] for row in one["rows"]] == [7]
@@ -413,6 +415,7 @@ def test_in_half_precision_what_it_cannot_resolve_is_excused(
     assert ("excused" if share < 1 else "NOT EXACT") in capsys.readouterr().out
 
 
+@pytest.mark.slow  # what is excused is in the test above
 def test_rounding_in_bfloat16_is_told_from_other_tokens(chatty):
     """Whatever drafts differ in is a near-tie; a token that is not likely is none."""
     target = dataclasses.replace(

@@ -226,6 +226,7 @@ def plain(tiny):
     return decode(tiny, PROMPTS, verify="coupled", **options)
 
 
+@pytest.mark.slow  # as of a trained one (test_training_configs)
 def test_coupled_and_greedy_rows_are_those_of_plain_decoding(tiny, plain):
     drafter = head_drafter(draft_head(tiny, ids=SOME), tiny)
     got = decode(

@@ -380,6 +380,7 @@ def test_a_replay_of_other_drafters_is_refused(tiny, similar):
         make_session(tiny, PROMPTS[:1], drafter=drafters, replay=third, **options)
 
 
+@pytest.mark.slow  # rows are aborted in test_engine
 def test_a_row_that_was_left_does_not_harm_the_next(tiny, similar, dear):
     session = make_session(
         tiny,
@@ -461,7 +462,7 @@ def injected(session, seconds_of):
 def test_a_clock_that_stands_still_is_an_error(tiny, kept):
     session = make_session(
         tiny,
-        PROMPTS,
+        PROMPTS[:1],
         drafter=Ngram(),
         num_speculative_tokens="auto",
         sampling=greedy(max_new_tokens=60),
@@ -523,14 +524,14 @@ def test_costs_that_are_not_known_yet_are_not_kept(tiny, kept):
     assert not list(kept.rglob("*.json"))
 
 
-def test_costs_of_short_prompts_are_not_those_of_long_ones(tiny, similar, kept):
+def test_costs_of_short_prompts_are_not_those_of_long_ones(tiny, kept):
     """Kept figures are for prompts of the same size, to a power of two, as those measured."""
 
     def known(*lengths):
         session = make_session(
             tiny,
             [[5] * length for length in lengths],
-            drafter=draft_model(similar),
+            drafter=Ngram(num_speculative_tokens=2),
             num_speculative_tokens="auto",
             sampling=greedy(),
             batch_size=1,

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import slow
 from heads import mtp_head
 from test_sharding import collectives
 
@@ -124,7 +125,7 @@ def test_a_token_reads_only_its_experts(count):
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("scan_layers", [True, False])
+@pytest.mark.parametrize("scan_layers", [True, *slow(False)])
 def test_no_program_takes_a_layers_experts_apart(scan_layers, devices):
     """Nothing in a pass has the size of all of a device's experts of a layer, but parameters."""
     config = dataclasses.replace(GLM, hidden_size=24)
@@ -227,7 +228,7 @@ def kernel_specs(model):
     ("num_experts", "specs"),
     [
         (8, [(None, "model", None, None)] * 2),
-        (7, [(None, None, None, "model"), (None, None, "model", None)]),
+        *slow((7, [(None, None, None, "model"), (None, None, "model", None)])),
     ],
 )
 def test_devices_exchange_one_sum_for_all_experts_of_a_layer(num_experts, specs):

@@ -119,6 +119,7 @@ def test_answers_are_those_of_generate(done, prompts, target):
     assert responses.generation["config"]["max_new_tokens"] == NEW
 
 
+@pytest.mark.slow  # as in test_engine
 def test_batches_do_not_matter(model_path, prompts, tmp_path, done, capsys):
     more = ("--config.batch_size=5", "--config.mesh.data=4", "--config.mesh.model=2")
     assert generate.main(arguments(model_path, prompts, tmp_path / "run", *more)) == 0

@@ -44,14 +44,20 @@ def assert_counts(got):
 
 
 DRAFTERS = [
-    "ngram",
     "similar",
-    "merged",
     "random_distribution",
-    # Lengths that follow the batch, or costs, are those of early exits, below; turns that end in
-    # trees have tests of their own (test_tree_drafters).
-    *slow("early_exit", "turns", "turns_trees"),
-    *slow("unrelated", "itself", "similar_greedy", "early_exit_p_min", "shifting", "ngram_tree"),
+    # Lookups are in `test_draft_lengths`, and early exits across blocks of the cache, below; turns
+    # that end in trees have tests of their own (test_tree_drafters).
+    *slow("early_exit", "turns", "turns_trees", "merged"),
+    *slow(
+        "ngram",
+        "unrelated",
+        "itself",
+        "similar_greedy",
+        "early_exit_p_min",
+        "shifting",
+        "ngram_tree",
+    ),
 ]
 
 
@@ -88,9 +94,15 @@ def test_coupled_rows(name, tiny, every, plain_mixed):
 @pytest.mark.parametrize(
     ("name", "length"),
     [
-        ("similar", 0),
         ("ngram", 8),
-        *slow(("similar", 1), ("similar", 8), ("early_exit", 0), ("early_exit", 8), ("ngram", 1)),
+        *slow(
+            ("similar", 0),
+            ("similar", 1),
+            ("similar", 8),
+            ("early_exit", 0),
+            ("early_exit", 8),
+            ("ngram", 1),
+        ),
     ],
 )
 def test_draft_lengths(name, length, tiny, every, plain_mixed):
@@ -135,6 +147,7 @@ def test_greedy_rows_beside_sampled_ones(name, rule, tiny, every, plain_mixed):
     assert_counts(got)
 
 
+@pytest.mark.slow  # as of the page that is run in test_docs
 def test_a_rule_of_ones_own(tiny, every, plain_mixed):
     def cautious(tokens, num_valid, target, draft, uniforms):
         """As `rejection`, of at most one token."""
@@ -176,6 +189,7 @@ def test_simulated(acceptance, tiny, plain_mixed):
         assert 0.5 < got.accepted[took_part].sum() / tested < 0.7
 
 
+@pytest.mark.slow  # rows that come and go give what they give alone (test_engine)
 @pytest.mark.parametrize(
     ("rule", "sizes"),
     [
@@ -204,6 +218,7 @@ def test_a_row_does_not_change_with_the_batch(rule, sizes, tiny, every, plain_mi
 LADDER = DraftLength(4, by_batch=((1, 2, 4), (3, 5, 2), (6, 7, 1), (8, 8, 0)))
 
 
+@pytest.mark.slow  # as on a ladder of lookups (test_limits)
 def test_lengths_that_follow_the_batch(tiny, every, plain_mixed):
     # Rows end one after the other, so that all steps of the ladder are used.
     requests = [
@@ -226,6 +241,7 @@ def test_lengths_that_follow_the_batch(tiny, every, plain_mixed):
     assert len(drafted) >= 3, drafted
 
 
+@pytest.mark.slow  # as in test_draft_length, where costs are set
 def test_the_length_follows_measured_costs(tiny, every, plain_mixed):
     got = decode(
         tiny,
@@ -239,6 +255,7 @@ def test_the_length_follows_measured_costs(tiny, every, plain_mixed):
     assert_counts(got)
 
 
+@pytest.mark.slow  # its output has the right distribution (test_loop_distribution, p_min)
 def test_a_confident_draft_continues(tiny, every, plain_greedy):
     """`draft_p_min`: with a higher bar less is drafted, and never another output."""
     options = dict(sampling=greedy(max_new_tokens=NEW), num_speculative_tokens=3)

@@ -65,6 +65,7 @@ def test_rejection_accepts_the_overlap(free):
     assert_close(accepted + 1, theory.expected_tokens(alpha, LENGTH))
 
 
+@pytest.mark.slow  # no fewer than rejection, in test_verify_chain
 def test_block_accepts_more(free):
     target, draft, alpha = free
     accepted = counts(target, draft_model(draft), "block")

@@ -38,9 +38,10 @@ def plain(tiny):
     return decode(tiny, PROMPTS, verify="coupled", **options)
 
 
+# As trees in test_tree_drafters, and as any heads that start from features in test_pair_heads.
 @pytest.mark.parametrize(
     ("form", "length"),
-    [("shared", 5), *slow(("projected", 3), ("own", 2))],
+    slow(("shared", 5), ("projected", 3), ("own", 2)),
 )
 def test_coupled_and_greedy_rows_are_those_of_plain_decoding(form, length, tiny, plain):
     got = decode(
@@ -139,7 +140,8 @@ def first_distribution_for_all(drafter):
 @pytest.mark.parametrize(
     ("rule", "broken"),
     [
-        ("rejection", False),
+        # Of trees in test_tree_drafters.
+        *slow(("rejection", False)),
         # As any distribution that is not the drafter's own (test_loop_distribution).
         *slow(("rejection", True), ("block", False)),
     ],

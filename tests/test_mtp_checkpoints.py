@@ -66,7 +66,8 @@ def test_logits_and_recursion_are_those_of_transformers_layers(name, model):
         assert got.accepted[row, 0] == agree
 
 
-@pytest.mark.parametrize("kind", ["static", *slow("dynamic")])
+# Trees of modules are in test_mtp, experts on a mesh in test_experts, modules in test_sharding.
+@pytest.mark.parametrize("kind", slow("static", "dynamic"))
 def test_trees_and_meshes(kind, name, model):
     """A layer with experts over a level of several tokens, and split over devices."""
     prompts = golden(name)["tokens"][:, :9].tolist()

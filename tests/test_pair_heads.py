@@ -64,8 +64,9 @@ def plain(tiny):
 @pytest.mark.parametrize(
     "form",
     [
-        *("eagle_bias_reduced", "eagle3_flags", "mtp_2"),
-        *slow("eagle", "eagle3", "eagle3_reduced", "mtp", "mtp_3"),
+        # As trees, EAGLE-3's are in test_tree_drafters; modules of a model in test_mtp_checkpoints.
+        "eagle_bias_reduced",
+        *slow("eagle", "eagle3", "eagle3_reduced", "eagle3_flags", "mtp", "mtp_2", "mtp_3"),
     ],
 )
 def test_coupled_rows_are_those_of_plain_decoding(form, tiny, plain):
@@ -169,7 +170,7 @@ def session_of(tiny, drafter, rule="rejection"):
     )
 
 
-@pytest.mark.parametrize("form", ["mtp_3", *slow("eagle3_flags", "eagle", "mtp", "mtp_2")])
+@pytest.mark.parametrize("form", ["mtp_2", *slow("eagle3_flags", "eagle", "mtp", "mtp_3")])
 def test_the_state_equals_a_fresh_one_after_every_round(form, tiny):
     session = session_of(tiny, drafter_of(form, tiny, spread=0.3))
     state = first_state(session)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import tiny_config
+from conftest import slow, tiny_config
 from flax.core import meta
 from heads import eagle_config, eagle_head
 from rows import two_rows, with_features
@@ -91,7 +91,7 @@ def drafted(head, params, batch, row, label, first, steps):
     return [output[0, 0] for output in outputs]
 
 
-@pytest.mark.parametrize(("version", "flags"), [(1, {}), (3, {}), (3, FLAGS)])
+@pytest.mark.parametrize(("version", "flags"), [(1, {}), (3, FLAGS), *slow((3, {}))])
 def test_training_runs_what_decoding_runs(version, flags, tiny):
     head, params, _, batch = made(tiny, version, **flags)
     outputs = [np.asarray(output) for output in unrolled(head, params, batch, 3)]

@@ -125,6 +125,7 @@ def from_scratch(text, workdir, *options):
     )
 
 
+@pytest.mark.slow  # with experts, below; the loss is in test_train_mtp
 def test_a_new_model_and_its_modules(text, tmp_path, capsys):
     options = [
         "--config.mtp.num_modules=2",
@@ -386,9 +387,8 @@ def losses_of(workdir):
     return [line["train/loss"] for line in lines if "train/loss" in line]
 
 
-@pytest.mark.parametrize(
-    "name", ["train_medusa", *slow(*(name for name in RUNS if name != "train_medusa"))]
-)
+# As of the toy in test_train_resume, whose runs are resumed on other meshes.
+@pytest.mark.parametrize("name", slow(*RUNS))
 def test_the_curve_is_the_same_on_other_meshes(name, folders, tmp_path):
     """On one device, and begun on 8 x 1 and resumed on 4 x 2 (data x model), all split."""
 

@@ -69,7 +69,7 @@ tree_distribution = tree.node_distribution
 tree_recursion = sampling.recursion
 
 
-@pytest.mark.parametrize("mistake", [unchanged, normalised_twice, softmax_for_certain])
+@pytest.mark.parametrize("mistake", [unchanged, *slow(normalised_twice, softmax_for_certain)])
 def test_a_wrong_distribution_of_siblings_fails(mistake, monkeypatch, fast_programs):
     monkeypatch.setattr(tree, "node_distribution", mistake)
     check = check_rule("rejection", Topology(TWO), vocab=3)
@@ -106,7 +106,9 @@ def chosen_by_own_probability(drafted, target, uniforms):
     return tree_recursion(drafted._replace(valid=valid), target, uniforms)
 
 
-@pytest.mark.parametrize("mistake", [in_order_of_q, dropped_duplicate, chosen_by_own_probability])
+@pytest.mark.parametrize(
+    "mistake", [in_order_of_q, dropped_duplicate, *slow(chosen_by_own_probability)]
+)
 def test_a_wrong_choice_of_siblings_fails(mistake, monkeypatch, fast_programs):
     monkeypatch.setattr(sampling, "recursion", mistake)
     check = check_rule("rejection", Topology(TWO), vocab=3)
@@ -174,15 +176,20 @@ def test_a_greedy_walk_follows_the_likeliest_tokens():
     topology, tokens, valid, logp = random_tree(0, 200, 9, 3)
     choices = sampling.argmax(logp)
     drafted = drafted_of(topology, tokens, valid)
-    at_once = sampling.walk_greedy(drafted, choices)
-    one_by_one = sampling.walk(drafted, lambda slots, depth: pick(choices, slots))
+
+    @jax.jit
+    def both():
+        at_once = sampling.walk_greedy(drafted, choices)
+        return at_once, sampling.walk(drafted, lambda slots, depth: pick(choices, slots))
+
+    both_ways = jax.device_get(both())
     lengths = set()
     for row in range(len(tokens)):
         path, after = paths(
             *(np.asarray(a[row]) for a in (topology.row_parents, tokens, valid, choices))
         )
         lengths.add(len(path))
-        for done in (at_once, one_by_one):
+        for done in both_ways:
             assert done.num_accepted[row] == len(path)
             assert done.next_token[row] == after
             assert done.path_slots[row].tolist() == path + [-1] * (topology.depth - len(path))
@@ -191,17 +198,22 @@ def test_a_greedy_walk_follows_the_likeliest_tokens():
 
 def test_a_tree_without_branches_is_verified_as_a_chain():
     rows, length, vocab = 4000, 3, 5
-    keys = jax.random.split(jax.random.key(0), 3)
-    logp = jax.nn.log_softmax(jax.random.normal(keys[0], (rows, length + 1, vocab)))
-    logq = jax.nn.log_softmax(jax.random.normal(keys[1], (rows, length, vocab)))
-    tokens = jax.random.categorical(keys[2], logq)
-    uniforms = jax.random.uniform(jax.random.key(9), (rows, length))
-    num_valid = jnp.arange(rows) % (length + 1)
-    drafted = sampling.chain_drafted(tokens, num_valid, logq)
-    want = sampling.rejection(
-        tokens, num_valid, sampling.by_slot(logp), sampling.by_slot(logq), uniforms
-    )
-    got = sampling.recursion(drafted, sampling.by_slot(logp), uniforms)
+
+    @jax.jit
+    def both():
+        keys = jax.random.split(jax.random.key(0), 3)
+        logp = jax.nn.log_softmax(jax.random.normal(keys[0], (rows, length + 1, vocab)))
+        logq = jax.nn.log_softmax(jax.random.normal(keys[1], (rows, length, vocab)))
+        tokens = jax.random.categorical(keys[2], logq)
+        uniforms = jax.random.uniform(jax.random.key(9), (rows, length))
+        num_valid = jnp.arange(rows) % (length + 1)
+        drafted = sampling.chain_drafted(tokens, num_valid, logq)
+        want = sampling.rejection(
+            tokens, num_valid, sampling.by_slot(logp), sampling.by_slot(logq), uniforms
+        )
+        return want, sampling.recursion(drafted, sampling.by_slot(logp), uniforms)
+
+    want, got = both()
     np.testing.assert_array_equal(got.num_accepted, want.num_accepted)
     np.testing.assert_allclose(jnp.exp(got.next_logp), jnp.exp(want.next_logp), atol=1e-6)
     step = np.arange(length)[None]
@@ -215,6 +227,7 @@ def test_coupled_tokens_are_those_of_plain_decoding_whatever_was_drafted():
     logp = jax.nn.log_softmax(jax.random.normal(jax.random.key(0), (300, 1, 3)))
     logp = jnp.broadcast_to(logp, (300, 9, 3))
     noise = jax.random.gumbel(jax.random.key(1), (300, 9, 3))
+    drawn = np.asarray(sampling.argmax(logp + noise))
     drafted = drafted_of(topology, tokens, valid)
 
     def emitted(done):
@@ -226,19 +239,21 @@ def test_coupled_tokens_are_those_of_plain_decoding_whatever_was_drafted():
         ]
 
     def wrong(draws):
-        return sum(
-            one
-            != np.asarray(sampling.argmax(logp[row, : len(one)] + noise[row, : len(one)])).tolist()
-            for row, one in enumerate(draws)
+        return sum(one != drawn[row, : len(one)].tolist() for row, one in enumerate(draws))
+
+    @jax.jit
+    def both():
+        target = sampling.by_slot(logp)
+        return (
+            sampling.walk(
+                drafted, lambda slots, depth: sampling.argmax(target(slots) + pick(noise, depth))
+            ),
+            sampling.walk(
+                drafted, lambda slots, depth: sampling.argmax(target(slots) + pick(noise, slots))
+            ),
         )
 
-    target = sampling.by_slot(logp)
-    by_depth = sampling.walk(
-        drafted, lambda slots, depth: sampling.argmax(target(slots) + pick(noise, depth))
-    )
-    by_slot = sampling.walk(
-        drafted, lambda slots, depth: sampling.argmax(target(slots) + pick(noise, slots))
-    )
+    by_depth, by_slot = both()
     assert wrong(emitted(by_depth)) == 0
     assert wrong(emitted(by_slot)) > 20
     assert by_depth.num_accepted.max() > 2
@@ -247,9 +262,12 @@ def test_coupled_tokens_are_those_of_plain_decoding_whatever_was_drafted():
 def test_typical_acceptance_takes_the_longest_path_of_likely_tokens():
     topology, tokens, valid, logp = random_tree(2, 200, 8, 4)
     epsilon, delta = 0.3, 0.5
-    path, accepted, last = sampling.typical(
-        drafted_of(topology, tokens, valid), sampling.by_slot(logp), epsilon, delta
+    accept = jax.jit(
+        lambda logp: sampling.typical(
+            drafted_of(topology, tokens, valid), sampling.by_slot(logp), epsilon, delta
+        )
     )
+    path, accepted, last = jax.device_get(accept(logp))
     p = np.exp(np.asarray(logp, np.float64))
     lengths = set()
     for row in range(len(tokens)):
@@ -278,9 +296,15 @@ def test_greedy_rows_keep_their_tokens_under_typical_acceptance():
     best = sampling.argmax(logits)
     tokens = jnp.where(jnp.arange(3)[None, :] < jnp.arange(50)[:, None] % 4, best[:, :3], tokens)
     drafted = sampling.chain_drafted(tokens, jnp.full(50, 3))
-    want = sampling.walk_greedy(drafted, best)
-    target = sampling.Target(sampling.by_slot(sampling.warp(logits, 0.0)), jnp.zeros(50, int), 4)
-    got = sampling.Typical().verify(jax.random.split(jax.random.key(0), 50), drafted, target)
+
+    @jax.jit
+    def both():
+        p = sampling.by_slot(sampling.warp(logits, 0.0))
+        keys = jax.random.split(jax.random.key(0), 50)
+        got = sampling.Typical().verify(keys, drafted, sampling.Target(p, jnp.zeros(50, int), 4))
+        return got, sampling.walk_greedy(drafted, best)
+
+    got, want = both()
     for one, two in zip(got, want, strict=True):
         np.testing.assert_array_equal(one, two)
 

@@ -36,7 +36,8 @@ class Programs(NamedTuple):
     state, *arguments)` is the same as `new` in the memory of earlier rows. `read(params, state,
     begin, end)` reads new rows' prompts, and `admit(state, slots, new)` puts them in; both also
     return an array that is there when they are done. `step(params, state, ended, max_rounds,
-    enough)` is `loop.step`. The state that is changed is donated.
+    enough)` is `loop.step`. The state that is changed is donated. `sizes` are the memory of
+    `empty`, `read` and `step`.
     """
 
     empty: Any
@@ -45,6 +46,7 @@ class Programs(NamedTuple):
     read: Any
     admit: Any
     step: Any
+    sizes: tuple[Any, ...]
     seconds: float
 
 
@@ -61,7 +63,7 @@ def compile_setup(setup: Setup, replayed_rounds: int = 0, *, begun: bool = False
     leaves, tree = jax.tree.flatten((setup.params, *shapes))
     programs = _compile(setup.plan, setup.mesh, tree, tuple(map(_Leaf.of, leaves)))
     device_memory.check_fits(
-        (programs.empty, programs.read, programs.step),
+        programs.sizes,
         "lower batch_size, max_length, max_new_tokens or num_speculative_tokens",
         setup.mesh,
         begun=begun,
@@ -119,7 +121,8 @@ def _compile(plan: Plan, mesh: Mesh | None, tree: Any, leaves: tuple[_Leaf, ...]
             out_shardings=out,
         )
         step = step.lower(plan, params, state, ended, number, number).compile()
-    return Programs(empty, new, renew, read, put, step, time.perf_counter() - begin)
+    sizes = tuple(program.memory_analysis() for program in (empty, read, step))
+    return Programs(empty, new, renew, read, put, step, sizes, time.perf_counter() - begin)
 
 
 def _renew(plan: Plan, params: Any, old: State, *arguments: Any) -> State:
@@ -128,7 +131,12 @@ def _renew(plan: Plan, params: Any, old: State, *arguments: Any) -> State:
     The caches are cleared: where a row had keys that are not numbers, masking them is not enough.
     """
     del old
-    return loop.empty_state(plan, params, *arguments)
+    return _empty()(plan, params, *arguments)
+
+
+def _empty() -> Any:
+    """`loop.empty_state`, of which one trace serves all programs of the same rows."""
+    return jax.jit(loop.empty_state, static_argnums=0, inline=True)
 
 
 def _read(plan: Plan, params: Any, state: State, begin: Any, end: Any) -> tuple[State, Any]:
@@ -143,7 +151,7 @@ def _admit(state: State, slots: Int[Array, "A"], new: State) -> tuple[State, Int
 
 def _first(plan: Plan, params: Any, arguments: Any, mesh: Mesh | None) -> tuple[Any, Any, Any]:
     """The program that makes a state, the state's shapes, and where it is placed on a mesh."""
-    make = jax.jit(loop.empty_state, static_argnums=0).lower(plan, params, *arguments)
+    make = _empty().lower(plan, params, *arguments)
     state, make = make.out_info, make.compile()
     state = jax.tree.map(
         lambda leaf, there: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there),

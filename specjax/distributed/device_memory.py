@@ -16,15 +16,14 @@ _GIB = 1 << 30
 
 
 def check_fits(
-    programs: Sequence[Any], remedy: str, mesh: Mesh | None = None, *, begun: bool = False
+    sizes: Sequence[Any], remedy: str, mesh: Mesh | None = None, *, begun: bool = False
 ) -> None:
     """Raise InputError, with the remedy, unless compiled programs that run in turn fit into memory.
 
-    The first one's outputs are assumed to stay, and to be there already where the programs have
-    `begun`; arguments that exist do not count. Nothing is checked where free memory is unknown, or
-    where processes might get different results.
+    `sizes` are their `memory_analysis()`. The first one's outputs are assumed to stay, and to be
+    there already where the programs have `begun`; arguments that exist do not count. Nothing is
+    checked where free memory is unknown, or where processes might get different results.
     """
-    sizes = [program.memory_analysis() for program in programs]
     free = free_bytes()
     if free is None or None in sizes or processes.count() > 1:
         return

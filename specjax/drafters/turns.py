@@ -274,6 +274,8 @@ def _take_turn(
     if part.observes:
         state = _catch_up(part, params, state, context, wanted)
 
+    # Compiled as a part of the whole, but traced once for both uses.
+    @functools.partial(jax.jit, inline=True)
     def propose(inner: Any) -> tuple[Draft, Any]:
         return part.propose(params, inner, context, noise)
 

@@ -10,6 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.errors import ScopeParamShapeError
 from jaxtyping import Array, Key
 
 
@@ -63,11 +64,21 @@ class ParameterTable(nn.Module):
     def __call__(self) -> dict[str, jax.Array | dict]:
         """The parameters as a plain nested dict."""
         return {
-            name: self.param(name, entry.initializer(), entry.shape, entry.dtype(self.dtype))
+            name: self._value(name, entry)
             if isinstance(entry, Parameter)
             else ParameterTable(entry, self.dtype, name=name)()
             for name, entry in self.table.items()
         }
+
+    def _value(self, name: str, entry: Parameter) -> jax.Array:
+        if not self.has_variable("params", name):
+            return self.param(name, entry.initializer(), entry.shape, entry.dtype(self.dtype))
+        # `param` would trace the initialiser for its shape, in every program anew.
+        value = self.get_variable("params", name)
+        if value.shape != entry.shape:
+            path = self.scope.path_text
+            raise ScopeParamShapeError(name, path, value.shape, entry.shape)
+        return value
 
 
 def cast(params: Any, table: Any, dtype: Any) -> Any:

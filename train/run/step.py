@@ -76,7 +76,9 @@ class Program(NamedTuple):
         """The step, compiled for batches of this shape."""
         with use(self.mesh):
             compiled = self.step.lower(self.state, target_params, batches).compile()
-        check_fits((compiled,), "lower row_tokens, or raise accumulate", self.mesh)
+        check_fits(
+            (compiled.memory_analysis(),), "lower row_tokens, or raise accumulate", self.mesh
+        )
         return compiled
 
 
