@@ -3,14 +3,10 @@
 import collections
 import contextlib
 import dataclasses
-import functools
 import gc
-import inspect
 import os
 import signal
 import tempfile
-import threading
-import types
 from pathlib import Path
 
 import jaxlib.version
@@ -65,6 +61,7 @@ import jax
 import jax.numpy as jnp
 import jaxtyping
 import numpy as np
+import shape_checks
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -74,77 +71,7 @@ jax.config.update("jax_enable_compilation_cache", False)
 # Where in the source an instruction came from is looked up for each, and read by no test.
 jax.config.update("jax_traceback_in_locations_limit", 0)
 
-jaxtyped = jaxtyping.jaxtyped
-checkers = {}
-calls = threading.local()
-
-
-def jaxtyped_once(*, typechecker):
-    """As `jaxtyped`, but checkers are made at the first call, as it takes a millisecond or two.
-
-    Functions that a function makes anew in every call share one: tracing makes thousands of them.
-    """
-    decorate = jaxtyped(typechecker=typechecker)
-
-    def checked(made):
-        if dataclasses.is_dataclass(made):
-            if not hasattr(made.__init__, "checked"):
-                made.__init__ = at_first_call(made.__init__)
-            return made
-        if not inspect.isfunction(made):
-            return decorate(made)
-        # Defaults would be kept alive.
-        local = "<locals>" in made.__qualname__ and not (made.__defaults__ or made.__kwdefaults__)
-        return shared(made) if local else at_first_call(made)
-
-    def at_first_call(function):
-        checker = None
-
-        @functools.wraps(function)
-        def call(*args, **kwargs):
-            __tracebackhide__ = True
-            nonlocal checker
-            checker = checker or decorate(function)
-            return checker(*args, **kwargs)
-
-        call.checked = True
-        return call
-
-    def shared(function):
-        @functools.wraps(function)
-        def call(*args, **kwargs):
-            __tracebackhide__ = True
-            checker = checkers.get(function.__code__)
-            if checker is None:
-                checker = checkers[function.__code__] = decorate(latest_like(function))
-            stack = calls.__dict__.setdefault("stack", [])
-            stack.append(function)
-            try:
-                return checker(*args, **kwargs)
-            finally:
-                stack.pop()
-
-        return call
-
-    return checked
-
-
-def latest_like(function, calls=calls):
-    """A function with the signature of another one, which calls the function called last."""
-
-    def latest(*args, **kwargs):
-        return calls.stack[-1](*args, **kwargs)
-
-    # Annotations are looked up among the names of the function's module.
-    names = function.__globals__
-    found = types.FunctionType(latest.__code__, names, closure=latest.__closure__)
-    functools.update_wrapper(found, function)
-    found.__signature__ = inspect.signature(function)
-    del found.__wrapped__
-    return found
-
-
-jaxtyping.jaxtyped = jaxtyped_once
+jaxtyping.jaxtyped = shape_checks.jaxtyped
 # As everywhere in Python, an int will do where a float is declared.
 jaxtyping.install_import_hook(
     ["specjax", "train"], "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
