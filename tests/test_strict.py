@@ -3,13 +3,16 @@
 import functools
 import re
 
+import beartype
 import jax
 import jax.numpy as jnp
 import jaxtyping
 import pytest
+import shape_checks
 from conftest import slow, tiny_config
 from decoding import PROMPTS, changed, draft_model, greedy, make_session, mixed
 from heads import with_modules
+from jaxtyping import Array, Float
 
 import specjax
 from specjax import sampling
@@ -32,6 +35,20 @@ def test_the_session_is_strict():
         sampling.residual(jnp.ones(3), jnp.ones(4))
     with pytest.raises(jaxtyping.TypeCheckError):
         make_cache(1, 1, 1, 1, 1, jnp.dtype("float32")).__class__(0, 0, 0)
+
+
+def test_local_functions_share_their_checks():
+    def scaled_by(factor):
+        @shape_checks.jaxtyped(typechecker=beartype.beartype)
+        def scaled(x: Float[Array, "N"]) -> Float[Array, "N"]:
+            return factor * x if factor else x[None]
+
+        return scaled
+
+    assert [float(scaled_by(factor)(jnp.ones(3)).sum()) for factor in (2, 3)] == [6, 9]
+    for wrong, x in ((2, jnp.ones((1, 3))), (0, jnp.ones(3))):
+        with pytest.raises(jaxtyping.TypeCheckError):
+            scaled_by(wrong)(x)
 
 
 def counting(drafter, traces):
