@@ -88,9 +88,12 @@ def converted(tensors, architecture, config):
     return found
 
 
-def write(path, keys, arrays, kind="F32", architecture="llama"):
-    """Write a file with the matrices quantised to `kind` and the vectors in float32."""
-    writer = gguf.GGUFWriter(path, architecture)
+def write(path, keys, arrays, kind="F32", architecture="llama", **split):
+    """Write a file with the matrices quantised to `kind` and the vectors in float32.
+
+    `split` says how the writer splits it into parts, and the path of the first comes out.
+    """
+    writer = gguf.GGUFWriter(path, architecture, **split)
     for key, value in keys.items():
         _add(writer, key, value)
     quantised = gguf.GGMLQuantizationType[kind]
@@ -104,7 +107,7 @@ def write(path, keys, arrays, kind="F32", architecture="llama"):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return Path(path)
+    return writer.format_shard_names(Path(path))[0]
 
 
 def _add(writer, key, value):

@@ -17,6 +17,7 @@ from json_values import TEXTS, changed
 from specjax.errors import InputError
 from specjax.loading.formats import gguf
 from specjax.loading.formats.gguf_file import open_gguf
+from specjax.loading.formats.gguf_parts import open_parts
 from specjax.loading.formats.huggingface import read_params
 from specjax.loading.formats.huggingface_config import read_config
 from specjax.loading.head_formats import read_foreign, write_foreign
@@ -44,7 +45,7 @@ def pristine(tmp_path_factory):
 
 def load_gguf(path):
     """What `load_model` does with a file, without placing the weights on a device."""
-    with open_gguf(path) as file:
+    with open_parts(path) as file:
         gguf.family_of(file)
         tokenizer = read_tokenizer(str(path), file.metadata)
         config, modules = gguf.read_config(file, tokenizer.vocab_size)

@@ -1,10 +1,13 @@
 """GGUF files: what was written is what is loaded, and bad files are one-line errors."""
 
+import contextlib
 import dataclasses
 import struct
+from pathlib import Path
 
 import gguf
 import gguf_files
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ import pytest
 from specjax.errors import InputError
 from specjax.loading.formats import parameter_names
 from specjax.loading.formats.gguf_file import open_gguf
+from specjax.loading.formats.gguf_parts import open_parts
 from specjax.loading.load import load_model
 from specjax.models.config import RopeScaling
 
@@ -266,3 +270,97 @@ def test_a_file_truncated_in_its_weights_says_where_it_ends(tmp_path):
     message = refusal(path)
     assert "truncated" in message
     assert str(len(whole) - 100) in message
+
+
+def write_parts(folder, arrays=None, size=8):
+    """The paths of the parts of a small model, `size` tensors in each; three by default."""
+    folder.mkdir()
+    arrays = arrays or gguf_files.tensors()
+    gguf_files.write(folder / "a.gguf", gguf_files.metadata(), arrays, split_max_tensors=size)
+    return sorted(folder.iterdir())
+
+
+def open_files(folder):
+    """The files in a folder that this process has open."""
+    opened = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            opened.append(descriptor.readlink())
+    return [path for path in opened if path.is_relative_to(folder)]
+
+
+@pytest.mark.parametrize("empty_first", [False, True])
+def test_a_model_in_parts_is_the_whole_one(tmp_path, empty_first):
+    split = {"split_max_tensors": 8, "small_first_shard": empty_first}
+    content = gguf_files.metadata(), gguf_files.tensors(), "Q8_0"
+    whole = load_model(gguf_files.write(tmp_path / "whole.gguf", *content))
+    first = gguf_files.write(tmp_path / "a.gguf", *content, **split)
+    with open_gguf(first) as file:
+        assert len(file.tensors) == (0 if empty_first else 8)
+    with open_parts(first) as file:
+        assert len(file.tensors) == 20
+        assert len(open_files(tmp_path)) == (4 if empty_first else 3)
+    parts = load_model(first)
+    assert not open_files(tmp_path)
+    assert parts.config == whole.config
+    assert parts.tokenizer.backend.to_str() == whole.tokenizer.backend.to_str()
+    jax.tree.map(np.testing.assert_array_equal, parts.params, whole.params)
+
+
+def remove(parts, folder):
+    parts[1].unlink()
+
+
+def repeat(parts, folder):
+    parts[1].write_bytes(parts[2].read_bytes())
+
+
+def recount(parts, folder):
+    parts[1].write_bytes(write_parts(folder / "other", size=4)[1].read_bytes())
+
+
+def reorder(parts, folder):
+    arrays = dict(reversed(gguf_files.tensors().items()))
+    parts[2].write_bytes(write_parts(folder / "other", arrays)[2].read_bytes())
+
+
+def shorten(parts, folder):
+    arrays = dict(list(gguf_files.tensors().items())[:-1])
+    parts[2].write_bytes(write_parts(folder / "other", arrays)[2].read_bytes())
+
+
+def put_a_whole_file(parts, folder):
+    gguf_files.write(parts[1], gguf_files.metadata(), gguf_files.tensors())
+
+
+def truncate(parts, folder):
+    parts[2].write_bytes(parts[2].read_bytes()[:-100])
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (remove, "its part a-00002-of-00003.gguf is missing"),
+        (repeat, "a-00002-of-00003.gguf has split.no=2 and split.count=3, not 1 and 3"),
+        (recount, "a-00002-of-00003.gguf has split.no=1 and split.count=5, not 1 and 3"),
+        (reorder, "is in a-00003-of-00003.gguf and in a part before it"),
+        (shorten, "hold 19 tensors, not split.tensors.count=20"),
+        (put_a_whole_file, "a-00002-of-00003.gguf: split.no=None: must be a whole number"),
+        (truncate, "a-00003-of-00003.gguf: GGUF truncated"),
+    ],
+)
+def test_parts_that_do_not_belong_together_are_refused(tmp_path, damage, words):
+    parts = write_parts(tmp_path / "model")
+    damage(parts, tmp_path)
+    assert words in refusal(parts[0])
+    assert not open_files(tmp_path)
+
+
+def test_another_part_than_the_first_names_the_first(tmp_path):
+    parts = write_parts(tmp_path / "model")
+    assert "split.no=1, so it is not the first part; load a-00001-of-" in refusal(parts[1])
+
+
+def test_a_part_of_another_name_is_refused(tmp_path):
+    renamed = write_parts(tmp_path / "model")[0].rename(tmp_path / "a.gguf")
+    assert "its name does not end in -00001-of-00003.gguf" in refusal(renamed)

@@ -29,7 +29,7 @@ from specjax.loading.formats import (
     parameter_names,
 )
 from specjax.loading.formats.families import registry
-from specjax.loading.formats.gguf_file import open_gguf
+from specjax.loading.formats.gguf_parts import open_parts
 from specjax.loading.model import MODEL_KIND, Model, array_table, split_arrays
 from specjax.loading.tokenizers import huggingface_tokenizer as files
 from specjax.loading.tokenizers.gguf_tokenizer import read_tokenizer
@@ -56,7 +56,8 @@ def load_model(
 ) -> Model:
     """A model by built-in name, .gguf file, directory, or the hub's org/name.
 
-    A directory is a checkpoint of specjax or in Hugging Face's layout.
+    A directory is a checkpoint of specjax or in Hugging Face's layout. Of a GGUF in several parts
+    (NAME-00001-of-00003.gguf) the first is named, and the others are read with it.
 
     `dtype` is float32, bfloat16, float16, or auto: float32 on CPU, bfloat16 elsewhere. On a `mesh`
     (`sharding.make_mesh`) each tensor goes straight into its part of each device, split over
@@ -197,7 +198,7 @@ def resolve_dtype(dtype: str) -> np.dtype:
 
 
 def _load_gguf(name: str, path: Path, target: _Target) -> Model:
-    with _naming(path), open_gguf(path) as file:
+    with _naming(path), open_parts(path) as file:
         gguf.family_of(file)
         tokenizer = read_tokenizer(str(path), file.metadata)
         config, modules = gguf.read_config(file, tokenizer.vocab_size)

@@ -10,7 +10,7 @@ import math
 import mmap
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,26 +41,26 @@ _CHUNK = 1 << 17  # values dequantised at a time: what the second-level cache ho
 
 
 class Tensor(NamedTuple):
-    """One tensor of a file: shape outermost first, offset and size in bytes from the file start."""
+    """One tensor: shape outermost first, and in a mapped file its offset and size in bytes."""
 
     shape: tuple[int, ...]
     kind: GGMLQuantizationType
+    data: mmap.mmap
     offset: int
     size: int
 
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A scanned file: metadata by key, tensors by name, and the mapped bytes."""
+    """A scanned file: metadata by key and tensors by name."""
 
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, Tensor]
-    data: mmap.mmap
 
     def raw(self, tensor: Tensor) -> UInt8[np.ndarray, "bytes"]:
         """The tensor's bytes."""
-        return np.frombuffer(self.data, np.uint8, tensor.size, tensor.offset)
+        return np.frombuffer(tensor.data, np.uint8, tensor.size, tensor.offset)
 
     def values(self, tensor: Tensor, part: tuple[int, int] = (0, 1)) -> Float[np.ndarray, "n"]:
         """The values of `chunks` together, flat."""
@@ -179,11 +179,15 @@ def open_gguf(path: Path) -> Iterator[GgufFile]:
         raise InputError(f"{path}: the file is empty; download it again") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); give a GGUF file") from None
-    # Left to the garbage collector: numpy views of the mapping may outlive this block in errors.
-    reader = _Reader(path, data)
-    tensor_count, key_count = _read_preamble(reader)
-    metadata = _read_metadata(reader, key_count)
-    yield GgufFile(path, metadata, _read_tensors(reader, tensor_count, metadata), data)
+    try:
+        reader = _Reader(path, data)
+        tensor_count, key_count = _read_preamble(reader)
+        metadata = _read_metadata(reader, key_count)
+        yield GgufFile(path, metadata, _read_tensors(reader, tensor_count, metadata))
+    finally:
+        # Numpy views of the mapping may outlive this block in errors; it is closed with the last.
+        with suppress(BufferError):
+            data.close()
 
 
 def _read_preamble(reader: _Reader) -> tuple[int, int]:
@@ -247,7 +251,7 @@ def _read_tensors(reader: _Reader, count: int, metadata: dict[str, Any]) -> dict
                 f"GGUF truncated: {label} ends at byte {base + offset + size}, "
                 f"the file has {reader.size}"
             )
-        tensors[name] = Tensor(tuple(shape), kind, base + offset, size)
+        tensors[name] = Tensor(tuple(shape), kind, reader.data, base + offset, size)
     return tensors
 
 
