@@ -439,6 +439,13 @@ def test_a_drafter_is_not_believed_too_dear_for_good():
     # What is believed too cheap is corrected by the rounds that it causes.
     want = 2 * np.array([1.0, 1.1, 1.4, 0.2, 0.1, 0.05, 0.0])
     np.testing.assert_allclose(measurement.figures().seconds, want, atol=1e-9)
+    # A pass that takes less than was known is no reason to draft less, either.
+    now = np.array([1.0, 1.05, 1.15, 0.1, 0.1, 0.05, 0.0])
+    measurement = Measurement(3, (4, 4), np.array([1.0, 1.3, 2.2, 0.1, 0.1, 0.05, 0.0]))
+    timed(measurement, now)
+    _, narrow, wide, first, _, further, _ = measurement.figures().seconds
+    assert narrow + first == pytest.approx(now[1] + now[3])
+    assert wide + first + 3 * further == pytest.approx(now[2] + now[3] + 3 * now[5])
     # Where nothing was drafted, what was known stays.
     measurement = Measurement(3, (4, 4), kept)
     timed(measurement, kept, found=(0, 1))
@@ -502,8 +509,12 @@ def test_the_first_rounds_measure_costs_that_are_kept(tiny, similar, kept):
     old = json.loads(file.read_text()) | {"at": 1.6e9}
     file.write_text(json.dumps(old))
     again = LearnedCosts.of_setup(session, 5)
-    assert again.estimate is None
+    np.testing.assert_allclose(again.estimate.seconds, learned.estimate.seconds)
     assert again.measurement.next.lengths == (0, 0)
+    assert again.rounds(16) == 1
+    # A future time is another clock's.
+    file.write_text(json.dumps(old | {"at": 1e12}))
+    assert LearnedCosts.of_setup(session, 5).measurement is not None
     for damage in ("{", '{"seconds": [1], "at": 1}', '{"seconds": "x"}', "[]", '{"at": 1}'):
         file.write_text(damage)
         assert LearnedCosts.of_setup(session, 5).estimate is None

@@ -145,7 +145,13 @@ class Workbench:
             yield cell, decoding.one_pass(self.size, model, *where, self._copies())
 
     def _forms(self) -> list[str]:
-        return [name for name in FORMS if self._platform == "gpu" or name != "apart_kernel"]
+        """Those that may pay here: rows one by one only on a CPU, a kernel only on a GPU."""
+        others = {"kernel": "gpu", "rows": "cpu"}
+        return [
+            name
+            for name, form in FORMS.items()
+            if others.get(form.cache_attention, self._platform) == self._platform
+        ]
 
     def _attention(self, config: DecoderConfig, cells: list[Cell]) -> Measured:
         for cell in cells:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -25,17 +26,17 @@ from specjax.files.measured_seconds import keep_seconds, read_seconds, seconds_f
 ROUNDS_PER_LOOK = 16
 """The most rounds between two looks at the clock."""
 _TRUSTED_S = 600.0
-"""How old kept figures may be that are not measured again, in part."""
+"""The age in seconds up to which kept figures are used without a check."""
 
 
 @dataclass
 class LearnedCosts:
     """Costs, and what became of draft tokens.
 
-    Where no earlier process has measured the same work here lately, the first rounds do:
-    `measurement` is theirs until they are done, `estimate` is None so long, and `measure_s` are
-    their seconds. `committed` are the tokens of the prompts that they were measured with, and
-    `measured_at` says when that was, in seconds since 1970.
+    Where no earlier process has measured the same work here in the last ten minutes, the first
+    rounds do: `measurement` is theirs until they are done, `measure_s` are their seconds, and
+    `estimate` has so long what was kept, or is None. `committed` are the tokens of the prompts that
+    they were measured with, and `measured_at` says when that was, in seconds since 1970.
     """
 
     estimate: CostEstimate | None
@@ -57,12 +58,16 @@ class LearnedCosts:
         num_widths, parts = len(setup.plan.widths), setup.plan.drafter.parts
         count = num_widths + 2 * len(parts)
         kept = processes.from_first(read_seconds(file, count) if processes.is_first() else None)
-        seconds, measured_at = (None, None) if kept is None else kept
-        if processes.from_first(kept is None or time.time() > measured_at + _TRUSTED_S):
-            longest = [part.num_nodes for part in parts]
-            return cls(None, file, Measurement(num_widths, longest, seconds), committed)
-        estimate = CostEstimate(seconds, num_widths)
-        return cls(estimate, file, committed=committed, measured_at=measured_at)
+        longest = [part.num_nodes for part in parts]
+        if kept is None:
+            return cls(None, file, Measurement(num_widths, longest), committed)
+        seconds, measured_at = kept
+        known = cls(
+            CostEstimate(seconds, num_widths), file, committed=committed, measured_at=measured_at
+        )
+        if not processes.from_first(0 <= time.time() - measured_at <= _TRUSTED_S):
+            known.measurement = Measurement(num_widths, longest, seconds)
+        return known
 
     def rounds(self, most: int) -> int:
         """How many rounds the next step has: at most `most`, and one where it is measured."""
@@ -99,10 +104,7 @@ class LearnedCosts:
         self.measure_s += seconds
         if (kind := self.measurement.next) is not None:
             return _put_kind(state, kind)
-        figures = self.measurement.figures()
-        _check(figures.seconds)
-        self.estimate = CostEstimate(figures.seconds, self.measurement.num_widths, figures.spread)
-        self.measurement, self.measured_at = None, time.time()
+        self._take_figures()
         # What was drafted to measure says nothing of how fast the batch is.
         free = _fresh_policy(state)
         return _put_policy(
@@ -115,8 +117,22 @@ class LearnedCosts:
         )
 
     def end(self, state: State) -> None:
-        """Keep what a state has shown of acceptance, for the next one."""
+        """Keep what a state has shown of acceptance, for the next one.
+
+        Of a measurement that rows were too short for, what it has is taken once it is enough.
+        """
         self.policy = state.policy
+        if self.measurement is not None and self.measurement.enough:
+            with suppress(InputError):
+                self._take_figures()
+
+    def _take_figures(self) -> None:
+        """End the measurement, and keep what it found. Raises InputError."""
+        figures = self.measurement.figures()
+        _check(figures.seconds)
+        self.estimate = CostEstimate(figures.seconds, self.measurement.num_widths, figures.spread)
+        self.measurement, self.measured_at = None, time.time()
+        self.save()
 
     def costs(self) -> Costs:
         """The figures as they are now; not before they are measured."""

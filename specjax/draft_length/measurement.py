@@ -2,8 +2,8 @@
 
 While nothing is known, the rounds of a batch are of given kinds in turn: without drafts at each
 compiled width, then with drafts of each drafter. Where earlier figures are known, those of drafting
-are measured again, since a drafter that is believed too dear would not run. Such rounds commit
-tokens like all others, and which kind is next does not depend on any token.
+are measured again, since a drafter that is believed too dear hardly runs. Such rounds commit tokens
+like all others, and which kind is next does not depend on any token.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ _TURNS, _TURNS_AGAIN = 3, 2
 Other work on the machine only adds to a round. What is believed too dear is not drafted and not
 corrected; what is believed too cheap is corrected by the rounds that it causes.
 """
+
+
+_KEPT_SPREAD = 0.2
+"""How far a pass's earlier figure may be off, as a share of it."""
 
 
 class Kind(NamedTuple):
@@ -85,6 +89,11 @@ class Measurement:
         done = len(self._timed)
         return self._kinds[done] if done < len(self._kinds) else None
 
+    @property
+    def enough(self) -> bool:
+        """Whether each kind was timed once, of a measurement that began with known figures."""
+        return self._known is not None and len(self._timed) >= self._num_kinds
+
     def add(self, seconds: float, work: Work) -> None:
         """What a round of the kind that was next took, and what ran in it."""
         ran, further = bool(np.any(work.first)), int(np.sum(work.further))
@@ -102,7 +111,7 @@ class Measurement:
         known = None
         if self._known is not None:
             known = self._known * (passes[0][0] / self._known[0])
-            passes += [(float(seconds), 0.0) for seconds in known[1 : self.num_widths]]
+            passes += [self._wider_pass(width, known) for width in range(1, self.num_widths)]
 
         def alone(one: _Timed) -> float:
             return one.seconds - passes[one.width][0]
@@ -114,11 +123,22 @@ class Measurement:
             # At its end a row has no room for a draft.
             first.append(_figure(alone(one) for one in shortest if one.ran))
             more = [one for one in longest if one.further > 0]
-            further.append(_figure((alone(one) - first[-1][0]) / one.further for one in more))
-        seconds, spread = np.transpose([*passes, *first, *further])
+            begun = 0.0 if math.isnan(first[-1][0]) else first[-1][0]
+            further.append(_figure((alone(one) - begun) / one.further for one in more))
+        timed, spread = np.transpose([*passes, *first, *further])
+        seconds = timed
         if known is not None:
-            seconds = np.fmin(seconds, known)
+            seconds = np.fmin(timed, known)
+            spread = np.where(seconds < timed, timed - seconds, spread)
         return Figures(np.maximum(np.nan_to_num(seconds), 0.0), np.nan_to_num(spread))
+
+    def _wider_pass(self, width: int, known: Float[np.ndarray, "parts"]) -> tuple[float, float]:
+        """A kept figure of a pass, and how far it may be off.
+
+        No pass takes more than the rounds that had it, or a wider one.
+        """
+        timed = [one.seconds for one in self._timed if one.width >= width]
+        return min(float(known[width]), *timed, math.inf), _KEPT_SPREAD * float(known[width])
 
 
 def _figure(timings: Iterable[float]) -> tuple[float, float]:

@@ -82,7 +82,9 @@ class DraftModel(ChainDrafter):
     @classmethod
     def of_head(cls, head: Head, params: Any, target: Model, **options: Any) -> LoadedDrafter:
         """The drafter of a distilled head and its complete parameters."""
-        form = replace(target.form, scan_layers=True, cache_attention="blocks")
+        kind = target.form.cache_attention
+        kind = "blocks" if kind == "kernel" else kind
+        form = replace(target.form, scan_layers=True, cache_attention=kind)
         decoder = Decoder(head.config.decoder, target.dtype, form=form)
         return LoadedDrafter(cls(ReducedDecoder(decoder), **options), params)
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 from specjax.errors import InputError, shown
 
 MOST_LAYERS = 1 << 16
+_MOST_EXPERTS = 1 << 17
 _LARGEST = {
     "vocab_size": 1 << 24,
     "hidden_size": 1 << 20,
@@ -324,6 +325,12 @@ def _check_parts(config: DecoderConfig) -> None:
             _check_real(field, value)
     if config.experts is not None:
         _check_experts(config.experts)
+        total = config.num_layers * config.experts.num_experts
+        if total > _MOST_EXPERTS:
+            raise InputError(
+                f"experts.num_experts={config.experts.num_experts}: {config.num_layers} layers "
+                f"have {total} in all, at most {_MOST_EXPERTS} are supported; repair the config"
+            )
 
 
 def _check_experts(experts: Experts) -> None:

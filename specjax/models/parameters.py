@@ -74,7 +74,7 @@ class ParameterTable(nn.Module):
         if not self.has_variable("params", name):
             return self.param(name, entry.initializer(), entry.shape, entry.dtype(self.dtype))
         # `param` would trace the initialiser for its shape, in every program anew.
-        value = self.get_variable("params", name)
+        value = nn.meta.unbox(self.get_variable("params", name))
         if value.shape != entry.shape:
             path = self.scope.path_text
             raise ScopeParamShapeError(name, path, value.shape, entry.shape)

@@ -138,5 +138,5 @@ def _fill(
     for first, values in file.chunks(tensor, part):
         # A chunk is whole rows, small enough to be transposed in the CPU's cache.
         start = first // math.prod(rest)
-        part = into[start : start + values.size // math.prod(rest)]
-        np.copyto(part, values.reshape(-1, *rest)[: len(part)], casting="same_kind")
+        rows = into[start : start + values.size // math.prod(rest)]
+        np.copyto(rows, values.reshape(-1, *rest)[: len(rows)], casting="same_kind")

@@ -63,7 +63,7 @@ class GgufFile:
         return np.frombuffer(tensor.data, np.uint8, tensor.size, tensor.offset)
 
     def values(self, tensor: Tensor, part: tuple[int, int] = (0, 1)) -> Float[np.ndarray, "n"]:
-        """The values of `chunks` together, flat."""
+        """The tensor's values, or those of a part of it, as one flat array."""
         out = np.empty(math.prod(tensor.shape) // part[1], np.float32)
         for first, values in self.chunks(tensor, part):
             out[first : first + values.size] = values

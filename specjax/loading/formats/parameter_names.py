@@ -171,7 +171,10 @@ def from_stored(stored: Shaped[np.ndarray, "..."], location: Location) -> Shaped
 
 
 def from_rows(stored: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
-    """Likewise of its own rows, those of its part of the tensor, [out, in] where it is a kernel."""
+    """The tree's array of one location, from its own rows of the file's tensor.
+
+    Those of a kernel are [out, in].
+    """
     slot = location.slot
     stored = stored.reshape(location.rows)
     if slot.paired:
@@ -188,7 +191,7 @@ def stored_view(value: Shaped[np.ndarray, "..."], location: Location) -> Shaped[
 
 
 def to_stored(value: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
-    """The inverse of `from_stored` for one part; `join_parts` puts parts together."""
+    """The inverse of `from_stored` for one part; `_joined` puts parts together."""
     slot = location.slot
     stored = stored_view(value, location)
     if slot.paired:
