@@ -2,11 +2,13 @@
 
 import functools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import tiny_config
+from flax.errors import ScopeParamShapeError
 
 from specjax.cache import commit, put
 from specjax.loading.load import random_model
@@ -236,3 +238,18 @@ def test_commit_appends_the_chosen_slots(tiny):
     assert (got.v == -got.k).all()
     for row, (first, last) in enumerate([(3, 8), (0, 7), (0, 8)]):
         assert not np.asarray(got.k[:, row, :, first:last]).any()
+
+
+def test_boxed_parameters_are_taken_as_they_are(tiny):
+    """As `Decoder.init` gives them, each with the names of its axes; others are refused."""
+    decoder = tiny.architecture
+    boxed = decoder.init(jax.random.key(0))
+    tokens, seen = jnp.ones((1, 3), jnp.int32), jnp.tril(jnp.ones((1, 3, 3), bool))
+    logits = [
+        decoder.extend(params, tokens, jnp.arange(3)[None], None, None, 0, seen).logits
+        for params in (boxed, nn.meta.unbox(boxed))
+    ]
+    np.testing.assert_array_equal(*logits)
+    wrong = nn.meta.unbox(boxed) | {"final_norm": {"scale": jnp.ones(3)}}
+    with pytest.raises(ScopeParamShapeError, match="scale"):
+        decoder.extend(wrong, tokens, jnp.arange(3)[None], None, None, 0, seen)
