@@ -100,7 +100,7 @@ def test_every_cell_is_a_row(rows):
         "plain": groups,
         "width": groups * len(DEBUG.widths),
         "speedup": groups * len(DEBUG.acceptances),
-        "form": kernel_groups * 4,
+        "form": kernel_groups * 6,
         "attention": kernel_groups * 3,
         "transformers": groups,
     }
@@ -147,7 +147,7 @@ def test_the_numbers_of_a_row_add_up(rows):
 
 
 def test_progress_and_aims_are_printed(first):
-    assert "[1/18] device: compiling and measuring" in first.stdout
+    assert "[1/20] device: compiling and measuring" in first.stdout
     assert "min left" in first.stdout or "under a minute left" in first.stdout
     for aim in ("copy bandwidth", "loop overhead", "measured / predicted", "T(8) / T(1)"):
         assert aim in first.stdout
@@ -166,7 +166,7 @@ def test_a_second_call_measures_only_what_is_left(runs, first):
     before = runs.out.read_bytes()
     again = runs()
     assert again.returncode == 0, again.stderr
-    assert "0 of 18 cells to measure" in again.stdout
+    assert "0 of 20 cells to measure" in again.stdout
     assert runs.out.read_bytes() == before
     # A row that was truncated, as by a call that was killed, is measured again.
     lines = before.splitlines(keepends=True)
@@ -175,7 +175,7 @@ def test_a_second_call_measures_only_what_is_left(runs, first):
     runs.out.write_bytes(b"".join(truncated))
     again = runs()
     assert again.returncode == 0, again.stderr
-    assert "1 of 18 cells to measure" in again.stdout
+    assert "1 of 20 cells to measure" in again.stdout
     assert len(read_rows(runs.out)) == len(lines)
     assert runs.out.read_bytes().startswith(b"".join(truncated))
 
@@ -201,7 +201,7 @@ def test_what_does_not_fit_says_so_and_is_not_tried(tmp_path, capsys):
 
 def test_a_call_stops_when_its_time_is_over(tmp_path):
     done = bench.Bench(options(tmp_path / "rows.jsonl", deadline=0.0)).run()
-    assert len(done.left) == 18
+    assert len(done.left) == 20
     assert done.left[0] == "device"
     assert not (tmp_path / "rows.jsonl").exists()
 

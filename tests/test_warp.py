@@ -59,7 +59,10 @@ def reference(logits, temperature, top_k, top_p, min_p):
         mass = np.cumsum(p[order])
         if np.abs(mass - top_p).min() < 1e-9:
             return None
-        kept &= p >= p[order[np.argmax(mass >= top_p)]]
+        last = order[np.argmax(mass >= top_p)]
+        if np.any((np.abs(p - p[last]) < 1e-9 * p[last]) & (scores != scores[last])):
+            return None
+        kept &= p >= p[last]
         p = np.where(kept, p, 0)
     if np.abs(p / p.max() - min_p).min() < 1e-9 and 0 < min_p < 1:
         return None
