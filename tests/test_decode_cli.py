@@ -155,8 +155,7 @@ def test_greedy_equals_plain_decoding(name, run, folder, capsys):
     assert shown.out.count("same tokens") == 3
 
 
-# As in test_loop_identity.
-@pytest.mark.parametrize("name", slow("simulated", "early_exit"))
+@pytest.mark.parametrize("name", ["simulated", *slow("early_exit")])
 def test_coupled_equals_plain_decoding_at_a_temperature(name, run, folder):
     code, report = run(
         *drafter(name, folder),
@@ -204,7 +203,6 @@ def test_wrong_thresholds_are_refused(flags, message, run, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.slow  # nor under a lossy one, above; what is expected is in test_loop_theory
 def test_identity_means_nothing_under_a_random_rule(run, folder, capsys):
     code, report = run(
         *drafter("early_exit", folder),

@@ -198,8 +198,7 @@ BROKEN = {
 }
 
 
-# Lengths that follow what was drawn are found out in trees, too, above.
-@pytest.mark.parametrize("name", ["the_best_of_a_finished_draft", *slow("rounded_down_to_a_width")])
+@pytest.mark.parametrize("name", BROKEN)
 def test_broken_variants_fail(name, tables):
     target, draft = tables
     change, options = BROKEN[name]

@@ -94,9 +94,9 @@ def test_coupled_rows(name, tiny, every, plain_mixed):
 @pytest.mark.parametrize(
     ("name", "length"),
     [
+        ("similar", 0),
         ("ngram", 8),
         *slow(
-            ("similar", 0),
             ("similar", 1),
             ("similar", 8),
             ("early_exit", 0),

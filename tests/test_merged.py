@@ -119,7 +119,7 @@ def without_any_duplicate(draft):
     [
         ([0.01, 0.35, 0.64], (0, 1), without_any_duplicate, False),
         ([0.02, 0.58, 0.40], (0, 0), trees.merge_duplicates, False),
-        *slow(([0.01, 0.35, 0.64], (0, 1), trees.merge_duplicates, True)),
+        ([0.01, 0.35, 0.64], (0, 1), trees.merge_duplicates, True),
     ],
 )
 def test_broken_variants_fail(second, noises, merge, exact):

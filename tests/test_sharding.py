@@ -101,8 +101,7 @@ def test_another_seed_gives_other_tokens(eight, draft, alone):
     assert other.token_ids != alone("draft_model, coupled").token_ids
 
 
-# Coupled rows are drawn, too, above; devices draw no noise of their own.
-@pytest.mark.parametrize("rule", slow("rejection", "block"))
+@pytest.mark.parametrize("rule", ["rejection", *slow("block")])
 def test_random_rules_draw_the_same_on_a_mesh(rule, eight, draft):
     options = dict(verify=rule, sampling=mixed(max_new_tokens=10))
     on_mesh = run_on(place_model(eight, mesh_of(2, 2)), draft, "early_exit", options)

@@ -175,7 +175,7 @@ def test_options_of_the_tree():
     assert (line.num_nodes, line.num_candidates) == (4, 1)
 
 
-@pytest.mark.parametrize("name", slow("ngram|token_recycling", "token_recycling"))
+@pytest.mark.parametrize("name", ["ngram|token_recycling", *slow("token_recycling")])
 def test_by_name(name, tiny):
     made = specjax.make_drafter(name, tiny, num_speculative_tokens=3)
     assert made.drafter.num_speculative_tokens == 3

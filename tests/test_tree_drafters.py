@@ -83,9 +83,9 @@ def plain(tiny):
     ("name", "kind", "batch_size"),
     [
         ("eagle3", "dynamic", 8),
+        ("medusa", "static", 8),
         ("turns", "dynamic", 8),
-        # Static trees have the target's distribution, below.
-        *slow(("medusa", "static", 8), ("draft_model", "static", 8)),
+        *slow(("draft_model", "static", 8)),
         *slow(("eagle3", "static", 8), ("draft_model", "dynamic", 8), ("medusa", "dynamic", 8)),
         *slow(*((name, kind, 8) for name in ("eagle", "early_exit", "mtp") for kind in KINDS)),
         *slow(("eagle3", "dynamic", 1), ("early_exit", "static", 1)),
@@ -156,9 +156,7 @@ def test_sampled_rows_do_not_depend_on_their_neighbours(name, kind, tiny, simila
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("draft_model", "dynamic"),
-        # As chains in test_pair_heads.
-        *slow(("eagle3", "static")),
+        *(("draft_model", "dynamic"), ("eagle3", "static")),
         *slow(("draft_model", "static"), ("eagle3", "broad"), ("mtp", "broad"), ("mtp2", "broad")),
     ],
 )

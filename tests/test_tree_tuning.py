@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from conftest import slow
 from decoding import PROMPTS, decode, draft_model, greedy
 
 from specjax.decoding import costs
@@ -80,7 +79,7 @@ def test_the_tree_follows_the_costs(tiny, similar, timed):
     assert small.tree.topology.num_nodes == 4
 
 
-@pytest.mark.parametrize("join", [take_turns, *slow(merge_drafters)])
+@pytest.mark.parametrize("join", [take_turns, merge_drafters])
 def test_each_part_gets_its_tree(join, tiny, similar, timed):
     measured, _ = timed
     measured(slope=0.02, draft=0.01)

@@ -21,11 +21,9 @@ from specjax.draft_length.policy import Work
 _TURNS, _TURNS_AGAIN = 3, 2
 """How often each kind of round is timed, where nothing or something is known; the least counts.
 
-Other work on the machine only adds to a round. What is believed too dear is not drafted and not
-corrected; what is believed too cheap is corrected by the rounds that it causes.
+Other work on the machine only adds to a round. What is believed too dear is hardly drafted, and
+so hardly corrected; what is believed too cheap is corrected by the rounds that it causes.
 """
-
-
 _KEPT_SPREAD = 0.2
 """How far a pass's earlier figure may be off, as a share of it."""
 
@@ -138,7 +136,7 @@ class Measurement:
         No pass takes more than the rounds that had it, or a wider one.
         """
         timed = [one.seconds for one in self._timed if one.width >= width]
-        return min(float(known[width]), *timed, math.inf), _KEPT_SPREAD * float(known[width])
+        return min([float(known[width]), *timed]), _KEPT_SPREAD * float(known[width])
 
 
 def _figure(timings: Iterable[float]) -> tuple[float, float]:
