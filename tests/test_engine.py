@@ -22,9 +22,11 @@ from specjax.decoding.engine.statistics import Percentiles, Statistics, Step
 from specjax.decoding.rows import Row, session_row
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.state import admit
+from specjax.distributed.sharding import make_mesh
 from specjax.drafters import head_drafter
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.errors import InputError
+from specjax.loading.load import place_model
 
 NEW = [3, 20, 7, 12, 1, 16, 9, 14]
 """New tokens of each prompt: rows end at different times."""
@@ -265,6 +267,49 @@ def test_samples_of_one_request(tiny):
     engine.add([3, 4], drawn, id="a", n=2)
     again = {one.sample: one.output.token_ids for one in engine if one.output is not None}
     assert [again[0], again[1]] == [outputs[0].token_ids, outputs[1].token_ids]
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """From where to where prompts were read, part by part."""
+    parts, read = [], device_rows.DeviceRows.read
+
+    def note(self, begin, end):
+        parts.append((begin, end))
+        return read(self, begin, end)
+
+    monkeypatch.setattr(device_rows.DeviceRows, "read", note)
+    return parts
+
+
+@pytest.mark.parametrize(("mesh", "parts"), [(None, [89, 88, 89]), *slow(((2, 1), [89, 88, 89]))])
+def test_rows_with_the_same_prompt_read_it_once(mesh, parts, tiny, unrelated, reads):
+    target = tiny if mesh is None else place_model(tiny, make_mesh(*mesh, jax.devices()[:2]))
+    drafter = specjax.make_drafter("draft_model", target, path=unrelated)
+    long, short = [5] * 90, [5] * 89
+    drawn = SamplingParams(temperature=1.0, max_new_tokens=12, seed=1)
+    briefly = dataclasses.replace(drawn, max_new_tokens=5, seed=2)
+    asked = [(long, drawn), (long, briefly), (long, greedy(max_new_tokens=9)), (long, drawn)]
+    asked += [(short, drawn), (long, briefly)]
+    engine = Engine(target, drafter=drafter, num_speculative_tokens=2, batch_size=2, max_length=200)
+    for number, (prompt, params) in enumerate(asked):
+        engine.add(prompt, params, id=number)
+    outputs = {one.id: one.output.token_ids for one in engine if one.output is not None}
+    assert reads == [(0, end) for end in parts]
+    for number, (prompt, params) in enumerate(asked):
+        engine.add(prompt, params)
+        (output,) = (one.output for one in engine if one.output is not None)
+        assert outputs[number] == output.token_ids
+
+
+def test_other_parameters_read_a_prompt_anew(tiny, reads):
+    engine = Engine(tiny, batch_size=2, max_length=100, rounds_per_step=2)
+    engine.add([1, 2, 3], greedy(max_new_tokens=30))
+    engine.step()
+    engine.update_params(jax.tree.map(lambda leaf: leaf * 1.1, tiny.params))
+    engine.add([1, 2, 3], greedy(max_new_tokens=3))
+    list(engine)
+    assert reads == [(0, 2), (0, 2)]
 
 
 def test_what_a_request_asks_for_is_served_from_then_on(tiny):

@@ -33,6 +33,9 @@ class DeviceRows:
         self._programs: Programs | None = None
         self._state: State | None = None
         self._new: State | None = None
+        self._prompts: list[tuple[int, ...]] = []
+        """Those of the new rows."""
+        self._all_read = False
 
     def compile(self) -> Programs:
         """The compiled programs; made now if they are not yet. Raises InputError."""
@@ -67,14 +70,24 @@ class DeviceRows:
                 self.costs = LearnedCosts.of_setup(setup, committed)
             self._state = self.costs.begin(self._state)
 
-    def new_rows(self, rows: Sequence[Row]) -> None:
-        """Begin new rows: nothing is read of their prompts yet."""
+    def new_rows(self, rows: Sequence[Row]) -> bool:
+        """Begin new rows; whether their prompts are read, since the rows before had the same.
+
+        Otherwise nothing is read of them yet.
+        """
         setup, programs = self.setup, self.compile()
         arguments = self._arguments(rows, setup.prefill_rows)
+        prompts = [row.prompt for row in rows]
+        if self._all_read and prompts == self._prompts[: len(prompts)]:
+            # Reading depends on nothing else that makes one request another.
+            self._new = self._new.replace(rows=arguments[1])
+            return True
+        self._prompts, self._all_read = prompts, False
         if self._new is None:
             self._new = programs.new(setup.params, *arguments)
         else:
             self._new = programs.renew(setup.params, self._new, *arguments)
+        return False
 
     def read(self, begin: int, end: int) -> jax.Array:
         """Read the new rows' prompts from `begin` to `end`; an array that is there when done."""
@@ -84,10 +97,14 @@ class DeviceRows:
         return ready
 
     def admit(self, slots: Sequence[int]) -> jax.Array:
-        """Put the new rows into `slots`; an array that is there when done."""
+        """Put the new rows into `slots`; an array that is there when done.
+
+        Their prompts were read before, and serve more rows with the same ones.
+        """
         out_of_range = self.setup.num_rows
         where = np.full(self.setup.prefill_rows, out_of_range, np.int32)
         where[: len(slots)] = slots
+        self._all_read = True
         self._state, ready = self.compile().admit(self._state, where, self._new)
         return ready
 
@@ -121,6 +138,7 @@ class DeviceRows:
             own = _in_place_of("drafter_params", drafter.params, drafter_params)
             drafter = drafter._replace(params=own)
         self.setup = replace(setup, model=replace(setup.model, params=params), drafter=drafter)
+        self._all_read = False
         if self.costs is not None:
             self.costs = LearnedCosts.of_setup(self.setup, self.costs.committed)
             if self._state is not None:
@@ -133,6 +151,7 @@ class DeviceRows:
             if keep_costs:
                 self.costs.save()
         self._state = self._new = None
+        self._all_read = False
 
     def _compiled(self, setup: Setup) -> Programs:
         return compile_setup(setup, self._replayed_rounds, begun=self._state is not None)

@@ -240,9 +240,10 @@ class Engine:
     ) -> RequestId:
         """Add a request; returns its id, by default its number in order of arrival.
 
-        Of `n` samples each is a row of its own; the first is what the request gives alone. Raises
-        InputError for an id that is in use, for a prompt that cannot be encoded or has no room, and
-        for a sampling that the target cannot serve.
+        Of `n` samples each is a row of its own; the first is what the request gives alone. Rows
+        with the same prompt that follow each other into slots read it once. Raises InputError for
+        an id that is in use, for a prompt that cannot be encoded or has no room, and for a sampling
+        that the target cannot serve.
         """
         self._check_open()
         name = self._free_number() if id is None else id
@@ -446,8 +447,8 @@ class Engine:
         for _, request in taken:
             request.begun = now
         rows = [request.row for _, request in taken]
-        self._rows.new_rows(rows)
-        self._reading = _Prompts(taken, max(len(row.prompt) for row in rows) - 1)
+        longest = max(len(row.prompt) for row in rows) - 1
+        self._reading = _Prompts(taken, longest, longest if self._rows.new_rows(rows) else 0)
 
     def _admit(self) -> None:
         """Put the rows whose prompts were read into their slots."""
