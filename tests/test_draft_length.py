@@ -174,6 +174,7 @@ def turn(expected, price, first=0.0, further=0.0, rows=1, limit=None, **fields):
         rate=jnp.float32(1.0),
         free=jnp.bool_(False),
         factor=jnp.ones(len(limit)),
+        weight=jnp.ones(len(limit)),
         price=jnp.asarray(price),
         first=jnp.float32(first),
         further=jnp.float32(further),

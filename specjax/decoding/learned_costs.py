@@ -25,6 +25,15 @@ from specjax.files.measured_seconds import keep_seconds, read_seconds, seconds_f
 
 ROUNDS_PER_LOOK = 16
 """The most rounds between two looks at the clock."""
+_PLAIN_ROUNDS = 4
+"""Rounds without drafts that are timed again, where none are worth it: else nothing would correct
+what they are believed to cost, and a plain round that is believed too dear makes drafting pay."""
+_PLAIN_AGAIN_ROUNDS = 32
+"""They come after so many other rounds at the earliest,"""
+_PLAIN_AGAIN_SHARE = 0.005
+"""and no sooner than what they cost is this share of the time since."""
+_MIX_MEMORY = 0.8
+"""How much of its weight a step's work keeps to the next."""
 _TRUSTED_S = 600.0
 """The age in seconds up to which kept figures are used without a check."""
 
@@ -46,6 +55,12 @@ class LearnedCosts:
     measure_s: float = 0.0
     policy: Policy | None = None
     measured_at: float | None = None
+    _checks_plain: bool = False
+    """Whether the rounds of the next step have no drafts, to be timed."""
+    _since: tuple[int, float] = (0, 0.0)
+    """Rounds, and their seconds, since many in a step had no drafts."""
+    _mix: Float[np.ndarray, "parts"] | float = 0.0
+    """How often each part ran in the last steps."""
 
     @classmethod
     def of_setup(cls, setup: Setup, committed: int) -> LearnedCosts:
@@ -71,7 +86,9 @@ class LearnedCosts:
 
     def rounds(self, most: int) -> int:
         """How many rounds the next step has: at most `most`, and one where it is measured."""
-        return 1 if self.measurement is not None else min(most, ROUNDS_PER_LOOK)
+        if self.measurement is not None:
+            return 1
+        return min(most, _PLAIN_ROUNDS if self._checks_plain else ROUNDS_PER_LOOK)
 
     def begin(self, state: State) -> State:
         """A state that nothing was decoded in, with what is known."""
@@ -80,7 +97,8 @@ class LearnedCosts:
             state = state.replace(policy=jax.tree.map(jnp.copy, self.policy))
         if self.measurement is not None:
             return _put_kind(state, self.measurement.next)
-        return _put_policy(state, costs=self.costs())
+        self._checks_plain = False
+        return _put_free(_put_policy(state, costs=self.costs()))
 
     def begin_anew(self, state: State) -> State:
         """A state whose rows decode on, with what is known here and nothing that it had learned."""
@@ -98,8 +116,7 @@ class LearnedCosts:
         work = fetch(state.policy.work)
         state = _put_policy(state, work=jax.tree.map(np.zeros_like, work))
         if self.measurement is None:
-            self.estimate.update(_flat(work), seconds)
-            return _put_policy(state, costs=self.costs())
+            return self._plain_again(self._corrected(state, _flat(work), seconds), work, seconds)
         self.measurement.add(seconds, work)
         self.measure_s += seconds
         if (kind := self.measurement.next) is not None:
@@ -115,6 +132,38 @@ class LearnedCosts:
             forced=free.forced,
             narrowest=free.narrowest,
         )
+
+    def _corrected(
+        self, state: State, ran: Float[np.ndarray, "parts"], seconds: float
+    ) -> State:
+        """The state with costs that fit a step in which each part `ran` so often."""
+        self._mix = _MIX_MEMORY * self._mix + ran
+        before = self._mix @ self.estimate.seconds / self.estimate.seconds[0]
+        self.estimate.update(ran, seconds)
+        after = self._mix @ self.estimate.seconds / self.estimate.seconds[0]
+        # What was spent is in plain rounds: where only these are corrected, it is to follow.
+        spent = fetch(state.policy.spent) * after / before
+        return _put_policy(state, costs=self.costs(), spent=spent)
+
+    def _plain_again(self, state: State, work: Work, seconds: float) -> State:
+        """The state with rounds without drafts next, where it is time that some are timed."""
+        passes = np.asarray(work.passes)
+        rounds, since = self._since
+        self._since = rounds + int(passes.sum()), since + seconds
+        if 4 * passes[0] >= passes.sum():
+            self._since = 0, 0.0
+        if self._checks_plain:
+            self._checks_plain = False
+            return _put_free(state)
+        rounds, since = self._since
+        if rounds < _PLAIN_AGAIN_ROUNDS:
+            return state
+        earned, spent = fetch((state.policy.earned, state.policy.spent))
+        lost = _PLAIN_ROUNDS * self.estimate.seconds[0] * (1 - min(spent / earned, 1.0))
+        if lost > _PLAIN_AGAIN_SHARE * since:
+            return state
+        self._checks_plain = True
+        return _put_kind(state, Kind(0, (0,) * len(work.first)))
 
     def end(self, state: State) -> None:
         """Keep what a state has shown of acceptance, for the next one.
@@ -177,6 +226,12 @@ def _put_policy(state: State, **parts: Any) -> State:
 def _put_kind(state: State, kind: Kind) -> State:
     """The state with its next round of a kind that is to be timed."""
     return _put_policy(state, forced=np.asarray(kind.lengths), narrowest=np.int32(kind.narrowest))
+
+
+def _put_free(state: State) -> State:
+    """The state with its next round as is best."""
+    free = _fresh_policy(state)
+    return _put_policy(state, forced=free.forced, narrowest=free.narrowest)
 
 
 def _check(figures: Float[np.ndarray, "parts"]) -> None:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax import sampling
 from specjax.cache import KVCache, commit, put
@@ -32,7 +32,7 @@ from specjax.decoding.state import (
 from specjax.decoding.verify import VerifiedDraft, verify_draft
 from specjax.distributed.sharding import constrain_rows
 from specjax.draft_length import survival
-from specjax.draft_length.policy import Decisions, new_policy
+from specjax.draft_length.policy import Decisions, new_policy, row_weights
 from specjax.drafters.base import Accepted, Context, Noise, ReplayedRound, TargetPass
 from specjax.drafters.turns import NO_DRAFTER, Proposal
 from specjax.models.prefill import prefill
@@ -245,6 +245,8 @@ def run(
     if plan.overlaps:
         overlaps = jnp.full((batch, columns, plan.drafter.num_speculative_tokens), jnp.nan)
     rounds = constrain_rows(Rounds(none, none, none, none, none, overlaps))
+    if state.policy is not None:
+        state = state.replace(policy=state.policy.replace(all_rows=jnp.asarray(enough >= batch)))
 
     def going(carry: tuple[Array, State, Rounds]) -> Array:
         done, state, _ = carry
@@ -342,7 +344,9 @@ def _learn(
         accepted[:, 1:],
         proposal.first * (state.active & (proposal.drafter == NO_DRAFTER)).sum(),
     )
-    policy = policy.after_round(state.active, count, width, proposal.first, proposal.further, seen)
+    policy = policy.after_round(
+        _row_weights(state), count, width, proposal.first, proposal.further, seen
+    )
     return {"policy": policy, "history": history}
 
 
@@ -449,7 +453,9 @@ def make_context(plan: Plan, params: Any, state: State) -> Context:
             jnp.take_along_axis(before.drafter, column, axis=1)[:, 0],
         )
     elif plan.draft_length.auto:
-        decisions = Decisions(state.policy, state.history, state.active, plan.widths)
+        decisions = Decisions(
+            state.policy, state.history, state.active, _row_weights(state), plan.widths
+        )
     return Context(
         tokens=state.tokens,
         length=state.length,
@@ -467,6 +473,15 @@ def make_context(plan: Plan, params: Any, state: State) -> Context:
         decisions=decisions,
         replay=replay,
     )
+
+
+def _row_weights(state: State) -> Float[Array, "B"]:
+    """What a token of each row is worth to "auto"."""
+    rows = state.rows
+    late = row_weights(
+        state.active, rows.max_length - state.length, state.length - rows.prompt_length, state.round
+    )
+    return jnp.where(state.policy.all_rows, late, state.active.astype(late.dtype))
 
 
 def round_keys(plan: Plan, state: State) -> Key[Array, "B"]:

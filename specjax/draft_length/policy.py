@@ -2,7 +2,8 @@
 
 The batch pays for its widest row, so one length is chosen for all rows of a drafter. A round that
 commits E tokens in C seconds is worth E - pace * C, where `pace` is the tokens per second that the
-batch makes: the length with the highest value is the one that makes the whole run fastest. A
+batch makes: the length with the highest value is the one that makes the whole run fastest. Where
+nobody waits for a slot, that is when the last row ends, so tokens of late rows count for more. A
 drafter that draws one token after another decides again before each, from its confidence in it.
 
 What a decision depends on was there before the token in question was drawn: earlier rounds, tokens
@@ -28,6 +29,10 @@ LOOK_AGAIN_SHARE = 0.01
 _PACE_MEMORY = 0.98
 _PACE_WEIGHT = 8.0
 """Of the belief that nothing is gained, in rounds."""
+_RATE_WEIGHT = 4.0
+"""Of the batch's tokens a round in what a row is taken to make, in rounds."""
+_LATE_POWER = 4.0
+"""The mean of the rows' times that is to be short: the higher, the more the last row counts."""
 _FREE = 0.02
 """A draft that takes less than this share of a plain round is always made."""
 NOT_FORCED = -1
@@ -63,7 +68,8 @@ class Turn:
     comes after it. `rate` is how often the drafter drafts where it runs, `price[n]` the price of a
     pass with n draft tokens, `planned` the best length before anything is drawn, and `at_least` the
     length that is drafted whatever it costs. A `free` draft costs so little that it need not pay. A
-    draft of `forced` tokens, unless -1, is made without any decision.
+    draft of `forced` tokens, unless -1, is made without any decision. `weight` is what a token of
+    each row is worth.
     """
 
     chances: Float[Array, "K C"]
@@ -71,6 +77,7 @@ class Turn:
     nodes: Float[Array, "N"]
     rate: Float[Array, ""]
     factor: Float[Array, "B"]
+    weight: Float[Array, "B"]
     price: Float[Array, "N+1"]
     first: Float[Array, ""]
     further: Float[Array, ""]
@@ -115,7 +122,7 @@ class Turn:
         table = self.chances[depth, survival.confidence_class(confidence)]
         each = jnp.where(valid, survival.chance(table, self.factor[:, None]), 0.0)
         # The draft is there: only the pass costs anything more.
-        value = _gains(topology.along_paths(each)) - self.price[: each.shape[1] + 1]
+        value = _gains(self, topology.along_paths(each)) - self.price[: each.shape[1] + 1]
         best = jnp.maximum(jnp.argmax(value).astype(jnp.int32), self.at_least)
         return jnp.where(self.forced == NOT_FORCED, best, self.forced)
 
@@ -124,12 +131,12 @@ def _values(turn: Turn, survived: Float[Array, "B K"]) -> Float[Array, "K+1"]:
     """What a draft of 0..K tokens is worth, given each token's chance to be accepted."""
     length = jnp.arange(survived.shape[1] + 1)
     drafting = jnp.where(length > 0, turn.first + turn.further * (length - 1), 0.0)
-    return _gains(survived) - turn.price[: len(length)] - drafting
+    return _gains(turn, survived) - turn.price[: len(length)] - drafting
 
 
-def _gains(survived: Float[Array, "B K"]) -> Float[Array, "K+1"]:
-    """The accepted tokens to expect of a draft of 0..K tokens, in all rows together."""
-    return jnp.pad(jnp.cumsum(survived.sum(axis=0)), (1, 0))
+def _gains(turn: Turn, survived: Float[Array, "B K"]) -> Float[Array, "K+1"]:
+    """What the accepted tokens of a draft of 0..K tokens are worth, in all rows together."""
+    return jnp.pad(jnp.cumsum((turn.weight[:, None] * survived).sum(axis=0)), (1, 0))
 
 
 def _best_length(
@@ -164,13 +171,34 @@ def _planned(turn: Turn, *, tree: bool) -> Int[Array, ""]:
     return jnp.where(turn.forced == NOT_FORCED, best, turn.forced)
 
 
+def row_weights(
+    active: Bool[Array, "B"],
+    left: Int[Array, "B"],
+    new: Int[Array, "B"],
+    rounds: Int[Array, "B"],
+) -> Float[Array, "B"]:
+    """What a token of each row is worth where the batch is done when its last row is; 1 on average.
+
+    A row that has made `new` tokens in so many `rounds` and has `left` ones to go needs a time t.
+    The weights are by how much one more token a round in each row would shorten the mean of the
+    times of order p, (sum t^p)^(1/p). Rows that are not `active` have none.
+    """
+    mean = jnp.maximum((new * active).sum() / jnp.maximum((rounds * active).sum(), 1), 1.0)
+    rate = (new + _RATE_WEIGHT * mean) / (rounds + _RATE_WEIGHT)
+    time = jnp.where(active, left / rate, 0.0)
+    late = (time / jnp.maximum(time.max(), 1.0)) ** _LATE_POWER / rate
+    return late * active.sum() / jnp.maximum(late.sum(), jnp.finfo(late.dtype).tiny)
+
+
 @struct.dataclass
 class Policy:
     """What is known of costs and acceptance, for all rows of a batch.
 
-    `earned` and `spent` are decayed sums of tokens per unfinished row and of plain rounds' time;
-    `asleep` are the rounds since each drafter drafted. `forced` and `narrowest` override decisions:
-    the length of each drafter's draft, or -1, and the least compiled width's index.
+    `earned` and `spent` are decayed sums of tokens per unfinished row, by what they are worth, and
+    of plain rounds' time; `asleep` are the rounds since each drafter drafted. `forced` and
+    `narrowest` override decisions: the length of each drafter's draft, or -1, and the least
+    compiled width's index. `all_rows` says that the batch is done when its last row is, and nobody
+    waits for the slots of those that end before.
     """
 
     costs: Costs
@@ -181,6 +209,7 @@ class Policy:
     asleep: Int[Array, "D"]
     forced: Int[Array, "D"]
     narrowest: Int[Array, ""]
+    all_rows: Bool[Array, ""]
 
     def admit(self, slots: Int[Array, "A"], new: Policy) -> Policy:
         """Itself: what was learned is not of a row."""
@@ -201,15 +230,18 @@ class Policy:
 
     def after_round(
         self,
-        active: Bool[Array, "B"],
+        weight: Float[Array, "B"],
         emitted: Int[Array, "B"],
         width: Int[Array, ""],
         first: Int[Array, "D"],
         further: Int[Array, "D"],
         learned: Survival,
     ) -> Policy:
-        """What is known after a round at compiled width `width` (its index)."""
-        rows = jnp.maximum(active.sum(), 1)
+        """What is known after a round at compiled width `width` (its index).
+
+        `weight` is what a token of each row was worth.
+        """
+        rows = jnp.maximum(weight.sum(), 1.0)
         seconds = self.costs.passes[width]
         seconds += (self.costs.first * first + self.costs.further * further).sum()
         return self.replace(
@@ -219,7 +251,7 @@ class Policy:
                 self.work.further + further,
             ),
             survival=learned,
-            earned=self.earned * _PACE_MEMORY + emitted.sum() / rows,
+            earned=self.earned * _PACE_MEMORY + (weight * emitted).sum() / rows,
             spent=self.spent * _PACE_MEMORY + seconds / self.costs.passes[0],
             asleep=jnp.where(first > 0, 0, self.asleep + 1),
         )
@@ -227,11 +259,12 @@ class Policy:
 
 @struct.dataclass
 class Decisions:
-    """A policy in one round; `active` are the rows that still decode."""
+    """A policy in one round; `active` are the rows that still decode, `weight` what they count."""
 
     policy: Policy
     history: RowHistory
     active: Bool[Array, "B"]
+    weight: Float[Array, "B"]
     widths: tuple[int, ...] = struct.field(pytree_node=False)
 
     def turn(
@@ -253,6 +286,7 @@ class Decisions:
             nodes=survival.node_chances(policy.survival)[number],
             rate=survival.draft_rate(policy.survival)[number],
             factor=survival.row_factor(self.history)[:, number],
+            weight=self.weight,
             price=pace * policy.costs.passes[index],
             first=pace * policy.costs.first[number],
             further=pace * policy.costs.further[number],
@@ -283,4 +317,5 @@ def new_policy(drafters: int, longest: int, nodes: int, num_widths: int) -> Poli
         asleep=jnp.zeros(drafters, jnp.int32),
         forced=jnp.full(drafters, NOT_FORCED, jnp.int32),
         narrowest=jnp.int32(0),
+        all_rows=jnp.bool_(False),
     )
