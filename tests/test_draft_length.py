@@ -11,13 +11,14 @@ import pytest
 from conftest import slow, tiny_config
 from decoding import PROMPTS, decode, decode_at_costs, draft_model, greedy, make_session, mixed
 
+from specjax.decoding import loop, programs
 from specjax.decoding.generate import add_prompts, decode_session, open_engine
 from specjax.decoding.learned_costs import LearnedCosts
 from specjax.draft_length import survival
 from specjax.draft_length.estimate import CostEstimate
 from specjax.draft_length.limits import DraftLength
 from specjax.draft_length.measurement import Measurement
-from specjax.draft_length.policy import NOT_FORCED, Turn, Work
+from specjax.draft_length.policy import NOT_FORCED, Turn, Work, row_weights
 from specjax.drafters import make_drafter, take_turns
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.errors import InputError
@@ -214,6 +215,34 @@ def test_the_best_length_is_the_best_of_all(seed):
         assert int(got) == best_by_hand(one, depth, survived)
 
 
+def test_late_rows_count_for_more():
+    """By how much one more token a round in each row would shorten the mean of their times."""
+    active = np.array([True, True, True, False])
+    left, new, rounds = np.array([40, 90, 40, 99]), np.array([30, 20, 60, 5]), np.array([20] * 4)
+
+    def mean_time(rate):
+        return ((left / rate)[active] ** 4).sum() ** (1 / 4)
+
+    # As if four more rounds had gone as those of the batch on average.
+    rate = (new + 4 * new[active].sum() / rounds[active].sum()) / (rounds + 4.0)
+    shorter = [mean_time(rate) - mean_time(rate + 1e-6 * one) for one in np.eye(4)]
+    weight = np.asarray(row_weights(*map(jnp.asarray, (active, left, new, rounds))))
+    np.testing.assert_allclose(weight, 3 * np.array(shorter) / np.sum(shorter), rtol=1e-4)
+    assert weight[1] > 2.5
+    same = row_weights(jnp.array([True, False, True]), *(jnp.full(3, 5) for _ in range(3)))
+    np.testing.assert_allclose(same, [1, 0, 1])
+    assert float(row_weights(jnp.zeros(2, bool), *(jnp.zeros(2, int),) * 3).sum()) == 0
+
+
+def test_a_late_row_decides():
+    """A row that is worth more than all others, and accepts nothing, ends the draft."""
+    one = turn([0.9, 0.9], [2.0, 2.2, 2.4], rows=2)
+    chances, every = jnp.array([0.9, 0.0]), jnp.ones(2, bool)
+    assert int(one.best_length(0, chances, every)) == 2
+    late = dataclasses.replace(one, weight=jnp.array([0.1, 1.9]))
+    assert int(late.best_length(0, chances, every)) == 0
+
+
 def test_what_is_forced_is_drafted_and_what_is_due_too():
     dear = dict(expected=[0.5, 0.5], price=[1.0, 9.0, 99.0])
     every = jnp.ones(1, bool)
@@ -314,6 +343,69 @@ def test_little_is_lost_to_the_best_fixed_length(acceptance, seconds_of, long_ta
         for length in range(LONGEST + 1)
     )
     assert learned.spent < 1.03 * best
+
+
+def simulated(target, prompts, requests, wrong):
+    """A session with drafts that are right but for those tokens of a row that are `wrong`."""
+    plain = decode(target, prompts, sampling=requests)
+    drafts = [
+        [(token + wrong(row, at)) % target.config.vocab_size for at, token in enumerate(tokens)]
+        for row, tokens in enumerate(plain.token_ids)
+    ]
+    session = make_session(
+        target,
+        prompts,
+        drafter=make_drafter("simulated", target, continuations=drafts, acceptance=1.0),
+        sampling=requests,
+        draft_length=DraftLength(LONGEST, auto=True),
+        num_speculative_tokens=LONGEST,
+        batch_size=4,
+    )
+    return session, plain
+
+
+def equal_weights(active, *_):
+    return active.astype(jnp.float32)
+
+
+def test_a_batch_does_not_wait_for_a_row_that_accepts_nothing(long_target, monkeypatch):
+    """Where it would be all that is decoded in the end; if others wait, drafts pay."""
+    requests = greedy(max_new_tokens=200)
+    figures = np.array([1.0, 1.5, 1.6, 0.1, 0.05])
+    spent = []
+    for count, weights in ((4, row_weights), (16, row_weights), (4, equal_weights)):
+        monkeypatch.setattr(loop, "row_weights", weights)
+        programs._compile.cache_clear()
+        jax.clear_caches()
+        prompts = [[5, 6, 7 + number] for number in range(count)]
+        session, plain = simulated(long_target, prompts, requests, lambda row, _: row % 4 == 0)
+        learned = Injected(CostEstimate(figures, 3), None)
+        learned.begin_with(lambda committed: figures, session)
+        assert decode_at_costs(session, learned).token_ids == plain.token_ids
+        spent.append(learned.spent / (count / 4 * 200))
+    assert spent[0] < 1.06
+    assert spent[1] < 0.9
+    assert spent[2] > 1.12
+
+
+def test_a_plain_round_that_is_believed_too_dear_is_timed_again(long_target, monkeypatch):
+    """Half of the draft tokens are right: until then this seems to pay, and no round is plain."""
+    requests = greedy(max_new_tokens=600)
+    true = np.array([1.0, 1.9, 2.0, 0.1, 0.05])
+    off = np.array([0.6, 0, 0, 0, 0])
+    half = np.random.default_rng(0).integers(2, size=600)
+    session, _ = simulated(long_target, [[5, 6, 7]], requests, lambda _, at: half[at])
+    found = []
+    for checked in (True, False):
+        if not checked:
+            monkeypatch.setattr(LearnedCosts, "_plain_again", lambda self, state, *_: state)
+        learned = Injected(CostEstimate(true + off, 3, off / 2), None)
+        learned.begin_with(lambda committed: true, session)
+        decode_at_costs(session, learned)
+        found.append((learned.estimate.seconds[0], learned.spent))
+    assert found[0][0] < 1.1
+    assert found[1][0] == 1.6
+    assert found[0][1] < 1.05 * 600 < 1.15 * 600 < found[1][1]
 
 
 def lengths_drafted(result):

@@ -26,12 +26,12 @@ from specjax.files.measured_seconds import keep_seconds, read_seconds, seconds_f
 ROUNDS_PER_LOOK = 16
 """The most rounds between two looks at the clock."""
 _PLAIN_ROUNDS = 4
-"""Rounds without drafts that are timed again, where none are worth it: else nothing would correct
-what they are believed to cost, and a plain round that is believed too dear makes drafting pay."""
-_PLAIN_AGAIN_ROUNDS = 32
-"""They come after so many other rounds at the earliest,"""
-_PLAIN_AGAIN_SHARE = 0.005
-"""and no sooner than what they cost is this share of the time since."""
+"""Rounds without drafts that are timed, where none come by themselves: else nothing corrects what
+they are believed to cost, and a plain round that is believed too dear makes drafts seem to pay."""
+_PLAIN_AGAIN_SHARE = 0.02
+"""They come no sooner than what they cost is this share of the time since,"""
+_DOUBTS = 2.0
+"""and where drafting would not pay if the figure were off by so many standard deviations."""
 _MIX_MEMORY = 0.8
 """How much of its weight a step's work keeps to the next."""
 _TRUSTED_S = 600.0
@@ -57,8 +57,8 @@ class LearnedCosts:
     measured_at: float | None = None
     _checks_plain: bool = False
     """Whether the rounds of the next step have no drafts, to be timed."""
-    _since: tuple[int, float] = (0, 0.0)
-    """Rounds, and their seconds, since many in a step had no drafts."""
+    _since: float = 0.0
+    """Seconds since many rounds of a step had no drafts."""
     _mix: Float[np.ndarray, "parts"] | float = 0.0
     """How often each part ran in the last steps."""
 
@@ -133,9 +133,7 @@ class LearnedCosts:
             narrowest=free.narrowest,
         )
 
-    def _corrected(
-        self, state: State, ran: Float[np.ndarray, "parts"], seconds: float
-    ) -> State:
+    def _corrected(self, state: State, ran: Float[np.ndarray, "parts"], seconds: float) -> State:
         """The state with costs that fit a step in which each part `ran` so often."""
         self._mix = _MIX_MEMORY * self._mix + ran
         before = self._mix @ self.estimate.seconds / self.estimate.seconds[0]
@@ -147,20 +145,16 @@ class LearnedCosts:
 
     def _plain_again(self, state: State, work: Work, seconds: float) -> State:
         """The state with rounds without drafts next, where it is time that some are timed."""
-        passes = np.asarray(work.passes)
-        rounds, since = self._since
-        self._since = rounds + int(passes.sum()), since + seconds
-        if 4 * passes[0] >= passes.sum():
-            self._since = 0, 0.0
+        many = 4 * work.passes[0] >= work.passes.sum()
+        self._since = 0.0 if many else self._since + seconds
         if self._checks_plain:
             self._checks_plain = False
             return _put_free(state)
-        rounds, since = self._since
-        if rounds < _PLAIN_AGAIN_ROUNDS:
-            return state
         earned, spent = fetch((state.policy.earned, state.policy.spent))
-        lost = _PLAIN_ROUNDS * self.estimate.seconds[0] * (1 - min(spent / earned, 1.0))
-        if lost > _PLAIN_AGAIN_SHARE * since:
+        gained = 1 - min(float(spent / earned), 1.0)
+        lost = _PLAIN_ROUNDS * self.estimate.seconds[0] * gained
+        doubt = _DOUBTS * self.estimate.plain_doubt(self._mix)
+        if many or lost > _PLAIN_AGAIN_SHARE * self._since or doubt < gained:
             return state
         self._checks_plain = True
         return _put_kind(state, Kind(0, (0,) * len(work.first)))

@@ -69,6 +69,16 @@ class CostEstimate:
         self._covariance = covariance - np.outer(gain, spread)
         self.seconds = self._possible(self.seconds + gain * (seconds - expected))
 
+    def plain_doubt(self, count: Sequence[float] | np.ndarray) -> float:
+        """How far a pass of width 1 may be off beside work in which each part ran `count` times.
+
+        The standard deviation of the ratio of the two, as a share of it.
+        """
+        count = np.asarray(count, float)
+        share = -count / (count @ self.seconds)
+        share[0] += 1 / self.seconds[0]
+        return math.sqrt(max(share @ self._covariance @ share, 0.0))
+
     def _drift(self, common: float, own: float, floor: float) -> Float[np.ndarray, "parts parts"]:
         each = self.seconds
         alone = np.maximum(own * each, floor * each[0])

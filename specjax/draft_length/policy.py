@@ -33,6 +33,8 @@ _RATE_WEIGHT = 4.0
 """Of the batch's tokens a round in what a row is taken to make, in rounds."""
 _LATE_POWER = 4.0
 """The mean of the rows' times that is to be short: the higher, the more the last row counts."""
+_LATE_FACTOR = 0.5
+"""What late rows are taken to accept, beside rows on average, until it is known which these are."""
 _FREE = 0.02
 """A draft that takes less than this share of a plain round is always made."""
 NOT_FORCED = -1
@@ -280,12 +282,13 @@ class Decisions:
         # No compiled width holds more than the longest draft: `limit` sees to it.
         index = jnp.searchsorted(np.asarray(self.widths), 1 + length)
         index = jnp.minimum(jnp.maximum(index, policy.narrowest), len(self.widths) - 1)
+        before = jnp.where(policy.all_rows & (self.active.sum() > 1), _LATE_FACTOR, 1.0)
         turn = Turn(
             chances=survival.chances(policy.survival)[number],
             expected=survival.expected_chances(policy.survival)[number],
             nodes=survival.node_chances(policy.survival)[number],
             rate=survival.draft_rate(policy.survival)[number],
-            factor=survival.row_factor(self.history)[:, number],
+            factor=survival.row_factor(self.history, before)[:, number],
             weight=self.weight,
             price=pace * policy.costs.passes[index],
             first=pace * policy.costs.first[number],

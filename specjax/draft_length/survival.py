@@ -105,9 +105,12 @@ def draft_rate(survival: Survival) -> Float[Array, "D"]:
     return drafted / (drafted + survival.declined)
 
 
-def row_factor(history: RowHistory) -> Float[Array, "B D"]:
-    """How much more or less than expected each row accepts of each drafter."""
-    return (history.passed + _PRIOR_WEIGHT) / (history.expected + _PRIOR_WEIGHT)
+def row_factor(history: RowHistory, before: Float[Array, ""] | float = 1.0) -> Float[Array, "B D"]:
+    """How much more or less than expected each row accepts of each drafter.
+
+    `before` is what is believed of rows that nothing is known of.
+    """
+    return (history.passed + _PRIOR_WEIGHT * before) / (history.expected + _PRIOR_WEIGHT)
 
 
 def chance(
