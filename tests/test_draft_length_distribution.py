@@ -42,9 +42,9 @@ def some_pay(plan):
     """Costs at which some rounds draft nothing, some one token, and some all."""
     drafters = len(plan.drafter.parts)
     return Costs(
-        passes=jnp.linspace(1.0, 1.3, len(plan.widths)),
-        first=jnp.full(drafters, 0.05),
-        further=jnp.full(drafters, 0.45),
+        passes=jnp.linspace(1.0, 1.1, len(plan.widths)),
+        first=jnp.full(drafters, 0.03),
+        further=jnp.full(drafters, 0.12),
     )
 
 
