@@ -16,7 +16,6 @@ import itertools
 import math
 import sys
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from absl import app, flags, logging
@@ -111,7 +110,7 @@ def rounds_of(session: Session) -> int:
 
 def simulate(
     session: Session, passes: list[float], first: list[float], further: list[float]
-) -> Any:
+) -> np.ndarray:
     """What "auto" spent in each repeat, [seeds, repeats], in plain rounds."""
     drafters = session.plan.drafter.parts
     costs = np.array([*pass_costs(session.plan.widths, passes), *first, *further])
@@ -150,10 +149,15 @@ def main(argv: list[str]) -> int:
     requests = SamplingParams(temperature=_TEMPERATURE.value, max_new_tokens=_NEW.value)
     options = DecodeOptions(num_speculative_tokens="auto", batch_size=_BATCH.value)
     drafter = make_drafter(_DRAFTER.value, model)
-    parts = len(drafter.drafter.parts) if hasattr(drafter.drafter, "parts") else 1
-    first, further = first[-parts:], further[-parts:]
     plain = rounds_of(plan_session(model, ids, options=options.without_drafts(), requests=requests))
     session = plan_session(model, ids, drafter=drafter, options=options, requests=requests)
+    parts = len(session.plan.drafter.parts)
+    if len(passes) < 2 or min(len(first), len(further)) < parts:
+        raise SystemExit(
+            "error: --passes needs two costs at least, --first and --further one for each of "
+            f"{parts} drafters"
+        )
+    first, further = first[-parts:], further[-parts:]
     share = simulate(session, passes, first, further) / plain
     print("| repeat | auto / plain time, mean | least | most |")
     print("| --- | --- | --- | --- |")

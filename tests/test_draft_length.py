@@ -231,6 +231,9 @@ def test_late_rows_count_for_more():
     assert weight[1] > 2.5
     same = row_weights(jnp.array([True, False, True]), *(jnp.full(3, 5) for _ in range(3)))
     np.testing.assert_allclose(same, [1, 0, 1])
+    # A row that has left has one token, whatever its prompt had.
+    left = row_weights(jnp.array([True, False]), *map(jnp.array, ([9, 9], [20, -4], [20, 9])))
+    np.testing.assert_allclose(left, [1, 0])
     assert float(row_weights(jnp.zeros(2, bool), *(jnp.zeros(2, int),) * 3).sum()) == 0
 
 
@@ -404,7 +407,7 @@ def test_a_plain_round_that_is_believed_too_dear_is_timed_again(long_target, mon
         decode_at_costs(session, learned)
         found.append((learned.estimate.seconds[0], learned.spent))
     assert found[0][0] < 1.1
-    assert found[1][0] == 1.6
+    assert found[1][0] > 1.5
     assert found[0][1] < 1.05 * 600 < 1.15 * 600 < found[1][1]
 
 

@@ -30,6 +30,8 @@ _PLAIN_ROUNDS = 4
 they are believed to cost, and a plain round that is believed too dear makes drafts seem to pay."""
 _PLAIN_AGAIN_SHARE = 0.02
 """They come no sooner than what they cost is this share of the time since,"""
+_LEAST_GAIN = 0.1
+"""What drafts are taken to gain at least, in this."""
 _DOUBTS = 2.0
 """and where drafting would not pay if the figure were off by so many standard deviations."""
 _MIX_MEMORY = 0.8
@@ -58,7 +60,7 @@ class LearnedCosts:
     _checks_plain: bool = False
     """Whether the rounds of the next step have no drafts, to be timed."""
     _since: float = 0.0
-    """Seconds since many rounds of a step had no drafts."""
+    """Seconds since a step in which a quarter of the rounds, or more, had width 1."""
     _mix: Float[np.ndarray, "parts"] | float = 0.0
     """How often each part ran in the last steps."""
 
@@ -135,6 +137,8 @@ class LearnedCosts:
 
     def _corrected(self, state: State, ran: Float[np.ndarray, "parts"], seconds: float) -> State:
         """The state with costs that fit a step in which each part `ran` so often."""
+        if not ran.any():
+            return state
         self._mix = _MIX_MEMORY * self._mix + ran
         before = self._mix @ self.estimate.seconds / self.estimate.seconds[0]
         self.estimate.update(ran, seconds)
@@ -145,16 +149,17 @@ class LearnedCosts:
 
     def _plain_again(self, state: State, work: Work, seconds: float) -> State:
         """The state with rounds without drafts next, where it is time that some are timed."""
-        many = 4 * work.passes[0] >= work.passes.sum()
-        self._since = 0.0 if many else self._since + seconds
+        enough = 4 * work.passes[0] >= work.passes.sum()
+        self._since = 0.0 if enough else self._since + seconds
         if self._checks_plain:
             self._checks_plain = False
             return _put_free(state)
         earned, spent = fetch((state.policy.earned, state.policy.spent))
         gained = 1 - min(float(spent / earned), 1.0)
-        lost = _PLAIN_ROUNDS * self.estimate.seconds[0] * gained
+        lost = _PLAIN_ROUNDS * self.estimate.seconds[0] * max(gained, _LEAST_GAIN)
         doubt = _DOUBTS * self.estimate.plain_doubt(self._mix)
-        if many or lost > _PLAIN_AGAIN_SHARE * self._since or doubt < gained:
+        due = lost <= _PLAIN_AGAIN_SHARE * self._since and gained <= doubt
+        if not processes.from_first(bool(due and not enough)):
             return state
         self._checks_plain = True
         return _put_kind(state, Kind(0, (0,) * len(work.first)))

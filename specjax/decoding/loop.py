@@ -234,11 +234,13 @@ def run(
 ) -> tuple[State, Rounds]:
     """Rounds until every row has finished, or `enough` rows have; at most `max_rounds` of them.
 
+    Where `enough` is more than there are rows, no request waits for one that finishes: "auto" then
+    drafts so that the last one does so soon.
     Both numbers are traced, and no more than `plan.rounds_per_step` rounds run. The counts have a
     column for each of those.
     """
     batch, columns = len(state.length), plan.rounds_per_step
-    enough = batch if enough is None else enough
+    enough = batch + 1 if enough is None else enough
     most = jnp.minimum(max_rounds, columns)
     none = jnp.full((batch, columns), -1, jnp.int32)
     overlaps = None
@@ -246,7 +248,7 @@ def run(
         overlaps = jnp.full((batch, columns, plan.drafter.num_speculative_tokens), jnp.nan)
     rounds = constrain_rows(Rounds(none, none, none, none, none, overlaps))
     if state.policy is not None:
-        state = state.replace(policy=state.policy.replace(all_rows=jnp.asarray(enough >= batch)))
+        state = state.replace(policy=state.policy.replace(all_rows=jnp.asarray(enough > batch)))
 
     def going(carry: tuple[Array, State, Rounds]) -> Array:
         done, state, _ = carry

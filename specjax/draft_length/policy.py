@@ -34,7 +34,8 @@ _RATE_WEIGHT = 4.0
 _LATE_POWER = 4.0
 """The mean of the rows' times that is to be short: the higher, the more the last row counts."""
 _LATE_FACTOR = 0.5
-"""What late rows are taken to accept, beside rows on average, until it is known which these are."""
+"""What a row that nothing is known of is taken to accept, beside rows on average, where the last
+row counts: one of them will accept little."""
 _FREE = 0.02
 """A draft that takes less than this share of a plain round is always made."""
 NOT_FORCED = -1
@@ -181,12 +182,12 @@ def row_weights(
 ) -> Float[Array, "B"]:
     """What a token of each row is worth where the batch is done when its last row is; 1 on average.
 
-    A row that has made `new` tokens in so many `rounds` and has `left` ones to go needs a time t.
-    The weights are by how much one more token a round in each row would shorten the mean of the
-    times of order p, (sum t^p)^(1/p). Rows that are not `active` have none.
+    A row that has made `new` tokens in so many `rounds`, and may make `left` more, is taken to need
+    a time t. The weights are by how much one more token a round in each row would shorten the mean
+    of the times of order p, (sum t^p)^(1/p). Rows that are not `active` have none.
     """
     mean = jnp.maximum((new * active).sum() / jnp.maximum((rounds * active).sum(), 1), 1.0)
-    rate = (new + _RATE_WEIGHT * mean) / (rounds + _RATE_WEIGHT)
+    rate = jnp.where(active, (new + _RATE_WEIGHT * mean) / (rounds + _RATE_WEIGHT), 1.0)
     time = jnp.where(active, left / rate, 0.0)
     late = (time / jnp.maximum(time.max(), 1.0)) ** _LATE_POWER / rate
     return late * active.sum() / jnp.maximum(late.sum(), jnp.finfo(late.dtype).tiny)

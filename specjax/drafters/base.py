@@ -251,6 +251,8 @@ class Drafter:
 
         A prompt is observed chunk by chunk, from its second token on (the first stands in
         `context.tokens`); later calls bring what one or several rounds committed, whoever drafted.
+        Of a prompt the state may depend on tokens and features only: requests that have the same
+        prompt share it.
         """
         del params, context, accepted
         return state

@@ -79,7 +79,7 @@ class DeviceRows:
         arguments = self._arguments(rows, setup.prefill_rows)
         prompts = [row.prompt for row in rows]
         if self._all_read and prompts == self._prompts[: len(prompts)]:
-            # Reading depends on nothing else that makes one request another.
+            # What was read depends on the prompt alone, not on a request's key, limits or sampling.
             self._new = self._new.replace(rows=arguments[1])
             return True
         self._prompts, self._all_read = prompts, False
@@ -138,7 +138,8 @@ class DeviceRows:
             own = _in_place_of("drafter_params", drafter.params, drafter_params)
             drafter = drafter._replace(params=own)
         self.setup = replace(setup, model=replace(setup.model, params=params), drafter=drafter)
-        self._all_read = False
+        # Of a prompt that is being read as well, only its own rows continue with the old ones.
+        self._prompts = []
         if self.costs is not None:
             self.costs = LearnedCosts.of_setup(self.setup, self.costs.committed)
             if self._state is not None:
@@ -151,7 +152,7 @@ class DeviceRows:
             if keep_costs:
                 self.costs.save()
         self._state = self._new = None
-        self._all_read = False
+        self._prompts = []
 
     def _compiled(self, setup: Setup) -> Programs:
         return compile_setup(setup, self._replayed_rounds, begun=self._state is not None)

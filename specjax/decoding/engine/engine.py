@@ -241,9 +241,9 @@ class Engine:
         """Add a request; returns its id, by default its number in order of arrival.
 
         Of `n` samples each is a row of its own; the first is what the request gives alone. Rows
-        with the same prompt that follow each other into slots read it once. Raises InputError for
-        an id that is in use, for a prompt that cannot be encoded or has no room, and for a sampling
-        that the target cannot serve.
+        with the same prompt that follow each other into slots share what one has read. Raises
+        InputError for an id that is in use, for a prompt that cannot be encoded or has no room, and
+        for a sampling that the target cannot serve.
         """
         self._check_open()
         name = self._free_number() if id is None else id
@@ -395,12 +395,12 @@ class Engine:
         ended = np.zeros(num_rows, bool)
         ended[list(self._ended_slots)] = True
         rounds = self._schedule.rounds_per_step
-        waiting, enough = self.num_waiting, num_rows
+        waiting, enough = self.num_waiting, num_rows + 1
         if self._reading or (waiting and self._scheduler.num_free):
             rounds = min(rounds, _ROUNDS_WHILE_READING)
         if waiting:
             free = num_rows - sum(request is not None for request in slots)
-            enough = min(free + self._schedule.refill_rows, enough)
+            enough = min(free + self._schedule.refill_rows, num_rows)
         begun = time.perf_counter()
         seen = self._rows.step(ended, self._rows.rounds(rounds), enough)
         self._ended_slots.clear()
@@ -426,7 +426,7 @@ class Engine:
                 self._begin(taken)
             reading = self._reading
             decoding = any(self._admitted())
-            if decoding and budget <= 0:
+            if decoding and budget <= 0 and reading.position < reading.longest:
                 return
             left = reading.longest - reading.position
             count = min(left, budget) if decoding else left
