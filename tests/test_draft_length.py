@@ -386,7 +386,7 @@ def test_a_batch_does_not_wait_for_a_row_that_accepts_nothing(long_target, monke
         learned.begin_with(lambda committed: figures, session)
         assert decode_at_costs(session, learned).token_ids == plain.token_ids
         spent.append(learned.spent / (count / 4 * new))
-    assert spent[0] < 1.04
+    assert spent[0] < 1.05
     assert spent[1] < 0.85
     assert spent[2] > 1.08
 

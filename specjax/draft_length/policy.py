@@ -33,9 +33,8 @@ _RATE_WEIGHT = 4.0
 """Of the batch's tokens a round in what a row is taken to make, in rounds."""
 _LATE_POWER = 4.0
 """The mean of the rows' times that is to be short: the higher, the more the last row counts."""
-_LATE_FACTOR = 0.5
-"""What a row that nothing is known of is taken to accept, beside rows on average, where the last
-row counts: one of them will accept little."""
+_LAST_FACTOR = 0.5
+"""What the last of many rows is taken to accept, beside rows on average."""
 _FREE = 0.02
 """A draft that takes less than this share of a plain round is always made."""
 NOT_FORCED = -1
@@ -283,7 +282,9 @@ class Decisions:
         # No compiled width holds more than the longest draft: `limit` sees to it.
         index = jnp.searchsorted(np.asarray(self.widths), 1 + length)
         index = jnp.minimum(jnp.maximum(index, policy.narrowest), len(self.widths) - 1)
-        before = jnp.where(policy.all_rows & (self.active.sum() > 1), _LATE_FACTOR, 1.0)
+        # Where the last of n rows counts: the more there are, the less will it accept.
+        last = _LAST_FACTOR + (1 - _LAST_FACTOR) / jnp.maximum(self.active.sum(), 1)
+        before = jnp.where(policy.all_rows, last, 1.0)
         turn = Turn(
             chances=survival.chances(policy.survival)[number],
             expected=survival.expected_chances(policy.survival)[number],
