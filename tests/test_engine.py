@@ -311,14 +311,32 @@ def test_other_parameters_read_a_prompt_anew(tiny, reads):
     engine.step()
     engine.add(long, greedy(max_new_tokens=3))
     engine.step()
-    assert reads == [(0, 2), (0, 64)]
+    parts = [(0, 64), (64, 128), (128, 192), (192, 199)]
+    assert reads == [(0, 2), parts[0]]
     engine.update_params(fresh)
     engine.add(long, greedy(max_new_tokens=3), id="new")
     outputs = {one.id: one.output.token_ids for one in engine if one.output is not None}
-    assert reads[2:] == [(64, 128), (128, 192), (192, 199), *reads[1:2], *reads[2:5]]
+    assert reads == [(0, 2), *parts, *parts]
     other = dataclasses.replace(tiny, params=fresh)
     wanted = specjax.generate(other, [long], sampling=greedy(max_new_tokens=3)).token_ids[0]
     assert outputs["new"] == wanted
+
+
+@pytest.mark.parametrize("refill_rows", [1, 2])
+def test_the_loop_is_told_whether_anyone_waits(refill_rows, tiny, monkeypatch):
+    """More rows to wait for than there are: nobody takes the slot of one that ends."""
+    engine = Engine(tiny, batch_size=2, max_length=100, refill_rows=refill_rows, rounds_per_step=2)
+    told, step = [], device_rows.DeviceRows.step
+
+    def note(self, ended, max_rounds, enough):
+        told.append((engine.num_waiting > 0, enough > 2))
+        return step(self, ended, max_rounds, enough)
+
+    monkeypatch.setattr(device_rows.DeviceRows, "step", note)
+    for new in (4, 8, 4):
+        engine.add([1, 2], greedy(max_new_tokens=new))
+    list(engine)
+    assert set(told) == {(True, False), (False, True)}
 
 
 def test_what_a_request_asks_for_is_served_from_then_on(tiny):

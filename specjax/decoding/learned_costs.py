@@ -28,12 +28,12 @@ ROUNDS_PER_LOOK = 16
 _PLAIN_ROUNDS = 4
 """Rounds without drafts that are timed, where none come by themselves: else nothing corrects what
 they are believed to cost, and a plain round that is believed too dear makes drafts seem to pay."""
-_PLAIN_AGAIN_SHARE = 0.02
-"""They come no sooner than what they cost is this share of the time since,"""
-_LEAST_GAIN = 0.1
-"""What drafts are taken to gain at least, in this."""
 _DOUBTS = 2.0
-"""and where drafting would not pay if the figure were off by so many standard deviations."""
+"""They come where drafting would not pay if the figure were off by so many standard deviations,"""
+_PLAIN_AGAIN_SHARE = 0.02
+"""and no sooner than what they cost is this share of the time since."""
+_LEAST_GAIN = 0.1
+"""The least share of a round that drafting is taken to gain, when that cost is reckoned."""
 _MIX_MEMORY = 0.8
 """How much of its weight a step's work keeps to the next."""
 _TRUSTED_S = 600.0
@@ -149,8 +149,8 @@ class LearnedCosts:
 
     def _plain_again(self, state: State, work: Work, seconds: float) -> State:
         """The state with rounds without drafts next, where it is time that some are timed."""
-        enough = 4 * work.passes[0] >= work.passes.sum()
-        self._since = 0.0 if enough else self._since + seconds
+        known = 4 * work.passes[0] >= work.passes.sum()
+        self._since = 0.0 if known else self._since + seconds
         if self._checks_plain:
             self._checks_plain = False
             return _put_free(state)
@@ -159,7 +159,7 @@ class LearnedCosts:
         lost = _PLAIN_ROUNDS * self.estimate.seconds[0] * max(gained, _LEAST_GAIN)
         doubt = _DOUBTS * self.estimate.plain_doubt(self._mix)
         due = lost <= _PLAIN_AGAIN_SHARE * self._since and gained <= doubt
-        if not processes.from_first(bool(due and not enough)):
+        if not processes.from_first(bool(due and not known)):
             return state
         self._checks_plain = True
         return _put_kind(state, Kind(0, (0,) * len(work.first)))
