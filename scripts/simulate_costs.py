@@ -84,8 +84,7 @@ class SimulatedCosts(LearnedCosts):
         """As `LearnedCosts.after_step`, with the seconds of the clock."""
         del seconds
         work = fetch(state.policy.work)
-        parts = np.concatenate([work.passes, work.first, work.further]).astype(float)
-        return super().after_step(state, self.clock.step(parts))
+        return super().after_step(state, self.clock.step(work.counts()))
 
     def save(self) -> None:
         """Keep nothing: the machine is not there."""

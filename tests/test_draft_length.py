@@ -264,8 +264,7 @@ class Injected(LearnedCosts):
         return self
 
     def after_step(self, state, seconds):
-        work = state.policy.work
-        ran = np.concatenate([work.passes, work.first, work.further])
+        ran = state.policy.work.counts()
         seconds = float(ran @ self.seconds_of(int(state.length.max())))
         self.spent += seconds
         return super().after_step(state, seconds)

@@ -118,7 +118,7 @@ class LearnedCosts:
         work = fetch(state.policy.work)
         state = _put_policy(state, work=jax.tree.map(np.zeros_like, work))
         if self.measurement is None:
-            return self._plain_again(self._corrected(state, _flat(work), seconds), work, seconds)
+            return self._plain_again(self._corrected(state, work.counts(), seconds), work, seconds)
         self.measurement.add(seconds, work)
         self.measure_s += seconds
         if (kind := self.measurement.next) is not None:
@@ -198,10 +198,6 @@ class LearnedCosts:
         """Keep the figures for later processes; where that fails, they measure again."""
         if self.estimate is not None and processes.is_first():
             keep_seconds(self.file, self.estimate.seconds.tolist(), self.measured_at)
-
-
-def _flat(parts: Work) -> Float[np.ndarray, "parts"]:
-    return np.concatenate([parts.passes, parts.first, parts.further]).astype(float)
 
 
 def _fresh_policy(state: State) -> Policy:

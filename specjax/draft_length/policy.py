@@ -61,6 +61,10 @@ class Work:
     first: Int[Array | np.ndarray, "D"]
     further: Int[Array | np.ndarray, "D"]
 
+    def counts(self) -> Float[np.ndarray, "parts"]:
+        """All of them, where they are on the host, in the order of `CostEstimate`."""
+        return np.concatenate([self.passes, self.first, self.further]).astype(float)
+
 
 @struct.dataclass
 class Turn:
