@@ -1,4 +1,4 @@
-"""Draft lengths that follow costs and acceptance: the decisions, and how much is lost to the best."""
+"""Draft lengths that follow costs and acceptance: decisions, and what is lost to the best one."""
 
 import dataclasses
 import itertools
