@@ -18,7 +18,7 @@ from absl import app, flags, logging
 
 from specjax import theory
 from specjax.cli.built_in_prompts import BUILT_IN
-from specjax.cli.measure_auto import measure_cell
+from specjax.cli.measure_auto import measure_cells
 from specjax.decoding.prompts import read_questions
 from specjax.drafters import make_drafter
 from specjax.loading.load import load_model
@@ -63,11 +63,10 @@ def main(argv: list[str]) -> int:
     )
     print("| --- | --- | --- | --- | --- | --- |")
     for batch in map(int, _BATCHES.value):
-        cell = measure_cell(
+        (cell,) = measure_cells(
             model,
             ids,
-            drafter,
-            label=_DRAFTER.value,
+            {_DRAFTER.value: drafter},
             batch_size=batch,
             temperature=0.0,
             max_new_tokens=_NEW.value,

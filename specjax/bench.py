@@ -26,7 +26,7 @@ from rich.table import Table
 
 from specjax.cli import command
 from specjax.cli.built_in_prompts import BUILT_IN
-from specjax.cli.measure_auto import Cell, Ratio, measure_cell
+from specjax.cli.measure_auto import Cell, Ratio, measure_cells
 from specjax.cli.measure_drafter import (
     Comparison,
     compare_with_plain,
@@ -243,15 +243,17 @@ def _auto_cells(
         for question in _spread(questions, cells.prompts)
     ]
     drafters = {name: make_drafter(name, model) for name in cells.drafters}
-    for name, batch, temperature in itertools.product(
-        drafters, cells.batch_sizes, cells.temperatures
-    ):
-        console.print(f"measuring auto with {name}, batch {batch}, temperature {temperature:g} ...")
-        yield measure_cell(
+    if not drafters:
+        return
+    for batch, temperature in itertools.product(cells.batch_sizes, cells.temperatures):
+        console.print(
+            f"measuring auto with {', '.join(drafters)}, batch {batch}, "
+            f"temperature {temperature:g} ..."
+        )
+        yield from measure_cells(
             model,
             ids,
-            drafters[name],
-            label=name,
+            drafters,
             batch_size=batch,
             temperature=temperature,
             max_new_tokens=config.max_new_tokens,

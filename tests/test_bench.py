@@ -23,7 +23,7 @@ def test_the_debug_size_reports_every_part(tmp_path, chatty, capsys):
             "--config.exit_layers=(1,)",
             "--config.num_speculative_tokens=2",
             "--config.ngram_tokens=2",
-            "--config.auto.drafters=('ngram',)",
+            "--config.auto.drafters=('ngram', 'token_recycling')",
         ]
     )
     assert code == 0, capsys.readouterr()
@@ -41,10 +41,13 @@ def test_the_debug_size_reports_every_part(tmp_path, chatty, capsys):
         assert one["speedup"] > 0
         assert one["predicted"] > 0
         assert one["efficiency"] == pytest.approx(one["speedup"] / one["predicted"])
-    (cell,) = report["auto"]
-    assert (cell["drafter"], cell["batch"], cell["identical"]) == ("ngram", 2, True)
-    mean, low, high = cell["decoding"]
-    assert 0 < low <= mean <= high
+    assert [cell["drafter"] for cell in report["auto"]] == ["ngram", "token_recycling"]
+    for cell in report["auto"]:
+        assert (cell["batch"], cell["identical"]) == (2, True)
+        mean, low, high = cell["decoding"]
+        assert 0 < low <= mean <= high
+    plain = {cell["plain_tokens_per_second"] for cell in report["auto"]}
+    assert len(plain) == 1  # decoded once, for both
 
 
 def test_reading_the_weights_takes_time(tiny):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, variance
 from typing import NamedTuple
+
+import numpy as np
 
 from specjax.decoding.generate import Generation, decode_session, open_engine
 from specjax.decoding.options import DecodeOptions
@@ -57,19 +59,19 @@ class Cell:
     identical: bool | None
 
 
-def measure_cell(
+def measure_cells(
     model: Model,
     ids: Sequence[Sequence[int]],
-    drafter: LoadedDrafter,
+    drafters: Mapping[str, LoadedDrafter],
     *,
-    label: str,
     batch_size: int,
     temperature: float,
     max_new_tokens: int,
     repeats: int,
-) -> Cell:
-    """Decode batch after batch plainly and with "auto", in turn, `repeats` times over.
+) -> list[Cell]:
+    """Decode batch after batch plainly and with "auto" by each of `drafters`, a cell for each.
 
+    Every repeat decodes a batch in all ways, one after the other, and begins with the next of them.
     Too few prompts for the last batch are repeated.
     """
     rows = -(-len(ids) // batch_size) * batch_size
@@ -77,18 +79,40 @@ def measure_cell(
     requests = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens)
     options = DecodeOptions(num_speculative_tokens="auto", batch_size=batch_size)
     plain = plan_session(model, prompts, options=options.without_drafts(), requests=requests)
-    auto = plan_session(model, prompts, drafter=drafter, options=options, requests=requests)
-    engines = open_engine(plain), open_engine(auto)
-    runs: dict[int, list[tuple[Generation, Generation]]] = {}
+    sessions = [plain] + [
+        plan_session(model, prompts, drafter=drafter, options=options, requests=requests)
+        for drafter in drafters.values()
+    ]
+    engines = [open_engine(session) for session in sessions]
+    runs: dict[int, list[list[Generation]]] = {}
     for number in range(repeats + 1):
-        for at, index in enumerate(auto.groups(batch_size)):
-            pair = tuple(
-                decode_session(session, index=index, engine=engine)
-                for session, engine in zip((plain, auto), engines, strict=True)
-            )
+        order = np.roll(range(len(sessions)), -number)
+        for at, index in enumerate(plain.groups(batch_size)):
+            made = {
+                way: decode_session(sessions[way], index=index, engine=engines[way])
+                for way in order
+            }
             if number:  # the first one warms up
-                runs.setdefault(at, []).append(pair)
-    every = [pair for pairs in runs.values() for pair in pairs]
+                runs.setdefault(at, []).append([made[way] for way in range(len(sessions))])
+    batches = list(runs.values())
+    cells = []
+    for way, label in enumerate(drafters, 1):
+        pairs = [[(made[0], made[way]) for made in batch] for batch in batches]
+        costs = engines[way].costs
+        measure_s = costs.measure_s if costs is not None else 0.0
+        cells.append(_cell(pairs, label, batch_size, temperature, measure_s))
+    return cells
+
+
+def _cell(
+    batches: Sequence[Sequence[tuple[Generation, Generation]]],
+    label: str,
+    batch_size: int,
+    temperature: float,
+    measure_s: float,
+) -> Cell:
+    """From the plain and the other generation of each batch and repeat."""
+    every = [pair for pairs in batches for pair in pairs]
     ours = [pair[1] for pair in every]
     rounds = sum(int((run.emitted > 0).sum()) for run in ours)
     return Cell(
@@ -97,11 +121,11 @@ def measure_cell(
         temperature=temperature,
         tokens_per_second=_speed(ours),
         plain_tokens_per_second=_speed([pair[0] for pair in every]),
-        decoding=_ratio(runs.values(), whole=False),
-        whole=_ratio(runs.values(), whole=True),
+        decoding=_ratio(batches, whole=False),
+        whole=_ratio(batches, whole=True),
         acceptance_length=sum(run.new_tokens for run in ours) / rounds,
         mean_draft=sum(int(run.drafted[run.drafted > 0].sum()) for run in ours) / rounds,
-        measure_s=engines[1].costs.measure_s if engines[1].costs is not None else 0.0,
+        measure_s=measure_s,
         identical=(
             None if temperature else all(slow.token_ids == fast.token_ids for slow, fast in every)
         ),
@@ -112,7 +136,7 @@ def _speed(runs: Sequence[Generation]) -> float:
     return sum(run.new_tokens for run in runs) / sum(run.decode_s for run in runs)
 
 
-def _ratio(batches: Iterable[list[tuple[Generation, Generation]]], *, whole: bool) -> Ratio:
+def _ratio(batches: Iterable[Sequence[tuple[Generation, Generation]]], *, whole: bool) -> Ratio:
     """The geometric mean of auto / plain over batches; its error is that of the repeats."""
 
     def seconds_per_token(run: Generation) -> float:
