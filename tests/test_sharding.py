@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import re
 import weakref
 
@@ -23,6 +24,7 @@ from specjax.errors import InputError
 from specjax.loading.formats import build_parameters, parameter_names
 from specjax.loading.formats.families import registry
 from specjax.loading.load import load_model, place_model, random_model, save_model
+from specjax.models.top_tokens import likeliest
 
 EIGHT_HEADS = dict(
     num_heads=8, num_kv_heads=8, head_dim=6, hidden_size=24, intermediate_size=40, vocab_size=72
@@ -303,6 +305,22 @@ def collectives(program):
     return sorted(
         (kind, shape) for result, kind in found for shape in re.findall(r"\w+\[[\d,]*\]", result)
     )
+
+
+@pytest.mark.parametrize("vocab", [60000, 60001])
+def test_each_device_looks_for_the_likeliest_tokens_in_its_part(vocab):
+    """A few blocks of it are gathered; a vocabulary that does not divide is whole everywhere."""
+    values = np.random.default_rng(0).integers(0, 40, (4, 2, vocab)).astype(np.float32)
+    values[0, 0, : vocab - 3] = -np.inf
+    mesh = mesh_of(2, 3)
+    logits = sharding.place(values, ("batch", None, "vocab"), mesh)
+    with sharding.use(mesh):
+        program = jax.jit(likeliest, static_argnums=1).lower(logits, 5).compile()
+    for found, wanted in zip(program(logits), jax.lax.top_k(values, 5), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    sizes = [re.search(r"\[(.*)\]", shape)[1].split(",") for _, shape in collectives(program)]
+    most = max((math.prod(map(int, size)) for size in sizes), default=0)
+    assert most < values.size // 10
 
 
 def loop_program(session):

@@ -93,6 +93,13 @@ def partition(axes: Axes, shape: Sequence[int], mesh: Any) -> PartitionSpec:
     return PartitionSpec(*split)
 
 
+def num_parts(axis: str, size: int) -> int:
+    """The parts of a logical axis of that size, on the mesh that a program is traced for."""
+    mesh = jax.sharding.get_abstract_mesh()
+    count = 1 if mesh.empty else mesh.shape[LOGICAL_AXES[axis]]
+    return 1 if size % count else count
+
+
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """The array, constrained by its logical axes while a program for a mesh is traced."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -1,4 +1,4 @@
-"""The feature `top_tokens:k`: the ids of the k likeliest next tokens, the likeliest first."""
+"""The likeliest next tokens, and as a feature, `top_tokens:k`: the ids of k, likeliest first."""
 
 from __future__ import annotations
 
@@ -8,12 +8,35 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from specjax.distributed.sharding import constrain, num_parts
 from specjax.errors import InputError
 from specjax.sampling import top_k
 
 _PREFIX = "top_tokens:"
 _BLOCK = 32
 """Positions whose logits exist at a time, where nobody else needs them."""
+
+
+def likeliest(
+    logits: Float[Array, "B T V"], count: int
+) -> tuple[Float[Array, "B T k"], Int[Array, "B T k"]]:
+    """The `count` largest logits, or other scores of tokens, and their ids.
+
+    Where the vocabulary is split over devices, each looks at its own part.
+    """
+    batch, length, vocab = logits.shape
+    parts = num_parts("vocab", vocab)
+    if parts == 1:
+        return top_k(constrain(logits, "batch", None, None), count)
+    size = vocab // parts
+    split = constrain(logits, "batch", None, "vocab").reshape(batch, length, parts, size)
+    best, ids = top_k(constrain(split, "batch", None, "vocab", None), min(count, size))
+    ids += size * jnp.arange(parts)[None, None, :, None]
+    shape = batch, length, -1
+    best, ids = (constrain(one.reshape(shape), "batch", None, None) for one in (best, ids))
+    # Of equal ones those of the first part, and so the first.
+    best, index = lax.top_k(best, count)
+    return best, jnp.take_along_axis(ids, index, axis=-1)
 
 
 def feature_name(count: int) -> str:
@@ -43,7 +66,7 @@ def top_tokens(
     """The features, by name, of logits that are there."""
     if not counts:
         return {}
-    return _shares(top_k(logits, max(counts.values()))[1], counts)
+    return _shares(likeliest(logits, max(counts.values()))[1], counts)
 
 
 def top_tokens_of_states(
@@ -57,7 +80,7 @@ def top_tokens_of_states(
     if length <= _BLOCK or length % _BLOCK:
         return top_tokens(project(states), counts)
     blocks = states.reshape(batch, length // _BLOCK, _BLOCK, width).swapaxes(0, 1)
-    best = lax.map(lambda block: top_k(project(block), most)[1], blocks)
+    best = lax.map(lambda block: likeliest(project(block), most)[1], blocks)
     return _shares(best.swapaxes(0, 1).reshape(batch, length, most), counts)
 
 

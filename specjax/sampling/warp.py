@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -141,19 +143,30 @@ def top_k(
     The largest are in the blocks with the largest maxima, so no more is sorted than a maximum of
     each block, and `count` blocks. (TPUs sort copies of everything for `lax.top_k`.)
     """
-    vocab = values.shape[-1]
+    *rows, vocab = values.shape
     blocks = -(-vocab // _BLOCK)
     if count * 2 > blocks:
         return tuple(lax.top_k(values, count))
-    room = [(0, 0)] * (values.ndim - 1) + [(0, blocks * _BLOCK - vocab)]
-    padded = jnp.pad(values, room, constant_values=-jnp.inf)
-    split = padded.reshape(*values.shape[:-1], blocks, _BLOCK)
+    # Windows and slices, since a reshape into blocks is another layout, and so a copy, on TPUs.
+    window = (*[1] * len(rows), _BLOCK)
+    room = (*[(0, 0)] * len(rows), (0, blocks * _BLOCK - vocab))
+    maxima = lax.reduce_window(values, -jnp.inf, lax.max, window, window, room)
     # In the order of their positions, so that of equal values the first is found.
-    chosen = jnp.sort(lax.top_k(split.max(axis=-1), count)[1], axis=-1)
-    found = jnp.take_along_axis(split, chosen[..., None], axis=-2)
-    best, index = lax.top_k(found.reshape(*values.shape[:-1], -1), count)
-    block = jnp.take_along_axis(chosen, index // _BLOCK, axis=-1)
-    return best, block * _BLOCK + index % _BLOCK
+    first = _BLOCK * jnp.sort(lax.top_k(maxima, count)[1], axis=-1)
+    start = jnp.minimum(first, vocab - _BLOCK)
+    found = _blocks_of(values, start)
+    positions = start[..., None] + lax.broadcasted_iota(start.dtype, found.shape, found.ndim - 1)
+    # The last block is shorter: what comes before it is another's.
+    found = jnp.where(positions >= first[..., None], found, -jnp.inf)
+    best, index = lax.top_k(found.reshape(*rows, -1), count)
+    return best, jnp.take_along_axis(positions.reshape(*rows, -1), index, axis=-1)
+
+
+@partial(jnp.vectorize, signature="(v),(k)->(k,b)")
+def _blocks_of(row: Float[Array, "V"], starts: Int[Array, " k"]) -> Float[Array, "k block"]:
+    """A block of each row from each of its starts on."""
+    take = partial(lax.dynamic_slice_in_dim, row, slice_size=_BLOCK)
+    return jax.vmap(take)(starts)
 
 
 def _first(values: Real[Array, "*rows V"], largest: Real[Array, "*rows 1"]) -> Int[Array, "*rows"]:

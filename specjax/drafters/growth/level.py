@@ -10,10 +10,9 @@ from flax import struct
 from jax.scipy.special import logsumexp
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.distributed.sharding import constrain
 from specjax.drafters.base import Context, Noise
 from specjax.models.heads.draft_vocabulary import expand
-from specjax.sampling import top_k
+from specjax.models.top_tokens import likeliest
 
 
 @struct.dataclass
@@ -93,9 +92,8 @@ def draw_children(
 
 def top(scores: Float[Array, "B T V"], count: int) -> tuple[Array, Array]:
     """The `count` largest of each row of scores, and their indices; -inf where there are fewer."""
-    scores = constrain(scores, "batch", None, None)
     most = min(count, scores.shape[2])
-    best, index = top_k(scores, most)
+    best, index = likeliest(scores, most)
     # What is not a number is no candidate.
     best = jnp.where(jnp.isnan(best), -jnp.inf, best)
     room = ((0, 0), (0, 0), (0, count - most))
