@@ -4,12 +4,13 @@
     python scripts/calibrate_trees.py --drafters=NAMES --out=DIR --pictures=docs --nomeasure
 
 Decodes prompts greedily, and counts how often the target's token is the likeliest candidate of a
-drafter, the second likeliest, and so on, at each depth of a draft (`specjax.tuning`). Prompts are
-those of the conversations that come with specjax, or a JSONL file's in Spec-Bench's schema. DIR
-gets a file NAME.ranks.json for each drafter, which `tree.kind=static` and `auto` are built from
-where it stands beside the heads; the tree of --num_nodes nodes is shown, with what it is expected
-to accept, and drawn into the folder --pictures, each node with the chance that it is accepted. Exit
-codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
+drafter, the second likeliest, and so on, at each depth of a draft (`specjax.tuning`). Prompts are a
+JSONL file's in Spec-Bench's schema, by default 36 that come with specjax and are in no training
+data: rates on answers like those that a drafter learnt from are too high. DIR gets a file
+NAME.ranks.json for each drafter, which `tree.kind=static` and `auto` are built from where it stands
+beside the heads; the tree of --num_nodes nodes is shown, with what it is expected to accept, and
+drawn into the folder --pictures, each node with the chance that it is accepted. Exit codes: 0; 2
+for bad input; 130 after Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from specjax.cli.flags import Listed, Parser
 from specjax.decoding.prompts import Prompt, read_questions
 from specjax.drafters import DRAFT_TOKENS, make_drafter
 from specjax.fields import Flag, InputFile, OutputFolder, PathOrName, Text, Whole, optional
-from specjax.files.json_files import read_json_lines
 from specjax.files.text_files import write_text
 from specjax.loading.heads.ranks import Acceptance, ranks_file, read_acceptance, write_acceptance
 from specjax.loading.load import DEFAULT_MODEL, load_model
 from specjax.trees import RankedTree, best_tree, draw, svg
 from specjax.tuning.measure_ranks import measure_ranks
-from train.data.shipped import ROWS
+
+PROMPTS = Path(__file__).parents[1] / "train" / "datasets" / "calibration_prompts.jsonl"
+"""Written for specjax, of Spec-Bench's tasks (CC0)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,11 +49,11 @@ def parser() -> Parser:
     add("drafters", Listed(Text()), "drafters with distributions, by name")
     add("out", OutputFolder(), "folder of the files")
     add("target", PathOrName(), "the model", default=DEFAULT_MODEL)
-    add("prompts", optional(InputFile()), "JSONL in Spec-Bench's schema", default=None)
+    add("prompts", InputFile(), "JSONL in Spec-Bench's schema", default=PROMPTS)
     add("limit", Whole(1), "prompts", default=100)
     add("depth", DRAFT_TOKENS, "levels, of drafters without a number of their own", default=6)
     add("candidates", Whole(1), "ranks", default=10)
-    add("max_new_tokens", Whole(1), "of each answer", default=64)
+    add("max_new_tokens", Whole(1), "of each answer", default=96)
     add("batch_size", Whole(1), "rows", default=8)
     add("num_nodes", Whole(1), "of the tree that is shown", default=32)
     add("pictures", optional(OutputFolder()), "folder of SVG files", default=None)
@@ -116,21 +118,16 @@ def _measure(flags: SimpleNamespace) -> None:
 
 
 def _settings(flags: SimpleNamespace) -> dict[str, Any]:
-    source = "shipped conversations" if flags.prompts is None else Path(flags.prompts).name
     return {
-        "prompts": f"{flags.limit} of {source}",
+        "prompts": f"{min(flags.limit, len(_prompts(flags)))} of {Path(flags.prompts).name}",
         "max_new_tokens": flags.max_new_tokens,
         "temperature": 0.0,
     }
 
 
 def _prompts(flags: SimpleNamespace) -> list[Prompt]:
-    if flags.prompts is not None:
-        questions = list(read_questions(flags.prompts))[: flags.limit]
-        return [[{"role": "user", "content": question.turns[0]}] for question in questions]
-    rows = [row["prompt_token_ids"] for _, row in read_json_lines(ROWS, "prompts")]
-    # Spread over all, whatever they are sorted by.
-    return rows[:: max(1, len(rows) // flags.limit)][: flags.limit]
+    questions = list(read_questions(flags.prompts))[: flags.limit]
+    return [[{"role": "user", "content": question.turns[0]}] for question in questions]
 
 
 if __name__ == "__main__":

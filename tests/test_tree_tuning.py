@@ -12,7 +12,13 @@ from specjax.errors import InputError
 from specjax.loading.heads.ranks import read_acceptance, write_acceptance
 from specjax.reporting.decode_report import Clock, DrafterRun, Setting, report
 from specjax.trees import FastestTree, best_tree, tree_of_choices
-from specjax.tuning import choose_tree, measure_ranks, with_fastest_trees, with_tree
+from specjax.tuning import (
+    choose_tree,
+    measure_ranks,
+    measure_tree_costs,
+    with_fastest_trees,
+    with_tree,
+)
 
 RATES = ((0.6, 0.2, 0.1), (0.5, 0.2, 0.1))
 
@@ -77,6 +83,18 @@ def test_the_tree_follows_the_costs(tiny, similar, timed):
     assert len(calls) == 2
     small = choose_tree(tiny, drafter, RATES, max_nodes=4)
     assert small.tree.topology.num_nodes == 4
+
+
+def test_costs_are_those_of_the_next_wider_pass_and_of_levels(tiny, similar, timed):
+    measured, _ = timed
+    measured(slope=0.5, draft=0.25)
+    times = measure_tree_costs(tiny, draft_model(similar), depth=3)
+    assert [times.pass_seconds(width) for width in (1, 2, 4, 33)] == [1.0, 1.5, 3.0, 17.0]
+    assert [times.draft_seconds(depth) for depth in (1, 2, 3)] == [0.25, 0.5, 0.75]
+    # What is measured of a wider pass may be less, by chance.
+    measured(slope=-0.01, draft=0.25)
+    noisy = measure_tree_costs(tiny, draft_model(similar), depth=3, batch_size=2)
+    assert set(noisy.passes) == {1.0}
 
 
 @pytest.mark.parametrize("join", [take_turns, merge_drafters])

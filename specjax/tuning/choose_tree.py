@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,33 +34,45 @@ _CONTEXT = 256
 _JOINED = {Turns: take_turns, Merged: merge_drafters}
 
 
-def choose_tree(
+@dataclass(frozen=True)
+class TreeCosts:
+    """Seconds here: of passes of `widths` slots, of a draft's first level, and of each further one.
+
+    No pass takes less than a narrower one.
+    """
+
+    widths: tuple[int, ...]
+    passes: tuple[float, ...]
+    first_level: float
+    further_level: float
+
+    def pass_seconds(self, width: int) -> float:
+        """Of the target's pass over so many slots: that of the next wider one that was timed."""
+        return self.passes[bisect.bisect_left(self.widths, width)]
+
+    def draft_seconds(self, depth: int) -> float:
+        """Of a draft of so many levels."""
+        return self.first_level + self.further_level * (depth - 1)
+
+
+def measure_tree_costs(
     target: Model,
     drafter: LoadedDrafter,
-    acceptance: Sequence[Sequence[float]],
     *,
+    depth: int,
     batch_size: int = 1,
     context: int = _CONTEXT,
-    max_depth: int | None = None,
-    max_nodes: int | None = None,
     tell: Callable[[str], Any] = lambda line: None,
-) -> FastestTree:
-    """The static tree with the most tokens per second, and what it is predicted to do.
+) -> TreeCosts:
+    """What passes take, and drafts of one level and of `depth`, with rows of `context` tokens.
 
-    `drafter` is one with a `tree` field, and `acceptance` its chances by depth and rank
-    (`measure_ranks`, `shipped_acceptance`). No path is longer than `max_depth`, or than the
-    drafter's own limit, and no tree has more than `max_nodes` nodes. Times passes of several
-    widths, and drafts of one level and of all, with `batch_size` rows of `context` committed
-    tokens; figures are kept in the user's cache folder for later calls. A tree without nodes says
-    that no draft pays. Raises InputError for a drafter without trees, and where the target has no
-    room for one.
+    Figures are kept in the user's cache folder for later calls; `tell` takes a line where there are
+    none. Raises InputError for a drafter without trees, and where the target has no room for one.
     """
     if not hasattr(drafter.drafter, "tree"):
         raise InputError(
             f"drafter {drafter.name!r} drafts no trees of candidates; use one that does"
         )
-    longest = [len(acceptance), max_depth, drafter.drafter.longest_path]
-    deepest = min(length for length in longest if length is not None)
     context = min(context, target.config.max_positions - max(_WIDTHS))
     if context < 2:
         raise InputError(
@@ -73,31 +86,53 @@ def choose_tree(
         replace(drafter.drafter, tree=None, num_speculative_tokens=1),
         batch_size,
         context,
-        deepest,
+        depth,
     )
     kept = read_seconds(file, len(_WIDTHS) + 2) if processes.is_first() else None
     seconds = processes.from_first(kept and kept.seconds)
     if seconds is None:
         tell(f"timing passes and drafts of {drafter.name} for tree.kind=auto ...")
         with sharding.use(target.mesh):
-            seconds = _measure(target, drafter, batch_size, context, deepest)
+            seconds = _measure(target, drafter, batch_size, context, depth)
         # Several processes choose one tree.
         seconds = processes.from_first(seconds)
         if processes.is_first():
             keep_seconds(file, seconds)
     passes, (first, whole) = seconds[: len(_WIDTHS)], seconds[len(_WIDTHS) :]
-    # A wider pass is never cheaper.
-    passes = np.maximum.accumulate(passes)
-    level = max(whole - first, 0.0) / max(deepest - 1, 1)
+    return TreeCosts(
+        widths=_WIDTHS,
+        # A wider pass is never cheaper.
+        passes=tuple(np.maximum.accumulate(passes).tolist()),
+        first_level=first,
+        further_level=max(whole - first, 0.0) / max(depth - 1, 1),
+    )
 
-    def pass_seconds(width: int) -> float:
-        return float(passes[np.searchsorted(_WIDTHS, width)])
 
+def choose_tree(
+    target: Model,
+    drafter: LoadedDrafter,
+    acceptance: Sequence[Sequence[float]],
+    *,
+    max_depth: int | None = None,
+    max_nodes: int | None = None,
+    **options: Any,
+) -> FastestTree:
+    """The static tree with the most tokens per second, and what it is predicted to do.
+
+    `drafter` is one with a `tree` field, and `acceptance` its chances by depth and rank
+    (`measure_ranks`, `shipped_acceptance`). No path is longer than `max_depth`, or than the
+    drafter's own limit, and no tree has more than `max_nodes` nodes; `options` are those of
+    `measure_tree_costs`, which says what it costs. A tree without nodes says that no draft pays.
+    Raises InputError as it does.
+    """
+    longest = [len(acceptance), max_depth, getattr(drafter.drafter, "longest_path", None)]
+    deepest = min(length for length in longest if length is not None)
+    times = measure_tree_costs(target, drafter, depth=deepest, **options)
     return fastest_tree(
         acceptance,
-        pass_seconds,
-        lambda depth: first + level * (depth - 1),
-        widths=[width for width in _WIDTHS if max_nodes is None or width <= 1 + max_nodes],
+        times.pass_seconds,
+        times.draft_seconds,
+        widths=[width for width in times.widths if max_nodes is None or width <= 1 + max_nodes],
         max_depth=deepest,
     )
 
