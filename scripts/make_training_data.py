@@ -4,7 +4,8 @@
 
 Reads the conversations of a JSONL file as `train.import_responses` does, keeps those to prompts of
 one licence, and draws about as many response tokens from each category and temperature. Writes the
-files of `train/datasets/` except its card. The same file and flags give the same bytes.
+conversations of `train/datasets/` and what is known of them, not their card. The same file and
+flags give the same bytes.
 Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 """
 

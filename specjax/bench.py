@@ -4,9 +4,9 @@
 
 Every figure is the median of several warm runs, without compiling. Speed-ups are over plain
 decoding in the same loop, with alternating runs. Figures are written to the report as they are
-measured; it says "interrupted" until all are there. Exit codes: 0; 2 for bad input, and where the
-report cannot be written; 130 after Ctrl-C, SIGTERM or a closed terminal; 141 where stdout is
-closed.
+measured, those of "auto" for all drafters of a batch size and temperature at once; it says
+"interrupted" until all are there. Exit codes: 0; 2 for bad input, and where the report cannot be
+written; 130 after Ctrl-C, SIGTERM or a closed terminal; 141 where stdout is closed.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def _auto_cells(
     cells = config.auto
     ids = [
         prompts.encode_prompt(model, [{"role": "user", "content": question.turns[0]}])
-        for question in _spread(questions, cells.prompts)
+        for question in prompts.spread(questions, cells.prompts)
     ]
     drafters = {name: make_drafter(name, model) for name in cells.drafters}
     if not drafters:
@@ -259,12 +259,6 @@ def _auto_cells(
             max_new_tokens=config.max_new_tokens,
             repeats=cells.repeats,
         )
-
-
-def _spread(questions: Sequence[prompts.Question], count: int) -> list[prompts.Question]:
-    """So many questions, or all, at equal distances in the file, so that all tasks come."""
-    count = min(count, len(questions))
-    return [questions[i * len(questions) // count] for i in range(count)]
 
 
 def _interval(ratio: Ratio) -> str:

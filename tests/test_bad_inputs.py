@@ -60,6 +60,7 @@ SCRIPTS = {
     "report_mtp": {"model": "folder", "data": "folder"},
     "ablate_mtp": {"data": "folder"},
     "make_corpus": {"output": "new"},
+    "compare_trees": {},
     "sweep": {},
 }
 for name, needed in SCRIPTS.items():

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from decoding import PROMPTS, decode, draft_model, greedy
+from script_modules import script_module
 
 from specjax.decoding import costs
 from specjax.drafters import TreeOptions, merge_drafters, take_turns
@@ -91,6 +92,8 @@ def test_costs_are_those_of_the_next_wider_pass_and_of_levels(tiny, similar, tim
     times = measure_tree_costs(tiny, draft_model(similar), depth=3)
     assert [times.pass_seconds(width) for width in (1, 2, 4, 33)] == [1.0, 1.5, 3.0, 17.0]
     assert [times.draft_seconds(depth) for depth in (1, 2, 3)] == [0.25, 0.5, 0.75]
+    with pytest.raises(InputError, match="width=34: passes of at most 33 slots were timed"):
+        times.pass_seconds(34)
     # What is measured of a wider pass may be less, by chance.
     measured(slope=-0.01, draft=0.25)
     noisy = measure_tree_costs(tiny, draft_model(similar), depth=3, batch_size=2)
@@ -143,3 +146,10 @@ def test_a_report_says_what_was_chosen_and_expected():
             "expected_round_s": 0.05,
         }
     }
+
+
+def test_numbers_of_a_list_are_numbers():
+    with script_module("compare_trees") as script:
+        assert script.parser().read(["--nodes=4,8"])["nodes"] == (4, 8)
+        with pytest.raises(InputError, match="nodes=33: use a whole number from 1 to 32"):
+            script.parser().read(["--nodes=4,33"])

@@ -23,7 +23,7 @@ class Listed:
         parts = value.split(",") if isinstance(value, str) else value
         if self.empty and value == "":
             return ()
-        return tuple(self.kind.check(name, part) for part in parts)
+        return tuple(self.kind.check(name, _typed(self.kind, part)) for part in parts)
 
 
 class Parser(argparse.ArgumentParser):

@@ -71,7 +71,8 @@ def measure_cells(
 ) -> list[Cell]:
     """Decode batch after batch plainly and with "auto" by each of `drafters`, a cell for each.
 
-    Every repeat decodes a batch in all ways, one after the other, and begins with the next of them.
+    Every repeat decodes a batch in all ways, one after the other; the next one begins with another
+    of them, every other one goes backwards. All engines are there at once, each with its caches.
     Too few prompts for the last batch are repeated.
     """
     rows = -(-len(ids) // batch_size) * batch_size
@@ -86,7 +87,7 @@ def measure_cells(
     engines = [open_engine(session) for session in sessions]
     runs: dict[int, list[list[Generation]]] = {}
     for number in range(repeats + 1):
-        order = np.roll(range(len(sessions)), -number)
+        order = np.roll(range(len(sessions)), -number)[:: 1 if number % 2 else -1]
         for at, index in enumerate(plain.groups(batch_size)):
             made = {
                 way: decode_session(sessions[way], index=index, engine=engines[way])
@@ -111,7 +112,7 @@ def _cell(
     temperature: float,
     measure_s: float,
 ) -> Cell:
-    """From the plain and the other generation of each batch and repeat."""
+    """The figures of one drafter, from the plain and its generation of each batch and repeat."""
     every = [pair for pairs in batches for pair in pairs]
     ours = [pair[1] for pair in every]
     rounds = sum(int((run.emitted > 0).sum()) for run in ours)

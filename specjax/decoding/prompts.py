@@ -120,6 +120,12 @@ def task_of(category: str) -> str:
     return "mt_bench" if category in MT_BENCH else category
 
 
+def spread(questions: Sequence[Question], count: int) -> list[Question]:
+    """So many questions, or all, at equal distances in the file, so that all tasks come."""
+    count = min(count, len(questions))
+    return [questions[i * len(questions) // count] for i in range(count)]
+
+
 def select(
     questions: Sequence[Question], limit: int | None = None, per_task: int | None = None
 ) -> list[Question]:

@@ -94,10 +94,15 @@ def partition(axes: Axes, shape: Sequence[int], mesh: Any) -> PartitionSpec:
 
 
 def num_parts(axis: str, size: int) -> int:
-    """The parts of a logical axis of that size, on the mesh that a program is traced for."""
+    """The parts of a logical axis of that size, on the mesh that a program is traced for.
+
+    1 without a mesh, and where the axis stays whole, as `partition` says.
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    count = 1 if mesh.empty else mesh.shape[LOGICAL_AXES[axis]]
-    return 1 if size % count else count
+    if mesh.empty:
+        return 1
+    (split,) = partition((axis,), (size,), mesh)
+    return 1 if split is None else mesh.shape[split]
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:

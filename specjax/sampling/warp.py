@@ -138,14 +138,14 @@ def argmax(
 def top_k(
     values: Float[Array, "*rows V"], count: int
 ) -> tuple[Float[Array, "*rows k"], Int[Array, "*rows k"]]:
-    """The `count` largest values and their positions, of equal ones the first; as `lax.top_k`.
+    """The `count` largest of numbers and their positions, of equal ones the first; as `lax.top_k`.
 
     The largest are in the blocks with the largest maxima, so no more is sorted than a maximum of
     each block, and `count` blocks. (TPUs sort copies of everything for `lax.top_k`.)
     """
     *rows, vocab = values.shape
     blocks = -(-vocab // _BLOCK)
-    if count * 2 > blocks:
+    if not 0 < count * 2 <= blocks:
         return tuple(lax.top_k(values, count))
     # Windows and slices, since a reshape into blocks is another layout, and so a copy, on TPUs.
     window = (*[1] * len(rows), _BLOCK)

@@ -32,7 +32,8 @@ class FastestTree(NamedTuple):
         shape = self.tree.topology
         what = "a chain" if shape.is_chain else f"{shape.num_nodes} nodes in {shape.depth} levels"
         if shape.is_chain:
-            what = f"{what} of {shape.depth} tokens" if shape.num_nodes else "no draft"
+            tokens = "token" if shape.depth == 1 else "tokens"
+            what = f"{what} of {shape.depth} {tokens}" if shape.num_nodes else "no draft"
         return (
             f"{what}, {self.tokens_per_round:.2f} tokens per round and "
             f"{self.row_tokens_per_second:.1f} tokens/s per row expected"

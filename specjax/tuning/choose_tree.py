@@ -47,7 +47,15 @@ class TreeCosts:
     further_level: float
 
     def pass_seconds(self, width: int) -> float:
-        """Of the target's pass over so many slots: that of the next wider one that was timed."""
+        """Of the target's pass over so many slots: that of the next wider one that was timed.
+
+        Raises InputError for a pass that is wider than all of them.
+        """
+        if width > self.widths[-1]:
+            raise InputError(
+                f"width={width}: passes of at most {self.widths[-1]} slots were timed; use a tree "
+                f"of at most {self.widths[-1] - 1} nodes"
+            )
         return self.passes[bisect.bisect_left(self.widths, width)]
 
     def draft_seconds(self, depth: int) -> float:
@@ -66,8 +74,9 @@ def measure_tree_costs(
 ) -> TreeCosts:
     """What passes take, and drafts of one level and of `depth`, with rows of `context` tokens.
 
-    Figures are kept in the user's cache folder for later calls; `tell` takes a line where there are
-    none. Raises InputError for a drafter without trees, and where the target has no room for one.
+    Figures are kept in the user's cache folder for later calls; `tell` is called with a line before
+    anything is timed. Raises InputError for a drafter without trees, and where the target has no
+    room for one.
     """
     if not hasattr(drafter.drafter, "tree"):
         raise InputError(
@@ -91,7 +100,7 @@ def measure_tree_costs(
     kept = read_seconds(file, len(_WIDTHS) + 2) if processes.is_first() else None
     seconds = processes.from_first(kept and kept.seconds)
     if seconds is None:
-        tell(f"timing passes and drafts of {drafter.name} for tree.kind=auto ...")
+        tell(f"timing passes and drafts of {drafter.name} ...")
         with sharding.use(target.mesh):
             seconds = _measure(target, drafter, batch_size, context, depth)
         # Several processes choose one tree.
@@ -122,8 +131,8 @@ def choose_tree(
     `drafter` is one with a `tree` field, and `acceptance` its chances by depth and rank
     (`measure_ranks`, `shipped_acceptance`). No path is longer than `max_depth`, or than the
     drafter's own limit, and no tree has more than `max_nodes` nodes; `options` are those of
-    `measure_tree_costs`, which says what it costs. A tree without nodes says that no draft pays.
-    Raises InputError as it does.
+    `measure_tree_costs`: `batch_size`, `context` and `tell`. A tree without nodes says that no
+    draft pays. Raises InputError where `measure_tree_costs` does.
     """
     longest = [len(acceptance), max_depth, getattr(drafter.drafter, "longest_path", None)]
     deepest = min(length for length in longest if length is not None)
