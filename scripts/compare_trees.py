@@ -120,14 +120,18 @@ def _compare(
     if rates is None:
         raise InputError(f"drafter={drafter!r}: its rates are not known; use eagle3 or medusa")
     deepest = min(len(rates), made.drafter.longest_path or len(rates))
+    if max(chains, default=0) > deepest:
+        raise InputError(
+            f"chains={','.join(map(str, chains))}: {drafter} has rates for {deepest} levels; use "
+            "shorter ones"
+        )
     options = {"batch_size": batch_size, "tell": lambda line: print(line, flush=True)}
     costs = measure_tree_costs(model, made, depth=deepest, **options)
     chosen = choose_tree(model, made, rates, max_depth=deepest, **options)
     shapes = [Shape("plain", None, 0, 0, None)]
     for length in chains:
-        if length <= deepest:
-            chain = best_tree([level[:1] for level in rates], length)
-            shapes.append(_static(f"chain of {length}", made, chain, rates, costs))
+        chain = best_tree([level[:1] for level in rates], length)
+        shapes.append(_static(f"chain of {length}", made, chain, rates, costs))
     for size in nodes:
         one = best_tree(rates, size, deepest)
         shapes.append(_static(f"static, {size} nodes", made, one, rates, costs))
