@@ -45,6 +45,9 @@ _PASSES = flags.DEFINE_list(
 )
 _FIRST = flags.DEFINE_list("first", ["0.02", "0.15"], "A first draft token, by drafter.")
 _FURTHER = flags.DEFINE_list("further", ["0", "0.08"], "Each further draft token, by drafter.")
+_CATCH_UP = flags.DEFINE_list(
+    "catch_up", ["0", "0.2"], "A pass over what was missed while others drafted, by drafter."
+)
 _NOISE = flags.DEFINE_float("noise", 0.08, "Of the logarithm of a step's time.", lower_bound=0.0)
 _SEEDS = flags.DEFINE_integer("seeds", 4, "Clocks.", lower_bound=1)
 _REPEATS = flags.DEFINE_integer("repeats", 3, "Runs with each clock.", lower_bound=1)
@@ -107,12 +110,13 @@ def rounds_of(session: Session) -> int:
     return engine.statistics.rounds
 
 
-def simulate(
-    session: Session, passes: list[float], first: list[float], further: list[float]
-) -> np.ndarray:
-    """What "auto" spent in each repeat, [seeds, repeats], in plain rounds."""
+def simulate(session: Session, passes: list[float], drafting: list[list[float]]) -> np.ndarray:
+    """What "auto" spent in each repeat, [seeds, repeats], in plain rounds.
+
+    `drafting` are the parts of `Costs` after its passes, each by drafter.
+    """
     drafters = session.plan.drafter.parts
-    costs = np.array([*pass_costs(session.plan.widths, passes), *first, *further])
+    costs = np.concatenate([pass_costs(session.plan.widths, passes), *drafting])
     engine, spent = open_engine(session), []
     for seed in range(_SEEDS.value):
         learned = SimulatedCosts(
@@ -133,8 +137,8 @@ def main(argv: list[str]) -> int:
     """Entry point; returns the exit code."""
     del argv
     logging.set_verbosity(logging.WARNING)
-    passes, first, further = (
-        [float(one) for one in flag.value] for flag in (_PASSES, _FIRST, _FURTHER)
+    passes, *drafting = (
+        [float(one) for one in flag.value] for flag in (_PASSES, _FIRST, _FURTHER, _CATCH_UP)
     )
     model = load_model(_TARGET.value, dtype="float32")
     questions = read_questions(_PROMPTS.value) if _PROMPTS.value else list(BUILT_IN)
@@ -151,13 +155,13 @@ def main(argv: list[str]) -> int:
     plain = rounds_of(plan_session(model, ids, options=options.without_drafts(), requests=requests))
     session = plan_session(model, ids, drafter=drafter, options=options, requests=requests)
     parts = len(session.plan.drafter.parts)
-    if len(passes) < 2 or min(len(first), len(further)) < parts:
+    if len(passes) < 2 or min(map(len, drafting)) < parts:
         raise SystemExit(
-            "error: --passes needs two costs at least, --first and --further one for each of "
-            f"{parts} drafters"
+            "error: --passes needs two costs at least, --first, --further and --catch_up one for "
+            f"each of {parts} drafters"
         )
-    first, further = first[-parts:], further[-parts:]
-    share = simulate(session, passes, first, further) / plain
+    first, further, catch_up = (each[-parts:] for each in drafting)
+    share = simulate(session, passes, [first, further, catch_up]) / plain
     print("| repeat | auto / plain time, mean | least | most |")
     print("| --- | --- | --- | --- |")
     for number, each in enumerate(share.T, 1):

@@ -158,7 +158,7 @@ def copied(state):
 def _caught_up(plan, params, state):
     context = loop.make_context(plan, params[0], state)
     return tuple(
-        turns._catch_up(part, own, before, context, jnp.bool_(True)).drafter
+        turns._catch_up(part, own, before, context, jnp.bool_(True))[0].drafter
         for part, own, before in zip(plan.drafter.parts, params[1], state.drafter, strict=True)
     )
 

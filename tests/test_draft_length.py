@@ -17,7 +17,7 @@ from specjax.decoding.learned_costs import LearnedCosts
 from specjax.draft_length import survival
 from specjax.draft_length.estimate import CostEstimate
 from specjax.draft_length.limits import DraftLength
-from specjax.draft_length.policy import NOT_FORCED, Turn, row_weights
+from specjax.draft_length.policy import NOT_FORCED, Policy, Turn, row_weights
 from specjax.drafters import make_drafter, take_turns
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.errors import InputError
@@ -198,7 +198,7 @@ def hindsight(right, length, seconds_of, widths, first):
         width = next(i for i, width in enumerate(widths) if width > drafted)
         spent += figures[width]
         if drafted:
-            spent += figures[-2] + figures[-1] * (drafted - 1)
+            spent += figures[-3] + figures[-2] * (drafted - 1)
         accepted = 0
         while accepted < drafted and right[position + accepted]:
             accepted += 1
@@ -207,12 +207,12 @@ def hindsight(right, length, seconds_of, widths, first):
 
 
 def steady(committed):
-    return np.array([1.0, 1.1, 1.2, 1.5, 0.1, 0.05])
+    return np.array([1.0, 1.1, 1.2, 1.5, 0.1, 0.05, 0.0])
 
 
 def jump(committed):
     """Wide passes and drafts become three times as dear half-way."""
-    return steady(committed) * (1 if committed < NEW / 2 else np.array([1, 1.4, 1.7, 2, 3, 3]))
+    return steady(committed) * (1 if committed < NEW / 2 else np.array([1, 1.4, 1.7, 2, 3, 3, 1]))
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +246,7 @@ def test_little_is_lost_to_the_best_fixed_length(acceptance, seconds_of, long_ta
     widths = session.plan.widths
     assert widths == (1, 4, 5)
     # The figures that hold: those of the widths that are compiled.
-    pick = np.array([0, 2, 3, 4, 5])
+    pick = np.array([0, 2, 3, 4, 5, 6])
     learned = Injected(CostEstimate(seconds_of(0)[pick], len(widths)), None)
     learned.begin_with(lambda committed: seconds_of(committed)[pick], session)
     got = decode_at_costs(session, learned)
@@ -285,7 +285,7 @@ def equally(active, *_):
 
 def test_a_batch_does_not_wait_for_a_row_that_accepts_nothing(long_target, monkeypatch):
     """Where it would be all that is decoded in the end; if others wait, drafts pay."""
-    figures = np.array([1.0, 1.5, 1.6, 0.1, 0.05])
+    figures = np.array([1.0, 1.5, 1.6, 0.1, 0.05, 0.0])
     spent = []
     # Another number of tokens, so that the last is another program.
     for count, new, weights in ((4, 200, row_weights), (16, 200, row_weights), (4, 300, equally)):
@@ -306,8 +306,8 @@ def test_a_batch_does_not_wait_for_a_row_that_accepts_nothing(long_target, monke
 def test_a_plain_round_that_is_believed_too_dear_is_timed_again(long_target, monkeypatch):
     """Half of the draft tokens are right: until then this seems to pay, and no round is plain."""
     requests = greedy(max_new_tokens=600)
-    true = np.array([1.0, 1.9, 2.0, 0.1, 0.05])
-    off = np.array([0.6, 0, 0, 0, 0])
+    true = np.array([1.0, 1.9, 2.0, 0.1, 0.05, 0.0])
+    off = np.array([0.6, 0, 0, 0, 0, 0])
     half = np.random.default_rng(0).integers(2, size=600)
     session, _ = simulated(long_target, [[5, 6, 7]], requests, lambda _, at: half[at])
     found = []
@@ -333,8 +333,7 @@ def dear():
     return lambda plan: CostEstimate(
         [
             *(1 + 0.04 * np.arange(len(plan.widths))),
-            *[0.05] * len(plan.drafter.parts),
-            *[0.05] * len(plan.drafter.parts),
+            *[0.05] * (3 * len(plan.drafter.parts)),
         ],
         len(plan.widths),
     )
@@ -430,7 +429,7 @@ def test_a_clock_that_stands_still_is_an_error(tiny, kept):
         num_speculative_tokens="auto",
         sampling=greedy(max_new_tokens=60),
     )
-    learned = injected(session, lambda committed: np.zeros(len(session.plan.widths) + 2))
+    learned = injected(session, lambda committed: np.zeros(len(session.plan.widths) + 3))
     with pytest.raises(InputError, match=r'num_speculative_tokens="auto".*use a whole number'):
         decode_at_costs(session, learned)
 
@@ -447,7 +446,7 @@ def test_the_first_rounds_measure_costs_that_are_kept(tiny, similar, kept):
         batch_size=1,
     )
     widths = len(session.plan.widths)
-    true = np.array([*np.linspace(1.0, 1.5, widths), 0.1, 0.2, 0.0, 0.05])
+    true = np.array([*np.linspace(1.0, 1.5, widths), 0.1, 0.2, 0.0, 0.05, 0.0, 0.3])
     learned = injected(session, lambda committed: true)
     assert learned.estimate is None
     got = decode_at_costs(session, learned)
@@ -512,7 +511,7 @@ def test_costs_of_short_prompts_are_not_those_of_long_ones(tiny, kept):
         fresh = known(length)
         assert fresh.estimate is None
         widths = fresh.measurement.num_widths
-        fresh.estimate = CostEstimate(np.full(widths + 2, float(length)), widths)
+        fresh.estimate = CostEstimate(np.full(widths + 3, float(length)), widths)
         fresh.save()
     figures = [known(length).estimate.first[0] for length in (7, 290, 5)]
     assert figures == [5.0, 300.0, 5.0]
@@ -520,21 +519,36 @@ def test_costs_of_short_prompts_are_not_those_of_long_ones(tiny, kept):
     assert known(4, 300).estimate.first[0] == 5.0
 
 
-def test_a_drafter_that_never_pays_is_looked_at_now_and_then(tiny, unrelated):
-    session = make_session(
-        tiny,
-        [[5]],
-        drafter=draft_model(unrelated, num_speculative_tokens=2),
-        num_speculative_tokens="auto",
-        sampling=greedy(max_new_tokens=400),
-    )
-    plan = session.plan
-    estimate = CostEstimate([1.0] * len(plan.widths) + [0.3, 0.3], len(plan.widths))
-    learned = Injected(estimate, None)
-    figures = estimate.seconds.copy()
-    learned.begin_with(lambda committed: figures, session)
-    got = decode_at_costs(session, learned)
-    drafted = got.drafted[0][got.emitted[0] > 0]
-    later = drafted[100:]
-    assert 0 < (later > 0).mean() < 0.06
-    assert set(later[later > 0].tolist()) == {1}
+def test_a_drafter_that_never_pays_is_looked_at_now_and_then(tiny, unrelated, monkeypatch):
+    """And less often, or never, where it has to read what it missed before each look."""
+    look_again = Policy.look_again
+    looks, spent = [], []
+    # Another number of tokens, so that the last is another program.
+    for catch_up, new, counted in ((0.0, 400, 1), (0.1, 400, 1), (0.5, 400, 1), (0.5, 600, 0)):
+        monkeypatch.setattr(
+            Policy,
+            "look_again",
+            lambda self, number, passes, counted=counted: look_again(
+                self, number, counted * passes
+            ),
+        )
+        session = make_session(
+            tiny,
+            [[5]],
+            drafter=draft_model(unrelated, num_speculative_tokens=2),
+            num_speculative_tokens="auto",
+            sampling=greedy(max_new_tokens=new),
+        )
+        widths = len(session.plan.widths)
+        estimate = CostEstimate([*[1.0] * widths, 0.3, 0.3, catch_up], widths)
+        learned = Injected(estimate, None)
+        figures = estimate.seconds.copy()
+        learned.begin_with(lambda committed, figures=figures: figures, session)
+        got = decode_at_costs(session, learned)
+        later = got.drafted[0][got.emitted[0] > 0][100:]
+        assert set(later[later > 0].tolist()) <= {1}
+        looks.append((later > 0).mean())
+        spent.append(learned.spent / new)
+    assert looks[2] == 0 < looks[1] < looks[0] < 0.06
+    assert looks[3] > 0
+    assert spent[2] < spent[3] - 0.01

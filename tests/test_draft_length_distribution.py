@@ -45,6 +45,7 @@ def some_pay(plan):
         passes=jnp.linspace(1.0, 1.1, len(plan.widths)),
         first=jnp.full(drafters, 0.03),
         further=jnp.full(drafters, 0.12),
+        catch_up=jnp.zeros(drafters),
     )
 
 
@@ -136,7 +137,8 @@ def some_nodes_pay(plan):
     """Costs at which some rounds verify one node, some a few, and some all."""
     drafters = len(plan.drafter.parts)
     passes = jnp.asarray([1.0, 1.15, 1.3, 1.45])
-    return Costs(passes, first=jnp.full(drafters, 0.05), further=jnp.zeros(drafters))
+    nothing = jnp.zeros(drafters)
+    return Costs(passes, first=jnp.full(drafters, 0.05), further=nothing, catch_up=nothing)
 
 
 def sized(target, draft, groups):

@@ -121,6 +121,7 @@ STEEP = Costs(
     passes=np.asarray([1.0, 1.05], np.float32),
     first=np.asarray([0.1], np.float32),
     further=np.asarray([0.3], np.float32),
+    catch_up=np.asarray([0.0], np.float32),
 )
 """Of rounds of widths 1 and 4: they make the third token pay in some rounds only."""
 

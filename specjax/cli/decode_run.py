@@ -88,7 +88,8 @@ class _Side:
 
     def _costs(self, costs: Costs) -> AutoCosts:
         plan = self.session.plan
-        seconds = zip(plan.drafter.parts, costs.first.tolist(), costs.further.tolist(), strict=True)
+        parts = costs.first, costs.further, costs.catch_up
+        seconds = zip(plan.drafter.parts, *(part.tolist() for part in parts), strict=True)
         return AutoCosts(
             dict(zip(plan.widths, costs.passes.tolist(), strict=True)),
             tuple(
@@ -98,8 +99,9 @@ class _Side:
                     first,
                     further,
                     part.num_nodes if part.branches else None,
+                    catch_up,
                 )
-                for part, first, further in seconds
+                for part, first, further, catch_up in seconds
             ),
         )
 

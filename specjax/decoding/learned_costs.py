@@ -73,7 +73,7 @@ class LearnedCosts:
         """
         file = _file(setup, committed)
         num_widths, parts = len(setup.plan.widths), setup.plan.drafter.parts
-        count = num_widths + 2 * len(parts)
+        count = num_widths + 3 * len(parts)
         kept = processes.from_first(read_seconds(file, count) if processes.is_first() else None)
         longest = [part.num_nodes for part in parts]
         if kept is None:
@@ -192,7 +192,7 @@ class LearnedCosts:
 
     def _costs(self, seconds: Float[np.ndarray, "parts"]) -> Costs:
         passes, others = np.split(seconds, [self.estimate.num_widths])
-        return Costs(passes, *np.split(others, 2))
+        return Costs(passes, *np.split(others, 3))
 
     def save(self) -> None:
         """Keep the figures for later processes; where that fails, they measure again."""

@@ -346,9 +346,8 @@ def _learn(
         accepted[:, 1:],
         proposal.first * (state.active & (proposal.drafter == NO_DRAFTER)).sum(),
     )
-    policy = policy.after_round(
-        _row_weights(state), count, width, proposal.first, proposal.further, seen
-    )
+    ran = proposal.first, proposal.further, proposal.catch_up
+    policy = policy.after_round(_row_weights(state), count, width, *ran, seen)
     return {"policy": policy, "history": history}
 
 

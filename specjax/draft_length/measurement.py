@@ -36,7 +36,7 @@ class Kind(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """Seconds of passes by width, of each drafter's first token, and of each further one.
+    """Seconds of passes by width; by drafter of its first token, of a further one, of catching up.
 
     `spread` is how far apart the timings of each were: the median less the least.
     """
@@ -46,12 +46,13 @@ class Figures(NamedTuple):
 
 
 class _Timed(NamedTuple):
-    """A round's seconds, width (its index), whether any drafter ran, and tokens after its first."""
+    """A round: seconds, width (its index), whether any drafter ran, and what else it did."""
 
     seconds: float
     width: int
     ran: bool
     further: int
+    catch_up: int
 
 
 class Measurement:
@@ -95,13 +96,15 @@ class Measurement:
     def add(self, seconds: float, work: Work) -> None:
         """What a round of the kind that was next took, and what ran in it."""
         ran, further = bool(np.any(work.first)), int(np.sum(work.further))
-        self._timed.append(_Timed(seconds, int(np.argmax(work.passes)), ran, further))
+        width, catch_up = int(np.argmax(work.passes)), int(np.sum(work.catch_up))
+        self._timed.append(_Timed(seconds, width, ran, further, catch_up))
 
     def figures(self) -> Figures:
         """What each part takes.
 
-        What was never drafted takes no time: a lookup that finds nothing is all in the first. Of a
-        drafter's earlier figures, at the machine's speed now, and the new ones the lower count.
+        What was never drafted takes no time: a lookup that finds nothing is all in the first. Nor
+        does catching up where nothing was missed. Of a drafter's earlier figures, at the machine's
+        speed now, and the new ones the lower count.
         """
         size, timed_widths = self._num_kinds, self._timed_widths
         each = [self._timed[number::size] for number in range(size)]
@@ -114,16 +117,23 @@ class Measurement:
         def alone(one: _Timed) -> float:
             return one.seconds - passes[one.width][0]
 
-        first, further = [], []
-        for longest, shortest in zip(
-            each[timed_widths + 1 :: 3], each[timed_widths + 2 :: 3], strict=True
+        first, further, catch_up = [], [], []
+        for missed, longest, shortest in zip(
+            *(each[timed_widths + kind :: 3] for kind in range(3)), strict=True
         ):
             # At its end a row has no room for a draft.
             first.append(_figure(alone(one) for one in shortest if one.ran))
-            more = [one for one in longest if one.further > 0]
             begun = 0.0 if math.isnan(first[-1][0]) else first[-1][0]
+            more = [one for one in longest if one.further > 0]
             further.append(_figure((alone(one) - begun) / one.further for one in more))
-        timed, spread = np.transpose([*passes, *first, *further])
+            each_more = 0.0 if math.isnan(further[-1][0]) else further[-1][0]
+            late = [one for one in missed if one.catch_up]
+            catch_up.append(
+                _figure(
+                    (alone(one) - begun - each_more * one.further) / one.catch_up for one in late
+                )
+            )
+        timed, spread = np.transpose([*passes, *first, *further, *catch_up])
         seconds = timed
         if known is not None:
             seconds = np.fmin(timed, known)

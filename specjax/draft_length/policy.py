@@ -45,12 +45,14 @@ class Costs:
     """Seconds of the parts of a round of one batch.
 
     `passes` are rounds at each compiled width, drafting apart; `first` is to observe what a round
-    committed and to draft a token, `further` to draft one more, by drafter.
+    committed and to draft a token, `further` to draft one more, and `catch_up` one pass over what
+    was missed while others drafted, by drafter.
     """
 
     passes: Float[Array | np.ndarray, "widths"]
     first: Float[Array | np.ndarray, "D"]
     further: Float[Array | np.ndarray, "D"]
+    catch_up: Float[Array | np.ndarray, "D"]
 
 
 @struct.dataclass
@@ -60,10 +62,12 @@ class Work:
     passes: Int[Array | np.ndarray, "widths"]
     first: Int[Array | np.ndarray, "D"]
     further: Int[Array | np.ndarray, "D"]
+    catch_up: Int[Array | np.ndarray, "D"]
 
     def counts(self) -> Float[np.ndarray, "parts"]:
         """All of them, where they are on the host, in the order of `CostEstimate`."""
-        return np.concatenate([self.passes, self.first, self.further]).astype(float)
+        parts = [self.passes, self.first, self.further, self.catch_up]
+        return np.concatenate(parts).astype(float)
 
 
 @struct.dataclass
@@ -227,9 +231,14 @@ class Policy:
         gain = jnp.maximum(self.earned / self.spent, 1.0)
         return gain * active.sum() / self.costs.passes[0]
 
-    def look_again(self, number: int) -> Int[Array, ""]:
-        """1 where a drafter has not drafted for so long that its chances may have changed."""
+    def look_again(self, number: int, catch_up: Int[Array, ""]) -> Int[Array, ""]:
+        """1 where a drafter has not drafted for so long that its chances may have changed.
+
+        `catch_up` are the passes over what it missed, which come before a draft: where these alone
+        take too large a share of the time, it is not tried again.
+        """
         extra = self.costs.first[number] + self.costs.passes[min(1, len(self.costs.passes) - 1)]
+        extra += self.costs.catch_up[number] * catch_up
         extra = (extra - self.costs.passes[0]) / self.costs.passes[0]
         rounds = jnp.maximum(LOOK_AGAIN_ROUNDS, extra / LOOK_AGAIN_SHARE)
         return (self.asleep[number] >= rounds).astype(jnp.int32)
@@ -241,24 +250,28 @@ class Policy:
         width: Int[Array, ""],
         first: Int[Array, "D"],
         further: Int[Array, "D"],
+        catch_up: Int[Array, "D"],
         learned: Survival,
     ) -> Policy:
         """What is known after a round at compiled width `width` (its index).
 
-        `weight` is what a token of each row was worth.
+        `weight` is what a token of each row was worth; `first`, `further` and `catch_up` count
+        what ran, as `Work` does.
         """
         rows = jnp.maximum(weight.sum(), 1.0)
-        seconds = self.costs.passes[width]
-        seconds += (self.costs.first * first + self.costs.further * further).sum()
+        costs = self.costs
+        drafting = costs.first * first + costs.further * further + costs.catch_up * catch_up
+        seconds = costs.passes[width] + drafting.sum()
         return self.replace(
             work=Work(
                 self.work.passes.at[width].add(1),
                 self.work.first + first,
                 self.work.further + further,
+                self.work.catch_up + catch_up,
             ),
             survival=learned,
             earned=self.earned * _PACE_MEMORY + (weight * emitted).sum() / rows,
-            spent=self.spent * _PACE_MEMORY + seconds / self.costs.passes[0],
+            spent=self.spent * _PACE_MEMORY + seconds / costs.passes[0],
             asleep=jnp.where(first > 0, 0, self.asleep + 1),
         )
 
@@ -274,11 +287,18 @@ class Decisions:
     widths: tuple[int, ...] = struct.field(pytree_node=False)
 
     def turn(
-        self, number: int, limit: Int[Array, "B"], drafted: Int[Array, ""], *, tree: bool = False
+        self,
+        number: int,
+        limit: Int[Array, "B"],
+        drafted: Int[Array, ""],
+        catch_up: Int[Array, ""],
+        *,
+        tree: bool = False,
     ) -> Turn:
         """The turn of drafter `number`, of whose paths each row may have `limit` tokens.
 
         `drafted` is the longest draft that was decided on for other rows: a pass is as wide anyway.
+        `catch_up` are the passes that the drafter has to make over what it missed.
         """
         policy = self.policy
         pace = policy.pace(self.active)
@@ -301,7 +321,7 @@ class Decisions:
             further=pace * policy.costs.further[number],
             limit=limit,
             planned=jnp.int32(0),
-            at_least=policy.look_again(number),
+            at_least=policy.look_again(number, catch_up),
             free=policy.costs.first[number] < _FREE * policy.costs.passes[0],
             forced=policy.forced[number],
         )
@@ -314,11 +334,10 @@ def new_policy(drafters: int, longest: int, nodes: int, num_widths: int) -> Poli
     Drafts have `nodes` nodes at most, and paths of `longest` tokens.
     """
     return Policy(
-        costs=Costs(jnp.ones(num_widths), jnp.zeros(drafters), jnp.zeros(drafters)),
+        costs=Costs(jnp.ones(num_widths), *[jnp.zeros(drafters) for _ in range(3)]),
         work=Work(
             jnp.zeros(num_widths, jnp.int32),
-            jnp.zeros(drafters, jnp.int32),
-            jnp.zeros(drafters, jnp.int32),
+            *[jnp.zeros(drafters, jnp.int32) for _ in range(3)],
         ),
         survival=survival.no_survival(drafters, longest, nodes),
         earned=jnp.float32(_PACE_WEIGHT),

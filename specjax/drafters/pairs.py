@@ -206,16 +206,17 @@ class PairDrafter(HeadDrafter):
 
         All read the same tokens; module k stands k positions earlier, and reads the outputs of
         module k-1, the first of them kept from before. Its pairs before position 0 do not exist.
+        Of the last module only the newest output is read.
         """
         del context
         batch, slots = accepted.tokens.shape
         step = jnp.arange(slots)
         first = state.caches[0].length
-        at_last = jnp.clip(accepted.count - 1, 0, slots - 1)[:, None, None]
+        newest = jnp.clip(accepted.count - 1, 0, slots - 1)
         hidden = self.head.fuse(params, accepted.features)
         caches, outputs = [], []
         for index, cache in enumerate(state.caches):
-            own = self.head.module(params, index)
+            own, is_last = self.head.module(params, index), index + 1 == len(state.caches)
             positions = (first - index)[:, None] + step[None, :]
             output, window = self._extend(
                 own,
@@ -227,15 +228,17 @@ class PairDrafter(HeadDrafter):
                 0,
                 causal(step, slots),
                 positions >= 0 if index else None,
+                newest if is_last else None,
             )
             missing = jnp.maximum(index - first, 0)
             count = jnp.maximum(accepted.count - missing, 0)
             which = jnp.minimum(missing[:, None] + step[None, :], slots - 1)
             caches.append(commit(cache, window, which, count + _zeros_after(output)))
-            latest = jnp.take_along_axis(output, at_last, axis=1)[:, 0]
-            kept = state.outputs[:, index]
-            outputs.append(jnp.where((count > 0)[:, None], latest, kept))
-            if index + 1 < len(state.caches):
+            kept, latest = state.outputs[:, index], output
+            if not is_last:
+                latest = jnp.take_along_axis(output, newest[:, None, None], axis=1)
+            outputs.append(jnp.where((count > 0)[:, None], latest[:, 0], kept))
+            if not is_last:
                 before = jnp.concatenate([kept[:, None], output[:, :-1]], axis=1)
                 hidden = self.head.next_hidden(own, before)
         return State(tuple(caches), constrain_rows(jnp.stack(outputs, axis=1)))
@@ -251,17 +254,19 @@ class PairDrafter(HeadDrafter):
         start: Int[Array, ""] | int,
         visible: Bool[Array, "#B T W"],
         exists: Bool[Array, "B W"] | None,
-    ) -> tuple[Float[Array, "B T D"], Window]:
+        only: Int[Array, "B"] | None = None,
+    ) -> tuple[Float[Array, "B Q D"], Window]:
         """A module over T pairs in slots start..start+T, which see those that are visible.
 
         None of them sees what does not `exist`: of modules after the first, pairs before position
-        0. They see themselves, since their output must be a number.
+        0. They see themselves, since their output must be a number. With `only`, one output for
+        each row, of that pair.
         """
         if exists is not None:
             slots = jnp.arange(visible.shape[2])
             itself = start + jnp.arange(tokens.shape[1])[:, None] == slots[None, :]
             visible = (visible & exists[:, None, :]) | itself[None]
-        return self.head.extend(own, tokens, hidden, positions, cache, window, start, visible)
+        return self.head.extend(own, tokens, hidden, positions, cache, window, start, visible, only)
 
 
 def _padded(visible: Bool[Array | np.ndarray, "#B T _"], slots: int) -> Bool[Array, "#B T W"]:

@@ -44,7 +44,8 @@ class Proposal(NamedTuple):
     """What drafters in turn propose.
 
     `drafter` is the number of the one that drafted in each row, or `NO_DRAFTER`. `first` says which
-    drafters ran, and `further` how many tokens each drafted after its first.
+    drafters ran, `further` how many tokens each drafted after its first, and `catch_up` how many
+    wide passes each made over what it had missed.
     """
 
     draft: Draft
@@ -52,6 +53,7 @@ class Proposal(NamedTuple):
     drafter: Int[Array, "B"]
     first: Int[Array, "D"]
     further: Int[Array, "D"]
+    catch_up: Int[Array, "D"]
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,7 @@ class Turns:
         """
         drafter = jnp.full(context.length.shape, NO_DRAFTER, jnp.int32)
         decided = jnp.int32(0)
-        draft, states, first, further = None, [], [], []
+        draft, states, first, further, catch_up = None, [], [], [], []
         for number, part in enumerate(self.parts):
             limit = jnp.minimum(context.limit, part.num_speculative_tokens)
             limit = jnp.where(drafter == NO_DRAFTER, limit, 0)
@@ -182,9 +184,10 @@ class Turns:
                     limit = jnp.minimum(limit, context.replay.drafted)
             own = context.replace(limit=limit)
             if context.decisions is not None:
-                own = _decided_before(part, number, own, decided)
+                missed = _wide_passes(part, state[number])
+                own = _decided_before(part, number, own, decided, missed)
             ran = jnp.any(own.limit > 0)
-            new, after = _take_turn(
+            new, after, passes = _take_turn(
                 part, params[number], state[number], own, self._noise(number, noise, context)
             )
             new = new.replace(valid=new.topology.close(new.valid))
@@ -201,6 +204,7 @@ class Turns:
             # All of a tree is drafted, however many nodes of it are kept.
             more = jnp.maximum(new.valid.sum(axis=1).max() - 1, 0)
             further.append(jnp.int32(0) if part.branches else more)
+            catch_up.append(passes)
             draft = new if draft is None else joined(draft, new, self.num_nodes)
         return Proposal(
             draft,
@@ -208,6 +212,7 @@ class Turns:
             drafter,
             jnp.stack(first).astype(jnp.int32),
             jnp.stack(further).astype(jnp.int32),
+            jnp.stack(catch_up),
         )
 
     def _noise(self, number: int, noise: Noise, context: Context) -> Noise:
@@ -227,13 +232,19 @@ def take_turns(*drafters: LoadedDrafter | Drafter) -> LoadedDrafter:
 
 
 def _decided_before(
-    part: Drafter, number: int, context: Context, decided: Int[Array, ""]
+    part: Drafter,
+    number: int,
+    context: Context,
+    decided: Int[Array, ""],
+    catch_up: Int[Array, ""],
 ) -> Context:
     """The context of a drafter's turn, its limit what may pay as it looks before any draft.
 
-    `decided` is the longest draft that was decided on in other rows.
+    `decided` is the longest draft that was decided on in other rows, `catch_up` the wide passes
+    that the drafter has to make over what it missed.
     """
-    turn = context.decisions.turn(number, context.limit, decided, tree=part.branches)
+    decisions = context.decisions
+    turn = decisions.turn(number, context.limit, decided, catch_up, tree=part.branches)
     if part.branches:
         limit = jnp.where(turn.worth_running, context.limit, 0)
     elif part.decides:
@@ -266,13 +277,17 @@ def _decided_after(part: Drafter, context: Context, draft: Draft) -> tuple[Draft
 
 def _take_turn(
     part: Drafter, params: Any, state: PartState, context: Context, noise: Noise
-) -> tuple[Draft, PartState]:
-    """What a drafter proposes; where no row may draft, nothing, and it is not run."""
+) -> tuple[Draft, PartState, Int[Array, ""]]:
+    """What a drafter proposes, its state, and the wide passes over what it had missed.
+
+    Where no row may draft it proposes nothing, and is not run.
+    """
+    passes = jnp.int32(0)
     if not part.num_speculative_tokens:
-        return empty_draft(context.length.shape[0], 0), state
+        return empty_draft(context.length.shape[0], 0), state, passes
     wanted = jnp.any(context.limit > 0)
     if part.observes:
-        state = _catch_up(part, params, state, context, wanted)
+        state, passes = _catch_up(part, params, state, context, wanted)
 
     # Compiled as a part of the whole, but traced once for both uses.
     @functools.partial(jax.jit, inline=True)
@@ -285,14 +300,29 @@ def _take_turn(
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes), inner
 
     draft, inner = lax.cond(wanted, propose, sleep, state.drafter)
-    return draft, state.replace(drafter=inner)
+    return draft, state.replace(drafter=inner), passes
+
+
+def _widths(part: Drafter) -> tuple[int, int]:
+    """Tokens of a wide pass over what a drafter missed, and of one over a round's."""
+    narrow = part.num_speculative_tokens + 1
+    return _KEPT_ROUNDS * narrow, narrow
+
+
+def _wide_passes(part: Drafter, state: PartState) -> Int[Array, ""]:
+    """The wide passes that a drafter would have to make before it drafts."""
+    wide, narrow = _widths(part)
+    return -(-jnp.maximum(state.unobserved.max() - narrow, 0) // wide)
 
 
 def _catch_up(
     part: Drafter, params: Any, state: PartState, context: Context, wanted: Bool[Array, ""]
-) -> PartState:
-    """The state with all observed if the drafter is wanted, else as much as could be lost soon."""
-    narrow = part.num_speculative_tokens + 1
+) -> tuple[PartState, Int[Array, ""]]:
+    """The state with all observed if the drafter is wanted, else as much as could be lost soon.
+
+    And the number of wide passes that this took.
+    """
+    wide, narrow = _widths(part)
     needed = wanted
     if part.features:
         kept = next(iter(context.features.values())).shape[1]
@@ -311,13 +341,14 @@ def _catch_up(
         return PartState(inner, constrain(state.unobserved - count, "batch"))
 
     # What a drafter missed while it slept is read in few wide passes; a round's tokens in one.
-    for width, left in ((_KEPT_ROUNDS * narrow, narrow), (narrow, 0)):
+    passes = needed * _wide_passes(part, state)
+    for width, left in ((wide, narrow), (narrow, 0)):
         state = lax.while_loop(
             lambda state, left=left: needed & jnp.any(state.unobserved > left),
             functools.partial(observed, width=width),
             state,
         )
-    return state
+    return state, passes
 
 
 def joined(first: Draft, second: Draft, length: int) -> Draft:

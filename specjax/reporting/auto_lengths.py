@@ -19,7 +19,8 @@ class PartCosts:
     """Seconds of one drafter's work in a round, alone or one of several in turn.
 
     `first_s` are to observe what was committed and to draft a token, `further_s` to draft one more;
-    a tree is drafted whole in `first_s`. `num_nodes` are those of a tree, None for a chain.
+    a tree is drafted whole in `first_s`. `catch_up_s` are for a pass over what it missed while it
+    did not draft. `num_nodes` are those of a tree, None for a chain.
     """
 
     drafter: str
@@ -27,6 +28,7 @@ class PartCosts:
     first_s: float
     further_s: float
     num_nodes: int | None = None
+    catch_up_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,8 @@ _PART = {
     "first_s": _NUMBER,
     "further_s": _NUMBER,
 }
-_TREE = {"num_nodes": (int, NoneType)}
-_MEASURED = ("num_speculative_tokens", "first_s", "further_s")
+_PART_MAY_BE = {"num_nodes": (int, NoneType), "catch_up_s": _NUMBER}
+_MEASURED = ("num_speculative_tokens", "first_s", "further_s", "catch_up_s")
 _MOST_SLOTS, _MOST_PARTS, _MOST_ROUNDS = 4096, 16, 1_000_000
 _PLAIN = {"new_tokens": (int,), "prefill_s": _NUMBER, "decode_s": _NUMBER}
 _COMPARISON = {
@@ -185,14 +185,16 @@ def _costs(costs: Mapping[str, Any] | None, where: str) -> AutoCosts | None:
     _check(seconds, dict.fromkeys(seconds, _NUMBER), f"{where}.width_s")
     for index, part in enumerate(costs["drafters"]):
         _check(part, _PART, f"{where}.drafters[{index}]")
-        _check({"num_nodes": part.get("num_nodes")}, _TREE, f"{where}.drafters[{index}]")
-    numbers = [*seconds.values(), *(part[name] for part in costs["drafters"] for name in _MEASURED)]
+        there = {name: _PART_MAY_BE[name] for name in _PART_MAY_BE if name in part}
+        _check(part, there, f"{where}.drafters[{index}]")
+    measured = (part.get(name, 0) for part in costs["drafters"] for name in _MEASURED)
+    numbers = [*seconds.values(), *measured]
     if min(numbers) < 0 or not seconds["1"]:
         raise _Misfit(f"{where} must have no number below 0, and seconds of width 1 above it")
     return AutoCosts(
         {int(width): value for width, value in seconds.items()},
         tuple(
-            PartCosts(**{name: part.get(name) for name in (*_PART, *_TREE)})
+            PartCosts(**{name: part[name] for name in (*_PART, *_PART_MAY_BE) if name in part})
             for part in costs["drafters"]
         ),
     )

@@ -167,18 +167,29 @@ class PairHead:
         window: Window,
         start: Int[Array, ""] | int,
         visible: Bool[Array, "#B T W"],
-    ) -> tuple[Float[Array, "B T D"], Window]:
-        """Outputs of a module for T pairs, and the window with them in slots start..start+T."""
+        only: Int[Array, "B"] | None = None,
+    ) -> tuple[Float[Array, "B Q D"], Window]:
+        """Outputs of a module for T pairs, and the window with them in slots start..start+T.
+
+        With `only`, one output for each row (Q = 1), of that pair; all keys and values are written.
+        """
         residual, attended = self.inputs(params, tokens, hidden, positions)
         query, key, value = self.heads(params, attended, positions)
         window = Window(
             write_window(window.k, key, 0, start), write_window(window.v, value, 0, start)
         )
+        if only is not None:
+            visible = jnp.broadcast_to(visible, (only.shape[0], *visible.shape[1:]))
+            residual, attended, positions, visible = (
+                jnp.take_along_axis(each, only.reshape(-1, *[1] * (each.ndim - 1)), axis=1)
+                for each in (residual, attended, positions, visible)
+            )
+            query, _, _ = self.heads(params, attended, positions)
         repeats = self.config.decoder.num_heads // self._decoder.cached_heads
         seen = jnp.repeat(visible, repeats, axis=1)[:, None]
         mixed = attend(query, window.k[0], window.v[0], seen)
         decoder, split = self.config.decoder, self.shards > 1
-        attend_committed = cache_attention(self.form, decoder, cache, tokens.shape[1], split)
+        attend_committed = cache_attention(self.form, decoder, cache, positions.shape[1], split)
         mixed = attend_committed(query, cache, 0, start=mixed)
         output, _ = self.finish(params, residual, mixed)
         return output, window
