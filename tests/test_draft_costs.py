@@ -106,11 +106,24 @@ def test_one_slow_round_of_a_kind_does_not_change_what_is_measured():
     np.testing.assert_allclose(measurement.figures().spread, 0.0, atol=1e-9)
 
 
-def timed(measurement, true, found=(4, 1)):
+def test_what_was_not_caught_up_is_taken_to_cost_a_first_token():
+    """And may well be off by as much; what is known of it stays."""
+    true = np.array([1.0, 1.1, 1.4, 0.2, 0.3, 0.05, 0.0, 0.7, 0.4])
+    measurement = Measurement(3, (4, 4))
+    timed(measurement, true, late=False)
+    figures = measurement.figures()
+    np.testing.assert_allclose(figures.seconds[-2:], true[3:5], atol=1e-9)
+    np.testing.assert_allclose(figures.spread[-2:], true[3:5], atol=1e-9)
+    measurement = Measurement(3, (4, 4), true)
+    timed(measurement, true, late=False)
+    np.testing.assert_allclose(measurement.figures().seconds, true, atol=1e-9)
+
+
+def timed(measurement, true, found=(4, 1), *, late=True):
     """The kinds of rounds that were timed, each one's second by 7 too slow.
 
     The passes of `true` figures hold 1, 2 and 5 tokens; the drafters find so many at most, and
-    read first what they missed while others were timed.
+    where they are `late` read first what they missed while others were timed.
     """
     kinds = []
     ran = np.zeros(2, bool)
@@ -118,10 +131,10 @@ def timed(measurement, true, found=(4, 1)):
         kinds.append(kind)
         drafted = np.minimum(kind.lengths, found)
         width = max(kind.narrowest, (0, 1, 2, 2, 2)[drafted.max()])
-        late = (drafted > 0) & ~ran
+        missed = (drafted > 0) & ~ran & late
         ran = drafted > 0
         passes = np.eye(3, dtype=int)[width]
-        work = Work(passes, 1 * ran, np.maximum(drafted - 1, 0), 1 * late)
+        work = Work(passes, 1 * ran, np.maximum(drafted - 1, 0), 1 * missed)
         took = true @ work.counts()
         measurement.add(took + (7.0 if kinds.count(kind) == 2 else 0.0), work)
     return kinds

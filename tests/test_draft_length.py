@@ -446,7 +446,7 @@ def test_the_first_rounds_measure_costs_that_are_kept(tiny, similar, kept):
         batch_size=1,
     )
     widths = len(session.plan.widths)
-    true = np.array([*np.linspace(1.0, 1.5, widths), 0.1, 0.2, 0.0, 0.05, 0.0, 0.3])
+    true = np.array([*np.linspace(1.0, 1.5, widths), 0.1, 0.2, 0.0, 0.05, 0.1, 0.3])
     learned = injected(session, lambda committed: true)
     assert learned.estimate is None
     got = decode_at_costs(session, learned)

@@ -102,9 +102,9 @@ class Measurement:
     def figures(self) -> Figures:
         """What each part takes.
 
-        What was never drafted takes no time: a lookup that finds nothing is all in the first. Nor
-        does catching up where nothing was missed. Of a drafter's earlier figures, at the machine's
-        speed now, and the new ones the lower count.
+        What was never drafted takes no time: a lookup that finds nothing is all in the first. What
+        was not caught up, since little was missed, is taken to cost as much as a first token. Of a
+        drafter's earlier figures, at the machine's speed now, and the new ones the lower count.
         """
         size, timed_widths = self._num_kinds, self._timed_widths
         each = [self._timed[number::size] for number in range(size)]
@@ -128,11 +128,15 @@ class Measurement:
             further.append(_figure((alone(one) - begun) / one.further for one in more))
             each_more = 0.0 if math.isnan(further[-1][0]) else further[-1][0]
             late = [one for one in missed if one.catch_up]
-            catch_up.append(
-                _figure(
-                    (alone(one) - begun - each_more * one.further) / one.catch_up for one in late
+            if late or self._known is not None:
+                catch_up.append(
+                    _figure(
+                        (alone(one) - begun - each_more * one.further) / one.catch_up
+                        for one in late
+                    )
                 )
-            )
+            else:
+                catch_up.append((begun, begun))
         timed, spread = np.transpose([*passes, *first, *further, *catch_up])
         seconds = timed
         if known is not None:
