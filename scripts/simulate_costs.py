@@ -46,7 +46,7 @@ _PASSES = flags.DEFINE_list(
 _FIRST = flags.DEFINE_list("first", ["0.02", "0.15"], "A first draft token, by drafter.")
 _FURTHER = flags.DEFINE_list("further", ["0", "0.08"], "Each further draft token, by drafter.")
 _CATCH_UP = flags.DEFINE_list(
-    "catch_up", ["0", "0.2"], "A pass over what was missed while others drafted, by drafter."
+    "catch_up", ["0", "0.2"], "A pass over what was missed while it slept, by drafter."
 )
 _NOISE = flags.DEFINE_float("noise", 0.08, "Of the logarithm of a step's time.", lower_bound=0.0)
 _SEEDS = flags.DEFINE_integer("seeds", 4, "Clocks.", lower_bound=1)

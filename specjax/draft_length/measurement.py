@@ -46,7 +46,7 @@ class Figures(NamedTuple):
 
 
 class _Timed(NamedTuple):
-    """A round: seconds, width (its index), whether any drafter ran, and what else it did."""
+    """A round: seconds, width (its index), whether any drafter ran, and counts as in `Work`."""
 
     seconds: float
     width: int
@@ -128,15 +128,10 @@ class Measurement:
             further.append(_figure((alone(one) - begun) / one.further for one in more))
             each_more = 0.0 if math.isnan(further[-1][0]) else further[-1][0]
             late = [one for one in missed if one.catch_up]
-            if late or self._known is not None:
-                catch_up.append(
-                    _figure(
-                        (alone(one) - begun - each_more * one.further) / one.catch_up
-                        for one in late
-                    )
-                )
-            else:
-                catch_up.append((begun, begun))
+            reading = [alone(one) - begun - each_more * one.further for one in late]
+            found = _figure(took / one.catch_up for took, one in zip(reading, late, strict=True))
+            unknown = self._known is None and not late
+            catch_up.append((begun, begun) if unknown else found)
         timed, spread = np.transpose([*passes, *first, *further, *catch_up])
         seconds = timed
         if known is not None:

@@ -46,7 +46,7 @@ class Costs:
 
     `passes` are rounds at each compiled width, drafting apart; `first` is to observe what a round
     committed and to draft a token, `further` to draft one more, and `catch_up` one pass over what
-    was missed while others drafted, by drafter.
+    was missed while it slept, by drafter.
     """
 
     passes: Float[Array | np.ndarray, "widths"]
