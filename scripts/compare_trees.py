@@ -3,17 +3,26 @@
     python scripts/compare_trees.py --prompts=FILE --drafter=eagle3 --batch_size=1
 
 Decodes the same prompts plainly, with chains, with static and dynamic trees of several sizes, and
-with the one that `tree.kind=auto` chooses, all with fixed lengths, in turn, several times over;
-each turn begins with the next of them. What is expected of a static tree comes from the drafter's
-rates (`specjax.loading.heads.ranks`) and from passes and drafts that are timed before
-(`specjax.tuning.measure_tree_costs`); of dynamic trees, and of rows that are sampled, nothing is
-expected. Speeds are without prefill: tokens per round over the median of seconds per round. Greedy
-tokens must be those of plain decoding. Exit codes: 0; 1 where they are not; 2 for bad input.
+with those that `tree.kind=auto` chooses, all with fixed lengths, in turn, several times over; each
+turn begins with the next of them. Where rows are sampled, chains and static trees are drafted
+twice: drawn, and of the likeliest tokens.
+
+What is expected of a static tree comes from the drafter's rates (`specjax.loading.heads.ranks`) and
+from passes and drafts that are timed before (`specjax.tuning.measure_tree_costs`). Nothing is
+expected of dynamic trees, of rows that are sampled, and of drafters without rates, whose trees are
+those of rates that halve by rank. Speeds are without prefill: tokens per round over the median of
+seconds per round.
+
+A second table has tokens/s without that noise, for several numbers of rows: measured tokens per
+round, which are the same for any of them, over those timed passes and drafts (a dynamic tree's are
+taken to be those of a static one); and how far what `auto` chooses for so many rows is below the
+best. Greedy tokens must be those of plain decoding. Exit codes: 0; 1 where they are not; 2 for bad
+input.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -35,18 +44,27 @@ from specjax.fields import InputFile, Number, PathOrName, Text, Whole, optional
 from specjax.loading.heads.ranks import shipped_acceptance
 from specjax.loading.load import DEFAULT_MODEL, load_model
 from specjax.loading.model import Model
-from specjax.trees import DynamicTree, FastestTree, RankedTree, best_tree
+from specjax.trees import DynamicTree, RankedTree, best_tree
 from specjax.tuning import TreeCosts, choose_tree, measure_tree_costs, with_tree
+
+_DEPTH = 5
+"""Levels of trees of a drafter whose rates are not known."""
+_METHODS = {"probabilistic": "drawn", "greedy": "likeliest"}
 
 
 class Shape(NamedTuple):
-    """What is drafted: nodes and levels, and what is expected of them, if anything is."""
+    """What is drafted: nodes and levels, and the tokens per round expected, if any are."""
 
     name: str
     drafter: LoadedDrafter | None
     nodes: int
     levels: int
-    expected: FastestTree | None
+    expected_tokens: float | None = None
+
+    def seconds(self, costs: TreeCosts) -> float:
+        """Of a round, by what passes and drafts take."""
+        drafting = costs.draft_seconds(self.levels) if self.levels else 0.0
+        return costs.pass_seconds(1 + self.nodes) + drafting
 
 
 @dataclass
@@ -71,7 +89,7 @@ class Runs:
 
     @property
     def row_tokens_per_second(self) -> float:
-        """What each row makes, as `FastestTree` expects it."""
+        """What each row makes."""
         return self.tokens_per_round / self.round_seconds
 
 
@@ -90,8 +108,9 @@ def parser() -> Parser:
     flags.add_field("target", PathOrName(), "the model", default=DEFAULT_MODEL)
     flags.add_field("prompts", optional(InputFile()), "JSONL, Spec-Bench's schema", default=None)
     flags.add_field("limit", Whole(1), "prompts, spread over the file", default=6)
-    flags.add_field("drafter", Text(), "a drafter with measured rates", default="eagle3")
-    flags.add_field("batch_size", Whole(1), "rows", default=1)
+    flags.add_field("drafter", Text(), "a drafter of trees", default="eagle3")
+    flags.add_field("batch_size", Whole(1), "rows that are decoded together", default=1)
+    flags.add_field("batch_sizes", Listed(Whole(1)), "rows of the second table", default=(1, 4, 16))
     flags.add_field("chains", Listed(Whole(1, 32)), "lengths of chains", default=(2, 4))
     flags.add_field("nodes", Listed(Whole(1, 32)), "sizes of trees", default=(4, 8, 16, 32))
     flags.add_field("topk", Whole(1, 64), "children of a node, of dynamic trees", default=8)
@@ -107,6 +126,7 @@ def _compare(
     limit: int,
     drafter: str,
     batch_size: int,
+    batch_sizes: Sequence[int],
     chains: Sequence[int],
     nodes: Sequence[int],
     topk: int,
@@ -117,34 +137,45 @@ def _compare(
     model = load_model(target)
     made = make_drafter(drafter, model)
     rates = shipped_acceptance(drafter, model)
+    known = rates is not None
     if rates is None:
-        raise InputError(f"drafter={drafter!r}: its rates are not known; use eagle3 or medusa")
-    deepest = min(len(rates), made.drafter.longest_path or len(rates))
+        rates = [[0.5 ** (rank + 1) for rank in range(topk)]] * _DEPTH
+    deepest = min(len(rates), getattr(made.drafter, "longest_path", None) or len(rates))
     if max(chains, default=0) > deepest:
         raise InputError(
-            f"chains={','.join(map(str, chains))}: {drafter} has rates for {deepest} levels; use "
+            f"chains={','.join(map(str, chains))}: {drafter} drafts {deepest} levels here; use "
             "shorter ones"
         )
-    options = {"batch_size": batch_size, "tell": lambda line: print(line, flush=True)}
-    costs = measure_tree_costs(model, made, depth=deepest, **options)
-    chosen = choose_tree(model, made, rates, max_depth=deepest, **options)
-    shapes = [Shape("plain", None, 0, 0, None)]
-    for length in chains:
-        chain = best_tree([level[:1] for level in rates], length)
-        shapes.append(_static(f"chain of {length}", made, chain, rates, costs))
-    for size in nodes:
-        one = best_tree(rates, size, deepest)
-        shapes.append(_static(f"static, {size} nodes", made, one, rates, costs))
+
+    def tell(line: str) -> None:
+        print(line, flush=True)
+
+    costs, choices = {}, {}
+    for rows in dict.fromkeys((batch_size, *batch_sizes)):
+        costs[rows] = measure_tree_costs(model, made, depth=deepest, batch_size=rows, tell=tell)
+        if known:
+            choices[rows] = choose_tree(model, made, rates, max_depth=deepest, batch_size=rows)
+    trees = {
+        **{f"chain of {n}": best_tree([level[:1] for level in rates], n) for n in chains},
+        **{f"static, {size} nodes": best_tree(rates, size, deepest) for size in nodes},
+    }
+    for rows, chosen in choices.items():
+        if chosen.tree.topology.num_nodes and chosen.tree not in trees.values():
+            trees[f"`auto`'s choice, B = {rows}"] = chosen.tree
+    expected_of = rates if known and temperature == 0 else None
+    shapes = [Shape("plain", None, 0, 0)]
+    for name, tree in trees.items():
+        if temperature == 0:
+            shapes.append(_static(name, made, tree, expected_of))
+            continue
+        for method in ("probabilistic", "greedy"):
+            drawn = made._replace(drafter=replace(made.drafter, draft_sample_method=method))
+            shapes.append(_static(f"{name}, {_METHODS[method]}", drawn, tree, None))
     for size in nodes:
         tree = DynamicTree(topk, deepest, size)
         fields = {"tree": tree, "num_speculative_tokens": deepest}
         dynamic = made._replace(drafter=replace(made.drafter, **fields))
-        shapes.append(Shape(f"dynamic, {size} nodes", dynamic, size, deepest, None))
-    if chosen.tree.topology.num_nodes:
-        shapes.append(_static("`auto`'s choice", made, chosen.tree, rates, costs))
-    if temperature > 0:
-        # Rates are those of greedy rows.
-        shapes = [shape._replace(expected=None) for shape in shapes]
+        shapes.append(Shape(f"dynamic, {size} nodes", dynamic, size, deepest))
     questions = read_questions(prompts) if prompts is not None else list(BUILT_IN)
     ids = [
         encode_prompt(model, [{"role": "user", "content": question.turns[0]}])
@@ -153,31 +184,19 @@ def _compare(
     sampling = SamplingParams(temperature=temperature, max_new_tokens=new_tokens)
     sessions = [_session(model, ids, shape.drafter, sampling, batch_size) for shape in shapes]
     runs = _measure(sessions, repeats)
-    plain = runs[0]
     print(
         f"\n{drafter}, B = {batch_size}, temperature {temperature:g}, {len(ids)} prompts, "
         f"{new_tokens} tokens, {repeats} turns; ms of a round, tokens/s of a row\n"
     )
-    print(
-        "| draft | nodes | levels | tau | expected tau | ms | expected ms | tokens/s | "
-        "expected tokens/s | / plain |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    for shape, run in zip(shapes, runs, strict=True):
-        print(_line(shape, run, plain))
-    best = max(runs, key=lambda run: run.row_tokens_per_second)
-    own = runs[-1] if chosen.tree.topology.num_nodes else plain
-    loss = 1 - own.row_tokens_per_second / best.row_tokens_per_second
-    print(f"\n`auto` chose {chosen}: {loss:.1%} below the fastest, {_name(shapes, runs, best)}")
-    errors = [
-        abs(shape.expected.row_tokens_per_second / run.row_tokens_per_second - 1)
-        for shape, run in zip(shapes, runs, strict=True)
-        if shape.expected is not None
-    ]
-    if errors:
-        off = f"{median(errors):.1%} off in the median, {max(errors):.1%} at most"
-        print(f"expected tokens/s are {off}")
-    if temperature == 0 and any(run.answers != plain.answers for run in runs):
+    _print_measured(shapes, runs, costs[batch_size])
+    print("\ntokens/s of a row by measured tau, timed passes and drafts\n")
+    chosen_names = {
+        rows: next((name for name, tree in trees.items() if tree == chosen.tree), "plain")
+        for rows, chosen in choices.items()
+        if temperature == 0
+    }
+    _print_replayed(shapes, runs, {rows: costs[rows] for rows in batch_sizes}, chosen_names)
+    if temperature == 0 and any(run.answers != runs[0].answers for run in runs):
         print("tokens differ from those of plain decoding")
         return 1
     return 0
@@ -187,15 +206,12 @@ def _static(
     name: str,
     drafter: LoadedDrafter,
     tree: RankedTree,
-    rates: Sequence[Sequence[float]],
-    costs: TreeCosts,
+    rates: Sequence[Sequence[float]] | None,
 ) -> Shape:
-    """A static tree or a chain, with what is expected of it."""
+    """A static tree or a chain; with rates, what is expected of it."""
     topology = tree.topology
-    seconds = costs.pass_seconds(topology.width) + costs.draft_seconds(topology.depth)
-    expected = FastestTree(tree, tree.expected_tokens(rates), seconds)
-    drafts = with_tree(drafter, tree)
-    return Shape(name, drafts, topology.num_nodes, topology.depth, expected)
+    tokens = None if rates is None else tree.expected_tokens(rates)
+    return Shape(name, with_tree(drafter, tree), topology.num_nodes, topology.depth, tokens)
 
 
 def _session(
@@ -227,24 +243,57 @@ def _measure(sessions: Sequence[Session], repeats: int) -> list[Runs]:
     return runs
 
 
-def _line(shape: Shape, run: Runs, plain: Runs) -> str:
-    expected = ("", "", "")
-    if (one := shape.expected) is not None:
-        expected = (
-            f"{one.tokens_per_round:.2f}",
-            f"{1e3 * one.round_seconds:.0f}",
-            f"{one.row_tokens_per_second:.1f}",
-        )
-    gain = run.row_tokens_per_second / plain.row_tokens_per_second
-    return (
-        f"| {shape.name} | {shape.nodes} | {shape.levels} | {run.tokens_per_round:.2f} | "
-        f"{expected[0]} | {1e3 * run.round_seconds:.0f} | {expected[1]} | "
-        f"{run.row_tokens_per_second:.1f} | {expected[2]} | {gain:.2f}x |"
+def _print_measured(shapes: Sequence[Shape], runs: Sequence[Runs], costs: TreeCosts) -> None:
+    """What was measured beside what was expected."""
+    print(
+        "| draft | nodes | levels | tau | expected tau | ms | expected ms | tokens/s | "
+        "expected tokens/s | / plain |"
     )
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    errors = []
+    for shape, run in zip(shapes, runs, strict=True):
+        tau, ms, speed = "", "", ""
+        if shape.expected_tokens is not None:
+            expected = shape.expected_tokens / shape.seconds(costs)
+            errors.append(abs(expected / run.row_tokens_per_second - 1))
+            tau, speed = f"{shape.expected_tokens:.2f}", f"{expected:.1f}"
+            ms = f"{1e3 * shape.seconds(costs):.0f}"
+        gain = run.row_tokens_per_second / runs[0].row_tokens_per_second
+        print(
+            f"| {shape.name} | {shape.nodes} | {shape.levels} | {run.tokens_per_round:.2f} | {tau} "
+            f"| {1e3 * run.round_seconds:.0f} | {ms} | {run.row_tokens_per_second:.1f} | {speed} "
+            f"| {gain:.2f}x |"
+        )
+    if errors:
+        off = f"{median(errors):.1%} off in the median, {max(errors):.1%} at most"
+        print(f"\nexpected tokens/s are {off}")
 
 
-def _name(shapes: Sequence[Shape], runs: Sequence[Runs], run: Runs) -> str:
-    return next(shape.name for shape, one in zip(shapes, runs, strict=True) if one is run)
+def _print_replayed(
+    shapes: Sequence[Shape],
+    runs: Sequence[Runs],
+    costs: Mapping[int, TreeCosts],
+    choices: Mapping[int, str],
+) -> None:
+    """Tokens/s by measured tokens per round and timed seconds, a column for each number of rows."""
+    print(f"| draft | {' | '.join(f'B = {rows}' for rows in costs)} |")
+    print(f"|---{'|---' * len(costs)}|")
+    speeds = {
+        rows: {
+            shape.name: run.tokens_per_round / shape.seconds(timed)
+            for shape, run in zip(shapes, runs, strict=True)
+        }
+        for rows, timed in costs.items()
+    }
+    for shape in shapes:
+        print(
+            f"| {shape.name} | {' | '.join(f'{speeds[rows][shape.name]:.1f}' for rows in costs)} |"
+        )
+    for rows, speed in speeds.items():
+        if rows in choices:
+            best = max(speed, key=speed.get)
+            loss = 1 - speed[choices[rows]] / speed[best]
+            print(f"\nB = {rows}: `auto` chose {choices[rows]}, {loss:.1%} below the best, {best}")
 
 
 if __name__ == "__main__":

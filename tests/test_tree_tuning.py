@@ -14,6 +14,7 @@ from specjax.loading.heads.ranks import read_acceptance, write_acceptance
 from specjax.reporting.decode_report import Clock, DrafterRun, Setting, report
 from specjax.trees import FastestTree, best_tree, tree_of_choices
 from specjax.tuning import (
+    TreeCosts,
     choose_tree,
     measure_ranks,
     measure_tree_costs,
@@ -153,3 +154,19 @@ def test_numbers_of_a_list_are_numbers():
         assert script.parser().read(["--nodes=4,8"])["nodes"] == (4, 8)
         with pytest.raises(InputError, match="nodes=33: use a whole number from 1 to 32"):
             script.parser().read(["--nodes=4,33"])
+
+
+def test_replayed_speeds_are_measured_tokens_over_timed_seconds(capsys):
+    with script_module("compare_trees") as script:
+        shapes = [script.Shape("plain", None, 0, 0), script.Shape("chain of 2", None, 2, 2)]
+        runs = [script.Runs(tokens=30, row_rounds=30), script.Runs(tokens=30, row_rounds=20)]
+        costs = {
+            1: TreeCosts((1, 4), (0.1, 0.1), first_level=0.02, further_level=0.005),
+            8: TreeCosts((1, 4), (0.1, 0.2), first_level=0.02, further_level=0.005),
+        }
+        script._print_replayed(shapes, runs, costs, {1: "chain of 2", 8: "chain of 2"})
+    printed = capsys.readouterr().out
+    assert "| plain | 10.0 | 10.0 |" in printed
+    assert "| chain of 2 | 12.0 | 6.7 |" in printed
+    assert "B = 1: `auto` chose chain of 2, 0.0% below the best, chain of 2" in printed
+    assert "B = 8: `auto` chose chain of 2, 33.3% below the best, plain" in printed
