@@ -185,7 +185,8 @@ def config_of(**changes):
     return read(config)
 
 
-if __name__ == "__main__":
+def main(arguments):
+    """The command, for which `train.run.setup` finds the toy's target and data from now on."""
     from train.run import run, setup
 
     setup.load_model = lambda name, *, field, mesh=None: toy_target(mesh)
@@ -206,4 +207,8 @@ if __name__ == "__main__":
         """The method of this file's config."""
         return toy_method(target)
 
-    raise SystemExit(run.main(make, AnyData, sys.argv[1:]))
+    return run.main(make, AnyData, arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
