@@ -1,7 +1,6 @@
 """Runs that are killed, interrupted or moved resume with the same curve; others are refused."""
 
 import dataclasses
-import io
 import json
 import os
 import shutil
@@ -10,12 +9,10 @@ import struct
 import subprocess
 import sys
 import time
-from contextlib import redirect_stdout
 
 import jax
 import numpy as np
 import pytest
-import toy_training
 from conftest import slow, xla_flags
 from rich.console import Console
 from tensorboardX.proto import event_pb2
@@ -54,23 +51,6 @@ def target():
     return toy_target()
 
 
-def arguments(workdir):
-    """Those of the toy's command line."""
-    fields = {"data": "memory", "workdir": workdir, "dtype": "float32", "eval.every": 6}
-    given = [f"--config.{name}={value}" for name, value in fields.items()]
-    return [f"--config={SCRIPT}", *given]
-
-
-def train_here(workdir):
-    """What the command line prints in this process, when it has trained to the end."""
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as out:
-        for name in ("load_model", "open_sources"):
-            # Put back at the end.
-            patch.setattr(setup, name, getattr(setup, name))
-        assert toy_training.main(arguments(workdir)) == 0
-    return out.getvalue()
-
-
 @pytest.fixture(scope="module")
 def start():
     """Starts the toy's command line."""
@@ -83,8 +63,10 @@ def start():
             "PYTHONPATH": str(ROOT),
             "TOY_QUICK": str(quick),
         }
+        fields = {"data": "memory", "workdir": workdir, "dtype": "float32", "eval.every": 6}
+        given = [f"--config.{name}={value}" for name, value in fields.items()]
         process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), *arguments(workdir), *more],
+            [sys.executable, str(SCRIPT), f"--config={SCRIPT}", *given, *more],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -105,10 +87,12 @@ def finish(process):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def whole(start, tmp_path_factory):
     """The metrics of a run that nothing has disturbed."""
     workdir = tmp_path_factory.mktemp("whole") / "w"
-    assert "trained: step 12 of 12" in train_here(workdir)
+    code, out, err = finish(start(workdir))
+    assert code == 0, err
+    assert "trained: step 12 of 12" in out
     return timeless(files.Workdir(workdir))
 
 
@@ -154,7 +138,9 @@ def test_a_killed_and_an_interrupted_run_go_on_to_the_same_curve(start, whole, t
     interrupted_at = checkpoints.last_checkpoint(files.Workdir(workdir)).step
     assert 8 <= interrupted_at < 12
 
-    assert f"resuming after step {interrupted_at}" in train_here(workdir)
+    code, out, err = finish(start(workdir))
+    assert code == 0, err
+    assert f"resuming after step {interrupted_at}" in out
     rows = timeless(files.Workdir(workdir))
     assert rows == whole
     assert [row["step"] for row in rows] == [4, 6, 8, 12, 12]

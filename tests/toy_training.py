@@ -185,8 +185,7 @@ def config_of(**changes):
     return read(config)
 
 
-def main(arguments):
-    """The command, for which `train.run.setup` finds the toy's target and data from now on."""
+if __name__ == "__main__":
     from train.run import run, setup
 
     setup.load_model = lambda name, *, field, mesh=None: toy_target(mesh)
@@ -207,8 +206,4 @@ def main(arguments):
         """The method of this file's config."""
         return toy_method(target)
 
-    return run.main(make, AnyData, arguments)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(run.main(make, AnyData, sys.argv[1:]))
