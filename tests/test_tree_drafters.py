@@ -154,16 +154,6 @@ def test_sampled_rows_do_not_depend_on_their_neighbours(name, kind, tiny, simila
     assert together.token_ids == alone.token_ids
 
 
-ROUNDS_NEW = 14
-
-
-def session_of_rounds(tiny, drafter):
-    """What is looked at round by round; drafters of the same shapes share its programs."""
-    sampling = mixed(max_new_tokens=ROUNDS_NEW)
-    options = dict(sampling=sampling, verify="coupled", max_length=ROOM)
-    return make_session(tiny, PROMPTS, drafter=drafter, **options)
-
-
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -173,8 +163,14 @@ def session_of_rounds(tiny, drafter):
 )
 def test_states_equal_fresh_ones_after_every_round(name, kind, tiny, similar, plain):
     """And the tokens are those of plain decoding, in greedy and in coupled rows."""
-    drafter = drafter_of(name, tiny, similar, tree=TREES[kind])
-    session = session_of_rounds(tiny, drafter)
+    session = make_session(
+        tiny,
+        PROMPTS,
+        drafter=drafter_of(name, tiny, similar, tree=TREES[kind]),
+        sampling=mixed(max_new_tokens=14),
+        verify="coupled",
+        max_length=ROOM,
+    )
     state = first_state(session)
     counts = []
     for state in itertools.chain([state], rounds(session, state, counts)):
@@ -188,16 +184,20 @@ def test_states_equal_fresh_ones_after_every_round(name, kind, tiny, similar, pl
     assert {0, 1, 2} <= accepted
     for row, prompt in enumerate(PROMPTS):
         tokens = np.asarray(state.tokens)[row, len(prompt) : int(state.length[row])]
-        assert tokens.tolist() == plain.token_ids[row][:ROUNDS_NEW]
+        assert tokens.tolist() == plain.token_ids[row][:14]
 
 
 @pytest.mark.parametrize("kind", ["dynamic", *slow("static")])
 def test_a_draft_model_reads_no_token_again_that_it_was_fed(kind, tiny):
     """Its keys are there, without asking a model that has no numbers any more."""
-    session = session_of_rounds(tiny, draft_model(tiny, tree=TREES[kind]))
-    after = rounds(session, first_state(session), counts := [])
-    # All levels but the last were fed.
-    state = next(state for state in after if counts[-1].accepted.max() == 3)
+    session = make_session(
+        tiny,
+        PROMPTS,
+        drafter=draft_model(tiny, tree=TREES[kind]),
+        sampling=greedy(max_new_tokens=12),
+    )
+    state = next(rounds(session, first_state(session), counts := []))
+    assert counts[0].accepted.max() == 3
     unknown = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), session.drafter.params)
     without = dataclasses.replace(session, drafter=session.drafter._replace(params=unknown))
     cache = observed(without, state)[0].cache
