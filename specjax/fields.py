@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -297,6 +298,12 @@ def optional(*kinds: Kind) -> Either:
     return Either(kinds, none=True)
 
 
+@functools.cache
+def type_hints(annotated: Callable[..., Any]) -> Mapping[str, Any]:
+    """The annotations of a function, or of a class with those that it inherits, by name."""
+    return get_type_hints(annotated, include_extras=True)
+
+
 def kind_of(annotation: Any) -> Any:
     """The kind that an annotation declares, or its section (`Fields`); None where it declares none.
 
@@ -336,7 +343,7 @@ def fields_of(source: type) -> dict[str, Any]:
 
 
 def _hints(source: type) -> dict[str, Any]:
-    hints = get_type_hints(source, include_extras=True)
+    hints = type_hints(source)
     return {field.name: hints[field.name] for field in dataclasses.fields(source)}
 
 
@@ -401,7 +408,7 @@ def check_instance(value: Any, prefix: str) -> None:
 
     `prefix` is put before a field's name in errors, such as "sampling.".
     """
-    for name, hint in get_type_hints(type(value), include_extras=True).items():
+    for name, hint in type_hints(type(value)).items():
         # A dataclass inside has checked itself.
         kind = None if _dataclass_in(hint) else kind_of(hint)
         if kind is not None:
@@ -410,7 +417,7 @@ def check_instance(value: Any, prefix: str) -> None:
 
 def check_arguments(function: Callable[..., Any], prefix: str = "", **given: Any) -> None:
     """Raise InputError unless arguments are of the kinds that a function's annotations declare."""
-    hints = get_type_hints(function, include_extras=True)
+    hints = type_hints(function)
     for name, value in given.items():
         kind_of(hints[name]).check(prefix + name, value)
 

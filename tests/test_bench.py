@@ -21,7 +21,7 @@ def test_the_debug_size_reports_every_part(tmp_path, chatty, capsys):
             f"--config.report={tmp_path / 'report.json'}",
             "--config.batch_sizes=(1,)",
             "--config.exit_layers=(1,)",
-            "--config.num_speculative_tokens=2",
+            "--config.num_speculative_tokens=1",
             "--config.ngram_tokens=2",
             "--config.auto.drafters=('ngram', 'token_recycling')",
         ]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import tiny_config
+from conftest import slow, tiny_config
 from flax.errors import ScopeParamShapeError
 
 from specjax.cache import commit, put
@@ -70,7 +70,7 @@ def whole(tiny):
     return one_pass(tiny, TOKENS, features=FEATURES)
 
 
-@pytest.mark.parametrize("chunk", [7, 64, 300, 512])
+@pytest.mark.parametrize("chunk", [7, *slow(64, 300, 512)])
 def test_prefill_in_chunks_is_one_pass(chunk, tiny, whole):
     lengths = [300, 1, 131]
     cache, features = prefilled(tiny, lengths, chunk, FEATURES)
@@ -196,7 +196,7 @@ def test_siblings_do_not_see_each_other(tiny, whole):
     np.testing.assert_allclose(got[:, 1], one_pass(tiny, path).logits[:, 5], atol=3e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("exit_layer", [1, 2, 3])
+@pytest.mark.parametrize("exit_layer", [2, *slow(1, 3)])
 def test_early_exit_runs_the_first_layers(exit_layer, tiny, whole):
     short = tiny_config(num_layers=exit_layer)
     params = dict(tiny.params)

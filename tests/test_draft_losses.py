@@ -78,7 +78,7 @@ def whole(states, kernel, teacher, counted, weights):
     return total, (jnp.stack(losses), jnp.stack(right), jnp.stack(choices))
 
 
-@pytest.mark.parametrize(("block", "shared"), [(7, True), (4, False), (512, False)])
+@pytest.mark.parametrize(("block", "shared"), [(7, True), (4, False), *slow((512, False))])
 def test_blocks_change_nothing(block, shared, case, monkeypatch):
     monkeypatch.setattr(draft_losses, "_BLOCK", block)
     states, kernel, teacher, counted, weights = case
@@ -199,10 +199,14 @@ def distill(target, **loss):
 @pytest.mark.parametrize(
     ("make", "usual"),
     [
-        (eagle, cross_entropy_to_target),
         (mtp, kl_divergence),
         # Command lines of all take one, below.
-        *slow((medusa, kl_divergence), (medusa2, kl_divergence), (distill, kl_divergence)),
+        *slow(
+            (eagle, cross_entropy_to_target),
+            (medusa, kl_divergence),
+            (medusa2, kl_divergence),
+            (distill, kl_divergence),
+        ),
     ],
 )
 def test_each_method_takes_a_loss_of_labels(make, usual, tiny):

@@ -213,7 +213,13 @@ def test_simulated_drafts_nothing_after_its_recording(tiny):
     plain = decode(tiny, PROMPTS[:2], sampling=greedy(max_new_tokens=12))
     short = [plain.token_ids[0][:5]]
     drafter = specjax.make_drafter("simulated", tiny, continuations=short, acceptance=1.0)
-    got = decode(tiny, PROMPTS[:2], drafter=drafter, sampling=greedy(max_new_tokens=12))
+    got = decode(
+        tiny,
+        PROMPTS[:2],
+        drafter=drafter,
+        sampling=greedy(max_new_tokens=12),
+        num_speculative_tokens=4,
+    )
     assert got.token_ids == plain.token_ids
     assert np.maximum(got.drafted, 0).sum(axis=1).tolist() == [4, 0]
 
@@ -305,10 +311,11 @@ def test_features_reach_the_drafter_at_the_right_positions(tiny):
         wanted = one_pass(tiny, np.asarray(state.tokens), features=names).features
         part = observed(session, state)[0]
         for name in names:
+            mine, theirs = np.asarray(part[name]), np.asarray(wanted[name])
             for row in range(8):
                 known = int(state.length[row]) - 1
                 np.testing.assert_allclose(
-                    part[name][row, :known], wanted[name][row, :known], atol=3e-5, rtol=1e-4
+                    mine[row, :known], theirs[row, :known], atol=3e-5, rtol=1e-4
                 )
 
 

@@ -55,14 +55,14 @@ def test_logits_and_recursion_are_those_of_transformers_layers(name, model):
         features = {"final_norm": np.asarray(read["final_norm"])[0, :-1]}
         (logits,) = chained(mtp, params, tokens, features)
         assert np.abs(np.asarray(logits) - wanted["mtp_logits"][row]).max() <= 1e-4
-    drafter = make_drafter("mtp", model, num_speculative_tokens=3)
+    drafter = make_drafter("mtp", model, num_speculative_tokens=2)
     prompts = wanted["tokens"].tolist()
     plain = generate(model, prompts, sampling=greedy(max_new_tokens=16))
     got = generate(model, prompts, drafter=drafter, sampling=greedy(max_new_tokens=16))
     assert got.token_ids == plain.token_ids
     # The first round's drafts follow x_39: accepted as far as they are the model's own tokens.
     for row, drafts in enumerate(wanted["mtp_drafts"].tolist()):
-        agree = np.cumprod(np.equal(drafts, plain.token_ids[row][:3])).sum()
+        agree = np.cumprod(np.equal(drafts[:2], plain.token_ids[row][:2])).sum()
         assert got.accepted[row, 0] == agree
 
 

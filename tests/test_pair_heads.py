@@ -30,7 +30,8 @@ from specjax.errors import InputError
 from specjax.loading.load import random_model
 from specjax.testing import check_drafter
 
-NEW = 24
+NEW, ROOM = 24, 48
+"""The longest prompts have no room for so many tokens."""
 FORMS = {
     "eagle": dict(version=1),
     "eagle_bias_reduced": dict(version=1, fc_bias=True, vocabulary=40),
@@ -57,7 +58,7 @@ def drafter_of(form, target, **options):
 
 @pytest.fixture(scope="module")
 def plain(tiny):
-    options = dict(sampling=mixed(max_new_tokens=NEW), batch_size=1)
+    options = dict(sampling=mixed(max_new_tokens=NEW), batch_size=1, max_length=ROOM)
     return decode(tiny, PROMPTS, verify="coupled", **options)
 
 
@@ -76,7 +77,8 @@ def test_coupled_rows_are_those_of_plain_decoding(form, tiny, plain):
         drafter=drafter_of(form, tiny),
         verify="coupled",
         sampling=mixed(max_new_tokens=NEW),
-        num_speculative_tokens=3,
+        num_speculative_tokens=2,
+        max_length=ROOM,
     )
     assert got.token_ids == plain.token_ids
     took_part = got.emitted > 0
@@ -99,6 +101,7 @@ def test_draft_lengths(form, length, tiny, plain):
         verify="coupled",
         sampling=mixed(max_new_tokens=NEW),
         num_speculative_tokens=length,
+        max_length=ROOM,
     )
     assert got.token_ids == plain.token_ids
     assert got.drafted.max() == length
@@ -159,13 +162,12 @@ def assert_fresh(session, state, part=0):
     )
 
 
-def session_of(tiny, drafter, rule="rejection"):
+def session_of(tiny, drafter, length=3):
     return make_session(
         tiny,
         PROMPTS,
         drafter=drafter,
-        num_speculative_tokens=3,
-        verify=rule,
+        num_speculative_tokens=length,
         sampling=mixed(max_new_tokens=14),
     )
 
@@ -191,9 +193,9 @@ def test_a_state_that_keeps_drafted_features_is_found_out(tiny):
         moved = {name: jnp.roll(value, 1, axis=1) for name, value in accepted.features.items()}
         return real(params, state, context, accepted.replace(features=moved))
 
-    session = session_of(tiny, changed(eagle_drafter(tiny), observe=late))
+    session = session_of(tiny, changed(eagle_drafter(tiny), observe=late), length=1)
     *_, state = rounds(session, first_state(session))
-    true = session_of(tiny, eagle_drafter(tiny))
+    true = session_of(tiny, eagle_drafter(tiny), length=1)
     with pytest.raises(AssertionError):
         assert_fresh(true, state)
 
@@ -235,7 +237,8 @@ def test_a_distribution_that_was_not_drawn_from_is_found_out(form, eight):
     assert not check_drafter(drafter, eight, 20_000).passed
 
 
-@pytest.mark.parametrize("form", ["eagle3", *slow("mtp_3")])
+# As those beside sampled rows, above.
+@pytest.mark.parametrize("form", slow("eagle3", "mtp_3"))
 def test_greedy_rows_and_the_end_of_room(form, tiny):
     requests = greedy(max_new_tokens=NEW)
     plain = decode(tiny, PROMPTS, sampling=requests, max_length=48)

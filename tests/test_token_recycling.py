@@ -138,19 +138,24 @@ def test_a_feature_that_there_is_not(name, tiny):
         one_pass(tiny, np.zeros((1, 2), int), features=(name,))
 
 
-@pytest.mark.parametrize("batch_size", [8, *slow(1)])
-def test_output_is_that_of_plain_decoding(batch_size, tiny):
-    """Greedy rows, and sampled ones whose noise goes by position."""
-    options = dict(verify="coupled", sampling=mixed(max_new_tokens=24), batch_size=batch_size)
-    got = decode(tiny, PROMPTS, drafter=TokenRecycling(61), **options)
-    assert got.token_ids == decode(tiny, PROMPTS, **options).token_ids
-    assert got.accepted.max() > 1
+COUPLED = dict(verify="coupled", sampling=mixed(max_new_tokens=24))
+"""Greedy rows, and sampled ones whose noise goes by position."""
 
 
-def test_rows_draft_as_they_do_alone(tiny):
-    drafter, options = TokenRecycling(61, tree=TREE), dict(sampling=greedy(max_new_tokens=24))
-    together = decode(tiny, PROMPTS, drafter=drafter, **options)
-    alone = decode(tiny, PROMPTS, drafter=drafter, batch_size=1, **options)
+@pytest.fixture(scope="module")
+def together(tiny):
+    """Eight rows of one batch."""
+    return decode(tiny, PROMPTS, drafter=TokenRecycling(61, tree=TREE), **COUPLED)
+
+
+def test_output_is_that_of_plain_decoding(tiny, together):
+    assert together.token_ids == decode(tiny, PROMPTS, **COUPLED).token_ids
+    assert together.accepted.max() > 1
+
+
+def test_rows_draft_as_they_do_alone(tiny, together):
+    alone = decode(tiny, PROMPTS, drafter=TokenRecycling(61, tree=TREE), batch_size=1, **COUPLED)
+    assert alone.token_ids == together.token_ids
     for name in ("drafted", "accepted", "emitted"):
         np.testing.assert_array_equal(getattr(together, name), getattr(alone, name))
 

@@ -11,7 +11,7 @@ from conftest import slow
 from test_processes import finish, free_port, joined, start
 from text_tokens import write_text_tokens
 
-from specjax import decode
+from specjax import decode, make_drafter
 from specjax.loading.heads.head import read_head
 from specjax.loading.load import load_model, save_model
 from train import distill, eagle, medusa, mtp
@@ -66,8 +66,8 @@ def folders(chatty, tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "decoded"),
     # The others share their code: Medusa's is part of its second stage, EAGLE's of EAGLE-3's. A new
-    # model and its modules have a test of their own. One run decodes after it has trained, and is
-    # resumed.
+    # model and its modules have a test of their own. One run decodes after it has trained, is
+    # resumed, and decodes with what it exported; what the others export is read.
     [
         *(("train_eagle3", 1), ("train_distill", 0), ("train_medusa2", 0)),
         *slow(*((name, 1) for name in RUNS if name != "train_eagle3")),
@@ -81,6 +81,7 @@ def test_debug_size(name, decoded, folders, tmp_path, capsys):
         f"--config.data={folders / 'data'}",
         f"--config.workdir={tmp_path / 'run'}",
         f"--config.eval.prompts={decoded}",
+        "--config.eval.temperatures=(0.0,)",
         *options,
     ]
     assert module.main(command) == 0
@@ -95,6 +96,10 @@ def test_debug_size(name, decoded, folders, tmp_path, capsys):
         assert "resuming after step" in capsys.readouterr().out
     record = json.loads((tmp_path / "run" / "config.json").read_text())
     assert module is mtp or len(record["draft_vocabulary"]) == 16
+    if not decoded:
+        loaded = make_drafter(kind, load_model(str(target), dtype="float32"), export)
+        assert loaded.drafter.name == kind
+        return
     decoding = [
         "--config=configs/decode_smollm2.py",
         f"--config.target={target}",
@@ -167,8 +172,10 @@ def test_a_new_model_and_its_modules(text, tmp_path, capsys):
     assert decode.main(decoding) == 0
 
 
-def test_a_new_model_with_experts(text, tmp_path, capsys):
-    """GLM-4.5's, with a module that has them too: killed and resumed to the same arrays."""
+# Any run resumes so (test_train_resume), and such a model decodes (test_mtp_checkpoints).
+@pytest.mark.parametrize("repeated", [False, *slow(True)])
+def test_a_new_model_with_experts(repeated, text, tmp_path, capsys):
+    """GLM-4.5's, with a module that has them too; repeated, also killed, resumed and decoded."""
     workdir = tmp_path / "w"
 
     def trained():
@@ -179,13 +186,7 @@ def test_a_new_model_with_experts(text, tmp_path, capsys):
         return load_model(str(workdir / "export")), losses_of(workdir)
 
     whole, losses = trained()
-    shutil.rmtree(workdir / "checkpoints" / "step-000000004")
-    resumed, again = trained()
-    said = capsys.readouterr().out
-    assert "resuming after step 2" in said
-    assert "imbalance " in said
-    assert again == losses
-    jax.tree.map(np.testing.assert_array_equal, whole.arrays, resumed.arrays)
+    assert "imbalance " in capsys.readouterr().out
     routers = [
         whole.params["layers"]["mlp"]["router"],
         whole.mtp.params["modules"]["0"]["layer"]["mlp"]["router"],
@@ -195,6 +196,13 @@ def test_a_new_model_with_experts(text, tmp_path, capsys):
         ups = np.asarray(router["selection_bias"]) / 0.01
         assert np.abs(ups).max() > 1
         np.testing.assert_allclose(ups, np.round(ups), atol=1e-4)
+    if not repeated:
+        return
+    shutil.rmtree(workdir / "checkpoints" / "step-000000004")
+    resumed, again = trained()
+    assert "resuming after step 2" in capsys.readouterr().out
+    assert again == losses
+    jax.tree.map(np.testing.assert_array_equal, whole.arrays, resumed.arrays)
     decoding = [
         "--config=configs/decode_smollm2.py",
         f"--config.target={workdir / 'export'}",
@@ -263,6 +271,7 @@ def started_from(folders, workdir, name, *options):
             f"--config.data={folders / 'data'}",
             f"--config.workdir={workdir}",
             "--config.eval.prompts=0",
+            "--config.eval.batches=0",
             "--config.steps=3",
             *usual,
             *options,

@@ -41,7 +41,8 @@ from specjax.loading.load import random_model
 from specjax.testing import Tabular, check_drafter
 from specjax.trees import DynamicTree, RankedTree, tree_of_choices
 
-NEW = 24
+NEW, ROOM = 24, 48
+"""The longest prompts have no room for so many tokens."""
 CHOICES = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 0), (0, 0, 0), (0, 1, 0), (1, 0, 0))
 TREES = {
     "static": TreeOptions(kind="static", choices=CHOICES),
@@ -75,17 +76,16 @@ def drafter_of(name, target, similar=None, **options):
 
 @pytest.fixture(scope="module")
 def plain(tiny):
-    options = dict(sampling=mixed(max_new_tokens=NEW), batch_size=1)
+    options = dict(sampling=mixed(max_new_tokens=NEW), batch_size=1, max_length=ROOM)
     return decode(tiny, PROMPTS, verify="coupled", **options)
 
 
 @pytest.mark.parametrize(
     ("name", "kind", "batch_size"),
     [
-        ("eagle3", "dynamic", 8),
+        # Those of a draft model and of EAGLE-3 are below, with their states.
         ("medusa", "static", 8),
-        ("turns", "dynamic", 8),
-        *slow(("draft_model", "static", 8)),
+        *slow(("eagle3", "dynamic", 8), ("turns", "dynamic", 8), ("draft_model", "static", 8)),
         *slow(("eagle3", "static", 8), ("draft_model", "dynamic", 8), ("medusa", "dynamic", 8)),
         *slow(*((name, kind, 8) for name in ("eagle", "early_exit", "mtp") for kind in KINDS)),
         *slow(("eagle3", "dynamic", 1), ("early_exit", "static", 1)),
@@ -102,6 +102,7 @@ def test_coupled_and_greedy_rows_are_those_of_plain_decoding(
         verify="coupled",
         sampling=mixed(max_new_tokens=NEW),
         batch_size=batch_size,
+        max_length=ROOM,
     )
     assert got.token_ids == plain.token_ids
     took_part = got.emitted > 0
@@ -118,9 +119,9 @@ def test_coupled_and_greedy_rows_are_those_of_plain_decoding(
 
 @pytest.mark.parametrize(
     ("name", "kind"),
+    # As those beside sampled rows, above.
     [
-        ("early_exit", "dynamic"),
-        *slow(("early_exit", "static")),
+        *slow(("early_exit", "dynamic"), ("early_exit", "static")),
         *slow(*itertools.product(("eagle3", "draft_model", "medusa", "mtp"), KINDS)),
     ],
 )
@@ -160,12 +161,15 @@ def test_sampled_rows_do_not_depend_on_their_neighbours(name, kind, tiny, simila
         *slow(("draft_model", "static"), ("eagle3", "broad"), ("mtp", "broad"), ("mtp2", "broad")),
     ],
 )
-def test_states_equal_fresh_ones_after_every_round(name, kind, tiny, similar):
+def test_states_equal_fresh_ones_after_every_round(name, kind, tiny, similar, plain):
+    """And the tokens are those of plain decoding, in greedy and in coupled rows."""
     session = make_session(
         tiny,
         PROMPTS,
         drafter=drafter_of(name, tiny, similar, tree=TREES[kind]),
         sampling=mixed(max_new_tokens=14),
+        verify="coupled",
+        max_length=ROOM,
     )
     state = first_state(session)
     counts = []
@@ -178,6 +182,9 @@ def test_states_equal_fresh_ones_after_every_round(name, kind, tiny, similar):
     took_part = np.asarray(counts.emitted) > 0
     accepted = set(np.asarray(counts.accepted)[took_part].tolist())
     assert {0, 1, 2} <= accepted
+    for row, prompt in enumerate(PROMPTS):
+        tokens = np.asarray(state.tokens)[row, len(prompt) : int(state.length[row])]
+        assert tokens.tolist() == plain.token_ids[row][:14]
 
 
 @pytest.mark.parametrize("kind", ["dynamic", *slow("static")])
@@ -224,8 +231,9 @@ def small_drafter(name, target, tree):
     ("name", "kind"),
     [
         # Drawn trees that grow step by step: test_draft_length_distribution.
-        *(("medusa", "static"), ("early_exit", "dynamic")),
-        *slow(("early_exit", "static"), ("medusa", "dynamic")),
+        # Trees of likeliest tokens: test_token_recycling.
+        ("medusa", "static"),
+        *slow(("early_exit", "dynamic"), ("early_exit", "static"), ("medusa", "dynamic")),
         *slow(("eagle3", "static"), ("eagle3", "dynamic")),
     ],
 )

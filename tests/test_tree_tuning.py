@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from conftest import slow
 from decoding import PROMPTS, decode, draft_model, greedy
 from script_modules import script_module
 
@@ -101,7 +102,7 @@ def test_costs_are_those_of_the_next_wider_pass_and_of_levels(tiny, similar, tim
     assert set(noisy.passes) == {1.0}
 
 
-@pytest.mark.parametrize("join", [take_turns, merge_drafters])
+@pytest.mark.parametrize("join", [take_turns, *slow(merge_drafters)])
 def test_each_part_gets_its_tree(join, tiny, similar, timed):
     measured, _ = timed
     measured(slope=0.02, draft=0.01)

@@ -23,7 +23,7 @@ from specjax.drafters.pairs import EagleDrafter, MtpDrafter
 from specjax.drafters.simulated import Simulated
 from specjax.drafters.turns import Turns, take_turns
 from specjax.errors import InputError, one_line, shown
-from specjax.fields import kind_of, optional
+from specjax.fields import kind_of, optional, type_hints
 from specjax.files.paths import user_path
 from specjax.loading.heads.complete_parameters import complete_parameters
 from specjax.loading.heads.head import Head
@@ -92,7 +92,7 @@ def drafter_options(name: str) -> dict[str, inspect.Parameter]:
     kind = _registered(name)
     found: dict[str, inspect.Parameter] = {}
     for function in (kind, kind.load):
-        hints = get_type_hints(function, include_extras=True)
+        hints = type_hints(function)
         for option, parameter in inspect.signature(function).parameters.items():
             if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
                 found[option] = parameter.replace(annotation=hints[option])
