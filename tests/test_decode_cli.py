@@ -596,6 +596,7 @@ def test_default_model_and_prompts(tmp_path, monkeypatch):
     code = decode.main(
         [
             "--config.limit=1",
+            "--config.compare=true",
             "--config.num_speculative_tokens=1",
             "--config.sampling.max_new_tokens=4",
             f"--config.report={path}",
@@ -603,7 +604,7 @@ def test_default_model_and_prompts(tmp_path, monkeypatch):
     )
     assert code == 0
     summary = json.loads(path.read_text())["summary"]
-    assert summary["num_rows"] == 1
+    assert summary["identical_rows"] == summary["num_rows"] == 1
     assert summary["config"]["target"] == "smollm2-135m-instruct"
 
 
