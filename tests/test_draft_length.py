@@ -283,6 +283,7 @@ def equally(active, *_):
     return active.astype(jnp.float32)
 
 
+@pytest.mark.slow  # decisions for late rows are above
 def test_a_batch_does_not_wait_for_a_row_that_accepts_nothing(long_target, monkeypatch):
     """Where it would be all that is decoded in the end; if others wait, drafts pay."""
     figures = np.array([1.0, 1.5, 1.6, 0.1, 0.05, 0.0])
@@ -425,7 +426,7 @@ def test_a_clock_that_stands_still_is_an_error(tiny, kept):
     session = make_session(
         tiny,
         PROMPTS[:1],
-        drafter=Ngram(),
+        drafter=Ngram(num_speculative_tokens=2),
         num_speculative_tokens="auto",
         sampling=greedy(max_new_tokens=60),
     )
@@ -479,7 +480,7 @@ def test_costs_that_are_not_known_yet_are_not_kept(tiny, kept):
     session = make_session(
         tiny,
         PROMPTS[:1],
-        drafter=Ngram(),
+        drafter=Ngram(num_speculative_tokens=2),
         num_speculative_tokens="auto",
         sampling=greedy(max_new_tokens=3),
     )

@@ -234,7 +234,7 @@ def test_other_forms_compute_the_same(name):
 @pytest.mark.parametrize(
     "name",
     # Experts on a mesh are in test_experts.
-    ["gemma3_text", "glm4_moe", *slow(*sorted({*NAMES} - {"gemma3_text", "glm4_moe"}))],
+    ["gemma3_text", *OTHERS],
 )
 def test_each_family_on_a_mesh(name):
     """Rows over `data`, heads and experts over `model`: the tokens of transformers."""

@@ -79,7 +79,7 @@ def test_what_is_drawn_comes_first(target):
 
 
 @pytest.mark.parametrize("rule", ["rejection", *slow("coupled")])
-@pytest.mark.parametrize("first", ["model", *slow("lookup")])
+@pytest.mark.parametrize("first", ["lookup", *slow("model")])
 def test_the_distribution_is_the_targets(first, rule, target):
     """Also where two draw, and a third one copies."""
     drafters = [Ngram(prompt_lookup_min=1, num_matches=2), model(target)]

@@ -69,7 +69,7 @@ tree_distribution = tree.node_distribution
 tree_recursion = sampling.recursion
 
 
-@pytest.mark.parametrize("mistake", [unchanged, normalised_twice, softmax_for_certain])
+@pytest.mark.parametrize("mistake", [normalised_twice, softmax_for_certain, *slow(unchanged)])
 def test_a_wrong_distribution_of_siblings_fails(mistake, monkeypatch, fast_programs):
     monkeypatch.setattr(tree, "node_distribution", mistake)
     check = check_rule("rejection", Topology(TWO), vocab=3)
@@ -106,7 +106,9 @@ def chosen_by_own_probability(drafted, target, uniforms):
     return tree_recursion(drafted._replace(valid=valid), target, uniforms)
 
 
-@pytest.mark.parametrize("mistake", [in_order_of_q, dropped_duplicate, chosen_by_own_probability])
+@pytest.mark.parametrize(
+    "mistake", [dropped_duplicate, chosen_by_own_probability, *slow(in_order_of_q)]
+)
 def test_a_wrong_choice_of_siblings_fails(mistake, monkeypatch, fast_programs):
     monkeypatch.setattr(sampling, "recursion", mistake)
     check = check_rule("rejection", Topology(TWO), vocab=3)
@@ -127,6 +129,7 @@ def once_for_each_path(drafted, target, uniforms):
     )
 
 
+@pytest.mark.slow  # as those above
 def test_draws_for_each_path_fail(monkeypatch, fast_programs):
     monkeypatch.setattr(sampling, "recursion", once_for_each_path)
     assert not check_rule("rejection", Topology(SHARED), vocab=2).passed
