@@ -162,19 +162,19 @@ def assert_fresh(session, state, part=0):
     )
 
 
-def session_of(tiny, drafter, length=3):
+def session_of(tiny, drafter, length=3, new_tokens=14):
     return make_session(
         tiny,
         PROMPTS,
         drafter=drafter,
         num_speculative_tokens=length,
-        sampling=mixed(max_new_tokens=14),
+        sampling=mixed(max_new_tokens=new_tokens),
     )
 
 
 @pytest.mark.parametrize("form", ["mtp_2", *slow("eagle3_flags", "eagle", "mtp", "mtp_3")])
 def test_the_state_equals_a_fresh_one_after_every_round(form, tiny):
-    session = session_of(tiny, drafter_of(form, tiny, spread=0.3))
+    session = session_of(tiny, drafter_of(form, tiny, spread=0.3), new_tokens=24)
     state = first_state(session)
     assert_fresh(session, state)
     counts = []
