@@ -32,7 +32,8 @@ from specjax.cli.flags import Parser
 from specjax.distributed.sharding import use
 from specjax.errors import InputError, one_line
 from specjax.reporting import decode_report
-from train.data.batches import Batch, Position, ReadAhead
+from train.data.batches import Batch, ReadAhead
+from train.data.packing import Position
 from train.methods.packed_rows import fill_features
 from train.run.config import read_training_config
 from train.run.setup import Setup, set_up

@@ -35,10 +35,11 @@ from specjax.fields import Number, OutputFile, PathOrName, Whole, optional
 from specjax.loading.load import load_model
 from specjax.loading.model import Model
 from specjax.models.heads.mtp import Mtp
-from train.data.batches import Batch, Packing, Shape, build
+from train.data.batches import Batch, build
 from train.data.examples import target_metadata
+from train.data.packing import Packing, Shape
 from train.data.sources import DataFolders, Sources, open_sources, split_names
-from train.methods.draft_losses import Teacher
+from train.methods.blockwise_loss import Teacher
 from train.methods.method import measure, measure_undrafted
 from train.methods.mtp_loss import MtpLoss, modules_loss
 from train.methods.packed_rows import ahead, features_of, label_ahead

@@ -26,7 +26,7 @@ from specjax.cli import command, predicted_speedup
 from specjax.cli.flags import Parser
 from specjax.errors import InputError, one_line
 from specjax.fields import Flag, OutputFolder
-from specjax.files import temporary
+from specjax.files import atomic_writes
 from specjax.files.json_files import read_json_file
 from specjax.files.paths import output_folder
 from specjax.files.written_files import WrittenFiles
@@ -105,9 +105,9 @@ def _write_all(
                 _file_names([entry.label for entry in entries]), entries, strict=True
             )
         }
-    for _ in temporary.abandoned(files.folder, _DRAWN):
+    for _ in atomic_writes.abandoned(files.folder, _DRAWN):
         pass  # each is deleted after its turn
-    with temporary.unfinished(files.folder, _DRAWN) as drawing:
+    with atomic_writes.unfinished(files.folder, _DRAWN) as drawing:
         drawing.mkdir()
         drawn = picture_files.draw(drawing, entries) if pictures else {}
         texts = {"report.md": tables.markdown(entries, benches, drawn), **texts}
@@ -189,7 +189,7 @@ def _open_folder(out: str | Path) -> WrittenFiles:
     folder = output_folder("out", out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, **temporary.NAMES):
+        with tempfile.NamedTemporaryFile(dir=folder, **atomic_writes.NAMES):
             pass
     except OSError as error:
         raise _unwritable(out, error) from None

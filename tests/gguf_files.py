@@ -7,7 +7,7 @@ import gguf
 import numpy as np
 from tokenizers.pre_tokenizers import ByteLevel
 
-from specjax.loading.formats import parameter_names
+from specjax.loading.formats import parameter_names, tensor_layout
 from specjax.loading.formats.families import llama
 from specjax.loading.load import random_model
 from specjax.models.config import DecoderConfig
@@ -58,7 +58,7 @@ def tensors(config=CONFIG, seed=0):
     for location in parameter_names.locations(TABLE, config):
         leaf = np.asarray(parameter_names.lookup(params, location.slot.path))
         value = leaf if location.layer is None else leaf[location.layer]
-        found[location.name] = np.ascontiguousarray(parameter_names.to_stored(value, location))
+        found[location.name] = np.ascontiguousarray(tensor_layout.to_stored(value, location))
     return found
 
 

@@ -227,7 +227,7 @@ def test_deleting_takes_what_is_listed_and_no_more(tmp_path):
 SAVES = """
 import sys
 from pathlib import Path
-from specjax.files import folder_marker, folders, temporary
+from specjax.files import folder_marker, folders, atomic_writes
 
 def write(part):
     (part / "file").write_text("new")

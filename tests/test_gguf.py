@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from specjax.errors import InputError
-from specjax.loading.formats import parameter_names
+from specjax.loading.formats import parameter_names, tensor_layout
 from specjax.loading.formats.gguf_file import open_gguf
 from specjax.loading.formats.gguf_parts import open_parts
 from specjax.loading.load import load_model
@@ -46,7 +46,7 @@ def test_a_written_model_is_loaded_with_its_dequantised_weights(tmp_path, kind):
             stored = gguf.quants.dequantize(raw, quantised).reshape(stored.shape)
         leaf = parameter_names.lookup(model.params, location.slot.path)
         value = leaf if location.layer is None else leaf[location.layer]
-        np.testing.assert_array_equal(value, parameter_names.from_stored(stored, location))
+        np.testing.assert_array_equal(value, tensor_layout.from_stored(stored, location))
 
 
 def test_untied_biased_and_scaled_models_are_read(tmp_path):
@@ -85,10 +85,10 @@ def test_query_rows_are_unpaired():
         if "attn_k" in location.name
     )
     rows = np.arange(32.0).reshape(32, 1).repeat(64, 1)
-    kernel = parameter_names.from_stored(rows, location)
+    kernel = tensor_layout.from_stored(rows, location)
     assert kernel[0, 0].tolist() == [*range(0, 16, 2), *range(1, 16, 2)]
     assert kernel[0, 1].tolist() == [*range(16, 32, 2), *range(17, 32, 2)]
-    np.testing.assert_array_equal(parameter_names.to_stored(kernel, location), rows)
+    np.testing.assert_array_equal(tensor_layout.to_stored(kernel, location), rows)
 
 
 def test_rows_beyond_the_vocabulary_are_truncated(tmp_path):

@@ -16,7 +16,7 @@ from test_gguf_families import config_of, write
 
 from specjax.distributed import sharding
 from specjax.errors import InputError
-from specjax.loading.formats import mtp_layers, parameter_names
+from specjax.loading.formats import mtp_layers, parameter_names, tensor_layout
 from specjax.loading.formats.families import registry
 from specjax.loading.load import load_model, random_model, save_model
 from specjax.models.config import Experts
@@ -28,9 +28,7 @@ GLM = config_of("glm4_moe")
 def tensors_of(config, seed=0):
     """A random model's tensors as its file has them."""
     params = random_model(config, seed, dtype="float32").params
-    return parameter_names.stored_tensors(
-        registry.family(config.family).gguf.tensors, config, params
-    )
+    return tensor_layout.stored_tensors(registry.family(config.family).gguf.tensors, config, params)
 
 
 @pytest.mark.parametrize("how", ["stacked", *slow("apart", "mesh")])
@@ -92,7 +90,7 @@ def announced(tmp_path_factory):
     for location in mtp_layers.locations(GLM, modules, family.mtp, family.tensors):
         path, index = location.within(scan_layers=True)
         value = np.asarray(parameter_names.lookup(params, path))[index]
-        tensors[location.name] = np.ascontiguousarray(parameter_names.to_stored(value, location))
+        tensors[location.name] = np.ascontiguousarray(tensor_layout.to_stored(value, location))
     tensors["model.layers.4.embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
     tensors["model.layers.4.shared_head.head.weight"] = tensors["lm_head.weight"]
     (folder / "whole").mkdir()

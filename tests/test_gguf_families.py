@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from specjax.errors import InputError
-from specjax.loading.formats import parameter_names
+from specjax.loading.formats import tensor_layout
 from specjax.loading.formats.families import registry
 from specjax.loading.load import load_model, random_model
 from specjax.models.config import (
@@ -151,7 +151,7 @@ def write(path, config, arrays=None, change=(), kind="F32"):
     family = registry.family(config.family)
     if arrays is None:
         params = random_model(config, 0, dtype="float32").params
-        arrays = parameter_names.stored_tensors(family.gguf.tensors, config, params)
+        arrays = tensor_layout.stored_tensors(family.gguf.tensors, config, params)
     keys = metadata(config) | dict(change)
     keys = {key: value for key, value in keys.items() if value is not None}
     return gguf_files.write(path, keys, arrays, kind, family.gguf.architecture)
@@ -163,8 +163,8 @@ def test_a_written_model_is_loaded(tmp_path, name):
     config = config_of(name)
     model = random_model(config, 0, dtype="float32")
     family = registry.family(name)
-    arrays = parameter_names.stored_tensors(family.gguf.tensors, config, model.params)
-    theirs = parameter_names.stored_tensors(family.tensors, config, model.params)
+    arrays = tensor_layout.stored_tensors(family.gguf.tensors, config, model.params)
+    theirs = tensor_layout.stored_tensors(family.tensors, config, model.params)
     expected = gguf_files.converted(theirs, family.gguf.architecture, config)
     assert arrays.keys() == expected.keys()
     for stored, value in expected.items():

@@ -10,7 +10,8 @@ import pytest
 from toy_training import Listed, conversations
 
 from specjax.errors import InputError
-from train.data.batches import Packing, Position, ReadAhead, Shape, build, stream
+from train.data.batches import ReadAhead, build, stream
+from train.data.packing import Packing, Position, Shape
 
 SHAPE = Shape(rows=4, tokens=32, labels=20)
 

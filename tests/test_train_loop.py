@@ -28,7 +28,8 @@ from toy_training import (
 
 from specjax.distributed import sharding
 from specjax.errors import InputError
-from train.data.batches import Packing, Position, Shape, build
+from train.data.batches import build
+from train.data.packing import Packing, Position, Shape
 from train.methods.mtp import mtp_method
 from train.methods.mtp_loss import MtpLoss
 from train.run import checkpoints, loop

@@ -19,7 +19,7 @@ from specjax.models.config import Attention, Experts
 from specjax.models.heads.mtp import Mtp
 from specjax.models.heads.shared_parameters import share
 from train.methods import mtp_loss, target_loss
-from train.methods.draft_losses import score_drafts
+from train.methods.blockwise_loss import score_drafts
 from train.methods.method import Measures
 from train.methods.mtp import mtp_method
 from train.methods.mtp_loss import MtpLoss

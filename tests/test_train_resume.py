@@ -38,7 +38,7 @@ from toy_training import (
 from specjax.errors import InputError
 from specjax.files.folder_marker import MARKER
 from specjax.loading.heads.head import read_head
-from train.data.batches import Packing, Shape
+from train.data.packing import Packing, Shape
 from train.run import checkpoints, run, setup
 from train.run import workdir as files
 from train.run.tensorboard import TensorBoardWriter

@@ -19,7 +19,7 @@ from specjax.fields import Items, Whole
 from specjax.loading.model import Model
 from train.data.vocabulary import Vocabulary
 from train.methods.distill import DistillLoss, distill_method
-from train.methods.draft_losses import LabelLoss
+from train.methods.losses import LabelLoss
 from train.methods.method import Method
 from train.run import run
 from train.run.config import DraftVocabSize, TrainingConfig

@@ -20,7 +20,7 @@ from specjax.fields import Whole
 from specjax.loading.model import Model
 from specjax.models.heads.medusa import MedusaConfig
 from train.data.vocabulary import Vocabulary
-from train.methods.draft_losses import LabelLoss
+from train.methods.losses import LabelLoss
 from train.methods.medusa import MedusaLoss, medusa_method
 from train.methods.medusa2 import JointLoss, JointOptions, medusa2_method
 from train.methods.method import Method

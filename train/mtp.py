@@ -21,7 +21,7 @@ from specjax.fields import CrossCheck, Inline, Number, PathOrName, Whole, option
 from specjax.loading.model import Model
 from specjax.models.heads.mtp import Concat, Hidden, MtpConfig, Recursion
 from train.data.vocabulary import Vocabulary
-from train.methods.draft_losses import LabelLoss
+from train.methods.losses import LabelLoss
 from train.methods.method import Method
 from train.methods.mtp import EXPORTS, START, TRAINS, check_choices, mtp_method
 from train.methods.mtp_loss import MtpLoss, MtpLossOptions

@@ -18,8 +18,8 @@ from typing import IO
 from specjax.distributed import processes
 from specjax.errors import InputError
 from specjax.files import folder_marker, folders
+from specjax.files.atomic_writes import open_without_links
 from specjax.files.folder_marker import LOCK, Kind
-from specjax.files.temporary import open_without_links
 
 _LONGEST_COMMAND = 200
 _WAIT_FOR_TEXT_S = 1.0

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from specjax.errors import InputError, shown
-from specjax.files import temporary, text_files
+from specjax.files import atomic_writes, text_files
 from specjax.files.json_files import read_json_file
 from specjax.files.open_files import open_regular
 
@@ -165,7 +165,7 @@ def is_kept(file: Path) -> bool:
 
     A marker that cannot be read lists nothing.
     """
-    if file.name in (MARKER, LOCK) or temporary.is_temporary(file.name):
+    if file.name in (MARKER, LOCK) or atomic_writes.is_temporary(file.name):
         return True
     try:
         marker = read_marker(file.parent)
@@ -194,13 +194,13 @@ def contents(folder: Path, temporary_too: bool = False) -> Iterator[str]:
             name = (here / one).as_posix()
             if name == MARKER or (name == LOCK and _is_our_lock(folder / name)):
                 continue
-            if temporary_too or not temporary.is_temporary(name):
+            if temporary_too or not atomic_writes.is_temporary(name):
                 yield name
 
 
 def _is_our_lock(file: Path) -> bool:
     try:
-        handle = temporary.open_without_links(file, os.O_RDONLY)
+        handle = atomic_writes.open_without_links(file, os.O_RDONLY)
     except OSError:
         return False
     try:

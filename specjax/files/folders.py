@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 from specjax.errors import InputError, one_line
-from specjax.files import temporary
+from specjax.files import atomic_writes
 from specjax.files.folder_marker import (
     LOCK,
     MARKER,
@@ -95,7 +95,7 @@ def delete(folder: Path) -> None:
     if marker is None or marker.files is None:
         return
     inside = {parent for name in marker.files for parent in PurePosixPath(name).parents}
-    ours = [*marker.files, *filter(temporary.is_temporary, os.listdir(folder))]
+    ours = [*marker.files, *filter(atomic_writes.is_temporary, os.listdir(folder))]
     # The marker last: after an interruption it still says that specjax wrote the rest.
     for name in (*ours, MARKER):
         with suppress(OSError):
@@ -124,7 +124,7 @@ def write_folder(
         check_replaceable(folder, kind, where)
         folder.parent.mkdir(parents=True, exist_ok=True)
         _tidy(folder)
-        with temporary.unfinished(folder.parent, folder.name) as part:
+        with atomic_writes.unfinished(folder.parent, folder.name) as part:
             part.mkdir()
             write(part)
             seal(part, kind)
@@ -137,8 +137,8 @@ def write_folder(
 
 def _put(part: Path, folder: Path, kind: Kind, where: str) -> None:
     """Give a sealed folder its name, and delete the one that had it."""
-    earlier = part.with_name(temporary.EARLIER)
-    with temporary.exclusive(folder.parent, folder.name):
+    earlier = part.with_name(atomic_writes.EARLIER)
+    with atomic_writes.exclusive(folder.parent, folder.name):
         check_replaceable(folder, kind, where)  # writing may have taken hours
         try:
             if read_marker(folder) is not None:
@@ -155,7 +155,7 @@ def _put(part: Path, folder: Path, kind: Kind, where: str) -> None:
 
 def delete_temporary(folder: Path) -> None:
     """Delete the temporary files that killed processes left in a folder; raises OSError."""
-    for name in filter(temporary.is_temporary, os.listdir(folder)):
+    for name in filter(atomic_writes.is_temporary, os.listdir(folder)):
         if (folder / name).is_file():
             (folder / name).unlink()
 
@@ -191,9 +191,9 @@ def _first_foreign(
 
 def _tidy(folder: Path) -> None:
     """Delete what a killed `write_folder` left beside a folder."""
-    with temporary.exclusive(folder.parent, folder.name):
-        for left in temporary.abandoned(folder.parent, folder.name):
-            earlier = left / temporary.EARLIER
+    with atomic_writes.exclusive(folder.parent, folder.name):
+        for left in atomic_writes.abandoned(folder.parent, folder.name):
+            earlier = left / atomic_writes.EARLIER
             if earlier.exists() and not folder.exists():
                 earlier.rename(folder)
             else:

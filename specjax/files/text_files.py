@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from specjax.files.temporary import replacing
+from specjax.files.atomic_writes import replacing
 
 
 def write_text(path: Path, text: str) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from specjax.errors import InputError
 from specjax.files import folder_marker
+from specjax.files.atomic_writes import exclusive
 from specjax.files.folder_marker import Kind, Marker, Record
-from specjax.files.temporary import exclusive
 from specjax.files.text_files import write_text
 
 _ANNOUNCED = Record(-1, "")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from specjax.errors import InputError
-from specjax.files import folder_marker, folders, temporary
+from specjax.files import atomic_writes, folder_marker, folders
 
 Kind = Literal["model", "drafter"]
 
@@ -46,7 +46,7 @@ def newest(directory: Path) -> Path:
 
 def unfinished(directory: Path, number: int) -> Path:
     """The folder into which a save of that number writes."""
-    return temporary.path_of(directory, _NAME.format(number) + _UNFINISHED)
+    return atomic_writes.path_of(directory, _NAME.format(number) + _UNFINISHED)
 
 
 def committed(directory: Path, number: int) -> Path:
@@ -90,7 +90,7 @@ def check_free(directory: Path, kind: Kind, overwrite: bool, where: str | None =
 
 
 def _is_unfinished(path: Path, kind: Kind) -> bool:
-    return temporary.is_unfinished(path, f"{kind} {path.name}")
+    return atomic_writes.is_unfinished(path, f"{kind} {path.name}")
 
 
 def begin(directory: Path, kind: Kind, overwrite: bool, stack: ExitStack) -> int:
@@ -103,7 +103,7 @@ def begin(directory: Path, kind: Kind, overwrite: bool, stack: ExitStack) -> int
         while True:
             name = _NAME.format(number) + _UNFINISHED
             try:
-                stack.enter_context(temporary.unfinished(directory, f"{kind} {name}", name))
+                stack.enter_context(atomic_writes.unfinished(directory, f"{kind} {name}", name))
             except FileExistsError:  # a concurrent save has taken the number
                 number += 1
                 continue
@@ -130,7 +130,7 @@ def _delete_checkpoints(directory: Path, kind: Kind, keep: int | None) -> None:
         match = _OURS.fullmatch(name)
         if match and match[2]:
             # Iterating deletes them.
-            list(temporary.abandoned(directory, f"{kind} {name}", name.__eq__))
+            list(atomic_writes.abandoned(directory, f"{kind} {name}", name.__eq__))
         elif match and int(match[1]) != keep:
             with suppress(InputError):
                 marker = folder_marker.read_marker(directory / name)

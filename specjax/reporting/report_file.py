@@ -19,8 +19,8 @@ from typing import Any
 from specjax import signals
 from specjax.errors import NO_SPACE, InputError, one_line
 from specjax.files import folder_marker
+from specjax.files.atomic_writes import NAMES
 from specjax.files.paths import output_file
-from specjax.files.temporary import NAMES
 from specjax.files.text_files import write_text
 from specjax.reporting.read import is_report
 

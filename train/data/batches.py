@@ -1,29 +1,20 @@
-"""Conversations packed into rows of fixed shape, prefetched by a thread, in a seeded order.
-
-The order of an epoch is a pure function of seed, epoch and the conversations' lengths, so that a
-position in it is two numbers, and every process knows all rows without reading those of others.
-"""
+"""Batches of packed conversations, made on the host and prefetched by a thread."""
 
 from __future__ import annotations
 
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from specjax.errors import InputError
-from train.data.examples import Example
+from train.data.packing import Packing, Position, Shape, Source
 
 _CONTEXT = 2
 """Tokens that must stand before a label: every method drafts from a committed pair."""
-_WINDOW = 4096
-"""Conversations that are packed against each other; more would only cost time."""
-
 Rows = Array | np.ndarray
 
 
@@ -41,130 +32,6 @@ class Batch:
     segments: Int[Rows, "B T"]
     labels: Int[Rows, "B A"]
     features: dict[str, Float[Rows, "B T D"]]
-
-
-@runtime_checkable
-class Source(Protocol):
-    """Conversations by number; what packing needs is known without reading them.
-
-    `lengths` [n] are tokens, `num_labels` [n] those of them that the loss mask lets through.
-    """
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens of each conversation, int32 [n]."""
-
-    @property
-    def num_labels(self) -> np.ndarray:
-        """Tokens of each conversation that count in the loss, int32 [n]."""
-
-    def __getitem__(self, index: int) -> Example:
-        """One of them."""
-
-
-class Position(NamedTuple):
-    """The next row to be read: its epoch, and its number in that epoch."""
-
-    epoch: int
-    row: int
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The shape of a batch: `rows` (B) of `tokens` (T) with up to `labels` (A) labels each.
-
-    `width` is D, for the features that are read along.
-    """
-
-    rows: int
-    tokens: int
-    labels: int
-    features: tuple[str, ...] = ()
-    width: int = 0
-
-
-class Packing:
-    """Which conversations share a row, epoch by epoch.
-
-    `chosen` are the conversations to pack. Those without a label within the row's length are
-    left out, their number is `left_out`. Raises InputError where none is left.
-    """
-
-    def __init__(self, source: Source, chosen: np.ndarray, shape: Shape, seed: int) -> None:
-        lengths, labels = source.lengths.astype(np.int64), source.num_labels.astype(np.int64)
-        # A conversation that is truncated loses labels from its end.
-        useful = chosen[(labels - np.maximum(lengths - shape.tokens, 0))[chosen] > 0]
-        self.left_out = len(chosen) - len(useful)
-        if not len(useful):
-            raise InputError(
-                f"data: none of the {len(chosen)} conversations has a token to learn from within "
-                f"its first {shape.tokens} tokens; check the loss masks, or raise row_tokens"
-            )
-        self._chosen, self._shape, self._seed = useful, shape, seed
-        self._lengths = np.minimum(lengths, shape.tokens)
-        self._labels = np.minimum(labels, min(shape.labels, shape.tokens))
-        self._known: tuple[int, list[list[int]]] | None = None
-
-    def rows(self, epoch: int) -> list[list[int]]:
-        """The rows of an epoch, each a list of conversations."""
-        if self._known is None or self._known[0] != epoch:
-            rng = np.random.default_rng((self._seed, epoch))
-            order = rng.permutation(self._chosen)
-            rows: list[list[int]] = []
-            for first in range(0, len(order), _WINDOW):
-                rows += self._pack(order[first : first + _WINDOW])
-            self._known = (epoch, [rows[index] for index in rng.permutation(len(rows))])
-        return self._known[1]
-
-    def advance(self, position: Position) -> Iterator[tuple[list[int], Position]]:
-        """The rows from a position on, without end, each with the position after it."""
-        epoch, row = position
-        while True:
-            rows = self.rows(epoch)
-            while row < len(rows):
-                row += 1
-                yield rows[row - 1], Position(epoch, row)
-            epoch, row = epoch + 1, 0
-
-    @property
-    def conversations(self) -> int:
-        """How many conversations are packed."""
-        return len(self._chosen)
-
-    @property
-    def tokens(self) -> int:
-        """Their tokens, truncated at a row's length."""
-        return int(self._lengths[self._chosen].sum())
-
-    def fill_rate(self, epoch: int = 0) -> float:
-        """The share of the rows' tokens that belong to conversations."""
-        return self.tokens / (len(self.rows(epoch)) * self._shape.tokens)
-
-    def label_fill_rate(self, epoch: int = 0) -> float:
-        """The share of the rows' room for labels that is used."""
-        used = int(self._labels[self._chosen].sum())
-        return used / (len(self.rows(epoch)) * self._shape.labels)
-
-    def _pack(self, order: np.ndarray) -> list[list[int]]:
-        """Best fit, longest first: each goes where it leaves the least room, tokens and labels."""
-        count = len(order)
-        sizes = np.stack([self._lengths[order], self._labels[order]], axis=1).astype(np.int64)
-        limits = np.array([self._shape.tokens, self._shape.labels])
-        share = (sizes / limits[None, :]).max(axis=1)
-        room = np.broadcast_to(limits[None, :], (count, 2)).copy()
-        rows: list[list[int]] = []
-        for index in np.argsort(-share, kind="stable"):
-            left = room[: len(rows)] - sizes[index][None, :]
-            fits = (left >= 0).all(axis=1)
-            if fits.any():
-                waste = np.where(fits, (left / limits[None, :]).sum(axis=1), np.inf)
-                into = int(waste.argmin())
-            else:
-                into = len(rows)
-                rows.append([])
-            room[into] -= sizes[index]
-            rows[into].append(int(order[index]))
-        return rows
 
 
 def build(source: Source, rows: Sequence[Sequence[int]], shape: Shape) -> Batch:

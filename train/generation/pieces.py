@@ -15,8 +15,8 @@ import numpy as np
 from specjax.distributed import processes
 from specjax.errors import InputError
 from specjax.files import folders
+from specjax.files.atomic_writes import replacing
 from specjax.files.open_files import open_regular
-from specjax.files.temporary import replacing
 from train.run.same_run import check_same_run
 from train.run.workdir import write_file
 

@@ -23,14 +23,8 @@ from specjax.models.decoder import Decoder
 from specjax.models.heads.draft_decoder import DraftModelConfig, ReducedDecoder
 from specjax.models.heads.shared_parameters import share
 from train.data.batches import Batch
-from train.methods.draft_losses import (
-    LabelLoss,
-    Scoring,
-    Teacher,
-    kl_divergence,
-    score_drafts,
-    variation,
-)
+from train.methods.blockwise_loss import Scoring, Teacher, score_drafts
+from train.methods.losses import LabelLoss, kl_divergence, variation
 from train.methods.method import Measures, Method, measure
 from train.methods.packed_rows import ahead, at_rows, features_of, label_ahead
 from train.methods.target_layers import some_layers

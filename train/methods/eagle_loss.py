@@ -18,8 +18,8 @@ from specjax.errors import InputError
 from specjax.fields import Number, Whole, check_instance
 from specjax.models.heads.eagle import Eagle
 from train.data.batches import Batch
-from train.methods.draft_losses import LabelLoss, Scoring, Teacher, Truth, score_drafts
-from train.methods.losses import smooth_l1, soft_cross_entropy
+from train.methods.blockwise_loss import Scoring, Teacher, score_drafts
+from train.methods.losses import LabelLoss, Truth, smooth_l1, soft_cross_entropy
 from train.methods.method import Measures, measure
 from train.methods.packed_rows import ahead, at_rows, label_ahead
 from train.methods.unroll import unroll

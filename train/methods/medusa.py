@@ -20,15 +20,8 @@ from specjax.loading.model import Model
 from specjax.models.heads.medusa import Medusa, MedusaConfig
 from specjax.models.heads.shared_parameters import share
 from train.data.batches import Batch
-from train.methods.draft_losses import (
-    LabelLoss,
-    Scores,
-    Scoring,
-    Teacher,
-    cross_entropy,
-    kl_divergence,
-    score_drafts,
-)
+from train.methods.blockwise_loss import Scores, Scoring, Teacher, score_drafts
+from train.methods.losses import LabelLoss, cross_entropy, kl_divergence
 from train.methods.method import Measures, Method, measure
 from train.methods.packed_rows import at_rows, label_ahead
 

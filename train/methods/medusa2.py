@@ -23,7 +23,7 @@ from specjax.models.decoder import EXPERTS, Decoder
 from specjax.models.heads.medusa import Medusa, MedusaConfig
 from train.data.batches import Batch
 from train.experts.loads import below, feature_of, of_target
-from train.methods.draft_losses import Teacher
+from train.methods.blockwise_loss import Teacher
 from train.methods.medusa import MedusaLoss, first_params, heads_loss, heads_measures
 from train.methods.method import Measures, Method
 from train.methods.packed_rows import features_of

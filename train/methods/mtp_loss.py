@@ -19,15 +19,8 @@ from specjax.models.heads.mtp import Mtp
 from specjax.models.heads.shared_parameters import share
 from train.data.batches import Batch
 from train.experts.loads import Loads, below, feature_of, of_modules, of_target
-from train.methods.draft_losses import (
-    LabelLoss,
-    Scores,
-    Scoring,
-    Teacher,
-    cross_entropy,
-    kl_divergence,
-    score_drafts,
-)
+from train.methods.blockwise_loss import Scores, Scoring, Teacher, score_drafts
+from train.methods.losses import LabelLoss, cross_entropy, kl_divergence
 from train.methods.method import Measures, measure, measure_undrafted
 from train.methods.packed_rows import ahead, features_of, label_ahead
 from train.methods.target_loss import target_loss

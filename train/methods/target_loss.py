@@ -8,14 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from train.data.batches import Batch
-from train.methods.draft_losses import (
-    Scores,
-    Scoring,
-    Teacher,
-    cross_entropy,
-    kl_divergence,
-    score_drafts,
-)
+from train.methods.blockwise_loss import Scores, Scoring, Teacher, score_drafts
+from train.methods.losses import cross_entropy, kl_divergence
 from train.methods.packed_rows import at_rows
 
 

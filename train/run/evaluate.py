@@ -11,7 +11,8 @@ import numpy as np
 from specjax.decoding.generate import generate
 from specjax.drafters import head_drafter
 from specjax.loading.model import Model
-from train.data.batches import Batch, Source, build
+from train.data.batches import Batch, build
+from train.data.packing import Source
 from train.methods.method import Method
 from train.run.config import EvalConfig
 from train.run.loop import Feed

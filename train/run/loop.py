@@ -18,7 +18,8 @@ import numpy as np
 from specjax import signals
 from specjax.distributed import processes
 from specjax.errors import InputError
-from train.data.batches import Packing, Position, ReadAhead, Shape, Source, stream
+from train.data.batches import ReadAhead, stream
+from train.data.packing import Packing, Position, Shape, Source
 from train.run import checkpoints
 from train.run import workdir as files
 from train.run.checkpoints import Saved

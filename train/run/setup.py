@@ -20,8 +20,8 @@ from specjax.errors import InputError, Problems
 from specjax.loading.load import load_model
 from specjax.loading.model import Model
 from specjax.models.decoder import Decoder
-from train.data.batches import Packing, Shape
 from train.data.examples import check_target, target_metadata
+from train.data.packing import Packing, Shape
 from train.data.sources import Sources, open_sources, split_names
 from train.data.vocabulary import Vocabulary, draft_vocabulary
 from train.methods.method import Method

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specjax.errors import InputError, shown
-from specjax.loading.formats import build_parameters, mtp_layers, parameter_names
+from specjax.loading.formats import build_parameters, mtp_layers, parameter_names, tensor_layout
 from specjax.loading.formats.families import registry
 from specjax.loading.formats.family import Family
 from specjax.loading.formats.gguf_file import GgufFile, Tensor, check_type
@@ -130,11 +130,11 @@ def _fill(
     """Write one tensor into its part of the tree, rows beyond the vocabulary left out."""
     part = location.slot.part
     if not location.is_plain:
-        rows = parameter_names.from_rows(file.values(tensor, part), location)
+        rows = tensor_layout.from_rows(file.values(tensor, part), location)
         np.copyto(target, rows, casting="same_kind")
         return
     rest = location.rows[1:]
-    into = parameter_names.stored_view(target, location)
+    into = tensor_layout.stored_view(target, location)
     for first, values in file.chunks(tensor, part):
         # A chunk is whole rows, small enough to be transposed in the CPU's cache.
         start = first // math.prod(rest)

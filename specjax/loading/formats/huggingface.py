@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from specjax.errors import InputError, one_line, shown
 from specjax.files import folder_marker, folders
 from specjax.files.open_files import regular_file
-from specjax.loading.formats import build_parameters, mtp_layers, parameter_names
+from specjax.loading.formats import build_parameters, mtp_layers, parameter_names, tensor_layout
 from specjax.loading.formats.families import registry
 from specjax.loading.formats.family import Family
 from specjax.loading.formats.huggingface_config import write_config
@@ -186,7 +186,7 @@ def read_params(
             stored = files[where[location.name]].get_tensor(location.name)[
                 : location.stored_shape[0]
             ]
-            target[...] = parameter_names.from_stored(stored, location).astype(target.dtype)
+            target[...] = tensor_layout.from_stored(stored, location).astype(target.dtype)
 
         params = build_parameters.build(
             config, dtype, locations, fill, mesh, shards, scan_layers, threads=1
@@ -233,7 +233,7 @@ def _check_equal(
 def write_params(params: dict[str, Any], config: DecoderConfig, path: Path) -> None:
     """Write the parameter tree as one safetensors file, in the names and axes of transformers."""
     table = registry.family(config.family).tensors
-    write_tensors(parameter_names.stored_tensors(table, config, params), path, {})
+    write_tensors(tensor_layout.stored_tensors(table, config, params), path, {})
 
 
 def write_tensors(tensors: Mapping[str, np.ndarray], path: Path, notes: Mapping[str, str]) -> None:

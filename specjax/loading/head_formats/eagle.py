@@ -13,7 +13,7 @@ import numpy as np
 
 from specjax.errors import InputError
 from specjax.loading.formats.json_fields import Fields
-from specjax.loading.head_formats import shared_with_target, taps
+from specjax.loading.head_formats import draft_vocabulary, taps
 from specjax.loading.head_formats.checkpoint import Checkpoint
 from specjax.loading.head_formats.config_fields import decoder_fields, read_decoder
 from specjax.loading.head_formats.eagle_tensors import (
@@ -165,7 +165,7 @@ def build_eagle3(
     tensors = without_padding(checkpoint.tensors, fields.whole("vocab_size"), target)
     size = flags.draft_vocab_size
     size = vocab_size if size == fields.whole("vocab_size") else size
-    ids = shared_with_target.read_offsets(where, tensors, size, vocab_size)
+    ids = draft_vocabulary.read_offsets(where, tensors, size, vocab_size)
     if ids is None and size != vocab_size:
         raise InputError(
             f"{where}: draft_vocab_size={size}, and the tensor d2t that maps them to the target's "
@@ -188,7 +188,7 @@ def build_eagle3(
     )
     _check_norms(str(where), config)
     params = read_params(where, tensors, config, layer, ("d2t", "t2d", named))
-    ids, order = shared_with_target.ascending(ids)
+    ids, order = draft_vocabulary.ascending(ids)
     params["head"]["kernel"] = params["head"]["kernel"][:, order]
     return Head("eagle3", config, params, ids, metadata, training)
 

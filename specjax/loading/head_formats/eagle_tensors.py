@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from specjax.errors import InputError
-from specjax.loading.formats import parameter_names
-from specjax.loading.head_formats import shared_with_target
+from specjax.loading.formats import parameter_names, tensor_layout
+from specjax.loading.head_formats import draft_vocabulary, shared_with_target
 from specjax.loading.head_formats.checkpoint import match
 from specjax.loading.heads.head import Head, parameter_shapes
 from specjax.loading.model import Model
@@ -57,7 +57,7 @@ def named_tensors(head: Head, layer: str) -> dict[str, np.ndarray]:
     config = head.config
     assert isinstance(config, EagleConfig)
     tensors = {
-        name: parameter_names.to_stored(
+        name: tensor_layout.to_stored(
             np.asarray(parameter_names.lookup(head.params, location.slot.path)), location
         )
         for name, location in locations(config, layer).items()
@@ -67,7 +67,7 @@ def named_tensors(head: Head, layer: str) -> dict[str, np.ndarray]:
         kernel = tensors[f"{layer}.self_attn.o_proj.weight"]
         tensors[f"{layer}.self_attn.o_proj.bias"] = np.zeros(len(kernel), kernel.dtype)
     if head.draft_ids is not None:
-        tensors |= shared_with_target.offsets(head.draft_ids, config.decoder.vocab_size)
+        tensors |= draft_vocabulary.offsets(head.draft_ids, config.decoder.vocab_size)
     return tensors
 
 
@@ -119,5 +119,5 @@ def read_params(
         node = params
         for key in path:
             node = node.setdefault(key, {})
-        node[leaf] = parameter_names.from_stored(tensors[name], location)
+        node[leaf] = tensor_layout.from_stored(tensors[name], location)
     return params

@@ -19,7 +19,7 @@ import numpy as np
 
 from specjax.errors import InputError
 from specjax.loading.formats.json_fields import Fields
-from specjax.loading.head_formats import shared_with_target
+from specjax.loading.head_formats import draft_vocabulary, shared_with_target
 from specjax.loading.head_formats.checkpoint import Checkpoint, match
 from specjax.loading.head_formats.config_fields import IDLE
 from specjax.loading.heads.head import Head, TargetMetadata
@@ -112,7 +112,7 @@ def read(checkpoint: Checkpoint, target: Model, metadata: TargetMetadata, traini
     match(where, tensors, wanted, ["token_map", *(["lm_head.weight"] if original else [])])
     if "lm_head.weight" in tensors:
         _check_original(checkpoint, tensors["lm_head.weight"], ids, target)
-    draft_ids, order = shared_with_target.ascending(ids)
+    draft_ids, order = draft_vocabulary.ascending(ids)
     kernels = np.stack([tensors[f"{name}.weight"].T for name in blocks])
     zeros = np.zeros(width, kernels.dtype)
     biases = np.stack([tensors.get(f"{name}.bias", zeros) for name in blocks])
@@ -151,7 +151,7 @@ def _read_ids(
             "truncated_vocab_size",
             f"the tensor token_map is {ids.dtype}{list(ids.shape)}, not as many token ids",
         )
-    return shared_with_target.check_ids(where, "token_map", ids.astype(np.int64), vocab_size)
+    return draft_vocabulary.check_ids(where, "token_map", ids.astype(np.int64), vocab_size)
 
 
 def _check_original(

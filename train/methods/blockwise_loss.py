@@ -8,7 +8,6 @@ kernels, Hsu et al. 2410.10989), and what is kept for the backward pass has the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,44 +18,11 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from specjax.models.layers.matmul import product
 from train.data.batches import Batch
-from train.methods.losses import soft_cross_entropy, total_variation
+from train.methods.losses import LabelLoss, Truth
 from train.methods.packed_rows import ahead, at_rows, label_ahead
 
 _BLOCK = 512
 """Labels at a time, over all rows of the batch."""
-
-
-class Truth(NamedTuple):
-    """What a draft is scored by: the target's log-probabilities, and the data's token's index.
-
-    There are no log-probabilities where the teacher is the data alone.
-    """
-
-    log_probs: Float[Array, "B A Vd"] | None
-    token: Int[Array, "B A"]
-
-
-LabelLoss = Callable[[Float[Array, "B A Vd"], Truth], Float[Array, "B A"]]
-"""The loss of each label, from a draft's logits and what it is scored by."""
-
-
-def kl_divergence(logits: Float[Array, "B A Vd"], truth: Truth) -> Float[Array, "B A"]:
-    """KL(p || q)."""
-    distribution = jnp.exp(truth.log_probs)
-    return soft_cross_entropy(logits, distribution) + jnp.sum(
-        distribution * truth.log_probs, axis=-1
-    )
-
-
-def variation(logits: Float[Array, "B A Vd"], truth: Truth) -> Float[Array, "B A"]:
-    """The total variation of p and q, both over the draft vocabulary."""
-    return total_variation(logits, jnp.exp(truth.log_probs))
-
-
-def cross_entropy(logits: Float[Array, "B A Vd"], truth: Truth) -> Float[Array, "B A"]:
-    """-log q of the data's token."""
-    own = jnp.take_along_axis(logits, truth.token[:, :, None], axis=-1)[:, :, 0]
-    return jax.nn.logsumexp(logits, axis=-1) - own
 
 
 @dataclass(frozen=True)

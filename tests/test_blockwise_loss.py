@@ -13,18 +13,12 @@ from test_distill import shaken
 
 from specjax.cli.config_file import read_config
 from train.data.batches import Batch
-from train.methods import draft_losses
+from train.methods import blockwise_loss
+from train.methods.blockwise_loss import Scoring, Teacher, score_drafts
 from train.methods.distill import DistillLoss, distill_method
-from train.methods.draft_losses import (
-    Scoring,
-    Teacher,
-    cross_entropy,
-    kl_divergence,
-    score_drafts,
-    variation,
-)
 from train.methods.eagle import eagle_method
 from train.methods.eagle_loss import EagleLoss
+from train.methods.losses import cross_entropy, kl_divergence, variation
 from train.methods.medusa import MedusaLoss, medusa_method
 from train.methods.medusa2 import JointLoss, medusa2_method
 from train.methods.mtp import mtp_method
@@ -80,7 +74,7 @@ def whole(states, kernel, teacher, counted, weights):
 
 @pytest.mark.parametrize(("block", "shared"), [(7, True), (4, False), *slow((512, False))])
 def test_blocks_change_nothing(block, shared, case, monkeypatch):
-    monkeypatch.setattr(draft_losses, "_BLOCK", block)
+    monkeypatch.setattr(blockwise_loss, "_BLOCK", block)
     states, kernel, teacher, counted, weights = case
     kernel = kernel[0] if shared else kernel
 

@@ -1,0 +1,109 @@
+"""Tensors between a checkpoint's layout and the parameter tree's.
+
+Files have kernels as rows [out, in], several parts joined in one tensor, transposed ones, and
+rotary halves interleaved, pair by pair; the tree has kernels [in..., out...] and halves one after
+the other. Which of these a tensor has, its `parameter_names.Slot` says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Shaped
+
+from specjax.errors import InputError
+from specjax.loading.formats.parameter_names import Location, Slot, locations, lookup
+from specjax.models.config import DecoderConfig
+
+
+def from_stored(stored: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
+    """The tree's array of one tensor in the file's layout; a view where that is possible."""
+    if location.slot.transposed:
+        stored = stored.T
+    index, count = location.slot.part
+    size = len(stored) // count
+    return from_rows(stored[index * size : (index + 1) * size], location)
+
+
+def from_rows(stored: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
+    """The tree's array of one location, from its own rows of the file's tensor.
+
+    Those of a kernel are [out, in].
+    """
+    slot = location.slot
+    stored = stored.reshape(location.rows)
+    if slot.paired:
+        stored = _unpair(stored, location)
+    if slot.added:
+        stored = stored - np.asarray(slot.added, stored.dtype)
+    return (stored.T if slot.in_axes else stored).reshape(location.shape)
+
+
+def stored_view(value: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
+    """The tree's array in the axes of the file's rows, half-split; a view."""
+    rows, *rest = location.rows
+    return value.reshape(*rest, rows).T if location.slot.in_axes else value.reshape(rows, *rest)
+
+
+def to_stored(value: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
+    """The inverse of `from_stored` for one part; `_joined` puts parts together."""
+    slot = location.slot
+    stored = stored_view(value, location)
+    if slot.paired:
+        stored = _pair(stored, location)
+    if slot.added:
+        stored = stored + np.asarray(slot.added, stored.dtype)
+    return stored.T if slot.transposed else stored
+
+
+def stored_tensors(
+    table: Iterable[Slot], config: DecoderConfig, params: dict[str, Any]
+) -> dict[str, Shaped[np.ndarray, "..."]]:
+    """A model's parameters by the names, and in the layouts, of a table.
+
+    Raises InputError for parameters whose shape is not the config's.
+    """
+    parts: dict[str, list[tuple[Location, np.ndarray]]] = {}
+    scan_layers = "0" not in params["layers"]
+    for location in locations(table, config):
+        keys, index = location.within(scan_layers)
+        value = np.asarray(lookup(params, keys))[index]
+        if value.size != math.prod(location.shape):
+            raise InputError(
+                f"{location.name}: the parameter has shape {list(value.shape)}, "
+                f"the config says {list(location.shape)}"
+            )
+        parts.setdefault(location.name, []).append((location, to_stored(value, location)))
+    return {name: _joined(entries) for name, entries in parts.items()}
+
+
+def _joined(entries: Sequence[tuple[Location, np.ndarray]]) -> np.ndarray:
+    """A file's tensor from its parts, which follow each other along the outputs."""
+    ordered = sorted(entries, key=lambda entry: entry[0].slot.part)
+    axis = -1 if ordered[0][0].slot.transposed else 0
+    joined = np.concatenate([part for _, part in ordered], axis=axis)
+    return np.ascontiguousarray(joined.reshape(ordered[0][0].stored_shape))
+
+
+def _unpair(stored: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
+    """Rows 0, 1, 2, 3, ... of each head, where (0, 1) is a pair, to 0, 2, ..., 1, 3, ..."""
+    return _reordered(stored, location, lambda width: np.arange(width).reshape(-1, 2).T)
+
+
+def _pair(stored: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
+    return _reordered(stored, location, lambda width: np.arange(width).reshape(2, -1).T)
+
+
+def _reordered(
+    stored: Shaped[np.ndarray, "..."],
+    location: Location,
+    order: Callable[[int], np.ndarray],
+) -> Shaped[np.ndarray, "..."]:
+    """The rows of each head, the rotated ones in another order."""
+    width, rotated = location.shape[-1], location.rotary_width
+    rows = np.concatenate([order(rotated).reshape(-1), np.arange(rotated, width)])
+    heads = stored.reshape(-1, width, *stored.shape[1:])
+    return heads[:, rows].reshape(stored.shape)

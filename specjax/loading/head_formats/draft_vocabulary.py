@@ -1,0 +1,77 @@
+"""A head's draft vocabulary as other tools store it.
+
+As offsets (`d2t`: target token = i + d2t[i]) with a mask over the target's tokens (`t2d`), or as
+plain ids (vLLM's `token_map` of Medusa).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from specjax.errors import InputError
+
+
+def offsets(draft_ids: np.ndarray, vocab_size: int) -> dict[str, np.ndarray]:
+    """`d2t` int64 [Vd] and `t2d` bool [V] of ascending token ids."""
+    known = np.zeros(vocab_size, np.bool_)
+    known[draft_ids] = True
+    return {"d2t": draft_ids.astype(np.int64) - np.arange(len(draft_ids)), "t2d": known}
+
+
+def read_offsets(
+    where: Path, tensors: dict[str, np.ndarray], size: int, vocab_size: int
+) -> np.ndarray | None:
+    """The token ids [Vd] of `d2t`, in its order, checked against `t2d`; None where there is none.
+
+    Raises InputError for ids that are out of range or appear twice, and for a mask that disagrees.
+    """
+    d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
+    if d2t is None:
+        if t2d is not None:
+            raise InputError(f"{where}: has t2d but no d2t; use an intact head")
+        return None
+    if d2t.shape != (size,) or d2t.dtype.kind not in "iu":
+        raise InputError(
+            f"{where}: d2t is {d2t.dtype}{list(d2t.shape)}, not whole numbers "
+            f"[draft_vocab_size={size}]; use an intact head"
+        )
+    ids = check_ids(where, "d2t", d2t.astype(np.int64) + np.arange(size), vocab_size)
+    if t2d is None:
+        return ids
+    if t2d.ndim != 1 or t2d.dtype.kind not in "biu":
+        raise InputError(f"{where}: t2d is {t2d.dtype}{list(t2d.shape)}, not a mask over tokens")
+    known = np.flatnonzero(t2d)
+    if not np.array_equal(known, np.sort(ids)):
+        differing = np.setxor1d(known, ids)
+        raise InputError(
+            f"{where}: t2d and d2t disagree about {len(differing)} tokens, such as "
+            f"{differing[0]}; use an intact head"
+        )
+    return ids
+
+
+def check_ids(where: Path, name: str, ids: np.ndarray, vocab_size: int) -> np.ndarray:
+    """The ids as they are; raises InputError unless they are tokens of the target, each once."""
+    wrong = (ids < 0) | (ids >= vocab_size)
+    if wrong.any():
+        index = int(np.argmax(wrong))
+        raise InputError(
+            f"{where}: {name}[{index}] is token {ids[index]}, out of range 0..{vocab_size - 1}; "
+            "use a head that was made for this target"
+        )
+    unique, counts = np.unique(ids, return_counts=True)
+    if (counts > 1).any():
+        raise InputError(
+            f"{where}: {name} names token {unique[np.argmax(counts > 1)]} twice; use an intact head"
+        )
+    return ids
+
+
+def ascending(ids: np.ndarray | None) -> tuple[np.ndarray | None, np.ndarray | slice]:
+    """The ids in ascending order as int32, and the order of their rows."""
+    if ids is None:
+        return None, slice(None)
+    order = np.argsort(ids)
+    return ids[order].astype(np.int32), order
