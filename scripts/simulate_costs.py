@@ -83,11 +83,11 @@ class SimulatedCosts(LearnedCosts):
 
     clock: Clock
 
-    def after_step(self, state: State, seconds: float) -> State:
+    def after_step(self, state: State, seconds: float, wanted: int | None = None) -> State:
         """As `LearnedCosts.after_step`, with the seconds of the clock."""
         del seconds
         work = fetch(state.policy.work)
-        return super().after_step(state, self.clock.step(work.counts()))
+        return super().after_step(state, self.clock.step(work.counts()), wanted)
 
     def save(self) -> None:
         """Keep nothing: the machine is not there."""

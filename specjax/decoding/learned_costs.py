@@ -20,6 +20,7 @@ from specjax.distributed.sharding import fetch
 from specjax.draft_length.estimate import CostEstimate
 from specjax.draft_length.measurement import Kind, Measurement
 from specjax.draft_length.policy import Costs, Policy, Work, new_policy
+from specjax.drafters.turns import DRAFTS, SLEEPS
 from specjax.errors import InputError
 from specjax.files.measured_seconds import keep_seconds, read_seconds, seconds_file
 
@@ -63,6 +64,13 @@ class LearnedCosts:
     """Seconds since a step in which a quarter of the rounds, or more, had width 1."""
     _mix: Float[np.ndarray, "parts"] | float = 0.0
     """How often each part ran in the last steps."""
+    sleeps: bool = False
+    """Whether the next step is plain decoding's."""
+    plain_rounds: int = ROUNDS_PER_LOOK
+    """The most rounds of a step in which no drafter observes."""
+    _drafting_rounds: int = ROUNDS_PER_LOOK
+    """The rounds of the next step if a drafter would draft in its first, and if none would."""
+    _sleeping_rounds: int = 1
 
     @classmethod
     def of_setup(cls, setup: Setup, committed: int) -> LearnedCosts:
@@ -76,11 +84,17 @@ class LearnedCosts:
         count = num_widths + 3 * len(parts)
         kept = processes.from_first(read_seconds(file, count) if processes.is_first() else None)
         longest = [part.num_nodes for part in parts]
+        plain_rounds = setup.plan.drafter.plain_rounds or ROUNDS_PER_LOOK
         if kept is None:
-            return cls(None, file, Measurement(num_widths, longest), committed)
+            measurement = Measurement(num_widths, longest)
+            return cls(None, file, measurement, committed, plain_rounds=plain_rounds)
         seconds, measured_at = kept
         known = cls(
-            CostEstimate(seconds, num_widths), file, committed=committed, measured_at=measured_at
+            CostEstimate(seconds, num_widths),
+            file,
+            committed=committed,
+            measured_at=measured_at,
+            plain_rounds=plain_rounds,
         )
         if not processes.from_first(0 <= time.time() - measured_at <= _TRUSTED_S):
             known.measurement = Measurement(num_widths, longest, seconds)
@@ -90,15 +104,20 @@ class LearnedCosts:
         """How many rounds the next step has: at most `most`, and one where it is measured."""
         if self.measurement is not None:
             return 1
-        return min(most, _PLAIN_ROUNDS if self._checks_plain else ROUNDS_PER_LOOK)
+        if self._checks_plain:
+            return min(most, _PLAIN_ROUNDS, self.plain_rounds)
+        if self.sleeps:
+            return min(most, self._sleeping_rounds, self.plain_rounds)
+        return min(most, self._drafting_rounds)
 
     def begin(self, state: State) -> State:
         """A state that nothing was decoded in, with what is known."""
         if self.policy is not None:
             # The first step takes the state's buffers over, and a caller may not see its end.
             state = state.replace(policy=jax.tree.map(jnp.copy, self.policy))
+        self.sleeps, self._drafting_rounds, self._sleeping_rounds = False, 1, 1
         if self.measurement is not None:
-            return _put_kind(state, self.measurement.next)
+            return self._begin_kind(state, self.measurement.next)
         self._checks_plain = False
         return _put_free(_put_policy(state, costs=self.costs()))
 
@@ -109,21 +128,30 @@ class LearnedCosts:
         history = jax.tree.map(lambda part: jax.device_put(0 * part, part.sharding), state.history)
         return self.begin(_put_policy(state, **parts).replace(history=history))
 
-    def after_step(self, state: State, seconds: float) -> State:
+    def after_step(self, state: State, seconds: float, wanted: int | None = None) -> State:
         """The state after some rounds that took `seconds`, with the costs corrected by them.
 
-        Raises InputError where the clock does not move.
+        `wanted` says what the drafters would do in the next round (`turns.Intention`), and is None
+        where plain rounds have no program of their own. Raises InputError where the clock does not
+        move.
         """
         seconds = processes.from_first(seconds)
         work = fetch(state.policy.work)
         state = _put_policy(state, work=jax.tree.map(np.zeros_like, work))
         if self.measurement is None:
-            return self._plain_again(self._corrected(state, work.counts(), seconds), work, seconds)
+            if wanted is None:
+                self._drafting_rounds = ROUNDS_PER_LOOK
+            else:
+                few = bool(2 * work.passes[0] > work.passes.sum())
+                self._begin_next(wanted, few=few)
+            state = self._corrected(state, work.counts(), seconds)
+            return self._plain_again(state, work, seconds, wanted)
         self.measurement.add(seconds, work)
         self.measure_s += seconds
         if (kind := self.measurement.next) is not None:
-            return _put_kind(state, kind)
+            return self._begin_kind(state, kind, wanted)
         self._take_figures()
+        self.sleeps = False
         # What was drafted to measure says nothing of how fast the batch is.
         free = _fresh_policy(state)
         return _put_policy(
@@ -147,12 +175,12 @@ class LearnedCosts:
         spent = fetch(state.policy.spent) * after / before
         return _put_policy(state, costs=self.costs(), spent=spent)
 
-    def _plain_again(self, state: State, work: Work, seconds: float) -> State:
+    def _plain_again(self, state: State, work: Work, seconds: float, wanted: int | None) -> State:
         """The state with rounds without drafts next, where it is time that some are timed."""
         known = 4 * work.passes[0] >= work.passes.sum()
         self._since = 0.0 if known else self._since + seconds
         if self._checks_plain:
-            self._checks_plain = False
+            self._checks_plain = self.sleeps = False
             return _put_free(state)
         earned, spent = fetch((state.policy.earned, state.policy.spent))
         gained = 1 - min(float(spent / earned), 1.0)
@@ -162,7 +190,29 @@ class LearnedCosts:
         if not processes.from_first(bool(due and not known)):
             return state
         self._checks_plain = True
-        return _put_kind(state, Kind(0, (0,) * len(work.first)))
+        return self._begin_kind(state, Kind(0, (0,) * len(work.first)), wanted)
+
+    def _begin_next(self, wanted: int, *, few: bool) -> None:
+        """Decide which program the next step is of, and its rounds.
+
+        A step of either program is twice as long as the last one where that did what it is there
+        for; of one that drafted in `few` rounds, less than half, a single round is tried next.
+        """
+        if self.sleeps:
+            self._sleeping_rounds = min(2 * self._sleeping_rounds, ROUNDS_PER_LOOK)
+            self._drafting_rounds = 1
+        elif few:
+            self._drafting_rounds = 1
+        else:
+            self._drafting_rounds = min(2 * self._drafting_rounds, ROUNDS_PER_LOOK)
+            self._sleeping_rounds = 1
+        self.sleeps = wanted == SLEEPS
+
+    def _begin_kind(self, state: State, kind: Kind, wanted: int | None = DRAFTS) -> State:
+        """The state with its next rounds of a kind that is to be timed."""
+        drafts = kind.narrowest > 0 or any(kind.lengths)
+        self.sleeps = not drafts and wanted in (SLEEPS, DRAFTS)
+        return _put_kind(state, kind)
 
     def end(self, state: State) -> None:
         """Keep what a state has shown of acceptance, for the next one.

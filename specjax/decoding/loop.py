@@ -32,7 +32,7 @@ from specjax.decoding.state import (
 from specjax.decoding.verify import VerifiedDraft, verify_draft
 from specjax.distributed.sharding import constrain_rows
 from specjax.draft_length import survival
-from specjax.draft_length.policy import Decisions, new_policy, row_weights
+from specjax.draft_length.policy import Decisions, Policy, new_policy, row_weights
 from specjax.drafters.base import Accepted, Context, Noise, ReplayedRound, TargetPass
 from specjax.drafters.turns import NO_DRAFTER, Proposal
 from specjax.models.prefill import prefill
@@ -223,6 +223,54 @@ def step(
         rounds=rounds,
     )
     return state, seen
+
+
+def plain_step(
+    plan: Plan,
+    params: Any,
+    state: State,
+    ended: Bool[Array, "B"],
+    max_rounds: Int[Array, ""],
+    enough: Int[Array, ""],
+) -> tuple[State, Seen]:
+    """`step` under "auto" while all drafters sleep: what is run is plain decoding's program.
+
+    `look` takes what happened into the policy.
+    """
+    bare = state.replace(policy=None, history=None)
+    after, seen = step(plan.asleep, params, bare, ended, max_rounds, enough)
+    return after.replace(policy=state.policy, history=state.history), seen
+
+
+def look(
+    plan: Plan, params: Any, state: State, emitted: Int[Array, "B R"], enough: Int[Array, ""]
+) -> tuple[Policy, Int[Array, ""]]:
+    """The policy after plain rounds, and what the drafters would do in the next round.
+
+    `emitted` are the tokens of rounds that the policy does not know of, -1 where there are none.
+    """
+    target_params, draft_params = params
+    nothing = jnp.zeros(len(plan.drafter.parts), jnp.int32)
+    weight = _row_weights(state)
+
+    def learn(index: Int[Array, ""], policy: Policy) -> Policy:
+        count = emitted[:, index]
+        counts = weight, jnp.maximum(count, 0), jnp.int32(0), nothing, nothing, nothing
+        after = policy.after_round(*counts, policy.survival)
+        ran = jnp.any(count >= 0)
+        return jax.tree.map(lambda new, old: jnp.where(ran, new, old), after, policy)
+
+    policy = state.policy.replace(all_rows=jnp.asarray(enough > len(state.length)))
+    policy = lax.fori_loop(0, emitted.shape[1], learn, policy)
+    state = state.replace(policy=policy)
+    context = make_context(plan, target_params, state)
+    noise = draft_noise(plan, state, round_keys(plan, state))
+    intention = plan.drafter.intend(draft_params, state.drafter, context, noise)
+    policy = policy.replace(
+        asleep=jnp.where(intention.ran > 0, 0, policy.asleep),
+        work=policy.work.replace(first=policy.work.first + intention.ran),
+    )
+    return policy, intention.wanted
 
 
 def run(

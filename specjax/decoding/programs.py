@@ -36,8 +36,9 @@ class Programs(NamedTuple):
     state, *arguments)` is the same as `new` in the memory of earlier rows. `read(params, state,
     begin, end)` reads new rows' prompts, and `admit(state, slots, new)` puts them in; both also
     return an array that is there when they are done. `step(params, state, ended, max_rounds,
-    enough)` is `loop.step`. The state that is changed is donated. `sizes` are the memory of
-    `empty`, `read` and `step`.
+    enough)` is `loop.step`; `plain_step` and `look` are those of `loop`, or None where plain rounds
+    gain nothing by a program of their own. The state that is changed is donated. `sizes` are the
+    memory of `empty`, `read` and `step`.
     """
 
     empty: Any
@@ -46,6 +47,8 @@ class Programs(NamedTuple):
     read: Any
     admit: Any
     step: Any
+    plain_step: Any | None
+    look: Any | None
     sizes: tuple[Any, ...]
     seconds: float
 
@@ -114,15 +117,31 @@ def _compile(plan: Plan, mesh: Mesh | None, tree: Any, leaves: tuple[_Leaf, ...]
         out = None if mesh is None else (placed, whole)
         put = jax.jit(_admit, donate_argnums=0, out_shardings=out)
         put = put.lower(state, slots, rows).compile()
-        step = jax.jit(
-            loop.step,
-            static_argnums=0,
-            donate_argnums=2,
-            out_shardings=out,
+        step, plain_step = (
+            jax.jit(function, static_argnums=0, donate_argnums=2, out_shardings=out)
+            for function in (loop.step, loop.plain_step)
         )
-        step = step.lower(plan, params, state, ended, number, number).compile()
+        arguments = plan, params, state, ended, number, number
+        step = step.lower(*arguments).compile()
+        look = None
+        if plain := _sleeps_apart(plan, ended.shape[0]):
+            emitted = jax.ShapeDtypeStruct((ended.shape[0], plan.rounds_per_step), jnp.int32)
+            look = jax.jit(
+                loop.look, static_argnums=0, out_shardings=placed and (placed.policy, whole)
+            )
+            look = look.lower(plan, params, state, emitted, number).compile()
+        plain_step = plain_step.lower(*arguments).compile() if plain else None
     sizes = tuple(program.memory_analysis() for program in (empty, read, step))
-    return Programs(empty, new, renew, read, put, step, sizes, time.perf_counter() - begin)
+    seconds = time.perf_counter() - begin
+    return Programs(empty, new, renew, read, put, step, plain_step, look, sizes, seconds)
+
+
+def _sleeps_apart(plan: Plan, rows: int) -> bool:
+    """Whether rounds in which nothing is drafted have a program of their own: plain decoding's.
+
+    A round of one row costs what it costs in that program anyway, and lookups find much for it.
+    """
+    return plan.draft_length.auto and rows > 1 and not plan.overlaps
 
 
 def _renew(plan: Plan, params: Any, old: State, *arguments: Any) -> State:

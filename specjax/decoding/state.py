@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from specjax.draft_length.limits import DraftLength
 from specjax.draft_length.policy import Policy
 from specjax.draft_length.survival import RowHistory
 from specjax.drafters.base import Sampling
-from specjax.drafters.turns import Turns
+from specjax.drafters.turns import Sleeping, Turns
 from specjax.models.interface import LanguageModel
 
 RUNNING, STOPPED, FULL, FAILED = 0, 1, 2, 3
@@ -45,6 +45,12 @@ class Plan:
     rounds_per_step: int = 64
     logprobs: bool = False
     overlaps: bool = False
+
+    @property
+    def asleep(self) -> Plan:
+        """Plain decoding in the same rows; what its program has more is what drafters will read."""
+        drafter = Sleeping(self.drafter.parts)
+        return replace(self, drafter=drafter, draft_length=DraftLength(0), widths=(1,))
 
 
 @struct.dataclass
@@ -121,13 +127,15 @@ class Seen:
     """What the host sees of a step: the rows after it, and what it added to them.
 
     `tokens[b, i]` is the i-th new token of row b, if it had so many, and `logprobs` its
-    log-probability, where the plan asks for those.
+    log-probability, where the plan asks for those. `wanted` says, where that was asked, what the
+    drafters would do in the next round (`turns.Intention`).
     """
 
     status: Int[Array | np.ndarray, "B"]
     tokens: Int[Array | np.ndarray, "B M"]
     logprobs: Float[Array | np.ndarray, "B M"] | None
     rounds: Rounds
+    wanted: Int[Array | np.ndarray, ""] | None = None
 
 
 def admit(state: State, slots: Int[Array, "A"], new: State) -> State:

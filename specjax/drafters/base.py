@@ -210,6 +210,11 @@ class Drafter:
         return False
 
     @property
+    def looks_up(self) -> bool:
+        """Whether a draft is only found, by a `propose` that costs next to nothing."""
+        return False
+
+    @property
     def decides(self) -> bool:
         """Whether `propose` asks `context.turn` before it draws a token."""
         return False

@@ -56,6 +56,18 @@ class Proposal(NamedTuple):
     catch_up: Int[Array, "D"]
 
 
+SLEEPS, DRAFTS, OBSERVES = 0, 1, 2
+"""What drafters would do in a round: nothing, draft, or at least observe, before features are
+lost."""
+
+
+class Intention(NamedTuple):
+    """What drafters would do in a round, and which ones (D) ran to say so."""
+
+    wanted: Int[Array, ""]
+    ran: Int[Array, "D"]
+
+
 @dataclass(frozen=True)
 class Turns:
     """Drafters in the order in which they may draft; parameters and states are tuples like it.
@@ -111,6 +123,11 @@ class Turns:
     def kept_features(self) -> int:
         """How many positions the loop keeps features of; 0 where no drafter reads any."""
         return _KEPT_ROUNDS * (self.num_speculative_tokens + 1) if self.features else 0
+
+    @property
+    def plain_rounds(self) -> int | None:
+        """How many rounds may follow each other before features are lost; None where none can."""
+        return self.kept_features // 2 or None
 
     def limited(self, length: int) -> Turns:
         """The same drafters, none with drafts longer than `length`; a single one with just that."""
@@ -215,8 +232,57 @@ class Turns:
             jnp.stack(catch_up),
         )
 
+    def intend(
+        self, params: tuple, state: tuple[PartState, ...], context: Context, noise: Noise
+    ) -> Intention:
+        """Whether any drafter would draft now, or has to observe before `plain_rounds` more.
+
+        Lookups are run to find out, others are not; the states do not change.
+        """
+        drafts, observes, ran = jnp.bool_(False), jnp.bool_(False), []
+        for number, part in enumerate(self.parts):
+            limit = jnp.minimum(context.limit, part.num_speculative_tokens)
+            missed = _wide_passes(part, state[number])
+            own = context.replace(limit=limit)
+            own = _decided_before(part, number, own, jnp.int32(0), missed)
+            runs = jnp.any(own.limit > 0)
+            if part.looks_up:
+                draft, *_ = _take_turn(part, params[number], state[number], own, noise)
+                draft = draft.replace(valid=draft.topology.close(draft.valid))
+                drafts |= jnp.any(_decided_after(part, own, draft)[0].valid)
+            else:
+                drafts |= runs
+            observes |= _must_observe(part, state[number], context, self.plain_rounds)
+            ran.append(runs & part.looks_up)
+        wanted = jnp.where(observes, OBSERVES, jnp.where(drafts, DRAFTS, SLEEPS))
+        return Intention(wanted.astype(jnp.int32), jnp.stack(ran).astype(jnp.int32))
+
     def _noise(self, number: int, noise: Noise, context: Context) -> Noise:
         return drafter_noise(noise, number, len(self.parts)) if context.needs_logq else noise
+
+
+@dataclass(frozen=True)
+class Sleeping(Turns):
+    """The same drafters with the same states in rounds that nobody drafts in."""
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Nothing is drafted."""
+        return 0
+
+    @property
+    def num_nodes(self) -> int:
+        """Nothing is drafted."""
+        return 0
+
+    def propose(
+        self, params: tuple, state: tuple[PartState, ...], context: Context, noise: Noise
+    ) -> Proposal:
+        """No draft, and the states as they are."""
+        del params, noise
+        batch, parts = context.length.shape[0], jnp.zeros(len(self.parts), jnp.int32)
+        nobody = jnp.full(batch, NO_DRAFTER, jnp.int32)
+        return Proposal(empty_draft(batch, 0), state, nobody, parts, parts, parts)
 
 
 def take_turns(*drafters: LoadedDrafter | Drafter) -> LoadedDrafter:
@@ -315,6 +381,16 @@ def _wide_passes(part: Drafter, state: PartState) -> Int[Array, ""]:
     return -(-jnp.maximum(state.unobserved.max() - narrow, 0) // wide)
 
 
+def _must_observe(
+    part: Drafter, state: PartState, context: Context, coming: int | None
+) -> Bool[Array, ""]:
+    """Whether `coming` tokens could take the place of features that a drafter has not observed."""
+    if not part.features:
+        return jnp.bool_(False)
+    kept = next(iter(context.features.values())).shape[1]
+    return jnp.any(state.unobserved > kept - coming)
+
+
 def _catch_up(
     part: Drafter, params: Any, state: PartState, context: Context, wanted: Bool[Array, ""]
 ) -> tuple[PartState, Int[Array, ""]]:
@@ -323,10 +399,7 @@ def _catch_up(
     And the number of wide passes that this took.
     """
     wide, narrow = _widths(part)
-    needed = wanted
-    if part.features:
-        kept = next(iter(context.features.values())).shape[1]
-        needed |= jnp.any(state.unobserved > kept - context.longest_commit)
+    needed = wanted | _must_observe(part, state, context, context.longest_commit)
 
     def observed(state: PartState, width: int) -> PartState:
         first = context.length - 1 - state.unobserved

@@ -109,10 +109,23 @@ class DeviceRows:
         return ready
 
     def step(self, ended: Bool[np.ndarray, "B"], max_rounds: int, enough: int) -> Seen:
-        """A few rounds, as `loop.step`; what the host will see of them is on its way."""
-        self._state, seen = self.compile().step(
-            self.setup.params, self._state, ended, np.int32(max_rounds), np.int32(enough)
-        )
+        """A few rounds, as `loop.step`; what the host will see of them is on its way.
+
+        Where "auto" says that no drafter would draft, they are those of `loop.plain_step`.
+        """
+        programs, params = self.compile(), self.setup.params
+        numbers = np.int32(max_rounds), np.int32(enough)
+        if programs.look is None:
+            self._state, seen = programs.step(params, self._state, ended, *numbers)
+        else:
+            plain = self.costs.sleeps
+            run = programs.plain_step if plain else programs.step
+            self._state, seen = run(params, self._state, ended, *numbers)
+            emitted = seen.rounds.emitted
+            unknown = emitted if plain else np.full(emitted.shape, -1, np.int32)
+            policy, wanted = programs.look(params, self._state, unknown, numbers[1])
+            self._state = self._state.replace(policy=policy)
+            seen = seen.replace(wanted=wanted)
         for part in jax.tree.leaves(seen):
             part.copy_to_host_async()
         return seen
@@ -121,10 +134,11 @@ class DeviceRows:
         """How many rounds a step may have: fewer where costs are learned from it."""
         return most if self.costs is None else self.costs.rounds(most)
 
-    def learn(self, seconds: float) -> None:
+    def learn(self, seconds: float, seen: Seen) -> None:
         """Correct the costs by the last step, which took `seconds`. Raises InputError."""
         if self.costs is not None:
-            self._state = self.costs.after_step(self._state, seconds)
+            wanted = None if seen.wanted is None else int(seen.wanted)
+            self._state = self.costs.after_step(self._state, seconds, wanted)
 
     def update_params(self, params: Any, drafter_params: Any = None) -> None:
         """Decode with other parameters; what was learned with the old ones is dropped.

@@ -487,7 +487,7 @@ class Engine:
                 row_rounds += int(emitted[slot].sum())
         end_s = self._clock_s - self._start_s
         self.statistics.add_step(Step(end_s, seconds, rounds, row_rounds, tokens, one.waiting))
-        self._rows.learn(seconds)
+        self._rows.learn(seconds, seen)
 
     def _follow(self, request: Request, slot: int, seen: Seen, first_round: int) -> int:
         """Make ready what a step added to the request in a slot; its new tokens."""

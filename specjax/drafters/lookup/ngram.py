@@ -56,6 +56,11 @@ class Ngram(Drafter):
         return self.num_matches * self.num_speculative_tokens
 
     @property
+    def looks_up(self) -> bool:
+        """It finds what stands there."""
+        return True
+
+    @property
     def lengths(self) -> tuple[int, ...]:
         """Widths of their own for one branch, two, four, ..., as far as they differ."""
         if self.num_matches == 1:
