@@ -73,11 +73,15 @@ def measure_cells(
 
     Every repeat decodes a batch in all ways, one after the other; the next one begins with another
     of them, every other one goes backwards. All engines are there at once, each with its caches.
-    Too few prompts for the last batch are repeated.
+    All rows make `max_new_tokens`. Too few prompts for the last batch are repeated.
     """
     rows = -(-len(ids) // batch_size) * batch_size
     prompts = list(itertools.islice(itertools.cycle(ids), rows))
-    requests = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens)
+    # Rows of equal length: sampled ones would end elsewhere in each way of decoding, and slots that
+    # are empty until the last row ends would count as slow ones.
+    requests = SamplingParams(
+        temperature=temperature, max_new_tokens=max_new_tokens, ignore_eos=True
+    )
     options = DecodeOptions(num_speculative_tokens="auto", batch_size=batch_size)
     plain = plan_session(model, prompts, options=options.without_drafts(), requests=requests)
     sessions = [plain] + [

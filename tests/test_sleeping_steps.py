@@ -1,0 +1,174 @@
+"""Under "auto", rounds in which all drafters sleep run plain decoding's program: the same rows."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import slow
+from decoding import (
+    PROMPTS,
+    copied,
+    draft_model,
+    first_state,
+    make_session,
+    mixed,
+    observed,
+)
+from heads import eagle_head, mtp_head
+
+from specjax.cache import KVCache
+from specjax.decoding import loop
+from specjax.decoding.generate import add_prompts, open_engine
+from specjax.decoding.learned_costs import LearnedCosts
+from specjax.decoding.state import RUNNING
+from specjax.draft_length.estimate import CostEstimate
+from specjax.drafters import head_drafter, take_turns
+from specjax.drafters.lookup.ngram import Ngram
+from specjax.drafters.turns import SLEEPS, Turns
+
+NEW = 72
+"""Enough that features would be lost if nobody observed."""
+
+
+def made(name, tiny, similar):
+    lookup = Ngram(prompt_lookup_min=1, num_speculative_tokens=2)
+    return {
+        "ngram": lambda: lookup,
+        "similar": lambda: draft_model(similar, num_speculative_tokens=3),
+        "eagle3": lambda: head_drafter(eagle_head(tiny), tiny, num_speculative_tokens=3),
+        "mtp": lambda: head_drafter(mtp_head(tiny), tiny, num_speculative_tokens=1),
+        "turns": lambda: take_turns(lookup, draft_model(similar, num_speculative_tokens=2)),
+    }[name]()
+
+
+def figures(plan, wider):
+    """Seconds of the parts of a round: a pass costs `wider` more for each compiled width."""
+    passes = 1 + wider * np.arange(len(plan.widths))
+    return np.array([*passes, *[0.01] * (3 * len(plan.drafter.parts))])
+
+
+class Scripted(LearnedCosts):
+    """Drafts pay for some steps, then for some they do not, and so on."""
+
+    seen: list
+    steps: int = 0
+
+    def after_step(self, state, seconds, wanted=None):
+        self.seen.append((self.sleeps, bool(state.policy.work.passes[1:].sum())))
+        self.steps += 1
+        dear = self.steps % 8 >= 3
+        state = super().after_step(state, 1.0, wanted)
+        self.estimate = CostEstimate(
+            figures(self.plan, 5.0 if dear else 0.0), len(self.plan.widths)
+        )
+        state = state.replace(policy=state.policy.replace(costs=on_device(self.costs())))
+        return state
+
+    def save(self):
+        pass
+
+
+def on_device(costs):
+    return jax.tree.map(lambda part: jnp.asarray(part, jnp.float32), costs)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "turns", *slow("ngram", "similar", "mtp")])
+def test_rows_are_those_of_plain_decoding(name, tiny, similar):
+    options = dict(verify="coupled", batch_size=4, sampling=mixed(max_new_tokens=NEW))
+    plain = make_session(tiny, PROMPTS, **options)
+    engine = open_engine(plain)
+    add_prompts(engine, plain, range(len(PROMPTS)))
+    wanted = {one.id: one.output.token_ids for one in engine if one.output is not None}
+
+    drafter = made(name, tiny, similar)
+    session = make_session(tiny, PROMPTS, drafter=drafter, num_speculative_tokens="auto", **options)
+    engine = open_engine(session)
+    plan = session.plan
+    engine.costs = Scripted(CostEstimate(figures(plan, 0.0), len(plan.widths)), None)
+    engine.costs.seen, engine.costs.plan = [], plan
+    engine.costs.plain_rounds = plan.drafter.plain_rounds or 16
+    add_prompts(engine, session, range(len(PROMPTS)))
+    got = {one.id: one.output.token_ids for one in engine if one.output is not None}
+    assert got == wanted
+    slept = [slept for slept, _ in engine.costs.seen]
+    assert {True, False} <= set(slept)
+    # Some drafter drafts again after it has slept.
+    assert any(drafted for _, drafted in engine.costs.seen[slept.index(True) :])
+
+
+def states(session, dear_from):
+    """The state after each step: steps that draft, and plain ones from a round on."""
+    plan, params, batch = session.plan, session.params, session.batch_size
+    nobody, many = np.zeros(batch, bool), np.int32(batch + 1)
+    step, plain_step, look = (
+        jax.jit(functools.partial(one, plan)) for one in (loop.step, loop.plain_step, loop.look)
+    )
+    state, number, wanted = first_state(session), 0, None
+    while bool((state.status == RUNNING).any()):
+        costs = on_device(learned(plan, 5.0 if number >= dear_from else 0.0).costs())
+        state = state.replace(policy=state.policy.replace(costs=costs))
+        sleeps = wanted == SLEEPS
+        rounds = abs(plan.drafter.plain_rounds or 4)
+        program = plain_step if sleeps else step
+        state, seen = program(params, state, nobody, np.int32(rounds if sleeps else 1), many)
+        emitted = seen.rounds.emitted if sleeps else jnp.full_like(seen.rounds.emitted, -1)
+        policy, wanted = look(params, state, emitted, many)
+        state = state.replace(policy=policy)
+        yield state, sleeps
+        number += 1
+
+
+def learned(plan, wider):
+    return LearnedCosts(CostEstimate(figures(plan, wider), len(plan.widths)), None)
+
+
+def assert_fresh(session, state):
+    """Each drafter's state, with what waits to be observed, is that of a fresh prompt."""
+    plan, params = session.plan, session.params
+    again = jax.jit(functools.partial(loop.start, plan))(
+        params, state.tokens, state.rows, state.length, state.status
+    )
+    got, wanted = observed(session, copied(state)), observed(session, again)
+    for cache, other in zip(caches(got), caches(wanted), strict=True):
+        np.testing.assert_array_equal(cache.length, other.length)
+        held = np.arange(cache.capacity)[None, :] < np.asarray(cache.length)[:, None]
+        held = held[None, :, None, :, None]
+        for part, same in ((cache.k, other.k), (cache.v, other.v)):
+            part, same = np.where(held, part, 0), np.where(held, same, 0)
+            np.testing.assert_allclose(part, same, atol=2e-5, rtol=1e-4)
+
+
+def caches(state):
+    leaves = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, KVCache))
+    return [one for one in leaves if isinstance(one, KVCache)]
+
+
+def sleeping_session(name, tiny, similar):
+    sampling = mixed(max_new_tokens=NEW)[:4]
+    options = dict(num_speculative_tokens="auto", sampling=sampling, batch_size=4)
+    return make_session(tiny, PROMPTS[:4], drafter=made(name, tiny, similar), **options)
+
+
+def assert_all_fresh(session):
+    """States are fresh in the first steps that sleep, and in those after them; some sleep."""
+    slept = []
+    for state, sleeps in states(session, dear_from=4):
+        slept.append(sleeps)
+        if any(slept) and len(slept) < 12:
+            assert_fresh(session, state)
+    assert any(slept)
+
+
+@pytest.mark.parametrize("name", ["eagle3", *slow("similar", "mtp")])
+def test_states_are_fresh_after_plain_steps(name, tiny, similar):
+    assert_all_fresh(sleeping_session(name, tiny, similar))
+
+
+def test_features_that_are_lost_are_found(tiny, similar, monkeypatch):
+    """A broken variant: nobody observes before features have no room."""
+    session = sleeping_session("eagle3", tiny, similar)
+    monkeypatch.setattr(Turns, "plain_rounds", property(lambda turns: -1000))
+    with pytest.raises(AssertionError, match="Not equal"):
+        assert_all_fresh(session)
