@@ -29,7 +29,7 @@ from specjax.decoding.prompts import encode_prompt, read_questions
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.state import State
 from specjax.distributed.sharding import fetch
-from specjax.draft_length.measurement import Measurement
+from specjax.draft_length.cost_measurement import Measurement
 from specjax.drafters import make_drafter
 from specjax.loading.load import load_model
 

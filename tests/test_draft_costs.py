@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from specjax.draft_length.estimate import CostEstimate
-from specjax.draft_length.measurement import Measurement
+from specjax.draft_length.cost_estimate import CostEstimate
+from specjax.draft_length.cost_measurement import Measurement
 from specjax.draft_length.policy import Work
 
 TRUE = np.array([1.0, 1.1, 1.2, 1.5, 0.2, 0.05])

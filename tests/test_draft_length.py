@@ -15,7 +15,7 @@ from specjax.decoding import loop
 from specjax.decoding.generate import add_prompts, decode_session, open_engine
 from specjax.decoding.learned_costs import LearnedCosts
 from specjax.draft_length import survival
-from specjax.draft_length.estimate import CostEstimate
+from specjax.draft_length.cost_estimate import CostEstimate
 from specjax.draft_length.limits import DraftLength
 from specjax.draft_length.policy import NOT_FORCED, Policy, Turn, row_weights
 from specjax.drafters import make_drafter, take_turns

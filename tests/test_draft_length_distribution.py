@@ -16,8 +16,8 @@ from decoding import changed, draft_model, tampered
 
 from specjax.decoding import loop
 from specjax.decoding.sampling_params import SamplingParams
+from specjax.draft_length.cost_measurement import Kind
 from specjax.draft_length.limits import DraftLength
-from specjax.draft_length.measurement import Kind
 from specjax.draft_length.policy import Costs
 from specjax.drafters import TreeOptions, take_turns, turns
 from specjax.drafters.lookup.ngram import Ngram

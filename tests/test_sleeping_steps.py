@@ -23,7 +23,7 @@ from specjax.decoding import loop
 from specjax.decoding.generate import add_prompts, open_engine
 from specjax.decoding.learned_costs import LearnedCosts
 from specjax.decoding.state import RUNNING
-from specjax.draft_length.estimate import CostEstimate
+from specjax.draft_length.cost_estimate import CostEstimate
 from specjax.drafters import head_drafter, take_turns
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.drafters.turns import SLEEPS, Turns

@@ -35,7 +35,8 @@ from train.methods.mtp_loss import MtpLoss
 from train.run import checkpoints, loop
 from train.run import workdir as files
 from train.run.metrics import MetricsWriter, add, scalars, sums_of
-from train.run.step import loss_function, make_program, placement_of
+from train.run.sharding import placement_of
+from train.run.step import loss_function, make_program
 
 
 @pytest.fixture(scope="module")

@@ -41,8 +41,7 @@ from train.pretraining.tokens import (
     read_corpus_config,
     read_texts,
 )
-from train.run.same_run import check_same_run
-from train.run.workdir import write_file
+from train.run.workdir import check_same_run, write_file
 
 CONFIG = "corpus"
 TEXT, TOKENS = "text", "tokens"

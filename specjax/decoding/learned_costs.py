@@ -17,8 +17,8 @@ from specjax.decoding.plan import Setup
 from specjax.decoding.state import State
 from specjax.distributed import processes
 from specjax.distributed.sharding import fetch
-from specjax.draft_length.estimate import CostEstimate
-from specjax.draft_length.measurement import Kind, Measurement
+from specjax.draft_length.cost_estimate import CostEstimate
+from specjax.draft_length.cost_measurement import Kind, Measurement
 from specjax.draft_length.policy import Costs, Policy, Work, new_policy
 from specjax.drafters.turns import DRAFTS, SLEEPS
 from specjax.errors import InputError

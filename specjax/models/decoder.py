@@ -80,7 +80,7 @@ class Form:
 
         A CPU gains nothing from several rows at once. On GPU, XLA copies each layer's slice of
         stacked weights, and of the cache, before the product, and the host waits for each iteration
-        of a loop (`scripts/inspect_round.py`).
+        of a loop (`scripts/inspect_compiled_round.py`).
         """
         if platform in ("cpu", "tpu"):
             return cls(cache_attention="rows" if platform == "cpu" else "blocks")

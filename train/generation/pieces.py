@@ -17,8 +17,7 @@ from specjax.errors import InputError
 from specjax.files import folders
 from specjax.files.atomic_writes import replacing
 from specjax.files.open_files import open_regular
-from train.run.same_run import check_same_run
-from train.run.workdir import write_file
+from train.run.workdir import check_same_run, write_file
 
 _RECORD = "config.json"
 _MAY_DIFFER = ("workdir", "minutes", "mesh.", "distributed.")

@@ -17,7 +17,8 @@ from train.methods.method import Method
 from train.run.config import EvalConfig
 from train.run.loop import Feed
 from train.run.metrics import MetricsWriter, add, scalars, shown, sums_of
-from train.run.step import Program, gathered
+from train.run.sharding import gathered
+from train.run.step import Program
 
 _TEXT_PROMPT = 64
 """Tokens of a text that are a prompt, the rest of the text being an answer to compare with."""

@@ -25,7 +25,8 @@ from train.run import workdir as files
 from train.run.checkpoints import Saved
 from train.run.config import EvalConfig, LoopConfig
 from train.run.metrics import MetricsWriter, add, scalars, shown, sums_of
-from train.run.step import Placement, Program, Report, State
+from train.run.sharding import Placement
+from train.run.step import Program, Report, State
 from train.run.workdir import Workdir
 
 DONE, TIME, INTERRUPTED = "done", "time", "interrupted"

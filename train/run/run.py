@@ -32,7 +32,8 @@ from train.run.config import OwnConfig, read_training_config
 from train.run.evaluate import Evaluation, held_out_prompts
 from train.run.metrics import MetricsWriter
 from train.run.setup import MakeMethod, Setup, set_up
-from train.run.step import Program, gathered
+from train.run.sharding import gathered
+from train.run.step import Program
 
 _PROMPT_TOKENS = 512
 """Longer prompts are not decoded: an evaluation is to be short."""

@@ -29,8 +29,9 @@ from train.pretraining.new_model import new_model
 from train.run.config import EvalConfig, OwnConfig, TrainingConfig
 from train.run.loop import Feed
 from train.run.precision import as_multiplied, multiply_dtype
+from train.run.sharding import placement_of
 from train.run.start_from import Earlier, open_earlier
-from train.run.step import Program, make_program, placement_of
+from train.run.step import Program, make_program
 
 MakeMethod = Callable[[Model, Vocabulary, OwnConfig], Method]
 """Makes the method of a target, a choice of draft vocabulary, and the command's config."""

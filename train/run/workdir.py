@@ -9,20 +9,20 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from specjax.distributed import processes
-from specjax.errors import InputError
+from specjax.errors import InputError, shown
+from specjax.fields import dotted
 from specjax.files import folders, text_files
 from specjax.files.folder_marker import Kind
-from specjax.files.json_files import parse_json
+from specjax.files.json_files import parse_json, read_json_file
 from specjax.files.open_files import open_regular
 from specjax.files.paths import output_folder
-from train.run.same_run import check_same_run
 
 MAY_DIFFER = (
     "workdir",
@@ -42,6 +42,7 @@ KIND: Kind = "training run"
 """What the marker of a run's folder says that it holds."""
 
 _RESTORE = "restore it, or delete it"
+_SHOWN = 8
 _STEP = re.compile(r"step-(\d{9})", re.ASCII)
 
 
@@ -213,4 +214,38 @@ def _check_seen(workdir: Workdir) -> None:
 def _unwritable(path: Path, error: OSError) -> InputError:
     return InputError(
         f"{path}: cannot be written ({error.strerror or error}); free space, then start again"
+    )
+
+
+def check_same_run(
+    file: Path, record: Mapping[str, Any], may_differ: Sequence[str], remark: str = ""
+) -> None:
+    """Raise InputError, naming the fields, unless `file` records the same run.
+
+    `may_differ` are fields of the config, or sections where they end with a dot. The remark is
+    added where it concerns a field that differs: it begins with that field's name.
+    """
+    remedy = "restore it, or use another workdir"
+    earlier = read_json_file(file, remedy)
+    if not isinstance(earlier, dict):
+        raise InputError(f"{file} is {shown(earlier)}, not the record of a run; {remedy}")
+    was, now = dotted(earlier), dotted(parse_json(json.dumps(record), "the run's record"))
+    free = tuple(f"config.{name}" for name in may_differ)
+    different = [
+        name
+        for name in sorted(was.keys() | now.keys())
+        if was.get(name) != now.get(name)
+        and not any(name == one or (one[-1] == "." and name.startswith(one)) for one in free)
+    ]
+    if not different:
+        return
+    listed = "; ".join(
+        f"{name.removeprefix('config.')}={was.get(name)!r:.60} then, {now.get(name)!r:.60} now"
+        for name in different[:_SHOWN]
+    )
+    if remark and f"config.{remark.split()[0]}" in different:
+        listed += f" ({remark})"
+    raise InputError(
+        f"workdir={str(file.parent)!r}: another run was begun there: {listed}; "
+        "use the same command to resume it, or another workdir"
     )

@@ -1,8 +1,8 @@
 """Compile one round for an absent GPU or TPU, and list its copies and collectives.
 
-    python scripts/inspect_round.py --platform=cuda --layers=4 --batch=8
-    python scripts/inspect_round.py --platform=tpu --topology=v5e:2x4 --data=2 --model=4
-    python scripts/inspect_round.py --drafter=early_exit --tree=dynamic --nodes=32
+    python scripts/inspect_compiled_round.py --platform=cuda --layers=4 --batch=8
+    python scripts/inspect_compiled_round.py --platform=tpu --topology=v5e:2x4 --data=2 --model=4
+    python scripts/inspect_compiled_round.py --drafter=early_exit --tree=dynamic --nodes=32
 
 Needs the platform's compiler (`pip install -e '.[cuda13]'` or `.[tpu]`), not the device: XLA
 compiles for a description of it. The target is Llama-8B-shaped with `--layers` layers, in bfloat16,
