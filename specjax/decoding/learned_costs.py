@@ -115,7 +115,7 @@ class LearnedCosts:
         if self.policy is not None:
             # The first step takes the state's buffers over, and a caller may not see its end.
             state = state.replace(policy=jax.tree.map(jnp.copy, self.policy))
-        self.sleeps, self._drafting_rounds, self._sleeping_rounds = False, 1, 1
+        self.sleeps, self._drafting_rounds = False, 1
         if self.measurement is not None:
             return self._begin_kind(state, self.measurement.next)
         self._checks_plain = False
