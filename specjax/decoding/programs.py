@@ -123,14 +123,15 @@ def _compile(plan: Plan, mesh: Mesh | None, tree: Any, leaves: tuple[_Leaf, ...]
         )
         arguments = plan, params, state, ended, number, number
         step = step.lower(*arguments).compile()
-        look = None
-        if plain := _sleeps_apart(plan, ended.shape[0]):
-            emitted = jax.ShapeDtypeStruct((ended.shape[0], plan.rounds_per_step), jnp.int32)
-            look = jax.jit(
-                loop.look, static_argnums=0, out_shardings=placed and (placed.policy, whole)
-            )
+        if _sleeps_apart(plan, ended.shape[0]):
+            plain_step = plain_step.lower(*arguments).compile()
+            shape = (ended.shape[0], plan.rounds_per_step)
+            emitted = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=whole)
+            out = None if mesh is None else (placed.policy, whole)
+            look = jax.jit(loop.look, static_argnums=0, out_shardings=out)
             look = look.lower(plan, params, state, emitted, number).compile()
-        plain_step = plain_step.lower(*arguments).compile() if plain else None
+        else:
+            plain_step = look = None
     sizes = tuple(program.memory_analysis() for program in (empty, read, step))
     seconds = time.perf_counter() - begin
     return Programs(empty, new, renew, read, put, step, plain_step, look, sizes, seconds)
