@@ -83,11 +83,13 @@ class SimulatedCosts(LearnedCosts):
 
     clock: Clock
 
-    def after_step(self, state: State, seconds: float, wanted: int | None = None) -> State:
+    def after_step(
+        self, state: State, seconds: float, drafts: bool | None = None, plain_rounds: int = 0
+    ) -> State:
         """As `LearnedCosts.after_step`, with the seconds of the clock."""
         del seconds
         work = fetch(state.policy.work)
-        return super().after_step(state, self.clock.step(work.counts()), wanted)
+        return super().after_step(state, self.clock.step(work.counts()), drafts, plain_rounds)
 
     def save(self) -> None:
         """Keep nothing: the machine is not there."""

@@ -176,11 +176,11 @@ class Injected(LearnedCosts):
         self.seconds_of, self.spent, self.session = seconds_of, 0.0, session
         return self
 
-    def after_step(self, state, seconds, wanted=None):
+    def after_step(self, state, seconds, *intention):
         ran = state.policy.work.counts()
         seconds = float(ran @ self.seconds_of(int(state.length.max())))
         self.spent += seconds
-        return super().after_step(state, seconds, wanted)
+        return super().after_step(state, seconds, *intention)
 
     def save(self):
         pass

@@ -24,9 +24,8 @@ from specjax.decoding.generate import add_prompts, open_engine
 from specjax.decoding.learned_costs import LearnedCosts
 from specjax.decoding.state import RUNNING
 from specjax.draft_length.cost_estimate import CostEstimate
-from specjax.drafters import head_drafter, take_turns
+from specjax.drafters import head_drafter, take_turns, turns
 from specjax.drafters.lookup.ngram import Ngram
-from specjax.drafters.turns import SLEEPS, Turns
 
 NEW = 72
 """Enough that features would be lost if nobody observed."""
@@ -55,11 +54,11 @@ class Scripted(LearnedCosts):
     seen: list
     steps: int = 0
 
-    def after_step(self, state, seconds, wanted=None):
+    def after_step(self, state, seconds, *intention):
         self.seen.append((self.sleeps, bool(state.policy.work.passes[1:].sum())))
         self.steps += 1
         dear = self.steps % 8 >= 3
-        state = super().after_step(state, 1.0, wanted)
+        state = super().after_step(state, 1.0, *intention)
         self.estimate = CostEstimate(
             figures(self.plan, 5.0 if dear else 0.0), len(self.plan.widths)
         )
@@ -88,7 +87,6 @@ def test_rows_are_those_of_plain_decoding(name, tiny, similar):
     plan = session.plan
     engine.costs = Scripted(CostEstimate(figures(plan, 0.0), len(plan.widths)), None)
     engine.costs.seen, engine.costs.plan = [], plan
-    engine.costs.plain_rounds = plan.drafter.plain_rounds or 16
     add_prompts(engine, session, range(len(PROMPTS)))
     got = {one.id: one.output.token_ids for one in engine if one.output is not None}
     assert got == wanted
@@ -105,18 +103,18 @@ def states(session, dear_from):
     step, plain_step, look = (
         jax.jit(functools.partial(one, plan)) for one in (loop.step, loop.plain_step, loop.look)
     )
-    state, number, wanted = first_state(session), 0, None
+    state, number, intention = first_state(session), 0, None
     while bool((state.status == RUNNING).any()):
         costs = on_device(learned(plan, 5.0 if number >= dear_from else 0.0).costs())
         state = state.replace(policy=state.policy.replace(costs=costs))
-        sleeps = wanted == SLEEPS
-        rounds = abs(plan.drafter.plain_rounds or 4)
+        sleeps = intention is not None and not intention.drafts and intention.plain_rounds > 0
+        rounds = min(int(intention.plain_rounds), 16) if sleeps else 1
         program = plain_step if sleeps else step
-        state, seen = program(params, state, nobody, np.int32(rounds if sleeps else 1), many)
+        state, seen = program(params, state, nobody, np.int32(rounds), many)
         emitted = seen.rounds.emitted if sleeps else jnp.full_like(seen.rounds.emitted, -1)
-        policy, wanted = look(params, state, emitted, many)
+        policy, intention = look(params, state, emitted, many)
         state = state.replace(policy=policy)
-        yield state, sleeps
+        yield state, bool(sleeps)
         number += 1
 
 
@@ -169,6 +167,6 @@ def test_states_are_fresh_after_plain_steps(name, tiny, similar):
 def test_features_that_are_lost_are_found(tiny, similar, monkeypatch):
     """A broken variant: nobody observes before features have no room."""
     session = sleeping_session("eagle3", tiny, similar)
-    monkeypatch.setattr(Turns, "plain_rounds", property(lambda turns: -1000))
+    monkeypatch.setattr(turns, "_room", lambda state, context: jnp.int32(1000))
     with pytest.raises(AssertionError, match="Not equal"):
         assert_all_fresh(session)

@@ -20,7 +20,6 @@ from specjax.distributed.sharding import fetch
 from specjax.draft_length.cost_estimate import CostEstimate
 from specjax.draft_length.cost_measurement import Kind, Measurement
 from specjax.draft_length.policy import Costs, Policy, Work, new_policy
-from specjax.drafters.turns import DRAFTS, SLEEPS
 from specjax.errors import InputError
 from specjax.files.measured_seconds import keep_seconds, read_seconds, seconds_file
 
@@ -66,11 +65,12 @@ class LearnedCosts:
     """How often each part ran in the last steps."""
     sleeps: bool = False
     """Whether the next step is plain decoding's."""
-    plain_rounds: int = ROUNDS_PER_LOOK
-    """The most rounds of a step in which no drafter observes."""
+    _plain_rounds: int = 0
+    """The most rounds of such a step: then a drafter has to observe."""
     _drafting_rounds: int = ROUNDS_PER_LOOK
-    """The rounds of the next step if a drafter would draft in its first, and if none would."""
+    """The rounds of the next step if a drafter would draft in its first."""
     _sleeping_rounds: int = 1
+    """The same if none would."""
 
     @classmethod
     def of_setup(cls, setup: Setup, committed: int) -> LearnedCosts:
@@ -84,17 +84,11 @@ class LearnedCosts:
         count = num_widths + 3 * len(parts)
         kept = processes.from_first(read_seconds(file, count) if processes.is_first() else None)
         longest = [part.num_nodes for part in parts]
-        plain_rounds = setup.plan.drafter.plain_rounds or ROUNDS_PER_LOOK
         if kept is None:
-            measurement = Measurement(num_widths, longest)
-            return cls(None, file, measurement, committed, plain_rounds=plain_rounds)
+            return cls(None, file, Measurement(num_widths, longest), committed)
         seconds, measured_at = kept
         known = cls(
-            CostEstimate(seconds, num_widths),
-            file,
-            committed=committed,
-            measured_at=measured_at,
-            plain_rounds=plain_rounds,
+            CostEstimate(seconds, num_widths), file, committed=committed, measured_at=measured_at
         )
         if not processes.from_first(0 <= time.time() - measured_at <= _TRUSTED_S):
             known.measurement = Measurement(num_widths, longest, seconds)
@@ -104,18 +98,18 @@ class LearnedCosts:
         """How many rounds the next step has: at most `most`, and one where it is measured."""
         if self.measurement is not None:
             return 1
-        if self._checks_plain:
-            return min(most, _PLAIN_ROUNDS, self.plain_rounds)
         if self.sleeps:
-            return min(most, self._sleeping_rounds, self.plain_rounds)
-        return min(most, self._drafting_rounds)
+            most = min(most, self._plain_rounds)
+        if self._checks_plain:
+            return min(most, _PLAIN_ROUNDS)
+        return min(most, self._sleeping_rounds if self.sleeps else self._drafting_rounds)
 
     def begin(self, state: State) -> State:
         """A state that nothing was decoded in, with what is known."""
         if self.policy is not None:
             # The first step takes the state's buffers over, and a caller may not see its end.
             state = state.replace(policy=jax.tree.map(jnp.copy, self.policy))
-        self.sleeps, self._drafting_rounds = False, 1
+        self.sleeps, self._drafting_rounds, self._plain_rounds = False, 1, 0
         if self.measurement is not None:
             return self._begin_kind(state, self.measurement.next)
         self._checks_plain = False
@@ -128,28 +122,30 @@ class LearnedCosts:
         history = jax.tree.map(lambda part: jax.device_put(0 * part, part.sharding), state.history)
         return self.begin(_put_policy(state, **parts).replace(history=history))
 
-    def after_step(self, state: State, seconds: float, wanted: int | None = None) -> State:
+    def after_step(
+        self, state: State, seconds: float, drafts: bool | None = None, plain_rounds: int = 0
+    ) -> State:
         """The state after some rounds that took `seconds`, with the costs corrected by them.
 
-        `wanted` says what the drafters would do in the next round (`turns.Intention`), and is None
-        where plain rounds have no program of their own. Raises InputError where the clock does not
-        move.
+        `drafts` and `plain_rounds` say what the drafters would do in the next round
+        (`turns.Intention`); `drafts` is None where plain rounds have no program of their own.
+        Raises InputError where the clock does not move.
         """
         seconds = processes.from_first(seconds)
         work = fetch(state.policy.work)
         state = _put_policy(state, work=jax.tree.map(np.zeros_like, work))
+        self._plain_rounds = plain_rounds
         if self.measurement is None:
-            if wanted is None:
+            if drafts is None:
                 self._drafting_rounds = ROUNDS_PER_LOOK
             else:
                 few = bool(2 * work.passes[0] > work.passes.sum())
-                self._begin_next(wanted, few=few)
-            state = self._corrected(state, work.counts(), seconds)
-            return self._plain_again(state, work, seconds, wanted)
+                self._begin_next(drafts, few=few)
+            return self._plain_again(self._corrected(state, work.counts(), seconds), work, seconds)
         self.measurement.add(seconds, work)
         self.measure_s += seconds
         if (kind := self.measurement.next) is not None:
-            return self._begin_kind(state, kind, wanted)
+            return self._begin_kind(state, kind)
         self._take_figures()
         self.sleeps = False
         # What was drafted to measure says nothing of how fast the batch is.
@@ -175,7 +171,7 @@ class LearnedCosts:
         spent = fetch(state.policy.spent) * after / before
         return _put_policy(state, costs=self.costs(), spent=spent)
 
-    def _plain_again(self, state: State, work: Work, seconds: float, wanted: int | None) -> State:
+    def _plain_again(self, state: State, work: Work, seconds: float) -> State:
         """The state with rounds without drafts next, where it is time that some are timed."""
         known = 4 * work.passes[0] >= work.passes.sum()
         self._since = 0.0 if known else self._since + seconds
@@ -190,9 +186,9 @@ class LearnedCosts:
         if not processes.from_first(bool(due and not known)):
             return state
         self._checks_plain = True
-        return self._begin_kind(state, Kind(0, (0,) * len(work.first)), wanted)
+        return self._begin_kind(state, Kind(0, (0,) * len(work.first)))
 
-    def _begin_next(self, wanted: int, *, few: bool) -> None:
+    def _begin_next(self, drafts: bool, *, few: bool) -> None:
         """Decide which program the next step is of, and its rounds.
 
         A step of either program is twice as long as the last one where that did what it is there
@@ -202,16 +198,16 @@ class LearnedCosts:
             self._sleeping_rounds = min(2 * self._sleeping_rounds, ROUNDS_PER_LOOK)
             self._drafting_rounds = 1
         elif few:
-            self._drafting_rounds = 1
+            self._drafting_rounds = 4 if drafts else 1
         else:
             self._drafting_rounds = min(2 * self._drafting_rounds, ROUNDS_PER_LOOK)
             self._sleeping_rounds = 1
-        self.sleeps = wanted == SLEEPS
+        self.sleeps = not drafts and self._plain_rounds > 0
 
-    def _begin_kind(self, state: State, kind: Kind, wanted: int | None = DRAFTS) -> State:
+    def _begin_kind(self, state: State, kind: Kind) -> State:
         """The state with its next rounds of a kind that is to be timed."""
         drafts = kind.narrowest > 0 or any(kind.lengths)
-        self.sleeps = not drafts and wanted in (SLEEPS, DRAFTS)
+        self.sleeps = not drafts and self._plain_rounds > 0
         return _put_kind(state, kind)
 
     def end(self, state: State) -> None:

@@ -34,7 +34,7 @@ from specjax.distributed.sharding import constrain_rows
 from specjax.draft_length import survival
 from specjax.draft_length.policy import Decisions, Policy, new_policy, row_weights
 from specjax.drafters.base import Accepted, Context, Noise, ReplayedRound, TargetPass
-from specjax.drafters.turns import NO_DRAFTER, Proposal
+from specjax.drafters.turns import NO_DRAFTER, Intention, Proposal
 from specjax.models.prefill import prefill
 from specjax.trees import Draft
 
@@ -244,17 +244,17 @@ def plain_step(
 
 def look(
     plan: Plan, params: Any, state: State, emitted: Int[Array, "B R"], enough: Int[Array, ""]
-) -> tuple[Policy, Int[Array, ""]]:
+) -> tuple[Policy, Intention]:
     """The policy after plain rounds, and what the drafters would do in the next round.
 
     `emitted` are the tokens of rounds that the policy does not know of, -1 where there are none.
     """
     target_params, draft_params = params
     nothing = jnp.zeros(len(plan.drafter.parts), jnp.int32)
-    weight = _row_weights(state)
 
     def learn(index: Int[Array, ""], policy: Policy) -> Policy:
         count = emitted[:, index]
+        weight = (count >= 0).astype(jnp.float32)
         counts = weight, jnp.maximum(count, 0), jnp.int32(0), nothing, nothing, nothing
         after = policy.after_round(*counts, policy.survival)
         ran = jnp.any(count >= 0)
@@ -267,10 +267,11 @@ def look(
     noise = draft_noise(plan, state, round_keys(plan, state))
     intention = plan.drafter.intend(draft_params, state.drafter, context, noise)
     policy = policy.replace(
-        asleep=jnp.where(intention.ran > 0, 0, policy.asleep),
+        # What has found a draft is still due, if that is why it looked.
+        asleep=jnp.where((intention.ran > 0) & ~intention.found, 0, policy.asleep),
         work=policy.work.replace(first=policy.work.first + intention.ran),
     )
-    return policy, intention.wanted
+    return policy, intention
 
 
 def run(

@@ -127,15 +127,16 @@ class Seen:
     """What the host sees of a step: the rows after it, and what it added to them.
 
     `tokens[b, i]` is the i-th new token of row b, if it had so many, and `logprobs` its
-    log-probability, where the plan asks for those. `wanted` says, where that was asked, what the
-    drafters would do in the next round (`turns.Intention`).
+    log-probability, where the plan asks for those. `drafts` and `plain_rounds` say, where that was
+    asked, what the drafters would do in the next round (`turns.Intention`).
     """
 
     status: Int[Array | np.ndarray, "B"]
     tokens: Int[Array | np.ndarray, "B M"]
     logprobs: Float[Array | np.ndarray, "B M"] | None
     rounds: Rounds
-    wanted: Int[Array | np.ndarray, ""] | None = None
+    drafts: Bool[Array | np.ndarray, ""] | None = None
+    plain_rounds: Int[Array | np.ndarray, ""] | None = None
 
 
 def admit(state: State, slots: Int[Array, "A"], new: State) -> State:

@@ -28,6 +28,7 @@ from specjax.trees import Draft, DynamicTopology, chain_topology
 
 NO_DRAFTER = -1
 """The number of the drafter of a row without a draft."""
+INT32_MAX = np.iinfo(np.int32).max
 _KEPT_ROUNDS = 8
 """Rounds of full drafts whose features are kept for drafters that sleep."""
 
@@ -56,16 +57,17 @@ class Proposal(NamedTuple):
     catch_up: Int[Array, "D"]
 
 
-SLEEPS, DRAFTS, OBSERVES = 0, 1, 2
-"""What drafters would do in a round: nothing, draft, or at least observe, before features are
-lost."""
-
-
 class Intention(NamedTuple):
-    """What drafters would do in a round, and which ones (D) ran to say so."""
+    """Whether some drafter would draft in a round, and which ones (D) ran to say so.
 
-    wanted: Int[Array, ""]
+    `found` are those that ran and have a draft. As many as `plain_rounds` may be run instead: then
+    a drafter has to observe.
+    """
+
+    drafts: Bool[Array, ""]
+    plain_rounds: Int[Array, ""]
     ran: Int[Array, "D"]
+    found: Bool[Array, "D"]
 
 
 @dataclass(frozen=True)
@@ -123,11 +125,6 @@ class Turns:
     def kept_features(self) -> int:
         """How many positions the loop keeps features of; 0 where no drafter reads any."""
         return _KEPT_ROUNDS * (self.num_speculative_tokens + 1) if self.features else 0
-
-    @property
-    def plain_rounds(self) -> int | None:
-        """How many rounds may follow each other before features are lost; None where none can."""
-        return self.kept_features // 2 or None
 
     def limited(self, length: int) -> Turns:
         """The same drafters, none with drafts longer than `length`; a single one with just that."""
@@ -235,11 +232,11 @@ class Turns:
     def intend(
         self, params: tuple, state: tuple[PartState, ...], context: Context, noise: Noise
     ) -> Intention:
-        """Whether any drafter would draft now, or has to observe before `plain_rounds` more.
+        """Whether any drafter would draft now; lookups are run to find out, others are not.
 
-        Lookups are run to find out, others are not; the states do not change.
+        The states do not change.
         """
-        drafts, observes, ran = jnp.bool_(False), jnp.bool_(False), []
+        drafts, plain_rounds, ran, found = jnp.bool_(False), jnp.int32(INT32_MAX), [], []
         for number, part in enumerate(self.parts):
             limit = jnp.minimum(context.limit, part.num_speculative_tokens)
             missed = _wide_passes(part, state[number])
@@ -249,13 +246,17 @@ class Turns:
             if part.looks_up:
                 draft, *_ = _take_turn(part, params[number], state[number], own, noise)
                 draft = draft.replace(valid=draft.topology.close(draft.valid))
-                drafts |= jnp.any(_decided_after(part, own, draft)[0].valid)
+                has_draft = jnp.any(_decided_after(part, own, draft)[0].valid)
             else:
-                drafts |= runs
-            observes |= _must_observe(part, state[number], context, self.plain_rounds)
+                has_draft = runs
+            drafts |= has_draft
+            if part.features and part.num_speculative_tokens:
+                room = _room(state[number], context)
+                room = jnp.where(room < context.longest_commit, 0, room)
+                plain_rounds = jnp.minimum(plain_rounds, room)
             ran.append(runs & part.looks_up)
-        wanted = jnp.where(observes, OBSERVES, jnp.where(drafts, DRAFTS, SLEEPS))
-        return Intention(wanted.astype(jnp.int32), jnp.stack(ran).astype(jnp.int32))
+            found.append(has_draft & part.looks_up)
+        return Intention(drafts, plain_rounds, jnp.stack(ran).astype(jnp.int32), jnp.stack(found))
 
     def _noise(self, number: int, noise: Noise, context: Context) -> Noise:
         return drafter_noise(noise, number, len(self.parts)) if context.needs_logq else noise
@@ -381,14 +382,10 @@ def _wide_passes(part: Drafter, state: PartState) -> Int[Array, ""]:
     return -(-jnp.maximum(state.unobserved.max() - narrow, 0) // wide)
 
 
-def _must_observe(
-    part: Drafter, state: PartState, context: Context, coming: int | None
-) -> Bool[Array, ""]:
-    """Whether `coming` tokens could take the place of features that a drafter has not observed."""
-    if not part.features:
-        return jnp.bool_(False)
+def _room(state: PartState, context: Context) -> Int[Array, ""]:
+    """How many tokens each row may commit before the drafter loses features."""
     kept = next(iter(context.features.values())).shape[1]
-    return jnp.any(state.unobserved > kept - coming)
+    return kept - state.unobserved.max()
 
 
 def _catch_up(
@@ -399,7 +396,9 @@ def _catch_up(
     And the number of wide passes that this took.
     """
     wide, narrow = _widths(part)
-    needed = wanted | _must_observe(part, state, context, context.longest_commit)
+    needed = wanted
+    if part.features:
+        needed |= _room(state, context) < context.longest_commit
 
     def observed(state: PartState, width: int) -> PartState:
         first = context.length - 1 - state.unobserved

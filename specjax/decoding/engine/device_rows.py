@@ -123,9 +123,9 @@ class DeviceRows:
             self._state, seen = run(params, self._state, ended, *numbers)
             emitted = seen.rounds.emitted
             unknown = emitted if plain else np.full(emitted.shape, -1, np.int32)
-            policy, wanted = programs.look(params, self._state, unknown, numbers[1])
+            policy, intention = programs.look(params, self._state, unknown, numbers[1])
             self._state = self._state.replace(policy=policy)
-            seen = seen.replace(wanted=wanted)
+            seen = seen.replace(drafts=intention.drafts, plain_rounds=intention.plain_rounds)
         for part in jax.tree.leaves(seen):
             part.copy_to_host_async()
         return seen
@@ -137,8 +137,9 @@ class DeviceRows:
     def learn(self, seconds: float, seen: Seen) -> None:
         """Correct the costs by the last step, which took `seconds`. Raises InputError."""
         if self.costs is not None:
-            wanted = None if seen.wanted is None else int(seen.wanted)
-            self._state = self.costs.after_step(self._state, seconds, wanted)
+            drafts = None if seen.drafts is None else bool(seen.drafts)
+            rounds = 0 if seen.plain_rounds is None else int(seen.plain_rounds)
+            self._state = self.costs.after_step(self._state, seconds, drafts, rounds)
 
     def update_params(self, params: Any, drafter_params: Any = None) -> None:
         """Decode with other parameters; what was learned with the old ones is dropped.
