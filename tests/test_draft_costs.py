@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from specjax.draft_length.cost_estimate import CostEstimate
+from specjax.draft_length.cost_filter import CostFilter
 from specjax.draft_length.cost_measurement import Measurement
 from specjax.draft_length.policy import Work
 
@@ -24,7 +24,7 @@ def steps(rng, seconds, count):
 
 
 def test_costs_are_found_from_wrong_figures():
-    estimate = CostEstimate(TRUE * np.array([1, 1.5, 1.5, 1.5, 2, 2]), 4)
+    estimate = CostFilter(TRUE * np.array([1, 1.5, 1.5, 1.5, 2, 2]), 4)
     for ran, seconds in steps(np.random.default_rng(0), TRUE, 300):
         estimate.update(ran, seconds)
     np.testing.assert_allclose(estimate.seconds[:4], TRUE[:4], rtol=0.15)
@@ -32,7 +32,7 @@ def test_costs_are_found_from_wrong_figures():
 
 
 def test_a_machine_that_grows_slow_changes_what_did_not_run_too():
-    estimate = CostEstimate(TRUE, 4)
+    estimate = CostFilter(TRUE, 4)
     for _ in range(60):
         estimate.update(np.array([16.0, 0, 0, 0, 0, 0]), 16 * 2.0)
     np.testing.assert_allclose(estimate.seconds[0], 2.0, rtol=0.05)
@@ -40,7 +40,7 @@ def test_a_machine_that_grows_slow_changes_what_did_not_run_too():
 
 
 def test_a_longer_context_changes_what_ran():
-    estimate = CostEstimate(TRUE, 4)
+    estimate = CostFilter(TRUE, 4)
     for _ in range(100):
         estimate.update(np.array([16.0, 0, 0, 0, 0, 0]), 16 * 1.0)
         estimate.update(np.array([4.0, 0, 0, 12, 12, 0]), 4 * 1.0 + 12 * (2.5 + 0.2))
@@ -50,7 +50,7 @@ def test_a_longer_context_changes_what_ran():
 @pytest.mark.parametrize("seconds", [-1.0, 0.0, float("nan"), float("inf"), 1e9, 1e-9])
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_clock_that_jumps_is_forgotten(times, seconds):
-    estimate = CostEstimate(TRUE, 4)
+    estimate = CostFilter(TRUE, 4)
     rng = np.random.default_rng(1)
     for ran, _ in steps(rng, TRUE, times):
         estimate.update(ran, seconds)
@@ -62,7 +62,7 @@ def test_a_clock_that_jumps_is_forgotten(times, seconds):
 
 @pytest.mark.parametrize("share", [3.0, 1 / 3])
 def test_what_changes_for_good_is_believed_the_second_time(share):
-    estimate = CostEstimate(TRUE, 4)
+    estimate = CostFilter(TRUE, 4)
     ran = np.array([0.0, 8, 8, 0, 16, 16])
     expected = ran @ TRUE
     estimate.update(ran, share * expected)
@@ -75,8 +75,8 @@ def test_what_changes_for_good_is_believed_the_second_time(share):
 def test_a_figure_whose_timings_disagree_is_corrected_alone():
     """One width came out at half its time by luck: the others are not to rise with it."""
     low = TRUE * np.array([1, 1, 1, 0.5, 1, 1])
-    timed = CostEstimate(low, 4, TRUE - low)
-    unknown = CostEstimate(low, 4)
+    timed = CostFilter(low, 4, TRUE - low)
+    unknown = CostFilter(low, 4)
     for estimate in (timed, unknown):
         for _ in range(2):
             estimate.update(np.array([0.0, 0, 0, 16, 16, 0]), 16 * (TRUE[3] + TRUE[4]))
@@ -88,7 +88,7 @@ def test_a_figure_whose_timings_disagree_is_corrected_alone():
 
 
 def test_a_wider_pass_is_never_cheaper():
-    estimate = CostEstimate([1.0, 0.5, 2.0, 0.0], 3)
+    estimate = CostFilter([1.0, 0.5, 2.0, 0.0], 3)
     assert estimate.seconds[:3].tolist() == [1.0, 1.0, 2.0]
     assert (estimate.seconds > 0).all()
 
@@ -106,6 +106,14 @@ def test_one_slow_round_of_a_kind_does_not_change_what_is_measured():
     np.testing.assert_allclose(measurement.figures().spread, 0.0, atol=1e-9)
 
 
+def test_a_lookup_that_runs_twice_a_round_costs_no_more():
+    """Before its draft, and after the round, to learn whether it has a further one."""
+    true = np.array([1.0, 1.2, 1.7, 0.2, 0.1, 0.05, 0.0, 0.3, 0.4])
+    measurement = Measurement(3, (4, 4))
+    timed(measurement, true, runs=2)
+    np.testing.assert_allclose(measurement.figures().seconds, true, atol=1e-9)
+
+
 def test_what_was_not_caught_up_is_taken_to_cost_a_first_token():
     """And may well be off by as much; what is known of it stays."""
     true = np.array([1.0, 1.1, 1.4, 0.2, 0.3, 0.05, 0.0, 0.7, 0.4])
@@ -119,11 +127,12 @@ def test_what_was_not_caught_up_is_taken_to_cost_a_first_token():
     np.testing.assert_allclose(measurement.figures().seconds, true, atol=1e-9)
 
 
-def timed(measurement, true, found=(4, 1), *, late=True):
+def timed(measurement, true, found=(4, 1), *, late=True, runs=1):
     """The kinds of rounds that were timed, each one's second by 7 too slow.
 
     The passes of `true` figures hold 1, 2 and 5 tokens; the drafters find so many at most, and
-    where they are `late` read first what they missed while others were timed.
+    where they are `late` read first what they missed while others were timed. They run `runs` times
+    for one draft.
     """
     kinds = []
     ran = np.zeros(2, bool)
@@ -134,7 +143,7 @@ def timed(measurement, true, found=(4, 1), *, late=True):
         missed = (drafted > 0) & ~ran & late
         ran = drafted > 0
         passes = np.eye(3, dtype=int)[width]
-        work = Work(passes, 1 * ran, np.maximum(drafted - 1, 0), 1 * missed)
+        work = Work(passes, runs * ran, np.maximum(drafted - 1, 0), 1 * missed)
         took = true @ work.counts()
         measurement.add(took + (7.0 if kinds.count(kind) == 2 else 0.0), work)
     return kinds

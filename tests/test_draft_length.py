@@ -15,7 +15,7 @@ from specjax.decoding import loop
 from specjax.decoding.generate import add_prompts, decode_session, open_engine
 from specjax.decoding.learned_costs import LearnedCosts
 from specjax.draft_length import survival
-from specjax.draft_length.cost_estimate import CostEstimate
+from specjax.draft_length.cost_filter import CostFilter
 from specjax.draft_length.limits import DraftLength
 from specjax.draft_length.policy import NOT_FORCED, Policy, Turn, row_weights
 from specjax.drafters import make_drafter, take_turns
@@ -50,6 +50,22 @@ def seen(survived, confidence, drafter, depth, rounds, longest=4, drafters=2):
     for _ in range(rounds):
         known, history = observed(known, history, [drafter], sure, [depth], [survived])
     return known, history
+
+
+def test_rows_without_a_draft_count_alike_in_and_between_rounds():
+    """Of a drafter that ran and found nothing: in a round, or to learn whether to draft."""
+    known, history = seen(3, 0.9, 0, 4, rounds=5)[:2]
+    nobody, declined = jnp.array([-1]), jnp.array([2, 0])
+    nothing = jnp.zeros((1, 4), bool)
+    step = jnp.arange(4)[None, :]
+    round_, same = OBSERVE(
+        known, history, nobody, jnp.full((1, 4), 0.9), step, nothing, nothing, nothing, declined
+    )
+    between = survival.decline(known, declined)
+    jax.tree.map(np.testing.assert_allclose, (round_, same), (between, history))
+    rate = survival.draft_rate(known)
+    assert survival.draft_rate(between)[0] < rate[0]
+    assert survival.draft_rate(between)[1] == rate[1]
 
 
 def test_chances_follow_what_was_accepted():
@@ -247,7 +263,7 @@ def test_little_is_lost_to_the_best_fixed_length(acceptance, seconds_of, long_ta
     assert widths == (1, 4, 5)
     # The figures that hold: those of the widths that are compiled.
     pick = np.array([0, 2, 3, 4, 5, 6])
-    learned = Injected(CostEstimate(seconds_of(0)[pick], len(widths)), None)
+    learned = Injected(CostFilter(seconds_of(0)[pick], len(widths)), None)
     learned.begin_with(lambda committed: seconds_of(committed)[pick], session)
     got = decode_at_costs(session, learned)
     assert got.token_ids == plain.token_ids
@@ -295,7 +311,7 @@ def test_a_batch_does_not_wait_for_a_row_that_accepts_nothing(long_target, monke
         session, plain = simulated(
             long_target, prompts, greedy(max_new_tokens=new), lambda row, _: row % 4 == 0
         )
-        learned = Injected(CostEstimate(figures, 3), None)
+        learned = Injected(CostFilter(figures, 3), None)
         learned.begin_with(lambda committed: figures, session)
         assert decode_at_costs(session, learned).token_ids == plain.token_ids
         spent.append(learned.spent / (count / 4 * new))
@@ -315,7 +331,7 @@ def test_a_plain_round_that_is_believed_too_dear_is_timed_again(long_target, mon
     for checked in (True, False):
         if not checked:
             monkeypatch.setattr(LearnedCosts, "_plain_again", lambda self, state, *_: state)
-        learned = Injected(CostEstimate(true + off, 3, off / 2), None)
+        learned = Injected(CostFilter(true + off, 3, off / 2), None)
         learned.begin_with(lambda committed: true, session)
         decode_at_costs(session, learned)
         found.append((learned.estimate.seconds[0], learned.spent))
@@ -331,7 +347,7 @@ def lengths_drafted(result):
 @pytest.fixture(scope="module")
 def dear():
     """Costs at which a draft sometimes pays."""
-    return lambda plan: CostEstimate(
+    return lambda plan: CostFilter(
         [
             *(1 + 0.04 * np.arange(len(plan.widths))),
             *[0.05] * (3 * len(plan.drafter.parts)),
@@ -512,7 +528,7 @@ def test_costs_of_short_prompts_are_not_those_of_long_ones(tiny, kept):
         fresh = known(length)
         assert fresh.estimate is None
         widths = fresh.measurement.num_widths
-        fresh.estimate = CostEstimate(np.full(widths + 3, float(length)), widths)
+        fresh.estimate = CostFilter(np.full(widths + 3, float(length)), widths)
         fresh.save()
     figures = [known(length).estimate.first[0] for length in (7, 290, 5)]
     assert figures == [5.0, 300.0, 5.0]
@@ -541,7 +557,7 @@ def test_a_drafter_that_never_pays_is_looked_at_now_and_then(tiny, unrelated, mo
             sampling=greedy(max_new_tokens=new),
         )
         widths = len(session.plan.widths)
-        estimate = CostEstimate([*[1.0] * widths, 0.3, 0.3, catch_up], widths)
+        estimate = CostFilter([*[1.0] * widths, 0.3, 0.3, catch_up], widths)
         learned = Injected(estimate, None)
         figures = estimate.seconds.copy()
         learned.begin_with(lambda committed, figures=figures: figures, session)

@@ -1,6 +1,8 @@
 """Under "auto", rounds in which all drafters sleep run plain decoding's program: the same rows."""
 
 import functools
+import itertools
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +24,12 @@ from specjax.cache import KVCache
 from specjax.decoding import loop
 from specjax.decoding.generate import add_prompts, open_engine
 from specjax.decoding.learned_costs import LearnedCosts
+from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.state import RUNNING
-from specjax.draft_length.cost_estimate import CostEstimate
+from specjax.draft_length.cost_filter import CostFilter
 from specjax.drafters import head_drafter, take_turns, turns
 from specjax.drafters.lookup.ngram import Ngram
+from specjax.drafters.lookup.token_recycling import TokenRecycling
 
 NEW = 72
 """Enough that features would be lost if nobody observed."""
@@ -38,8 +42,24 @@ def made(name, tiny, similar):
         "similar": lambda: draft_model(similar, num_speculative_tokens=3),
         "eagle3": lambda: head_drafter(eagle_head(tiny), tiny, num_speculative_tokens=3),
         "mtp": lambda: head_drafter(mtp_head(tiny), tiny, num_speculative_tokens=1),
+        "token_recycling": lambda: TokenRecycling(tiny.config.vocab_size),
         "turns": lambda: take_turns(lookup, head_drafter(eagle_head(tiny), tiny)),
+        # What may never draft is no reason to draft, or to observe.
+        "turns_0": lambda: take_turns(lookup, never(head_drafter(eagle_head(tiny), tiny))),
     }[name]()
+
+
+def never(loaded):
+    return loaded._replace(drafter=replace(loaded.drafter, num_speculative_tokens=0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wrong(Ngram):
+    """Finds what is seldom the next token."""
+
+    def propose(self, params, state, context, noise):
+        draft, state = super().propose(params, state, context, noise)
+        return draft.replace(tokens=(draft.tokens + 1) % context.target.vocab_size), state
 
 
 def figures(plan, wider):
@@ -55,13 +75,11 @@ class Scripted(LearnedCosts):
     steps: int = 0
 
     def after_step(self, state, seconds, *intention):
-        self.seen.append((self.sleeps, bool(state.policy.work.passes[1:].sum())))
+        self.seen.append((self.next_is_plain, bool(state.policy.work.passes[1:].sum())))
         self.steps += 1
         dear = self.steps % 8 >= 3
         state = super().after_step(state, 1.0, *intention)
-        self.estimate = CostEstimate(
-            figures(self.plan, 5.0 if dear else 0.0), len(self.plan.widths)
-        )
+        self.estimate = CostFilter(figures(self.plan, 5.0 if dear else 0.0), len(self.plan.widths))
         state = state.replace(policy=state.policy.replace(costs=on_device(self.costs())))
         return state
 
@@ -73,35 +91,127 @@ def on_device(costs):
     return jax.tree.map(lambda part: jnp.asarray(part, jnp.float32), costs)
 
 
-@pytest.mark.parametrize("name", ["turns", *slow("ngram", "similar", "eagle3", "mtp")])
-def test_rows_are_those_of_plain_decoding(name, tiny, similar):
-    options = dict(verify="coupled", batch_size=4, sampling=mixed(max_new_tokens=NEW))
-    plain = make_session(tiny, PROMPTS, **options)
+OPTIONS = dict(verify="coupled", batch_size=4, sampling=mixed(max_new_tokens=NEW))
+
+
+@pytest.fixture(scope="module")
+def wanted(tiny):
+    """The tokens of plain decoding."""
+    plain = make_session(tiny, PROMPTS, **OPTIONS)
     engine = open_engine(plain)
     add_prompts(engine, plain, range(len(PROMPTS)))
-    wanted = {one.id: one.output.token_ids for one in engine if one.output is not None}
+    return tokens_of(engine)
 
-    drafter = made(name, tiny, similar)
+
+def tokens_of(engine):
+    return {one.id: one.output.token_ids for one in engine if one.output is not None}
+
+
+def auto_engine(costs, drafter, tiny, **options):
+    """An engine with all prompts, and with figures that begin at what `costs` makes of a plan."""
+    options = {**OPTIONS, **options}
     session = make_session(tiny, PROMPTS, drafter=drafter, num_speculative_tokens="auto", **options)
     engine = open_engine(session)
-    plan = session.plan
-    engine.costs = Scripted(CostEstimate(figures(plan, 0.0), len(plan.widths)), None)
-    engine.costs.seen, engine.costs.plan = [], plan
+    engine.costs = costs(session.plan)
     add_prompts(engine, session, range(len(PROMPTS)))
-    got = {one.id: one.output.token_ids for one in engine if one.output is not None}
-    assert got == wanted
+    return engine
+
+
+def scripted(plan):
+    costs = Scripted(CostFilter(figures(plan, 0.0), len(plan.widths)), None)
+    costs.seen, costs.plan = [], plan
+    return costs
+
+
+DRAFTERS = "ngram", "similar", "eagle3", "mtp", "token_recycling", "turns_0"
+
+
+@pytest.mark.parametrize("name", ["turns", *slow(*DRAFTERS)])
+def test_rows_are_those_of_plain_decoding(name, tiny, similar, wanted):
+    engine = auto_engine(scripted, made(name, tiny, similar), tiny)
+    assert tokens_of(engine) == wanted
     slept = [slept for slept, _ in engine.costs.seen]
     assert {True, False} <= set(slept)
     # Some drafter drafts again after it has slept.
     assert any(drafted for _, drafted in engine.costs.seen[slept.index(True) :])
 
 
+class Dear(LearnedCosts):
+    """Wider passes always take so much longer than width 1; what is done with them is kept."""
+
+    wider: float
+
+    def __init__(self, plan, wider):
+        super().__init__(CostFilter(figures(plan, wider), len(plan.widths)), None)
+        self.plan, self.wider, self.events = plan, wider, []
+
+    def rows_admitted(self):
+        super().rows_admitted()
+        self.events.append("admitted")
+
+    def rounds(self, most):
+        rounds = super().rounds(most)
+        self.events.append(("plain" if self.next_is_plain else "drafting", rounds))
+        return rounds
+
+    def after_step(self, state, seconds, *intention):
+        ran = state.policy.work.counts()
+        return super().after_step(state, float(ran @ figures(self.plan, self.wider)), *intention)
+
+
+def test_of_new_rows_it_is_soon_asked_whether_they_draft(tiny, similar):
+    """Plain steps grow long while nothing is drafted, and begin anew at a single round."""
+    dear = functools.partial(Dear, wider=5.0)
+    lengths = [8, 60, 60, 60, 60, 60, 60, 60]
+    sampling = [SamplingParams(temperature=0.0, max_new_tokens=new) for new in lengths]
+    drafter = made("eagle3", tiny, similar)
+    engine = auto_engine(dear, drafter, tiny, sampling=sampling, batch_size=4)
+    for _ in engine:
+        pass
+    events = engine.costs.events
+    plain = [event for event in events if event[0] == "plain"]
+    assert max(rounds for _, rounds in plain) == 16
+    after = [two for one, two in itertools.pairwise(events) if one == "admitted" and two in plain]
+    assert after
+    assert all(rounds == 1 for _, rounds in after)
+
+
+def test_a_lookup_is_tried_again_after_it_slept(tiny):
+    """What it finds while it sleeps is drafted then, and shows whether its chances changed."""
+    drafter = Wrong(prompt_lookup_min=1, num_speculative_tokens=2)
+    sampling = SamplingParams(temperature=0.0, max_new_tokens=200)
+    dear = functools.partial(Dear, wider=0.1)
+    engine = auto_engine(dear, drafter, tiny, sampling=sampling, batch_size=8)
+    drafted = [
+        output.rounds.drafted.tolist()
+        for output in (one.output for one in engine)
+        if output is not None
+    ]
+    for rounds in drafted:
+        tries = [sum(count > 0 for count in rounds[begin : begin + 40]) for begin in range(60, 140)]
+        assert 1 <= min(tries) <= max(tries) <= 5
+
+
+def test_parameters_may_be_replaced_while_drafters_sleep(tiny, similar, wanted):
+    engine = auto_engine(functools.partial(Dear, wider=5.0), made("eagle3", tiny, similar), tiny)
+    got = {}
+    replaced = False
+    for delta in engine:
+        if not replaced and engine.costs.next_is_plain:
+            replaced = True
+            engine.update_params(tiny.params)
+        if delta.output is not None:
+            got[delta.id] = delta.output.token_ids
+    assert replaced
+    assert got == wanted
+
+
 def states(session, dear_from):
     """The state after each step: steps that draft, and plain ones from a round on."""
     plan, params, batch = session.plan, session.params, session.batch_size
     nobody, many = np.zeros(batch, bool), np.int32(batch + 1)
-    step, plain_step, look = (
-        jax.jit(functools.partial(one, plan)) for one in (loop.step, loop.plain_step, loop.look)
+    step, plain_step, intend = (
+        jax.jit(functools.partial(one, plan)) for one in (loop.step, loop.plain_step, loop.intend)
     )
     state, number, intention = first_state(session), 0, None
     while bool((state.status == RUNNING).any()):
@@ -112,14 +222,14 @@ def states(session, dear_from):
         program = plain_step if sleeps else step
         state, seen = program(params, state, nobody, np.int32(rounds), many)
         emitted = seen.rounds.emitted if sleeps else jnp.full_like(seen.rounds.emitted, -1)
-        policy, intention = look(params, state, emitted, many)
+        policy, intention = intend(params, state, emitted, many)
         state = state.replace(policy=policy)
         yield state, bool(sleeps)
         number += 1
 
 
 def learned(plan, wider):
-    return LearnedCosts(CostEstimate(figures(plan, wider), len(plan.widths)), None)
+    return LearnedCosts(CostFilter(figures(plan, wider), len(plan.widths)), None)
 
 
 def assert_fresh(session, state):

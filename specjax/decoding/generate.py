@@ -273,7 +273,7 @@ def expected_acceptance(session: Session) -> metrics.ExpectedAcceptance:
 
     Decodes once more, recording sum_x min(p, q) at every node that `rejection` puts to the test.
     """
-    recording = replace(session, plan=replace(session.plan, overlaps=True))
+    recording = replace(session, plan=replace(session.plan, overlaps=True, plain_program=False))
     engine = open_engine(recording)
     add_prompts(engine, recording, range(len(session.prompts)))
     ended = {delta.id: delta.output for delta in engine if delta.output is not None}

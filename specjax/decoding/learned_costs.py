@@ -17,7 +17,7 @@ from specjax.decoding.plan import Setup
 from specjax.decoding.state import State
 from specjax.distributed import processes
 from specjax.distributed.sharding import fetch
-from specjax.draft_length.cost_estimate import CostEstimate
+from specjax.draft_length.cost_filter import CostFilter
 from specjax.draft_length.cost_measurement import Kind, Measurement
 from specjax.draft_length.policy import Costs, Policy, Work, new_policy
 from specjax.errors import InputError
@@ -50,7 +50,7 @@ class LearnedCosts:
     they were measured with, and `measured_at` says when that was, in seconds since 1970.
     """
 
-    estimate: CostEstimate | None
+    estimate: CostFilter | None
     file: Path | None
     measurement: Measurement | None = None
     committed: int = 1
@@ -63,7 +63,7 @@ class LearnedCosts:
     """Seconds since a step in which a quarter of the rounds, or more, had width 1."""
     _mix: Float[np.ndarray, "parts"] | float = 0.0
     """How often each part ran in the last steps."""
-    sleeps: bool = False
+    next_is_plain: bool = False
     """Whether the next step is plain decoding's."""
     _plain_rounds: int = 0
     """The most rounds of such a step: then a drafter has to observe."""
@@ -88,7 +88,7 @@ class LearnedCosts:
             return cls(None, file, Measurement(num_widths, longest), committed)
         seconds, measured_at = kept
         known = cls(
-            CostEstimate(seconds, num_widths), file, committed=committed, measured_at=measured_at
+            CostFilter(seconds, num_widths), file, committed=committed, measured_at=measured_at
         )
         if not processes.from_first(0 <= time.time() - measured_at <= _TRUSTED_S):
             known.measurement = Measurement(num_widths, longest, seconds)
@@ -98,18 +98,18 @@ class LearnedCosts:
         """How many rounds the next step has: at most `most`, and one where it is measured."""
         if self.measurement is not None:
             return 1
-        if self.sleeps:
+        if self.next_is_plain:
             most = min(most, self._plain_rounds)
         if self._checks_plain:
             return min(most, _PLAIN_ROUNDS)
-        return min(most, self._sleeping_rounds if self.sleeps else self._drafting_rounds)
+        return min(most, self._sleeping_rounds if self.next_is_plain else self._drafting_rounds)
 
     def begin(self, state: State) -> State:
         """A state that nothing was decoded in, with what is known."""
         if self.policy is not None:
             # The first step takes the state's buffers over, and a caller may not see its end.
             state = state.replace(policy=jax.tree.map(jnp.copy, self.policy))
-        self.sleeps, self._drafting_rounds, self._plain_rounds = False, 1, 0
+        self.next_is_plain, self._drafting_rounds, self._plain_rounds = False, 1, 0
         if self.measurement is not None:
             return self._begin_kind(state, self.measurement.next)
         self._checks_plain = False
@@ -121,6 +121,10 @@ class LearnedCosts:
         parts = {field.name: getattr(fresh, field.name) for field in fields(fresh)}
         history = jax.tree.map(lambda part: jax.device_put(0 * part, part.sharding), state.history)
         return self.begin(_put_policy(state, **parts).replace(history=history))
+
+    def rows_admitted(self) -> None:
+        """Ask after a single plain round whether drafters would draft: new rows may well."""
+        self._sleeping_rounds = 1
 
     def after_step(
         self, state: State, seconds: float, drafts: bool | None = None, plain_rounds: int = 0
@@ -138,7 +142,7 @@ class LearnedCosts:
         if self.measurement is None:
             if drafts is None:
                 self._drafting_rounds = ROUNDS_PER_LOOK
-            else:
+            elif not self._checks_plain:
                 few = bool(2 * work.passes[0] > work.passes.sum())
                 self._begin_next(drafts, few=few)
             return self._plain_again(self._corrected(state, work.counts(), seconds), work, seconds)
@@ -147,7 +151,7 @@ class LearnedCosts:
         if (kind := self.measurement.next) is not None:
             return self._begin_kind(state, kind)
         self._take_figures()
-        self.sleeps = False
+        self.next_is_plain = False
         # What was drafted to measure says nothing of how fast the batch is.
         free = _fresh_policy(state)
         return _put_policy(
@@ -176,7 +180,7 @@ class LearnedCosts:
         known = 4 * work.passes[0] >= work.passes.sum()
         self._since = 0.0 if known else self._since + seconds
         if self._checks_plain:
-            self._checks_plain = self.sleeps = False
+            self._checks_plain = self.next_is_plain = False
             return _put_free(state)
         earned, spent = fetch((state.policy.earned, state.policy.spent))
         gained = 1 - min(float(spent / earned), 1.0)
@@ -194,7 +198,7 @@ class LearnedCosts:
         A step of either program is twice as long as the last one where that did what it is there
         for; of one that drafted in `few` rounds, less than half, a single round is tried next.
         """
-        if self.sleeps:
+        if self.next_is_plain:
             self._sleeping_rounds = min(2 * self._sleeping_rounds, ROUNDS_PER_LOOK)
             self._drafting_rounds = 1
         elif few:
@@ -202,12 +206,12 @@ class LearnedCosts:
         else:
             self._drafting_rounds = min(2 * self._drafting_rounds, ROUNDS_PER_LOOK)
             self._sleeping_rounds = 1
-        self.sleeps = not drafts and self._plain_rounds > 0
+        self.next_is_plain = not drafts and self._plain_rounds > 0
 
     def _begin_kind(self, state: State, kind: Kind) -> State:
         """The state with its next rounds of a kind that is to be timed."""
         drafts = kind.narrowest > 0 or any(kind.lengths)
-        self.sleeps = not drafts and self._plain_rounds > 0
+        self.next_is_plain = not drafts and self._plain_rounds > 0
         return _put_kind(state, kind)
 
     def end(self, state: State) -> None:
@@ -224,7 +228,7 @@ class LearnedCosts:
         """End the measurement, and keep what it found. Raises InputError."""
         figures = self.measurement.figures()
         _check(figures.seconds)
-        self.estimate = CostEstimate(figures.seconds, self.measurement.num_widths, figures.spread)
+        self.estimate = CostFilter(figures.seconds, self.measurement.num_widths, figures.spread)
         self.measurement, self.measured_at = None, time.time()
         self.save()
 

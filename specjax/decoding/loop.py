@@ -235,14 +235,14 @@ def plain_step(
 ) -> tuple[State, Seen]:
     """`step` under "auto" while all drafters sleep: what is run is plain decoding's program.
 
-    `look` takes what happened into the policy.
+    `intend` takes what happened into the policy.
     """
     bare = state.replace(policy=None, history=None)
-    after, seen = step(plan.asleep, params, bare, ended, max_rounds, enough)
+    after, seen = step(plan.without_drafts, params, bare, ended, max_rounds, enough)
     return after.replace(policy=state.policy, history=state.history), seen
 
 
-def look(
+def intend(
     plan: Plan, params: Any, state: State, emitted: Int[Array, "B R"], enough: Int[Array, ""]
 ) -> tuple[Policy, Intention]:
     """The policy after plain rounds, and what the drafters would do in the next round.
@@ -266,10 +266,13 @@ def look(
     context = make_context(plan, target_params, state)
     noise = draft_noise(plan, state, round_keys(plan, state))
     intention = plan.drafter.intend(draft_params, state.drafter, context, noise)
+    # What drafts in the next round is run again there, and counted there.
+    in_vain = jnp.where(intention.drafts, 0, intention.ran)
     policy = policy.replace(
         # What has found a draft is still due, if that is why it looked.
-        asleep=jnp.where((intention.ran > 0) & ~intention.found, 0, policy.asleep),
+        since_run=jnp.where((intention.ran > 0) & ~intention.found, 0, policy.since_run),
         work=policy.work.replace(first=policy.work.first + intention.ran),
+        survival=survival.decline(policy.survival, in_vain * state.active.sum()),
     )
     return policy, intention
 

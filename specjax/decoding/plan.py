@@ -193,6 +193,8 @@ def plan_setup(
         _check_replay(replay, turns)
     rule = options.verify
     capacity = _capacity(capacity, max_length)
+    platform = _platform(placement_of(target.params, target.mesh))
+    auto = asked == "auto" and most > 0 and replay is None
     plan = Plan(
         target=target.architecture,
         drafter=turns,
@@ -200,14 +202,17 @@ def plan_setup(
         draft_length=DraftLength(
             most,
             ladder,
-            auto=asked == "auto" and most > 0 and replay is None,
+            auto=auto,
             replayed=replay is not None,
         ),
         widths=widths(turns.num_nodes, _lengths(turns, ladder, auto=asked == "auto")),
         flags=flags,
         capacity=capacity,
-        chunk=min(_chunk(placement_of(target.params, target.mesh)), capacity),
+        chunk=min(_PREFILL_CHUNK.get(platform, _ACCELERATOR_CHUNK), capacity),
         logprobs=logprobs,
+        # XLA's CPU threads overlap more of a small program's work than of a large one's. A round of
+        # one row takes as long in both.
+        plain_program=auto and batch_size > 1 and platform == "cpu",
     )
     for part in turns.parts:
         if part.branches and not rule.takes_trees:
@@ -316,10 +321,9 @@ def _capacity(longest: int, most: int) -> int:
     return min(size, _round_up(most, CACHE_BLOCK))
 
 
-def _chunk(placement: Placement) -> int:
+def _platform(placement: Placement) -> str:
     device = placement.devices.flat[0] if isinstance(placement, Mesh) else placement
-    platform = jax.default_backend() if device is None else device.platform
-    return _PREFILL_CHUNK.get(platform, _ACCELERATOR_CHUNK)
+    return jax.default_backend() if device is None else device.platform
 
 
 def _round_up(value: int, step: int) -> int:

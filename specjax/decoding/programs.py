@@ -36,9 +36,9 @@ class Programs(NamedTuple):
     state, *arguments)` is the same as `new` in the memory of earlier rows. `read(params, state,
     begin, end)` reads new rows' prompts, and `admit(state, slots, new)` puts them in; both also
     return an array that is there when they are done. `step(params, state, ended, max_rounds,
-    enough)` is `loop.step`; `plain_step` and `look` are those of `loop`, or None where plain rounds
-    gain nothing by a program of their own. The state that is changed is donated. `sizes` are the
-    memory of `empty`, `read` and `step`.
+    enough)` is `loop.step`; `plain_step` and `intend` are those of `loop`, or None unless the plan
+    has a plain program. The state that is changed is donated. `sizes` are the memory of `empty`,
+    `read` and `step`.
     """
 
     empty: Any
@@ -48,7 +48,7 @@ class Programs(NamedTuple):
     admit: Any
     step: Any
     plain_step: Any | None
-    look: Any | None
+    intend: Any | None
     sizes: tuple[Any, ...]
     seconds: float
 
@@ -123,26 +123,18 @@ def _compile(plan: Plan, mesh: Mesh | None, tree: Any, leaves: tuple[_Leaf, ...]
         )
         arguments = plan, params, state, ended, number, number
         step = step.lower(*arguments).compile()
-        if _sleeps_apart(plan, ended.shape[0]):
+        if plan.plain_program:
             plain_step = plain_step.lower(*arguments).compile()
             shape = (ended.shape[0], plan.rounds_per_step)
             emitted = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=whole)
             out = None if mesh is None else (placed.policy, whole)
-            look = jax.jit(loop.look, static_argnums=0, out_shardings=out)
-            look = look.lower(plan, params, state, emitted, number).compile()
+            intend = jax.jit(loop.intend, static_argnums=0, out_shardings=out)
+            intend = intend.lower(plan, params, state, emitted, number).compile()
         else:
-            plain_step = look = None
+            plain_step = intend = None
     sizes = tuple(program.memory_analysis() for program in (empty, read, step))
     seconds = time.perf_counter() - begin
-    return Programs(empty, new, renew, read, put, step, plain_step, look, sizes, seconds)
-
-
-def _sleeps_apart(plan: Plan, rows: int) -> bool:
-    """Whether rounds in which nothing is drafted have a program of their own: plain decoding's.
-
-    A round of one row costs what it costs in that program anyway, and lookups find much for it.
-    """
-    return plan.draft_length.auto and rows > 1 and not plan.overlaps
+    return Programs(empty, new, renew, read, put, step, plain_step, intend, sizes, seconds)
 
 
 def _renew(plan: Plan, params: Any, old: State, *arguments: Any) -> State:

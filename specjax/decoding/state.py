@@ -17,7 +17,7 @@ from specjax.draft_length.limits import DraftLength
 from specjax.draft_length.policy import Policy
 from specjax.draft_length.survival import RowHistory
 from specjax.drafters.base import Sampling
-from specjax.drafters.turns import Sleeping, Turns
+from specjax.drafters.turns import SleepingTurns, Turns
 from specjax.models.interface import LanguageModel
 
 RUNNING, STOPPED, FULL, FAILED = 0, 1, 2, 3
@@ -31,7 +31,8 @@ class Plan:
 
     `widths` are the window sizes a round can run at, ascending, the last one N + 1.
     `rounds_per_step` (R) bounds the rounds of one call. `overlaps` also records what share of p
-    each verified node's distribution has, which costs one warp per node.
+    each verified node's distribution has, which costs one warp per node. `plain_program` says that
+    rounds in which all drafters sleep have a program of their own.
     """
 
     target: LanguageModel
@@ -45,11 +46,12 @@ class Plan:
     rounds_per_step: int = 64
     logprobs: bool = False
     overlaps: bool = False
+    plain_program: bool = False
 
     @property
-    def asleep(self) -> Plan:
+    def without_drafts(self) -> Plan:
         """Plain decoding in the same rows; what its program has more is what drafters will read."""
-        drafter = Sleeping(self.drafter.parts)
+        drafter = SleepingTurns(self.drafter.parts)
         return replace(self, drafter=drafter, draft_length=DraftLength(0), widths=(1,))
 
 

@@ -46,11 +46,11 @@ class Figures(NamedTuple):
 
 
 class _Timed(NamedTuple):
-    """A round: seconds, width (its index), whether any drafter ran, and counts as in `Work`."""
+    """A round: seconds, width (its index), and counts of all drafters as in `Work`."""
 
     seconds: float
     width: int
-    ran: bool
+    first: int
     further: int
     catch_up: int
 
@@ -95,9 +95,9 @@ class Measurement:
 
     def add(self, seconds: float, work: Work) -> None:
         """What a round of the kind that was next took, and what ran in it."""
-        ran, further = bool(np.any(work.first)), int(np.sum(work.further))
+        first, further = int(np.sum(work.first)), int(np.sum(work.further))
         width, catch_up = int(np.argmax(work.passes)), int(np.sum(work.catch_up))
-        self._timed.append(_Timed(seconds, width, ran, further, catch_up))
+        self._timed.append(_Timed(seconds, width, first, further, catch_up))
 
     def figures(self) -> Figures:
         """What each part takes.
@@ -122,13 +122,13 @@ class Measurement:
             *(each[timed_widths + kind :: 3] for kind in range(3)), strict=True
         ):
             # At its end a row has no room for a draft.
-            first.append(_figure(alone(one) for one in shortest if one.ran))
+            first.append(_figure(alone(one) / one.first for one in shortest if one.first))
             begun = 0.0 if math.isnan(first[-1][0]) else first[-1][0]
             more = [one for one in longest if one.further > 0]
-            further.append(_figure((alone(one) - begun) / one.further for one in more))
+            further.append(_figure((alone(one) - begun * one.first) / one.further for one in more))
             each_more = 0.0 if math.isnan(further[-1][0]) else further[-1][0]
             late = [one for one in missed if one.catch_up]
-            reading = [alone(one) - begun - each_more * one.further for one in late]
+            reading = [alone(one) - begun * one.first - each_more * one.further for one in late]
             found = _figure(took / one.catch_up for took, one in zip(reading, late, strict=True))
             unknown = self._known is None and not late
             catch_up.append((begun, begun) if unknown else found)

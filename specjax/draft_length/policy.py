@@ -36,7 +36,7 @@ _LATE_POWER = 4.0
 _LAST_FACTOR = 0.5
 """What the last of many rows is taken to accept, beside rows on average."""
 _FREE = 0.02
-"""A draft that takes less than this share of a plain round is always made."""
+"""Where all drafters do not sleep, a draft of less than this share of a plain round is made."""
 NOT_FORCED = -1
 
 
@@ -65,7 +65,7 @@ class Work:
     catch_up: Int[Array | np.ndarray, "D"]
 
     def counts(self) -> Float[np.ndarray, "parts"]:
-        """All of them, where they are on the host, in the order of `CostEstimate`."""
+        """All of them, where they are on the host, in the order of `CostFilter`."""
         parts = [self.passes, self.first, self.further, self.catch_up]
         return np.concatenate(parts).astype(float)
 
@@ -205,7 +205,7 @@ class Policy:
     """What is known of costs and acceptance, for all rows of a batch.
 
     `earned` and `spent` are decayed sums of tokens per unfinished row, by what they are worth, and
-    of plain rounds' time; `asleep` are the rounds since each drafter drafted. `forced` and
+    of plain rounds' time; `since_run` are the rounds since each drafter ran. `forced` and
     `narrowest` override decisions: the length of each drafter's draft, or -1, and the least
     compiled width's index. `all_rows` says that the batch is done when its last row is, and nobody
     waits for the slots of those that end before.
@@ -216,7 +216,7 @@ class Policy:
     survival: Survival
     earned: Float[Array, ""]
     spent: Float[Array, ""]
-    asleep: Int[Array, "D"]
+    since_run: Int[Array, "D"]
     forced: Int[Array, "D"]
     narrowest: Int[Array, ""]
     all_rows: Bool[Array, ""]
@@ -241,7 +241,7 @@ class Policy:
         extra += self.costs.catch_up[number] * catch_up
         extra = (extra - self.costs.passes[0]) / self.costs.passes[0]
         rounds = jnp.maximum(LOOK_AGAIN_ROUNDS, extra / LOOK_AGAIN_SHARE)
-        return (self.asleep[number] >= rounds).astype(jnp.int32)
+        return (self.since_run[number] >= rounds).astype(jnp.int32)
 
     def after_round(
         self,
@@ -272,7 +272,7 @@ class Policy:
             survival=learned,
             earned=self.earned * _PACE_MEMORY + (weight * emitted).sum() / rows,
             spent=self.spent * _PACE_MEMORY + seconds / costs.passes[0],
-            asleep=jnp.where(first > 0, 0, self.asleep + 1),
+            since_run=jnp.where(first > 0, 0, self.since_run + 1),
         )
 
 
@@ -342,7 +342,7 @@ def new_policy(drafters: int, longest: int, nodes: int, num_widths: int) -> Poli
         survival=survival.no_survival(drafters, longest, nodes),
         earned=jnp.float32(_PACE_WEIGHT),
         spent=jnp.float32(_PACE_WEIGHT),
-        asleep=jnp.zeros(drafters, jnp.int32),
+        since_run=jnp.zeros(drafters, jnp.int32),
         forced=jnp.full(drafters, NOT_FORCED, jnp.int32),
         narrowest=jnp.int32(0),
         all_rows=jnp.bool_(False),

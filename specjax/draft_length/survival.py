@@ -8,6 +8,7 @@ trees it is also counted how often each node, by its number, is on the accepted 
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
@@ -118,6 +119,17 @@ def chance(
 ) -> Float[Array, "*shape"]:
     """A chance in a row of that factor."""
     return jnp.minimum(table * factor, _MOST)
+
+
+def decline(survival: Survival, declined: Int[Array, "D"]) -> Survival:
+    """What is known after each drafter found nothing in `declined` more rows."""
+    keep = jnp.where(declined > 0, _MEMORY, 1.0)
+
+    def kept(table: Array) -> Array:
+        return table * keep.reshape(-1, *[1] * (table.ndim - 1))
+
+    survival = jax.tree.map(kept, survival)
+    return survival.replace(declined=survival.declined + declined)
 
 
 def observe(

@@ -211,7 +211,10 @@ class Drafter:
 
     @property
     def looks_up(self) -> bool:
-        """Whether a draft is only found, by a `propose` that costs next to nothing."""
+        """Whether drafting is a lookup: `propose` costs next to nothing and changes no state.
+
+        Such a drafter is also run to learn whether it has a draft, which is then dropped.
+        """
         return False
 
     @property

@@ -77,6 +77,11 @@ class Merged(Drafter):
         return any(part.sampled for part in self.parts)
 
     @property
+    def looks_up(self) -> bool:
+        """Whether all of them do."""
+        return all(part.looks_up for part in self.parts)
+
+    @property
     def lengths(self) -> tuple[int, ...]:
         """Each part's own, for rounds in which the others have nothing to say."""
         return tuple(

@@ -124,7 +124,8 @@ class Turns:
     @property
     def kept_features(self) -> int:
         """How many positions the loop keeps features of; 0 where no drafter reads any."""
-        return _KEPT_ROUNDS * (self.num_speculative_tokens + 1) if self.features else 0
+        longest = max(part.num_speculative_tokens for part in self.parts)
+        return _KEPT_ROUNDS * (longest + 1) if self.features else 0
 
     def limited(self, length: int) -> Turns:
         """The same drafters, none with drafts longer than `length`; a single one with just that."""
@@ -263,7 +264,7 @@ class Turns:
 
 
 @dataclass(frozen=True)
-class Sleeping(Turns):
+class SleepingTurns(Turns):
     """The same drafters with the same states in rounds that nobody drafts in."""
 
     @property

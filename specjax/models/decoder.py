@@ -41,7 +41,7 @@ from specjax.models.layers.decoder_layer import (
     one_layer,
     with_experts,
 )
-from specjax.models.layers.layer_views import layer_views
+from specjax.models.layers.local_and_global_layers import layer_views
 from specjax.models.parameter_table import parameter_table
 from specjax.models.parameters import ParameterTable
 from specjax.models.top_tokens import (

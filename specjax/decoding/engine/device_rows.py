@@ -105,6 +105,8 @@ class DeviceRows:
         where = np.full(self.setup.prefill_rows, out_of_range, np.int32)
         where[: len(slots)] = slots
         self._all_read = True
+        if self.costs is not None:
+            self.costs.rows_admitted()
         self._state, ready = self.compile().admit(self._state, where, self._new)
         return ready
 
@@ -115,15 +117,15 @@ class DeviceRows:
         """
         programs, params = self.compile(), self.setup.params
         numbers = np.int32(max_rounds), np.int32(enough)
-        if programs.look is None:
+        if programs.intend is None:
             self._state, seen = programs.step(params, self._state, ended, *numbers)
         else:
-            plain = self.costs.sleeps
+            plain = self.costs.next_is_plain
             run = programs.plain_step if plain else programs.step
             self._state, seen = run(params, self._state, ended, *numbers)
             emitted = seen.rounds.emitted
             unknown = emitted if plain else np.full(emitted.shape, -1, np.int32)
-            policy, intention = programs.look(params, self._state, unknown, numbers[1])
+            policy, intention = programs.intend(params, self._state, unknown, numbers[1])
             self._state = self._state.replace(policy=policy)
             seen = seen.replace(drafts=intention.drafts, plain_rounds=intention.plain_rounds)
         for part in jax.tree.leaves(seen):

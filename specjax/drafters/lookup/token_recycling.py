@@ -125,6 +125,11 @@ class TokenRecycling(Drafter):
         return max(self.shape.most_candidates, 1)
 
     @property
+    def looks_up(self) -> bool:
+        """Drafts are read from the table."""
+        return True
+
+    @property
     def pass_features(self) -> tuple[str, ...]:
         """What the table is made of."""
         return (feature_name(self.num_candidates),)

@@ -30,7 +30,7 @@ _JUMP = 0.3
 _LEAST = 1e-9
 
 
-class CostEstimate:
+class CostFilter:
     """Seconds of the parts of a round: passes by width in ascending order, then other parts.
 
     `seconds` are those known now, `first` those at the beginning. `spread` is how far apart, in
