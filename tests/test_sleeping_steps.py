@@ -24,6 +24,7 @@ from specjax.cache import KVCache
 from specjax.decoding import loop
 from specjax.decoding.generate import add_prompts, open_engine
 from specjax.decoding.learned_costs import LearnedCosts
+from specjax.decoding.programs import start
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.state import RUNNING
 from specjax.draft_length.cost_filter import CostFilter
@@ -91,7 +92,10 @@ def on_device(costs):
     return jax.tree.map(lambda part: jnp.asarray(part, jnp.float32), costs)
 
 
-OPTIONS = dict(verify="coupled", batch_size=4, sampling=mixed(max_new_tokens=NEW))
+# One capacity, so that most of the tests have the same programs.
+OPTIONS = dict(
+    verify="coupled", batch_size=4, sampling=mixed(max_new_tokens=NEW), max_length=40 + NEW
+)
 
 
 @pytest.fixture(scope="module")
@@ -162,10 +166,9 @@ class Dear(LearnedCosts):
 def test_of_new_rows_it_is_soon_asked_whether_they_draft(tiny, similar):
     """Plain steps grow long while nothing is drafted, and begin anew at a single round."""
     dear = functools.partial(Dear, wider=5.0)
-    lengths = [8, 60, 60, 60, 60, 60, 60, 60]
-    sampling = [SamplingParams(temperature=0.0, max_new_tokens=new) for new in lengths]
-    drafter = made("eagle3", tiny, similar)
-    engine = auto_engine(dear, drafter, tiny, sampling=sampling, batch_size=4)
+    sampling = mixed(max_new_tokens=60)
+    sampling[0] = replace(sampling[0], max_new_tokens=8)
+    engine = auto_engine(dear, made("turns", tiny, similar), tiny, sampling=sampling)
     for _ in engine:
         pass
     events = engine.costs.events
@@ -181,7 +184,7 @@ def test_a_lookup_is_tried_again_after_it_slept(tiny):
     drafter = Wrong(prompt_lookup_min=1, num_speculative_tokens=2)
     sampling = SamplingParams(temperature=0.0, max_new_tokens=200)
     dear = functools.partial(Dear, wider=0.1)
-    engine = auto_engine(dear, drafter, tiny, sampling=sampling, batch_size=8)
+    engine = auto_engine(dear, drafter, tiny, sampling=sampling, batch_size=8, max_length=None)
     drafted = [
         output.rounds.drafted.tolist()
         for output in (one.output for one in engine)
@@ -193,7 +196,7 @@ def test_a_lookup_is_tried_again_after_it_slept(tiny):
 
 
 def test_parameters_may_be_replaced_while_drafters_sleep(tiny, similar, wanted):
-    engine = auto_engine(functools.partial(Dear, wider=5.0), made("eagle3", tiny, similar), tiny)
+    engine = auto_engine(functools.partial(Dear, wider=5.0), made("turns", tiny, similar), tiny)
     got = {}
     replaced = False
     for delta in engine:
@@ -235,9 +238,7 @@ def learned(plan, wider):
 def assert_fresh(session, state):
     """Each drafter's state, with what waits to be observed, is that of a fresh prompt."""
     plan, params = session.plan, session.params
-    again = jax.jit(functools.partial(loop.start, plan))(
-        params, state.tokens, state.rows, state.length, state.status
-    )
+    again = start(plan, params, state.tokens, state.rows, state.length, state.status)
     got, wanted = observed(session, copied(state)), observed(session, again)
     for cache, other in zip(caches(got), caches(wanted), strict=True):
         np.testing.assert_array_equal(cache.length, other.length)
