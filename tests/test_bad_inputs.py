@@ -60,7 +60,7 @@ SCRIPTS = {
     "report_heads": {"out": "new"},
     "report_mtp": {"model": "folder", "data": "folder"},
     "ablate_mtp": {"data": "folder"},
-    "make_corpus": {"output": "new"},
+    "make_debian_corpus": {"output": "new"},
     "compare_trees": {},
     "sweep": {},
 }

@@ -8,7 +8,7 @@ from script_modules import script_module
 
 from train.pretraining.tokens import NAMES, open_texts
 
-with script_module("make_corpus") as make_corpus:
+with script_module("make_debian_corpus") as script:
     pass
 
 PAGE = """<html><head><title>No</title><style>p {}</style></head><body>
@@ -22,7 +22,7 @@ line.<br>Third.</p><ul><li>one</li><li>two <b>bold</b></li></ul>
 
 
 def test_text_of_a_page():
-    assert make_corpus.plain_text(PAGE) == (
+    assert script.plain_text(PAGE) == (
         "Title\n\nFirst & second line.\nThird.\n\n- one\n- two bold\n\nif x:\n    y()\n\n a b"
     )
 
@@ -31,10 +31,10 @@ def test_text_of_a_page():
 def unpacked(tmp_path, monkeypatch):
     """A package in place of Debian's: its files, as if they had been downloaded."""
     long = "words of a document " * 40
-    package = make_corpus.Package("a-doc", "MIT", "usr/doc/**/*.*", r"index")
-    monkeypatch.setattr(make_corpus, "PACKAGES", (package,))
-    monkeypatch.setattr(make_corpus, "NAMES", ("a-doc",))
-    monkeypatch.setattr(make_corpus.shutil, "which", lambda name: name)
+    package = script.Package("a-doc", "MIT", "usr/doc/**/*.*", r"index")
+    monkeypatch.setattr(script, "PACKAGES", (package,))
+    monkeypatch.setattr(script, "NAMES", ("a-doc",))
+    monkeypatch.setattr(script.shutil, "which", lambda name: name)
 
     def unpack(name, folder):
         root = folder / "files" / "usr" / "doc" / "more"
@@ -46,12 +46,12 @@ def unpacked(tmp_path, monkeypatch):
         (root / "short.rst").write_text("too short")
         return "1.2-3"
 
-    monkeypatch.setattr(make_corpus, "_unpack", unpack)
+    monkeypatch.setattr(script, "_unpack", unpack)
     return long
 
 
 def test_documents_of_a_package(unpacked, tmp_path, capsys):
-    assert make_corpus.main([f"--output={tmp_path / 'text'}"]) == 0
+    assert script.main([f"--output={tmp_path / 'text'}"]) == 0
     assert "a-doc 1.2-3 (MIT): 2 documents" in capsys.readouterr().out
     texts = list(open_texts(str(tmp_path / "text"), None, "train", "text", NAMES))
     # The second is the first again.
@@ -66,17 +66,23 @@ def test_documents_of_a_package(unpacked, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda m: m.setattr(make_corpus.shutil, "which", lambda name: None), "apt-get is missing"),
-        (lambda m: m.setattr(make_corpus, "_SHORTEST", 10**6), "packages=a-doc: has no file usr/"),
+        (
+            lambda m: m.setattr(script.shutil, "which", lambda name: None),
+            "apt-get is missing",
+        ),
+        (
+            lambda m: m.setattr(script, "_SHORTEST", 10**6),
+            "packages=a-doc: has no file usr/",
+        ),
     ],
 )
 def test_no_corpus(unpacked, tmp_path, monkeypatch, capsys, change, said):
     change(monkeypatch)
-    assert make_corpus.main([f"--output={tmp_path / 'text'}"]) == 2
+    assert script.main([f"--output={tmp_path / 'text'}"]) == 2
     assert re.search(said, capsys.readouterr().err)
     assert not (tmp_path / "text").exists()
 
 
 def test_a_package_that_is_unknown(tmp_path, capsys):
-    assert make_corpus.main([f"--output={tmp_path / 'text'}", "--packages=perl-doc,nosuch"]) == 2
+    assert script.main([f"--output={tmp_path / 'text'}", "--packages=perl-doc,nosuch"]) == 2
     assert "packages='nosuch' is unknown" in capsys.readouterr().err
