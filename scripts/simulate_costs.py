@@ -84,12 +84,12 @@ class SimulatedCosts(LearnedCosts):
     clock: Clock
 
     def after_step(
-        self, state: State, seconds: float, drafts: bool | None = None, plain_rounds: int = 0
+        self, state: State, seconds: float, drafts: bool | None = None, has_room: bool = False
     ) -> State:
         """As `LearnedCosts.after_step`, with the seconds of the clock."""
         del seconds
         work = fetch(state.policy.work)
-        return super().after_step(state, self.clock.step(work.counts()), drafts, plain_rounds)
+        return super().after_step(state, self.clock.step(work.counts()), drafts, has_room)
 
     def save(self) -> None:
         """Keep nothing: the machine is not there."""

@@ -61,7 +61,7 @@ def test_rows_without_a_draft_count_alike_in_and_between_rounds():
     round_, same = OBSERVE(
         known, history, nobody, jnp.full((1, 4), 0.9), step, nothing, nothing, nothing, declined
     )
-    between = survival.decline(known, declined)
+    between = survival.decline(known, declined, 1)
     jax.tree.map(np.testing.assert_allclose, (round_, same), (between, history))
     rate = survival.draft_rate(known)
     assert survival.draft_rate(between)[0] < rate[0]

@@ -19,19 +19,24 @@ from specjax.distributed import processes
 from specjax.distributed.sharding import fetch
 from specjax.draft_length.cost_filter import CostFilter
 from specjax.draft_length.cost_measurement import Kind, Measurement
-from specjax.draft_length.policy import Costs, Policy, Work, new_policy
+from specjax.draft_length.policy import Costs, Policy, new_policy
 from specjax.errors import InputError
 from specjax.files.measured_seconds import keep_seconds, read_seconds, seconds_file
 
 ROUNDS_PER_LOOK = 16
 """The most rounds between two looks at the clock."""
-_PLAIN_ROUNDS = 4
+_SLEEPING_ROUNDS_OF_LOOKUPS = 4
+"""The same while all drafters sleep, where some look tokens up: what they find soon passes by."""
+_SHORT_STEP = 4
+"""The rounds of a step after one in which less than half of the rounds had drafts."""
+_CHECKED_ROUNDS = 4
 """Rounds without drafts that are timed, where none come by themselves: else nothing corrects what
 they are believed to cost, and a plain round that is believed too dear makes drafts seem to pay."""
 _DOUBTS = 2.0
-"""They come where drafting would not pay if the figure were off by so many standard deviations,"""
+"""They come where drafting would not pay if the figure of a plain round were off by so many
+standard deviations."""
 _PLAIN_AGAIN_SHARE = 0.02
-"""and no sooner than what they cost is this share of the time since."""
+"""What they cost is at most this share of the time since plain rounds were timed."""
 _LEAST_GAIN = 0.1
 """The least share of a round that drafting is taken to gain, when that cost is reckoned."""
 _MIX_MEMORY = 0.8
@@ -45,8 +50,8 @@ class LearnedCosts:
     """Costs, and what became of draft tokens.
 
     Where no earlier process has measured the same work here in the last ten minutes, the first
-    rounds do: `measurement` is theirs until they are done, `measure_s` are their seconds, and
-    `estimate` has so long what was kept, or is None. `committed` are the tokens of the prompts that
+    rounds do: `measurement` is theirs until they are done, `measure_s` are their seconds, and until
+    then `estimate` is what was kept, or None. `committed` are the tokens of the prompts that
     they were measured with, and `measured_at` says when that was, in seconds since 1970.
     """
 
@@ -60,13 +65,16 @@ class LearnedCosts:
     _checks_plain: bool = False
     """Whether the rounds of the next step have no drafts, to be timed."""
     _since: float = 0.0
-    """Seconds since a step in which a quarter of the rounds, or more, had width 1."""
+    """Seconds since a step that timed plain rounds: one of the plain program, or, where there is
+    none, a step in which a quarter of the rounds, or more, had width 1."""
     _mix: Float[np.ndarray, "parts"] | float = 0.0
     """How often each part ran in the last steps."""
     next_is_plain: bool = False
     """Whether the next step is plain decoding's."""
-    _plain_rounds: int = 0
-    """The most rounds of such a step: then a drafter has to observe."""
+    most_plain_rounds: int = ROUNDS_PER_LOOK
+    """The most rounds of such a step."""
+    _has_room: bool = False
+    """Whether it may be: no drafter has to observe first."""
     _drafting_rounds: int = ROUNDS_PER_LOOK
     """The rounds of the next step if a drafter would draft in its first."""
     _sleeping_rounds: int = 1
@@ -84,24 +92,24 @@ class LearnedCosts:
         count = num_widths + 3 * len(parts)
         kept = processes.from_first(read_seconds(file, count) if processes.is_first() else None)
         longest = [part.num_nodes for part in parts]
+        costs = cls(None, file, committed=committed)
+        if any(part.looks_up for part in parts):
+            costs.most_plain_rounds = _SLEEPING_ROUNDS_OF_LOOKUPS
         if kept is None:
-            return cls(None, file, Measurement(num_widths, longest), committed)
-        seconds, measured_at = kept
-        known = cls(
-            CostFilter(seconds, num_widths), file, committed=committed, measured_at=measured_at
-        )
-        if not processes.from_first(0 <= time.time() - measured_at <= _TRUSTED_S):
-            known.measurement = Measurement(num_widths, longest, seconds)
-        return known
+            costs.measurement = Measurement(num_widths, longest)
+            return costs
+        seconds, costs.measured_at = kept
+        costs.estimate = CostFilter(seconds, num_widths)
+        if not processes.from_first(0 <= time.time() - costs.measured_at <= _TRUSTED_S):
+            costs.measurement = Measurement(num_widths, longest, seconds)
+        return costs
 
     def rounds(self, most: int) -> int:
         """How many rounds the next step has: at most `most`, and one where it is measured."""
         if self.measurement is not None:
             return 1
-        if self.next_is_plain:
-            most = min(most, self._plain_rounds)
         if self._checks_plain:
-            return min(most, _PLAIN_ROUNDS)
+            return min(most, _CHECKED_ROUNDS)
         return min(most, self._sleeping_rounds if self.next_is_plain else self._drafting_rounds)
 
     def begin(self, state: State) -> State:
@@ -109,7 +117,7 @@ class LearnedCosts:
         if self.policy is not None:
             # The first step takes the state's buffers over, and a caller may not see its end.
             state = state.replace(policy=jax.tree.map(jnp.copy, self.policy))
-        self.next_is_plain, self._drafting_rounds, self._plain_rounds = False, 1, 0
+        self.next_is_plain, self._drafting_rounds, self._has_room = False, 1, False
         if self.measurement is not None:
             return self._begin_kind(state, self.measurement.next)
         self._checks_plain = False
@@ -127,25 +135,30 @@ class LearnedCosts:
         self._sleeping_rounds = 1
 
     def after_step(
-        self, state: State, seconds: float, drafts: bool | None = None, plain_rounds: int = 0
+        self, state: State, seconds: float, drafts: bool | None = None, has_room: bool = False
     ) -> State:
         """The state after some rounds that took `seconds`, with the costs corrected by them.
 
-        `drafts` and `plain_rounds` say what the drafters would do in the next round
-        (`turns.Intention`); `drafts` is None where plain rounds have no program of their own.
+        `drafts` says whether a drafter would draft in the next round, and `has_room` whether none
+        has to observe first; `drafts` is None where plain rounds have no program of their own.
         Raises InputError where the clock does not move.
         """
         seconds = processes.from_first(seconds)
         work = fetch(state.policy.work)
         state = _put_policy(state, work=jax.tree.map(np.zeros_like, work))
-        self._plain_rounds = plain_rounds
+        self._has_room = has_room
         if self.measurement is None:
+            knows_plain = self.next_is_plain
             if drafts is None:
+                knows_plain = bool(4 * work.passes[0] >= work.passes.sum())
                 self._drafting_rounds = ROUNDS_PER_LOOK
             elif not self._checks_plain:
                 few = bool(2 * work.passes[0] > work.passes.sum())
                 self._begin_next(drafts, few=few)
-            return self._plain_again(self._corrected(state, work.counts(), seconds), work, seconds)
+            self._since = 0.0 if knows_plain else self._since + seconds
+            state = self._corrected(state, work.counts(), seconds)
+            can_check = drafts is None or has_room
+            return self._check_plain(state, possible=can_check and not knows_plain)
         self.measurement.add(seconds, work)
         self.measure_s += seconds
         if (kind := self.measurement.next) is not None:
@@ -170,48 +183,49 @@ class LearnedCosts:
         self._mix = _MIX_MEMORY * self._mix + ran
         before = self._mix @ self.estimate.seconds / self.estimate.seconds[0]
         self.estimate.update(ran, seconds)
+        # Sums may differ in the last bit between machines, and processes are to decide alike.
+        self.estimate.seconds = np.array(processes.from_first(self.estimate.seconds.tolist()))
         after = self._mix @ self.estimate.seconds / self.estimate.seconds[0]
         # What was spent is in plain rounds: where only these are corrected, it is to follow.
         spent = fetch(state.policy.spent) * after / before
         return _put_policy(state, costs=self.costs(), spent=spent)
 
-    def _plain_again(self, state: State, work: Work, seconds: float) -> State:
+    def _check_plain(self, state: State, *, possible: bool) -> State:
         """The state with rounds without drafts next, where it is time that some are timed."""
-        known = 4 * work.passes[0] >= work.passes.sum()
-        self._since = 0.0 if known else self._since + seconds
         if self._checks_plain:
             self._checks_plain = self.next_is_plain = False
             return _put_free(state)
         earned, spent = fetch((state.policy.earned, state.policy.spent))
         gained = 1 - min(float(spent / earned), 1.0)
-        lost = _PLAIN_ROUNDS * self.estimate.seconds[0] * max(gained, _LEAST_GAIN)
+        lost = _CHECKED_ROUNDS * self.estimate.seconds[0] * max(gained, _LEAST_GAIN)
         doubt = _DOUBTS * self.estimate.plain_doubt(self._mix)
         due = lost <= _PLAIN_AGAIN_SHARE * self._since and gained <= doubt
-        if not processes.from_first(bool(due and not known)):
+        if not processes.from_first(bool(due and possible)):
             return state
         self._checks_plain = True
-        return self._begin_kind(state, Kind(0, (0,) * len(work.first)))
+        return self._begin_kind(state, Kind(0, (0,) * state.policy.forced.shape[0]))
 
     def _begin_next(self, drafts: bool, *, few: bool) -> None:
         """Decide which program the next step is of, and its rounds.
 
         A step of either program is twice as long as the last one where that did what it is there
-        for; of one that drafted in `few` rounds, less than half, a single round is tried next.
+        for. After one that drafted in `few` rounds, less than half, the next is short, and a single
+        round if it is not to begin with a draft.
         """
         if self.next_is_plain:
-            self._sleeping_rounds = min(2 * self._sleeping_rounds, ROUNDS_PER_LOOK)
+            self._sleeping_rounds = min(2 * self._sleeping_rounds, self.most_plain_rounds)
             self._drafting_rounds = 1
         elif few:
-            self._drafting_rounds = 4 if drafts else 1
+            self._drafting_rounds = _SHORT_STEP if drafts else 1
         else:
             self._drafting_rounds = min(2 * self._drafting_rounds, ROUNDS_PER_LOOK)
             self._sleeping_rounds = 1
-        self.next_is_plain = not drafts and self._plain_rounds > 0
+        self.next_is_plain = not drafts and self._has_room
 
     def _begin_kind(self, state: State, kind: Kind) -> State:
         """The state with its next rounds of a kind that is to be timed."""
         drafts = kind.narrowest > 0 or any(kind.lengths)
-        self.next_is_plain = not drafts and self._plain_rounds > 0
+        self.next_is_plain = not drafts and self._has_room
         return _put_kind(state, kind)
 
     def end(self, state: State) -> None:
@@ -297,6 +311,9 @@ def _file(setup: Setup, committed: int) -> Path | None:
         plan.rule,
         plan.widths,
         plan.flags,
+        plan.logprobs,
+        plan.overlaps,
+        plan.plain_program,
         setup.num_rows,
         committed.bit_length(),
     )

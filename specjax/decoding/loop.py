@@ -32,7 +32,7 @@ from specjax.decoding.state import (
 from specjax.decoding.verify import VerifiedDraft, verify_draft
 from specjax.distributed.sharding import constrain_rows
 from specjax.draft_length import survival
-from specjax.draft_length.policy import Decisions, Policy, new_policy, row_weights
+from specjax.draft_length.policy import NOT_FORCED, Decisions, Policy, new_policy, row_weights
 from specjax.drafters.base import Accepted, Context, Noise, ReplayedRound, TargetPass
 from specjax.drafters.turns import NO_DRAFTER, Intention, Proposal
 from specjax.models.prefill import prefill
@@ -235,14 +235,16 @@ def plain_step(
 ) -> tuple[State, Seen]:
     """`step` under "auto" while all drafters sleep: what is run is plain decoding's program.
 
-    `intend` takes what happened into the policy.
+    It ends before a drafter has to observe. `look_ahead` takes what happened into the policy.
     """
+    context = make_context(plan, params[0], state)
+    max_rounds = jnp.minimum(max_rounds, plan.drafter.room(state.drafter, context))
     bare = state.replace(policy=None, history=None)
     after, seen = step(plan.without_drafts, params, bare, ended, max_rounds, enough)
     return after.replace(policy=state.policy, history=state.history), seen
 
 
-def intend(
+def look_ahead(
     plan: Plan, params: Any, state: State, emitted: Int[Array, "B R"], enough: Int[Array, ""]
 ) -> tuple[Policy, Intention]:
     """The policy after plain rounds, and what the drafters would do in the next round.
@@ -255,24 +257,28 @@ def intend(
     def learn(index: Int[Array, ""], policy: Policy) -> Policy:
         count = emitted[:, index]
         weight = (count >= 0).astype(jnp.float32)
-        counts = weight, jnp.maximum(count, 0), jnp.int32(0), nothing, nothing, nothing
-        after = policy.after_round(*counts, policy.survival)
-        ran = jnp.any(count >= 0)
-        return jax.tree.map(lambda new, old: jnp.where(ran, new, old), after, policy)
+        ran = nothing > 0, nothing, nothing, nothing
+        return policy.after_round(
+            weight, jnp.maximum(count, 0), jnp.int32(0), *ran, policy.survival
+        )
 
     policy = state.policy.replace(all_rows=jnp.asarray(enough > len(state.length)))
-    policy = lax.fori_loop(0, emitted.shape[1], learn, policy)
+    plain_rounds = (emitted >= 0).any(axis=0).sum()
+    policy = lax.fori_loop(0, plain_rounds, learn, policy)
     state = state.replace(policy=policy)
     context = make_context(plan, target_params, state)
     noise = draft_noise(plan, state, round_keys(plan, state))
     intention = plan.drafter.intend(draft_params, state.drafter, context, noise)
-    # What drafts in the next round is run again there, and counted there.
-    in_vain = jnp.where(intention.drafts, 0, intention.ran)
+    in_vain = intention.ran & ~intention.found
+    # Who is run again in the next round is counted there.
+    sleeps = ~intention.drafts & (intention.room > 0) & (policy.forced == NOT_FORCED).all()
+    declined = (sleeps & in_vain) * state.active.sum()
     policy = policy.replace(
-        # What has found a draft is still due, if that is why it looked.
-        since_run=jnp.where((intention.ran > 0) & ~intention.found, 0, policy.since_run),
+        # What has found a draft is still due, if that is why it was run.
+        idle_rounds=jnp.where(in_vain & ~policy.free, 0, policy.idle_rounds),
         work=policy.work.replace(first=policy.work.first + intention.ran),
-        survival=survival.decline(policy.survival, in_vain * state.active.sum()),
+        # A lookup would have been run in each of these rounds.
+        survival=survival.decline(policy.survival, declined, jnp.maximum(plain_rounds, 1)),
     )
     return policy, intention
 
@@ -398,7 +404,8 @@ def _learn(
         accepted[:, 1:],
         proposal.first * (state.active & (proposal.drafter == NO_DRAFTER)).sum(),
     )
-    ran = proposal.first, proposal.further, proposal.catch_up
+    drafted = (proposal.drafter[:, None] == jnp.arange(len(proposal.first))[None, :]).any(axis=0)
+    ran = drafted, proposal.first, proposal.further, proposal.catch_up
     policy = policy.after_round(_row_weights(state), count, width, *ran, seen)
     return {"policy": policy, "history": history}
 

@@ -36,9 +36,9 @@ class Programs(NamedTuple):
     state, *arguments)` is the same as `new` in the memory of earlier rows. `read(params, state,
     begin, end)` reads new rows' prompts, and `admit(state, slots, new)` puts them in; both also
     return an array that is there when they are done. `step(params, state, ended, max_rounds,
-    enough)` is `loop.step`; `plain_step` and `intend` are those of `loop`, or None unless the plan
-    has a plain program. The state that is changed is donated. `sizes` are the memory of `empty`,
-    `read` and `step`.
+    enough)` is `loop.step`; `plain_step` and `look_ahead` are those of `loop`, or None unless the
+    plan has a plain program. The state that is changed is donated. `sizes` are the memory of
+    `empty`, `read` and `step`.
     """
 
     empty: Any
@@ -48,7 +48,7 @@ class Programs(NamedTuple):
     admit: Any
     step: Any
     plain_step: Any | None
-    intend: Any | None
+    look_ahead: Any | None
     sizes: tuple[Any, ...]
     seconds: float
 
@@ -128,13 +128,13 @@ def _compile(plan: Plan, mesh: Mesh | None, tree: Any, leaves: tuple[_Leaf, ...]
             shape = (ended.shape[0], plan.rounds_per_step)
             emitted = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=whole)
             out = None if mesh is None else (placed.policy, whole)
-            intend = jax.jit(loop.intend, static_argnums=0, out_shardings=out)
-            intend = intend.lower(plan, params, state, emitted, number).compile()
+            look_ahead = jax.jit(loop.look_ahead, static_argnums=0, out_shardings=out)
+            look_ahead = look_ahead.lower(plan, params, state, emitted, number).compile()
         else:
-            plain_step = intend = None
+            plain_step = look_ahead = None
     sizes = tuple(program.memory_analysis() for program in (empty, read, step))
     seconds = time.perf_counter() - begin
-    return Programs(empty, new, renew, read, put, step, plain_step, intend, sizes, seconds)
+    return Programs(empty, new, renew, read, put, step, plain_step, look_ahead, sizes, seconds)
 
 
 def _renew(plan: Plan, params: Any, old: State, *arguments: Any) -> State:

@@ -129,8 +129,8 @@ class Seen:
     """What the host sees of a step: the rows after it, and what it added to them.
 
     `tokens[b, i]` is the i-th new token of row b, if it had so many, and `logprobs` its
-    log-probability, where the plan asks for those. `drafts` and `plain_rounds` say, where that was
-    asked, what the drafters would do in the next round (`turns.Intention`).
+    log-probability, where the plan asks for those. `drafts` and `room` say, where that was asked,
+    what the drafters would do in the next round (`turns.Intention`).
     """
 
     status: Int[Array | np.ndarray, "B"]
@@ -138,7 +138,7 @@ class Seen:
     logprobs: Float[Array | np.ndarray, "B M"] | None
     rounds: Rounds
     drafts: Bool[Array | np.ndarray, ""] | None = None
-    plain_rounds: Int[Array | np.ndarray, ""] | None = None
+    room: Int[Array | np.ndarray, ""] | None = None
 
 
 def admit(state: State, slots: Int[Array, "A"], new: State) -> State:

@@ -36,7 +36,7 @@ _LATE_POWER = 4.0
 _LAST_FACTOR = 0.5
 """What the last of many rows is taken to accept, beside rows on average."""
 _FREE = 0.02
-"""Where all drafters do not sleep, a draft of less than this share of a plain round is made."""
+"""A drafter that takes less than this share of a plain round is run even where it may not pay."""
 NOT_FORCED = -1
 
 
@@ -57,7 +57,7 @@ class Costs:
 
 @struct.dataclass
 class Work:
-    """How often each part of a round ran; the fields are those of `Costs`."""
+    """How often each part ran, in rounds and between them; the fields are those of `Costs`."""
 
     passes: Int[Array | np.ndarray, "widths"]
     first: Int[Array | np.ndarray, "D"]
@@ -205,10 +205,10 @@ class Policy:
     """What is known of costs and acceptance, for all rows of a batch.
 
     `earned` and `spent` are decayed sums of tokens per unfinished row, by what they are worth, and
-    of plain rounds' time; `since_run` are the rounds since each drafter ran. `forced` and
-    `narrowest` override decisions: the length of each drafter's draft, or -1, and the least
-    compiled width's index. `all_rows` says that the batch is done when its last row is, and nobody
-    waits for the slots of those that end before.
+    of plain rounds' time; `idle_rounds` are those since each drafter drafted, or ran in vain at
+    some cost. `forced` and `narrowest` override decisions: the length of each drafter's draft, or
+    -1, and the least compiled width's index. `all_rows` says that the batch is done when its last
+    row is, and nobody waits for the slots of those that end before.
     """
 
     costs: Costs
@@ -216,7 +216,7 @@ class Policy:
     survival: Survival
     earned: Float[Array, ""]
     spent: Float[Array, ""]
-    since_run: Int[Array, "D"]
+    idle_rounds: Int[Array, "D"]
     forced: Int[Array, "D"]
     narrowest: Int[Array, ""]
     all_rows: Bool[Array, ""]
@@ -225,6 +225,11 @@ class Policy:
         """Itself: what was learned is not of a row."""
         del slots, new
         return self
+
+    @property
+    def free(self) -> Bool[Array, "D"]:
+        """The drafters that cost so little that it need not pay to run them."""
+        return self.costs.first < _FREE * self.costs.passes[0]
 
     def pace(self, active: Bool[Array, "B"]) -> Float[Array, ""]:
         """Tokens per second that the batch makes; at least what it makes without drafts."""
@@ -241,13 +246,14 @@ class Policy:
         extra += self.costs.catch_up[number] * catch_up
         extra = (extra - self.costs.passes[0]) / self.costs.passes[0]
         rounds = jnp.maximum(LOOK_AGAIN_ROUNDS, extra / LOOK_AGAIN_SHARE)
-        return (self.since_run[number] >= rounds).astype(jnp.int32)
+        return (self.idle_rounds[number] >= rounds).astype(jnp.int32)
 
     def after_round(
         self,
         weight: Float[Array, "B"],
         emitted: Int[Array, "B"],
         width: Int[Array, ""],
+        drafted: Bool[Array, "D"],
         first: Int[Array, "D"],
         further: Int[Array, "D"],
         catch_up: Int[Array, "D"],
@@ -255,8 +261,8 @@ class Policy:
     ) -> Policy:
         """What is known after a round at compiled width `width` (its index).
 
-        `weight` is what a token of each row was worth; `first`, `further` and `catch_up` count
-        what ran, as `Work` does.
+        `weight` is what a token of each row was worth, and `drafted` says who drafted in any row;
+        `first`, `further` and `catch_up` count what ran, as `Work` does.
         """
         rows = jnp.maximum(weight.sum(), 1.0)
         costs = self.costs
@@ -272,7 +278,7 @@ class Policy:
             survival=learned,
             earned=self.earned * _PACE_MEMORY + (weight * emitted).sum() / rows,
             spent=self.spent * _PACE_MEMORY + seconds / costs.passes[0],
-            since_run=jnp.where(first > 0, 0, self.since_run + 1),
+            idle_rounds=jnp.where(drafted | ((first > 0) & ~self.free), 0, self.idle_rounds + 1),
         )
 
 
@@ -322,7 +328,7 @@ class Decisions:
             limit=limit,
             planned=jnp.int32(0),
             at_least=policy.look_again(number, catch_up),
-            free=policy.costs.first[number] < _FREE * policy.costs.passes[0],
+            free=policy.free[number],
             forced=policy.forced[number],
         )
         return turn.replace(planned=_planned(turn, tree=tree))
@@ -342,7 +348,7 @@ def new_policy(drafters: int, longest: int, nodes: int, num_widths: int) -> Poli
         survival=survival.no_survival(drafters, longest, nodes),
         earned=jnp.float32(_PACE_WEIGHT),
         spent=jnp.float32(_PACE_WEIGHT),
-        since_run=jnp.zeros(drafters, jnp.int32),
+        idle_rounds=jnp.zeros(drafters, jnp.int32),
         forced=jnp.full(drafters, NOT_FORCED, jnp.int32),
         narrowest=jnp.int32(0),
         all_rows=jnp.bool_(False),

@@ -121,15 +121,19 @@ def chance(
     return jnp.minimum(table * factor, _MOST)
 
 
-def decline(survival: Survival, declined: Int[Array, "D"]) -> Survival:
-    """What is known after each drafter found nothing in `declined` more rows."""
-    keep = jnp.where(declined > 0, _MEMORY, 1.0)
+def decline(
+    survival: Survival, declined: Int[Array, "D"], rounds: Int[Array, ""] | int
+) -> Survival:
+    """What is known after so many rounds in which each drafter found nothing in `declined` rows."""
+    keep = jnp.where(declined > 0, _MEMORY**rounds, 1.0)
 
     def kept(table: Array) -> Array:
         return table * keep.reshape(-1, *[1] * (table.ndim - 1))
 
     survival = jax.tree.map(kept, survival)
-    return survival.replace(declined=survival.declined + declined)
+    return survival.replace(
+        declined=survival.declined + declined * (1 - _MEMORY**rounds) / (1 - _MEMORY)
+    )
 
 
 def observe(

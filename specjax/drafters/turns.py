@@ -58,15 +58,16 @@ class Proposal(NamedTuple):
 
 
 class Intention(NamedTuple):
-    """Whether some drafter would draft in a round, and which ones (D) ran to say so.
+    """What the drafters would do in the next round.
 
-    `found` are those that ran and have a draft. As many as `plain_rounds` may be run instead: then
-    a drafter has to observe.
+    `drafts` says whether any of them would draft. Lookups are run to find out: `ran` are those that
+    were, and `found` those of them that have a draft. `room` is how many tokens each row may commit
+    before a drafter has to observe them, or it loses features.
     """
 
     drafts: Bool[Array, ""]
-    plain_rounds: Int[Array, ""]
-    ran: Int[Array, "D"]
+    room: Int[Array, ""]
+    ran: Bool[Array, "D"]
     found: Bool[Array, "D"]
 
 
@@ -237,7 +238,7 @@ class Turns:
 
         The states do not change.
         """
-        drafts, plain_rounds, ran, found = jnp.bool_(False), jnp.int32(INT32_MAX), [], []
+        drafts, ran, found = jnp.bool_(False), [], []
         for number, part in enumerate(self.parts):
             limit = jnp.minimum(context.limit, part.num_speculative_tokens)
             missed = _wide_passes(part, state[number])
@@ -249,15 +250,24 @@ class Turns:
                 draft = draft.replace(valid=draft.topology.close(draft.valid))
                 has_draft = jnp.any(_decided_after(part, own, draft)[0].valid)
             else:
-                has_draft = runs
+                has_draft = runs & (own.turn.planned > 0)
             drafts |= has_draft
-            if part.features and part.num_speculative_tokens:
-                room = _room(state[number], context)
-                room = jnp.where(room < context.longest_commit, 0, room)
-                plain_rounds = jnp.minimum(plain_rounds, room)
             ran.append(runs & part.looks_up)
             found.append(has_draft & part.looks_up)
-        return Intention(drafts, plain_rounds, jnp.stack(ran).astype(jnp.int32), jnp.stack(found))
+        return Intention(drafts, self.room(state, context), jnp.stack(ran), jnp.stack(found))
+
+    def room(self, state: tuple[PartState, ...], context: Context) -> Int[Array, ""]:
+        """How many tokens each row may commit before a drafter has to observe them.
+
+        `INT32_MAX` where none reads features, and 0 where one would observe in the next round.
+        """
+        room = jnp.int32(INT32_MAX)
+        for part, own in zip(self.parts, state, strict=True):
+            if part.features and part.num_speculative_tokens:
+                left = _room(own, context)
+                left = jnp.where(left < context.longest_commit, 0, left)
+                room = jnp.minimum(room, left)
+        return room
 
     def _noise(self, number: int, noise: Noise, context: Context) -> Noise:
         return drafter_noise(noise, number, len(self.parts)) if context.needs_logq else noise

@@ -117,7 +117,7 @@ class DeviceRows:
         """
         programs, params = self.compile(), self.setup.params
         numbers = np.int32(max_rounds), np.int32(enough)
-        if programs.intend is None:
+        if programs.look_ahead is None:
             self._state, seen = programs.step(params, self._state, ended, *numbers)
         else:
             plain = self.costs.next_is_plain
@@ -125,9 +125,9 @@ class DeviceRows:
             self._state, seen = run(params, self._state, ended, *numbers)
             emitted = seen.rounds.emitted
             unknown = emitted if plain else np.full(emitted.shape, -1, np.int32)
-            policy, intention = programs.intend(params, self._state, unknown, numbers[1])
+            policy, intention = programs.look_ahead(params, self._state, unknown, numbers[1])
             self._state = self._state.replace(policy=policy)
-            seen = seen.replace(drafts=intention.drafts, plain_rounds=intention.plain_rounds)
+            seen = seen.replace(drafts=intention.drafts, room=intention.room)
         for part in jax.tree.leaves(seen):
             part.copy_to_host_async()
         return seen
@@ -140,8 +140,8 @@ class DeviceRows:
         """Correct the costs by the last step, which took `seconds`. Raises InputError."""
         if self.costs is not None:
             drafts = None if seen.drafts is None else bool(seen.drafts)
-            rounds = 0 if seen.plain_rounds is None else int(seen.plain_rounds)
-            self._state = self.costs.after_step(self._state, seconds, drafts, rounds)
+            has_room = seen.room is not None and bool(seen.room > 0)
+            self._state = self.costs.after_step(self._state, seconds, drafts, has_room)
 
     def update_params(self, params: Any, drafter_params: Any = None) -> None:
         """Decode with other parameters; what was learned with the old ones is dropped.
