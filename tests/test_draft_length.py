@@ -330,7 +330,7 @@ def test_a_plain_round_that_is_believed_too_dear_is_timed_again(long_target, mon
     found = []
     for checked in (True, False):
         if not checked:
-            monkeypatch.setattr(LearnedCosts, "_plain_again", lambda self, state, *_: state)
+            monkeypatch.setattr(LearnedCosts, "_check_plain", lambda self, state, **_: state)
         learned = Injected(CostFilter(true + off, 3, off / 2), None)
         learned.begin_with(lambda committed: true, session)
         decode_at_costs(session, learned)
