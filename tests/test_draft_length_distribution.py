@@ -90,6 +90,36 @@ def pairs(target, drafter, length, groups=FEWER, costs=None, kinds=None, widths=
     return np.asarray(tokens), np.asarray(drafted)
 
 
+def pairs_by_steps(target, drafter, length, groups):
+    """The same tokens, and who ran each round: 1 the plain program, 0 the one that can draft."""
+    model, params = target
+    turns, drafter_params = take_turns(drafter)
+    params = params, drafter_params
+    capacity = len(PROMPT) + LENGTH + length + 1
+    auto = DraftLength(length, auto=True)
+    plan = make_plan(model, turns, auto, verify=Rejection(), request=AS_IS, capacity=capacity)
+    options = np.zeros(ROWS, bool), jnp.int32(1), jnp.int32(ROWS + 1)
+
+    @jax.jit
+    def one(group):
+        index = ROWS * group + jnp.arange(ROWS)
+        state = loop.start(plan, params, *first_rows(plan, PROMPT, AS_IS, index, 0))
+        state = state.replace(policy=state.policy.replace(costs=some_pay(plan)))
+        plain, ran = jnp.bool_(False), []
+        for _ in range(LENGTH):
+            programs = (functools.partial(run, plan) for run in (loop.plain_step, loop.step))
+            state, seen = jax.lax.cond(plain, *programs, params, state, *options)
+            unknown = jnp.where(plain, seen.rounds.emitted, -1)
+            policy, intention = loop.look_ahead(plan, params, state, unknown, options[-1])
+            state = state.replace(policy=policy)
+            ran.append(plain)
+            plain = ~intention.drafts & (intention.room > 0)
+        return state.tokens[:, len(PROMPT) : len(PROMPT) + LENGTH], jnp.stack(ran)
+
+    tokens, ran = jax.vmap(one)(jnp.arange(groups))
+    return np.asarray(tokens), np.asarray(ran)
+
+
 def joint(target, tokens, rows=(0, 1), length=2):
     """The chi-square of the tokens of some rows together."""
     outputs = tokens[:, list(rows), LENGTH - length :].reshape(len(tokens), -1)
@@ -165,6 +195,28 @@ def test_a_drawn_tree_is_not_cut_by_its_own_tokens(tables, monkeypatch):
 
     monkeypatch.setattr(turns, "_decided_after", by_own_tokens)
     tokens, _ = sized(target, draft, FEWER)
+    found = joint(target, tokens)
+    assert found.statistic > 1.5 * found.threshold
+
+
+def test_pairs_of_rows_whose_drafters_sleep(tables, monkeypatch):
+    """Which program runs a round is chosen before anything of it is drawn."""
+    target, draft = tables
+    drafter = draft_model(draft, num_speculative_tokens=2)
+    tokens, ran = pairs_by_steps(target, drafter, 2, FEWER)
+    # The first round may draft in any case.
+    assert 0.05 < ran[:, 1:].mean() < 0.95
+    found = joint(target, tokens)
+    assert found.statistic < found.threshold, found
+
+    def by_what_would_be_drawn(self, params, state, context, noise):
+        draft = self.propose(params, state, context, noise).draft
+        drafts = jnp.any(draft.valid[:, 0] & (draft.tokens[:, 0] == 1))
+        return true_intention(self, params, state, context, noise)._replace(drafts=drafts)
+
+    true_intention = turns.Turns.intend
+    monkeypatch.setattr(turns.Turns, "intend", by_what_would_be_drawn)
+    tokens, _ = pairs_by_steps(target, drafter, 2, FEWER)
     found = joint(target, tokens)
     assert found.statistic > 1.5 * found.threshold
 
