@@ -61,6 +61,7 @@ SCRIPTS = {
     "report_mtp": {"model": "folder", "data": "folder"},
     "ablate_mtp": {"data": "folder"},
     "make_debian_corpus": {"output": "new"},
+    "draw_training": {"workdir": "folder", "out": "new"},
     "compare_trees": {},
     "sweep": {},
 }
