@@ -75,7 +75,7 @@ def curves(
 
 def draw(out: Path, losses: Mapping, shares: Mapping, bigram: float | None) -> None:
     """Write the picture of `curves`; `bigram` is a level among the losses."""
-    from matplotlib import rcParams
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), facecolor="white", layout="constrained")
@@ -96,11 +96,10 @@ def draw(out: Path, losses: Mapping, shares: Mapping, bigram: float | None) -> N
         figure.axes[0].axhline(bigram, color="0.4", linestyle="--", label="bigram, held out")
     for axes in figure.axes:
         axes.legend(fontsize="small")
-    # The same numbers make the same file.
-    with_salt = {"svg.hashsalt": "specjax"}
-    rcParams.update(with_salt)
     out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=150, metadata={"Date": None} if out.suffix == ".svg" else None)
+    # The same numbers make the same file.
+    with rc_context({"svg.hashsalt": "specjax"}):
+        figure.savefig(out, dpi=150, metadata={"Date": None} if out.suffix == ".svg" else None)
 
 
 if __name__ == "__main__":
