@@ -21,8 +21,8 @@ import numpy as np
 from absl import app, flags, logging
 
 from specjax.cli.built_in_prompts import BUILT_IN
+from specjax.decoding.engine.learned_costs import LearnedCosts
 from specjax.decoding.generate import decode_session, open_engine
-from specjax.decoding.learned_costs import LearnedCosts
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.plan import Session, plan_session
 from specjax.decoding.prompts import encode_prompt, read_questions

@@ -12,8 +12,8 @@ from conftest import slow, tiny_config
 from decoding import PROMPTS, decode, decode_at_costs, draft_model, greedy, make_session, mixed
 
 from specjax.decoding import loop
+from specjax.decoding.engine.learned_costs import LearnedCosts
 from specjax.decoding.generate import add_prompts, decode_session, open_engine
-from specjax.decoding.learned_costs import LearnedCosts
 from specjax.draft_length import survival
 from specjax.draft_length.cost_filter import CostFilter
 from specjax.draft_length.limits import DraftLength

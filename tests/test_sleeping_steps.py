@@ -23,8 +23,9 @@ from heads import eagle_head, mtp_head
 
 from specjax.cache import KVCache
 from specjax.decoding import loop
+from specjax.decoding.engine.learned_costs import LearnedCosts
+from specjax.decoding.engine.next_step import NextStep
 from specjax.decoding.generate import add_prompts, open_engine
-from specjax.decoding.learned_costs import LearnedCosts
 from specjax.decoding.programs import start
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.state import RUNNING
@@ -78,7 +79,7 @@ class Scripted(LearnedCosts):
     steps: int = 0
 
     def after_step(self, state, seconds, *intention):
-        self.seen.append((self.next_is_plain, bool(state.policy.work.passes[1:].sum())))
+        self.seen.append((self.next_step.plain, bool(state.policy.work.passes[1:].sum())))
         self.steps += 1
         dear = self.steps % 8 >= 3
         state = super().after_step(state, 1.0, *intention)
@@ -173,6 +174,18 @@ def test_rows_are_those_of_plain_decoding(name, tiny, similar, wanted):
     assert any(drafted for _, drafted in engine.costs.seen[slept.index(True) :])
 
 
+class Recorded(NextStep):
+    """Says when new rows came."""
+
+    def __init__(self, events):
+        super().__init__()
+        self.events = events
+
+    def rows_admitted(self):
+        super().rows_admitted()
+        self.events.append("admitted")
+
+
 class Dear(LearnedCosts):
     """Wider passes always take so much longer than width 1; what is done with them is kept."""
 
@@ -181,14 +194,11 @@ class Dear(LearnedCosts):
     def __init__(self, plan, wider):
         super().__init__(CostFilter(figures(plan, wider), len(plan.widths)), None)
         self.plan, self.wider, self.events = plan, wider, []
-
-    def rows_admitted(self):
-        super().rows_admitted()
-        self.events.append("admitted")
+        self.next_step = Recorded(self.events)
 
     def rounds(self, most):
         rounds = super().rounds(most)
-        self.events.append(("plain" if self.next_is_plain else "drafting", rounds))
+        self.events.append(("plain" if self.next_step.plain else "drafting", rounds))
         return rounds
 
     def after_step(self, state, seconds, *intention):
@@ -234,7 +244,7 @@ def test_parameters_may_be_replaced_while_drafters_sleep(tiny, similar, wanted):
     got = {}
     replaced = False
     for delta in engine:
-        if not replaced and engine.costs.next_is_plain:
+        if not replaced and engine.costs.next_step.plain:
             replaced = True
             engine.update_params(tiny.params)
         if delta.output is not None:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Int
 
-from specjax.decoding.learned_costs import LearnedCosts
+from specjax.decoding.engine.learned_costs import LearnedCosts
 from specjax.decoding.plan import Setup, flags_of
 from specjax.decoding.programs import Programs, compile_setup
 from specjax.decoding.rows import Row, RowArguments, row_arguments
@@ -106,7 +106,7 @@ class DeviceRows:
         where[: len(slots)] = slots
         self._all_read = True
         if self.costs is not None:
-            self.costs.rows_admitted()
+            self.costs.next_step.rows_admitted()
         self._state, ready = self.compile().admit(self._state, where, self._new)
         return ready
 
@@ -120,7 +120,7 @@ class DeviceRows:
         if programs.look_ahead is None:
             self._state, seen = programs.step(params, self._state, ended, *numbers)
         else:
-            plain = self.costs.next_is_plain
+            plain = self.costs.next_step.plain
             run = programs.plain_step if plain else programs.step
             self._state, seen = run(params, self._state, ended, *numbers)
             emitted = seen.rounds.emitted

@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 
 from specjax import sampling
 from specjax.decoding.engine.device_rows import DeviceRows
+from specjax.decoding.engine.learned_costs import LearnedCosts
 from specjax.decoding.engine.outputs import (
     ABORTED,
     Delta,
@@ -30,7 +31,6 @@ from specjax.decoding.engine.outputs import (
 )
 from specjax.decoding.engine.scheduler import Request, Scheduler
 from specjax.decoding.engine.statistics import Statistics, Step
-from specjax.decoding.learned_costs import LearnedCosts
 from specjax.decoding.options import BATCH_SIZE, DecodeOptions
 from specjax.decoding.plan import (
     Setup,

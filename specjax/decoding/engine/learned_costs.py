@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from specjax.decoding.engine.next_step import SLEEPING_ROUNDS_OF_LOOKUPS, NextStep
 from specjax.decoding.plan import Setup
 from specjax.decoding.state import State
 from specjax.distributed import processes
@@ -23,12 +24,6 @@ from specjax.draft_length.policy import Costs, Policy, new_policy
 from specjax.errors import InputError
 from specjax.files.measured_seconds import keep_seconds, read_seconds, seconds_file
 
-ROUNDS_PER_LOOK = 16
-"""The most rounds between two looks at the clock."""
-_SLEEPING_ROUNDS_OF_LOOKUPS = 4
-"""The same while all drafters sleep, where some look tokens up: what they find soon passes by."""
-_SHORT_STEP = 4
-"""The rounds of a step after one in which less than half of the rounds had drafts."""
 _CHECKED_ROUNDS = 4
 """Rounds without drafts that are timed, where none come by themselves: else nothing corrects what
 they are believed to cost, and a plain round that is believed too dear makes drafts seem to pay."""
@@ -69,16 +64,7 @@ class LearnedCosts:
     none, a step in which a quarter of the rounds, or more, had width 1."""
     _mix: Float[np.ndarray, "parts"] | float = 0.0
     """How often each part ran in the last steps."""
-    next_is_plain: bool = False
-    """Whether the next step is plain decoding's."""
-    most_plain_rounds: int = ROUNDS_PER_LOOK
-    """The most rounds of such a step."""
-    _has_room: bool = False
-    """Whether it may be: no drafter has to observe first."""
-    _drafting_rounds: int = ROUNDS_PER_LOOK
-    """The rounds of the next step if a drafter would draft in its first."""
-    _sleeping_rounds: int = 1
-    """The same if none would."""
+    next_step: NextStep = field(default_factory=NextStep)
 
     @classmethod
     def of_setup(cls, setup: Setup, committed: int) -> LearnedCosts:
@@ -94,7 +80,7 @@ class LearnedCosts:
         longest = [part.num_nodes for part in parts]
         costs = cls(None, file, committed=committed)
         if any(part.looks_up for part in parts):
-            costs.most_plain_rounds = _SLEEPING_ROUNDS_OF_LOOKUPS
+            costs.next_step.most_plain_rounds = SLEEPING_ROUNDS_OF_LOOKUPS
         if kept is None:
             costs.measurement = Measurement(num_widths, longest)
             return costs
@@ -110,14 +96,14 @@ class LearnedCosts:
             return 1
         if self._checks_plain:
             return min(most, _CHECKED_ROUNDS)
-        return min(most, self._sleeping_rounds if self.next_is_plain else self._drafting_rounds)
+        return min(most, self.next_step.rounds)
 
     def begin(self, state: State) -> State:
         """A state that nothing was decoded in, with what is known."""
         if self.policy is not None:
             # The first step takes the state's buffers over, and a caller may not see its end.
             state = state.replace(policy=jax.tree.map(jnp.copy, self.policy))
-        self.next_is_plain, self._drafting_rounds, self._has_room = False, 1, False
+        self.next_step.begin()
         if self.measurement is not None:
             return self._begin_kind(state, self.measurement.next)
         self._checks_plain = False
@@ -126,13 +112,9 @@ class LearnedCosts:
     def begin_anew(self, state: State) -> State:
         """A state whose rows decode on, with what is known here and nothing that it had learned."""
         fresh = _fresh_policy(state)
-        parts = {field.name: getattr(fresh, field.name) for field in fields(fresh)}
+        parts = {one.name: getattr(fresh, one.name) for one in fields(fresh)}
         history = jax.tree.map(lambda part: jax.device_put(0 * part, part.sharding), state.history)
         return self.begin(_put_policy(state, **parts).replace(history=history))
-
-    def rows_admitted(self) -> None:
-        """Ask after a single plain round whether drafters would draft: new rows may well."""
-        self._sleeping_rounds = 1
 
     def after_step(
         self, state: State, seconds: float, drafts: bool | None = None, has_room: bool = False
@@ -146,15 +128,15 @@ class LearnedCosts:
         seconds = processes.from_first(seconds)
         work = fetch(state.policy.work)
         state = _put_policy(state, work=jax.tree.map(np.zeros_like, work))
-        self._has_room = has_room
+        self.next_step.ended(has_room=has_room)
         if self.measurement is None:
-            knows_plain = self.next_is_plain
+            knows_plain = self.next_step.plain
             if drafts is None:
                 knows_plain = bool(4 * work.passes[0] >= work.passes.sum())
-                self._drafting_rounds = ROUNDS_PER_LOOK
+                self.next_step.draft_long()
             elif not self._checks_plain:
                 few = bool(2 * work.passes[0] > work.passes.sum())
-                self._begin_next(drafts, few=few)
+                self.next_step.choose(drafts=drafts, few=few)
             self._since = 0.0 if knows_plain else self._since + seconds
             state = self._corrected(state, work.counts(), seconds)
             can_check = drafts is None or has_room
@@ -164,7 +146,7 @@ class LearnedCosts:
         if (kind := self.measurement.next) is not None:
             return self._begin_kind(state, kind)
         self._take_figures()
-        self.next_is_plain = False
+        self.next_step.draft()
         # What was drafted to measure says nothing of how fast the batch is.
         free = _fresh_policy(state)
         return _put_policy(
@@ -193,7 +175,8 @@ class LearnedCosts:
     def _check_plain(self, state: State, *, possible: bool) -> State:
         """The state with rounds without drafts next, where it is time that some are timed."""
         if self._checks_plain:
-            self._checks_plain = self.next_is_plain = False
+            self._checks_plain = False
+            self.next_step.draft()
             return _put_free(state)
         earned, spent = fetch((state.policy.earned, state.policy.spent))
         gained = 1 - min(float(spent / earned), 1.0)
@@ -205,27 +188,9 @@ class LearnedCosts:
         self._checks_plain = True
         return self._begin_kind(state, Kind(0, (0,) * state.policy.forced.shape[0]))
 
-    def _begin_next(self, drafts: bool, *, few: bool) -> None:
-        """Decide which program the next step is of, and its rounds.
-
-        A step of either program is twice as long as the last one where that did what it is there
-        for. After one that drafted in `few` rounds, less than half, the next is short, and a single
-        round if it is not to begin with a draft.
-        """
-        if self.next_is_plain:
-            self._sleeping_rounds = min(2 * self._sleeping_rounds, self.most_plain_rounds)
-            self._drafting_rounds = 1
-        elif few:
-            self._drafting_rounds = _SHORT_STEP if drafts else 1
-        else:
-            self._drafting_rounds = min(2 * self._drafting_rounds, ROUNDS_PER_LOOK)
-            self._sleeping_rounds = 1
-        self.next_is_plain = not drafts and self._has_room
-
     def _begin_kind(self, state: State, kind: Kind) -> State:
         """The state with its next rounds of a kind that is to be timed."""
-        drafts = kind.narrowest > 0 or any(kind.lengths)
-        self.next_is_plain = not drafts and self._has_room
+        self.next_step.take(drafts=kind.narrowest > 0 or any(kind.lengths))
         return _put_kind(state, kind)
 
     def end(self, state: State) -> None:
