@@ -138,6 +138,10 @@ def test_rows_of_a_random_rule_can_be_replayed(rule, tiny, similar):
         **options,
     )
     assert again.token_ids == [outputs[index].token_ids for index in range(len(PROMPTS))]
+    for name in ("drafted", "accepted", "emitted", "drafter"):
+        for mine, one in zip(getattr(again, name), counts, strict=True):
+            before = np.asarray(getattr(one, name))
+            np.testing.assert_array_equal(mine[: len(before)], before)
 
 
 def padded(values, most):

@@ -35,6 +35,7 @@ from specjax.models.layers.attention import (
 )
 from specjax.models.layers.decoder_layer import (
     Block,
+    at_layer,
     embed,
     limited,
     merge_heads,
@@ -258,7 +259,8 @@ class DecoderModule(nn.Module):
             else:
                 keys = write_window(kept.k, key, index, start)
                 values = write_window(kept.v, value, index, start)
-                mixed = attend(query, keys[index], values[index], view.seen, softcap)
+                own = (at_layer(part, index) for part in (keys, values))
+                mixed = attend(query, *own, view.seen, softcap)
                 kept = kept.replace(k=keys, v=values)
             if attend_committed is not None:
                 mixed = attend_committed(query, cache, index, start=mixed, **view.limits)
@@ -348,7 +350,8 @@ def write_window(
 ) -> Float[Array, "L B G W C"]:
     """A window's keys or values with those of T new tokens written to slots start..start+T."""
     new = new.transpose(0, 2, 1, 3)[None].astype(window.dtype)
-    return lax.dynamic_update_slice(window, new, (layer, 0, 0, start, 0))
+    where = (layer, 0, 0, start, 0)
+    return lax.dynamic_update_slice(window, new, where, allow_negative_indices=False)
 
 
 def check_features(names: Iterable[str], num_layers: int) -> None:

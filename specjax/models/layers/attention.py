@@ -24,6 +24,7 @@ CACHE_BLOCK = 256
 """Committed tokens of all rows read at a time; a cache's capacity is a multiple of it."""
 _ROW_BLOCK = 128
 """Committed tokens read at a time of one row."""
+_slice = functools.partial(lax.dynamic_slice, allow_negative_indices=False)
 _MOST_SCORES = {"cpu": 1 << 21, "accelerator": 1 << 27}
 """Scores held at a time in training, on each device."""
 
@@ -200,8 +201,8 @@ def attend_cache(
     def block(index: Int[Array, ""], total: Partial) -> Partial:
         first = index * step
         where = (layer, 0, 0, first, 0)
-        key = lax.dynamic_slice(cache.k, where, (1, batch, kv_heads, step, width))[0]
-        value = lax.dynamic_slice(cache.v, where, (1, batch, kv_heads, step, width))[0]
+        size = (1, batch, kv_heads, step, width)
+        key, value = (_slice(part, where, size)[0] for part in (cache.k, cache.v))
         visible = _committed(cache.length, first + offsets, oldest)
         return merge(total, attend(query, key, value, visible, softcap))
 
@@ -250,7 +251,7 @@ def _attend_rows(
         def block(number: Int[Array, ""], total: Partial) -> Partial:
             first = number * step
             where = (layer, index, 0, first, 0)
-            key, value = (lax.dynamic_slice(part, where, size)[0] for part in (keys, values))
+            key, value = (_slice(part, where, size)[0] for part in (keys, values))
             visible = _committed(length, first + offsets, oldest)
             return merge(total, attend(query, key, value, visible, softcap))
 
@@ -296,8 +297,10 @@ def attend_whole_cache(
     softcap: float | None = None,
 ) -> Partial:
     """`start` merged with all of one layer's capacity at once, what is not committed masked."""
-    key = lax.dynamic_index_in_dim(cache.k, layer, keepdims=False)
-    value = lax.dynamic_index_in_dim(cache.v, layer, keepdims=False)
+    key, value = (
+        lax.dynamic_index_in_dim(part, layer, keepdims=False, allow_negative_indices=False)
+        for part in (cache.k, cache.v)
+    )
     visible = _committed(cache.length, jnp.arange(cache.capacity), oldest)
     # Otherwise XLA merges this product with the window's, and concatenates a copy of the cache.
     query = lax.optimization_barrier(query)

@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from specjax.distributed.sharding import constrain
 from specjax.models.config import DecoderConfig
@@ -172,13 +172,20 @@ def merge_heads(layer: dict[str, Any], config: DecoderConfig) -> dict[str, Any]:
     return {**layer, "attention": {**attention, "output": output}}
 
 
+def at_layer(stacked: Shaped[Array, "L ..."], index: Int[Array, ""] | int) -> jax.Array:
+    """What a layer has of a stack over layers; the index is known not to be negative."""
+    if isinstance(index, int):
+        return stacked[index]
+    return lax.dynamic_index_in_dim(stacked, index, keepdims=False, allow_negative_indices=False)
+
+
 def one_layer(layers: dict[str, Any], index: Int[Array, ""] | int) -> dict[str, Any]:
     """A layer of stacked ones; its experts stay stacked, with the index beside them."""
     if "experts" not in layers["mlp"]:
-        return jax.tree.map(lambda leaf: leaf[index], layers)
+        return jax.tree.map(lambda leaf: at_layer(leaf, index), layers)
     kernels = layers["mlp"]["experts"]
     rest = {name: part for name, part in layers["mlp"].items() if name != "experts"}
-    layer = jax.tree.map(lambda leaf: leaf[index], {**layers, "mlp": rest})
+    layer = jax.tree.map(lambda leaf: at_layer(leaf, index), {**layers, "mlp": rest})
     return {**layer, "mlp": {**layer["mlp"], "experts": _stacked(kernels, index)}}
 
 
