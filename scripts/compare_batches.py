@@ -5,8 +5,9 @@
 The same requests in the same order, new tokens between `--new_tokens` by a seeded draw that the
 scheduler does not know: decoded `--slots` at a time, each batch until its last row has ended, and
 through as many slots that are refilled. Both ways run in turn for each seed, warm; tokens/s count
-prefill and decoding. Prints both, their ratio with median and range, the share of busy slots while
-requests waited, and whether all tokens agree. Exit code 1 if they do not.
+prefill and decoding. Prints both, their ratio with median and range, the rounds of each, the ratio
+that those allow (if a round of a batch took as long as one of full slots), the share of busy slots
+while requests waited, and whether all tokens agree. Exit code 1 if they do not.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import numpy as np
 from absl import app, flags, logging
 
 from specjax.cli.built_in_prompts import BUILT_IN
-from specjax.decoding.generate import Generation, decode_session, open_engine
+from specjax.decoding.engine.statistics import EngineSummary
+from specjax.decoding.generate import decode_session, open_engine
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.plan import Session, plan_session
 from specjax.decoding.prompts import read_questions
@@ -65,19 +67,20 @@ def main(argv: list[str]) -> int:
         # A capacity of all seeds alike: one program.
         session = replace(session, plan=replace(session.plan, capacity=_capacity(ids, most)))
         if not seed:
-            _batches(session, session.groups(_SLOTS.value)[:1])
-        slots, busy = _slots(session)
-        batches = _batches(session, session.groups(_SLOTS.value))
-        waited = sum(map(_seconds, batches))
-        tokens = [ids for batch in batches for ids in batch.token_ids]
-        same &= tokens == slots.token_ids
-        ratios.append(waited / _seconds(slots))
+            _decode(session, session.groups(_SLOTS.value)[:1])
+        slots, tokens = _decode(session, [list(range(len(ids)))])
+        batches, expected = _decode(session, session.groups(_SLOTS.value))
+        same &= tokens == expected
+        ratios.append(_seconds(batches) / _seconds(slots))
+        a_round = slots.decode_s / slots.rounds
+        allowed = (batches.prefill_s + batches.rounds * a_round) / _seconds(slots)
         print(
-            f"seed {seed}: batches {sum(new) / waited:.1f} tokens/s, slots "
+            f"seed {seed}: batches {sum(new) / _seconds(batches):.1f} tokens/s, slots "
             f"{sum(new) / _seconds(slots):.1f}, {ratios[-1]:.2f} x; prefill "
-            f"{sum(one.prefill_s for one in batches):.1f} and {slots.prefill_s:.1f} s, decoding "
-            f"{sum(one.decode_s for one in batches):.1f} and {slots.decode_s:.1f} s; "
-            f"{busy:.1%} of the slots busy while requests waited",
+            f"{batches.prefill_s:.1f} and {slots.prefill_s:.1f} s, decoding {batches.decode_s:.1f} "
+            f"and {slots.decode_s:.1f} s; rounds {batches.rounds} and {slots.rounds}, which allow "
+            f"{allowed:.2f} x; {slots.occupancy_waiting:.1%} of the slots busy while requests "
+            "waited",
             flush=True,
         )
     print(
@@ -91,21 +94,17 @@ def _capacity(ids: list[list[int]], most: int) -> int:
     return 2 ** (max(map(len, ids)) + most).bit_length()
 
 
-def _batches(session: Session, groups: list[list[int]]) -> list[Generation]:
-    """Batch after batch, each until its last row has ended."""
+def _decode(session: Session, groups: list[list[int]]) -> tuple[EngineSummary, list[list[int]]]:
+    """Each group of prompts until its last row has ended; what it took, and the tokens."""
     engine = open_engine(session)
-    return [decode_session(session, index=index, engine=engine) for index in groups]
+    tokens = []
+    for index in groups:
+        tokens += decode_session(session, index=index, engine=engine).token_ids
+    return engine.statistics.summary(), tokens
 
 
-def _slots(session: Session) -> tuple[Generation, float]:
-    """All at once, and the share of busy slots while requests waited."""
-    engine = open_engine(session)
-    result = decode_session(session, engine=engine)
-    return result, engine.statistics.summary().occupancy_waiting
-
-
-def _seconds(result: Generation) -> float:
-    return result.prefill_s + result.decode_s
+def _seconds(summary: EngineSummary) -> float:
+    return summary.prefill_s + summary.decode_s
 
 
 if __name__ == "__main__":
