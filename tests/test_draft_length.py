@@ -369,7 +369,7 @@ def pair(similar):
     return take_turns(lookup, draft_model(similar, num_speculative_tokens=2))
 
 
-# With plain steps, and the same tokens: test_sleeping_steps.
+# The default one, with plain steps among the rounds, is in test_sleeping_steps.
 @pytest.mark.parametrize("rule", slow("rejection", "coupled"))
 def test_rounds_can_be_replayed(rule, tiny, similar, dear):
     """Whoever drafted, and whatever it costs elsewhere: the same tokens and counts."""

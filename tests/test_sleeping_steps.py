@@ -123,7 +123,8 @@ def test_rows_of_a_random_rule_can_be_replayed(rule, tiny, similar):
     outputs = {one.id: one.output for one in engine if one.output is not None}
     assert {slept for slept, _ in engine.costs.seen} == {True, False}
     counts = [outputs[index].rounds for index in range(len(PROMPTS))]
-    assert any((one.drafted > 0).any() for one in counts)
+    assert {0, 1, 2, 3} <= set(np.concatenate([one.drafted for one in counts]).tolist())
+    assert {-1, 0, 1} == set(np.concatenate([one.drafter for one in counts]).tolist())
     most = max(len(one.drafted) for one in counts)
 
     def rows(name):

@@ -48,6 +48,7 @@ class LearnedCosts:
     rounds do: `measurement` is theirs until they are done, `measure_s` are their seconds, and until
     then `estimate` is what was kept, or None. `committed` are the tokens of the prompts that
     they were measured with, and `measured_at` says when that was, in seconds since 1970.
+    `next_step` is the program that runs next, and for how long.
     """
 
     estimate: CostFilter | None
@@ -57,6 +58,7 @@ class LearnedCosts:
     measure_s: float = 0.0
     policy: Policy | None = None
     measured_at: float | None = None
+    next_step: NextStep = field(default_factory=NextStep)
     _checks_plain: bool = False
     """Whether the rounds of the next step have no drafts, to be timed."""
     _since: float = 0.0
@@ -64,7 +66,6 @@ class LearnedCosts:
     none, a step in which a quarter of the rounds, or more, had width 1."""
     _mix: Float[np.ndarray, "parts"] | float = 0.0
     """How often each part ran in the last steps."""
-    next_step: NextStep = field(default_factory=NextStep)
 
     @classmethod
     def of_setup(cls, setup: Setup, committed: int) -> LearnedCosts:
@@ -128,7 +129,7 @@ class LearnedCosts:
         seconds = processes.from_first(seconds)
         work = fetch(state.policy.work)
         state = _put_policy(state, work=jax.tree.map(np.zeros_like, work))
-        self.next_step.ended(has_room=has_room)
+        self.next_step.has_room = has_room
         if self.measurement is None:
             knows_plain = self.next_step.plain
             if drafts is None:
@@ -146,7 +147,7 @@ class LearnedCosts:
         if (kind := self.measurement.next) is not None:
             return self._begin_kind(state, kind)
         self._take_figures()
-        self.next_step.draft()
+        self.next_step.take(drafts=True)
         # What was drafted to measure says nothing of how fast the batch is.
         free = _fresh_policy(state)
         return _put_policy(
@@ -176,7 +177,7 @@ class LearnedCosts:
         """The state with rounds without drafts next, where it is time that some are timed."""
         if self._checks_plain:
             self._checks_plain = False
-            self.next_step.draft()
+            self.next_step.take(drafts=True)
             return _put_free(state)
         earned, spent = fetch((state.policy.earned, state.policy.spent))
         gained = 1 - min(float(spent / earned), 1.0)

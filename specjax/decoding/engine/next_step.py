@@ -16,13 +16,13 @@ _SHORT_STEP = 4
 class NextStep:
     """The choice between a step of plain decoding's program and one of the drafting program.
 
-    `plain` is the choice, and `most_plain_rounds` the most rounds of a plain step.
+    `plain` is the choice, and `most_plain_rounds` the most rounds of a plain step. `has_room` says
+    whether a step may be plain: no drafter has to observe first.
     """
 
     most_plain_rounds: int = ROUNDS_PER_LOOK
     plain: bool = False
-    _has_room: bool = False
-    """Whether it may be plain: no drafter has to observe first."""
+    has_room: bool = False
     _drafting_rounds: int = ROUNDS_PER_LOOK
     """The rounds of the next step if a drafter would draft in its first."""
     _plain_rounds: int = 1
@@ -35,19 +35,11 @@ class NextStep:
 
     def begin(self) -> None:
         """A single round of the drafting program: nothing is known of the rows."""
-        self.plain, self._drafting_rounds, self._has_room = False, 1, False
+        self.plain, self._drafting_rounds, self.has_room = False, 1, False
 
     def rows_admitted(self) -> None:
         """Ask after a single plain round whether drafters would draft: new rows may well."""
         self._plain_rounds = 1
-
-    def ended(self, *, has_room: bool) -> None:
-        """A step ended, and `has_room` says whether no drafter has to observe first."""
-        self._has_room = has_room
-
-    def draft(self) -> None:
-        """The next step is one of the drafting program."""
-        self.plain = False
 
     def draft_long(self) -> None:
         """The next steps of the drafting program have as many rounds as one may."""
@@ -55,7 +47,7 @@ class NextStep:
 
     def take(self, *, drafts: bool) -> None:
         """The program for rounds that are known to have drafts, or none."""
-        self.plain = not drafts and self._has_room
+        self.plain = not drafts and self.has_room
 
     def choose(self, *, drafts: bool, few: bool) -> None:
         """Decide by the last step, and by whether a drafter `drafts` in the next round.

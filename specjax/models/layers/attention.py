@@ -24,9 +24,10 @@ CACHE_BLOCK = 256
 """Committed tokens of all rows read at a time; a cache's capacity is a multiple of it."""
 _ROW_BLOCK = 128
 """Committed tokens read at a time of one row."""
-_slice = functools.partial(lax.dynamic_slice, allow_negative_indices=False)
 _MOST_SCORES = {"cpu": 1 << 21, "accelerator": 1 << 27}
 """Scores held at a time in training, on each device."""
+# No index here is negative; otherwise each one is compared, added to and selected first.
+_slice = functools.partial(lax.dynamic_slice, allow_negative_indices=False)
 
 
 class Partial(NamedTuple):
