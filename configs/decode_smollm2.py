@@ -35,7 +35,8 @@ def get_config():
     # Of drafters with a model: several tokens after each, static where they are the same ranks in
     # each round, dynamic where they are chosen anew; auto is the static one that is fastest here.
     config.tree = config_dict.ConfigDict()
-    config.tree.kind = "chain"  # chain | static | dynamic | auto
+    # By default as the drafter has it: token_recycling a static tree, the others a chain.
+    config.tree.kind = config_dict.placeholder(str)  # chain | static | dynamic | auto
     config.tree.topk = config_dict.placeholder(int)  # the most tokens after a token
     config.tree.depth = config_dict.placeholder(int)  # the longest path, in tokens
     config.tree.num_nodes = config_dict.placeholder(int)

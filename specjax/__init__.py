@@ -31,6 +31,7 @@ _MODULES = {
     "drafters": "specjax.drafters",
     "metrics": "specjax.metrics",
     "sampling": "specjax.sampling",
+    "sharding": "specjax.distributed.sharding",
     "testing": "specjax.testing",
     "theory": "specjax.theory",
     "trees": "specjax.trees",

@@ -242,9 +242,9 @@ def _auto_cells(
         prompts.encode_prompt(model, [{"role": "user", "content": question.turns[0]}])
         for question in prompts.spread(questions, cells.prompts)
     ]
-    drafters = {name: make_drafter(name, model) for name in cells.drafters}
-    if not drafters:
+    if not cells.drafters:
         return
+    drafters = {name: make_drafter(name, model) for name in cells.drafters}
     for batch, temperature in itertools.product(cells.batch_sizes, cells.temperatures):
         console.print(
             f"measuring auto with {', '.join(drafters)}, batch {batch}, "
@@ -253,7 +253,7 @@ def _auto_cells(
         yield from measure_cells(
             model,
             ids,
-            drafters,
+            {"plain, again": None, **drafters},
             batch_size=batch,
             temperature=temperature,
             max_new_tokens=config.max_new_tokens,

@@ -23,7 +23,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rich.console import Console
 
@@ -41,7 +41,9 @@ from specjax.decoding.generate import broken_logits
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.distributed import processes
 from specjax.drafters import DRAFTERS, TRAINED, drafter_options, option_type
+from specjax.drafters.growth.options import TreeKind, TreeOptions
 from specjax.errors import InputError, one_line
+from specjax.fields import fields_of
 from specjax.loading.heads.find_head import shipped_heads
 from specjax.loading.load import load_model
 from specjax.loading.model import Model
@@ -183,6 +185,8 @@ def _path_note(name: str) -> str:
     """The listing's note on a trained drafter's path."""
     targets = [target for target, kinds in shipped_heads().items() if name in kinds]
     own = f"the one for {', '.join(targets)}" if targets else "needed"
+    if name == "mtp":
+        own = "the target's own modules"
     return f"{own} (a head's folder{', or any model' if name == 'draft_model' else ''})"
 
 
@@ -200,7 +204,11 @@ def listing() -> str:
         "  package.module:function: your own drafter, called as function(target, **options)"
     )
     lines.append("  NAME+NAME, as ngram+eagle3: the first that has a draft, in each row")
+    lines.append("  NAME|NAME, as ngram|eagle3: the drafts of both, merged into one tree")
     lines.append("  NAME,NAME: several, each compared with plain decoding")
+    others = [name for name in fields_of(TreeOptions) if name != "kind"]
+    lines.append("trees (--config.tree.OPTION=VALUE), of drafters that take one:")
+    lines.append(f"  kind = {' | '.join(get_args(TreeKind))}; then {', '.join(others)}")
     lines.append("rules (--config.verify=RULE), exact unless they say lossy:")
     lines += [f"  {name}: {rule.description}" for name, rule in RULES.items()]
     lines.append("sampling (--config.sampling.FIELD=VALUE):")

@@ -41,13 +41,16 @@ def test_the_debug_size_reports_every_part(tmp_path, chatty, capsys):
         assert one["speedup"] > 0
         assert one["predicted"] > 0
         assert one["efficiency"] == pytest.approx(one["speedup"] / one["predicted"])
-    assert [cell["drafter"] for cell in report["auto"]] == ["ngram", "token_recycling"]
+    again, *drafted = report["auto"]
+    assert [cell["drafter"] for cell in drafted] == ["ngram", "token_recycling"]
+    assert (again["drafter"], again["acceptance_length"]) == ("plain, again", 1.0)
+    assert (again["mean_draft"], again["measure_s"]) == (0.0, 0.0)
     for cell in report["auto"]:
         assert (cell["batch"], cell["identical"]) == (2, True)
         mean, low, high = cell["decoding"]
         assert 0 < low <= mean <= high
     plain = {cell["plain_tokens_per_second"] for cell in report["auto"]}
-    assert len(plain) == 1  # decoded once, for both
+    assert len(plain) == 1  # decoded once, for all
 
 
 def test_reading_the_weights_takes_time(tiny):

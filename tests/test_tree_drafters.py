@@ -563,3 +563,19 @@ def test_the_command_line_names_trees():
         config.tree.kind = "chain"
     with pytest.raises(InputError, match="tree.choices=.*a chain has no such option"):
         read_decode_config(config.to_dict())
+
+
+def test_a_chain_is_drafted_where_it_is_asked_for(tiny):
+    """Though token_recycling drafts a tree where nothing is said; drafters of chains stay so."""
+    recycling = ["--config.drafter.name=token_recycling,ngram"]
+    shapes = []
+    for said in ([], ["--config.tree.kind=chain"]):
+        config = read_config([*recycling, *said], "configs/decode_smollm2.py")
+        first, second = read_decode_config(config.to_dict()).drafters
+        shapes.append(specjax.make_drafter(first.name, tiny, **first.options).drafter.tree)
+        assert not second.options
+    assert shapes[0] is not None
+    assert shapes[1] is None
+    alone = ["--config.drafter.name=ngram", "--config.tree.kind=chain"]
+    config = read_config(alone, "configs/decode_smollm2.py")
+    assert read_decode_config(config.to_dict()).drafters[0].options == {}

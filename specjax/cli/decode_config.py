@@ -117,7 +117,7 @@ class DecodeConfig:
         }
         tree = self.written["tree"]
         if "tree" not in drafter.options:
-            tree = {name: getattr(TreeOptions(), name) for name in tree}
+            tree = dict.fromkeys(tree)
         return {**self.written, "compare": self.compare, "drafter": section, "tree": tree}
 
     def turn(self, number: int) -> list[int]:
@@ -141,6 +141,7 @@ def decode_fields() -> Fields:
         for option, parameter in drafter_options(name).items():
             if option_type(parameter) is not None:
                 options[option] = optional(kind_of(parameter.annotation))
+    tree = fields_of(TreeOptions)
     return {
         "target": PathOrName(),
         "dtype": DTYPE,
@@ -156,7 +157,7 @@ def decode_fields() -> Fields:
             "replicated": Flag(),
             **options,
         },
-        "tree": fields_of(TreeOptions),
+        "tree": {**tree, "kind": optional(tree["kind"])},
         **fields_of(DecodeOptions),
         "num_speculative_tokens": optional(DraftLengthText()),
         "verify": RULE_NAME,
@@ -186,7 +187,7 @@ class DraftLengthText:
 def read_decode_config(written: Mapping[str, Any]) -> DecodeConfig:
     """The checked config; checks that need the model are made later. Raises InputError."""
     values = check_values(decode_fields(), written)
-    drafters = _drafters(values["drafter"], TreeOptions(**values["tree"]))
+    drafters = _drafters(values["drafter"], values["tree"])
     return DecodeConfig(
         target=values["target"],
         dtype=values["dtype"],
@@ -221,13 +222,17 @@ def _rule(name: str, thresholds: Mapping[str, float | None]) -> Rule:
     return RULES[name]
 
 
-def _drafters(section: Mapping[str, Any], tree: TreeOptions) -> tuple[DrafterConfig, ...]:
-    """The drafters of the section `drafter`; an option and a tree go to those that take it."""
+def _drafters(section: Mapping[str, Any], tree: Mapping[str, Any]) -> tuple[DrafterConfig, ...]:
+    """The drafters of the section `drafter`; an option and a tree go to those that take it.
+
+    Where the section `tree` says nothing, each drafter has the tree or the chain that it has by
+    default.
+    """
     options = {name: value for name, value in section.items() if value is not None}
     written, path = options.pop("name"), options.pop("path", None)
     replicated = options.pop("replicated")
-    if tree != TreeOptions():
-        options["tree"] = tree
+    if said := {name: value for name, value in tree.items() if value is not None}:
+        options["tree"] = TreeOptions(**said)
     names = [name.strip() for name in written.split(",")]
     for name in names:
         if not name:
@@ -235,8 +240,8 @@ def _drafters(section: Mapping[str, Any], tree: TreeOptions) -> tuple[DrafterCon
         if names.count(name) > 1:
             raise InputError(f"drafter.name={written!r}: {name} is given twice; name each once")
     if replicated and _MODEL not in names:
-        said = f"{written} is no" if len(names) == 1 else f"none of {', '.join(names)} is a"
-        raise InputError(f"drafter.replicated=True: {said} {_MODEL}; leave it out")
+        none = f"{written} is no" if len(names) == 1 else f"none of {', '.join(names)} is a"
+        raise InputError(f"drafter.replicated=True: {none} {_MODEL}; leave it out")
     parts = [(names[0], path, options)]
     if len(names) > 1:
         parts = divide_options(names, path, options)

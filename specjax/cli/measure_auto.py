@@ -62,7 +62,7 @@ class Cell:
 def measure_cells(
     model: Model,
     ids: Sequence[Sequence[int]],
-    drafters: Mapping[str, LoadedDrafter],
+    drafters: Mapping[str, LoadedDrafter | None],
     *,
     batch_size: int,
     temperature: float,
@@ -70,6 +70,9 @@ def measure_cells(
     repeats: int,
 ) -> list[Cell]:
     """Decode batch after batch plainly and with "auto" by each of `drafters`, a cell for each.
+
+    None among the drafters is plain decoding by another engine: how far its ratio is from 1 says
+    how far ratios can be trusted here.
 
     Every repeat decodes a batch in all ways, one after the other; the next one begins with another
     of them, every other one goes backwards. All engines are there at once, each with its caches.
@@ -83,16 +86,21 @@ def measure_cells(
         temperature=temperature, max_new_tokens=max_new_tokens, ignore_eos=True
     )
     options = DecodeOptions(num_speculative_tokens="auto", batch_size=batch_size)
-    plain = plan_session(model, prompts, options=options.without_drafts(), requests=requests)
-    sessions = [plain] + [
-        plan_session(model, prompts, drafter=drafter, options=options, requests=requests)
-        for drafter in drafters.values()
+    sessions = [
+        plan_session(
+            model,
+            prompts,
+            drafter=drafter,
+            options=options if drafter is not None else options.without_drafts(),
+            requests=requests,
+        )
+        for drafter in (None, *drafters.values())
     ]
     engines = [open_engine(session) for session in sessions]
     runs: dict[int, list[list[Generation]]] = {}
     for number in range(repeats + 1):
         order = np.roll(range(len(sessions)), -number)[:: 1 if number % 2 else -1]
-        for at, index in enumerate(plain.groups(batch_size)):
+        for at, index in enumerate(sessions[0].groups(batch_size)):
             made = {
                 way: decode_session(sessions[way], index=index, engine=engines[way])
                 for way in order

@@ -31,7 +31,7 @@ _RUNS, _REPEATS = 5, 4
 def extend_seconds(
     model: LanguageModel, params: Any, *, batch: int, width: int, committed: int, capacity: int
 ) -> float:
-    """T(width): one `extend` of B x width tokens after `committed` tokens, logits included."""
+    """T(width), median seconds: one `extend` of B x width tokens after `committed`, with logits."""
     cache = model.make_cache(batch, capacity)
     cache = cache.replace(length=cache.length + committed)
     visible = jnp.tril(jnp.ones((1, width, width), bool))
@@ -56,7 +56,7 @@ def widths_seconds(
     committed: int,
     capacity: int,
 ) -> dict[int, float]:
-    """T(width) of each width."""
+    """T(width) of each width, in median seconds."""
     return {
         width: extend_seconds(
             model, params, batch=batch, width=width, committed=committed, capacity=capacity
@@ -74,7 +74,7 @@ def propose_seconds(session: Session) -> float:
 
 
 def draft_seconds(plan: loop.Plan, params: Any, state: loop.State) -> float:
-    """The time to observe a token per row and to draft in full in a state.
+    """The median seconds of observing a token per row and drafting in full in a state.
 
     `params` are (target's, drafter's).
     """
@@ -91,7 +91,7 @@ def draft_seconds(plan: loop.Plan, params: Any, state: loop.State) -> float:
 
 
 def read_seconds(params: Any) -> float:
-    """The floor of a round: the time to read every weight once."""
+    """The floor of a round: the median seconds of reading every weight once."""
     read = jax.jit(
         lambda tree: [jnp.sum(leaf, dtype=jnp.float32) for leaf in jax.tree.leaves(tree)]
     )

@@ -297,7 +297,9 @@ def stream(
 ) -> Iterator[Delta]:
     """`generate`, yielding each prompt's new tokens and text after every few rounds.
 
-    Takes what `generate` takes. Each delta also says which of its tokens were drafted.
+    Takes what `generate` takes but `progress`; a delta comes after `rounds_per_step` rounds, and
+    also says which of its tokens were drafted. Raises InputError for bad input, when it is called.
+    A row whose logits are not numbers ends with the reason "error", and a RuntimeWarning says so.
     """
     schedule = Schedule(rounds_per_step=rounds_per_step)
     optional(Instance(Generation, "use an earlier result")).check("replay", replay)

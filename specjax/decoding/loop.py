@@ -411,7 +411,10 @@ def _learn(
 
 
 def propose(plan: Plan, params: Any, state: State) -> Proposal:
-    """The drafters' proposal for this round, within each row's limit, and their new states."""
+    """The drafters' proposal for this round, within each row's limit, and their new states.
+
+    Raises ValueError for a tree under a rule that verifies chains.
+    """
     target_params, draft_params = params
     context = make_context(plan, target_params, state)
     noise = draft_noise(plan, state, round_keys(plan, state))

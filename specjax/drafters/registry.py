@@ -255,6 +255,9 @@ def check_options(
     known = drafter_options(name)
     checked = dict(options)
     for option, value in options.items():
+        if option not in known and value == TreeOptions():
+            del checked[option]  # it drafts chains
+            continue
         if option not in known:
             takes = f"it takes {', '.join(known)}" if known else "it takes no options"
             raise InputError(f"{_given(option, value)}: {name} does not take it; {takes}")

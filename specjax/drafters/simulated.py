@@ -52,7 +52,7 @@ class Simulated(Drafter):
         continuations: Annotated[Sequence[Sequence[int]], CONTINUATIONS],
         **options: Any,
     ) -> LoadedDrafter:
-        """The drafter that replays these token ids."""
+        """The drafter that replays these token ids. Raises InputError for bad ones."""
         del name, path
         CONTINUATIONS.check("drafter.continuations", continuations)
         drafter = cls(**options)

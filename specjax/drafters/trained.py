@@ -20,7 +20,11 @@ class HeadDrafter(ChainDrafter):
 
     @classmethod
     def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:
-        """The head at a path, or the one that comes with specjax for the target."""
+        """The head at a path, or the one that comes with specjax for the target.
+
+        Raises InputError where there is none, for a head of another kind or target, and for bad
+        options.
+        """
         return cls.of_head(*load_head(name, path, target), target, **options)
 
     @classmethod

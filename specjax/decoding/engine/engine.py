@@ -274,7 +274,10 @@ class Engine:
         return next(one for one in itertools.count(self._number) if one not in self._samples)
 
     def add_rows(self, id: RequestId, rows: list[Row]) -> None:
-        """Add rows that were checked before as the samples of one request."""
+        """Add rows that were checked before as the samples of one request.
+
+        Raises InputError where the engine is closed.
+        """
         self._check_open()
         now = time.perf_counter()
         if not self._scheduler:

@@ -130,7 +130,9 @@ class TreeKindOfValue:
     """A tree: its shape, `TreeOptions` or a mapping of them, or None for a chain."""
 
     def check(self, name: str, value: Any) -> TreeOptions | RankedTree | DynamicTree | None:
-        """The value; a mapping as `TreeOptions`."""
+        """The value; a mapping as `TreeOptions`, and a chain as None. Raises InputError."""
+        if isinstance(value, TreeOptions) and value.kind == "chain":
+            return None
         if value is None or isinstance(value, TreeOptions | RankedTree | DynamicTree):
             return value
         if not isinstance(value, Mapping):
@@ -141,7 +143,7 @@ class TreeKindOfValue:
         kinds = fields_of(TreeOptions)
         unset = {option: getattr(TreeOptions(), option) for option in kinds}
         checked = check_values({"tree": kinds}, {"tree": {**unset, **value}})
-        return TreeOptions(**checked["tree"])
+        return self.check(name, TreeOptions(**checked["tree"]))
 
 
 TREE = TreeKindOfValue()
