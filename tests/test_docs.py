@@ -74,6 +74,15 @@ def test_names_of_the_api_exist(page):
     assert [name for name in sorted(names) if not hasattr(specjax, name)] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_python_on_a_page_imports_is_there(page):
+    imports = re.compile(r"^(?:from (?:specjax|train)[.\w]* )?import .+$", re.MULTILINE)
+    blocks = [text for kind, text in FENCE.findall(page.read_text()) if kind == "python"]
+    for line in imports.findall("\n".join(blocks)):
+        if " specjax" in line or " train" in line:
+            exec(line, {})
+
+
 @pytest.mark.slow
 def test_the_python_of_the_engines_page_runs():
     for kind, text in FENCE.findall((DOCS / "engine.md").read_text()):

@@ -105,16 +105,18 @@ def pairs_by_steps(target, drafter, length, groups):
         index = ROWS * group + jnp.arange(ROWS)
         state = loop.start(plan, params, *first_rows(plan, PROMPT, AS_IS, index, 0))
         state = state.replace(policy=state.policy.replace(costs=some_pay(plan)))
-        plain, ran = jnp.bool_(False), []
-        for _ in range(LENGTH):
+
+        def round(carried, _):
+            state, plain = carried
             programs = (functools.partial(run, plan) for run in (loop.plain_step, loop.step))
             state, seen = jax.lax.cond(plain, *programs, params, state, *options)
             unknown = jnp.where(plain, seen.rounds.emitted, -1)
             policy, intention = loop.look_ahead(plan, params, state, unknown, options[-1])
-            state = state.replace(policy=policy)
-            ran.append(plain)
-            plain = ~intention.drafts & (intention.room > 0)
-        return state.tokens[:, len(PROMPT) : len(PROMPT) + LENGTH], jnp.stack(ran)
+            next_plain = ~intention.drafts & (intention.room > 0)
+            return (state.replace(policy=policy), next_plain), plain
+
+        (state, _), ran = jax.lax.scan(round, (state, jnp.bool_(False)), length=LENGTH)
+        return state.tokens[:, len(PROMPT) : len(PROMPT) + LENGTH], ran
 
     tokens, ran = jax.vmap(one)(jnp.arange(groups))
     return np.asarray(tokens), np.asarray(ran)
