@@ -106,7 +106,7 @@ def pairs_by_steps(target, drafter, length, groups):
         state = loop.start(plan, params, *first_rows(plan, PROMPT, AS_IS, index, 0))
         state = state.replace(policy=state.policy.replace(costs=some_pay(plan)))
 
-        def round(carried, _):
+        def one_round(carried, _):
             state, plain = carried
             programs = (functools.partial(run, plan) for run in (loop.plain_step, loop.step))
             state, seen = jax.lax.cond(plain, *programs, params, state, *options)
@@ -115,7 +115,7 @@ def pairs_by_steps(target, drafter, length, groups):
             next_plain = ~intention.drafts & (intention.room > 0)
             return (state.replace(policy=policy), next_plain), plain
 
-        (state, _), ran = jax.lax.scan(round, (state, jnp.bool_(False)), length=LENGTH)
+        (state, _), ran = jax.lax.scan(one_round, (state, jnp.bool_(False)), length=LENGTH)
         return state.tokens[:, len(PROMPT) : len(PROMPT) + LENGTH], ran
 
     tokens, ran = jax.vmap(one)(jnp.arange(groups))

@@ -576,6 +576,7 @@ def test_a_chain_is_drafted_where_it_is_asked_for(tiny):
         assert not second.options
     assert shapes[0] is not None
     assert shapes[1] is None
-    alone = ["--config.drafter.name=ngram", "--config.tree.kind=chain"]
-    config = read_config(alone, "configs/decode_smollm2.py")
-    assert read_decode_config(config.to_dict()).drafters[0].options == {}
+    for names in ("ngram", "ngram,none"):
+        said = [f"--config.drafter.name={names}", "--config.tree.kind=chain"]
+        config = read_config(said, "configs/decode_smollm2.py")
+        assert all(not one.options for one in read_decode_config(config.to_dict()).drafters)

@@ -255,10 +255,10 @@ def check_options(
     known = drafter_options(name)
     checked = dict(options)
     for option, value in options.items():
-        if option not in known and value == TreeOptions():
-            del checked[option]  # it drafts chains
-            continue
         if option not in known:
+            if _is_chain(value):
+                del checked[option]
+                continue
             takes = f"it takes {', '.join(known)}" if known else "it takes no options"
             raise InputError(f"{_given(option, value)}: {name} does not take it; {takes}")
         if (kind := kind_of(known[option].annotation)) is not None:
@@ -269,6 +269,11 @@ def check_options(
     if name not in TRAINED and path is not None:
         raise InputError(f"drafter.path={shown(str(path))}: {name} does not take it; leave it out")
     return checked
+
+
+def _is_chain(value: Any) -> bool:
+    """Whether an option asks for a chain, which drafters without trees draft in any case."""
+    return value == TreeOptions()
 
 
 def _field(option: str) -> str:
@@ -330,7 +335,7 @@ def divide_options(
     listed = ", ".join(names)
     takes = {name: _taken(name) for name in names}
     for option, value in options.items():
-        if not any(option in taken for taken in takes.values()):
+        if not (any(option in taken for taken in takes.values()) or _is_chain(value)):
             raise InputError(f"{_given(option, value)}: none of {listed} takes it; leave it out")
     trained = {name: _trained(name) for name in names}
     kinds = list(dict.fromkeys(kind for found in trained.values() for kind in found))

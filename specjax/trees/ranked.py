@@ -95,8 +95,8 @@ class RankedTree:
 def tree_of_choices(choices: Iterable[Sequence[int]]) -> RankedTree:
     """The tree of a list of paths in any order, such as `medusa_choices`, its nodes by depth.
 
-    Raises InputError for paths that are no tree: one that is twice there, skips a rank, or whose
-    parent is missing.
+    Raises InputError for paths that are no tree: where one is given twice, skips a rank, or lacks
+    its parent.
     """
     paths = (tuple(path) for path in choices)
     return RankedTree(tuple(sorted(paths, key=lambda path: (len(path), path))))
