@@ -1,6 +1,7 @@
 """Each drafter by itself: its proposals, their distributions, and how it observes tokens."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -123,7 +124,12 @@ def test_several_matches_make_a_tree():
     context = context_of(rows, [3, 3, 1, 3])
     drafter = Ngram(num_speculative_tokens=3, num_matches=3)
     assert (drafter.num_nodes, drafter.lengths) == (9, (3, 6))
-    draft, _ = drafter.propose(None, (), context, silence)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def propose(drafter):
+        return drafter.propose(None, (), context, silence)[0]
+
+    draft = propose(drafter)
     assert draft.valid.sum(axis=1).tolist() == [8, 3, 1, 0]
     # The latest match first; what follows the other two begins with the same token.
     assert draft.tokens[0, :8].tolist() == [6, 3, 1, 5, 4, 2, 1, 1]
@@ -133,7 +139,7 @@ def test_several_matches_make_a_tree():
     assert draft.logq is None
     # There are fewer positions than matches are asked for.
     many = dataclasses.replace(drafter, num_matches=30)
-    assert many.propose(None, (), context, silence)[0].valid.sum(axis=1).tolist() == [8, 3, 1, 0]
+    assert propose(many).valid.sum(axis=1).tolist() == [8, 3, 1, 0]
 
 
 def test_a_round_without_a_match_is_a_plain_round(tiny):
@@ -169,24 +175,25 @@ def test_drafts_come_from_the_distributions_that_they_name(name, tiny, unrelated
     warps = [state.rows.sampling for state in states]
     for state, warp in zip(states, warps, strict=True):
         draft = propose(session.plan, session.params, state).draft
+        draft, state, warp = jax.device_get((draft, state, warp))
         limit = np.maximum(np.minimum(3, state.rows.max_length - state.length - 1), 0)
         counts = draft.valid.sum(axis=1)
         assert (counts <= np.where(state.status == 0, limit, 0)).all()
         assert draft.logq_row.tolist() == [[0, 1, 2]] * 8
-        paths = np.array(state.tokens)[:, :64]
+        paths = state.tokens[:, :64].copy()
         for row, length in enumerate(state.length.tolist()):
             paths[row, length : length + 3] = draft.tokens[row]
         source = {"num_layers": 2} if name.startswith("early_exit") else {}
         logits = one_pass(tiny if source else similar, paths, **source).logits
-        positions = (state.length - 1)[:, None] + jnp.arange(3)[None, :]
-        logits = jnp.take_along_axis(logits, positions[:, :, None], axis=1)
+        positions = (state.length - 1)[:, None] + np.arange(3)[None, :]
+        logits = np.take_along_axis(np.asarray(logits), positions[:, :, None], axis=1)
         every = (warp.temperature, warp.top_k, warp.top_p, warp.min_p)
-        want = sampling.warp(logits, *(jnp.tile(part[:, None], (1, 3)) for part in every))
-        proposed = np.asarray(draft.valid)
+        want = sampling.warp(logits, *(np.tile(part[:, None], (1, 3)) for part in every))
+        proposed = draft.valid
         assert proposed.any()
         np.testing.assert_allclose(np.exp(draft.logq)[proposed], np.exp(want)[proposed], atol=2e-5)
-        own = jnp.take_along_axis(draft.logq, draft.tokens[:, :, None], axis=2)[..., 0]
-        assert (np.asarray(own)[proposed] > -np.inf).all()
+        own = np.take_along_axis(draft.logq, draft.tokens[:, :, None], axis=2)[..., 0]
+        assert (own[proposed] > -np.inf).all()
         if name == "early_exit_p_min":
             confidence = np.asarray(jax.nn.softmax(logits).max(axis=-1))
             assert (confidence[proposed] > 0.149).all()

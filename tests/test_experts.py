@@ -1,6 +1,7 @@
 """Mixtures of experts: only the chosen ones are read, and their sum is that of all, masked."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -65,6 +66,14 @@ def inputs(count, seed=1):
     return h, Routes(jnp.asarray(chosen, jnp.int32), weights)
 
 
+@functools.partial(jax.jit, static_argnums=3)
+def mixed(h, routes, leaves, differentiable=False):
+    """The experts of layer 1."""
+    stacked = StackedExperts(*leaves, jnp.int32(1))
+    return mix(h, routes, stacked, jax.nn.silu, differentiable=differentiable)
+
+
+@jax.jit
 def masked(h, routes, gate, up, down):
     """Every expert of layer 1 for every token, those not chosen times zero."""
     share = jnp.zeros((len(h), NUM))
@@ -80,7 +89,7 @@ def masked(h, routes, gate, up, down):
 def test_the_sum_is_that_of_all_experts_masked(count, differentiable):
     """One token, a few, and more than a tile of some expert."""
     (h, routes), own = inputs(count), kernels()
-    got = mix(h, routes, StackedExperts(*own, 1), jax.nn.silu, differentiable=differentiable)
+    got = mixed(h, routes, own, differentiable)
     np.testing.assert_allclose(got, masked(h, routes, *own), atol=2e-4, rtol=1e-4)
 
 
@@ -88,7 +97,7 @@ def test_all_tokens_may_choose_the_same_experts():
     h, routes = inputs(150)
     routes = routes._replace(experts=jnp.broadcast_to(jnp.array([[6, 2]], jnp.int32), (150, 2)))
     own = kernels()
-    got = mix(h, routes, StackedExperts(*own, 1), jax.nn.silu)
+    got = mixed(h, routes, own)
     np.testing.assert_allclose(got, masked(h, routes, *own), atol=2e-4, rtol=1e-4)
 
 
@@ -103,8 +112,9 @@ def test_gradients_are_those_of_the_masked_sum():
     def theirs(h, weights, own):
         return jnp.sum(masked(h, routes._replace(weights=weights), *own) ** 2)
 
-    found = jax.grad(ours, argnums=(0, 1, 2))(h, routes.weights, own)
-    expected = jax.grad(theirs, argnums=(0, 1, 2))(h, routes.weights, own)
+    found, expected = (
+        jax.jit(jax.grad(one, argnums=(0, 1, 2)))(h, routes.weights, own) for one in (ours, theirs)
+    )
     for mine, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(mine, right, atol=1e-2, rtol=1e-3)
 
@@ -117,10 +127,7 @@ def test_a_token_reads_only_its_experts(count):
     unused = np.setdiff1d(np.arange(NUM), routes.experts)
     assert len(unused) >= 2
     poisoned = [leaf.at[:, unused].set(jnp.nan).at[0].set(jnp.nan) for leaf in own]
-    clean, got = (
-        mix(h, routes, StackedExperts(*leaves, jnp.int32(1)), jax.nn.silu)
-        for leaves in (own, poisoned)
-    )
+    clean, got = (mixed(h, routes, leaves) for leaves in (own, poisoned))
     np.testing.assert_array_equal(got, clean)
 
 

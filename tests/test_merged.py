@@ -46,7 +46,12 @@ def test_each_row_gets_what_all_say():
     # None gets longer than it is.
     assert dataclasses.replace(drafter, num_speculative_tokens=30) == drafter
     context = context_of([[1, 2, 9, 9, 1, 2], [5, 6, 8], [7, 7, 7], [1, 2, 1, 2]], [3, 3, 0, 1])
-    draft, state = drafter.propose(params, ((), ()), context, silence)
+
+    @jax.jit
+    def propose():
+        return drafter.propose(params, ((), ()), context, silence)
+
+    draft, state = propose()
     assert state == ((), ())
     assert draft.valid.sum(axis=1).tolist() == [4, 3, 0, 2]
     assert draft.tokens[0, :4].tolist() == [9, 9, 1, 9]
@@ -66,7 +71,11 @@ def test_what_is_drawn_comes_first(target):
         asked.append(depth)
         return jnp.zeros((2, VOCAB))
 
-    draft, _ = drafter.propose(params, ((), (), ()), context, noise)
+    @jax.jit
+    def propose():
+        return drafter.propose(params, ((), (), ()), context, noise)[0]
+
+    draft = propose()
     # Each draws from noise of its own.
     assert asked == [1, 4, 2, 5, 8, 11]
     assert draft.logq.shape == (2, 6, VOCAB)

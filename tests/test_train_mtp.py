@@ -257,17 +257,17 @@ def test_everything_learns(tiny, batch):
     loss = MtpLoss(steps=2, loss_weight=0.5, late_loss_weight=0.0, schedule_steps=10)
     method = mtp_method(tiny, head.config, None, loss, trains="all")
     gradient = jax.jit(jax.value_and_grad(method.loss, has_aux=True))
-    (total, measures), grads = gradient(params, tiny.params, batch, None, jnp.int32(6))
-    (own, _), alone = gradient(params, tiny.params, batch, None, jnp.int32(7))
+    found = [gradient(params, tiny.params, batch, None, jnp.int32(step)) for step in (6, 7)]
+    ((total, measures), grads), ((own, _), alone) = jax.device_get(found)
     for depth in range(2):
         assert measures.losses[f"mtp_{depth}"] > 10
     drafts = sum(measures.losses[f"mtp_{depth}"] for depth in range(2)) / 2
     np.testing.assert_allclose(total - own, 0.5 * drafts, rtol=1e-4)
     assert not any(leaf.any() for leaf in jax.tree.leaves(alone["mtp"]))
     assert all(leaf.any() for leaf in jax.tree.leaves(alone["target"]))
-    more = jax.tree.map(jnp.subtract, grads, alone)
+    more = jax.tree.map(np.subtract, grads, alone)
     for path, leaf in jax.tree_util.tree_leaves_with_path(more):
-        assert jnp.abs(leaf).max() > 1e-4, jax.tree_util.keystr(path)
+        assert np.abs(leaf).max() > 1e-4, jax.tree_util.keystr(path)
 
 
 def test_experts_learn(batch):

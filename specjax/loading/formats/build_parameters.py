@@ -104,13 +104,13 @@ def build(
     else:
         device = SingleDeviceSharding(jax.devices()[0])
         targets = jax.tree.map(lambda _: device, parameter_table(config, scan_layers))
-    params: dict[str, Any] = jax.tree.map(
-        lambda entry, target: jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=target)(
-            entry.shape, entry.dtype(dtype)
-        ),
-        parameter_table(config, scan_layers),
-        targets,
-    )
+    table = parameter_table(config, scan_layers)
+
+    def zeros() -> dict[str, Any]:
+        return jax.tree.map(lambda entry: jnp.zeros(entry.shape, entry.dtype(dtype)), table)
+
+    # One program for all parameters.
+    params: dict[str, Any] = jax.jit(zeros, out_shardings=targets)()
     dtypes = jax.tree.map(lambda leaf: leaf.dtype, params)
 
     def read(location: parameter_names.Location) -> tuple[parameter_names.Location, np.ndarray]:
