@@ -32,19 +32,10 @@ def extend_seconds(
     model: LanguageModel, params: Any, *, batch: int, width: int, committed: int, capacity: int
 ) -> float:
     """T(width), median seconds: one `extend` of B x width tokens after `committed`, with logits."""
-    cache = model.make_cache(batch, capacity)
-    cache = cache.replace(length=cache.length + committed)
-    visible = jnp.tril(jnp.ones((1, width, width), bool))
-
-    def once(_: Int[Array, ""], tokens: Int[Array, "B T"], params: Any, cache: Any) -> Array:
-        positions = cache.length[:, None] + jnp.arange(width)[None, :]
-        window = model.make_window(batch, width)
-        result = model.extend(params, tokens, positions, cache, window, 0, visible)
-        return argmax(result.logits).astype(tokens.dtype)
-
-    # Different tokens, since of experts only those are read that some token uses.
-    tokens = 7919 * jnp.arange(1, batch * width + 1, dtype=jnp.int32) % model.vocab_size
-    return loop_seconds(once, tokens.reshape(batch, width), params, cache)
+    (seconds,) = widths_seconds(
+        model, params, [width], batch=batch, committed=committed, capacity=capacity
+    ).values()
+    return seconds
 
 
 def widths_seconds(
@@ -56,13 +47,28 @@ def widths_seconds(
     committed: int,
     capacity: int,
 ) -> dict[int, float]:
-    """T(width) of each width, in median seconds."""
-    return {
-        width: extend_seconds(
-            model, params, batch=batch, width=width, committed=committed, capacity=capacity
-        )
-        for width in widths
-    }
+    """T(width) of each width, in median seconds.
+
+    All are timed in turn, so that a machine that is slow for a while is slow for each of them.
+    """
+    cache = model.make_cache(batch, capacity)
+    cache = cache.replace(length=cache.length + committed)
+
+    def once(_: Int[Array, ""], tokens: Int[Array, "B T"], params: Any, cache: Any) -> Array:
+        width = tokens.shape[1]
+        positions = cache.length[:, None] + jnp.arange(width)[None, :]
+        window = model.make_window(batch, width)
+        visible = jnp.tril(jnp.ones((1, width, width), bool))
+        result = model.extend(params, tokens, positions, cache, window, 0, visible)
+        return argmax(result.logits).astype(tokens.dtype)
+
+    def call(width: int) -> Callable[[], Any]:
+        # Different tokens, since of experts only those are read that some token uses.
+        tokens = 7919 * jnp.arange(1, batch * width + 1, dtype=jnp.int32) % model.vocab_size
+        return _loop(once, tokens.reshape(batch, width), params, cache, repeats=_REPEATS)
+
+    seconds = _median_seconds(*map(call, widths))
+    return {width: spent / _REPEATS for width, spent in zip(widths, seconds, strict=True)}
 
 
 def propose_seconds(session: Session) -> float:
@@ -95,7 +101,8 @@ def read_seconds(params: Any) -> float:
     read = jax.jit(
         lambda tree: [jnp.sum(leaf, dtype=jnp.float32) for leaf in jax.tree.leaves(tree)]
     )
-    return _median_seconds(lambda: read(params))
+    (seconds,) = _median_seconds(lambda: read(params))
+    return seconds
 
 
 def copy_bandwidth(num_bytes: int) -> float:
@@ -111,7 +118,8 @@ def copy_bandwidth(num_bytes: int) -> float:
             into = copy(source, into)
         return into
 
-    return 2 * num_bytes * _REPEATS / _median_seconds(copies)
+    (seconds,) = _median_seconds(copies)
+    return 2 * num_bytes * _REPEATS / seconds
 
 
 def matmul_flops(size: int, dtype: Any) -> float:
@@ -127,20 +135,28 @@ def loop_seconds(
     once: Callable[..., Any], carry: Any, *arguments: Any, repeats: int = _REPEATS
 ) -> float:
     """The median time of one `once(turn, carry, *arguments) -> carry` in a compiled loop."""
+    (seconds,) = _median_seconds(_loop(once, carry, *arguments, repeats=repeats))
+    return seconds / repeats
+
+
+def _loop(once: Callable[..., Any], carry: Any, *arguments: Any, repeats: int) -> Callable[[], Any]:
+    """A call that runs `once` so often in a compiled loop."""
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(count: int, carry: Any, *arguments: Any) -> Any:
         return lax.fori_loop(0, count, lambda turn, value: once(turn, value, *arguments), carry)
 
-    return _median_seconds(lambda: run(repeats, carry, *arguments)) / repeats
+    return lambda: run(repeats, carry, *arguments)
 
 
-def _median_seconds(call: Callable[[], Any]) -> float:
-    """The median time of a call, the first one, which compiles, apart."""
-    jax.block_until_ready(call())
-    seconds = []
-    for _ in range(_RUNS):
-        begin = time.perf_counter()
+def _median_seconds(*calls: Callable[[], Any]) -> list[float]:
+    """The median time of each call, made in turn; the first ones, which compile, apart."""
+    for call in calls:
         jax.block_until_ready(call())
-        seconds.append(time.perf_counter() - begin)
-    return median(seconds)
+    seconds: list[list[float]] = [[] for _ in calls]
+    for _ in range(_RUNS):
+        for call, spent in zip(calls, seconds, strict=True):
+            begin = time.perf_counter()
+            jax.block_until_ready(call())
+            spent.append(time.perf_counter() - begin)
+    return [median(spent) for spent in seconds]
