@@ -23,7 +23,7 @@ def test_the_debug_size_reports_every_part(tmp_path, chatty, capsys):
             "--config.exit_layers=(1,)",
             "--config.num_speculative_tokens=1",
             "--config.ngram_tokens=2",
-            "--config.auto.drafters=('ngram',)",
+            "--config.auto.drafters=('ngram', 'token_recycling')",
         ]
     )
     assert code == 0, capsys.readouterr()
@@ -42,7 +42,7 @@ def test_the_debug_size_reports_every_part(tmp_path, chatty, capsys):
         assert one["predicted"] > 0
         assert one["efficiency"] == pytest.approx(one["speedup"] / one["predicted"])
     again, *drafted = report["auto"]
-    assert [cell["drafter"] for cell in drafted] == ["ngram"]
+    assert [cell["drafter"] for cell in drafted] == ["ngram", "token_recycling"]
     assert (again["drafter"], again["acceptance_length"]) == ("plain, again", 1.0)
     assert (again["mean_draft"], again["measure_s"]) == (0.0, 0.0)
     for cell in report["auto"]:
@@ -55,3 +55,21 @@ def test_the_debug_size_reports_every_part(tmp_path, chatty, capsys):
 
 def test_reading_the_weights_takes_time(tiny):
     assert costs.read_seconds(tiny.params) > 0
+
+
+def test_a_slow_while_is_slow_for_every_width(tiny, monkeypatch):
+    """Passes are timed in turn: of a clock that slows down, each width sees the same."""
+    now, step = 0.0, 0.0
+
+    def slowing():
+        nonlocal now, step
+        step += 0.01
+        now += step
+        return now
+
+    monkeypatch.setattr(costs.time, "perf_counter", slowing)
+    sizes = dict(batch=1, committed=4, capacity=128)
+    seconds = costs.widths_seconds(tiny.architecture, tiny.params, (1, 2, 3), **sizes)
+    assert list(seconds) == [1, 2, 3]
+    # One width after the other: the last would seem to take four times as long as the first.
+    assert max(seconds.values()) < 1.5 * min(seconds.values())

@@ -96,6 +96,7 @@ def build(
     fill concurrently; one fills the locations in order. Raises InputError where the mesh does not
     fit the model.
     """
+    table = parameter_table(config, scan_layers)
     if mesh is not None:
         check_shards(config, shards)
         targets = parameter_shardings(config, mesh, shards, scan_layers)
@@ -103,8 +104,7 @@ def build(
         return _adopted(config, dtype, locations, fill, scan_layers, threads)
     else:
         device = SingleDeviceSharding(jax.devices()[0])
-        targets = jax.tree.map(lambda _: device, parameter_table(config, scan_layers))
-    table = parameter_table(config, scan_layers)
+        targets = jax.tree.map(lambda _: device, table)
 
     def zeros() -> dict[str, Any]:
         return jax.tree.map(lambda entry: jnp.zeros(entry.shape, entry.dtype(dtype)), table)
