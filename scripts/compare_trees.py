@@ -8,13 +8,13 @@ turn begins with the next of them. Where rows are sampled, chains and static tre
 twice: drawn, and of the likeliest tokens.
 
 What is expected of a static tree comes from the drafter's rates (`specjax.loading.heads.ranks`) and
-from passes and drafts that are timed before (`specjax.tuning.measure_tree_costs`). Nothing is
+from rounds and drafts that are timed before (`specjax.tuning.measure_tree_costs`). Nothing is
 expected of dynamic trees, of rows that are sampled, and of drafters without rates, whose trees are
 those of rates that halve by rank. Speeds are without prefill: tokens per round over the median of
 seconds per round.
 
 A second table has tokens/s without that noise, for several numbers of rows: measured tokens per
-round, which are the same for any of them, over those timed passes and drafts (a dynamic tree's are
+round, which are the same for any of them, over those timed rounds and drafts (a dynamic tree's are
 taken to be those of a static one); and how far what `auto` chooses for so many rows is below the
 best. Greedy tokens must be those of plain decoding. Exit codes: 0; 1 where they are not; 2 for bad
 input.
@@ -62,7 +62,7 @@ class Shape(NamedTuple):
     expected_tokens: float | None = None
 
     def seconds(self, costs: TreeCosts) -> float:
-        """Of a round, by what passes and drafts take."""
+        """Of a round, by what was timed."""
         drafting = costs.draft_seconds(self.levels) if self.levels else 0.0
         return costs.pass_seconds(1 + self.nodes) + drafting
 
@@ -189,7 +189,7 @@ def _compare(
         f"{new_tokens} tokens, {repeats} turns; ms of a round, tokens/s of a row\n"
     )
     _print_measured(shapes, runs, costs[batch_size])
-    print("\ntokens/s of a row by measured tau, timed passes and drafts\n")
+    print("\ntokens/s of a row by measured tau, timed rounds and drafts\n")
     chosen_names = {
         rows: next((name for name, tree in trees.items() if tree == chosen.tree), "plain")
         for rows, chosen in choices.items()

@@ -19,6 +19,7 @@ from specjax.tuning import (
     choose_tree,
     measure_ranks,
     measure_tree_costs,
+    round_seconds,
     with_fastest_trees,
     with_tree,
 )
@@ -56,11 +57,11 @@ def timed(tmp_path, monkeypatch):
     calls = []
 
     def measured(slope, draft):
-        def passes(model, params, widths, **sizes):
+        def rounds(model, drafter, topology, widths, **sizes):
             calls.append(sizes)
             return {width: 1 + slope * (width - 1) for width in widths}
 
-        monkeypatch.setattr(costs, "widths_seconds", passes)
+        monkeypatch.setattr(round_seconds, "rounds_seconds", rounds)
         monkeypatch.setattr(
             costs,
             "propose_seconds",
@@ -100,6 +101,28 @@ def test_costs_are_those_of_the_next_wider_pass_and_of_levels(tiny, similar, tim
     measured(slope=-0.01, draft=0.25)
     noisy = measure_tree_costs(tiny, draft_model(similar), depth=3, batch_size=2)
     assert set(noisy.passes) == {1.0}
+
+
+def test_timed_rounds_are_of_the_widths_and_lengths_that_are_asked(tiny, similar, monkeypatch):
+    """Each is a round of the loop whose drafts have one node less than its pass has slots."""
+    ran = []
+
+    def run(*calls):
+        ran.extend(call() for call in calls)
+        return [0.4 * (1 + number) for number in range(len(calls))]
+
+    monkeypatch.setattr(costs, "median_seconds", run)
+    topology = best_tree(RATES, 6).topology
+    sizes = {"batch_size": 2, "context": 20}
+    drafter = draft_model(similar).drafter
+    seconds = round_seconds.rounds_seconds(tiny, drafter, topology, (1, 3, 7), **sizes)
+    assert seconds == {1: pytest.approx(0.1), 3: pytest.approx(0.2), 7: pytest.approx(0.3)}
+    for width, (state, rounds) in zip(seconds, ran, strict=True):
+        count = int((rounds.width[0] > 0).sum())
+        assert count == 4
+        assert (rounds.width[:, :count] == width).all()
+        assert (rounds.drafted[:, :count] == width - 1).all()
+        assert (state.length >= 20 + count).all()
 
 
 @pytest.mark.parametrize("join", [take_turns, *slow(merge_drafters)])

@@ -67,7 +67,7 @@ def widths_seconds(
         tokens = 7919 * jnp.arange(1, batch * width + 1, dtype=jnp.int32) % model.vocab_size
         return _loop(once, tokens.reshape(batch, width), params, cache, repeats=_REPEATS)
 
-    seconds = _median_seconds(*map(call, widths))
+    seconds = median_seconds(*map(call, widths))
     return {width: spent / _REPEATS for width, spent in zip(widths, seconds, strict=True)}
 
 
@@ -101,7 +101,7 @@ def read_seconds(params: Any) -> float:
     read = jax.jit(
         lambda tree: [jnp.sum(leaf, dtype=jnp.float32) for leaf in jax.tree.leaves(tree)]
     )
-    (seconds,) = _median_seconds(lambda: read(params))
+    (seconds,) = median_seconds(lambda: read(params))
     return seconds
 
 
@@ -118,7 +118,7 @@ def copy_bandwidth(num_bytes: int) -> float:
             into = copy(source, into)
         return into
 
-    (seconds,) = _median_seconds(copies)
+    (seconds,) = median_seconds(copies)
     return 2 * num_bytes * _REPEATS / seconds
 
 
@@ -135,7 +135,7 @@ def loop_seconds(
     once: Callable[..., Any], carry: Any, *arguments: Any, repeats: int = _REPEATS
 ) -> float:
     """The median time of one `once(turn, carry, *arguments) -> carry` in a compiled loop."""
-    (seconds,) = _median_seconds(_loop(once, carry, *arguments, repeats=repeats))
+    (seconds,) = median_seconds(_loop(once, carry, *arguments, repeats=repeats))
     return seconds / repeats
 
 
@@ -149,7 +149,7 @@ def _loop(once: Callable[..., Any], carry: Any, *arguments: Any, repeats: int) -
     return lambda: run(repeats, carry, *arguments)
 
 
-def _median_seconds(*calls: Callable[[], Any]) -> list[float]:
+def median_seconds(*calls: Callable[[], Any]) -> list[float]:
     """The median time of each call, made in turn; the first ones, which compile, apart."""
     for call in calls:
         jax.block_until_ready(call())

@@ -51,11 +51,11 @@ def fastest_tree(
     """The tree with the most tokens per second (Sequoia's criterion, 2402.12374, section 3.3).
 
     `acceptance[d][r]` is the chance that the candidate of rank r at depth d (from 0) is the
-    target's, given that its parent is. `pass_seconds(w)` is what the target takes for w slots, the
-    root's included, and `draft_seconds(d)` what drafting a tree of depth d takes. For each of
-    `widths` and each depth up to `max_depth` (that of `acceptance` if unset) the best tree of
-    Medusa's rule is tried, and plain decoding. Raises InputError for widths below 1, numbers that
-    are no rates, and a plain pass that takes no time.
+    target's, given that its parent is. `pass_seconds(w)` is what a round whose pass is over w slots
+    takes, the root's included, but for its draft, and `draft_seconds(d)` what drafting a tree of
+    depth d takes. For each of `widths` and each depth up to `max_depth` (that of `acceptance` if
+    unset) the best tree of Medusa's rule is tried, and plain decoding. Raises InputError for widths
+    below 1, numbers that are no rates, and a plain pass that takes no time.
     """
     if not widths or min(widths) < 1:
         raise InputError(f"widths={tuple(widths)}: give slots of passes, from 1 on")

@@ -27,9 +27,10 @@ from specjax.files.measured_seconds import keep_seconds, read_seconds, seconds_f
 from specjax.loading.heads.ranks import shipped_acceptance
 from specjax.loading.model import Model
 from specjax.trees import FastestTree, RankedTree, best_tree, fastest_tree
+from specjax.tuning import round_seconds
 
 _WIDTHS = (1, 2, 3, 5, 9, 17, 33)
-"""Passes that are timed; those between take what the next wider one does."""
+"""Slots of the passes that are timed; those between take what the next wider one does."""
 _CONTEXT = 256
 _JOINED = {Turns: take_turns, Merged: merge_drafters}
 
@@ -38,7 +39,8 @@ _JOINED = {Turns: take_turns, Merged: merge_drafters}
 class TreeCosts:
     """Seconds here: of passes of `widths` slots, of a draft's first level, and of each further one.
 
-    No pass takes less than a narrower one.
+    With a pass is counted what the loop does after it: verifying and committing. No pass takes less
+    than a narrower one.
     """
 
     widths: tuple[int, ...]
@@ -47,7 +49,7 @@ class TreeCosts:
     further_level: float
 
     def pass_seconds(self, width: int) -> float:
-        """Of the target's pass over so many slots: that of the next wider one that was timed.
+        """Of a round but for its draft, by its slots: that of the next wider one that was timed.
 
         Raises InputError for a pass that is wider than all of them.
         """
@@ -72,7 +74,7 @@ def measure_tree_costs(
     context: int = _CONTEXT,
     tell: Callable[[str], Any] = lambda line: None,
 ) -> TreeCosts:
-    """What passes take, and drafts of one level and of `depth`, with rows of `context` tokens.
+    """What rounds take, and drafts of one level and of `depth`, with rows of `context` tokens.
 
     Figures are kept in the user's cache folder for later calls; `tell` is called with a line before
     anything is timed. Raises InputError for a drafter without trees, and where the target has no
@@ -89,7 +91,7 @@ def measure_tree_costs(
             f"trees of {max(_WIDTHS) - 1} nodes; use tree.kind=static"
         )
     file = seconds_file(
-        "tree",
+        "tree, by rounds",
         target.mesh and tuple(target.mesh.shape.items()),
         target.architecture,
         replace(drafter.drafter, tree=None, num_speculative_tokens=1),
@@ -100,7 +102,7 @@ def measure_tree_costs(
     kept = read_seconds(file, len(_WIDTHS) + 2) if processes.is_first() else None
     seconds = processes.from_first(kept and kept.seconds)
     if seconds is None:
-        tell(f"timing passes and drafts of {drafter.name} ...")
+        tell(f"timing rounds and drafts of {drafter.name} ...")
         with sharding.use(target.mesh):
             seconds = _measure(target, drafter, batch_size, context, depth)
         # Several processes choose one tree.
@@ -204,18 +206,17 @@ def with_tree(drafter: LoadedDrafter, tree: RankedTree) -> LoadedDrafter:
 def _measure(
     target: Model, drafter: LoadedDrafter, batch_size: int, context: int, deepest: int
 ) -> tuple[float, ...]:
-    """Seconds of passes of `_WIDTHS`, of a draft of one token, and of a tree of all levels."""
-    capacity = context + max(_WIDTHS)
-    widths = costs.widths_seconds(
-        target.architecture,
-        target.params,
-        _WIDTHS,
-        batch=batch_size,
-        committed=context,
-        capacity=capacity,
-    )
+    """Seconds of rounds of `_WIDTHS` but for their drafts, and of drafts: a token, all levels."""
     half = [[0.5 ** (rank + 1) for rank in range(8)]] * deepest
     trees = (best_tree(half, 1), best_tree(half, max(_WIDTHS) - 1, deepest))
+    passes = round_seconds.rounds_seconds(
+        target,
+        drafter.drafter,
+        trees[-1].topology,
+        _WIDTHS,
+        batch_size=batch_size,
+        context=context,
+    )
     prompts = [[1] * context] * batch_size
     drafts = [
         costs.propose_seconds(
@@ -229,4 +230,4 @@ def _measure(
         )
         for tree in trees
     ]
-    return (*widths.values(), *drafts)
+    return (*passes.values(), *drafts)
