@@ -76,16 +76,17 @@ class Form:
             raise InputError("cache_attention='kernel' needs layers apart: use scan_layers=False")
 
     @classmethod
-    def of(cls, platform: str) -> Form:
-        """The form for a platform: cpu, tpu, or a GPU (cuda, rocm, gpu).
+    def of(cls, platform: str, scan_layers: bool | None = None) -> Form:
+        """The form for a platform: cpu, tpu, or a GPU (cuda, rocm, gpu); layers as is asked.
 
-        A CPU gains nothing from several rows at once. On GPU, XLA copies each layer's slice of
-        stacked weights, and of the cache, before the product, and the host waits for each iteration
-        of a loop (`scripts/inspect_compiled_round.py`).
+        A CPU gains nothing from several rows at once. There, too, XLA copies each layer's slice of
+        stacked weights before several tokens are multiplied by it: layers apart are faster, but
+        compile for a minute more. On GPU the same holds for each layer's slice of the cache, and
+        the host waits for each iteration of a loop (`scripts/inspect_compiled_round.py`).
         """
         if platform in ("cpu", "tpu"):
-            return cls(cache_attention="rows" if platform == "cpu" else "blocks")
-        return cls(scan_layers=False, cache_attention="kernel")
+            return cls(scan_layers is not False, "rows" if platform == "cpu" else "blocks")
+        return cls(True, "blocks") if scan_layers else cls(False, "kernel")
 
 
 DEFAULT_FORM = Form()
