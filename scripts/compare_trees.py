@@ -8,7 +8,8 @@ turn begins with the next of them. Where rows are sampled, chains and static tre
 twice: drawn, and of the likeliest tokens.
 
 What is expected of a static tree comes from the drafter's rates (`specjax.loading.heads.ranks`) and
-from rounds and drafts that are timed before (`specjax.tuning.measure_tree_costs`). Nothing is
+from rounds and drafts that are timed before each turn (`specjax.tuning.measure_tree_costs`), as a
+machine may be quicker at one time than at another; the medians count. Nothing is
 expected of dynamic trees, of rows that are sampled, and of drafters without rates, whose trees are
 those of rates that halve by rank. Speeds are without prefill: tokens per round over the median of
 seconds per round.
@@ -22,7 +23,7 @@ input.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -183,7 +184,11 @@ def _compare(
     ]
     sampling = SamplingParams(temperature=temperature, max_new_tokens=new_tokens)
     sessions = [_session(model, ids, shape.drafter, sampling, batch_size) for shape in shapes]
-    runs = _measure(sessions, repeats)
+
+    def timed() -> TreeCosts:
+        return measure_tree_costs(model, made, depth=deepest, batch_size=batch_size, anew=True)
+
+    runs, costs[batch_size] = _measure(sessions, repeats, timed)
     print(
         f"\n{drafter}, B = {batch_size}, temperature {temperature:g}, {len(ids)} prompts, "
         f"{new_tokens} tokens, {repeats} turns; ms of a round, tokens/s of a row\n"
@@ -225,11 +230,19 @@ def _session(
     return plan_session(model, ids, drafter=drafter, options=options, requests=sampling)
 
 
-def _measure(sessions: Sequence[Session], repeats: int) -> list[Runs]:
-    """Each session's runs; a first turn compiles and does not count."""
+def _measure(
+    sessions: Sequence[Session], repeats: int, timed: Callable[[], TreeCosts]
+) -> tuple[list[Runs], TreeCosts]:
+    """Each session's runs, and the costs by the medians of what was `timed` before each turn.
+
+    A first turn compiles and does not count.
+    """
+    costs = []
     engines = [open_engine(session) for session in sessions]
     runs = [Runs() for _ in sessions]
     for turn in range(repeats + 1):
+        if turn:
+            costs.append(timed())
         for at in np.roll(range(len(sessions)), -turn):
             before = engines[at].statistics.rounds
             made = decode_session(sessions[at], engine=engines[at])
@@ -240,7 +253,17 @@ def _measure(sessions: Sequence[Session], repeats: int) -> list[Runs]:
             if turn:
                 run.seconds.append(made.decode_s)
         print(f"turn {turn} of {repeats}", flush=True)
-    return runs
+    return runs, _medians(costs)
+
+
+def _medians(costs: Sequence[TreeCosts]) -> TreeCosts:
+    """Each figure's median."""
+    return TreeCosts(
+        widths=costs[0].widths,
+        passes=tuple(map(median, zip(*(one.passes for one in costs), strict=True))),
+        first_level=median(one.first_level for one in costs),
+        further_level=median(one.further_level for one in costs),
+    )
 
 
 def _print_measured(shapes: Sequence[Shape], runs: Sequence[Runs], costs: TreeCosts) -> None:

@@ -82,10 +82,13 @@ def test_the_tree_follows_the_costs(tiny, similar, timed):
     measured(slope=5.0, draft=1e-6)
     assert choose_tree(tiny, drafter, RATES) == found
     assert len(calls) == 1
+    assert choose_tree(tiny, drafter, RATES, anew=True).tree != found.tree
+    assert len(calls) == 2
     none = choose_tree(tiny, drafter, RATES, batch_size=2)
     assert none.tree.topology.num_nodes == 0
-    assert len(calls) == 2
-    small = choose_tree(tiny, drafter, RATES, max_nodes=4)
+    assert len(calls) == 3
+    measured(slope=0.0, draft=1e-6)
+    small = choose_tree(tiny, drafter, RATES, max_nodes=4, anew=True)
     assert small.tree.topology.num_nodes == 4
 
 
@@ -178,6 +181,15 @@ def test_numbers_of_a_list_are_numbers():
         assert script.parser().read(["--nodes=4,8"])["nodes"] == (4, 8)
         with pytest.raises(InputError, match="nodes=33: use a whole number from 1 to 32"):
             script.parser().read(["--nodes=4,33"])
+
+
+def test_costs_of_several_turns_are_their_medians():
+    with script_module("compare_trees") as script:
+        costs = [
+            TreeCosts((1, 4), (first, 0.3), first_level=first, further_level=0.01)
+            for first in (0.1, 0.3, 0.2)
+        ]
+        assert script._medians(costs) == TreeCosts((1, 4), (0.2, 0.3), 0.2, 0.01)
 
 
 def test_replayed_speeds_are_measured_tokens_over_timed_seconds(capsys):

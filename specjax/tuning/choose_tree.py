@@ -72,13 +72,14 @@ def measure_tree_costs(
     depth: int,
     batch_size: int = 1,
     context: int = _CONTEXT,
+    anew: bool = False,
     tell: Callable[[str], Any] = lambda line: None,
 ) -> TreeCosts:
     """What rounds take, and drafts of one level and of `depth`, with rows of `context` tokens.
 
-    Figures are kept in the user's cache folder for later calls; `tell` is called with a line before
-    anything is timed. Raises InputError for a drafter without trees, and where the target has no
-    room for one.
+    Figures are kept in the user's cache folder for later calls, unless they are to be measured
+    `anew`; `tell` is called with a line before anything is timed. Raises InputError for a drafter
+    without trees, and where the target has no room for one.
     """
     if not hasattr(drafter.drafter, "tree"):
         raise InputError(
@@ -99,7 +100,9 @@ def measure_tree_costs(
         context,
         depth,
     )
-    kept = read_seconds(file, len(_WIDTHS) + 2) if processes.is_first() else None
+    kept = None
+    if processes.is_first() and not anew:
+        kept = read_seconds(file, len(_WIDTHS) + 2)
     seconds = processes.from_first(kept and kept.seconds)
     if seconds is None:
         tell(f"timing rounds and drafts of {drafter.name} ...")
@@ -133,8 +136,8 @@ def choose_tree(
     `drafter` is one with a `tree` field, and `acceptance` its chances by depth and rank
     (`measure_ranks`, `shipped_acceptance`). No path is longer than `max_depth`, or than the
     drafter's own limit, and no tree has more than `max_nodes` nodes; `options` are those of
-    `measure_tree_costs`: `batch_size`, `context` and `tell`. A tree without nodes says that no
-    draft pays. Raises InputError where `measure_tree_costs` does.
+    `measure_tree_costs`: `batch_size`, `context`, `anew` and `tell`. A tree without nodes says that
+    no draft pays. Raises InputError where `measure_tree_costs` does.
     """
     longest = [len(acceptance), max_depth, getattr(drafter.drafter, "longest_path", None)]
     deepest = min(length for length in longest if length is not None)
