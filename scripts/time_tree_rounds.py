@@ -2,8 +2,8 @@
 
     python scripts/time_tree_rounds.py --nodes=32 --batch_size=1
 
-Drafts are constant tokens, so that drafting costs nothing and every round has all nodes: of a
-chain, of a static tree, and of a dynamic one of the same shape. Each is decoded in turn, several
+Drafts are the same in each round, so that drafting costs nothing and every round has all nodes: of
+a chain, of a static tree, and of a dynamic one of the same shape. Each is decoded in turn, several
 times, greedily and at temperature 1, with the default model. Printed are the medians of seconds per
 round, and the medians, the least and the largest of the ratios to the chain's of the same turn.
 Exit codes: 0; 2 for bad input.
@@ -15,57 +15,36 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Annotated, Any
+from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 import specjax
 from specjax.cli import command
 from specjax.cli.flags import Parser
-from specjax.drafters import Context, Drafter, Noise
+from specjax.drafters import Context, Noise
 from specjax.drafters.growth.options import usual_rates
 from specjax.fields import Whole
 from specjax.trees import Draft, DynamicTopology, Topology, best_tree
+from specjax.tuning.round_seconds import FreeTree
 
 _PROMPT = "Write a short story about a lighthouse."
-_TOKEN = 28
 
 
 @dataclass(frozen=True, kw_only=True)
-class Constant(Drafter):
-    """A tree of one token again and again."""
+class SameTree(FreeTree):
+    """A tree that is free, its shape known when programs are compiled or chosen by each row."""
 
-    topology: Topology
     dynamic: bool = False
-    num_speculative_tokens: Annotated[int, Whole(1)] = 1
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "num_speculative_tokens", self.topology.depth)
-
-    @property
-    def num_nodes(self) -> int:
-        """N."""
-        return self.topology.num_nodes
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Every draft has all nodes."""
-        return (self.num_nodes,)
 
     def propose(self, params: Any, state: Any, context: Context, noise: Noise) -> tuple[Draft, Any]:
         """The same in each round."""
-        del params, noise
-        shape = (context.length.shape[0], self.num_nodes)
-        valid = jnp.asarray(self.topology.depths[1:])[None] <= context.limit[:, None]
-        topology = self.topology
+        draft, state = super().propose(params, state, context, noise)
         if self.dynamic:
-            parents = jnp.broadcast_to(jnp.asarray(topology.parents, jnp.int32), shape)
-            topology = DynamicTopology(parents, topology.depth)
-        tokens = jnp.full(shape, _TOKEN, jnp.int32)
-        # Siblings are distinct.
-        tokens += jnp.asarray(np.arange(self.num_nodes), jnp.int32)[None]
-        return Draft(tokens, valid, jnp.full(shape, -1, jnp.int32), None, topology), state
+            parents = jnp.asarray(self.topology.parents, jnp.int32)
+            parents = jnp.broadcast_to(parents, draft.tokens.shape)
+            draft = draft.replace(topology=DynamicTopology(parents, self.topology.depth))
+        return draft, state
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,9 +72,9 @@ def _measure(nodes: int, batch_size: int, new_tokens: int, repeats: int) -> None
     target = specjax.load_model("smollm2-135m-instruct")
     tree = best_tree([usual_rates(8)[0]] * 5, nodes).topology
     drafters = {
-        "chain": Constant(topology=Topology(tuple(range(nodes)))),
-        "static tree": Constant(topology=tree),
-        "dynamic tree": Constant(topology=tree, dynamic=True),
+        "chain": SameTree(topology=Topology(tuple(range(nodes)))),
+        "static tree": SameTree(topology=tree),
+        "dynamic tree": SameTree(topology=tree, dynamic=True),
     }
     for temperature in (0.0, 1.0):
         sampling = specjax.SamplingParams(

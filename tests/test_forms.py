@@ -67,6 +67,20 @@ def extended(model, tokens, lengths, capacity=512):
     )
 
 
+@pytest.mark.parametrize(
+    ("platform", "asked", "form"),
+    [
+        ("cpu", None, Form(scan_layers=True, cache_attention="rows")),
+        ("cpu", False, Form(scan_layers=False, cache_attention="rows")),
+        ("tpu", True, Form(scan_layers=True, cache_attention="blocks")),
+        ("gpu", None, Form(scan_layers=False, cache_attention="kernel")),
+        ("gpu", True, Form(scan_layers=True, cache_attention="blocks")),
+    ],
+)
+def test_layers_are_stacked_where_that_suits_or_is_asked(platform, asked, form):
+    assert Form.of(platform, asked) == form
+
+
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("tokens", [5, *slow(1)])
 def test_every_form_is_the_same_function(name, tokens, biased):

@@ -1,17 +1,21 @@
 """Rates of candidates by rank, and the tree that is chosen by them and by what passes cost here."""
 
 import json
+import sys
 
 import pytest
 from conftest import slow
 from decoding import PROMPTS, decode, draft_model, greedy
+from heads import eagle_head
 from script_modules import script_module
 
 from specjax.decoding import costs
-from specjax.drafters import TreeOptions, merge_drafters, take_turns
+from specjax.distributed.sharding import make_mesh
+from specjax.drafters import TreeOptions, head_drafter, merge_drafters, take_turns
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.errors import InputError
 from specjax.loading.heads.ranks import read_acceptance, write_acceptance
+from specjax.loading.load import place_model
 from specjax.reporting.decode_report import Clock, DrafterRun, Setting, report
 from specjax.trees import FastestTree, best_tree, tree_of_choices
 from specjax.tuning import (
@@ -106,7 +110,7 @@ def test_costs_are_those_of_the_next_wider_pass_and_of_levels(tiny, similar, tim
     assert set(noisy.passes) == {1.0}
 
 
-def test_timed_rounds_are_of_the_widths_and_lengths_that_are_asked(tiny, similar, monkeypatch):
+def test_timed_rounds_are_of_the_widths_and_lengths_that_are_asked(tiny, monkeypatch):
     """Each is a round of the loop whose drafts have one node less than its pass has slots."""
     ran = []
 
@@ -117,15 +121,26 @@ def test_timed_rounds_are_of_the_widths_and_lengths_that_are_asked(tiny, similar
     monkeypatch.setattr(costs, "median_seconds", run)
     topology = best_tree(RATES, 6).topology
     sizes = {"batch_size": 2, "context": 20}
-    drafter = draft_model(similar).drafter
+    drafter = head_drafter(eagle_head(tiny), tiny).drafter
+    assert drafter.features
     seconds = round_seconds.rounds_seconds(tiny, drafter, topology, (1, 3, 7), **sizes)
     assert seconds == {1: pytest.approx(0.1), 3: pytest.approx(0.2), 7: pytest.approx(0.3)}
-    for width, (state, rounds) in zip(seconds, ran, strict=True):
+    for width, rounds in zip(seconds, ran, strict=True):
         count = int((rounds.width[0] > 0).sum())
         assert count == 4
         assert (rounds.width[:, :count] == width).all()
         assert (rounds.drafted[:, :count] == width - 1).all()
-        assert (state.length >= 20 + count).all()
+    with pytest.raises(ValueError, match=r"the topology has 6 nodes; give one of 8"):
+        round_seconds.rounds_seconds(tiny, drafter, topology, (1, 9), **sizes)
+
+
+def test_on_a_mesh_rounds_are_timed_too(tiny, similar, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    target = place_model(tiny, make_mesh(4, 2))
+    monkeypatch.setattr(sys.modules[measure_tree_costs.__module__], "_WIDTHS", (1, 3, 5))
+    times = measure_tree_costs(target, draft_model(similar), depth=1, batch_size=3, context=16)
+    assert times.widths == (1, 3, 5)
+    assert min(times.passes) > 0
 
 
 @pytest.mark.parametrize("join", [take_turns, *slow(merge_drafters)])

@@ -77,16 +77,20 @@ class Form:
 
     @classmethod
     def of(cls, platform: str, scan_layers: bool | None = None) -> Form:
-        """The form for a platform: cpu, tpu, or a GPU (cuda, rocm, gpu); layers as is asked.
+        """The form for a platform: cpu, tpu, or a GPU (cuda, rocm, gpu).
 
-        A CPU gains nothing from several rows at once. There, too, XLA copies each layer's slice of
-        stacked weights before several tokens are multiplied by it: layers apart are faster, but
-        compile for a minute more. On GPU the same holds for each layer's slice of the cache, and
-        the host waits for each iteration of a loop (`scripts/inspect_compiled_round.py`).
+        `scan_layers` says whether layers are stacked; None: as suits the platform. A CPU gains
+        nothing from several rows at once. XLA copies each layer's slice of stacked weights before a
+        product of several tokens, on GPU that of the cache as well, where the host also waits for
+        each iteration of a loop (`scripts/inspect_compiled_round.py`). On a CPU layers apart run
+        faster, but compile for ten seconds to a minute more.
         """
         if platform in ("cpu", "tpu"):
-            return cls(scan_layers is not False, "rows" if platform == "cpu" else "blocks")
-        return cls(True, "blocks") if scan_layers else cls(False, "kernel")
+            attention = "rows" if platform == "cpu" else "blocks"
+            return cls(scan_layers=scan_layers is not False, cache_attention=attention)
+        if scan_layers:
+            return cls(scan_layers=True, cache_attention="blocks")
+        return cls(scan_layers=False, cache_attention="kernel")
 
 
 DEFAULT_FORM = Form()

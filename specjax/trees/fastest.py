@@ -15,7 +15,7 @@ class FastestTree(NamedTuple):
     """A tree, and what it is predicted to do; without nodes where no draft pays.
 
     `tokens_per_round` are those of one row, the target's own included; `round_seconds` are those of
-    the draft and of the pass over the tree.
+    the draft and of what `pass_seconds` says of the tree's width.
     """
 
     tree: RankedTree

@@ -37,10 +37,10 @@ _JOINED = {Turns: take_turns, Merged: merge_drafters}
 
 @dataclass(frozen=True)
 class TreeCosts:
-    """Seconds here: of passes of `widths` slots, of a draft's first level, and of each further one.
+    """Seconds here: of a draft's first level and each further one, and of rounds but for drafts.
 
-    With a pass is counted what the loop does after it: verifying and committing. No pass takes less
-    than a narrower one.
+    `passes` are those of rounds, by the slots of their pass: the pass, verifying and committing. No
+    wider one takes less.
     """
 
     widths: tuple[int, ...]
@@ -77,15 +77,16 @@ def measure_tree_costs(
 ) -> TreeCosts:
     """What rounds take, and drafts of one level and of `depth`, with rows of `context` tokens.
 
-    Figures are kept in the user's cache folder for later calls, unless they are to be measured
-    `anew`; `tell` is called with a line before anything is timed. Raises InputError for a drafter
-    without trees, and where the target has no room for one.
+    Figures are kept in the user's cache folder for later calls; with `anew` those that are there
+    are not used but replaced. `tell` is called with a line before anything is timed. Raises
+    InputError for a drafter without trees, and where the target has no room for one.
     """
     if not hasattr(drafter.drafter, "tree"):
         raise InputError(
             f"drafter {drafter.name!r} drafts no trees of candidates; use one that does"
         )
-    context = min(context, target.config.max_positions - max(_WIDTHS))
+    room = max(max(_WIDTHS), round_seconds.new_tokens(depth))
+    context = min(context, target.config.max_positions - room)
     if context < 2:
         raise InputError(
             f"target={target.name} has {target.config.max_positions} positions: no room to time "
@@ -210,16 +211,18 @@ def _measure(
     target: Model, drafter: LoadedDrafter, batch_size: int, context: int, deepest: int
 ) -> tuple[float, ...]:
     """Seconds of rounds of `_WIDTHS` but for their drafts, and of drafts: a token, all levels."""
-    half = [[0.5 ** (rank + 1) for rank in range(8)]] * deepest
-    trees = (best_tree(half, 1), best_tree(half, max(_WIDTHS) - 1, deepest))
+    most = max(_WIDTHS) - 1
+    half = [[0.5 ** (rank + 1) for rank in range(most)]] * deepest
     passes = round_seconds.rounds_seconds(
         target,
         drafter.drafter,
-        trees[-1].topology,
+        best_tree(half, most, deepest).topology,
         _WIDTHS,
         batch_size=batch_size,
         context=context,
     )
+    few = [level[:8] for level in half]
+    trees = (best_tree(few, 1), best_tree(few, most, deepest))
     prompts = [[1] * context] * batch_size
     drafts = [
         costs.propose_seconds(

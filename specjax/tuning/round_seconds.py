@@ -9,23 +9,28 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
 
+from specjax.cache import KVCache
 from specjax.decoding import costs, loop
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.plan import plan_session
 from specjax.decoding.rows import batch_arguments
 from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.state import Plan, State
-from specjax.drafters import Drafter, LoadedDrafter
+from specjax.decoding.state import Plan, Rounds
+from specjax.drafters import Drafter
 from specjax.drafters.base import Context, Noise
 from specjax.loading.model import Model
 from specjax.trees import Draft, Topology
 
 _ROUNDS = 4
-"""In a row that are timed together."""
+"""Rounds that are timed together."""
+_STRIDE = 7919
+"""Between tokens: different ones, since of experts only those are read that some token uses."""
 
-_run = jax.jit(loop.run, static_argnums=0)
+
+def new_tokens(depth: int) -> int:
+    """Room that a row needs for the rounds, with paths of that many tokens."""
+    return _ROUNDS * (depth + 1) + 1
 
 
 def rounds_seconds(
@@ -39,63 +44,80 @@ def rounds_seconds(
 ) -> dict[int, float]:
     """Median seconds of a greedy round by the slots of its pass, all but what its draft takes.
 
-    Drafts are the first nodes of `topology`, which has one less than the widest pass has slots.
-    Width 1 is a round of plain decoding. All are timed in turn. `drafter` says which of the
-    target's features are kept; rows have `context` tokens.
+    Drafts are the first nodes of `topology`, each number of nodes in a program of its own; width 1
+    is a round of plain decoding. All are timed in turn. `drafter` says which of the target's
+    features are kept (what its `observe_pass` does with them is not timed). Rows have `context`
+    tokens, and the target room for `new_tokens` more. Raises ValueError for a width that the
+    topology has no nodes for.
     """
-    free = FreeTree(
-        num_speculative_tokens=topology.depth,
-        topology=topology,
-        node_counts=tuple(width - 1 for width in widths if width > 1),
-        accepted=drafter.features,
-        computed=drafter.pass_features,
-    )
-    states: dict[Plan, State] = {}
+    if max(widths) > topology.width:
+        raise ValueError(
+            f"widths={tuple(widths)}: the topology has {topology.num_nodes} nodes; give one of "
+            f"{max(widths) - 1}"
+        )
+    vocab = target.config.vocab_size
+    prompts = [[1] * (context - 1) + [_STRIDE * (row + 1) % vocab] for row in range(batch_size)]
+    requests = SamplingParams(max_new_tokens=new_tokens(topology.depth), ignore_eos=True)
+    # It is handed from one call to the next and changed in place, as in decoding.
+    cache: KVCache | None = None
 
-    def call(width: int) -> Callable[[], Any]:
+    def call(width: int) -> Callable[[], Rounds]:
+        free = FreeTree(
+            topology=topology.first(width - 1),
+            accepted=drafter.features,
+            computed=drafter.pass_features,
+        )
         session = plan_session(
             target,
-            [[1] * context] * batch_size,
-            drafter=LoadedDrafter(free, jnp.int32(width - 1)) if width > 1 else None,
+            prompts,
+            drafter=free if width > 1 else None,
             options=DecodeOptions(batch_size=batch_size),
-            requests=SamplingParams(
-                max_new_tokens=_ROUNDS * (topology.depth + 1) + 1, ignore_eos=True
-            ),
+            requests=requests,
         )
         plan, params = session.plan, session.params
-        if plan not in states:
-            rows = batch_arguments(session, range(batch_size))
-            states[plan] = _read(plan, params, *rows)
-        return lambda: _run(plan, params, states[plan], jnp.int32(_ROUNDS))
+        rows = batch_arguments(session, range(batch_size))
+
+        def run() -> Rounds:
+            nonlocal cache
+            if cache is None:
+                make = jax.jit(plan.target.make_cache, static_argnums=(0, 1))
+                cache = make(session.num_rows, plan.capacity)
+            cache, rounds = _run(plan, params, cache, *rows)
+            return rounds
+
+        return run
 
     seconds = costs.median_seconds(*map(call, widths))
     return {width: spent / _ROUNDS for width, spent in zip(widths, seconds, strict=True)}
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _read(plan: Plan, params: Any, *rows: Any) -> State:
-    """Rows with empty caches that are as long as if their prompts had been read."""
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _run(plan: Plan, params: Any, cache: KVCache, *rows: Any) -> tuple[KVCache, Rounds]:
+    """The cache after the rounds, and their counts, of rows whose prompts it is taken to hold."""
     state = loop.empty_state(plan, params, *rows)
-    return state.replace(cache=state.cache.replace(length=state.length - 1))
+    state = state.replace(cache=cache.replace(length=state.length - 1))
+    state, rounds = loop.run(plan, params, state, jnp.int32(_ROUNDS))
+    return state.cache, rounds
 
 
 @dataclass(frozen=True, kw_only=True)
 class FreeTree(Drafter):
-    """A tree of tokens that are always the same, of which `params` nodes are proposed.
+    """A tree of tokens that are the same in each round: it costs what the loop does with a draft.
 
-    What it costs is what the loop does with a draft. `node_counts` are those that have a compiled
-    width of their own. Of the target's passes it takes the features `accepted` and `computed`, as
-    the drafter does whose rounds are timed.
+    Of the target's passes it takes the features `accepted` and `computed`, of accepted tokens and
+    of all.
     """
 
     topology: Topology
-    node_counts: tuple[int, ...]
     accepted: tuple[str, ...] = ()
     computed: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_speculative_tokens", self.topology.depth)
+
     @property
     def num_nodes(self) -> int:
-        """Nodes of the whole tree."""
+        """N."""
         return self.topology.num_nodes
 
     @property
@@ -110,20 +132,17 @@ class FreeTree(Drafter):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """`node_counts`."""
-        return self.node_counts
+        """Every draft has all nodes."""
+        return (self.num_nodes,)
 
-    def propose(
-        self, params: Int[Array, ""], state: Any, context: Context, noise: Noise
-    ) -> tuple[Draft, Any]:
-        """The first nodes."""
-        del noise
+    def propose(self, params: Any, state: Any, context: Context, noise: Noise) -> tuple[Draft, Any]:
+        """All nodes within each row's limit; siblings, and nodes of different rows, differ."""
+        del params, noise
         shape = (len(context.length), self.num_nodes)
-        # Different tokens, since of experts only those are read that some token uses.
-        tokens = 7919 * jnp.arange(1, shape[1] + 1, dtype=jnp.int32) % context.target.vocab_size
+        tokens = 1 + jnp.arange(shape[0] * shape[1], dtype=jnp.int32).reshape(shape)
         return Draft(
-            tokens=jnp.broadcast_to(tokens, shape),
-            valid=jnp.broadcast_to(jnp.arange(shape[1]) < params, shape),
+            tokens=_STRIDE * tokens % context.target.vocab_size,
+            valid=jnp.asarray(self.topology.depths[1:])[None] <= context.limit[:, None],
             logq_row=jnp.full(shape, -1, jnp.int32),
             logq=None,
             topology=self.topology,

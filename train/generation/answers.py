@@ -139,8 +139,9 @@ class AnswersConfig:
     """The values as the config file and the command line gave them, by section."""
 
     def form(self, platform: str) -> Form:
-        """How the target is laid out on a platform."""
-        return Form.of(platform, {"auto": None, "true": True, "false": False}[self.scan_layers])
+        """How the target is laid out on a platform: by default with layers apart on a CPU."""
+        default = False if platform == "cpu" else None
+        return Form.of(platform, {"auto": default, "true": True, "false": False}[self.scan_layers])
 
     @property
     def options(self) -> DecodeOptions:
