@@ -164,7 +164,7 @@ def compile_round(devices: list[Any]) -> Any:
         widths=widths(drafter.num_nodes, lengths=drafter.lengths),
         flags=sampling.WarpFlags(not sampled, sampled, False, False, False),
         capacity=_CAPACITY.value,
-        chunk=512,
+        chunks=(512,),
     )
 
     def rows(dtype: Any, *rest: int) -> jax.ShapeDtypeStruct:

@@ -164,18 +164,23 @@ def test_an_admission_that_forgets_a_part_is_found(forgets, tiny, unrelated, sim
     assert found != wanted
 
 
-def test_tokens_of_a_long_prompt_are_read_a_few_at_a_time(tiny, monkeypatch):
-    """Decoding rows wait for at most so many, rounded up to a chunk."""
+@pytest.mark.parametrize(
+    ("most", "chunks", "part", "longest_wait"),
+    [(100, (64,), 128, 128), (256, (256, 64), 256, 243 + 256)],
+)
+def test_tokens_of_a_long_prompt_are_read_a_few_at_a_time(most, chunks, part, longest_wait, tiny):
+    """Decoding rows wait for at most so many, rounded up to a chunk; all start at whole chunks."""
     rng = np.random.default_rng(0)
     prompts = [[1, 2], rng.integers(61, size=500).tolist(), rng.integers(61, size=300).tolist()]
     options = dict(sampling=greedy(max_new_tokens=40), batch_size=3)
     session = make_session(tiny, prompts, **options)
     wanted = decode(tiny, prompts, **options).token_ids
-    engine = Engine.of(session, Schedule(rounds_per_step=2, max_prefill_tokens=100))
+    engine = Engine.of(session, Schedule(rounds_per_step=2, max_prefill_tokens=most))
     compiled, order = engine.compile(), []
 
     def read(params, state, begin, end):
         order.append(int(end) - int(begin))
+        assert begin % chunks[0] == 0
         return compiled.read(params, state, begin, end)
 
     def step(*arguments):
@@ -187,15 +192,14 @@ def test_tokens_of_a_long_prompt_are_read_a_few_at_a_time(tiny, monkeypatch):
         engine.add_rows(prompt, [session_row(session, prompt)])
     outputs = {one.id: one.output.token_ids for one in engine if one.output is not None}
     assert [outputs[prompt] for prompt in range(3)] == wanted
-    chunk = session.plan.chunk
-    assert chunk == 64
+    assert engine.setup.plan.chunks == chunks
     first = order.index("step")
-    assert order[:first] == [1, 128]
+    assert order[:first] == [1, part]
     waits, read = [], 0
     for one in order[first:]:
         waits, read = ([*waits, read], 0) if one == "step" else (waits, read + one)
-    assert sum(waits) == 499 - 128 + 299
-    assert max(waits) == 128
+    assert sum(waits) == 499 - part + 299
+    assert max(waits) == longest_wait
 
 
 def test_a_slot_is_refilled_as_soon_as_its_row_has_ended(tiny):

@@ -84,7 +84,7 @@ def _logits_after(session: Session, prompt: int, new_tokens: Sequence[int]) -> F
     tokens[0, : len(ids)] = ids
     with use(session.mesh):
         logits = _next_logits(
-            plan.target, plan.chunk, session.model.params, tokens, np.array([len(ids)], np.int32)
+            plan.target, plan.chunks, session.model.params, tokens, np.array([len(ids)], np.int32)
         )
     return jnp.asarray(fetch(logits))
 
@@ -148,13 +148,13 @@ def _resolution(session: Session, request: SamplingParams, logits: Float[Array, 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _next_logits(
     model: LanguageModel,
-    chunk: int,
+    chunks: tuple[int, ...],
     params: Any,
     tokens: Int[Array, "1 S"],
     length: Int[Array, "1"],
 ) -> Float[Array, "1 V"]:
     cache = model.make_cache(1, tokens.shape[1])
-    cache, _ = prefill(model, params, tokens, length - 1, cache, chunk)
+    cache, _ = prefill(model, params, tokens, length - 1, cache, chunks)
     last = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)
     window = model.make_window(1, 1)
     seen = jnp.ones((1, 1, 1), bool)

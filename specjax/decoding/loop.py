@@ -76,8 +76,8 @@ def read_prompts(
 ) -> State:
     """The state after target and drafter have read the prompts' positions from `begin` to `end`.
 
-    Those before `begin` were read earlier. `end` is rounded up to whole chunks; without it, the
-    prompts are read but for their last token.
+    Those before `begin` were read earlier. `end` is rounded up to whole chunks of the smallest
+    size; without it, the prompts are read but for their last token.
     """
     target_params, draft_params = params
     drafter, length = plan.drafter, state.length
@@ -88,14 +88,15 @@ def read_prompts(
         first: Int[Array, ""],
         count: Int[Array, "B"],
         features: dict[str, Array],
+        size: int,
     ) -> Any:
         # What has been read of each row, and the token after it.
         known = jnp.clip(length - 1, 0, first + count) + 1
         context = make_context(plan, target_params, state.replace(length=known, cache=cache))
-        following = context.tokens_from(jnp.broadcast_to(first + 1, count.shape), plan.chunk)
+        following = context.tokens_from(jnp.broadcast_to(first + 1, count.shape), size)
         if drafter.pass_features:
-            chunk = context.tokens_from(jnp.broadcast_to(first, count.shape), plan.chunk)
-            read = jnp.arange(plan.chunk)[None, :] < count[:, None]
+            chunk = context.tokens_from(jnp.broadcast_to(first, count.shape), size)
+            read = jnp.arange(size)[None, :] < count[:, None]
             carry = drafter.observe_pass(
                 draft_params,
                 carry,
@@ -110,7 +111,7 @@ def read_prompts(
         state.tokens,
         length - 1,
         state.cache,
-        plan.chunk,
+        plan.chunks,
         (*drafter.features, *drafter.pass_features),
         observe,
         state.drafter,

@@ -27,9 +27,9 @@ from specjax.models.layers.attention import CACHE_BLOCK
 
 MOST_ROWS = 16
 """Slots where the caller does not say."""
-_PREFILL_CHUNK = {"cpu": 64}
-"""Prompt tokens of one forward, by platform: on a CPU longer ones only add padding."""
-_ACCELERATOR_CHUNK = 256
+_PREFILL_CHUNKS = {"cpu": (256, 64)}
+"""Prompt tokens of one forward, by platform; the smaller size is for what is left of a prompt."""
+_ACCELERATOR_CHUNKS = (256,)
 _STOP_IDS = 8
 """Room for end-of-sequence and stop token ids of a row; more where a call needs more."""
 
@@ -208,7 +208,7 @@ def plan_setup(
         widths=widths(turns.num_nodes, _lengths(turns, ladder, auto=asked == "auto")),
         flags=flags,
         capacity=capacity,
-        chunk=min(_PREFILL_CHUNK.get(platform, _ACCELERATOR_CHUNK), capacity),
+        chunks=_chunks(platform, capacity),
         logprobs=logprobs,
         # XLA's CPU threads overlap more of a small program's work than of a large one's. A round of
         # one row takes as long in both.
@@ -319,6 +319,12 @@ def _capacity(longest: int, most: int) -> int:
     while size < longest:
         size *= 2
     return min(size, _round_up(most, CACHE_BLOCK))
+
+
+def _chunks(platform: str, capacity: int) -> tuple[int, ...]:
+    """The chunk sizes that prompts in so much room can fill, and the smallest."""
+    *large, smallest = _PREFILL_CHUNKS.get(platform, _ACCELERATOR_CHUNKS)
+    return (*(size for size in large if size < capacity), min(smallest, capacity))
 
 
 def _platform(placement: Placement) -> str:

@@ -29,7 +29,8 @@ token whose logits are not numbers."""
 class Plan:
     """What is fixed when a loop is compiled.
 
-    `widths` are the window sizes a round can run at, ascending, the last one N + 1.
+    `widths` are the window sizes a round can run at, ascending, the last one N + 1. `chunks` are
+    the sizes of the forwards that read prompts, descending (`prefill`).
     `rounds_per_step` (R) bounds the rounds of one call. `overlaps` also records what share of p
     each verified node's distribution has, which costs one warp per node. `plain_program` says that
     rounds in which all drafters sleep have a program of their own.
@@ -42,7 +43,7 @@ class Plan:
     widths: tuple[int, ...]
     flags: sampling.WarpFlags
     capacity: int
-    chunk: int
+    chunks: tuple[int, ...]
     rounds_per_step: int = 64
     logprobs: bool = False
     overlaps: bool = False

@@ -1,7 +1,8 @@
-"""Prefill: runs prompts into caches in chunks, with one compiled shape for all prompt lengths."""
+"""Prefill: runs prompts into caches in chunks of a few sizes, compiled for all prompt lengths."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,8 @@ from jaxtyping import Array, Int
 from specjax.cache import KVCache, commit
 from specjax.models.interface import LanguageModel
 
-Follow = Callable[[Any, KVCache, Int[Array, ""], Int[Array, "B"], dict[str, Array]], Any]
-"""(carry, cache, first, count, features [B, T, D]) -> carry: what follows a chunk that was read.
+Follow = Callable[[Any, KVCache, Int[Array, ""], Int[Array, "B"], dict[str, Array], int], Any]
+"""(carry, cache, first, count, features [B, T, D], T) -> carry: what follows a chunk that was read.
 
 `cache` holds the chunk's `count` tokens already, which stand at positions `first` and after.
 """
@@ -25,7 +26,7 @@ def prefill(
     tokens: Int[Array, "B S"],
     lengths: Int[Array, "B"],
     cache: KVCache,
-    chunk: int,
+    chunks: tuple[int, ...],
     features: tuple[str, ...] = (),
     follow: Follow | None = None,
     carry: Any = None,
@@ -35,19 +36,20 @@ def prefill(
     """The cache with each row's tokens from `begin` to `end` too, and what `follow` carried.
 
     The cache holds those before `begin`. Of each row the first `lengths` tokens count, all of them
-    where there is no `end`. Runs ceil(tokens / chunk) forwards of [B, chunk] tokens without logits,
-    so `end` is rounded up to whole chunks; a row that has finished commits nothing more. After each
-    forward `follow` sees the chunk's named features, which are kept no longer than that.
+    where there is no `end`. Runs forwards of [B, chunk] tokens without logits, with the first of
+    `chunks` (the sizes, descending) while one fits, then with the next; `end` is rounded up to
+    whole ones of the last. A row that has finished commits nothing more. After each forward
+    `follow` sees the chunk's named features, which are kept no longer than that.
     """
     batch, available = tokens.shape
-    step = jnp.arange(chunk)
     # Padded so that the last chunk fits: a slice that reaches past the end would be shifted.
-    padded = jnp.pad(tokens, ((0, 0), (0, chunk)))
-    causal = jnp.tril(jnp.ones((1, chunk, chunk), bool))
-    slots = jnp.broadcast_to(step, (batch, chunk))
+    padded = jnp.pad(tokens, ((0, 0), (0, chunks[-1])))
 
-    def advance(state: tuple) -> tuple:
+    def advance(state: tuple, chunk: int) -> tuple:
         first, cache, carry = state
+        step = jnp.arange(chunk)
+        causal = jnp.tril(jnp.ones((1, chunk, chunk), bool))
+        slots = jnp.broadcast_to(step, (batch, chunk))
         result = model.extend(
             params,
             lax.dynamic_slice(padded, (0, first), (batch, chunk)),
@@ -62,13 +64,19 @@ def prefill(
         count = jnp.clip(lengths - first, 0, chunk)
         cache = commit(cache, result.window, slots, count)
         if follow is not None:
-            carry = follow(carry, cache, first, count, result.features)
+            carry = follow(carry, cache, first, count, result.features, chunk)
         return first + chunk, cache, carry
 
     longest = jnp.minimum(lengths.max(), available)
     if end is not None:
         longest = jnp.minimum(longest, end)
-    _, cache, carry = lax.while_loop(
-        lambda state: state[0] < longest, advance, (jnp.int32(begin), cache, carry)
-    )
-    return cache, carry
+    state = (jnp.int32(begin), cache, carry)
+    for chunk in chunks:
+        # All of a chunk is needed, but for the last size: there one token is enough.
+        needed = 1 if chunk == chunks[-1] else chunk
+        state = lax.while_loop(
+            lambda state, needed=needed: state[0] + needed <= longest,
+            functools.partial(advance, chunk=chunk),
+            state,
+        )
+    return state[1:]

@@ -178,7 +178,7 @@ def make_plan(
         widths=widths(drafter.num_nodes, drafter.lengths),
         flags=_flags(request),
         capacity=capacity,
-        chunk=capacity,
+        chunks=(capacity,),
         rounds_per_step=capacity,
     )
 

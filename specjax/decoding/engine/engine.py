@@ -65,7 +65,7 @@ class Schedule:
 
     A step ends after `rounds_per_step` rounds, or when `refill_rows` rows have finished and
     requests wait. Between two steps at most `max_prefill_tokens` tokens of prompts are read while
-    rows decode, rounded up to whole chunks.
+    rows decode, rounded up to whole chunks; chunks larger than that are not used.
     """
 
     rounds_per_step: int = 16
@@ -76,6 +76,10 @@ class Schedule:
         Whole(1, _MOST_ROUNDS).check("rounds_per_step", self.rounds_per_step)
         for name in ("refill_rows", "max_prefill_tokens"):
             Whole(1).check(name, getattr(self, name))
+
+    def chunks(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of the chunk sizes (descending) within `max_prefill_tokens`, or the smallest."""
+        return tuple(size for size in sizes if size <= self.max_prefill_tokens) or sizes[-1:]
 
 
 @dataclass
@@ -181,9 +185,13 @@ class Engine:
         return engine
 
     def _open(self, setup: Setup, schedule: Schedule, replayed_rounds: int = 0) -> None:
-        if schedule.rounds_per_step > setup.plan.rounds_per_step:
-            longer = replace(setup.plan, rounds_per_step=schedule.rounds_per_step)
-            setup = replace(setup, plan=longer)
+        plan = setup.plan
+        plan = replace(
+            plan,
+            rounds_per_step=max(plan.rounds_per_step, schedule.rounds_per_step),
+            chunks=schedule.chunks(plan.chunks),
+        )
+        setup = replace(setup, plan=plan)
         self._rows, self._schedule = DeviceRows(setup, replayed_rounds), schedule
         self._scheduler = Scheduler(setup.batch_size)
         self.statistics = Statistics(setup.batch_size)
@@ -421,6 +429,7 @@ class Engine:
     def _read_prompts(self) -> None:
         """Read prompts of waiting requests, as far as slots and the tokens of one step allow."""
         setup, budget = self.setup, self._schedule.max_prefill_tokens
+        chunks = setup.plan.chunks
         while True:
             if self._reading is None:
                 taken = self._scheduler.take(setup.prefill_rows)
@@ -434,7 +443,8 @@ class Engine:
             left = reading.longest - reading.position
             count = min(left, budget) if decoding else left
             if count > 0:
-                end = min(reading.position + _round_up(count, setup.plan.chunk), reading.longest)
+                # Parts end at the same positions whatever else is read: a prompt's chunks do, too.
+                end = min(reading.position + _round_up(count, chunks[0]), reading.longest)
                 begun = time.perf_counter()
                 ready = self._rows.read(reading.position, end)
                 self._under_way.append(_Reading(ready, begun))
