@@ -5,7 +5,9 @@ from ml_collections import config_dict
 from specjax.cli.mesh_config import distributed_fields, mesh_fields
 
 
-def get_config(size="full"):
+def get_config(size=""):
+    if size not in ("", "debug"):
+        raise ValueError(f"size {size!r} is unknown: use debug, or leave it out")
     config = config_dict.ConfigDict()
     config.target = "smollm2-135m-instruct"
     config.dtype = "auto"
@@ -39,7 +41,6 @@ def get_config(size="full"):
     config.mesh = mesh_fields()
     config.distributed = distributed_fields()
     if size == "debug":
-        config.per_task = 1
         config.max_new_tokens = 8
         config.widths = (1, 2)
         config.batch_sizes = (1, 2)

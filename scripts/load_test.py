@@ -33,6 +33,7 @@ from specjax.decoding.sampling_params import SamplingParams
 from specjax.drafters import make_drafter
 from specjax.loading.load import load_model
 from specjax.reporting.engine_report import draw_engine, engine_report
+from specjax.sampling import RULES
 
 _TARGET = flags.DEFINE_string("target", "smollm2-135m-instruct", "The target.")
 _PROMPTS = flags.DEFINE_string("prompts", None, "A JSONL file of questions; else built-in ones.")
@@ -43,7 +44,7 @@ _SLOTS = flags.DEFINE_integer("slots", 8, "Slots.", lower_bound=1)
 _NEW = flags.DEFINE_list("new_tokens", ["8", "128"], "Fewest and most new tokens of an answer.")
 _DRAFTER = flags.DEFINE_string("drafter", "ngram", "The drafter.")
 _LENGTH = flags.DEFINE_string("num_speculative_tokens", None, "A number, or auto.")
-_VERIFY = flags.DEFINE_enum("verify", "coupled", ["rejection", "block", "coupled"], "The rule.")
+_VERIFY = flags.DEFINE_enum("verify", "coupled", sorted(RULES), "The rule.")
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "Of every second request; others are greedy.")
 _ABORTS = flags.DEFINE_float("aborts", 0.1, "Share of requests that are aborted.")
 _STALLS = flags.DEFINE_float("stalls", 0.1, "Share of readers that stop reading.")
@@ -88,6 +89,11 @@ def main(argv: list[str]) -> int:
     length = int(length) if length not in (None, "auto") else length
     rng = np.random.default_rng(_SEED.value)
     clients = make_clients(model, rng)
+    if _CHECK.value and length == "auto" and _VERIFY.value != "coupled" and _TEMPERATURE.value:
+        raise app.UsageError(
+            f"--verify={_VERIFY.value} with --num_speculative_tokens=auto: sampled rows keep their "
+            "distribution and not their tokens; use --verify=coupled, --temperature=0 or --nocheck"
+        )
     options: dict[str, Any] = {
         "drafter": make_drafter(_DRAFTER.value, model),
         "num_speculative_tokens": length,
@@ -151,7 +157,7 @@ def run(engine: Engine, clients: list[Client]) -> None:
     engine.compile()
     waiting, running = collections.deque(clients), {}
     begin = said = time.monotonic()
-    while waiting or engine.num_unfinished:
+    while waiting or running:
         now = time.monotonic() - begin
         while waiting and waiting[0].arrival_s <= now:
             one = waiting.popleft()
@@ -160,7 +166,7 @@ def run(engine: Engine, clients: list[Client]) -> None:
             if one.aborts_after_s is not None and now > one.arrival_s + one.aborts_after_s:
                 one.aborts_after_s = None
                 engine.abort(one.number)
-        if not engine.num_unfinished:
+        if not running:
             time.sleep(max(0.0, min(waiting[0].arrival_s - now, 0.05)))
             continue
         full = []
@@ -172,6 +178,7 @@ def run(engine: Engine, clients: list[Client]) -> None:
                 one.reason, one.ids = delta.output.finish_reason, delta.output.token_ids
                 del running[delta.id]
         for one in full:
+            one.aborts_after_s = None
             engine.abort(one.number)
         if time.monotonic() - said > 10:
             said = time.monotonic()

@@ -165,13 +165,13 @@ def test_an_admission_that_forgets_a_part_is_found(forgets, tiny, unrelated, sim
 
 
 @pytest.mark.parametrize(
-    ("most", "chunks", "part", "longest_wait"),
-    [(100, (64,), 128, 128), (256, (256, 64), 256, 243 + 256)],
+    ("most", "chunks", "longest_wait"),
+    [(5, (64,), 64), (100, (64,), 64), (256, (256, 64), 256), (600, (256, 64), 499)],
 )
-def test_tokens_of_a_long_prompt_are_read_a_few_at_a_time(most, chunks, part, longest_wait, tiny):
-    """Decoding rows wait for at most so many, rounded up to a chunk; all start at whole chunks."""
+def test_tokens_of_a_long_prompt_are_read_a_few_at_a_time(most, chunks, longest_wait, tiny):
+    """Decoding rows wait for at most so many, in whole chunks, and all start after whole chunks."""
     rng = np.random.default_rng(0)
-    prompts = [[1, 2], rng.integers(61, size=500).tolist(), rng.integers(61, size=300).tolist()]
+    prompts = [[1, 2], rng.integers(61, size=300).tolist(), rng.integers(61, size=500).tolist()]
     options = dict(sampling=greedy(max_new_tokens=40), batch_size=3)
     session = make_session(tiny, prompts, **options)
     wanted = decode(tiny, prompts, **options).token_ids
@@ -193,12 +193,12 @@ def test_tokens_of_a_long_prompt_are_read_a_few_at_a_time(most, chunks, part, lo
     outputs = {one.id: one.output.token_ids for one in engine if one.output is not None}
     assert [outputs[prompt] for prompt in range(3)] == wanted
     assert engine.setup.plan.chunks == chunks
-    first = order.index("step")
-    assert order[:first] == [1, part]
     waits, read = [], 0
-    for one in order[first:]:
+    assert order[0] == 1
+    for one in order[1:]:
         waits, read = ([*waits, read], 0) if one == "step" else (waits, read + one)
-    assert sum(waits) == 499 - part + 299
+    # The first step has read the first prompt too, for which no row waited.
+    assert sum(waits) == 299 + 499
     assert max(waits) == longest_wait
 
 
@@ -563,6 +563,50 @@ def test_interrupted_calls_lose_nothing(tiny, monkeypatch):
             tokens[delta.id] += delta.token_ids
             break
     assert tokens == wanted
+
+
+def test_an_interrupted_admission_is_made_again(tiny, monkeypatch):
+    prompts = [[1, 2], [3], [4, 5, 6]]
+    wanted = specjax.generate(tiny, prompts, sampling=greedy(max_new_tokens=8)).token_ids
+    engine = Engine(tiny, batch_size=2, rounds_per_step=3)
+    for prompt in prompts:
+        engine.add(prompt, greedy(max_new_tokens=8))
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    for name in ("begin", "new_rows"):
+        with monkeypatch.context() as patched:
+            patched.setattr(device_rows.DeviceRows, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+    outputs = {one.id: one.output for one in engine if one.output is not None}
+    assert [outputs[number].token_ids for number in range(3)] == wanted
+
+
+def test_a_request_without_text_ends_alone(tiny, monkeypatch):
+    """Its tokens are none that the tokenizer knows; the others do not notice."""
+    session = session_of(tiny, None, slots=3)
+    wanted = alone(session)
+    engine = Engine.of(session, Schedule(rounds_per_step=2))
+    follow = Follower.follow
+
+    def refuses(follower, status, tokens, *rest):
+        if follower is broken and len(follower.token_ids) > 2:
+            raise InputError("token 99 is unknown")
+        return follow(follower, status, tokens, *rest)
+
+    monkeypatch.setattr(Follower, "follow", refuses)
+    for prompt in range(len(PROMPTS)):
+        engine.add_rows(prompt, [session_row(session, prompt)])
+    broken = next(one.follower for one in engine._scheduler if one.id == 1)
+    outputs = {one.id: one.output for one in engine if one.output is not None}
+    assert outputs[1].finish_reason == "error"
+    assert outputs[1].error == "request 1: token 99 is unknown"
+    assert 2 < len(outputs[1].token_ids) < NEW[1]
+    assert wanted[1][0][: len(outputs[1].token_ids)] == outputs[1].token_ids
+    others = [prompt for prompt in range(len(PROMPTS)) if prompt != 1]
+    assert {n: told(outputs[n])[0] for n in others} == {n: wanted[n][0] for n in others}
 
 
 def test_ids_that_are_taken_are_not_given(tiny):

@@ -257,7 +257,7 @@ def test_blocks_that_are_too_old_are_not_needed():
     program = jax.jit(prefill, static_argnums=(0, 5))
     lengths = jnp.array([590, 300], jnp.int32)
     cache = decoder.make_cache(2, 768)
-    cache, _ = program(decoder, model.params, jnp.asarray(tokens), lengths, cache, 64)
+    cache, _ = program(decoder, model.params, jnp.asarray(tokens), lengths, cache, (64,))
     rows = np.asarray(lengths)[:, None] + np.arange(5)
     out = extend(
         decoder,

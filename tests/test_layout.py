@@ -1,5 +1,9 @@
 """Packages import only those below them, nothing imports in a circle, and no folder is crowded."""
 
+import ast
+import configparser
+import re
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -105,3 +109,35 @@ def test_the_picture_leaves_out_what_follows():
     edges = {"a": {"b", "c"}, "b": {"c"}, "c": set()}
     assert packages.reduced(edges) == {"a": {"b"}, "b": {"c"}, "c": set()}
     assert packages.levels(packages.reduced(edges)) == [["a"], ["b"], ["c"]]
+
+
+# Imported by another name than it is installed by; and extras, or what an installed one brings.
+INSTALLED_AS = {"absl": "absl-py", "orbax": "orbax-checkpoint"}
+NOT_REQUIRED = {"huggingface_hub", "matplotlib", "array_record"}
+
+
+def test_what_is_imported_is_required():
+    """So that pip alone installs what decoding and training need."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    lines = config["options"]["install_requires"].split("\n")
+    required = {re.split("[<>=]", line)[0] for line in lines}
+    used = {
+        module.split(".")[0]
+        for root in ("specjax", "train")
+        for file in (ROOT / root).rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        for module in imported_modules(node)
+    }
+    ours = {"specjax", "train", *sys.stdlib_module_names}
+    wanted = {INSTALLED_AS.get(name, name) for name in used - ours - NOT_REQUIRED}
+    assert {"jax", "optax"} <= wanted
+    assert {name.replace("_", "-") for name in wanted - required} <= required
+
+
+def imported_modules(node):
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        return [node.module]
+    return []

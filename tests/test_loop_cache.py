@@ -27,7 +27,7 @@ NEW = 24
 def fresh(model, params, tokens, lengths, capacity):
     cache = model.make_cache(len(tokens), capacity)
     program = jax.jit(prefill, static_argnums=(0, 5))
-    return program(model, params, tokens, lengths, cache, 64)[0]
+    return program(model, params, tokens, lengths, cache, (64,))[0]
 
 
 def assert_holds(cache, tokens, lengths, model, params):

@@ -208,7 +208,7 @@ def plan_setup(
         widths=widths(turns.num_nodes, _lengths(turns, ladder, auto=asked == "auto")),
         flags=flags,
         capacity=capacity,
-        chunks=_chunks(platform, capacity),
+        chunks=_chunks(platform, capacity, axis_size(target.mesh, DATA)),
         logprobs=logprobs,
         # XLA's CPU threads overlap more of a small program's work than of a large one's. A round of
         # one row takes as long in both.
@@ -321,10 +321,15 @@ def _capacity(longest: int, most: int) -> int:
     return min(size, _round_up(most, CACHE_BLOCK))
 
 
-def _chunks(platform: str, capacity: int) -> tuple[int, ...]:
-    """The chunk sizes that prompts in so much room can fill, and the smallest."""
+def _chunks(platform: str, capacity: int, together: int) -> tuple[int, ...]:
+    """The chunk sizes that a prompt in so much room can fill, and the smallest.
+
+    Of prompts that are read `together` each has the same chunks whichever the others are: then
+    there is one size.
+    """
     *large, smallest = _PREFILL_CHUNKS.get(platform, _ACCELERATOR_CHUNKS)
-    return (*(size for size in large if size < capacity), min(smallest, capacity))
+    large = [size for size in large if size < capacity and together == 1]
+    return (*large, min(smallest, capacity))
 
 
 def _platform(placement: Placement) -> str:

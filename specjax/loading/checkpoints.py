@@ -273,9 +273,14 @@ def _compare(path: Path, found: Any, wanted: Any) -> None:
         )
 
 
+def leaf_name(path: tuple) -> str:
+    """A path in a tree of parameters as a dotted name."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
 def _described(tree: Any) -> dict[str, str]:
     return {
-        jax.tree_util.keystr(path, simple=True, separator="."): f"{leaf.dtype}{list(leaf.shape)}"
+        leaf_name(path): f"{leaf.dtype}{list(leaf.shape)}"
         for path, leaf in jax.tree.leaves_with_path(tree)
     }
 

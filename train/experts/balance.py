@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.loading.checkpoints import leaf_name
 from train.experts.loads import Loads
-from train.run.optimizer import leaf_name
 
 
 def balanced(params: Any, loads: Loads, rate: float) -> Any:

@@ -14,7 +14,7 @@ from specjax.distributed import processes
 from specjax.errors import InputError
 from specjax.fields import dotted
 from specjax.loading import checkpoint_directory, orbax_checkpoint
-from train.run.optimizer import leaf_name
+from specjax.loading.checkpoints import leaf_name
 from train.run.workdir import Workdir, steps
 
 KEPT = 2

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from specjax.errors import InputError
 from specjax.fields import Number, Text, Whole, check_instance, optional
+from specjax.loading.checkpoints import leaf_name
 
 _VOCABULARY = frozenset(("embed", "head"))
 """Parameters whose rows or columns are tokens: Muon leaves them to Adam."""
@@ -183,11 +184,6 @@ def _rates(scales: Mapping[str, float], params: Any) -> Any:
                 f"learning_rate_scales.{name}: no parameter is below that name; there are {there}"
             )
     return factors
-
-
-def leaf_name(path: tuple) -> str:
-    """A tree path as a dotted name."""
-    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 Loss = Callable[..., tuple[Float[Array, ""], Any]]

@@ -25,12 +25,8 @@ class TensorBoardWriter:
 
     def __init__(self, directory: Path, step: int) -> None:
         # Slow to import, and of no use to who only reads.
-        try:
-            from tensorboardX.proto import event_pb2
-        except ImportError:
-            raise InputError(
-                "tensorboardX is missing, which writes a run's events: pip install tensorboardX"
-            ) from None
+        from tensorboardX.proto import event_pb2
+
         self._event = event_pb2
         # The name is what TensorBoard looks for, and sorts by.
         name = f"events.out.tfevents.{time.time_ns() // 1000:019d}.{os.getpid()}"

@@ -65,7 +65,7 @@ class Schedule:
 
     A step ends after `rounds_per_step` rounds, or when `refill_rows` rows have finished and
     requests wait. Between two steps at most `max_prefill_tokens` tokens of prompts are read while
-    rows decode, rounded up to whole chunks; chunks larger than that are not used.
+    rows decode, counted in whole chunks, or one chunk of the smallest size.
     """
 
     rounds_per_step: int = 16
@@ -87,8 +87,13 @@ class _Prompts:
     """Prompts that are being read, up to a position of the `longest`, and their slots."""
 
     taken: list[tuple[int, Request]]
-    longest: int
     position: int = 0
+    begun: bool = False
+
+    @property
+    def longest(self) -> int:
+        """How many tokens of the longest prompt are read."""
+        return max(len(request.row.prompt) for _, request in self.taken) - 1
 
 
 @dataclass(frozen=True)
@@ -312,6 +317,7 @@ class Engine:
 
     def __iter__(self) -> Iterator[Delta]:
         """The deltas of all steps, until no request is left."""
+        self._check_open()
         while self._scheduler or self._ready:
             if not self._ready:
                 self._check_open()
@@ -325,42 +331,42 @@ class Engine:
         Raises InputError for an id that is unknown or finished.
         """
         self._check_open()
-        if id not in self._samples:
+        if not isinstance(id, int | str) or isinstance(id, bool) or id not in self._samples:
             raise InputError(
                 f"id={shown(id)}: no unfinished request has this id; abort one that was added and "
                 "has not finished"
             )
-        for request in [one for one in self._scheduler if one.id == id]:
-            self._end(request, [], [], request.follower.end(ABORTED))
-        if self._reading and all(request.ended for _, request in self._reading.taken):
-            self._reading = None
+        self._abort([request for request in self._scheduler if request.id == id])
 
     def update_params(
         self, params: Any, drafter_params: Any = None, *, running: str = "continue"
     ) -> None:
-        """Decode with other parameters of the same target from the next step on.
+        """Decode with other parameters of the same target from here on.
 
-        Those of the drafter stay where none are given. Rows that are `running` continue, with what
-        was read of them by the old parameters, or "abort". What was learned of costs and acceptance
-        is dropped. Raises InputError unless trees, shapes and dtypes are as they were.
+        What the old ones have still under way is in the next step's deltas. Those of the drafter
+        stay where none are given. Rows that are `running`, or being read, continue with what was
+        read of them by the old parameters, or "abort". What was learned of acceptance is dropped,
+        and costs are as at the start. Raises InputError unless trees, shapes and dtypes are as they
+        were.
         """
         self._check_open()
         running = _RUNNING_ROWS.check("running", running)
+        while self._under_way:
+            self._look()
         self._rows.update_params(params, drafter_params)
         if running == "abort":
-            for id in dict.fromkeys(one.id for one in self._scheduler.slots if one is not None):
-                self.abort(id)
+            self._abort([request for request in self._scheduler.slots if request is not None])
 
     def close(self) -> None:
         """End: unfinished requests are dropped, and memory on the devices is given back."""
         if self._closed:
             return
-        # A few rounds of rows that are dropped say little of costs.
-        self._rest(keep_costs=False)
+        self._closed = True
         self._scheduler = Scheduler(self.setup.batch_size)
         self._samples.clear()
         self._ready.clear()
-        self._closed = True
+        # A few rounds of rows that are dropped say little of costs.
+        self._rest(keep_costs=False)
 
     def __enter__(self) -> Engine:
         """The engine, which is closed at the end of the block."""
@@ -373,6 +379,12 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise InputError("the engine is closed: make another one")
+
+    def _abort(self, requests: list[Request]) -> None:
+        for request in requests:
+            self._end(request, [], [], request.follower.end(ABORTED))
+        if self._reading and all(request.ended for _, request in self._reading.taken):
+            self._reading = None
 
     def _steps_under_way(self) -> int:
         return sum(isinstance(one, _Running) for one in self._under_way)
@@ -428,40 +440,52 @@ class Engine:
 
     def _read_prompts(self) -> None:
         """Read prompts of waiting requests, as far as slots and the tokens of one step allow."""
-        setup, budget = self.setup, self._schedule.max_prefill_tokens
-        chunks = setup.plan.chunks
+        budget = self._schedule.max_prefill_tokens
         while True:
             if self._reading is None:
-                taken = self._scheduler.take(setup.prefill_rows)
+                taken = self._scheduler.take(self.setup.prefill_rows)
                 if not taken:
                     return
-                self._begin(taken)
+                self._reading = _Prompts(taken)
             reading = self._reading
-            decoding = any(self._admitted())
-            if decoding and budget <= 0 and reading.position < reading.longest:
-                return
+            if not reading.begun:
+                self._begin(reading)
             left = reading.longest - reading.position
-            count = min(left, budget) if decoding else left
-            if count > 0:
-                # Parts end at the same positions whatever else is read: a prompt's chunks do, too.
-                end = min(reading.position + _round_up(count, chunks[0]), reading.longest)
-                begun = time.perf_counter()
+            count = self._part(left, budget) if any(self._admitted()) else left
+            if left and not count:
+                return
+            if count:
+                begun, end = time.perf_counter(), reading.position + count
                 ready = self._rows.read(reading.position, end)
                 self._under_way.append(_Reading(ready, begun))
-                budget -= end - reading.position
+                budget -= _round_up(count, self.setup.plan.chunks[-1])
                 reading.position = end
             if reading.position == reading.longest:
                 self._admit()
 
-    def _begin(self, taken: list[tuple[int, Request]]) -> None:
+    def _part(self, left: int, budget: int) -> int:
+        """How many of a prompt's `left` tokens are read next, if `budget` more may be.
+
+        Parts end after whole chunks of the largest size, or with the prompt: so its chunks do not
+        depend on what else is read.
+        """
+        chunks = self.setup.plan.chunks
+        if _round_up(left, chunks[-1]) <= budget:
+            return left
+        if budget == self._schedule.max_prefill_tokens:
+            budget = max(budget, chunks[0])
+        budget = max(budget, 0)
+        return min(left, budget - budget % chunks[0])
+
+    def _begin(self, reading: _Prompts) -> None:
         first = itertools.islice(self._scheduler, self.setup.batch_size)
         self._rows.begin(max(len(request.row.prompt) for request in first))
         now = time.perf_counter()
-        for _, request in taken:
+        for _, request in reading.taken:
             request.begun = now
-        rows = [request.row for _, request in taken]
-        longest = max(len(row.prompt) for row in rows) - 1
-        self._reading = _Prompts(taken, longest, longest if self._rows.new_rows(rows) else 0)
+        if self._rows.new_rows([request.row for _, request in reading.taken]):
+            reading.position = reading.longest
+        reading.begun = True
 
     def _admit(self) -> None:
         """Put the rows whose prompts were read into their slots."""
@@ -509,9 +533,15 @@ class Engine:
         if not new and status == RUNNING:
             return 0
         logprobs = None if seen.logprobs is None else seen.logprobs[slot, :new]
-        fresh, drafted, text = request.follower.follow(
-            status, seen.tokens[slot, :new].tolist(), logprobs, counts, first_round
-        )
+        error = None
+        try:
+            fresh, drafted, text = request.follower.follow(
+                status, seen.tokens[slot, :new].tolist(), logprobs, counts, first_round
+            )
+        except InputError as refused:  # its tokens have no text; the others' have
+            request.follower.end_without_text()
+            fresh, drafted, text = [], [], ""
+            error = f"request {shown(request.id)}: {refused}"
         gap = request.see_tokens(len(fresh), self._clock_s)
         if gap is not None:
             self.statistics.between_tokens_s.extend([gap] * len(fresh))
@@ -520,10 +550,17 @@ class Engine:
             return len(fresh)
         if status == RUNNING:
             self._ended_slots.add(slot)
-        self._end(request, fresh, drafted, text)
+        self._end(request, fresh, drafted, text, error)
         return len(fresh)
 
-    def _end(self, request: Request, fresh: list[int], drafted: list[bool], text: str) -> None:
+    def _end(
+        self,
+        request: Request,
+        fresh: list[int],
+        drafted: list[bool],
+        text: str,
+        error: str | None = None,
+    ) -> None:
         """Make a request's last delta ready; its slot is free, and its id may be used again."""
         slot = self._scheduler.free(request)
         if request.follower.finish_reason == ABORTED and slot is not None:
@@ -537,8 +574,8 @@ class Engine:
         output = request.follower.output(request.id, sample, times)
         if output.finish_reason == "error":
             name = f"request {shown(request.id)}"
-            message = broken_logits(self.setup.model, {name: len(output.token_ids)})
-            output = replace(output, error=message)
+            error = error or broken_logits(self.setup.model, {name: len(output.token_ids)})
+            output = replace(output, error=error)
         last = Delta(request.id, sample, fresh, drafted, text, output.finish_reason, output)
         self._ready.append(last)
 

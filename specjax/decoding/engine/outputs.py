@@ -22,10 +22,13 @@ RequestId = int | str
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds since a request was added: until its prompt was begun, its first token, its end."""
+    """Seconds since a request was added: until its prompt was begun, its first token, its end.
 
-    waiting_s: float
-    first_token_s: float
+    None where it ended before.
+    """
+
+    waiting_s: float | None
+    first_token_s: float | None
     total_s: float
 
 
@@ -34,7 +37,8 @@ class Output:
     """A request's whole output.
 
     `token_ids` are the new tokens, the stop token included; `finish_reason` is "stop", "length",
-    "abort", or "error" where the target's next logits were not numbers. `rounds` are the counts of
+    "abort", or "error" where the target's next logits were not numbers or tokens have no text.
+    `rounds` are the counts of
     its own rounds, [R] each; the first of them was the engine's round number `first_round`.
     `logprobs` is None where not asked for.
     """
@@ -155,6 +159,11 @@ class Follower:
         last = max(final_length(self._text, self._stops, ended=ended), self._shown)
         text, self._shown = self._text[self._shown : last], last
         return text
+
+    def end_without_text(self) -> None:
+        """The output ends with what it has, since its tokens cannot be decoded into text."""
+        self._tokenizer = self._decoder = self._finder = None
+        self.finish_reason = REASONS[FAILED]
 
     def output(self, id: RequestId, sample: int, times: Times) -> Output:
         """The whole output; the text is that of all tokens decoded at once."""

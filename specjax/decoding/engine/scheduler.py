@@ -42,8 +42,10 @@ class Request:
 
     def times(self, now: float) -> Times:
         """Its times, where it ends `now`."""
-        begun, first = (now if one is None else one for one in (self.begun, self.first_token))
-        return Times(begun - self.added, first - self.added, now - self.added)
+        begun, first = (
+            None if one is None else one - self.added for one in (self.begun, self.first_token)
+        )
+        return Times(begun, first, now - self.added)
 
 
 @dataclass

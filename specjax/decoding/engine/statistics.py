@@ -50,6 +50,7 @@ class Percentiles(NamedTuple):
 class EngineSummary:
     """An engine's totals; `occupancy` is the share of slots that decoded, of all slots by rounds.
 
+    Shares and percentiles are of the newest 100,000 steps, requests or tokens.
     `occupancy_waiting` is the same over steps that began while requests waited, None without any.
     While prompts are read no slot decodes: those seconds are `prefill_s`, and in neither share.
     `between_tokens` are seconds between two reads of a request's tokens, by token. `requests`
@@ -97,8 +98,10 @@ class Statistics:
     def add_request(self, times: Times) -> None:
         """Count a sample that has ended."""
         self.requests += 1
-        self.waiting_s.append(times.waiting_s)
-        self.first_token_s.append(times.first_token_s)
+        if times.waiting_s is not None:
+            self.waiting_s.append(times.waiting_s)
+        if times.first_token_s is not None:
+            self.first_token_s.append(times.first_token_s)
         self.total_s.append(times.total_s)
 
     @property

@@ -1,0 +1,66 @@
+"""Prompts read in chunks of two sizes, and in parts, leave what chunks of one size leave."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from conftest import slow
+from decoding import drafters, make_session
+from heads import eagle_drafter, medusa_head, mtp_drafter
+
+from specjax.decoding import loop, rows
+from specjax.drafters import head_drafter
+from specjax.drafters.lookup.token_recycling import TokenRecycling
+
+LENGTHS = (255, 256, 257, 320, 521)
+"""Tokens that are read: those of the prompts but for the last one."""
+
+
+def made(name, tiny, unrelated, similar):
+    own = {
+        "none": lambda: None,
+        "eagle": lambda: eagle_drafter(tiny, kind="eagle"),
+        "eagle3": lambda: eagle_drafter(tiny),
+        "mtp": lambda: mtp_drafter(tiny, num_modules=2),
+        "medusa": lambda: head_drafter(medusa_head(tiny), tiny),
+        "token_recycling": lambda: TokenRecycling(tiny.config.vocab_size),
+    }
+    return own[name]() if name in own else drafters(tiny, unrelated, similar)[name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("eagle3", "turns_model"),
+        *slow("none", "eagle", "mtp", "medusa", "token_recycling", "early_exit", "turns_trees"),
+    ],
+)
+def test_states_are_those_of_chunks_of_one_size(name, tiny, unrelated, similar):
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(61, size=length + 1).tolist() for length in LENGTHS]
+    session = make_session(tiny, prompts, drafter=made(name, tiny, unrelated, similar))
+    assert session.plan.chunks == (256, 64)
+    one_size = dataclasses.replace(session.plan, chunks=(64,))
+    read = {
+        plan: jax.jit(functools.partial(loop.read_prompts, plan))
+        for plan in (session.plan, one_size)
+    }
+    for prompt, length in enumerate(LENGTHS):
+        row = rows.session_row(session, prompt)
+        arguments = rows.row_arguments(session, [row], 1)
+        empty = loop.empty_state(session.plan, session.params, *arguments)
+        wanted = read[one_size](session.params, empty, 0, length)
+        whole = read[session.plan](session.params, empty, 0, length)
+        parts = empty
+        for begin in range(0, length, 256):
+            end = min(begin + 256, length)
+            parts = read[session.plan](session.params, parts, begin, end)
+        for state in (whole, parts):
+            assert state.cache.length.tolist() == [length]
+            jax.tree.map(
+                functools.partial(np.testing.assert_allclose, atol=2e-5),
+                (state.cache, state.drafter),
+                (wanted.cache, wanted.drafter),
+            )
