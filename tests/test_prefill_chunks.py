@@ -21,7 +21,7 @@ LENGTHS = (255, 256, 257, 320, 521)
 def made(name, tiny, unrelated, similar):
     own = {
         "none": lambda: None,
-        "eagle": lambda: eagle_drafter(tiny, kind="eagle"),
+        "eagle": lambda: eagle_drafter(tiny, version=1),
         "eagle3": lambda: eagle_drafter(tiny),
         "mtp": lambda: mtp_drafter(tiny, num_modules=2),
         "medusa": lambda: head_drafter(medusa_head(tiny), tiny),
