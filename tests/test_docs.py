@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import FAST, compiled_with
+from conftest import FAST, compiled_with, slow
+from heads import eagle_drafter
 
 import specjax
 from specjax.loading.formats.families import registry
@@ -83,8 +84,13 @@ def test_what_python_on_a_page_imports_is_there(page):
             exec(line, {})
 
 
-@pytest.mark.slow
-def test_the_python_of_the_engines_page_runs():
+OWN_MODEL = pytest.mark.parametrize("own_model", [True, *slow(False)], ids=["tiny", "default"])
+
+
+@OWN_MODEL
+def test_the_python_of_the_engines_page_runs(own_model, chatty, monkeypatch):
+    if own_model:
+        monkeypatch.setattr(specjax, "load_model", lambda name: chatty)
     for kind, text in FENCE.findall((DOCS / "engine.md").read_text()):
         if kind == "python":
             with contextlib.redirect_stdout(io.StringIO()):
@@ -92,8 +98,16 @@ def test_the_python_of_the_engines_page_runs():
     assert sorted(names["answers"]) == sorted(f"Count to {number}." for number in range(1, 13))
 
 
-@pytest.mark.slow
-def test_the_python_of_the_readme_runs():
+@OWN_MODEL
+def test_the_python_of_the_readme_runs(own_model, chatty, monkeypatch):
+    if own_model:
+        make_drafter = specjax.make_drafter
+
+        def drafter(name, model):
+            return eagle_drafter(model) if name == "eagle3" else make_drafter(name, model)
+
+        monkeypatch.setattr(specjax, "load_model", lambda name: chatty)
+        monkeypatch.setattr(specjax, "make_drafter", drafter)
     programs = [
         text
         for kind, text in FENCE.findall((ROOT / "README.md").read_text())
@@ -101,8 +115,12 @@ def test_the_python_of_the_readme_runs():
     ]
     assert len(programs) == 1
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        exec(compile(programs[0], "README.md", "exec"), {})
-    assert "acceptance" in out.getvalue()
+        exec(compile(programs[0], "README.md", "exec"), names := {})
+    texts, found = names["result"].texts, names["found"]
+    begin = f"{texts}\n{found.acceptance_length} {found.acceptance_rate}\n"
+    assert len(texts) == len(names["prompts"])
+    assert out.getvalue().startswith(begin)
+    assert len(out.getvalue()) > len(begin)
 
 
 def test_the_proofs_exist(request):
