@@ -1,6 +1,7 @@
 """Measure what trees are built from: `python scripts/calibrate_trees.py --drafters=eagle3,medusa`.
 
     python scripts/calibrate_trees.py --drafters=NAMES --out=DIR [--prompts=FILE.jsonl] [--limit=N]
+    python scripts/calibrate_trees.py --drafters=NAME --path=HEAD --out=DIR
     python scripts/calibrate_trees.py --drafters=NAMES --out=DIR --pictures=docs --nomeasure
 
 Decodes prompts greedily, and counts how often the target's token is the likeliest candidate of a
@@ -8,9 +9,9 @@ drafter, the second likeliest, and so on, at each depth of a draft (`specjax.tun
 JSONL file's in Spec-Bench's schema, by default 36 that come with specjax and are in no training
 data: rates on answers like those that a drafter learnt from are too high. DIR gets a file
 NAME.ranks.json for each drafter, which `tree.kind=static` and `auto` are built from where it stands
-beside the heads; the tree of --num_nodes nodes is shown, with what it is expected to accept, and
-drawn into the folder --pictures, each node with the chance that it is accepted. Exit codes: 0; 2
-for bad input; 130 after Ctrl-C or SIGTERM.
+beside the heads: for a head of your own DIR is the folder that HEAD is in. The tree of --num_nodes
+nodes is shown, with what it is expected to accept, and drawn into the folder --pictures, each node
+with the chance that it is accepted. Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from specjax.cli import command
 from specjax.cli.flags import Listed, Parser
 from specjax.decoding.prompts import Prompt, read_questions
 from specjax.drafters import DRAFT_TOKENS, make_drafter
+from specjax.errors import InputError
 from specjax.fields import Flag, InputFile, OutputFolder, PathOrName, Text, Whole, optional
 from specjax.files.text_files import write_text
 from specjax.loading.heads.ranks import Acceptance, ranks_file, read_acceptance, write_acceptance
@@ -48,6 +50,7 @@ def parser() -> Parser:
     add = flags.add_field
     add("drafters", Listed(Text()), "drafters with distributions, by name")
     add("out", OutputFolder(), "folder of the files")
+    add("path", optional(PathOrName()), "a head of your own, of a single drafter", default=None)
     add("target", PathOrName(), "the model", default=DEFAULT_MODEL)
     add("prompts", InputFile(), "JSONL in Spec-Bench's schema", default=PROMPTS)
     add("limit", Whole(1), "prompts", default=100)
@@ -91,13 +94,18 @@ def _picture(tree: RankedTree, acceptance: Acceptance, title: str) -> str:
 
 
 def _measure(flags: SimpleNamespace) -> None:
-    """Measure the rates of each drafter."""
+    """Measure the rates of each drafter. Raises InputError for a path of several drafters."""
+    if flags.path is not None and len(flags.drafters) > 1:
+        raise InputError(
+            f"path={str(flags.path)!r}: --drafters names {len(flags.drafters)}; give the one that "
+            "it is of"
+        )
     model = load_model(flags.target)
     prompts = _prompts(flags)
     flags.out.mkdir(parents=True, exist_ok=True)
     for name in flags.drafters:
         length = None if name == "medusa" else flags.depth
-        drafter = make_drafter(name, model, num_speculative_tokens=length)
+        drafter = make_drafter(name, model, flags.path, num_speculative_tokens=length)
         print(f"{name}: compiling", flush=True)
         counts = measure_ranks(
             model,

@@ -30,7 +30,7 @@ import specjax
 from specjax import sampling
 from specjax.cli.config_file import read_config
 from specjax.cli.decode_config import read_decode_config
-from specjax.drafters import TreeOptions, head_drafter, take_turns
+from specjax.drafters import TokenRecycling, TreeOptions, head_drafter, take_turns
 from specjax.drafters.base import Sampling
 from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.growth import dynamic_tree, static_tree
@@ -268,13 +268,22 @@ def one_q_late(real, params, state, context, noise):
     return draft.replace(logq_row=(draft.logq_row + 1) % draft.logq.shape[1]), state
 
 
-@pytest.mark.parametrize("propose", [with_replacement, ranked_by_own_q, *slow(one_q_late)])
+def unchanged(real, params, state, context, noise):
+    """What is tested is right before anything is broken."""
+    return real(params, state, context, noise)
+
+
+@pytest.mark.parametrize(
+    "propose", [unchanged, with_replacement, ranked_by_own_q, *slow(one_q_late)]
+)
 def test_broken_trees_are_found_out(propose):
     tree = TreeOptions(kind="static", choices=((0,), (1,), (2,), (0, 0)))
     table = 1.2 * jax.random.normal(jax.random.key(0), (8, 8))
     near = 2.0 * jax.random.normal(jax.random.key(1), (8, 8))
     drafter = changed(draft_model((Tabular(8), near), tree=tree), propose=propose)
-    assert not check_drafter(drafter, (Tabular(8), table), 20_000).passed
+    check = check_drafter(drafter, (Tabular(8), table), 20_000)
+    assert np.isfinite(check.chi2)
+    assert check.passed == (propose is unchanged)
 
 
 SIZE, CODE = 23, 97
@@ -517,6 +526,40 @@ def test_what_is_no_tree(options, says, tiny):
     with pytest.raises(InputError) as caught:
         specjax.make_drafter("early_exit", tiny, tree=options)
     assert says in str(caught.value)
+
+
+def test_a_static_tree_has_no_more_nodes_than_rates_are_known_of():
+    rates = np.full((2, 10), 0.09)
+    options = TreeOptions(kind="static", topk=64, depth=1, acceptance=rates)
+    assert options.shape().num_nodes == 10
+    assert options == dataclasses.replace(options, acceptance=rates.tolist())
+    assert hash(options) is not None
+    deeper = dataclasses.replace(options, depth=3, num_nodes=40)
+    assert deeper.shape().num_nodes == 40
+    says = (
+        "num_nodes=40: with rates of 10 candidates and depth=1 there are at most 10; lower it, or r"
+    )
+    with pytest.raises(InputError, match=says):
+        dataclasses.replace(options, num_nodes=40).shape()
+    with pytest.raises(InputError, match=r"tree.acceptance is empty"):
+        TreeOptions(kind="static", acceptance=())
+    recycling = TokenRecycling(64, tree=TreeOptions(kind="static", num_nodes=9, acceptance=rates))
+    assert recycling.shape.num_nodes == 9
+
+
+@pytest.mark.parametrize(
+    ("numbers", "says"),
+    [
+        ((-2, 3, 4), "topk=-2 must be at least 1"),
+        ((0, 3, 0), "topk=0 must be at least 1"),
+        ((2, -1, 0), "depth=-1 must be at least 0"),
+        ((2, 3, -1), "num_nodes=-1 must be at least 0"),
+        ((2, 3, 11), "num_nodes=11: with topk=2 and depth=3 there are 10 candidates"),
+    ],
+)
+def test_a_dynamic_tree_has_numbers_that_can_be(numbers, says):
+    with pytest.raises(InputError, match=says):
+        DynamicTree(*numbers)
 
 
 def test_trees_that_do_not_fit(tiny):

@@ -38,9 +38,16 @@ def test_rules_emit_the_target_distribution(rule, parents, vocab, fast_programs)
     assert check.max_error < 1e-12
 
 
+def assert_wrong(check):
+    """Its distribution is another one, by far more than rounding, and nothing else is amiss."""
+    assert not check.passed
+    assert 1e-3 < check.max_error <= 1
+    assert check.counterexample
+
+
 def test_typical_acceptance_is_not_exact(fast_programs):
     check = check_rule("typical", Topology(TWO), vocab=3)
-    assert not check.passed
+    assert_wrong(check)
     assert not sampling.Typical().exact
 
 
@@ -61,7 +68,7 @@ def normalised_twice(drafted, node, vocab, dtype=jnp.float32):
 def softmax_for_certain(drafted, node, vocab, dtype=jnp.float32):
     """A softmax in place of the certainty with which a likeliest child was proposed."""
     logq = tree_distribution(drafted, node, vocab, dtype)
-    certain = (logq == 0).any(axis=-1, keepdims=True)
+    certain = (pick(drafted.logq_row, node) < 0)[:, None]
     return jnp.where(certain, jnp.where(logq == 0, jnp.log(0.7), jnp.log(0.3 / 2)), logq)
 
 
@@ -73,15 +80,15 @@ tree_recursion = sampling.recursion
 def test_a_wrong_distribution_of_siblings_fails(mistake, monkeypatch, fast_programs):
     monkeypatch.setattr(tree, "node_distribution", mistake)
     check = check_rule("rejection", Topology(TWO), vocab=3)
-    assert not check.passed
-    assert check.counterexample
+    assert_wrong(check)
 
 
 def in_order_of_q(drafted, target, uniforms):
-    """Tests two siblings in the order of their own probabilities, not as they were drawn."""
+    """Tests two drawn siblings in the order of their own probabilities, not as they were drawn."""
     q = pick(drafted.logq, jnp.maximum(drafted.logq_row[:, 0], 0))
     each = jnp.take_along_axis(q, drafted.tokens, axis=1)
     turn = (each[:, 1] > each[:, 0]) & drafted.valid.all(axis=1)
+    turn &= (drafted.logq_row >= 0).all(axis=1)
     turned = drafted._replace(
         tokens=jnp.where(turn[:, None], drafted.tokens[:, ::-1], drafted.tokens)
     )
@@ -112,8 +119,7 @@ def chosen_by_own_probability(drafted, target, uniforms):
 def test_a_wrong_choice_of_siblings_fails(mistake, monkeypatch, fast_programs):
     monkeypatch.setattr(sampling, "recursion", mistake)
     check = check_rule("rejection", Topology(TWO), vocab=3)
-    assert not check.passed
-    assert check.counterexample
+    assert_wrong(check)
 
 
 def once_for_each_path(drafted, target, uniforms):
@@ -129,10 +135,9 @@ def once_for_each_path(drafted, target, uniforms):
     )
 
 
-@pytest.mark.slow  # as those above
 def test_draws_for_each_path_fail(monkeypatch, fast_programs):
     monkeypatch.setattr(sampling, "recursion", once_for_each_path)
-    assert not check_rule("rejection", Topology(SHARED), vocab=2).passed
+    assert_wrong(check_rule("rejection", Topology(SHARED), vocab=2))
 
 
 def random_tree(seed, rows, nodes, vocab, depth=4):

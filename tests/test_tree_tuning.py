@@ -3,19 +3,29 @@
 import json
 import sys
 
+import numpy as np
 import pytest
 from conftest import slow
 from decoding import PROMPTS, decode, draft_model, greedy
 from heads import eagle_head
 from script_modules import script_module
 
+from specjax.cli.config_file import read_config
+from specjax.cli.decode_config import make_config_drafter, read_decode_config
 from specjax.decoding import costs
 from specjax.distributed.sharding import make_mesh
-from specjax.drafters import TreeOptions, head_drafter, merge_drafters, take_turns
+from specjax.drafters import (
+    TreeOptions,
+    head_drafter,
+    make_drafter,
+    merge_drafters,
+    take_turns,
+)
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.errors import InputError
-from specjax.loading.heads.ranks import read_acceptance, write_acceptance
-from specjax.loading.load import place_model
+from specjax.loading.heads import ranks
+from specjax.loading.heads.ranks import known_acceptance, read_acceptance, write_acceptance
+from specjax.loading.load import place_model, save_model
 from specjax.reporting.decode_report import Clock, DrafterRun, Setting, report
 from specjax.trees import FastestTree, best_tree, tree_of_choices
 from specjax.tuning import (
@@ -110,6 +120,32 @@ def test_costs_are_those_of_the_next_wider_pass_and_of_levels(tiny, similar, tim
     assert set(noisy.passes) == {1.0}
 
 
+def test_the_levels_of_a_draft_are_those_of_the_tree_that_is_timed(tiny, similar, timed):
+    """Of the likeliest 32 nodes none is at depth 6."""
+    measured, _ = timed
+    measured(slope=0.5, draft=0.25)
+    times = measure_tree_costs(tiny, draft_model(similar), depth=6)
+    assert [times.draft_seconds(depth) for depth in (1, 2, 6)] == pytest.approx([0.25, 0.5, 1.5])
+
+
+def test_kept_costs_are_used_for_ten_minutes_and_for_contexts_of_like_length(
+    tiny, similar, timed, tmp_path
+):
+    measured, calls = timed
+    measured(slope=0.5, draft=0.25)
+    drafter = draft_model(similar)
+    for context, count in ((16, 1), (31, 1), (32, 2)):
+        measure_tree_costs(tiny, drafter, depth=2, context=context)
+        assert len(calls) == count
+    assert [one["context"] for one in calls] == [16, 32]
+    for age, count in ((590, 2), (20, 3)):
+        for file in tmp_path.rglob("*.json"):
+            content = json.loads(file.read_text())
+            file.write_text(json.dumps({**content, "at": content["at"] - age}))
+        measure_tree_costs(tiny, drafter, depth=2, context=32)
+        assert len(calls) == count
+
+
 def test_timed_rounds_are_of_the_widths_and_lengths_that_are_asked(tiny, monkeypatch):
     """Each is a round of the loop whose drafts have one node less than its pass has slots."""
     ran = []
@@ -152,6 +188,9 @@ def test_each_part_gets_its_tree(join, tiny, similar, timed):
     rates = {"draft_model": RATES}
     chosen, found = with_fastest_trees(tiny, together, options, acceptance=rates)
     assert list(found) == ["draft_model"]
+    # Rates may be an array, as `RankCounts.acceptance` is.
+    array = {"draft_model": np.array(RATES)}
+    assert with_fastest_trees(tiny, together, options, acceptance=array)[1] == found
     assert chosen.drafter.parts[1].tree == found["draft_model"].tree
     plain = decode(tiny, PROMPTS[:3], sampling=greedy(max_new_tokens=16))
     got = decode(tiny, PROMPTS[:3], drafter=chosen, sampling=greedy(max_new_tokens=16))
@@ -160,6 +199,81 @@ def test_each_part_gets_its_tree(join, tiny, similar, timed):
         with_fastest_trees(tiny, together, options)
     with pytest.raises(InputError, match="ngram drafts no trees of candidates"):
         with_fastest_trees(tiny, take_turns(Ngram()), options)
+
+
+@pytest.fixture
+def own(chatty, tmp_path):
+    """A model of one's own that drafts, and the command's config with it."""
+    path = tmp_path / "own" / "model"
+    save_model(chatty, path)
+
+    def read(*flags):
+        given = [
+            "--config.drafter.name=ngram+draft_model",
+            f"--config.drafter.path={path}",
+            "--config.tree.kind=auto",
+            "--config.prompt=abc abc ab",
+            "--config.chat=false",
+            "--config.dtype=float32",
+            *flags,
+        ]
+        return read_decode_config(read_config(given, "configs/decode_smollm2.py").to_dict())
+
+    return path, read
+
+
+def test_a_drafter_of_ones_own_has_the_rates_beside_it(own, chatty, timed, tmp_path, monkeypatch):
+    """And not those that come with specjax."""
+    measured, _ = timed
+    measured(slope=0.02, draft=0.01)
+    shipped = tmp_path / chatty.name
+    shipped.mkdir()
+    monkeypatch.setattr(ranks, "SHIPPED", tmp_path)
+    write_acceptance(shipped / "draft_model.ranks.json", ((0.9,),), {})
+    assert known_acceptance("draft_model", chatty) == ((0.9,),)
+    path, read = own
+    config = read()
+    with pytest.raises(InputError, match=r"no draft_model\.ranks\.json is beside drafter\.path="):
+        make_config_drafter(config, config.drafters[0], chatty)
+    with pytest.raises(InputError, match=r"no draft_model\.ranks\.json is beside drafter\.path="):
+        with_fastest_trees(chatty, draft_model(chatty), TreeOptions(kind="auto"), path=chatty)
+    write_acceptance(path.parent / "draft_model.ranks.json", RATES, {})
+    assert known_acceptance("draft_model", chatty, path) == RATES
+    made = make_config_drafter(config, config.drafters[0], chatty)
+    found = made.trees["draft_model"]
+    assert found.tokens_per_round == pytest.approx(found.tree.expected_tokens(RATES))
+    static = {"kind": "static", "num_nodes": 6}
+    drafter = make_drafter("draft_model", chatty, path, tree=static).drafter
+    assert drafter.tree == TreeOptions(**static, acceptance=RATES).shape()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_only_of_greedy_decoding_is_anything_expected(temperature, own, chatty, timed):
+    """With rows and contexts as they will be."""
+    measured, calls = timed
+    measured(slope=0.0, draft=1e-6)
+    path, read = own
+    write_acceptance(path.parent / "draft_model.ranks.json", RATES, {})
+    config = read(
+        f"--config.sampling.temperature={temperature}",
+        "--config.sampling.max_new_tokens=12",
+        "--config.batch_size=4",
+    )
+    said = []
+    made = make_config_drafter(config, config.drafters[0], chatty, tell=said.append)
+    prompt = len(chatty.tokenizer.encode("abc abc ab"))
+    assert [(one["batch_size"], one["context"]) for one in calls] == [(1, prompt + 6)]
+    assert made.loaded.drafter.parts[1].tree == best_tree(RATES, 12)
+    what = "draft_model: tree.kind=auto: 12 nodes in 2 levels"
+    run = DrafterRun("mine", {}, made.trees)
+    tree = report([run], Setting("cpu", "float32", 0.0), Clock())["summary"]["trees"]["draft_model"]
+    assert len(tree["choices"]) == 12
+    if temperature:
+        assert said[-1] == what
+        assert len(tree) == 1
+    else:
+        assert said[-1].startswith(f"{what}, 2.62 tokens per round and ")
+        assert tree["expected_tokens_per_round"] == pytest.approx(2.62)
 
 
 def test_a_chain_stays_one(similar):

@@ -22,7 +22,7 @@ from specjax.drafters.lookup.ngram import Ngram
 from specjax.errors import InputError
 from specjax.loading.load import random_model
 from specjax.testing import Tabular, check_drafter
-from specjax.trees import Topology, chain, chain_topology
+from specjax.trees import DynamicTopology, Topology, chain, chain_topology
 
 
 def makers():
@@ -239,6 +239,17 @@ def test_checks_name_what_a_drafter_does_wrong():
         hole = (step > 0) & (step < context.limit[:, None])
         return draft.replace(valid=hole), state
 
+    def too_large(real, params, state, context, noise):
+        draft, state = real(params, state, context, noise)
+        tokens = jax.numpy.pad(draft.tokens, ((0, 0), (0, 3)))
+        return chain(tokens, draft.valid.sum(axis=1)), state
+
+    def child_first(real, params, state, context, noise):
+        draft, state = real(params, state, context, noise)
+        parents = jax.numpy.zeros_like(draft.tokens).at[:, 0].set(2)
+        valid = jax.numpy.broadcast_to(context.limit[:, None] > 1, draft.valid.shape)
+        return draft.replace(valid=valid, topology=DynamicTopology(parents, 2)), state
+
     class Rowless(Ngram):
         def init(self, params, batch, capacity):
             return jax.numpy.zeros(())
@@ -247,6 +258,27 @@ def test_checks_name_what_a_drafter_does_wrong():
         (changed(Ngram(), propose=too_many), "proposes more than its limit"),
         (changed(Ngram(), propose=with_a_hole), "not closed under ancestors"),
         (Rowless(), "rows as its first axis"),
+        (changed(Ngram(), propose=too_large), "a tree of 5 nodes where its num_nodes is 2"),
+        (
+            changed(Ngram(), propose=child_first),
+            "node 0 of row 2 has the parent slot 2; use 0 to 0",
+        ),
     ):
         with pytest.raises(InputError, match=said):
             check_drafter(drafter, small, rows=100, draft_length=DraftLength(2))
+
+
+def test_a_draft_of_another_size_than_its_drafter_says_is_refused(tiny):
+    """Else nodes that the pass has no slots for would be dropped unseen."""
+
+    def resized(length):
+        def propose(real, params, state, context, noise):
+            tokens = jax.numpy.ones((len(context.length), length), jax.numpy.int32)
+            return chain(tokens, context.limit), state
+
+        return changed(Ngram(num_speculative_tokens=2), propose=propose)
+
+    for length in (1, 4):
+        says = f"^drafter 'changed': proposes a tree of {length} nodes where its num_nodes is 2; p"
+        with pytest.raises(InputError, match=says):
+            specjax.generate(tiny, [[1, 2]], drafter=resized(length))

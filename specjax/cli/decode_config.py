@@ -11,7 +11,14 @@ from typing import Any, Literal, NamedTuple
 from specjax.cli.built_in_prompts import BUILT_IN
 from specjax.cli.mesh_config import DistributedConfig, MeshConfig
 from specjax.decoding.options import BATCH_SIZE, DRAFT_LENGTH, RULE_NAME, DecodeOptions
-from specjax.decoding.prompts import CHAT, Prompt, Question, read_questions, select
+from specjax.decoding.prompts import (
+    CHAT,
+    Prompt,
+    Question,
+    encode_prompt,
+    read_questions,
+    select,
+)
 from specjax.decoding.sampling_params import SEED, SamplingParams
 from specjax.drafters import (
     DRAFTERS,
@@ -45,7 +52,7 @@ from specjax.loading.heads.find_head import holds_head
 from specjax.loading.load import DTYPE, load_model
 from specjax.loading.model import Model
 from specjax.sampling import RULES, Rule, Typical, derived_seed
-from specjax.trees import FastestTree
+from specjax.trees import FastestTree, RankedTree
 from specjax.tuning import with_fastest_trees
 
 SIMULATED = "simulated"
@@ -257,10 +264,13 @@ def _drafters(section: Mapping[str, Any], tree: Mapping[str, Any]) -> tuple[Draf
 
 
 class ConfigDrafter(NamedTuple):
-    """A drafter of a config, and its parts' trees where `tree.kind=auto` has chosen them."""
+    """A drafter of a config, and its parts' trees where `tree.kind=auto` has chosen them.
+
+    With greedy decoding, which rates are of, there is also what is expected of them.
+    """
 
     loaded: LoadedDrafter
-    trees: Mapping[str, FastestTree]
+    trees: Mapping[str, FastestTree | RankedTree]
 
 
 def make_config_drafter(
@@ -299,12 +309,25 @@ def make_config_drafter(
     made = make_drafter(drafter.name, target, path, num_speculative_tokens=length, **options)
     if tree is None or tree.kind != "auto":
         return ConfigDrafter(made, {})
+    prompts = turn_prompts(config, target, 0, {})
+    lengths = [
+        len(encode_prompt(target, one, f"prompts[{number}]")) for number, one in enumerate(prompts)
+    ]
     made, found = with_fastest_trees(
-        target, made, tree, batch_size=config.options.batch_size, tell=tell
+        target,
+        made,
+        tree,
+        path=drafter.path,
+        batch_size=min(config.options.batch_size, len(prompts)),
+        # Of the longest row, when half of its answer is there.
+        context=max(lengths) + config.sampling.max_new_tokens // 2,
+        tell=tell,
     )
-    for name, fastest in found.items():
-        tell(f"{name}: tree.kind=auto: {fastest}")
-    return ConfigDrafter(made, found)
+    greedy = config.sampling.temperature == 0
+    trees = {name: fastest if greedy else fastest.tree for name, fastest in found.items()}
+    for name, chosen in trees.items():
+        tell(f"{name}: tree.kind=auto: {chosen}")
+    return ConfigDrafter(made, trees)
 
 
 def turn_prompts(

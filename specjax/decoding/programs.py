@@ -181,6 +181,8 @@ def _check_drafters(plan: Plan, params: Any, arguments: Sequence[Any]) -> None:
     try:
         started = jax.eval_shape(functools.partial(loop.start, plan), params, *arguments)
         after, _ = jax.eval_shape(functools.partial(loop.one_round, plan), params, started)
+    except InputError:
+        raise
     except Exception as error:  # a drafter is the user's own code and may raise anything
         raise InputError(
             f"drafter {plan.drafter.name!r}: fails in a round ({type(error).__name__}: "

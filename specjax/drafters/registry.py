@@ -27,7 +27,7 @@ from specjax.fields import kind_of, optional, type_hints
 from specjax.files.paths import user_path
 from specjax.loading.heads.complete_parameters import complete_parameters
 from specjax.loading.heads.head import Head
-from specjax.loading.heads.ranks import shipped_acceptance
+from specjax.loading.heads.ranks import known_acceptance
 from specjax.loading.model import MODEL_KIND, Model
 
 DRAFTERS: dict[str, type[Drafter]] = {
@@ -144,8 +144,8 @@ def make_drafter(
         if length is not None:
             options["num_speculative_tokens"] = length
         tree = options.get("tree")
-        if path is None and isinstance(tree, TreeOptions) and tree.acceptance is None:
-            options["tree"] = replace(tree, acceptance=shipped_acceptance(name, target))
+        if isinstance(tree, TreeOptions) and tree.acceptance is None:
+            options["tree"] = replace(tree, acceptance=known_acceptance(name, target, path))
         return DRAFTERS[name].load(name, target, path, **options)
     loaded = _call_own(name, target, {} if path is None else {"path": path}, options)
     if length is None:

@@ -23,6 +23,7 @@ from specjax.distributed.sharding import constrain
 from specjax.draft_length.survival import UNKNOWN
 from specjax.drafters.base import Accepted, Context, Drafter, LoadedDrafter, Noise, TargetPass
 from specjax.drafters.none import empty_draft
+from specjax.errors import InputError
 from specjax.sampling import drafter_noise
 from specjax.trees import Draft, DynamicTopology, chain_topology
 
@@ -359,6 +360,7 @@ def _take_turn(
     """What a drafter proposes, its state, and the wide passes over what it had missed.
 
     Where no row may draft it proposes nothing, and is not run.
+    Raises InputError for a draft of another size than the drafter says.
     """
     passes = jnp.int32(0)
     if not part.num_speculative_tokens:
@@ -373,12 +375,23 @@ def _take_turn(
         return part.propose(params, inner, context, noise)
 
     shapes, _ = jax.eval_shape(propose, state.drafter)
+    check_size(part, shapes)
 
     def sleep(inner: Any) -> tuple[Draft, Any]:
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes), inner
 
     draft, inner = lax.cond(wanted, propose, sleep, state.drafter)
     return draft, state.replace(drafter=inner), passes
+
+
+def check_size(part: Drafter, draft: Draft) -> None:
+    """Raise InputError for a draft of another size than its drafter says, which sizes the pass."""
+    count = draft.topology.num_nodes
+    if count != part.num_nodes:
+        raise InputError(
+            f"drafter {part.name!r}: proposes a tree of {count} nodes where its num_nodes is "
+            f"{part.num_nodes}; propose that many, those that are not there invalid"
+        )
 
 
 def _widths(part: Drafter) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from specjax.decoding.compare_outputs import Difference
 from specjax.decoding.generate import Generation
 from specjax.decoding.prompts import Question
 from specjax.reporting.auto_lengths import AutoLengths
-from specjax.trees import FastestTree
+from specjax.trees import FastestTree, RankedTree
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,15 @@ class DrafterRun:
     """What one drafter has decoded so far, of all that a command decodes.
 
     `config` is that of a command with this drafter alone, and `trees` are those that were chosen
-    for it, by drafter, with what is expected of them. `expected` is the acceptance that the
-    distributions imply, turn by turn, where it is computed; `auto` is None for other draft lengths.
-    `engines` are summaries (`engine_report.engine_summary`) of what decoded each turn.
+    for it, by drafter, with what is expected of them where that is known. `expected` is the
+    acceptance that the distributions imply, turn by turn, where it is computed; `auto` is None for
+    other draft lengths. `engines` are summaries (`engine_report.engine_summary`) of what decoded
+    each turn.
     """
 
     drafter: str
     config: Mapping[str, Any]
-    trees: Mapping[str, FastestTree] = field(default_factory=dict)
+    trees: Mapping[str, FastestTree | RankedTree] = field(default_factory=dict)
     batches: list[Batch] = field(default_factory=list)
     expected: list[metrics.ExpectedAcceptance] = field(default_factory=list)
     auto: AutoLengths | None = None
@@ -191,7 +192,7 @@ def _report(
         "config": run.config,
     }
     if run.trees:
-        summary["trees"] = {name: _tree(fastest) for name, fastest in run.trees.items()}
+        summary["trees"] = {name: _tree(chosen) for name, chosen in run.trees.items()}
     if any(batch.ours.lossy for batch in batches):
         summary["lossy"] = True
     if interrupted:
@@ -202,12 +203,14 @@ def _report(
     return {"rows": rows, "summary": summary}
 
 
-def _tree(fastest: FastestTree) -> dict[str, Any]:
-    """A chosen tree, and what is expected of it in each row."""
+def _tree(chosen: FastestTree | RankedTree) -> dict[str, Any]:
+    """A chosen tree, and what is expected of it in each row, where that is known."""
+    if isinstance(chosen, RankedTree):
+        return {"choices": [list(path) for path in chosen.choices]}
     return {
-        "choices": [list(path) for path in fastest.tree.choices],
-        "expected_tokens_per_round": fastest.tokens_per_round,
-        "expected_round_s": fastest.round_seconds,
+        **_tree(chosen.tree),
+        "expected_tokens_per_round": chosen.tokens_per_round,
+        "expected_round_s": chosen.round_seconds,
     }
 
 

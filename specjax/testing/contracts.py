@@ -11,14 +11,16 @@ import numpy as np
 from specjax.decoding import loop
 from specjax.decoding.programs import start
 from specjax.decoding.state import Plan, State, knows_its_rows
+from specjax.drafters.turns import check_size
 from specjax.errors import InputError
 
 
 def check_contract(plan: Plan, params: tuple[Any, Any], arguments: tuple) -> None:
     """Raise InputError, with the drafter's name, where one of a plan's drafters breaks a rule.
 
-    Every leaf of its state has rows as its first axis or belongs to a cache or a window; in no row
-    does it propose a path longer than `context.limit`; valid nodes have valid ancestors.
+    Every leaf of its state has rows as its first axis or belongs to a cache or a window; a draft
+    has `num_nodes` nodes; in no row does it propose a path longer than `context.limit`; valid nodes
+    come after their parents, and have valid ancestors.
     `arguments` are those of `loop.start`, of which each row gets another limit.
     """
     for part, own in zip(plan.drafter.parts, params[1], strict=True):
@@ -50,6 +52,7 @@ def _check_draft(plan: Plan, params: tuple[Any, Any], arguments: tuple, number: 
 
     state = start(plan, params, *arguments)
     draft, limit = propose(params, state)
+    check_size(part, draft)
     valid, tokens = np.asarray(draft.valid), np.asarray(draft.tokens)
     vocab = plan.target.vocab_size
     unknown = valid & ((tokens < 0) | (tokens >= vocab))
@@ -57,6 +60,14 @@ def _check_draft(plan: Plan, params: tuple[Any, Any], arguments: tuple, number: 
         raise InputError(
             f"drafter {part.name!r}: proposes token {tokens[unknown][0]}, out of range "
             f"0..{vocab - 1}; make such nodes invalid"
+        )
+    parents = np.broadcast_to(draft.topology.row_parents, valid.shape)
+    late = valid & ((parents < 0) | (parents > np.arange(valid.shape[1])))
+    if late.any():
+        row, node = np.argwhere(late)[0]
+        raise InputError(
+            f"drafter {part.name!r}: node {node} of row {row} has the parent slot "
+            f"{parents[row, node]}; use 0 to {node}, the slots of the root and of earlier nodes"
         )
     depths = np.where(valid, draft.topology.row_depths[:, 1:], 0).max(axis=1, initial=0)
     if (depths > limit).any():

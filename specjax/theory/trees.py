@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from specjax.theory.checks import checked, checked_count
 from specjax.theory.deployment import Chip, ModelShape, pass_seconds
 from specjax.trees.fastest import FastestTree, fastest_tree
+from specjax.trees.ranked import Rates
 
 
 def roofline_tree(
     shape: ModelShape,
     chip: Chip | str,
-    acceptance: Sequence[Sequence[float]],
+    acceptance: Rates,
     *,
     batch: int,
     context: int,

@@ -19,6 +19,7 @@ from specjax.trees.merge import merge_duplicates as merge_duplicates
 from specjax.trees.merge import side_by_side as side_by_side
 from specjax.trees.picture import svg as svg
 from specjax.trees.ranked import RankedTree as RankedTree
+from specjax.trees.ranked import Rates as Rates
 from specjax.trees.ranked import best_tree as best_tree
 from specjax.trees.ranked import sequoia_tree as sequoia_tree
 from specjax.trees.ranked import tree_of_choices as tree_of_choices

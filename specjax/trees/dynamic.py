@@ -13,7 +13,8 @@ class DynamicTree:
 
     The `topk` likeliest tokens after the root are candidates, and after the `topk` best candidates
     of each level as many again, down to `depth` levels (P); the best `num_nodes` (N) of all are
-    the tree. Raises InputError for a tree with more nodes than there are candidates.
+    the tree. Raises InputError for negative numbers, for no candidates after a token, and for more
+    nodes than there are candidates.
     """
 
     topk: int
@@ -21,7 +22,10 @@ class DynamicTree:
     num_nodes: int
 
     def __post_init__(self) -> None:
-        if not 0 <= self.num_nodes <= self.num_candidates:
+        for name, least in (("topk", 1), ("depth", 0), ("num_nodes", 0)):
+            if getattr(self, name) < least:
+                raise InputError(f"{name}={getattr(self, name)} must be at least {least}")
+        if self.num_nodes > self.num_candidates:
             raise InputError(
                 f"num_nodes={self.num_nodes}: with topk={self.topk} and depth={self.depth} there "
                 f"are {self.num_candidates} candidates; lower it, or raise topk or depth"

@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from specjax.errors import InputError
-from specjax.trees.ranked import RankedTree, best_tree
+from specjax.trees.ranked import RankedTree, Rates, best_tree
 
-_WIDTHS = (1, 2, 3, 5, 9, 13, 17, 25, 33, 49, 65)
+_WIDTHS = (*range(1, 33), *range(33, 65, 4), *range(65, 129, 8), *range(129, 257, 16))
+_WIDTHS += tuple(range(257, 514, 32))
+"""Slots of passes: of wider ones fewer, where one slot more changes little."""
 
 
 class FastestTree(NamedTuple):
@@ -29,19 +31,14 @@ class FastestTree(NamedTuple):
 
     def __str__(self) -> str:
         """What it is, and what is expected of it."""
-        shape = self.tree.topology
-        what = "a chain" if shape.is_chain else f"{shape.num_nodes} nodes in {shape.depth} levels"
-        if shape.is_chain:
-            tokens = "token" if shape.depth == 1 else "tokens"
-            what = f"{what} of {shape.depth} {tokens}" if shape.num_nodes else "no draft"
         return (
-            f"{what}, {self.tokens_per_round:.2f} tokens per round and "
+            f"{self.tree}, {self.tokens_per_round:.2f} tokens per round and "
             f"{self.row_tokens_per_second:.1f} tokens/s per row expected"
         )
 
 
 def fastest_tree(
-    acceptance: Sequence[Sequence[float]],
+    acceptance: Rates,
     pass_seconds: Callable[[int], float],
     draft_seconds: Callable[[int], float],
     *,

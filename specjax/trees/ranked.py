@@ -20,6 +20,9 @@ from specjax.trees.topology import Topology
 Path = tuple[int, ...]
 """A node as the ranks on the way to it from the root: (0,) is the likeliest first token, (0, 1) the
 second likeliest after it."""
+Rates = Sequence[Sequence[float] | Float[np.ndarray, "R"]] | Float[np.ndarray, "D R"]
+"""[d][r]: the chance that the candidate of rank r at depth d (from 0) is the target's, given that
+its parent is."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,15 @@ class RankedTree:
                     )
             known.add(path)
 
+    def __str__(self) -> str:
+        """What it is, in a few words."""
+        shape = self.topology
+        if not self.choices:
+            return "no draft"
+        if shape.is_chain:
+            return f"a chain of {shape.depth} {'token' if shape.depth == 1 else 'tokens'}"
+        return f"{shape.num_nodes} nodes in {shape.depth} levels"
+
     @cached_property
     def topology(self) -> Topology:
         """The tree's shape."""
@@ -82,7 +94,7 @@ class RankedTree:
         """How many candidates a drafter has to name after a token."""
         return max(self.ranks, default=-1) + 1
 
-    def expected_tokens(self, acceptance: Sequence[Sequence[float]]) -> float:
+    def expected_tokens(self, acceptance: Rates) -> float:
         """Tokens per round to expect, the target's own included.
 
         `acceptance[d][r]` is the chance that the candidate of rank r at depth d (from 0) is the
@@ -102,9 +114,7 @@ def tree_of_choices(choices: Iterable[Sequence[int]]) -> RankedTree:
     return RankedTree(tuple(sorted(paths, key=lambda path: (len(path), path))))
 
 
-def best_tree(
-    acceptance: Sequence[Sequence[float]], num_nodes: int, max_depth: int | None = None
-) -> RankedTree:
+def best_tree(acceptance: Rates, num_nodes: int, max_depth: int | None = None) -> RankedTree:
     """The tree of `num_nodes` nodes with the most accepted tokens to expect (Medusa's rule).
 
     Adds the node with the largest chance, the product of `acceptance[d][r]` along its path, again
@@ -188,7 +198,7 @@ def _chance(path: Path, rates: Sequence[Float[np.ndarray, "..."]]) -> float:
     return chance
 
 
-def _rates(acceptance: Sequence[Sequence[float]]) -> list[Float[np.ndarray, "..."]]:
+def _rates(acceptance: Rates) -> list[Float[np.ndarray, "..."]]:
     rates = [np.asarray(level, float) for level in acceptance]
     for depth, level in enumerate(rates):
         if level.ndim != 1 or not ((level >= 0) & (level <= 1)).all() or level.sum() > 1 + 1e-6:

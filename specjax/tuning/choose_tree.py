@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Mapping, Sequence
+import os
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +17,7 @@ from specjax.decoding.plan import plan_session
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.distributed import processes, sharding
 from specjax.drafters import (
+    TRAINED,
     LoadedDrafter,
     Merged,
     TreeOptions,
@@ -22,16 +25,18 @@ from specjax.drafters import (
     merge_drafters,
     take_turns,
 )
-from specjax.errors import InputError
+from specjax.errors import InputError, shown
 from specjax.files.measured_seconds import keep_seconds, read_seconds, seconds_file
-from specjax.loading.heads.ranks import shipped_acceptance
+from specjax.loading.heads.ranks import known_acceptance
 from specjax.loading.model import Model
-from specjax.trees import FastestTree, RankedTree, best_tree, fastest_tree
+from specjax.trees import FastestTree, RankedTree, Rates, best_tree, fastest_tree
 from specjax.tuning import round_seconds
 
 _WIDTHS = (1, 2, 3, 5, 9, 17, 33)
 """Slots of the passes that are timed; those between take what the next wider one does."""
 _CONTEXT = 256
+_TRUSTED_S = 600.0
+"""The age in seconds up to which kept figures are used: a machine's speed changes."""
 _JOINED = {Turns: take_turns, Merged: merge_drafters}
 
 
@@ -77,9 +82,10 @@ def measure_tree_costs(
 ) -> TreeCosts:
     """What rounds take, and drafts of one level and of `depth`, with rows of `context` tokens.
 
-    Figures are kept in the user's cache folder for later calls; with `anew` those that are there
-    are not used but replaced. `tell` is called with a line before anything is timed. Raises
-    InputError for a drafter without trees, and where the target has no room for one.
+    Figures are kept in the user's cache folder for calls within the next ten minutes, and serve
+    contexts of as many binary digits; with `anew` those that are there are not used but replaced.
+    `tell` is called with a line before anything is timed. Raises InputError for a drafter without
+    trees, and where the target has no room for one.
     """
     if not hasattr(drafter.drafter, "tree"):
         raise InputError(
@@ -98,12 +104,14 @@ def measure_tree_costs(
         target.architecture,
         replace(drafter.drafter, tree=None, num_speculative_tokens=1),
         batch_size,
-        context,
+        context.bit_length(),
         depth,
     )
     kept = None
     if processes.is_first() and not anew:
         kept = read_seconds(file, len(_WIDTHS) + 2)
+        if kept is not None and not 0 <= time.time() - kept.measured_at <= _TRUSTED_S:
+            kept = None
     seconds = processes.from_first(kept and kept.seconds)
     if seconds is None:
         tell(f"timing rounds and drafts of {drafter.name} ...")
@@ -119,14 +127,14 @@ def measure_tree_costs(
         # A wider pass is never cheaper.
         passes=tuple(np.maximum.accumulate(passes).tolist()),
         first_level=first,
-        further_level=max(whole - first, 0.0) / max(depth - 1, 1),
+        further_level=max(whole - first, 0.0) / max(_likely_tree(depth).depth - 1, 1),
     )
 
 
 def choose_tree(
     target: Model,
     drafter: LoadedDrafter,
-    acceptance: Sequence[Sequence[float]],
+    acceptance: Rates,
     *,
     max_depth: int | None = None,
     max_nodes: int | None = None,
@@ -135,7 +143,7 @@ def choose_tree(
     """The static tree with the most tokens per second, and what it is predicted to do.
 
     `drafter` is one with a `tree` field, and `acceptance` its chances by depth and rank
-    (`measure_ranks`, `shipped_acceptance`). No path is longer than `max_depth`, or than the
+    (`measure_ranks`, `known_acceptance`). No path is longer than `max_depth`, or than the
     drafter's own limit, and no tree has more than `max_nodes` nodes; `options` are those of
     `measure_tree_costs`: `batch_size`, `context`, `anew` and `tell`. A tree without nodes says that
     no draft pays. Raises InputError where `measure_tree_costs` does.
@@ -157,17 +165,34 @@ def with_fastest_trees(
     drafter: LoadedDrafter,
     tree: TreeOptions,
     *,
-    acceptance: Mapping[str, Sequence[Sequence[float]]] | None = None,
+    path: str | os.PathLike | Model | None = None,
+    acceptance: Mapping[str, Rates] | None = None,
     **options: Any,
 ) -> tuple[LoadedDrafter, dict[str, FastestTree]]:
     """The drafter, each part that drafts candidates with its fastest tree; and what was found.
 
     Each one's tree is the fastest for it alone, also where parts draft together. `tree` limits
-    their numbers. `acceptance` are rates by the parts' names, by default those that come with
-    specjax; `options` are those of `choose_tree`. Raises InputError as it does, where no part
-    drafts trees, and where rates are unknown.
+    their numbers, and `path` is what `make_drafter` was given. `acceptance` are rates by the parts'
+    names, by default those in NAME.ranks.json beside what `path` names, or without one those that
+    come with specjax; `options` are those of `choose_tree`. Raises InputError as it does, where no
+    part drafts trees, and where rates are unknown.
     """
     found: dict[str, FastestTree] = {}
+
+    def rates_of(name: str) -> Rates:
+        if acceptance is not None and name in acceptance:
+            return acceptance[name]
+        own = path if name in TRAINED else None
+        if (rates := known_acceptance(name, target, own)) is not None:
+            return rates
+        missing = ""
+        if own is not None:
+            beside = own.name if isinstance(own, Model) else os.fspath(own)
+            missing = f": no {name}.ranks.json is beside drafter.path={shown(beside)}"
+        raise InputError(
+            f"tree.kind=auto: how often {name}'s candidates are accepted by {target.name} is not "
+            f"known{missing}; measure it (scripts/calibrate_trees.py), or use tree.kind=static"
+        )
 
     def chosen(part: LoadedDrafter) -> LoadedDrafter:
         for kind, join in _JOINED.items():
@@ -176,12 +201,7 @@ def with_fastest_trees(
                 return join(*(chosen(LoadedDrafter(*one)) for one in each))
         if not hasattr(part.drafter, "tree"):
             return part
-        rates = (acceptance or {}).get(part.name) or shipped_acceptance(part.name, target)
-        if rates is None:
-            raise InputError(
-                f"tree.kind=auto: how often {part.name}'s candidates are accepted by {target.name} "
-                "is not known; measure it (scripts/calibrate_trees.py), or use tree.kind=static"
-            )
+        rates = rates_of(part.name)
         found[part.name] = choose_tree(
             target,
             part,
@@ -207,22 +227,27 @@ def with_tree(drafter: LoadedDrafter, tree: RankedTree) -> LoadedDrafter:
     return drafter._replace(drafter=replace(drafter.drafter, **fields))
 
 
+def _likely_tree(depth: int, topk: int = 8) -> RankedTree:
+    """The tree of the widest pass in which each candidate is half as likely as the one before.
+
+    It has at most `depth` levels, and fewer where nodes of these are likelier.
+    """
+    return best_tree([[0.5 ** (rank + 1) for rank in range(topk)]] * depth, max(_WIDTHS) - 1)
+
+
 def _measure(
     target: Model, drafter: LoadedDrafter, batch_size: int, context: int, deepest: int
 ) -> tuple[float, ...]:
     """Seconds of rounds of `_WIDTHS` but for their drafts, and of drafts: a token, all levels."""
-    most = max(_WIDTHS) - 1
-    half = [[0.5 ** (rank + 1) for rank in range(most)]] * deepest
     passes = round_seconds.rounds_seconds(
         target,
         drafter.drafter,
-        best_tree(half, most, deepest).topology,
+        _likely_tree(deepest, topk=max(_WIDTHS) - 1).topology,
         _WIDTHS,
         batch_size=batch_size,
         context=context,
     )
-    few = [level[:8] for level in half]
-    trees = (best_tree(few, 1), best_tree(few, most, deepest))
+    trees = best_tree([[0.5]], 1), _likely_tree(deepest)
     prompts = [[1] * context] * batch_size
     drafts = [
         costs.propose_seconds(

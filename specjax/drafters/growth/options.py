@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
 from specjax.errors import InputError, shown
 from specjax.fields import Items, Whole, check_instance, check_values, fields_of, optional
-from specjax.trees import DynamicTree, RankedTree, best_tree, tree_of_choices
+from specjax.trees import DynamicTree, RankedTree, Rates, best_tree, tree_of_choices
 
 TreeKind = Literal["chain", "static", "dynamic", "auto"]
 _CHOICES = Items(
@@ -40,10 +42,16 @@ class TreeOptions:
     depth: Annotated[int | None, optional(Whole(1, 64))] = None
     num_nodes: Annotated[int | None, optional(Whole(1, 1023))] = None
     choices: Annotated[tuple[tuple[int, ...], ...] | None, optional(_CHOICES)] = None
-    acceptance: tuple[tuple[float, ...], ...] | None = None
+    acceptance: Rates | None = None
 
     def __post_init__(self) -> None:
         check_instance(self, "tree.")
+        if self.acceptance is not None:
+            # An array has no hash.
+            rates = tuple(tuple(map(float, level)) for level in self.acceptance)
+            if not rates:
+                raise InputError("tree.acceptance is empty: give the rates of each level, or none")
+            object.__setattr__(self, "acceptance", rates)
         given = {
             field.name: value
             for field in fields(self)
@@ -94,11 +102,11 @@ class TreeOptions:
         if self.kind == "dynamic":
             most = DynamicTree(topk, depth, 0).num_candidates
             return DynamicTree(topk, depth, self._nodes(most, topk, depth))
-        most = sum(topk**level for level in range(1, depth + 1))
-        rates = self.acceptance or usual_rates(topk)
+        known = usual_rates(topk) if self.acceptance is None else self.acceptance
         # What is deeper than was measured is as what was measured last.
-        rates = [rates[min(level, len(rates) - 1)][:topk] for level in range(depth)]
-        return best_tree(rates, self._nodes(most, topk, depth))
+        rates = [known[min(level, len(known) - 1)][:topk] for level in range(depth)]
+        most = sum(itertools.accumulate(map(len, rates), operator.mul))
+        return best_tree(rates, self._nodes(most, topk, depth, min(map(len, rates))))
 
     def _chosen(self) -> RankedTree:
         try:
@@ -106,13 +114,18 @@ class TreeOptions:
         except InputError as error:
             raise InputError(f"tree.{error}") from error
 
-    def _nodes(self, most: int, topk: int, depth: int) -> int:
+    def _nodes(self, most: int, topk: int, depth: int, ranked: int | None = None) -> int:
+        """The nodes of a tree that has `most` of them; rates are of `ranked` candidates."""
         if self.num_nodes is None:
             return min(USUAL_NODES, most)
         if self.num_nodes > most:
+            numbers, remedy = f"topk={topk} and depth={depth}", "raise tree.topk or tree.depth"
+            if ranked is not None and ranked < topk:
+                numbers = f"rates of {ranked} candidates and depth={depth}"
+                remedy = "raise tree.depth"
             raise InputError(
-                f"tree.num_nodes={self.num_nodes}: with topk={topk} and depth={depth} there are at "
-                f"most {most}; lower it, or raise tree.topk or tree.depth"
+                f"tree.num_nodes={self.num_nodes}: with {numbers} there are at most {most}; lower "
+                f"it, or {remedy}"
             )
         return self.num_nodes
 

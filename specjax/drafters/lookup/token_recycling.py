@@ -66,7 +66,9 @@ class TokenRecycling(Drafter):
         check_instance(self, "drafter.")
         tree, length = self.tree, self.num_speculative_tokens
         if isinstance(tree, TreeOptions):
-            tree = replace(tree, acceptance=tree.acceptance or _RATES).shape(length)
+            if tree.acceptance is None:
+                tree = replace(tree, acceptance=_RATES)
+            tree = tree.shape(length)
             object.__setattr__(self, "tree", tree)
         if isinstance(tree, DynamicTree):
             raise InputError("tree.kind=dynamic: token_recycling has static trees; use static")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from specjax.errors import InputError, shown
 from specjax.files.json_files import read_json_file
+from specjax.files.paths import user_path
 from specjax.files.text_files import write_text
 from specjax.loading.heads.find_head import SHIPPED
 from specjax.loading.model import Model
@@ -27,6 +29,23 @@ def shipped_acceptance(drafter: str, target: Model) -> Acceptance | None:
     """The rates that come with specjax for a drafter of a target, if any."""
     file = ranks_file(SHIPPED / target.name, drafter)
     return read_acceptance(file) if file.is_file() else None
+
+
+def known_acceptance(
+    drafter: str, target: Model, path: str | os.PathLike | Model | None = None
+) -> Acceptance | None:
+    """The rates of a drafter of a target, if any: without a `path`, those that come with specjax.
+
+    Those of a head or a model of one's own are in a file beside what `path` names. Raises
+    InputError for a file without rates.
+    """
+    if path is None:
+        return shipped_acceptance(drafter, target)
+    if isinstance(path, Model):
+        return None
+    own = user_path("drafter.path", path)
+    file = ranks_file(own.parent, drafter)
+    return read_acceptance(file) if own.exists() and file.is_file() else None
 
 
 def read_acceptance(file: Path) -> Acceptance:
