@@ -100,6 +100,7 @@ def measure_tree_costs(
         batch_size,
         context,
         depth,
+        device=sharding.first_device(sharding.placement_of(target.params, target.mesh)),
     )
     kept = None
     if processes.is_first() and not anew:
