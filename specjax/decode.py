@@ -38,6 +38,7 @@ from specjax.cli.decode_config import (
 from specjax.cli.decode_run import decode_batches
 from specjax.cli.mesh_config import open_mesh
 from specjax.decoding.generate import broken_logits
+from specjax.decoding.plan import NoRoomError
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.distributed import processes
 from specjax.drafters import DRAFTERS, TRAINED, drafter_options, option_type
@@ -113,7 +114,7 @@ def decode(config: DecodeConfig) -> int:
         return decode_report.report(runs, setting, clock, interrupted=interrupted, refused=said)
 
     interrupted, written = False, False
-    refused: InputError | None = None
+    refused: NoRoomError | None = None
     with ReportFile(path, content, screen.say) as file:
         try:
             for _ in decode_batches(
@@ -122,7 +123,7 @@ def decode(config: DecodeConfig) -> int:
                 file.grew()
         except KeyboardInterrupt:
             interrupted = True
-        except InputError as error:
+        except NoRoomError as error:
             # A later turn may outgrow the model; what was decoded before is kept.
             if not runs[0].batches:
                 raise

@@ -1,11 +1,15 @@
 """The benchmark runs end to end and reports what its table shows."""
 
 import json
+import math
 
+import numpy as np
 import pytest
 
 from specjax import bench
+from specjax.cli import measure_auto
 from specjax.decoding import costs
+from specjax.decoding.generate import Generation
 from specjax.loading.load import save_model
 
 
@@ -51,6 +55,54 @@ def test_the_debug_size_reports_every_part(tmp_path, chatty, capsys):
         assert 0 < low <= mean <= high
     plain = {cell["plain_tokens_per_second"] for cell in report["auto"]}
     assert len(plain) == 1  # decoded once, for all
+
+
+def took(decode_s):
+    """A generation of ten tokens that took so long, and a second before them."""
+    none = np.zeros((1, 10), int)
+    return Generation(
+        [list(range(10))], [""], ["length"], [None], *[none] * 5, none[:, 0], [], 1.0, decode_s
+    )
+
+
+def batch(*logs):
+    """Pairs of plain decoding and "auto", which is faster by factors with these logarithms."""
+    return [(took(2.0 * math.exp(log)), took(2.0)) for log in logs]
+
+
+EVEN = (-0.02, -0.01, 0.0, 0.01, 0.02)
+"""Their mean has a standard error of 0.00707."""
+
+
+@pytest.mark.parametrize(
+    ("batches", "mean", "errors"),
+    [
+        # Student's t at 97.5 %, of 4 degrees of freedom: the repeats less one.
+        ([EVEN], 0.0, 2.776445 * 0.00707107),
+        # Of two batches that vary alike 8, of two of which one does not vary 4.
+        ([EVEN, [1.0 + log for log in EVEN]], 0.5, 2.306004 * 0.00707107 / 2**0.5),
+        ([EVEN, [0.1] * 5], 0.05, 2.776445 * 0.00707107 / 2),
+        ([[0.1] * 5], 0.1, 0.0),
+        # Of a single repeat nothing is known.
+        ([EVEN, [0.1]], 0.05, math.inf),
+    ],
+)
+def test_intervals_are_of_few_repeats(batches, mean, errors):
+    ratio = measure_auto._ratio([batch(*logs) for logs in batches], whole=False)
+    wanted = [math.exp(mean), math.exp(mean - errors), math.exp(mean + errors)]
+    np.testing.assert_allclose(ratio, wanted, rtol=1e-5)
+
+
+def test_an_interval_of_more_than_three_per_cent_is_unresolved():
+    narrow = measure_auto._ratio([batch(*EVEN)], whole=False)
+    wide = measure_auto._ratio([batch(*(2 * log for log in EVEN))], whole=False)
+    assert narrow.resolved
+    assert not wide.resolved
+    assert bench._interval(narrow) == "1.000 [0.981..1.020]"
+    assert bench._interval(wide) == "1.000 [0.961..1.040] unresolved"
+    # With prefill: 3 seconds and 1 + 2 e^0.1, for as many tokens.
+    whole = measure_auto._ratio([batch(0.1, 0.1)], whole=True)
+    assert whole.mean == pytest.approx((1 + 2 * math.exp(0.1)) / 3)
 
 
 def test_reading_the_weights_takes_time(tiny):

@@ -20,6 +20,7 @@ from specjax.decoding import compare_outputs
 from specjax.decoding.generate import generate
 from specjax.decoding.plan import plan_session
 from specjax.drafters import make_drafter
+from specjax.errors import InputError
 from specjax.loading.load import load_model, save_model
 from specjax.reporting import report_file
 from specjax.reporting.read import read_report
@@ -277,6 +278,23 @@ def test_a_later_turn_that_outgrows_the_model_keeps_what_was_decoded(run, folder
     said = capsys.readouterr().out
     assert "Later turns refused: ngram (2 answers): prompts[0] has" in said
     assert "Interrupted" not in said
+
+
+def test_only_a_turn_without_room_is_refused(run, monkeypatch, capsys):
+    """Any other error ends the run where it is."""
+    decode_batches = decode.decode_batches
+
+    def fails_later(*arguments):
+        yield next(decode_batches(*arguments))
+        raise InputError("the clock stands still")
+
+    monkeypatch.setattr(decode, "decode_batches", fails_later)
+    code, report = run("--config.num_speculative_tokens=fixed")
+    assert code == 2
+    assert capsys.readouterr().err == "error: the clock stands still\n"
+    assert [row["question_id"] for row in report["rows"]] == [7]
+    assert report["summary"]["interrupted"] is True
+    assert "refused" not in report["summary"]
 
 
 SEVERAL = [

@@ -1,11 +1,17 @@
 """What the parts of a round cost: measured by timed rounds, and corrected while decoding."""
 
+import inspect
+import types
+
+import jax
 import numpy as np
 import pytest
 
 from specjax.draft_length.cost_filter import CostFilter
 from specjax.draft_length.cost_measurement import Measurement
 from specjax.draft_length.policy import Work
+from specjax.errors import InputError
+from specjax.files import environment, measured_seconds
 
 TRUE = np.array([1.0, 1.1, 1.2, 1.5, 0.2, 0.05])
 """Passes at four widths; a first draft token and a further one."""
@@ -127,8 +133,37 @@ def test_what_was_not_caught_up_is_taken_to_cost_a_first_token():
     np.testing.assert_allclose(measurement.figures().seconds, true, atol=1e-9)
 
 
-def timed(measurement, true, found=(4, 1), *, late=True, runs=1):
-    """The kinds of rounds that were timed, each one's second by 7 too slow.
+@pytest.mark.parametrize("jump", [-50.0, float("nan"), float("inf")])
+def test_readings_of_a_clock_that_jumps_do_not_count(jump):
+    true = np.array([1.0, 1.1, 1.4, 0.2, 0.3, 0.05, 0.0, 0.7, 0.4])
+    for known in (None, true):
+        measurement = Measurement(3, (4, 4), known)
+        timed(measurement, true, late=known is None, jump=jump)
+        np.testing.assert_allclose(measurement.figures().seconds, true, atol=1e-9)
+    measurement = Measurement(3, (4, 4))
+    timed(measurement, 0 * true, jump=jump)
+    with pytest.raises(InputError, match="says that a round takes 0 seconds.*use a whole number"):
+        measurement.figures()
+
+
+def test_kept_figures_are_of_one_machine_and_version(monkeypatch):
+    """Also where machines share a home folder: JAX calls every CPU "cpu"."""
+    device = jax.devices()[0]
+    here = measured_seconds.seconds_file("x", device=device)
+    assert here == measured_seconds.seconds_file("x", device=device)
+    found = {here, measured_seconds.seconds_file("y", device=device)}
+    other = types.SimpleNamespace(device_kind="another")
+    found.add(inspect.unwrap(measured_seconds.seconds_file)("x", device=other))
+    for name, value in (("cpu_model", "a CPU"), ("versions", {"specjax": "0.0"})):
+        with monkeypatch.context() as patched:
+            patched.setattr(measured_seconds, name, lambda value=value: value)
+            found.add(measured_seconds.seconds_file("x", device=device))
+    assert len(found) == 5
+    assert environment.cpu_model()
+
+
+def timed(measurement, true, found=(4, 1), *, late=True, runs=1, jump=7.0):
+    """The kinds of rounds that were timed, each one's second by 7 too slow, or by a `jump`.
 
     The passes of `true` figures hold 1, 2 and 5 tokens; the drafters find so many at most, and
     where they are `late` read first what they missed while others were timed. They run `runs` times
@@ -145,7 +180,7 @@ def timed(measurement, true, found=(4, 1), *, late=True, runs=1):
         passes = np.eye(3, dtype=int)[width]
         work = Work(passes, runs * ran, np.maximum(drafted - 1, 0), 1 * missed)
         took = true @ work.counts()
-        measurement.add(took + (7.0 if kinds.count(kind) == 2 else 0.0), work)
+        measurement.add(took + (jump if kinds.count(kind) == 2 else 0.0), work)
     return kinds
 
 

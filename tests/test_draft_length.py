@@ -3,6 +3,8 @@
 import dataclasses
 import itertools
 import json
+import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +14,33 @@ from conftest import slow, tiny_config
 from decoding import PROMPTS, decode, decode_at_costs, draft_model, greedy, make_session, mixed
 
 from specjax.decoding import loop
-from specjax.decoding.engine.learned_costs import LearnedCosts
+from specjax.decoding.engine import engine as engine_module
+from specjax.decoding.engine.device_rows import DeviceRows
+from specjax.decoding.engine.learned_costs import LearnedCosts, costs_key
 from specjax.decoding.generate import add_prompts, decode_session, open_engine
+from specjax.decoding.sampling_params import SamplingParams
 from specjax.draft_length import survival
 from specjax.draft_length.cost_filter import CostFilter
+from specjax.draft_length.cost_measurement import Measurement
 from specjax.draft_length.limits import DraftLength
-from specjax.draft_length.policy import NOT_FORCED, Policy, Turn, row_weights
-from specjax.drafters import make_drafter, take_turns
+from specjax.draft_length.policy import (
+    NOT_FORCED,
+    Costs,
+    Decisions,
+    Policy,
+    Turn,
+    new_policy,
+    row_weights,
+)
+from specjax.drafters import TokenRecycling, TreeOptions, make_drafter, take_turns, turns
+from specjax.drafters.base import Context
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.errors import InputError
 from specjax.loading.load import random_model
+from specjax.sampling import Rejection
+from specjax.testing import Tabular
+from specjax.testing.drafters import first_rows, make_plan
+from specjax.trees import Draft
 
 OBSERVE = jax.jit(survival.observe)
 
@@ -183,6 +202,72 @@ def test_what_is_forced_is_drafted_and_what_is_due_too():
     assert [int(due.best_length(depth, jnp.ones(1), every)) for depth in (0, 1)] == [1, 1]
     forced = turn(**dear, forced=jnp.int32(2))
     assert [int(forced.best_length(depth, jnp.ones(1), every)) for depth in (0, 1)] == [2, 2]
+
+
+def test_the_likelier_nodes_of_a_tree_without_confidences_are_kept():
+    """Three candidates for one token, of which the first is right, as was seen."""
+    part = TokenRecycling(8, tree=TreeOptions(kind="static", choices=((0,), (1,), (2,))))
+    topology = part.shape.topology
+    known, history = survival.no_survival(1, 1, 3), survival.no_history(1, 1)
+    every, right = jnp.ones((1, 3), bool), jnp.array([[True, False, False]])
+    unknown, depth = jnp.full((1, 3), survival.UNKNOWN), jnp.zeros((1, 3), int)
+    for _ in range(60):
+        known, history = OBSERVE(
+            known, history, jnp.array([0]), unknown, depth, every, every, right, jnp.array([0])
+        )
+    costs = Costs(jnp.array([1.0, 1.3, 1.6, 1.9]), *[jnp.array([0.01])] * 3)
+    policy = new_policy(1, 1, 3, 4).replace(costs=costs, survival=known)
+    decisions = Decisions(policy, history, jnp.array([True]), jnp.ones(1), (1, 2, 3, 4))
+    none = jnp.int32(0)
+    find = jax.jit(lambda decisions: decisions.turn(0, jnp.array([1]), none, none, tree=True))
+    one = find(decisions)
+    # Of a round's context only the turn is looked at.
+    context = object.__new__(Context)
+    object.__setattr__(context, "turn", one)
+    draft = Draft(jnp.array([[3, 4, 5]]), every, jnp.full((1, 3), -1), None, topology)
+    kept, length = turns._decided_after(part, context, draft)
+    assert (kept.valid.tolist(), int(length)) == ([[True, False, False]], 1)
+    # As if all were alike, each would seem to be accepted in a third of the rounds.
+    assert int(one.best_of_draft(unknown, every, topology)) == 3
+
+
+def test_a_chain_that_looks_and_stops_has_run_once_more():
+    """Its second token is as likely as any other: it is not drafted, but was looked for."""
+    table = jnp.zeros((4, 4)).at[1, 2].set(9.0)
+    request, prompt = greedy(), (3, 1)
+    further = []
+    for p_min in (0.5, 0.0):
+        drafter, own = take_turns(draft_model((Tabular(4), table), draft_p_min=p_min))
+        plan = make_plan(
+            Tabular(4), drafter, DraftLength(3), verify=Rejection(), request=request, capacity=8
+        )
+        rows = first_rows(plan, prompt, request, np.arange(1), 0)
+        state = loop.start(plan, (table, own), *rows)
+        proposal = jax.jit(
+            lambda state, plan=plan, own=own: loop.propose(plan, (table, own), state)
+        )(state)
+        further.append((int(proposal.draft.valid.sum()), proposal.further.tolist()))
+    assert further == [(1, [1]), (3, [2])]
+
+
+def test_a_replay_drafts_the_same_beside_any_number_of_rows():
+    ladder = ((1, 1, 4), (2, 8, 1))
+    active = jnp.array([True, True, False])
+    assert DraftLength(4, ladder).limit(active).tolist() == [1, 1, 0]
+    assert DraftLength(4, ladder, replayed=True).limit(active).tolist() == [4, 4, 0]
+
+
+def test_a_run_with_a_ladder_is_replayed_in_other_batches(tiny):
+    rounds = np.full((2, 3), 3, np.int32), np.zeros((2, 3), np.int32)
+    session = make_session(
+        tiny,
+        PROMPTS[1:3],
+        drafter=Ngram(num_speculative_tokens=3),
+        num_speculative_tokens_per_batch_size=((1, 1, 1), (2, 8, 3)),
+        replay=rounds,
+        batch_size=1,
+    )
+    assert session.plan.draft_length.limit(jnp.array([True])).tolist() == [3]
 
 
 class Injected(LearnedCosts):
@@ -436,7 +521,8 @@ def injected(session, seconds_of):
     """What is known of a session where nothing is kept, and a clock that a test sets."""
     known = LearnedCosts.of_setup(session, 5)
     fields = {field.name: getattr(known, field.name) for field in dataclasses.fields(known)}
-    return Injected(**fields).begin_with(seconds_of, session)
+    # Whatever is decoded, the clock is the test's.
+    return Injected(**fields | {"key": None}).begin_with(seconds_of, session)
 
 
 def test_a_clock_that_stands_still_is_an_error(tiny, kept):
@@ -501,11 +587,58 @@ def test_costs_that_are_not_known_yet_are_not_kept(tiny, kept):
         num_speculative_tokens="auto",
         sampling=greedy(max_new_tokens=3),
     )
-    learned = LearnedCosts.of_setup(session, 5)
+    learned = LearnedCosts.of_setup(session, len(PROMPTS[0]))
     decode_at_costs(session, learned)
     assert learned.estimate is None
     assert learned.measure_s > 0
     assert not list(kept.rglob("*.json"))
+
+
+def auto_row(target, new):
+    """One row of greedy tokens, and costs that are known of old."""
+    session = make_session(
+        target,
+        PROMPTS[:1],
+        drafter=Ngram(num_speculative_tokens=2),
+        num_speculative_tokens="auto",
+        sampling=greedy(max_new_tokens=new),
+    )
+    widths = len(session.plan.widths)
+    known = np.linspace(1.0, 1.5, widths + 3)
+    return session, LearnedCosts(None, None, Measurement(widths, [2], known))
+
+
+def test_what_was_forced_says_nothing_of_the_pace(tiny, kept):
+    """Of a measurement that rows were too short for, too."""
+    session, learned = auto_row(tiny, 6)
+    got = decode_at_costs(session, learned)
+    assert learned.measurement is None
+    assert 4 <= (got.emitted > 0).sum() < 8
+    fresh = new_policy(1, 2, 2, len(session.plan.widths))
+    assert float(learned.policy.earned) == float(fresh.earned)
+    assert float(learned.policy.spent) == float(fresh.spent)
+
+
+def test_a_clock_that_jumps_back_ends_nothing(tiny, kept, monkeypatch):
+    calls, timed = itertools.count(), []
+
+    def jumping():
+        return time.perf_counter() - 9.0 * (next(calls) % 5 == 0)
+
+    def add(self, seconds, work):
+        timed.append(seconds)
+        measured(self, seconds, work)
+
+    measured = Measurement.add
+    monkeypatch.setattr(Measurement, "add", add)
+    monkeypatch.setattr(engine_module, "time", types.SimpleNamespace(perf_counter=jumping))
+    session, learned = auto_row(tiny, 60)
+    got = decode_at_costs(session, learned)
+    assert min(timed) < 0
+    assert learned.estimate.seconds.min() > 0
+    monkeypatch.undo()
+    plain = decode(tiny, PROMPTS[:1], sampling=greedy(max_new_tokens=60))
+    assert got.token_ids == plain.token_ids
 
 
 def test_costs_of_short_prompts_are_not_those_of_long_ones(tiny, kept):
@@ -535,6 +668,60 @@ def test_costs_of_short_prompts_are_not_those_of_long_ones(tiny, kept):
     assert figures == [5.0, 300.0, 5.0]
     # What is decoded first is what was measured, not the longest prompt of all.
     assert known(4, 300).estimate.first[0] == 5.0
+
+
+def test_an_engine_has_the_costs_of_what_it_decodes(tiny, kept, monkeypatch):
+    """Long prompts change no figure of short ones, and what is not known yet is measured."""
+    monkeypatch.setattr(CostFilter, "update", lambda *_: None)
+    session = make_session(
+        tiny,
+        [[5] * length for length in (5, 300, 40)],
+        drafter=Ngram(num_speculative_tokens=2),
+        num_speculative_tokens="auto",
+        sampling=greedy(max_new_tokens=30),
+        batch_size=1,
+    )
+    widths = len(session.plan.widths)
+
+    def kept_of(length):
+        return LearnedCosts.of_setup(session, length)
+
+    for length in (5, 300):
+        fresh = kept_of(length)
+        fresh.estimate = CostFilter(length * np.array([*[1.0] * widths, 0.01, 0.01, 0.01]), widths)
+        fresh.save()
+    with open_engine(session) as engine:
+        first, tested = [], []
+        # The last two follow each other into the slot.
+        for index in ([0], [1], [0], [0, 1]):
+            decode_session(session, index=index, engine=engine)
+            first.append(engine.costs.estimate.first[0])
+            tested.append(float(engine.costs.policy.survival.tested.sum()))
+        assert first == [5.0, 300.0, 5.0, 300.0]
+        # What was accepted is known of whatever is decoded.
+        assert tested == sorted(tested)
+        assert 0 < tested[0] < tested[-1]
+        assert engine.costs.measure_s == 0
+        decode_session(session, index=[2], engine=engine)
+        assert engine.costs.measurement is None
+        measure_s = engine.costs.measure_s
+        assert measure_s > 0
+        decode_session(session, index=[0, 2], engine=engine)
+        assert engine.costs.measure_s == measure_s
+    assert [kept_of(length).estimate.first[0] for length in (5, 300)] == [5.0, 300.0]
+    assert kept_of(40).estimate.first[0] < 5.0
+
+
+def test_other_programs_have_other_costs(tiny, kept):
+    """A request for what the programs cannot do yet, as an engine may get at any time."""
+    session, _ = auto_row(tiny, 6)
+    rows = DeviceRows(session)
+    rows.costs = before = LearnedCosts.of_setup(session, 1)
+    rows.serve(greedy())
+    assert rows.costs is before
+    rows.serve(SamplingParams(temperature=1.0))
+    assert rows.costs.file != before.file
+    assert rows.costs.key == costs_key(rows.setup, 1) != before.key
 
 
 def test_a_drafter_that_never_pays_is_looked_at_now_and_then(tiny, unrelated, monkeypatch):

@@ -79,7 +79,7 @@ class _Side:
         if learned is None:
             return
         before = self.run.auto or AutoLengths()
-        start = end = None
+        start, end = None, before.end
         if learned.estimate is not None:
             start, end = self._costs(learned.first_costs()), self._costs(learned.costs())
         measure_s = before.measure_s + learned.measure_s - self.noted_s

@@ -10,6 +10,7 @@ from statistics import fmean, variance
 from typing import NamedTuple
 
 import numpy as np
+from scipy.special import stdtrit
 
 from specjax.decoding.generate import Generation, decode_session, open_engine
 from specjax.decoding.options import DecodeOptions
@@ -20,8 +21,8 @@ from specjax.loading.model import Model
 
 UNRESOLVED = 0.03
 """An interval that is wider to either side says nothing."""
-_CONFIDENCE = 1.96
-"""Standard errors of a 95 % interval."""
+_QUANTILE = 0.975
+"""Of Student's t, on either side of a 95 % interval."""
 
 
 class Ratio(NamedTuple):
@@ -41,9 +42,9 @@ class Ratio(NamedTuple):
 class Cell:
     """How "auto" does against plain decoding with one drafter, batch size and temperature.
 
-    `decoding` is the ratio of tokens/s without prefill, `whole` with prefill; `measure_s` are the
-    seconds of the rounds that measured costs, in a first run that does not count. `identical` says
-    whether greedy tokens are.
+    `decoding` is the ratio of tokens/s without prefill, `whole` with prefill. `measure_s` are the
+    seconds of the rounds that measured costs: of a first run, which neither ratio counts, or what
+    it was too short for. `identical` says whether greedy tokens are.
     """
 
     drafter: str
@@ -150,16 +151,22 @@ def _speed(runs: Sequence[Generation]) -> float:
 
 
 def _ratio(batches: Iterable[Sequence[tuple[Generation, Generation]]], *, whole: bool) -> Ratio:
-    """The geometric mean of auto / plain over batches; its error is that of the repeats."""
+    """The geometric mean of auto / plain over batches; its error is that of the repeats.
+
+    Batches vary unlike each other, so that the degrees of freedom are those of Welch and
+    Satterthwaite: from one batch's repeats less one to that of each batch, added up.
+    """
 
     def seconds_per_token(run: Generation) -> float:
         return (run.decode_s + whole * run.prefill_s) / run.new_tokens
 
-    means, errors = [], []
+    means, errors, weights = [], [], []
     for pairs in batches:
         logs = [math.log(seconds_per_token(a) / seconds_per_token(b)) for a, b in pairs]
         means.append(fmean(logs))
         errors.append(variance(logs) / len(logs) if len(logs) > 1 else math.inf)
-    mean = fmean(means)
-    error = _CONFIDENCE * math.sqrt(sum(errors)) / len(means)
+        weights.append(errors[-1] ** 2 / max(len(logs) - 1, 1))
+    mean, error = fmean(means), math.sqrt(sum(errors)) / len(means)
+    if 0 < error < math.inf:
+        error *= stdtrit(sum(errors) ** 2 / sum(weights), _QUANTILE)
     return Ratio(math.exp(mean), math.exp(mean - error), math.exp(mean + error))

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -16,7 +15,14 @@ from specjax.decoding.prompts import Prompt, encode_prompt
 from specjax.decoding.sampling_params import SEED, SamplingParams, one_per_prompt
 from specjax.decoding.state import Plan
 from specjax.decoding.verify import check_rule
-from specjax.distributed.sharding import DATA, Placement, axis_size, placement_of, spread
+from specjax.distributed.sharding import (
+    DATA,
+    Placement,
+    axis_size,
+    first_device,
+    placement_of,
+    spread,
+)
 from specjax.draft_length.limits import DraftLength
 from specjax.drafters import DRAFTER_KIND, Drafter, LoadedDrafter
 from specjax.drafters.none import NoDrafter
@@ -193,7 +199,7 @@ def plan_setup(
         _check_replay(replay, turns)
     rule = options.verify
     capacity = _capacity(capacity, max_length)
-    platform = _platform(placement_of(target.params, target.mesh))
+    platform = first_device(placement_of(target.params, target.mesh)).platform
     auto = asked == "auto" and most > 0 and replay is None
     plan = Plan(
         target=target.architecture,
@@ -285,17 +291,21 @@ def longest_row(target: Model, max_length: int | None) -> int:
     return max_length
 
 
+class NoRoomError(InputError):
+    """A prompt leaves no room for a new token."""
+
+
 def check_length(
     target: Model, name: str, count: int, longest: int, max_length: int | None
 ) -> None:
-    """Raise InputError where a prompt of `count` tokens leaves no room for a new one."""
+    """Raise NoRoomError where a prompt of `count` tokens leaves no room for a new one."""
     if count < longest:
         return
     room = f"the {longest} positions of {target.name}"
     remedy = "shorten it"
     if max_length is not None:
         room, remedy = f"max_length={max_length}", "shorten it or raise max_length"
-    raise InputError(
+    raise NoRoomError(
         f"{name} has {count} tokens, which leaves no room for a new one in {room}: {remedy}"
     )
 
@@ -330,11 +340,6 @@ def _chunks(platform: str, capacity: int, together: int) -> tuple[int, ...]:
     *large, smallest = _PREFILL_CHUNKS.get(platform, _ACCELERATOR_CHUNKS)
     large = [size for size in large if size < capacity and together == 1]
     return (*large, min(smallest, capacity))
-
-
-def _platform(placement: Placement) -> str:
-    device = placement.devices.flat[0] if isinstance(placement, Mesh) else placement
-    return jax.default_backend() if device is None else device.platform
 
 
 def _round_up(value: int, step: int) -> int:

@@ -74,6 +74,12 @@ def placement_of(tree: Any, mesh: Mesh | None) -> Placement:
     return mesh if mesh is not None or len(devices) != 1 else devices.pop()
 
 
+def first_device(where: Placement) -> jax.Device:
+    """One of the devices where arrays are; the default one if that is not known."""
+    device = where.devices.flat[0] if isinstance(where, Mesh) else where
+    return jax.devices()[0] if device is None else device
+
+
 def use(mesh: Mesh | None) -> contextlib.AbstractContextManager:
     """The context in which programs for a mesh are traced; without a mesh it changes nothing."""
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Float
 
 from specjax.draft_length.policy import Work
+from specjax.errors import InputError
 
 _TURNS, _TURNS_AGAIN = 3, 2
 """How often each kind of round is timed, where nothing or something is known; the least counts.
@@ -53,6 +54,11 @@ class _Timed(NamedTuple):
     first: int
     further: int
     catch_up: int
+
+    @property
+    def right(self) -> bool:
+        """Whether it took some time: a clock may jump."""
+        return 0 < self.seconds < math.inf
 
 
 class Measurement:
@@ -97,7 +103,7 @@ class Measurement:
         """What a round of the kind that was next took, and what ran in it."""
         first, further = int(np.sum(work.first)), int(np.sum(work.further))
         width, catch_up = int(np.argmax(work.passes)), int(np.sum(work.catch_up))
-        self._timed.append(_Timed(seconds, width, first, further, catch_up))
+        self._timed.append(_Timed(float(seconds), width, first, further, catch_up))
 
     def figures(self) -> Figures:
         """What each part takes.
@@ -105,9 +111,10 @@ class Measurement:
         What was never drafted takes no time: a lookup that finds nothing is all in the first. What
         was not caught up, since little was missed, is taken to cost as much as a first token. Of a
         drafter's earlier figures, at the machine's speed now, and the new ones the lower count.
+        Raises InputError where the clock did not move in any round of a kind.
         """
         size, timed_widths = self._num_kinds, self._timed_widths
-        each = [self._timed[number::size] for number in range(size)]
+        each = [_right(self._timed[number::size]) for number in range(size)]
         passes = [_figure(one.seconds for one in timed) for timed in each[:timed_widths]]
         known = None
         if self._known is not None:
@@ -144,8 +151,19 @@ class Measurement:
 
         No pass takes more than the rounds that had it, or a wider one.
         """
-        timed = [one.seconds for one in self._timed if one.width >= width]
+        timed = [one.seconds for one in self._timed if one.right and one.width >= width]
         return min([float(known[width]), *timed]), _KEPT_SPREAD * float(known[width])
+
+
+def _right(timed: Sequence[_Timed]) -> list[_Timed]:
+    """The rounds whose seconds are right. Raises InputError where there is none."""
+    right = [one for one in timed if one.right]
+    if timed and not right:
+        raise InputError(
+            f'num_speculative_tokens="auto": this machine\'s clock says that a round takes '
+            f"{timed[0].seconds:g} seconds, so that costs cannot be measured; use a whole number"
+        )
+    return right
 
 
 def _figure(timings: Iterable[float]) -> tuple[float, float]:

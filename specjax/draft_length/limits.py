@@ -14,7 +14,8 @@ class DraftLength:
 
     At most `max_tokens` (K). `by_batch` holds (low, high, k): with low..high unfinished rows, k.
     With `auto`, a `policy.Policy` decides in each round how much of that pays. With `replayed`,
-    each row drafts as long, and with the same drafter, as its `Rows.replay` says.
+    each row drafts as long, and with the same drafter, as its `Rows.replay` says, beside however
+    many rows.
     """
 
     max_tokens: int
@@ -26,7 +27,7 @@ class DraftLength:
         """The longest draft each row may make now; 0 for finished rows."""
         allowed = jnp.int32(self.max_tokens)
         rows = active.sum()
-        for low, high, count in self.by_batch:
+        for low, high, count in () if self.replayed else self.by_batch:
             here = (rows >= low) & (rows <= high)
             allowed = jnp.where(here, min(count, self.max_tokens), allowed)
         return jnp.where(active, allowed, 0)

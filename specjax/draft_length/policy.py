@@ -123,16 +123,25 @@ class Turn:
 
     def best_of_draft(
         self,
-        confidence: Float[Array, "B N"],
+        confidence: Float[Array, "B N"] | None,
         valid: Bool[Array, "B N"],
         topology: AnyTopology,
     ) -> Int[Array, ""]:
-        """How much to keep of a draft that no token was drawn for."""
-        depth = jnp.broadcast_to(topology.row_depths[:, 1:] - 1, confidence.shape)
-        table = self.chances[depth, survival.confidence_class(confidence)]
-        each = jnp.where(valid, survival.chance(table, self.factor[:, None]), 0.0)
+        """How much to keep of a draft that no token was drawn for.
+
+        Where there is no `confidence`, by how often each node was on the accepted path.
+        """
+        count = valid.shape[1]
+        if confidence is None:
+            each = survival.chance(self.nodes[None, :count], self.factor[:, None])
+            accepted = jnp.where(valid, each, 0.0)
+        else:
+            depth = jnp.broadcast_to(topology.row_depths[:, 1:] - 1, confidence.shape)
+            table = self.chances[depth, survival.confidence_class(confidence)]
+            each = jnp.where(valid, survival.chance(table, self.factor[:, None]), 0.0)
+            accepted = topology.along_paths(each)
         # The draft is there: only the pass costs anything more.
-        value = _gains(self, topology.along_paths(each)) - self.price[: each.shape[1] + 1]
+        value = _gains(self, accepted) - self.price[: count + 1]
         best = jnp.maximum(jnp.argmax(value).astype(jnp.int32), self.at_least)
         return jnp.where(self.forced == NOT_FORCED, best, self.forced)
 

@@ -1,9 +1,9 @@
 """The chance that a draft token is accepted, learned while decoding.
 
-A drafter's own confidence in a token (the largest probability of the distribution that the token is
-drawn from, known before it is drawn) is calibrated for each depth by what became of earlier tokens
-with about the same confidence. What a row accepts beyond or below that is a factor of its own. Of
-trees it is also counted how often each node, by its number, is on the accepted path.
+A drafter's own confidence in a token (the largest probability that its logits give to one, before
+any warp, known before the token is drawn) is calibrated for each depth by what became of earlier
+tokens with about the same confidence. What a row accepts beyond or below that is a factor of its
+own. Of trees it is also counted how often each node, by its number, is on the accepted path.
 """
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ class Proposal(NamedTuple):
     """What drafters in turn propose.
 
     `drafter` is the number of the one that drafted in each row, or `NO_DRAFTER`. `first` says which
-    drafters ran, `further` how many tokens each drafted after its first, and `catch_up` how many
-    wide passes each made over what it had missed.
+    drafters ran, `further` how often each ran after its first token, and `catch_up` how many wide
+    passes each made over what it had missed.
     """
 
     draft: Draft
@@ -219,7 +219,9 @@ class Turns:
             states.append(after)
             first.append(ran)
             # All of a tree is drafted, however many nodes of it are kept.
-            more = jnp.maximum(new.valid.sum(axis=1).max() - 1, 0)
+            more = new.steps
+            if more is None:
+                more = jnp.maximum(new.valid.sum(axis=1).max() - 1, 0)
             further.append(jnp.int32(0) if part.branches else more)
             catch_up.append(passes)
             draft = new if draft is None else joined(draft, new, self.num_nodes)
@@ -339,7 +341,8 @@ def _decided_after(part: Drafter, context: Context, draft: Draft) -> tuple[Draft
     """The draft, and the length that was decided on before any of its tokens was drawn.
 
     Of a draft that nothing was drawn for only what pays is kept, and of a drawn tree what was
-    planned: a chain is not drawn further than that.
+    planned: a chain is not drawn further than that. Without confidences the nodes of a tree differ
+    by their numbers, the tokens of a chain by nothing.
     """
     turn, count = context.turn, draft.topology.num_nodes
     if not count or (not part.branches and (part.decides or part.sampled)):
@@ -348,7 +351,7 @@ def _decided_after(part: Drafter, context: Context, draft: Draft) -> tuple[Draft
         length = turn.planned
     else:
         confidence = draft.confidence
-        if confidence is None:
+        if confidence is None and not part.branches:
             confidence = jnp.full(draft.valid.shape, UNKNOWN)
         length = turn.best_of_draft(confidence, draft.valid, draft.topology)
     return draft.replace(valid=draft.valid & (jnp.arange(count)[None, :] < length)), length

@@ -15,15 +15,18 @@ import jax
 
 from specjax.errors import InputError
 from specjax.files import json_files, paths
+from specjax.files.environment import cpu_model, versions
 from specjax.files.text_files import write_text
 
 
-def seconds_file(*what: Any) -> Path | None:
-    """The file of what was measured, here and with this JAX; None where no cache folder can be.
+def seconds_file(*what: Any, device: jax.Device) -> Path | None:
+    """The file of what was measured on a device, here and now; None where no cache folder can be.
 
-    Two measurements are of one file if the representations of all parts of `what` are equal.
+    Two measurements are of one file if the representations of all parts of `what` are equal, and
+    kinds of device, CPUs and versions, too.
     """
-    here = jax.__version__, jax.devices()[0].device_kind, os.cpu_count()
+    # Machines that share a home folder may have other CPUs, all of which JAX calls "cpu".
+    here = versions(), device.device_kind, cpu_model(), os.cpu_count()
     key = repr((*here, *what))
     try:
         folder = paths.cache_folder("costs")

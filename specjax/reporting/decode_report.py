@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.metadata
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +16,7 @@ from specjax import metrics
 from specjax.decoding.compare_outputs import Difference
 from specjax.decoding.generate import Generation
 from specjax.decoding.prompts import Question
+from specjax.files.environment import versions
 from specjax.reporting.auto_lengths import AutoLengths
 from specjax.trees import FastestTree, RankedTree
 
@@ -212,17 +211,6 @@ def _tree(chosen: FastestTree | RankedTree) -> dict[str, Any]:
         "expected_tokens_per_round": chosen.tokens_per_round,
         "expected_round_s": chosen.round_seconds,
     }
-
-
-def versions() -> dict[str, str]:
-    """The versions that a result depends on."""
-    found = {"python": platform.python_version()}
-    for name in ("jax", "jaxlib", "flax", "specjax"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
 
 
 def device_name(mesh: Mesh | None = None) -> str:

@@ -16,7 +16,9 @@ class Draft:
     A row's node that is not `valid` was never proposed; `valid` is closed under ancestors, which
     the loop sees to. `logq_row` names the row of `logq` a node was drawn from, before any sibling
     was removed; -1 says the node is deterministic (q is one-hot). `confidence` is how sure the
-    drafter was of a node before its token was drawn, from 0 to 1, where it says so.
+    drafter was of a node before its token was drawn, from 0 to 1, where it says so. `steps` is how
+    often the drafter ran after its first token, where that is not once for each further token of
+    the longest row: it may have looked at what comes next, and stopped.
     """
 
     tokens: Int[Array, "B N"]
@@ -25,6 +27,7 @@ class Draft:
     logq: Float[Array, "B Q V"] | None
     topology: AnyTopology
     confidence: Float[Array, "B N"] | None = None
+    steps: Int[Array, ""] | None = None
 
 
 def chain(

@@ -106,6 +106,7 @@ def measure_tree_costs(
         batch_size,
         context.bit_length(),
         depth,
+        device=sharding.first_device(sharding.placement_of(target.params, target.mesh)),
     )
     kept = None
     if processes.is_first() and not anew:

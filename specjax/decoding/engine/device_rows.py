@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Int
 
-from specjax.decoding.engine.learned_costs import LearnedCosts
+from specjax.decoding.engine.learned_costs import LearnedCosts, costs_key
 from specjax.decoding.plan import Setup, flags_of
 from specjax.decoding.programs import Programs, compile_setup
 from specjax.decoding.rows import Row, RowArguments, row_arguments
@@ -29,6 +29,8 @@ class DeviceRows:
     def __init__(self, setup: Setup, replayed_rounds: int = 0) -> None:
         self.setup = setup
         self.costs: LearnedCosts | None = None
+        self._other_costs: dict[tuple[Any, ...], LearnedCosts] = {}
+        """Those of what was decoded before, by their keys."""
         self._replayed_rounds = replayed_rounds
         self._programs: Programs | None = None
         self._state: State | None = None
@@ -58,16 +60,16 @@ class DeviceRows:
         if self._programs is not None:
             self._programs = self._compiled(setup)
         self.setup = setup
+        if self.costs is not None:
+            self._choose_costs(self.costs.committed)
 
-    def begin(self, committed: int) -> None:
-        """Make room for all rows, unless it is there; the longest prompt has `committed` tokens."""
+    def begin(self) -> None:
+        """Make room for all rows, unless it is there."""
         if self._state is not None:
             return
         setup = self.setup
         self._state = self.compile().empty(setup.params, *self._arguments([], setup.num_rows))
-        if setup.plan.draft_length.auto:
-            if self.costs is None:
-                self.costs = LearnedCosts.of_setup(setup, committed)
+        if self.costs is not None:
             self._state = self.costs.begin(self._state)
 
     def new_rows(self, rows: Sequence[Row]) -> bool:
@@ -96,11 +98,14 @@ class DeviceRows:
         )
         return ready
 
-    def admit(self, slots: Sequence[int]) -> jax.Array:
+    def admit(self, slots: Sequence[int], committed: int) -> jax.Array:
         """Put the new rows into `slots`; an array that is there when done.
 
-        Their prompts were read before, and serve more rows with the same ones.
+        Their prompts were read before, and serve more rows with the same ones. The longest prompt
+        of all rows that decode next has `committed` tokens.
         """
+        if self.setup.plan.draft_length.auto:
+            self._choose_costs(committed)
         out_of_range = self.setup.num_rows
         where = np.full(self.setup.prefill_rows, out_of_range, np.int32)
         where[: len(slots)] = slots
@@ -157,6 +162,7 @@ class DeviceRows:
         self.setup = replace(setup, model=replace(setup.model, params=params), drafter=drafter)
         # Of a prompt that is being read as well, only its own rows continue with the old ones.
         self._prompts = []
+        self._other_costs.clear()
         if self.costs is not None:
             self.costs = LearnedCosts.of_setup(self.setup, self.costs.committed)
             if self._state is not None:
@@ -170,6 +176,26 @@ class DeviceRows:
                 self.costs.save()
         self._state = self._new = None
         self._prompts = []
+
+    def _choose_costs(self, committed: int) -> None:
+        """Have the costs of what is decoded next, with a longest prompt of `committed` tokens.
+
+        Those of other work are kept as they are: what follows does not correct them.
+        """
+        before, key = self.costs, costs_key(self.setup, committed)
+        if before is not None and before.key in (None, key):
+            return
+        self.costs = self._other_costs.pop(key, None)
+        if self.costs is None:
+            self.costs = LearnedCosts.of_setup(self.setup, committed, before)
+        if before is not None:
+            if self._state is not None:
+                before.end(self._state)
+                before.save()
+            self._other_costs[before.key] = before
+            self.costs.take_over(before)
+        if self._state is not None:
+            self._state = self.costs.begin(self._state)
 
     def _compiled(self, setup: Setup) -> Programs:
         return compile_setup(setup, self._replayed_rounds, begun=self._state is not None)

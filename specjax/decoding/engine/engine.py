@@ -478,8 +478,7 @@ class Engine:
         return min(left, budget - budget % chunks[0])
 
     def _begin(self, reading: _Prompts) -> None:
-        first = itertools.islice(self._scheduler, self.setup.batch_size)
-        self._rows.begin(max(len(request.row.prompt) for request in first))
+        self._rows.begin()
         now = time.perf_counter()
         for _, request in reading.taken:
             request.begun = now
@@ -490,7 +489,9 @@ class Engine:
     def _admit(self) -> None:
         """Put the rows whose prompts were read into their slots."""
         taken, begun = self._reading.taken, time.perf_counter()
-        ready = self._rows.admit([slot for slot, _ in taken])
+        next_rows = itertools.islice(self._scheduler, self.setup.batch_size)
+        longest = max(len(request.row.prompt) for request in next_rows)
+        ready = self._rows.admit([slot for slot, _ in taken], longest)
         self._under_way.append(_Reading(ready, begun))
         # Those that were aborted meanwhile have no slot any more, but are in one.
         for slot, request in taken:

@@ -17,12 +17,13 @@ from specjax.decoding.engine.next_step import SLEEPING_ROUNDS_OF_LOOKUPS, NextSt
 from specjax.decoding.plan import Setup
 from specjax.decoding.state import State
 from specjax.distributed import processes
-from specjax.distributed.sharding import fetch
+from specjax.distributed.sharding import fetch, first_device
 from specjax.draft_length.cost_filter import CostFilter
 from specjax.draft_length.cost_measurement import Kind, Measurement
 from specjax.draft_length.policy import Costs, Policy, new_policy
 from specjax.errors import InputError
 from specjax.files.measured_seconds import keep_seconds, read_seconds, seconds_file
+from specjax.models.layers.attention import CACHE_BLOCK
 
 _CHECKED_ROUNDS = 4
 """Rounds without drafts that are timed, where none come by themselves: else nothing corrects what
@@ -45,15 +46,17 @@ class LearnedCosts:
     """Costs, and what became of draft tokens.
 
     Where no earlier process has measured the same work here in the last ten minutes, the first
-    rounds do: `measurement` is theirs until they are done, `measure_s` are their seconds, and until
-    then `estimate` is what was kept, or None. `committed` are the tokens of the prompts that
-    they were measured with, and `measured_at` says when that was, in seconds since 1970.
-    `next_step` is the program that runs next, and for how long.
+    rounds do: `measurement` is theirs until they are done, and until then `estimate` is what was
+    kept, or None. `measure_s` are the seconds of all such rounds of the engine. `key` says what the
+    figures are of (None: of whatever is decoded), `committed` are the tokens of the longest prompt,
+    and `measured_at` says when they were measured, in seconds since 1970. `next_step` is the
+    program that runs next, and for how long.
     """
 
     estimate: CostFilter | None
     file: Path | None
     measurement: Measurement | None = None
+    key: tuple[Any, ...] | None = None
     committed: int = 1
     measure_s: float = 0.0
     policy: Policy | None = None
@@ -68,22 +71,28 @@ class LearnedCosts:
     """How often each part ran in the last steps."""
 
     @classmethod
-    def of_setup(cls, setup: Setup, committed: int) -> LearnedCosts:
+    def of_setup(
+        cls, setup: Setup, committed: int, before: LearnedCosts | None = None
+    ) -> LearnedCosts:
         """With the figures that are kept of the same work here, or with none yet.
 
-        `committed` are the tokens of the longest prompt that is decoded first: longer ones correct
-        the figures. All processes get what the first one has.
+        `committed` are the tokens of the longest prompt. Where nothing is kept, the figures that
+        the engine had of other work `before` are measured again, as old ones would be. All
+        processes get what the first one has.
         """
-        file = _file(setup, committed)
+        key = costs_key(setup, committed)
+        file = seconds_file(*key, device=first_device(setup.placement))
         num_widths, parts = len(setup.plan.widths), setup.plan.drafter.parts
         count = num_widths + 3 * len(parts)
         kept = processes.from_first(read_seconds(file, count) if processes.is_first() else None)
         longest = [part.num_nodes for part in parts]
-        costs = cls(None, file, committed=committed)
+        costs = cls(None, file, key=key, committed=committed)
         if any(part.looks_up for part in parts):
             costs.next_step.most_plain_rounds = SLEEPING_ROUNDS_OF_LOOKUPS
         if kept is None:
-            costs.measurement = Measurement(num_widths, longest)
+            other = None if before is None else before.estimate
+            known = None if other is None else other.seconds
+            costs.measurement = Measurement(num_widths, longest, known)
             return costs
         seconds, costs.measured_at = kept
         costs.estimate = CostFilter(seconds, num_widths)
@@ -109,6 +118,10 @@ class LearnedCosts:
             return self._begin_kind(state, self.measurement.next)
         self._checks_plain = False
         return _put_free(_put_policy(state, costs=self.costs()))
+
+    def take_over(self, before: LearnedCosts) -> None:
+        """Have what others `before` learned that is no figure: of acceptance, after their `end`."""
+        self.policy, self.measure_s = before.policy, before.measure_s
 
     def begin_anew(self, state: State) -> State:
         """A state whose rows decode on, with what is known here and nothing that it had learned."""
@@ -146,18 +159,19 @@ class LearnedCosts:
         self.measure_s += seconds
         if (kind := self.measurement.next) is not None:
             return self._begin_kind(state, kind)
-        self._take_figures()
         self.next_step.take(drafts=True)
+        return self._measured(state)
+
+    def _measured(self, state: State) -> State:
+        """The state after the measurement, whose figures are kept. Raises InputError."""
+        figures = self.measurement.figures()
+        self.estimate = CostFilter(figures.seconds, self.measurement.num_widths, figures.spread)
+        self.measurement, self.measured_at = None, time.time()
+        self.save()
         # What was drafted to measure says nothing of how fast the batch is.
         free = _fresh_policy(state)
-        return _put_policy(
-            state,
-            costs=self.costs(),
-            earned=free.earned,
-            spent=free.spent,
-            forced=free.forced,
-            narrowest=free.narrowest,
-        )
+        state = _put_policy(state, costs=self.costs(), earned=free.earned, spent=free.spent)
+        return _put_free(state)
 
     def _corrected(self, state: State, ran: Float[np.ndarray, "parts"], seconds: float) -> State:
         """The state with costs that fit a step in which each part `ran` so often."""
@@ -199,18 +213,10 @@ class LearnedCosts:
 
         Of a measurement that rows were too short for, what it has is taken once it is enough.
         """
-        self.policy = state.policy
         if self.measurement is not None and self.measurement.enough:
             with suppress(InputError):
-                self._take_figures()
-
-    def _take_figures(self) -> None:
-        """End the measurement, and keep what it found. Raises InputError."""
-        figures = self.measurement.figures()
-        _check(figures.seconds)
-        self.estimate = CostFilter(figures.seconds, self.measurement.num_widths, figures.spread)
-        self.measurement, self.measured_at = None, time.time()
-        self.save()
+                state = self._measured(state)
+        self.policy = state.policy
 
     def costs(self) -> Costs:
         """The figures as they are now; not before they are measured."""
@@ -259,18 +265,13 @@ def _put_free(state: State) -> State:
     return _put_policy(state, forced=free.forced, narrowest=free.narrowest)
 
 
-def _check(figures: Float[np.ndarray, "parts"]) -> None:
-    if not (np.isfinite(figures).all() and figures[0] > 0):
-        raise InputError(
-            f'num_speculative_tokens="auto": this machine\'s clock says that a round takes '
-            f"{figures[0]:g} seconds, so that costs cannot be measured; use a whole number"
-        )
+def costs_key(setup: Setup, committed: int) -> tuple[Any, ...]:
+    """What figures depend on beside the machine; the longest prompt has `committed` tokens.
 
-
-def _file(setup: Setup, committed: int) -> Path | None:
-    """Where the figures of such work on this machine are kept; None where nothing can be."""
+    Attention reads whole blocks, so that shorter prompts than a block are alike.
+    """
     plan = setup.plan
-    return seconds_file(
+    return (
         setup.mesh and tuple(setup.mesh.shape.items()),
         plan.target,
         plan.drafter,
@@ -281,5 +282,5 @@ def _file(setup: Setup, committed: int) -> Path | None:
         plan.overlaps,
         plan.plain_program,
         setup.num_rows,
-        committed.bit_length(),
+        max(committed, CACHE_BLOCK - 1).bit_length(),
     )

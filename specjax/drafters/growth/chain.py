@@ -101,9 +101,9 @@ def draft_chain(
         logits, carry = step(level, chain.carry)
         return depth + 1, grow(depth, logits[:, 0], chain.replace(carry=carry))
 
-    _, chain = lax.while_loop(going, more, (jnp.int32(1), chain))
+    depth, chain = lax.while_loop(going, more, (jnp.int32(1), chain))
     draft = trees.chain(chain.tokens, chain.count, chain.distributions, chain.confidence)
-    return draft, chain.carry
+    return draft.replace(steps=depth - 1), chain.carry
 
 
 @struct.dataclass
