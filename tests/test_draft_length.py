@@ -675,7 +675,7 @@ def test_an_engine_has_the_costs_of_what_it_decodes(tiny, kept, monkeypatch):
     monkeypatch.setattr(CostFilter, "update", lambda *_: None)
     session = make_session(
         tiny,
-        [[5] * length for length in (5, 300, 40)],
+        [[5] * length for length in (5, 300, 520)],
         drafter=Ngram(num_speculative_tokens=2),
         num_speculative_tokens="auto",
         sampling=greedy(max_new_tokens=30),
@@ -709,7 +709,9 @@ def test_an_engine_has_the_costs_of_what_it_decodes(tiny, kept, monkeypatch):
         decode_session(session, index=[0, 2], engine=engine)
         assert engine.costs.measure_s == measure_s
     assert [kept_of(length).estimate.first[0] for length in (5, 300)] == [5.0, 300.0]
-    assert kept_of(40).estimate.first[0] < 5.0
+    assert kept_of(520).estimate.first[0] < 5.0
+    # Attention reads whole blocks.
+    assert kept_of(200).estimate.first[0] == 5.0
 
 
 def test_other_programs_have_other_costs(tiny, kept):
