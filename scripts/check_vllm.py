@@ -175,7 +175,7 @@ def compare() -> int:
     from specjax.errors import InputError
     from specjax.loading.head_formats import write_foreign
     from specjax.loading.head_formats.read_write import whole_vocabulary
-    from specjax.loading.heads.find_head import open_head
+    from specjax.loading.find_head import open_head
 
     known = (*_FORMATS, "eagle")
     if unknown := set(_ONLY.value) - set(known):

@@ -7,7 +7,7 @@ with those that `tree.kind=auto` chooses, all with fixed lengths, in turn, sever
 turn begins with the next of them. Where rows are sampled, chains and static trees are drafted
 twice: drawn, and of the likeliest tokens.
 
-What is expected of a static tree comes from the drafter's rates (`specjax.loading.heads.ranks`) and
+What is expected of a static tree comes from the drafter's rates (`specjax.loading.acceptance_rates`) and
 from rounds and drafts that are timed before each turn (`specjax.tuning.measure_tree_costs`), as a
 machine may be quicker at one time than at another; the medians count. What `auto` chooses comes
 from costs that are timed once, at the start, or were kept by an earlier run, as in decoding; so do
@@ -43,7 +43,7 @@ from specjax.decoding.sampling_params import SamplingParams
 from specjax.drafters import LoadedDrafter, make_drafter
 from specjax.errors import InputError
 from specjax.fields import InputFile, Number, PathOrName, Text, Whole, optional
-from specjax.loading.heads.ranks import shipped_acceptance
+from specjax.loading.acceptance_rates import shipped_acceptance
 from specjax.loading.load import DEFAULT_MODEL, load_model
 from specjax.loading.model import Model
 from specjax.trees import DynamicTree, RankedTree, best_tree

@@ -30,7 +30,7 @@ from specjax.decoding.options import BATCH_SIZE
 from specjax.drafters import DRAFT_TOKENS
 from specjax.errors import InputError
 from specjax.fields import Flag, InputFile, InputFolder, Number, OutputFolder, Text, Whole, optional
-from specjax.loading.heads.find_head import SHIPPED, shipped_heads
+from specjax.loading.find_head import SHIPPED, shipped_heads
 from specjax.loading.heads.head import read_head
 from specjax.loading.load import DEFAULT_MODEL
 from specjax.reporting.read import read_report

@@ -110,7 +110,7 @@ def export(options: SimpleNamespace, root: Path) -> None:
     import jax
     import numpy as np
 
-    from specjax.loading.heads.find_head import SHIPPED
+    from specjax.loading.find_head import SHIPPED
     from specjax.loading.heads.head import read_head, save_head
 
     total = 0

@@ -45,7 +45,7 @@ from specjax.drafters import DRAFTERS, TRAINED, drafter_options, option_type
 from specjax.drafters.growth.options import TreeKind, TreeOptions
 from specjax.errors import InputError, one_line
 from specjax.fields import fields_of
-from specjax.loading.heads.find_head import shipped_heads
+from specjax.loading.find_head import shipped_heads
 from specjax.loading.load import load_model
 from specjax.loading.model import Model
 from specjax.reporting import decode_report

@@ -24,7 +24,7 @@ from specjax.loading.head_formats.checkpoint import check_target
 from specjax.loading.head_formats.compare_logits import check_same
 from specjax.loading.head_formats.read_write import check_format, whole_vocabulary
 from specjax.loading.head_formats.taps import CONVENTIONS
-from specjax.loading.heads.find_head import open_head
+from specjax.loading.find_head import open_head
 from specjax.loading.heads.head import KINDS, Head, read_head, save_head
 from specjax.loading.load import DEFAULT_MODEL, DTYPE, load_model
 from specjax.loading.model import Model

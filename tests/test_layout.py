@@ -141,3 +141,15 @@ def imported_modules(node):
     if isinstance(node, ast.ImportFrom) and node.module and not node.level:
         return [node.module]
     return []
+
+
+def test_no_folders_import_each_other():
+    """But for a folder and one inside it."""
+    folders = {name.rpartition(".")[0] for name in GRAPH}
+
+    def folder(name):
+        return name if name in folders else name.rpartition(".")[0]
+
+    edges = {(folder(name), folder(other)) for name, others in GRAPH.items() for other in others}
+    both = sorted({tuple(sorted(pair)) for pair in edges if pair[::-1] in edges})
+    assert [(a, b) for a, b in both if a != b and not b.startswith(f"{a}.")] == []

@@ -19,7 +19,7 @@ from script_modules import SCRIPTS, script_module
 
 from specjax.distributed import folder_lock
 from specjax.files import folders, text_files
-from specjax.loading.heads import find_head
+from specjax.loading import find_head
 from specjax.loading.heads.head import read_head, save_head
 
 SLOW = """

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from specjax.loading.heads.find_head import shipped_heads
+from specjax.loading.find_head import shipped_heads
 from specjax.loading.load import save_model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,7 +40,7 @@ def test_a_wheel_holds_modules_configs_and_heads():
     assert files == wanted
     for target, kinds in shipped_heads().items():
         for kind in kinds:
-            folder = f"specjax/heads/{target}/{kind}/specjax-1"
+            folder = f"specjax/shipped_heads/{target}/{kind}/specjax-1"
             assert {f"{folder}/specjax_folder.json", f"{folder}/_CHECKPOINT_METADATA"} <= files
 
 

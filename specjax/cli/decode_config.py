@@ -48,7 +48,7 @@ from specjax.fields import (
     optional,
 )
 from specjax.files.paths import user_path
-from specjax.loading.heads.find_head import holds_head
+from specjax.loading.find_head import holds_head
 from specjax.loading.load import DTYPE, load_model
 from specjax.loading.model import Model
 from specjax.sampling import RULES, Rule, Typical, derived_seed

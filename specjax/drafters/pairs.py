@@ -27,7 +27,7 @@ from specjax.drafters.trained import HeadDrafter
 from specjax.errors import InputError
 from specjax.loading.formats.build_parameters import can_split
 from specjax.loading.heads.complete_parameters import complete_parameters
-from specjax.loading.heads.find_head import shipped_head
+from specjax.loading.find_head import shipped_head
 from specjax.loading.heads.head import Head, own_modules
 from specjax.loading.model import Model
 from specjax.models.heads.eagle import Eagle

@@ -27,7 +27,7 @@ from specjax.drafters import (
 )
 from specjax.errors import InputError, shown
 from specjax.files.measured_seconds import keep_seconds, read_seconds, seconds_file
-from specjax.loading.heads.ranks import known_acceptance
+from specjax.loading.acceptance_rates import known_acceptance
 from specjax.loading.model import Model
 from specjax.trees import FastestTree, RankedTree, Rates, best_tree, fastest_tree
 from specjax.tuning import round_seconds
