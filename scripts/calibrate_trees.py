@@ -29,7 +29,12 @@ from specjax.drafters import DRAFT_TOKENS, make_drafter
 from specjax.errors import InputError
 from specjax.fields import Flag, InputFile, OutputFolder, PathOrName, Text, Whole, optional
 from specjax.files.text_files import write_text
-from specjax.loading.acceptance_rates import Acceptance, ranks_file, read_acceptance, write_acceptance
+from specjax.loading.acceptance_rates import (
+    Acceptance,
+    ranks_file,
+    read_acceptance,
+    write_acceptance,
+)
 from specjax.loading.load import DEFAULT_MODEL, load_model
 from specjax.trees import RankedTree, best_tree, draw, svg
 from specjax.tuning.measure_ranks import measure_ranks

@@ -173,9 +173,9 @@ def compare() -> int:
     from specjax.cli.built_in_prompts import BUILT_IN
     from specjax.decoding import prompts
     from specjax.errors import InputError
+    from specjax.loading.find_head import open_head
     from specjax.loading.head_formats import write_foreign
     from specjax.loading.head_formats.read_write import whole_vocabulary
-    from specjax.loading.find_head import open_head
 
     known = (*_FORMATS, "eagle")
     if unknown := set(_ONLY.value) - set(known):

@@ -6,7 +6,7 @@
 Requests arrive as a Poisson process of `--rate` a second (0: all at once), with prompts of all
 lengths and answers of `--new_tokens`. A share of them is aborted after a random time, and a share
 is read by someone who stops reading: each reader has room for `--room` tokens, and whoever fills it
-is aborted, while the others go on. In the end each answer is decoded again alone; those aborted
+is aborted, while the others continue. In the end each answer is decoded again alone; those aborted
 must be beginnings of theirs. Everything runs in this process. Exit code 1 if any answer differs or
 a request is lost. With `--out` a report and pictures are written.
 """

@@ -3,7 +3,7 @@
     python scripts/report_heads.py --out=DIR --prompts=FILE [--heads=W/heads] [--per_task=N]
 
 Decodes the prompts with each drafter: greedy with batch size 1 against plain decoding (tau, speed,
-identity; with `--nospeed` in batches), at temperature 0.8 under `coupled` (identity), at
+output comparison; with `--nospeed` in batches), at temperature 0.8 under `coupled` (the same), at
 temperature 1 (tau); with `--nocompare` only tau, greedy and at temperature 1. Each run is a process
 of its own whose report stays in DIR/cells; finished ones are skipped, so that the same command
 resumes. Then DIR/heads.md has tau by task and temperature, speed-up, acceptance by position, and

@@ -41,7 +41,9 @@ _BATCH = flags.DEFINE_integer("batch_size", 8, "Rows.", lower_bound=1)
 _NEW = flags.DEFINE_integer("new_tokens", 48, "New tokens of each prompt.", lower_bound=1)
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "The temperature.", lower_bound=0.0)
 _PASSES = flags.DEFINE_list(
-    "passes", ["1", "1.3", "1.45", "1.6", "1.75"], "A pass of 1, 2, ... slots; wider ones go on so."
+    "passes",
+    ["1", "1.3", "1.45", "1.6", "1.75"],
+    "A pass of 1, 2, ... slots; wider ones cost more likewise.",
 )
 _FIRST = flags.DEFINE_list("first", ["0.02", "0.15"], "A first draft token, by drafter.")
 _FURTHER = flags.DEFINE_list("further", ["0", "0.08"], "Each further draft token, by drafter.")

@@ -17,8 +17,8 @@ from specjax.cli import command
 from specjax.cli.flags import Parser
 from specjax.errors import InputError
 from specjax.fields import Number, Text, Whole
-from specjax.loading.find_head import SHIPPED
 from specjax.loading.acceptance_rates import ranks_file, read_acceptance
+from specjax.loading.find_head import SHIPPED
 from specjax.loading.load import DEFAULT_MODEL
 
 _CHIPS = ("h100-sxm", "h200", "tpu-v5e", "tpu-v5p")

@@ -167,7 +167,7 @@ def _largest_report(config: DecodeConfig, model: Model) -> int:
     return len(config.drafters) * one
 
 
-def _identity(config: DecodeConfig, totals: Totals) -> str:
+def _compared(config: DecodeConfig, totals: Totals) -> str:
     """What the table says of a comparison with plain decoding."""
     if config.lossy:
         return f"not expected: {config.options.verify.name} is lossy"

@@ -252,6 +252,6 @@ def test_turns_need_a_chat_template(chatty, tiny):
 
 @pytest.mark.parametrize("verify", ["rejection", "block", "coupled"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_when_identity_is_asked_for(verify, temperature):
+def test_when_outputs_are_compared(verify, temperature):
     one = job(verify=verify, sampling={"temperature": temperature})
     assert one.comparable == (verify == "coupled" or temperature == 0)

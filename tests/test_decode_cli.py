@@ -205,7 +205,7 @@ def test_wrong_thresholds_are_refused(flags, message, run, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_identity_means_nothing_under_a_random_rule(run, folder, capsys):
+def test_comparing_means_nothing_under_a_random_rule(run, folder, capsys):
     code, report = run(
         *drafter("early_exit", folder),
         "--config.compare=true",

@@ -238,8 +238,8 @@ def test_coupled_and_greedy_rows_are_those_of_plain_decoding(tiny, plain):
         num_speculative_tokens=4,
     )
     assert got.token_ids == plain.token_ids
-    took_part = got.emitted > 0
-    assert 0 < got.accepted[took_part].sum() < got.drafted[took_part].sum()
+    participated = got.emitted > 0
+    assert 0 < got.accepted[participated].sum() < got.drafted[participated].sum()
 
 
 @pytest.mark.slow  # as of a draft model that is no head

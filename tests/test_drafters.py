@@ -150,10 +150,10 @@ def test_a_round_without_a_match_is_a_plain_round(tiny):
         sampling=greedy(max_new_tokens=12),
         num_speculative_tokens=3,
     )
-    took_part = got.emitted[0] > 0
+    participated = got.emitted[0] > 0
     empty = got.drafted[0] == 0
-    assert (got.width[0][took_part & empty] == 1).all()
-    assert (got.width[0][took_part & ~empty] > 1).all()
+    assert (got.width[0][participated & empty] == 1).all()
+    assert (got.width[0][participated & ~empty] > 1).all()
     assert empty[0]
 
 

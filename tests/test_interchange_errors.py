@@ -10,8 +10,8 @@ from safetensors.numpy import save_file
 
 from specjax.errors import InputError
 from specjax.files import folder_marker
-from specjax.loading.head_formats import eagle, read_foreign, write_foreign
 from specjax.loading.find_head import open_head
+from specjax.loading.head_formats import eagle, read_foreign, write_foreign
 from specjax.loading.load import random_model
 
 

@@ -85,9 +85,9 @@ def test_caches_equal_a_fresh_prefill_after_every_round(case, tiny, unrelated, s
     for state in rounds(session, state, counts):
         assert_caches(session, state, models[draft], part)
     counts = columns(counts)
-    took_part = np.asarray(counts.emitted) > 0
-    drafted = np.asarray(counts.drafted)[took_part].tolist()
-    accepted = np.asarray(counts.accepted)[took_part].tolist()
+    participated = np.asarray(counts.emitted) > 0
+    drafted = np.asarray(counts.drafted)[participated].tolist()
+    accepted = np.asarray(counts.accepted)[participated].tolist()
     assert endings <= set(zip(drafted, accepted, strict=True))
     if name == "itself":
         assert accepted == drafted

@@ -140,8 +140,8 @@ def test_what_a_run_recorded_predicts_its_acceptance(names, tiny, unrelated, sim
         )
         expected = expected_acceptance(make_session(tiny, prompts, **options))
         got = decode(tiny, prompts, **options)
-        took_part = got.emitted > 0
-        accepted, drafted = got.accepted[took_part], got.drafted[took_part]
+        participated = got.emitted > 0
+        accepted, drafted = got.accepted[participated], got.drafted[participated]
         tested = np.minimum(accepted + 1, drafted)
         assert expected.num_nodes == tested.sum()
         rate = accepted.sum() / tested.sum()

@@ -55,8 +55,8 @@ def test_coupled_and_greedy_rows_are_those_of_plain_decoding(form, length, tiny,
     assert got.token_ids == plain.token_ids
     # There are three heads, whatever is asked for.
     assert got.drafted.max() == min(length, 3)
-    took_part = got.emitted > 0
-    assert 0 < got.accepted[took_part].sum() < got.drafted[took_part].sum()
+    participated = got.emitted > 0
+    assert 0 < got.accepted[participated].sum() < got.drafted[participated].sum()
     # A prompt of one token has no feature to draft from.
     assert [row for row in range(8) if got.drafted[row, 0] == 0] == [0, 5]
 
@@ -69,7 +69,7 @@ def test_as_many_tokens_as_heads_by_default(tiny):
         head_drafter(medusa_head(tiny), tiny, draft_p_min=1.0)
 
 
-@pytest.mark.slow  # as of a draft model (test_loop_identity)
+@pytest.mark.slow  # as of a draft model (test_loop_output_comparison)
 def test_a_row_does_not_depend_on_its_neighbours(tiny, plain):
     drafter = head_drafter(medusa_head(tiny, ids=SOME), tiny, draft_p_min=0.06)
     request = dict(drafter=drafter, sampling=mixed(max_new_tokens=9))
@@ -82,7 +82,7 @@ def test_a_row_does_not_depend_on_its_neighbours(tiny, plain):
     assert drafted == {0, 1, 2, 3}
 
 
-@pytest.mark.slow  # drafts of any kind end so (test_loop_identity); states are looked at above
+@pytest.mark.slow  # drafts of any kind end so (test_loop_output_comparison); states are looked at above
 def test_the_end_of_room_and_of_sequence(tiny):
     assert_ends(tiny, head_drafter(medusa_head(tiny, ids=SOME), tiny))
 
@@ -117,8 +117,8 @@ def test_the_state_equals_a_fresh_one_after_every_round(tiny):
     with pytest.raises(AssertionError):
         assert_fresh(session, late)
     counts = columns(counts)
-    took_part = np.asarray(counts.emitted) > 0
-    assert {0, 1, 2, 3} <= set(np.asarray(counts.accepted)[took_part].tolist())
+    participated = np.asarray(counts.emitted) > 0
+    assert {0, 1, 2, 3} <= set(np.asarray(counts.accepted)[participated].tolist())
 
 
 @pytest.fixture(scope="module")

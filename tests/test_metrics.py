@@ -150,7 +150,7 @@ def test_summary_of_no_rounds_has_no_nan():
     json.dumps(summary.to_dict(), allow_nan=False)
 
 
-def test_one_width_a_round_serves_all_rows_that_took_part():
+def test_one_width_per_round_serves_all_rows_that_participated():
     by_round = metrics.summarize(DRAFTED, ACCEPTED, EMITTED, np.array([4, 1, 4, 4]))
     assert by_round.rounds_by_width == {1: 2, 4: 4}
     by_row = metrics.summarize(DRAFTED, ACCEPTED, EMITTED, WIDTH)
@@ -231,7 +231,7 @@ def test_predicted_speedup():
         metrics.predicted_speedup(2.0, 10.0, 1.0, widths, {1: 10.0})
 
 
-def test_metrics_loads_no_other_room():
+def test_metrics_loads_no_other_package():
     code = (
         "import sys, specjax.metrics\n"
         "print(sorted(m for m in sys.modules if m.startswith('specjax.')), 'flax' in sys.modules)"

@@ -81,15 +81,15 @@ def test_coupled_rows_are_those_of_plain_decoding(form, tiny, plain):
         max_length=ROOM,
     )
     assert got.token_ids == plain.token_ids
-    took_part = got.emitted > 0
-    assert 0 < got.accepted[took_part].sum() < got.drafted[took_part].sum()
+    participated = got.emitted > 0
+    assert 0 < got.accepted[participated].sum() < got.drafted[participated].sum()
     # A prompt of one token has no feature to draft from.
     assert [row for row in range(8) if got.drafted[row, 0] == 0] == [0, 5]
 
 
 @pytest.mark.parametrize(
     ("form", "length"),
-    # As drafters of other kinds do (test_loop_identity); drafts beyond the number of modules are
+    # As drafters of other kinds do (test_loop_output_comparison); drafts beyond the number of modules are
     # those of a plain computation (test_mtp).
     slow(*((form, length) for form in ("eagle3", "mtp_3") for length in (0, 1, 2, 8))),
 )
@@ -181,8 +181,8 @@ def test_the_state_equals_a_fresh_one_after_every_round(form, tiny):
     for state in rounds(session, state, counts):
         assert_fresh(session, state)
     counts = columns(counts)
-    took_part = np.asarray(counts.emitted) > 0
-    accepted = set(np.asarray(counts.accepted)[took_part].tolist())
+    participated = np.asarray(counts.emitted) > 0
+    accepted = set(np.asarray(counts.accepted)[participated].tolist())
     assert {0, 1, 2, 3} <= accepted
 
 

@@ -227,11 +227,11 @@ def test_trained_heads_are_right_and_those_a_row_off_are_not():
         drafter = drafter._replace(params={**drafter.params, **params})
         got = decode(target, PAIRS, drafter=drafter, sampling=greedy(max_new_tokens=9))
         assert got.token_ids == after_pairs(9)
-        took_part = got.emitted > 0
+        participated = got.emitted > 0
         if late:
             # It learned just as well, but what decoding does not ask for.
             assert measures.losses["head_0"] < 0.5 * measures.weight
-            assert got.accepted[took_part].mean() < 0.2
+            assert got.accepted[participated].mean() < 0.2
         else:
             np.testing.assert_array_equal(measures.correct, measures.counts)
             assert (got.accepted == got.drafted).all()

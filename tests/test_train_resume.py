@@ -323,13 +323,13 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(target, tmp_path):
     assert third.train().step == 12
 
 
-def test_a_board_on_a_full_disk_is_an_error(tmp_path):
-    board = TensorBoardWriter(tmp_path, 0)
-    board.write(1, {"train/loss": 1.0})
+def test_a_tensorboard_writer_on_a_full_disk_is_an_error(tmp_path):
+    writer = TensorBoardWriter(tmp_path, 0)
+    writer.write(1, {"train/loss": 1.0})
     size = next(tmp_path.iterdir()).stat().st_size
     with files_limited_to(size + 10), pytest.raises(InputError, match="cannot be written"):
-        board.write(2, {"train/loss": 2.0})
-    board.close()
+        writer.write(2, {"train/loss": 2.0})
+    writer.close()
     with pytest.raises(InputError, match="cannot be written"):
         TensorBoardWriter(next(tmp_path.iterdir()), 0)
 

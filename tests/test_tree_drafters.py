@@ -105,16 +105,16 @@ def test_coupled_and_greedy_rows_are_those_of_plain_decoding(
         max_length=ROOM,
     )
     assert got.token_ids == plain.token_ids
-    took_part = got.emitted > 0
+    participated = got.emitted > 0
     count = len(CHOICES) if kind == "static" else 9
     assert got.drafted.max() == count
     assert 1 + count in got.width
     if name == "turns":
-        assert {0, 1} <= set(got.drafter[took_part].tolist())
+        assert {0, 1} <= set(got.drafter[participated].tolist())
     else:
-        assert set(got.width[took_part].tolist()) <= {1, 1 + count}
+        assert set(got.width[participated].tolist()) <= {1, 1 + count}
     # Random heads are right by chance only.
-    assert got.accepted[took_part].max() >= (1 if name in ("medusa", *MTPS, *EAGLES) else 2)
+    assert got.accepted[participated].max() >= (1 if name in ("medusa", *MTPS, *EAGLES) else 2)
 
 
 @pytest.mark.parametrize(
@@ -179,8 +179,8 @@ def test_states_equal_fresh_ones_after_every_round(name, kind, tiny, similar, pl
         else:
             assert_fresh(session, state)
     counts = columns(counts)
-    took_part = np.asarray(counts.emitted) > 0
-    accepted = set(np.asarray(counts.accepted)[took_part].tolist())
+    participated = np.asarray(counts.emitted) > 0
+    accepted = set(np.asarray(counts.accepted)[participated].tolist())
     assert {0, 1, 2} <= accepted
     for row, prompt in enumerate(PROMPTS):
         tokens = np.asarray(state.tokens)[row, len(prompt) : int(state.length[row])]

@@ -23,8 +23,8 @@ from specjax.drafters import (
 )
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.errors import InputError
-from specjax.loading.heads import ranks
 from specjax.loading.acceptance_rates import known_acceptance, read_acceptance, write_acceptance
+from specjax.loading.heads import ranks
 from specjax.loading.load import place_model, save_model
 from specjax.reporting.decode_report import Clock, DrafterRun, Setting, report
 from specjax.trees import FastestTree, best_tree, tree_of_choices

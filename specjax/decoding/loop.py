@@ -350,8 +350,8 @@ def one_round(plan: Plan, params: Any, state: State) -> tuple[State, Rounds]:
     verified = lax.switch(branch, branches)
 
     count, status, undrafted = _truncate(state, verified, drafted)
-    took_part = count > 0
-    accepted = jnp.where(took_part, verified.verification.num_accepted, 0)
+    participated = count > 0
+    accepted = jnp.where(participated, verified.verification.num_accepted, 0)
     column = {
         "width": jnp.broadcast_to(jnp.asarray(plan.widths, jnp.int32)[branch], count.shape),
         "drafted": drafted,
@@ -359,13 +359,13 @@ def one_round(plan: Plan, params: Any, state: State) -> tuple[State, Rounds]:
         "emitted": count,
         "drafter": proposal.drafter,
     }
-    rounds = Rounds(**{name: jnp.where(took_part, new, -1) for name, new in column.items()})
+    rounds = Rounds(**{name: jnp.where(participated, new, -1) for name, new in column.items()})
     if plan.overlaps:
-        overlaps = jnp.where(took_part[:, None], verified.overlaps, jnp.nan)
+        overlaps = jnp.where(participated[:, None], verified.overlaps, jnp.nan)
         rounds = rounds.replace(overlaps=overlaps)
     learned = {}
     if state.policy is not None:
-        path = jnp.where(took_part[:, None], verified.verification.path_slots, -1)
+        path = jnp.where(participated[:, None], verified.verification.path_slots, -1)
         learned = _learn(state, proposal, branch, path, count)
     drafter_state = proposal.state
     if verified.target_pass is not None:
@@ -373,7 +373,7 @@ def one_round(plan: Plan, params: Any, state: State) -> tuple[State, Rounds]:
     after = _commit(state, verified, count, status).replace(
         undrafted=undrafted,
         drafter=plan.drafter.commit(drafter_state, count),
-        round=state.round + took_part,
+        round=state.round + participated,
         **learned,
     )
     return after, rounds

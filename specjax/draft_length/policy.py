@@ -30,7 +30,7 @@ _PACE_MEMORY = 0.98
 _PACE_WEIGHT = 8.0
 """Of the belief that nothing is gained, in rounds."""
 _RATE_WEIGHT = 4.0
-"""Of the batch's tokens a round in what a row is taken to make, in rounds."""
+"""Of the batch's tokens per round in what a row is taken to make, in rounds."""
 _LATE_POWER = 4.0
 """The mean of the rows' times that is to be short: the higher, the more the last row counts."""
 _LAST_FACTOR = 0.5
@@ -199,7 +199,7 @@ def row_weights(
     """What a token of each row is worth where the batch is done when its last row is; 1 on average.
 
     A row that has made `new` tokens in so many `rounds`, and may make `left` more, is taken to need
-    a time t. The weights are by how much one more token a round in each row would shorten the mean
+    a time t. The weights are by how much one more token per round in each row would shorten the mean
     of the times of order p, (sum t^p)^(1/p). Rows that are not `active` have none.
     """
     mean = jnp.maximum((new * active).sum() / jnp.maximum((rounds * active).sum(), 1), 1.0)

@@ -25,9 +25,9 @@ from specjax.drafters.base import Accepted, Context, LoadedDrafter, Noise
 from specjax.drafters.growth.level import Level
 from specjax.drafters.trained import HeadDrafter
 from specjax.errors import InputError
+from specjax.loading.find_head import shipped_head
 from specjax.loading.formats.build_parameters import can_split
 from specjax.loading.heads.complete_parameters import complete_parameters
-from specjax.loading.find_head import shipped_head
 from specjax.loading.heads.head import Head, own_modules
 from specjax.loading.model import Model
 from specjax.models.heads.eagle import Eagle

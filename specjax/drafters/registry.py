@@ -25,9 +25,9 @@ from specjax.drafters.turns import Turns, take_turns
 from specjax.errors import InputError, one_line, shown
 from specjax.fields import kind_of, optional, type_hints
 from specjax.files.paths import user_path
+from specjax.loading.acceptance_rates import known_acceptance
 from specjax.loading.heads.complete_parameters import complete_parameters
 from specjax.loading.heads.head import Head
-from specjax.loading.acceptance_rates import known_acceptance
 from specjax.loading.model import MODEL_KIND, Model
 
 DRAFTERS: dict[str, type[Drafter]] = {

@@ -17,8 +17,8 @@ from specjax.errors import InputError, shown
 from specjax.files.json_files import parse_json
 from specjax.files.paths import user_path
 from specjax.loading.checkpoint_directory import is_checkpoint
-from specjax.loading.head_formats import read_foreign
 from specjax.loading.find_head import holds_head
+from specjax.loading.head_formats import read_foreign
 from specjax.loading.heads.head import read_head
 from specjax.loading.model import Model
 

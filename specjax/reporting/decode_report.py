@@ -265,9 +265,9 @@ def _rows(batch: Batch, drafter: str, setting: Setting) -> list[dict[str, Any]]:
 
 def _rounds(run: Generation, index: int) -> dict[str, list[int]]:
     """The raw counts of the rounds in which a row was active; emitted is `accept_lengths`."""
-    took_part = run.emitted[index] >= 0
+    participated = run.emitted[index] >= 0
     names = ("drafted", "accepted", "width", "drafter")
-    return {name: getattr(run, name)[index][took_part].tolist() for name in names}
+    return {name: getattr(run, name)[index][participated].tolist() for name in names}
 
 
 def _plain(run: Generation, index: int) -> dict[str, Any]:

@@ -150,7 +150,7 @@ def pick(rows: Shaped[Array, "B N *rest"], index: Int[Array, "B"]) -> Shaped[Arr
 
 
 def by_slot(rows: Float[Array, "B N V"]) -> Distributions:
-    """Distributions that are kept in an array, one a slot."""
+    """Distributions that are kept in an array, one per slot."""
     return lambda slots: pick(rows, slots)
 
 

@@ -74,7 +74,7 @@ def warp(
     """Log-probabilities of the distribution that these sampling parameters make of `logits`.
 
     Applied in this order, each to what the one before has left: temperature, top-k, top-p, min-p.
-    Each parameter is one number or an array with one entry a row. `temperature` 0 is greedy: 0.0
+    Each parameter is one number or an array with one entry per row. `temperature` 0 is greedy: 0.0
     at the first argmax and -inf elsewhere, and the other parameters do not matter. `top_k` 0,
     `top_p` 1 and `min_p` 0 mean off. top-k keeps the k largest, top-p the smallest set of likeliest
     tokens whose mass reaches `top_p`, min-p all of at least `min_p` times the largest probability;
@@ -99,7 +99,7 @@ def warp(
         if array.shape not in ((), rows):
             raise ValueError(
                 f"{name} has shape {array.shape} but the logits have rows {rows}: "
-                "pass one number or one entry a row"
+                "pass one number or one entry per row"
             )
         return jnp.broadcast_to(array, rows)[..., None]
 

@@ -42,7 +42,7 @@ _MOST_VOCAB, _MOST_OUTPUTS = 16, 1 << 20
 class DrafterCheck:
     """The answer of `check_drafter`: exact if `chi2` (of `degrees` freedom) is below `threshold`.
 
-    `acceptance_length` is the mean number of tokens a round gave; 1 says that nothing drafted was
+    `acceptance_length` is the mean number of tokens of a round; 1 says that nothing drafted was
     accepted, and the check then says little.
     """
 

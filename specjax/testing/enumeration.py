@@ -163,7 +163,7 @@ def output_distributions(
     done = np.ones((len(tables), 1))
     for depth in range(topology.depth + 1):
         target = np.stack([table[depth] for table in tables])
-        # Outputs that ended earlier go on as p does; before the first token none has ended.
+        # Outputs that ended earlier continue as p does; before the first token none has ended.
         done = (done[..., None] * target) if depth else np.zeros((len(tables), 1, vocab))
         here = accepted == depth
         group = drafts.group[outcomes.item[here]]

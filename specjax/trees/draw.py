@@ -12,7 +12,7 @@ from specjax.trees.topology import Topology
 def draw(
     tree: Topology | RankedTree, labels: Sequence[str] | None = None, root: str = "root"
 ) -> str:
-    """A tree's nodes, one a line, each under its parent.
+    """A tree's nodes, one per line, each under its parent.
 
     `labels` are those of the nodes, such as their tokens; without them the ranks of a `RankedTree`
     and the slots of a `Topology`. Raises InputError unless there is one for each node.

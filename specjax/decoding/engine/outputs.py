@@ -127,10 +127,10 @@ class Follower:
         `rounds` are the step's counts [R], whose first column is the engine's round `first_round`.
         The output ends, by its `finish_reason`, where the row does or at a stop string.
         """
-        took_part = rounds.emitted >= 0
-        if self.first_round is None and took_part.any():
-            self.first_round = first_round + int(np.argmax(took_part))
-        rounds = _columns(rounds, took_part)
+        participated = rounds.emitted >= 0
+        if self.first_round is None and participated.any():
+            self.first_round = first_round + int(np.argmax(participated))
+        rounds = _columns(rounds, participated)
         reason = REASONS.get(status)
         if self._finder is not None:
             kept = self._finder.find(tokens)

@@ -36,10 +36,10 @@ def every(tiny, unrelated, similar):
 
 def assert_counts(got):
     """Round by round: no more accepted than drafted, and all that was emitted is in the output."""
-    took_part = got.emitted > 0
-    assert (got.accepted[took_part] <= got.drafted[took_part]).all()
-    assert (got.emitted[took_part] <= got.accepted[took_part] + 1).all()
-    assert (got.drafted[took_part] < got.width[took_part]).all()
+    participated = got.emitted > 0
+    assert (got.accepted[participated] <= got.drafted[participated]).all()
+    assert (got.emitted[participated] <= got.accepted[participated] + 1).all()
+    assert (got.drafted[participated] < got.width[participated]).all()
     assert np.maximum(got.emitted, 0).sum(axis=1).tolist() == list(map(len, got.token_ids))
 
 
@@ -178,15 +178,15 @@ def test_simulated(acceptance, tiny, plain_mixed):
     )
     assert got.token_ids == plain_mixed.token_ids
     assert_counts(got)
-    took_part = got.emitted > 0
+    participated = got.emitted > 0
     if acceptance == 0.0:
-        assert (got.accepted[took_part] == 0).all()
+        assert (got.accepted[participated] == 0).all()
     elif acceptance == 1.0:
         assert (got.accepted == got.drafted).all()
         assert got.emitted[:, 0].tolist() == [4] * len(PROMPTS)
     else:
-        tested = np.minimum(got.accepted + 1, got.drafted)[took_part].sum()
-        assert 0.5 < got.accepted[took_part].sum() / tested < 0.7
+        tested = np.minimum(got.accepted + 1, got.drafted)[participated].sum()
+        assert 0.5 < got.accepted[participated].sum() / tested < 0.7
 
 
 @pytest.mark.slow  # rows that come and go give what they give alone (test_engine)
