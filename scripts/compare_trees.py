@@ -7,8 +7,8 @@ with those that `tree.kind=auto` chooses, all with fixed lengths, in turn, sever
 turn begins with the next of them. Where rows are sampled, chains and static trees are drafted
 twice: drawn, and of the likeliest tokens.
 
-What is expected of a static tree comes from the drafter's rates (`specjax.loading.acceptance_rates`) and
-from rounds and drafts that are timed before each turn (`specjax.tuning.measure_tree_costs`), as a
+What is expected of a static tree comes from the drafter's rates (`specjax.loading.acceptance_rates`)
+and from rounds and drafts that are timed before each turn (`specjax.tuning.measure_tree_costs`), as a
 machine may be quicker at one time than at another; the medians count. What `auto` chooses comes
 from costs that are timed once, at the start, or were kept by an earlier run, as in decoding; so do
 the second table's columns for other numbers of rows. Nothing is expected of dynamic trees, of rows

@@ -133,7 +133,7 @@ def decode(config: DecodeConfig) -> int:
             # First, since the terminal may be closed.
             written = file.finish(interrupted)
         finally:
-            comparison = functools.partial(_identity, config) if config.compare else None
+            comparison = functools.partial(_compared, config) if config.compare else None
             screen.table(runs, title, comparison)
             for name, totals in all_totals.items():
                 screen.differences(totals, name if len(runs) > 1 else "")

@@ -82,7 +82,7 @@ def test_a_row_does_not_depend_on_its_neighbours(tiny, plain):
     assert drafted == {0, 1, 2, 3}
 
 
-@pytest.mark.slow  # drafts of any kind end so (test_loop_output_comparison); states are looked at above
+@pytest.mark.slow  # as drafts of any kind (test_loop_output_comparison); states are compared above
 def test_the_end_of_room_and_of_sequence(tiny):
     assert_ends(tiny, head_drafter(medusa_head(tiny, ids=SOME), tiny))
 

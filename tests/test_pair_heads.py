@@ -89,8 +89,8 @@ def test_coupled_rows_are_those_of_plain_decoding(form, tiny, plain):
 
 @pytest.mark.parametrize(
     ("form", "length"),
-    # As drafters of other kinds do (test_loop_output_comparison); drafts beyond the number of modules are
-    # those of a plain computation (test_mtp).
+    # As drafters of other kinds do (test_loop_output_comparison); drafts beyond the number of
+    # modules are those of a plain computation (test_mtp).
     slow(*((form, length) for form in ("eagle3", "mtp_3") for length in (0, 1, 2, 8))),
 )
 def test_draft_lengths(form, length, tiny, plain):

@@ -169,7 +169,7 @@ def generate(
 def open_engine(session: Session, rounds_per_step: int | None = None) -> Engine:
     """An engine for a session's rows that wants all of them soon, and none of them first.
 
-    Without `rounds_per_step` it seldom looks at them. All free slots are filled before it continues.
+    Without `rounds_per_step` it seldom looks at them. It fills all free slots before it continues.
     """
     rounds = rounds_per_step or session.plan.rounds_per_step
     if rounds_per_step is None and any(request.stop for request in session.requests):

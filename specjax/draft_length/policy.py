@@ -199,8 +199,8 @@ def row_weights(
     """What a token of each row is worth where the batch is done when its last row is; 1 on average.
 
     A row that has made `new` tokens in so many `rounds`, and may make `left` more, is taken to need
-    a time t. The weights are by how much one more token per round in each row would shorten the mean
-    of the times of order p, (sum t^p)^(1/p). Rows that are not `active` have none.
+    a time t. The weights are by how much one more token per round in each row would shorten the
+    mean of the times of order p, (sum t^p)^(1/p). Rows that are not `active` have none.
     """
     mean = jnp.maximum((new * active).sum() / jnp.maximum((rounds * active).sum(), 1), 1.0)
     rate = jnp.where(active, (new + _RATE_WEIGHT * mean) / (rounds + _RATE_WEIGHT), 1.0)

@@ -28,8 +28,8 @@ def verify_chain(
     `logq[:, i]` is the log-probabilities that `tokens[:, i]` was drawn from, after all warping;
     None says the tokens are deterministic. `logp[:, i]` is the target's warped log-probabilities of
     the token at the position of `tokens[:, i]`, and `logp[:, K]` of the one after it.
-    `num_valid[b]` (K by default) of row b's tokens were really drafted. `keys` are one per row, used
-    for this call alone by every rule but `coupled`; a single key is split.
+    `num_valid[b]` (K by default) of row b's tokens were really drafted. `keys` are one per row,
+    used for this call alone by every rule but `coupled`; a single key is split.
 
     `rule` is a `Rule` or the name of one in `RULES`. `coupled` needs `positions`, the absolute
     position of each row's first drafted token: its noise there is `position_gumbel(keys, position,
