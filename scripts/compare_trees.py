@@ -7,13 +7,14 @@ with those that `tree.kind=auto` chooses, all with fixed lengths, in turn, sever
 turn begins with the next of them. Where rows are sampled, chains and static trees are drafted
 twice: drawn, and of the likeliest tokens.
 
-What is expected of a static tree comes from the drafter's rates (`specjax.loading.acceptance_rates`)
-and from rounds and drafts that are timed before each turn (`specjax.tuning.measure_tree_costs`), as a
-machine may be quicker at one time than at another; the medians count. What `auto` chooses comes
-from costs that are timed once, at the start, or were kept by an earlier run, as in decoding; so do
-the second table's columns for other numbers of rows. Nothing is expected of dynamic trees, of rows
-that are sampled, and of drafters without rates, whose trees are those of rates that halve by rank.
-Speeds are without prefill: tokens per round over the median of seconds per round.
+What is expected of a static tree comes from the drafter's rates
+(`specjax.loading.acceptance_rates`) and from rounds and drafts that are timed before each turn
+(`specjax.tuning.measure_tree_costs`), as a machine may be quicker at one time than at another; the
+medians count. What `auto` chooses comes from costs that are timed once, at the start, or were kept
+by a run in the last ten minutes, as in decoding; so do the second table's columns for other numbers
+of rows. Nothing is expected of dynamic trees, of rows that are sampled, and of drafters without
+rates, whose trees are those of rates that halve by rank. Speeds are without prefill: tokens per
+round over the median of seconds per round.
 
 A second table has tokens/s without that noise, for several numbers of rows: measured tokens per
 round, which are the same for any of them, over those timed rounds and drafts (a dynamic tree's are
