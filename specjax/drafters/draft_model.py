@@ -21,7 +21,7 @@ from specjax.distributed.sharding import constrain_rows
 from specjax.drafters.autoregressive import ChainDrafter
 from specjax.drafters.base import Accepted, Context, LoadedDrafter, Noise
 from specjax.drafters.growth.level import Level
-from specjax.drafters.trained import check_tokenizers, load_head
+from specjax.drafters.head_drafter import check_tokenizers, load_head
 from specjax.files.paths import user_path
 from specjax.loading.find_head import holds_head
 from specjax.loading.heads.head import Head

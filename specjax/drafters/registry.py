@@ -12,14 +12,15 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from specjax.drafters.base import DRAFT_TOKENS, OWN_DRAFTER, Drafter, LoadedDrafter
 from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.eagle import EagleDrafter
 from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.growth.options import TreeOptions
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.drafters.lookup.token_recycling import TokenRecycling
 from specjax.drafters.medusa import MedusaDrafter
 from specjax.drafters.merged import Merged, merge_drafters
+from specjax.drafters.mtp import MtpDrafter
 from specjax.drafters.none import NoDrafter
-from specjax.drafters.pairs import EagleDrafter, MtpDrafter
 from specjax.drafters.simulated import Simulated
 from specjax.drafters.turns import Turns, take_turns
 from specjax.errors import InputError, one_line, shown

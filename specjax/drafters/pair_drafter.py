@@ -23,15 +23,10 @@ from specjax.cache import KVCache, Window, commit
 from specjax.distributed.sharding import constrain_rows
 from specjax.drafters.base import Accepted, Context, LoadedDrafter, Noise
 from specjax.drafters.growth.level import Level
-from specjax.drafters.trained import HeadDrafter
-from specjax.errors import InputError
-from specjax.loading.find_head import shipped_head
+from specjax.drafters.head_drafter import HeadDrafter
 from specjax.loading.formats.build_parameters import can_split
-from specjax.loading.heads.complete_parameters import complete_parameters
-from specjax.loading.heads.head import Head, own_modules
+from specjax.loading.heads.head import Head
 from specjax.loading.model import Model
-from specjax.models.heads.eagle import Eagle
-from specjax.models.heads.mtp import Mtp
 from specjax.models.heads.pair_head import PairHead
 from specjax.models.masks import causal
 from specjax.trees import Draft
@@ -281,48 +276,3 @@ def _zeros_after(output: Float[Array, "B T D"]) -> Int[Array, "B"]:
     neither would be made to a copy of the cache.
     """
     return jnp.any(output > jnp.inf, axis=(1, 2)).astype(jnp.int32)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EagleDrafter(PairDrafter):
-    """An EAGLE head as a drafter."""
-
-    head: Eagle = field(kw_only=False)
-    head_class = Eagle
-
-    @property
-    def name(self) -> str:
-        """Its registered name."""
-        return "eagle3" if self.head.config.version == 3 else "eagle"
-
-
-@dataclass(frozen=True, kw_only=True)
-class MtpDrafter(PairDrafter):
-    """MTP modules as a drafter: the target's own, or those trained for it as a head.
-
-    By default one token is drafted, as the makers of GLM-4.7 recommend for its one module.
-    """
-
-    head: Mtp = field(kw_only=False)
-    head_class = Mtp
-    usual_length: ClassVar[int] = 1
-
-    @classmethod
-    def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:
-        """The head at a path; without one the target's own modules, or the head that is shipped.
-
-        Raises InputError where there is none.
-        """
-        if path is not None:
-            return super().load(name, target, path, **options)
-        if (head := own_modules(target) or shipped_head("mtp", target)) is None:
-            raise InputError(
-                f"drafter.name=mtp: {target.name} has no MTP modules, and none come with specjax "
-                "for it; give trained ones as drafter.path=, or use another drafter"
-            )
-        return cls.of_head(head, complete_parameters(head, target), target, **options)
-
-    @property
-    def name(self) -> str:
-        """Its registered name."""
-        return "mtp"

@@ -1,0 +1,47 @@
+"""Multi-token prediction modules as drafters (DeepSeek-V3, 2412.19437); see `pair_drafter`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from specjax.drafters.base import LoadedDrafter
+from specjax.drafters.pair_drafter import PairDrafter
+from specjax.errors import InputError
+from specjax.loading.find_head import shipped_head
+from specjax.loading.heads.complete_parameters import complete_parameters
+from specjax.loading.heads.head import own_modules
+from specjax.loading.model import Model
+from specjax.models.heads.mtp import Mtp
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpDrafter(PairDrafter):
+    """MTP modules as a drafter: the target's own, or those trained for it as a head.
+
+    By default one token is drafted, as the makers of GLM-4.7 recommend for its one module.
+    """
+
+    head: Mtp = field(kw_only=False)
+    head_class = Mtp
+    usual_length: ClassVar[int] = 1
+
+    @classmethod
+    def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:
+        """The head at a path; without one the target's own modules, or the head that is shipped.
+
+        Raises InputError where there is none.
+        """
+        if path is not None:
+            return super().load(name, target, path, **options)
+        if (head := own_modules(target) or shipped_head("mtp", target)) is None:
+            raise InputError(
+                f"drafter.name=mtp: {target.name} has no MTP modules, and none come with specjax "
+                "for it; give trained ones as drafter.path=, or use another drafter"
+            )
+        return cls.of_head(head, complete_parameters(head, target), target, **options)
+
+    @property
+    def name(self) -> str:
+        """Its registered name."""
+        return "mtp"
