@@ -12,6 +12,7 @@ from conftest import FAST, compiled_with, slow
 from heads import eagle_drafter
 
 import specjax
+from specjax.drafters import DRAFTERS
 from specjax.loading.formats.families import registry
 
 ROOT = Path(__file__).parents[1]
@@ -121,6 +122,11 @@ def test_the_python_of_the_readme_runs(own_model, chatty, monkeypatch):
     assert len(texts) == len(names["prompts"])
     assert out.getvalue().startswith(begin)
     assert len(out.getvalue()) > len(begin)
+
+
+def test_every_drafter_has_proofs():
+    proven = set(re.findall(r"^\| `(\w+)`", (DOCS / "proofs.md").read_text(), re.MULTILINE))
+    assert proven >= set(DRAFTERS)
 
 
 def test_the_proofs_exist(request):

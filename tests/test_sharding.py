@@ -221,14 +221,15 @@ def test_every_drafters_state_says_how_it_is_split(eight):
                 assert part.addressable_shards[0].data.shape[0] == 4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tree"),
     [
         ("early_exit", dict(kind="static", depth=3, num_nodes=9)),
-        ("draft_model", dict(kind="dynamic", topk=3, depth=3, num_nodes=9)),
-        ("eagle3", dict(kind="dynamic", topk=3, depth=3, num_nodes=9)),
-        ("medusa", dict(kind="static", num_nodes=9)),
+        *slow(
+            ("draft_model", dict(kind="dynamic", topk=3, depth=3, num_nodes=9)),
+            ("eagle3", dict(kind="dynamic", topk=3, depth=3, num_nodes=9)),
+            ("medusa", dict(kind="static", num_nodes=9)),
+        ),
     ],
 )
 def test_trees_on_a_mesh(name, tree):
