@@ -25,6 +25,7 @@ from specjax.decoding.state import admit
 from specjax.distributed.sharding import make_mesh
 from specjax.drafters import head_drafter
 from specjax.drafters.lookup.ngram import Ngram
+from specjax.drafters.lookup.token_recycling import TokenRecycling
 from specjax.errors import InputError
 from specjax.loading.load import place_model
 
@@ -43,6 +44,7 @@ def named(name, tiny, unrelated, similar):
         "eagle3": lambda: eagle_drafter(tiny, spread=0.3),
         "mtp": lambda: mtp_drafter(tiny, num_modules=2, spread=0.3),
         "medusa": lambda: head_drafter(medusa_head(tiny), tiny),
+        "token_recycling": lambda: TokenRecycling(tiny.config.vocab_size),
         "none": lambda: None,
     }
     return made[name]() if name in made else drafters(tiny, unrelated, similar)[name]
@@ -85,15 +87,25 @@ CASES = [
     ("mtp", "rejection"),
     # Turns, one of them a model's, are in test_rows.
     *slow(
-        ("turns_model", "rejection"),
+        ("mtp", "block"),
         ("mtp", "coupled"),
         ("random_distribution", "block"),
+        ("ngram", "typical"),
         *(
             (name, rule)
-            for name in ("none", "ngram", "similar", "early_exit", "shifting")
+            for name in ("none", "ngram", "similar", "early_exit", "shifting", "turns_model")
             for rule in ("rejection", "block", "coupled")
         ),
-        *((name, "rejection") for name in ("eagle3", "medusa", "merged", "ngram_tree")),
+        *(
+            (name, rule)
+            for name in ("eagle3", "medusa")
+            for rule in ("rejection", "block", "coupled")
+        ),
+        *(
+            (name, rule)
+            for name in ("merged", "ngram_tree", "turns_trees", "token_recycling")
+            for rule in ("rejection", "coupled")
+        ),
     ),
 ]
 
