@@ -15,6 +15,7 @@ from specjax.trees import (
     best_tree,
     chain_topology,
     draw,
+    expansion_tree,
     sequoia_tree,
     svg,
     tree_of_choices,
@@ -34,6 +35,16 @@ def test_choices_become_a_tree_and_back():
     # All nodes up to some depth are the first ones.
     assert RankedTree(tree.choices[:3]).topology == tree.topology.first(3)
     assert hash(tree_of_choices(reversed(CHOICES))) == hash(tree)
+
+
+def test_an_expansion_is_a_tree():
+    tree = expansion_tree((1, 1, 3, 1))
+    assert tree.topology == Topology((0, 1, 2, 2, 2, 3, 4, 5))
+    assert tree.choices[2:] == ((0, 0, 0), (0, 0, 1), (0, 0, 2), *((0, 0, n, 0) for n in range(3)))
+    assert expansion_tree((2, 2)).topology == Topology((0, 0, 1, 1, 2, 2))
+    assert expansion_tree(()) == tree_of_choices(())
+    with pytest.raises(InputError, match=r"expansion=\(1, 0\): a level has at least one node"):
+        expansion_tree((1, 0))
 
 
 @pytest.mark.parametrize(

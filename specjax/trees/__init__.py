@@ -21,6 +21,7 @@ from specjax.trees.picture import svg as svg
 from specjax.trees.ranked import RankedTree as RankedTree
 from specjax.trees.ranked import Rates as Rates
 from specjax.trees.ranked import best_tree as best_tree
+from specjax.trees.ranked import expansion_tree as expansion_tree
 from specjax.trees.ranked import sequoia_tree as sequoia_tree
 from specjax.trees.ranked import tree_of_choices as tree_of_choices
 from specjax.trees.topology import AnyTopology as AnyTopology

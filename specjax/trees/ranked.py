@@ -7,6 +7,7 @@ Medusa ([2401.10774](https://arxiv.org/abs/2401.10774), section 2.1.2 and append
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -112,6 +113,20 @@ def tree_of_choices(choices: Iterable[Sequence[int]]) -> RankedTree:
     """
     paths = (tuple(path) for path in choices)
     return RankedTree(tuple(sorted(paths, key=lambda path: (len(path), path))))
+
+
+def expansion_tree(expansion: Sequence[int]) -> RankedTree:
+    """The tree whose nodes of depth d (from 0, the root) each have `expansion[d]` children.
+
+    SpecInfer's expansion (2305.09781, section 3): (1, 1, 3, 1) is a chain of two tokens, three
+    candidates after it, and one more after each. Raises InputError for a level without nodes.
+    """
+    if any(count < 1 for count in expansion):
+        raise InputError(f"expansion={tuple(expansion)}: a level has at least one node per parent")
+    levels = [
+        itertools.product(*map(range, expansion[:depth])) for depth in range(1, len(expansion) + 1)
+    ]
+    return RankedTree(tuple(itertools.chain.from_iterable(levels)))
 
 
 def best_tree(acceptance: Rates, num_nodes: int, max_depth: int | None = None) -> RankedTree:
