@@ -254,9 +254,10 @@ class Engine:
         """Add a request; returns its id, by default its number in order of arrival.
 
         Of `n` samples each is a row of its own; the first is what the request gives alone. Rows
-        with the same prompt that follow each other into slots share what one has read. Raises
-        InputError for an id that is in use, for a prompt that cannot be encoded or has no room, and
-        for a sampling that the target cannot serve.
+        with the same prompt that follow each other into slots share what one has read. Where
+        prompt and output reach the engine's `max_length`, the output ends with the reason "length".
+        Raises InputError for an id that is in use, for a prompt that cannot be encoded or has no
+        room, and for a sampling that the target cannot serve.
         """
         self._check_open()
         name = self._free_number() if id is None else id
