@@ -23,8 +23,8 @@ from specjax.drafters import (
 )
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.errors import InputError
+from specjax.loading import acceptance_rates
 from specjax.loading.acceptance_rates import known_acceptance, read_acceptance, write_acceptance
-from specjax.loading.heads import ranks
 from specjax.loading.load import place_model, save_model
 from specjax.reporting.decode_report import Clock, DrafterRun, Setting, report
 from specjax.trees import FastestTree, best_tree, tree_of_choices
@@ -228,7 +228,7 @@ def test_a_drafter_of_ones_own_has_the_rates_beside_it(own, chatty, timed, tmp_p
     measured(slope=0.02, draft=0.01)
     shipped = tmp_path / chatty.name
     shipped.mkdir()
-    monkeypatch.setattr(ranks, "SHIPPED", tmp_path)
+    monkeypatch.setattr(acceptance_rates, "SHIPPED", tmp_path)
     write_acceptance(shipped / "draft_model.ranks.json", ((0.9,),), {})
     assert known_acceptance("draft_model", chatty) == ((0.9,),)
     path, read = own
