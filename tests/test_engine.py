@@ -553,6 +553,10 @@ def test_what_cannot_be_compiled_changes_nothing(tiny, monkeypatch):
     assert len(outputs[2]) == 3
 
 
+def interrupted(*arguments):
+    raise KeyboardInterrupt
+
+
 def test_interrupted_calls_lose_nothing(tiny, monkeypatch):
     """Neither what a step has added, nor the deltas that a loop over them did not get to."""
     prompts = [[1, 2], [3], [4, 5, 6]]
@@ -561,9 +565,6 @@ def test_interrupted_calls_lose_nothing(tiny, monkeypatch):
     for prompt in prompts:
         engine.add(prompt, greedy(max_new_tokens=12))
     tokens = [[] for _ in prompts]
-
-    def interrupted(*arguments):
-        raise KeyboardInterrupt
 
     for number in range(40):
         if number == 2:
@@ -584,9 +585,6 @@ def test_an_interrupted_admission_is_made_again(tiny, monkeypatch):
     for prompt in prompts:
         engine.add(prompt, greedy(max_new_tokens=8))
 
-    def interrupted(*arguments):
-        raise KeyboardInterrupt
-
     for name in ("begin", "new_rows"):
         with monkeypatch.context() as patched:
             patched.setattr(device_rows.DeviceRows, name, interrupted)
@@ -594,6 +592,21 @@ def test_an_interrupted_admission_is_made_again(tiny, monkeypatch):
                 engine.step()
     outputs = {one.id: one.output for one in engine if one.output is not None}
     assert [outputs[number].token_ids for number in range(3)] == wanted
+
+
+def test_an_interrupted_end_is_made_again(tiny, monkeypatch):
+    engine = Engine(tiny, batch_size=2, rounds_per_step=3)
+    engine.add([1, 2], greedy(max_new_tokens=20))
+    engine.step()
+    with monkeypatch.context() as patched:
+        patched.setattr(engine_module.jax, "block_until_ready", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.close()
+    with pytest.raises(InputError, match="the engine is closed"):
+        next(iter(engine))
+    assert engine._rows._state is not None
+    engine.close()
+    assert engine._rows._state is None
 
 
 def test_a_request_without_text_ends_alone(tiny, monkeypatch):

@@ -359,9 +359,10 @@ class Engine:
             self._abort([request for request in self._scheduler.slots if request is not None])
 
     def close(self) -> None:
-        """End: unfinished requests are dropped, and memory on the devices is given back."""
-        if self._closed:
-            return
+        """End: unfinished requests are dropped, and memory on the devices is given back.
+
+        If that is interrupted it can be called again.
+        """
         self._closed = True
         self._scheduler = Scheduler(self.setup.batch_size)
         self._samples.clear()
