@@ -10,9 +10,6 @@ def get_config(size=""):
     config = config_dict.ConfigDict()
     config.target = "smollm2-135m-instruct"
     config.dtype = "auto"  # auto | float32 | bfloat16 | float16
-    # auto | true | false: layers stacked compile sooner, layers apart run faster on a CPU; auto is
-    # false on a CPU, and elsewhere the platform's default.
-    config.scan_layers = "auto"
     config.workdir = "build/generate_smollm2"  # finished answers; the same command resumes it
     config.output = config_dict.placeholder(str)  # the dataset; none = WORKDIR/responses
 
@@ -53,7 +50,6 @@ def get_config(size=""):
     config.distributed = distributed_fields()
 
     if size == "debug":
-        config.scan_layers = "true"
         config.workdir = "build/generate_smollm2_debug"
         config.corpus.num_prompts = 10
         config.max_prompt_tokens = 200

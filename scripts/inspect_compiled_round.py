@@ -139,7 +139,7 @@ def compile_round(devices: list[Any]) -> Any:
         max_positions=131072,
     )
     build_parameters.check_shards(config, model)
-    form = Form.of(_PLATFORM.value)
+    form = Form.of(_PLATFORM.value, config, data * model)
     params = jax.tree.map(
         lambda shape, sharding: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding),
         parameter_names.param_shapes(config, form.scan_layers),

@@ -324,10 +324,10 @@ def test_the_cells_of_the_full_size(tmp_path):
 
 @pytest.fixture(scope="module")
 def synthetic():
-    """The same model in bfloat16, its layers stacked and apart."""
+    """The same model in bfloat16, its layers stacked and unrolled."""
     return [
-        random_model("tiny", DEBUG.models["tiny"], "bfloat16", Form(scan_layers=stacked))
-        for stacked in (True, False)
+        random_model("tiny", DEBUG.models["tiny"], "bfloat16", Form(layers))
+        for layers in ("stacked", "unrolled")
     ]
 
 

@@ -155,10 +155,15 @@ def test_bfloat16_comes_back_and_float32_is_rounded_to_it(shape, model, saved, t
 
 
 @pytest.mark.parametrize(
-    ("stacked", "shape"), [(True, None), (False, (2, 2)), *slow((False, None), (True, (2, 2)))]
+    ("layers", "other", "shape"),
+    [
+        ("stacked", "apart", None),
+        ("apart", "stacked", (2, 2)),
+        *slow(("apart", "stacked", None), ("stacked", "unrolled", (2, 2))),
+    ],
 )
-def test_layers_are_stacked_or_apart_as_the_reader_asks(stacked, shape, tmp_path):
-    forms = Form(scan_layers=stacked), Form(scan_layers=not stacked)
+def test_layers_are_stacked_or_apart_as_the_reader_asks(layers, other, shape, tmp_path):
+    forms = Form(layers), Form(other)
     config = dataclasses.replace(CONFIG, num_layers=11)
     model, other = (random_model(config, 0, dtype="float32", form=form) for form in forms)
     mesh = mesh_of(shape)
@@ -170,10 +175,15 @@ def test_layers_are_stacked_or_apart_as_the_reader_asks(stacked, shape, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("stacked", "after"), [(True, (2, 2)), (False, None), *slow((False, (2, 2)), (True, None))]
+    ("layers", "after"),
+    [
+        ("stacked", (2, 2)),
+        ("apart", None),
+        *slow(("unrolled", (2, 2)), ("stacked", None)),
+    ],
 )
-def test_modules_come_back_with_their_model(stacked, after, tmp_path):
-    form = Form(scan_layers=stacked)
+def test_modules_come_back_with_their_model(layers, after, tmp_path):
+    form = Form(layers)
     model = random_model(CONFIG, 0, dtype="float32", form=form)
     model = with_modules(model, 2, concat="hidden_first", zero_first_embedding=True)
     own = model.num_params - dataclasses.replace(model, mtp=None).num_params

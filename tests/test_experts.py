@@ -132,12 +132,12 @@ def test_a_token_reads_only_its_experts(count):
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("scan_layers", [True, *slow(False)])
-def test_no_program_takes_a_layers_experts_apart(scan_layers, devices):
+@pytest.mark.parametrize("layers", ["stacked", *slow("unrolled")])
+def test_no_program_takes_a_layers_experts_apart(layers, devices):
     """Nothing in a pass has the size of all of a device's experts of a layer, but parameters."""
     config = dataclasses.replace(GLM, hidden_size=24)
     mesh = sharding.make_mesh(1, 2, jax.devices()[:2]) if devices == 2 else None
-    model = random_model(config, 0, dtype="float32", mesh=mesh, form=Form(scan_layers=scan_layers))
+    model = random_model(config, 0, dtype="float32", mesh=mesh, form=Form(layers))
     decoder = model.architecture
 
     @jax.jit
@@ -209,10 +209,10 @@ def with_experts(**changes):
 
 def test_layers_stacked_and_apart_and_on_a_mesh_agree():
     """A dense layer before two with experts; an early exit between them; training's form."""
-    stacked = random_model(GLM, 0, dtype="float32", form=Form(scan_layers=True))
+    stacked = random_model(GLM, 0, dtype="float32", form=Form("stacked"))
     assert stacked.params["dense_layers"]["mlp"]["up"]["kernel"].shape[0] == 1
     expected = logits_of(stacked)
-    apart = random_model(GLM, 0, dtype="float32", form=Form(scan_layers=False))
+    apart = random_model(GLM, 0, dtype="float32", form=Form("unrolled"))
     mesh = sharding.make_mesh(2, 2, jax.devices()[:4])
     on_mesh = []
     for model in (stacked, apart):
@@ -310,7 +310,7 @@ def test_the_bias_that_selects_experts_is_not_rounded(tmp_path):
         assert layers["router"]["kernel"].dtype == jnp.bfloat16
         np.testing.assert_array_equal(layers["router"]["selection_bias"], bias)
     assert layers["router"]["selection_bias"].dtype == jnp.float32
-    apart = load_model(tmp_path / "b", dtype="bfloat16", form=Form(scan_layers=False))
+    apart = load_model(tmp_path / "b", dtype="bfloat16", form=Form("unrolled"))
     of_layers = apart.params["layers"]
     np.testing.assert_array_equal(of_layers["2"]["mlp"]["router"]["selection_bias"], bias[1])
     save_checkpoint(apart, tmp_path / "c")

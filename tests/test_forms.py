@@ -1,6 +1,7 @@
 """The forms a decoder takes for different backends: the same function, up to rounding."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,9 @@ from specjax.decoding.rows import batch_arguments
 from specjax.distributed import sharding
 from specjax.drafters import make_drafter
 from specjax.errors import InputError
+from specjax.loading.checkpoints import save_checkpoint
 from specjax.loading.load import load_model, place_model, random_model, save_model
+from specjax.models.config import Experts
 from specjax.models.decoder import Form
 from specjax.models.kernels.attention_kernel import attend_cache_kernel
 from specjax.models.layers.attention import (
@@ -29,11 +32,12 @@ from specjax.models.layers.attention import (
 )
 
 FORMS = {
-    "apart": Form(scan_layers=False),
+    "apart": Form("apart"),
+    "unrolled": Form("unrolled"),
     "blocks": Form(cache_attention="blocks"),
     "whole": Form(cache_attention="whole"),
-    "apart, whole": Form(scan_layers=False, cache_attention="whole"),
-    "kernel": Form(scan_layers=False, cache_attention="kernel"),
+    "apart, whole": Form("apart", cache_attention="whole"),
+    "kernel": Form("unrolled", "kernel"),
 }
 
 
@@ -67,18 +71,84 @@ def extended(model, tokens, lengths, capacity=512):
     )
 
 
+LARGE = dict(hidden_size=512, intermediate_size=1536)
+"""Sizes whose kernels do not fit in a core's own cache."""
+
+
 @pytest.mark.parametrize(
-    ("platform", "asked", "form"),
+    ("platform", "sizes", "num_devices", "form"),
     [
-        ("cpu", None, Form(scan_layers=True, cache_attention="rows")),
-        ("cpu", False, Form(scan_layers=False, cache_attention="rows")),
-        ("tpu", True, Form(scan_layers=True, cache_attention="blocks")),
-        ("gpu", None, Form(scan_layers=False, cache_attention="kernel")),
-        ("gpu", True, Form(scan_layers=True, cache_attention="blocks")),
+        ("cpu", LARGE, 1, Form("apart", "rows")),
+        ("cpu", LARGE, 2, Form("stacked", "rows")),
+        ("cpu", {}, 1, Form("stacked", "rows")),
+        ("cpu", {**LARGE, "experts": Experts(4, 2, 1536)}, 1, Form("stacked", "rows")),
+        ("tpu", LARGE, 1, Form("stacked", "blocks")),
+        ("cuda", LARGE, 1, Form("unrolled", "kernel")),
+        ("cuda", {}, 4, Form("unrolled", "kernel")),
     ],
 )
-def test_layers_are_stacked_where_that_suits_or_is_asked(platform, asked, form):
-    assert Form.of(platform, asked) == form
+def test_the_form_of_a_model_follows_from_platform_size_and_devices(
+    platform, sizes, num_devices, form
+):
+    assert Form.of(platform, tiny_config(**sizes), num_devices) == form
+
+
+def test_a_large_model_is_loaded_and_placed_in_its_form(tmp_path):
+    config = tiny_config(**LARGE)
+    model = random_model(config, 0, dtype="float32")
+    assert model.form == Form("apart")
+    save_model(model, tmp_path / "model")
+    save_checkpoint(model, tmp_path / "checkpoint")
+    mesh = sharding.make_mesh(1, 2, jax.devices()[:2])
+    for folder in ("model", "checkpoint"):
+        loaded = load_model(tmp_path / folder, dtype="float32")
+        assert loaded.form == Form("apart")
+        assert set(loaded.params["layers"]) == {"0", "1", "2"}
+        split = load_model(tmp_path / folder, dtype="float32", mesh=mesh)
+        assert split.form == Form("stacked")
+
+
+def kernel_sized(layers):
+    """The instructions of a pass over five tokens that write an array of a kernel's size."""
+    config = tiny_config(hidden_size=64, intermediate_size=320)
+    model = random_model(config, 0, dtype="float32", form=Form(layers))
+    decoder = model.architecture
+    cache, window = decoder.make_cache(1, 128), decoder.make_window(1, 5)
+    tokens = jnp.zeros((1, 5), jnp.int32)
+
+    def run(params, cache, window):
+        return decoder.extend(params, tokens, tokens, cache, window, 0, causal(5)).logits
+
+    text = jax.jit(run).lower(model.params, cache, window).compile().as_text()
+    made = re.findall(r"= f32\[(?:1,)?(?:64,320|320,64)\]\S* ([\w-]+)\(", text)
+    return set(made) - {"parameter", "get-tuple-element", "bitcast"}
+
+
+def test_layers_apart_copy_no_kernel():
+    assert kernel_sized("stacked")
+    assert not kernel_sized("apart")
+
+
+def test_layers_apart_have_the_same_gradients():
+    config = tiny_config()
+    forms = [
+        random_model(config, 0, dtype="float32", form=Form(name)) for name in ("stacked", "apart")
+    ]
+
+    def loss(params, decoder):
+        tokens = jnp.arange(12, dtype=jnp.int32).reshape(2, 6)
+        positions = jnp.broadcast_to(jnp.arange(6), (2, 6))
+        out = decoder.extend(params, tokens, positions, None, None, 0, causal(6))
+        return (out.logits**2).mean()
+
+    stacked, apart = (jax.grad(loss)(model.params, model.architecture) for model in forms)
+    for layer in range(config.num_layers):
+        own = jax.tree.map(lambda leaf: leaf[layer], stacked["layers"])  # noqa: B023
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, atol=1e-5),
+            apart["layers"][str(layer)],
+            own,
+        )
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -127,8 +197,10 @@ def test_all_ways_agree_with_the_loop_over_blocks(queries):
     ("name", "data", "model"),
     [
         ("kernel", 2, 2),
-        *slow(("whole", 1, 1), ("apart", 1, 1), ("apart, whole", 1, 1), ("kernel", 1, 1)),
-        *slow(("apart", 2, 2), ("whole", 2, 2), ("apart, whole", 2, 2)),
+        ("apart", 1, 1),
+        ("apart", 2, 2),
+        *slow(("whole", 1, 1), ("unrolled", 1, 1), ("apart, whole", 1, 1), ("kernel", 1, 1)),
+        *slow(("unrolled", 2, 2), ("whole", 2, 2), ("apart, whole", 2, 2)),
     ],
 )
 def test_every_form_decodes_the_same_tokens(name, data, model, tiny):
@@ -158,7 +230,7 @@ def test_a_draft_model_whole_on_each_device_sends_nothing(tiny):
 def test_the_form_for_gpus_compiles_for_them_as_far_as_that_goes_without(width):
     """Triton takes powers of two only: other heads do without the kernel."""
     config = tiny_config(head_dim=width)
-    form = Form.of("cuda")
+    form = Form.of("cuda", config)
     model = random_model(config, 0, dtype="float32", form=form)
     session = make_session(model, PROMPTS, sampling=greedy(max_new_tokens=4))
     arguments = batch_arguments(session, range(session.batch_size))
@@ -194,11 +266,9 @@ def test_layers_apart_are_saved_and_loaded_like_stacked_ones(tmp_path, tiny):
 def test_forms_that_do_not_exist_are_refused():
     with pytest.raises(InputError, match="cache_attention='flash': use rows, blocks, whole"):
         Form(cache_attention="flash")
-    with pytest.raises(InputError, match="needs layers apart: use scan_layers=False"):
+    with pytest.raises(InputError, match="needs layers='unrolled'"):
         Form(cache_attention="kernel")
-
-
-def test_a_gpu_takes_the_form_without_copies():
-    assert Form.of("cpu") == Form()
-    assert Form.of("tpu") == FORMS["blocks"]
-    assert Form.of("cuda") == FORMS["kernel"]
+    with pytest.raises(InputError, match="layers='scanned': use stacked, apart or unrolled"):
+        Form("scanned")
+    with pytest.raises(InputError, match="form: layers='apart' is not for experts; use stacked"):
+        random_model(tiny_config(experts=Experts(4, 2, 32)), 0, form=Form("apart"))

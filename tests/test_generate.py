@@ -20,7 +20,6 @@ from specjax.decoding import generate as decoding
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.distributed import folder_lock
 from specjax.loading.load import load_model, save_model
-from specjax.models.decoder import Form
 from train import generate
 from train.data.examples import Example, target_metadata
 from train.data.responses import open_responses
@@ -211,15 +210,6 @@ def test_minutes_stop_and_damaged_answers_are_made_again(
     assert contents(directory) == contents(done)
     assert generate.main(command) == 0
     assert "is written already" in capsys.readouterr().out
-
-
-def test_a_run_goes_on_with_layers_of_another_form(model_path, prompts, done, capsys):
-    usual = arguments(model_path, prompts, done)
-    assert generate.main([*usual, "--config.scan_layers=true"]) == 0
-    assert "is written already" in capsys.readouterr().out
-    config = answers.read_answers_config(read_config(usual, generate.CONFIG).to_dict())
-    assert config.form("cpu") == Form.of("cpu", scan_layers=False)
-    assert config.form("tpu") == Form.of("tpu")
 
 
 def test_another_run_in_the_same_folder(model_path, prompts, done, capsys, tmp_path):

@@ -42,7 +42,7 @@ def test_each_expert_is_dequantised_into_its_place(tmp_path, how):
     write(path, config, arrays, keys, kind="Q8_0")
     options = {
         "stacked": {},
-        "apart": {"form": Form(scan_layers=False)},
+        "apart": {"form": Form("unrolled")},
         "mesh": {"mesh": sharding.make_mesh(1, 2, jax.devices()[:2])},
     }[how]
     layers = load_model(path, dtype="float32", **options).params["layers"]

@@ -30,7 +30,7 @@ from specjax.fields import InputFolder, PathOrName, Text, Whole, optional
 from specjax.files import folders
 from specjax.files.paths import output_folder
 from specjax.loading.load import DEFAULT_MODEL, load_model
-from specjax.models.decoder import Decoder, check_features
+from specjax.models.decoder import Decoder, Form, check_features
 from specjax.models.heads.eagle import default_taps
 from train.data.examples import METADATA, Example, target_metadata
 from train.data.responses import Responses, open_responses
@@ -86,7 +86,7 @@ def store_features(
     """Run the target over a dataset; see `main` for the arguments. Raises InputError."""
     folder, where = output_folder("output", output), f"output={str(output)!r}"
     folders.check_claimable(folder, _KIND, where)
-    model = load_model(target, field="target")
+    model = load_model(target, form=Form.for_training(jax.default_backend()), field="target")
     metadata = target_metadata(model)
     data = open_responses(input, metadata)
     names = ("final_norm", *default_taps(model.config.num_layers))

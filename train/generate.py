@@ -16,7 +16,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax
 from rich.console import Console
 
 from specjax.cli import command
@@ -59,12 +58,9 @@ def generate(config: AnswersConfig, console: Console | None = None) -> int:
     output = config.output or root / RESPONSES
     # Before minutes of loading.
     processes.together(lambda: _check_folders(root, where, output) if writes else None)
-    form = config.form(jax.default_backend())
     with screen.working(f"loading {config.target}"):
         model = processes.together(
-            lambda: load_model(
-                config.target, dtype=config.dtype, mesh=mesh, form=form, field="target"
-            )
+            lambda: load_model(config.target, dtype=config.dtype, mesh=mesh, field="target")
         )
     requests = processes.together(lambda: answers.find_requests(config, screen))
     job = processes.together(lambda: answers.plan(config, model, requests))

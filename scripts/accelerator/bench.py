@@ -81,7 +81,7 @@ class Bench:
         self.memory_bytes = options.memory_bytes or stats.get("bytes_limit")
         backend = jax.default_backend()
         self.platform = "gpu" if backend in ("cuda", "rocm") else backend
-        own = Form.of(self.platform)
+        own = Form.of(self.platform, next(iter(self.size.models.values())))
         self.form = FORMS[options.form] if options.form else own
         self.settings = {
             "size": options.size,
@@ -89,7 +89,7 @@ class Bench:
             "device": device.device_kind,
             "jax": jax.__version__,
             "xla_flags": os.environ.get("XLA_FLAGS", ""),
-            "form": next(name for name, form in FORMS.items() if form == self.form),
+            "form": f"{self.form.layers}_{self.form.cache_attention}",
             "dtype": self.size.dtype,
             "num_speculative_tokens": self.size.num_speculative_tokens,
             "rounds": self.size.rounds,

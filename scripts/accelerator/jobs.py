@@ -21,12 +21,12 @@ from specjax.models.decoder import Form
 Measured = Iterator[tuple[Cell, dict[str, Any]]]
 
 FORMS = {
-    f"{'stacked' if scan_layers else 'apart'}_{kind}": Form(scan_layers, kind)
-    for scan_layers in (True, False)
+    f"{layers}_{kind}": Form(layers, kind)
+    for layers in ("stacked", "unrolled")
     for kind in ("rows", "blocks", "whole", "kernel")
-    if not (scan_layers and kind == "kernel")
+    if layers == "unrolled" or kind != "kernel"
 }
-"""The decoder's forms by name: layers stacked or apart, and how the cache is attended to."""
+"""The forms of interest on accelerators by name: how layers lie, and how the cache is read."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ tokens moves into the cache, and what another drafter drafted, or a prompt broug
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from specjax.loading.find_head import holds_head
 from specjax.loading.heads.head import Head
 from specjax.loading.load import load_model
 from specjax.loading.model import Model
-from specjax.models.decoder import Decoder
+from specjax.models.decoder import Decoder, Form
 from specjax.models.heads.draft_decoder import ReducedDecoder
 from specjax.models.interface import LanguageModel
 from specjax.models.masks import causal
@@ -83,8 +83,7 @@ class DraftModel(ChainDrafter):
     def of_head(cls, head: Head, params: Any, target: Model, **options: Any) -> LoadedDrafter:
         """The drafter of a distilled head and its complete parameters."""
         kind = target.form.cache_attention
-        kind = "blocks" if kind == "kernel" else kind
-        form = replace(target.form, scan_layers=True, cache_attention=kind)
+        form = Form("stacked", "blocks" if kind == "kernel" else kind)
         decoder = Decoder(head.config.decoder, target.dtype, form=form)
         return LoadedDrafter(cls(ReducedDecoder(decoder), **options), params)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,13 +61,14 @@ def read_model(
     dtype: np.dtype,
     mesh: Mesh | None = None,
     shards: int = 1,
-    scan_layers: bool = True,
+    stacks: Callable[[DecoderConfig], bool] = lambda config: True,
 ) -> tuple[DecoderConfig, Tokenizer | None, dict[str, Any], MtpModules | None]:
     """The parts of a saved model, each device reading its own part of each array.
 
-    The last part are its MTP modules. Every process makes the call. `scan_layers` says whether
-    layers are stacked, however they were saved. Raises InputError for a checkpoint that is damaged,
-    not a model's, or does not fit its config, and for a mesh that does not fit the model.
+    The last part are its MTP modules. Every process makes the call. `stacks` says
+    whether a model's layers are stacked, however they were saved. Raises InputError for a
+    checkpoint that is damaged, not a model's, or does not fit its config, and for a mesh that does
+    not fit the model.
     """
     path = user_path("directory", directory)
 
@@ -82,6 +83,7 @@ def read_model(
     stacked = found.metadata["scan_layers"]
     placed = _placed_arrays(config, modules, dtype, mesh, shards, stacked)
     params, mtp = split_arrays(orbax_checkpoint.restore(found, placed), modules)
+    scan_layers = stacks(config)
     if stacked != scan_layers:
         wanted = _placed_arrays(config, None, dtype, mesh, shards, scan_layers)
         params = (_split if stacked else _stack)(params, wanted, config)

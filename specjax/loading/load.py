@@ -61,15 +61,14 @@ def load_model(
 
     `dtype` is float32, bfloat16, float16, or auto: float32 on CPU, bfloat16 elsewhere. On a `mesh`
     (`sharding.make_mesh`) each tensor goes straight into its part of each device, split over
-    `model`, or whole with `replicated`. `form` is by default that of the backend. `field` is the
-    name of the first argument in errors. Raises InputError for anything that is not an intact model
-    of a known family, and for a mesh that its heads cannot be split over.
+    `model`, or whole with `replicated`. `form` is by default the backend's (`Form.of`). `field` is
+    the name of the first argument in errors. Raises InputError for anything that is not an intact
+    model of a known family, and for a mesh that its heads cannot be split over.
     """
     Flag().check("replicated", replicated)
     sharding.MESH_KIND.check("mesh", mesh)
     optional(Instance(Form, "use a Form")).check("form", form)
     Text().check("field", field)
-    form = form or Form.of(jax.default_backend())
     target = _Target(resolve_dtype(dtype), mesh, _shards(mesh, replicated), form)
     if name_or_path == DEFAULT_MODEL:
         return _load_gguf(DEFAULT_MODEL, default_model_file(), target)
@@ -145,8 +144,8 @@ def random_model(
     Kernels are scaled by 1/sqrt(inputs), so that logits have a spread of about one; norm scales
     and biases differ from their neutral values, so that a test fails where one is left out.
     """
-    form = form or Form.of(jax.default_backend())
     target = _Target(resolve_dtype(dtype), mesh, _shards(mesh, replicated=False), form)
+    stacks = target.stacks(config)
     rng = np.random.default_rng(seed)
 
     def fill(location: parameter_names.Location, target: np.ndarray) -> None:
@@ -162,28 +161,39 @@ def random_model(
 
     locations = list(parameter_names.locations(registry.tensors(config), config))
     params = build_parameters.build(
-        config, target.dtype, locations, fill, mesh, target.shards, form.scan_layers, threads=1
+        config, target.dtype, locations, fill, mesh, target.shards, stacks, threads=1
     )
     return target.model(f"random-{seed}", config, params, tokenizer)
 
 
 class _Target(NamedTuple):
-    """How a model is loaded: its dtype and its placement on devices."""
+    """How a model is loaded: its dtype, its placement on devices, and its form if one is asked."""
 
     dtype: np.dtype
     mesh: Mesh | None
     shards: int
-    form: Form
+    asked: Form | None
 
-    @property
-    def layout(self) -> tuple[np.dtype, Mesh | None, int, bool]:
+    def form(self, config: DecoderConfig) -> Form:
+        """The form of a model of that config; raises InputError for one that is not for it."""
+        num_devices = 1 if self.mesh is None else self.mesh.size
+        form = self.asked or Form.of(jax.default_backend(), config, num_devices)
+        form.check(config)
+        return form
+
+    def stacks(self, config: DecoderConfig) -> bool:
+        """Whether the layers of a model of that config are stacked."""
+        return self.form(config).scan_layers
+
+    def layout(self, config: DecoderConfig) -> tuple[np.dtype, Mesh | None, int, bool]:
         """The arguments of a reader of parameters: dtype, mesh, shards, stacked layers."""
-        return self.dtype, self.mesh, self.shards, self.form.scan_layers
+        return self.dtype, self.mesh, self.shards, self.stacks(config)
 
     def model(
         self, name: str, config: DecoderConfig, params: dict[str, Any], tokenizer: Tokenizer | None
     ) -> Model:
-        return Model(name, config, params, tokenizer, self.dtype, self.mesh, self.shards, self.form)
+        form = self.form(config)
+        return Model(name, config, params, tokenizer, self.dtype, self.mesh, self.shards, form)
 
 
 def _shards(mesh: Mesh | None, replicated: bool) -> int:
@@ -202,14 +212,16 @@ def _load_gguf(name: str, path: Path, target: _Target) -> Model:
         gguf.family_of(file)
         tokenizer = read_tokenizer(str(path), file.metadata)
         config, modules = gguf.read_config(file, tokenizer.vocab_size)
-        arrays = gguf.read_params(file, config, *target.layout, mtp=modules)
+        arrays = gguf.read_params(file, config, *target.layout(config), mtp=modules)
         params, mtp = split_arrays(arrays, modules)
     return replace(target.model(name, config, params, tokenizer), mtp=mtp)
 
 
 def _load_checkpoint(name: str, path: Path, target: _Target) -> Model:
     with _naming(path):
-        config, tokenizer, params, mtp = checkpoints.read_model(path, *target.layout)
+        config, tokenizer, params, mtp = checkpoints.read_model(
+            path, target.dtype, target.mesh, target.shards, target.stacks
+        )
     return replace(target.model(name, config, params, tokenizer), mtp=mtp)
 
 
@@ -218,7 +230,7 @@ def _load_directory(name: str, path: Path, target: _Target) -> Model:
         tokenizer = files.read_tokenizer(path)
         size = None if tokenizer is None else tokenizer.vocab_size
         config, modules = huggingface_config.read_config(path, size)
-        arrays = huggingface.read_params(path, config, *target.layout, mtp=modules)
+        arrays = huggingface.read_params(path, config, *target.layout(config), mtp=modules)
         params, mtp = split_arrays(arrays, modules)
     return replace(target.model(name, config, params, tokenizer), mtp=mtp)
 

@@ -37,6 +37,7 @@ from specjax.models.layers.decoder_layer import (
     Block,
     at_layer,
     embed,
+    layer_chooser,
     limited,
     merge_heads,
     one_layer,
@@ -56,41 +57,71 @@ from specjax.models.top_tokens import (
 class Form:
     """How the same arithmetic is laid out for a backend; the numbers agree up to rounding.
 
-    `scan_layers` stacks the layers' parameters and loops over them; otherwise each layer has
-    parameters and code of its own. `cache_attention` is `rows`, a loop over each row's own filled
-    blocks of the cache, `blocks`, a loop over those of the longest row, all rows at once, `whole`,
-    one product over its capacity, or `kernel`, a GPU kernel over the filled slots, which needs
-    separate layers (prefill, and what the kernel does not support, use `blocks`: some head widths,
-    sliding windows, soft caps). Raises InputError for other values.
+    `layers` is `stacked`, one array for a parameter of all layers and a loop over it; `apart`,
+    arrays of each layer's own and a loop whose products choose their layer's kernel, for models
+    without experts; or `unrolled`, arrays and code of each layer's own. `cache_attention` is
+    `rows`, a loop over each row's own filled blocks of the cache, `blocks`, a loop over those of
+    the longest row, all rows at once, `whole`, one product over its capacity, or `kernel`, a GPU
+    kernel over the filled slots, which needs unrolled layers (prefill, and what the kernel does
+    not support, use `blocks`: some head widths, sliding windows, soft caps). Raises InputError for
+    other values.
     """
 
-    scan_layers: bool = True
+    layers: str = "stacked"
     cache_attention: str = "rows"
 
     def __post_init__(self) -> None:
+        if self.layers not in ("stacked", "apart", "unrolled"):
+            raise InputError(f"layers={self.layers!r}: use stacked, apart or unrolled")
         if self.cache_attention not in ("rows", "blocks", "whole", "kernel"):
             raise InputError(
                 f"cache_attention={self.cache_attention!r}: use rows, blocks, whole or kernel"
             )
-        if self.cache_attention == "kernel" and self.scan_layers:
-            raise InputError("cache_attention='kernel' needs layers apart: use scan_layers=False")
+        if self.cache_attention == "kernel" and self.layers != "unrolled":
+            raise InputError("cache_attention='kernel' needs layers='unrolled'")
+
+    def check(self, config: DecoderConfig) -> None:
+        """Raise InputError for a config that the form is not for."""
+        if self.layers == "apart" and config.experts is not None:
+            raise InputError("form: layers='apart' is not for experts; use stacked or unrolled")
+
+    @property
+    def scan_layers(self) -> bool:
+        """Whether the parameters of layers are stacked (`parameter_table`)."""
+        return self.layers == "stacked"
 
     @classmethod
-    def of(cls, platform: str, scan_layers: bool | None = None) -> Form:
-        """The form for a platform: cpu, tpu, or a GPU (cuda, rocm, gpu).
+    def of(cls, platform: str, config: DecoderConfig, num_devices: int = 1) -> Form:
+        """The form of a model that decodes on devices of a platform: cpu, tpu, or a GPU's name.
 
-        `scan_layers` says whether layers are stacked; None: as suits the platform. A CPU gains
-        nothing from several rows at once. XLA copies each layer's slice of stacked weights before a
-        product of several tokens, on GPU that of the cache as well, where the host also waits for
-        each iteration of a loop (`scripts/inspect_compiled_round.py`). On a CPU layers apart run
-        faster, but compile for ten seconds to a minute more.
+        A CPU gains nothing from attention over several rows at once. XLA copies each layer's slice
+        of stacked weights before a product of several tokens: on a CPU, where that costs most when
+        other work fills the cache that it shares, layers are apart if their kernels do not fit in a
+        core's own cache. On GPU it copies that of the cache as well, and the host waits for each
+        iteration of a loop (`scripts/inspect_compiled_round.py`).
         """
-        if platform in ("cpu", "tpu"):
-            attention = "rows" if platform == "cpu" else "blocks"
-            return cls(scan_layers=scan_layers is not False, cache_attention=attention)
-        if scan_layers:
-            return cls(scan_layers=True, cache_attention="blocks")
-        return cls(scan_layers=False, cache_attention="kernel")
+        if platform not in ("cpu", "tpu"):
+            return cls("unrolled", "kernel")
+        if platform == "tpu":
+            return cls("stacked", "blocks")
+        apart = num_devices == 1 and config.experts is None and _is_large(config)
+        return cls("apart" if apart else "stacked", "rows")
+
+    @classmethod
+    def for_training(cls, platform: str) -> Form:
+        """The form of a model that is trained: with a branch a layer gradients would be copied."""
+        if platform not in ("cpu", "tpu"):
+            return cls("unrolled", "kernel")
+        return cls("stacked", "rows" if platform == "cpu" else "blocks")
+
+
+_CORE_CACHE_BYTES = 1 << 20
+"""A core's own cache, of the CPUs that are in use."""
+
+
+def _is_large(config: DecoderConfig) -> bool:
+    """Whether the MLP's kernel of a layer, in float32, exceeds a core's own cache."""
+    return 4 * config.hidden_size * config.intermediate_size > _CORE_CACHE_BYTES
 
 
 DEFAULT_FORM = Form()
@@ -113,6 +144,9 @@ class Decoder:
     shards: int = 1
     form: Form = DEFAULT_FORM
     multiply: jnp.dtype | None = None
+
+    def __post_init__(self) -> None:
+        self.form.check(self.config)
 
     @property
     def vocab_size(self) -> int:
@@ -221,8 +255,7 @@ class DecoderModule(nn.Module):
     ) -> Extension:
         """`Decoder.extend` on the module's own parameters."""
         config = self.config
-        scan_layers = self.form.scan_layers
-        table = parameter_table(config, scan_layers)
+        table = parameter_table(config, self.form.scan_layers)
         params = ParameterTable(table, self.dtype, name="decoder")()
         block = Block(config, self.dtype, self.shards, self.multiply, differentiable=window is None)
         kv_heads = config.num_kv_heads if window is None else window.k.shape[2]
@@ -283,27 +316,27 @@ class DecoderModule(nn.Module):
             x = x + own.astype(x.dtype)
         carry = (x, window, {name: jnp.zeros_like(x) for name in taps}, chosen)
         depth = config.num_layers if num_layers is None else num_layers
-        if scan_layers:
-            for run in config.runs:
-                layers = merge_heads(params[run.name], config)
-
-                def step(
-                    index: Int[Array, ""], carry: tuple, run: Run = run, layers: dict = layers
-                ) -> tuple:
-                    own = index - run.first if run.first else index
-                    return layer(index, one_layer(layers, own), carry)
-
-                if window is None:
-                    step = jax.checkpoint(step, prevent_cse=False)
-                last = min(depth, run.first + run.count)
-                if run.first < last:
-                    carry = lax.fori_loop(run.first, last, step, carry)
-        else:
+        if self.form.layers == "unrolled":
             for index in range(depth):
                 # Else XLA takes the heads apart again, and transposes kernels for a single token.
                 weights = merge_heads(params["layers"][str(index)], config)
                 weights = with_experts(lax.optimization_barrier(weights))
                 carry = layer(index, weights, carry)
+        else:
+            for run in config.runs:
+                last = min(depth, run.first + run.count)
+                if run.first >= last:
+                    continue
+                weights_of = self._weights(params, run, last)
+
+                def step(
+                    index: Int[Array, ""], carry: tuple, weights_of: Callable = weights_of
+                ) -> tuple:
+                    return layer(index, weights_of(index), carry)
+
+                if window is None:
+                    step = jax.checkpoint(step, prevent_cse=False)
+                carry = lax.fori_loop(run.first, last, step, carry)
         pre_norm, window, tapped, chosen = carry
 
         wanted = {**tapped, "pre_norm": pre_norm}
@@ -324,6 +357,17 @@ class DecoderModule(nn.Module):
         elif counts:
             wanted |= top_tokens_of_states(wanted["final_norm"], project, counts)
         return Extension(out, {name: wanted[name] for name in features}, window)
+
+    def _weights(
+        self, params: dict[str, Any], run: Run, last: int
+    ) -> Callable[[Int[Array, ""]], dict[str, Any]]:
+        """The weights of a run's layers before `last`, heads merged, by a layer's traced index."""
+        if self.form.layers == "apart":
+            names = map(str, range(run.first, last))
+            layers = [merge_heads(params["layers"][name], self.config) for name in names]
+            return layer_chooser(layers, run.first)
+        stacked = merge_heads(params[run.name], self.config)
+        return lambda index: one_layer(stacked, index - run.first if run.first else index)
 
 
 def cache_attention(

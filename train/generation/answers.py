@@ -25,7 +25,6 @@ from specjax.distributed import processes
 from specjax.drafters import DRAFT_TOKENS, check_options, make_drafter
 from specjax.errors import InputError
 from specjax.fields import (
-    Choice,
     Items,
     Number,
     OutputFolder,
@@ -38,7 +37,6 @@ from specjax.fields import (
 from specjax.files.paths import user_path
 from specjax.loading.load import DTYPE
 from specjax.loading.model import Model
-from specjax.models.decoder import Form
 from specjax.sampling import derived_seed
 from train.data.examples import Example
 from train.generation.corpus_tasks import DEFAULT_MIX
@@ -113,7 +111,6 @@ class AnswersConfig:
 
     target: Annotated[str, PathOrName()]
     dtype: Annotated[str, DTYPE]
-    scan_layers: Annotated[str, Choice(("auto", "true", "false"))]
     workdir: Annotated[Path, OutputFolder()]
     output: Annotated[Path | None, optional(OutputFolder())]
     prompts: Annotated[str | None, optional(PathOrName())]
@@ -137,11 +134,6 @@ class AnswersConfig:
     distributed: DistributedConfig
     written: Mapping[str, Any] = field(default_factory=dict)
     """The values as the config file and the command line gave them, by section."""
-
-    def form(self, platform: str) -> Form:
-        """How the target is laid out on a platform: by default with layers apart on a CPU."""
-        default = False if platform == "cpu" else None
-        return Form.of(platform, {"auto": default, "true": True, "false": False}[self.scan_layers])
 
     @property
     def options(self) -> DecodeOptions:

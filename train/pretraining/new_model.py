@@ -66,7 +66,7 @@ def new_model(
     of layers (Radford et al. 2019, section 2.3). Raises InputError for a mesh that the heads cannot
     be split over.
     """
-    form, dtype = Form.of(jax.default_backend()), jnp.dtype(jnp.float32)
+    form, dtype = Form.for_training(jax.default_backend()), jnp.dtype(jnp.float32)
     shards = sharding.axis_size(mesh, sharding.MODEL)
     placement = None
     if mesh is not None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int32
@@ -19,7 +20,7 @@ from specjax.distributed import processes
 from specjax.errors import InputError, Problems
 from specjax.loading.load import load_model
 from specjax.loading.model import Model
-from specjax.models.decoder import Decoder
+from specjax.models.decoder import Decoder, Form
 from train.data.examples import check_target, target_metadata
 from train.data.packing import Packing, Shape
 from train.data.sources import Sources, open_sources, split_names
@@ -112,7 +113,12 @@ def set_up(config: OwnConfig, make_method: MakeMethod[OwnConfig]) -> Setup:
             problems.check()  # a new model takes its tokenizer from the data
         with problems.collect():
             if config.model is None:
-                model = load_model(config.target, mesh=mesh, field="target")
+                model = load_model(
+                    config.target,
+                    mesh=mesh,
+                    form=Form.for_training(jax.default_backend()),
+                    field="target",
+                )
             else:
                 tokenizer = data.tokenizer()
                 shape = config.model.config(tokenizer.vocab_size)

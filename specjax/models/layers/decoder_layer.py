@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from specjax.models.config import DecoderConfig
 from specjax.models.layers import experts
 from specjax.models.layers.attention import Partial, group_queries, ungroup
 from specjax.models.layers.experts_on_mesh import mix_on_mesh
-from specjax.models.layers.matmul import product
+from specjax.models.layers.matmul import ChosenKernel, product
 from specjax.models.layers.rope import frequencies
 
 Rotation = tuple[Float[Array, "B T 1 R2"], Float[Array, "B T 1 R2"]]
@@ -187,6 +187,28 @@ def one_layer(layers: dict[str, Any], index: Int[Array, ""] | int) -> dict[str, 
     rest = {name: part for name, part in layers["mlp"].items() if name != "experts"}
     layer = jax.tree.map(lambda leaf: at_layer(leaf, index), {**layers, "mlp": rest})
     return {**layer, "mlp": {**layer["mlp"], "experts": _stacked(kernels, index)}}
+
+
+def layer_chooser(
+    layers: Sequence[dict[str, Any]], first: int = 0
+) -> Callable[[Int[Array, ""]], dict[str, Any]]:
+    """The weights of one of several layers apart, by a traced index of which `first` is the least.
+
+    Kernels stay where they are (`ChosenKernel`); vectors, which are small, are stacked.
+    """
+
+    def of_leaf(*leaves: jax.Array) -> Callable[[Int[Array, ""]], Any]:
+        if leaves[0].ndim > 1:
+            return functools.partial(ChosenKernel, leaves)
+        return functools.partial(at_layer, jnp.stack(leaves))
+
+    choosers = jax.tree.map(of_leaf, *layers)
+
+    def chosen(index: Int[Array, ""]) -> dict[str, Any]:
+        own = index - first if first else index
+        return jax.tree.map(lambda choose: choose(own), choosers)
+
+    return chosen
 
 
 def with_experts(layer: dict[str, Any]) -> dict[str, Any]:

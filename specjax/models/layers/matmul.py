@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Int
+
+
+class ChosenKernel(NamedTuple):
+    """Kernels of one shape, one a layer, and which of them is meant.
+
+    A product with it is a branch for each kernel, which reads the kernel where it lies: of stacked
+    kernels XLA copies the slice first.
+    """
+
+    kernels: tuple[jax.Array, ...]
+    index: Int[Array, ""]
 
 
 def product(
     equation: str,
     x: jax.Array,
-    kernel: jax.Array,
+    kernel: jax.Array | ChosenKernel,
     *,
     multiply: Any = None,
     out: Any = None,
@@ -24,6 +37,12 @@ def product(
     gradient; sums are in float32 in any case. Two to five times as fast where the device supports
     that dtype in hardware.
     """
+    if isinstance(kernel, ChosenKernel):
+
+        def branch(own: jax.Array) -> Callable[[jax.Array], jax.Array]:
+            return lambda x: product(equation, x, own, multiply=multiply, out=out)
+
+        return lax.switch(kernel.index, [branch(own) for own in kernel.kernels], x)
     if multiply is None or jnp.dtype(multiply) == x.dtype:
         # Accelerators multiply float32 in fewer bits by default.
         exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
