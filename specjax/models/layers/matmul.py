@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 
 class ChosenKernel(NamedTuple):
-    """Kernels of one shape, one a layer, and which of them is meant.
+    """Kernels [D, F] of layers apart, and which layer is meant; for CPUs.
 
     A product with it is a branch for each kernel, which reads the kernel where it lies: of stacked
     kernels XLA copies the slice first.
     """
 
-    kernels: tuple[jax.Array, ...]
+    kernels: tuple[Float[Array, "D F"], ...]
     index: Int[Array, ""]
 
 
@@ -38,17 +39,55 @@ def product(
     that dtype in hardware.
     """
     if isinstance(kernel, ChosenKernel):
+        least, most = _FEW_ROWS
+        few = least <= math.prod(x.shape[:-1]) <= most and x.dtype == jnp.float32
+        if few and multiply is None:
+            return _product_by_columns(x, kernel, out)
 
         def branch(own: jax.Array) -> Callable[[jax.Array], jax.Array]:
             return lambda x: product(equation, x, own, multiply=multiply, out=out)
 
         return lax.switch(kernel.index, [branch(own) for own in kernel.kernels], x)
     if multiply is None or jnp.dtype(multiply) == x.dtype:
-        # Accelerators multiply float32 in fewer bits by default.
-        exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-        return jnp.einsum(equation, x, kernel, precision=exact, preferred_element_type=out)
+        return jnp.einsum(
+            equation, x, kernel, precision=_exact(x.dtype), preferred_element_type=out
+        )
     result = _rounded(equation, jnp.dtype(multiply), x, kernel)
     return result.astype(x.dtype if out is None else out)
+
+
+_FEW_ROWS = 2, 7
+"""For so many rows of float32, `_product_by_columns` is the faster one on CPUs."""
+
+
+def _product_by_columns(
+    x: Float[Array, "*B D"], kernel: ChosenKernel, out: Any
+) -> Float[Array, "*B F"]:
+    """The same product with x stored by columns, for which XLA's CPU backend has other code.
+
+    That takes a quarter less time for three to five rows, and for two that are made three: it is
+    Eigen's, which YNNPACK's replaced.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    padded = jnp.pad(rows, ((0, max(0, 3 - len(rows))), (0, 0)))
+    columns = lax.optimization_barrier(padded.T)
+
+    def branch(own: jax.Array) -> Callable[[jax.Array], jax.Array]:
+        return lambda columns: lax.dot_general(
+            columns,
+            own,
+            (((0,), (0,)), ((), ())),
+            precision=_exact(x.dtype),
+            preferred_element_type=out,
+        )
+
+    y = lax.switch(kernel.index, [branch(own) for own in kernel.kernels], columns)
+    return y[: len(rows)].reshape(*x.shape[:-1], -1)
+
+
+def _exact(dtype: Any) -> lax.Precision | None:
+    """The precision that accelerators need to be told, which multiply float32 in fewer bits."""
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
