@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import slow, tiny_config
-from flax.errors import ScopeParamShapeError
 
 from specjax.cache import commit, put
+from specjax.errors import InputError
 from specjax.loading.load import random_model
 from specjax.models.prefill import prefill
 
@@ -251,5 +251,8 @@ def test_boxed_parameters_are_taken_as_they_are(tiny):
     ]
     np.testing.assert_array_equal(*logits)
     wrong = nn.meta.unbox(boxed) | {"final_norm": {"scale": jnp.ones(3)}}
-    with pytest.raises(ScopeParamShapeError, match="scale"):
+    with pytest.raises(InputError, match="params.final_norm.scale has the shape .3,.; it has to"):
+        decoder.extend(wrong, tokens, jnp.arange(3)[None], None, None, 0, seen)
+    del wrong["final_norm"]
+    with pytest.raises(InputError, match="params.final_norm is missing"):
         decoder.extend(wrong, tokens, jnp.arange(3)[None], None, None, 0, seen)

@@ -10,10 +10,9 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -45,7 +44,7 @@ from specjax.models.layers.decoder_layer import (
 )
 from specjax.models.layers.local_and_global_layers import layer_views
 from specjax.models.parameter_table import parameter_table
-from specjax.models.parameters import ParameterTable
+from specjax.models.parameters import ParameterTable, checked
 from specjax.models.top_tokens import (
     top_tokens,
     top_tokens_of_states,
@@ -214,50 +213,14 @@ class Decoder:
         logits: bool = True,
         num_layers: int | None = None,
     ) -> Extension:
-        """`LanguageModel.extend`; see there for the features."""
-        module = DecoderModule(self.config, self.dtype, self.shards, self.form, self.multiply)
-        return module.apply(
-            {"params": {"decoder": params}},
-            tokens,
-            positions,
-            cache,
-            window,
-            start,
-            visible,
-            features=features,
-            logits=logits,
-            num_layers=num_layers,
-        )
+        """`LanguageModel.extend`; see there for the features.
 
-
-class DecoderModule(nn.Module):
-    """The forward; `Decoder` wraps it as plain functions."""
-
-    config: DecoderConfig
-    dtype: jnp.dtype
-    shards: int = 1
-    form: Form = DEFAULT_FORM
-    multiply: jnp.dtype | None = None
-
-    @nn.compact
-    def __call__(
-        self,
-        tokens: Int[Array, "B T"],
-        positions: Int[Array, "B T"],
-        cache: KVCache | None,
-        window: Window | None,
-        start: Int[Array, ""] | int,
-        visible: Bool[Array, "#B T W"],
-        *,
-        features: tuple[str, ...] = (),
-        logits: bool = True,
-        num_layers: int | None = None,
-    ) -> Extension:
-        """`Decoder.extend` on the module's own parameters."""
+        Raises InputError for parameters that are missing, or of another shape.
+        """
         config = self.config
         table = parameter_table(config, self.form.scan_layers)
-        params = ParameterTable(table, self.dtype, name="decoder")()
-        block = Block(config, self.dtype, self.shards, self.multiply, differentiable=window is None)
+        params = checked(table, params)
+        block = replace(self.block, differentiable=window is None)
         kv_heads = config.num_kv_heads if window is None else window.k.shape[2]
         copies = kv_heads // config.num_kv_heads
         if window is not None and window.positions is not None:

@@ -10,8 +10,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.errors import ScopeParamShapeError
 from jaxtyping import Array, Key
+
+from specjax.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def _identity(key: Key[Array, ""], shape: tuple[int, ...], dtype: jnp.dtype) -> 
 
 
 class ParameterTable(nn.Module):
-    """Declares every entry of a nested table and returns the values, nested alike."""
+    """Declares every entry of a nested table, for `init`."""
 
     table: Mapping[str, Parameter | Mapping]
     dtype: jnp.dtype
@@ -64,21 +65,32 @@ class ParameterTable(nn.Module):
     def __call__(self) -> dict[str, jax.Array | dict]:
         """The parameters as a plain nested dict."""
         return {
-            name: self._value(name, entry)
+            name: self.param(name, entry.initializer(), entry.shape, entry.dtype(self.dtype))
             if isinstance(entry, Parameter)
             else ParameterTable(entry, self.dtype, name=name)()
             for name, entry in self.table.items()
         }
 
-    def _value(self, name: str, entry: Parameter) -> jax.Array:
-        if not self.has_variable("params", name):
-            return self.param(name, entry.initializer(), entry.shape, entry.dtype(self.dtype))
-        # `param` would trace the initialiser for its shape, in every program anew.
-        value = nn.meta.unbox(self.get_variable("params", name))
-        if value.shape != entry.shape:
-            path = self.scope.path_text
-            raise ScopeParamShapeError(name, path, value.shape, entry.shape)
-        return value
+
+def checked(table: Mapping[str, Any], params: Any, path: str = "params") -> dict[str, Any]:
+    """The values of a table's entries, as a plain nested dict without boxes of axes' names.
+
+    Raises InputError for one that is missing or has another shape.
+    """
+    values = {}
+    for name, entry in table.items():
+        where = f"{path}.{name}"
+        if name not in params:
+            raise InputError(f"{where} is missing")
+        value = params[name]
+        if isinstance(entry, Parameter):
+            value = nn.meta.unbox(value)
+            if value.shape != entry.shape:
+                raise InputError(f"{where} has the shape {value.shape}; it has to be {entry.shape}")
+            values[name] = value
+        else:
+            values[name] = checked(entry, value, where)
+    return values
 
 
 def cast(params: Any, table: Any, dtype: Any) -> Any:
