@@ -4,9 +4,9 @@
         [--seeds=3] [--variants=modules_0,modules_1] [--config.model.hidden_size=128 ...]
 
 Each variant is trained with each seed by `train.mtp --config=configs/train_mtp_scratch.py`, on the
-same tokens in the same order for a seed, and measured by `scripts/report_mtp.py`; fields that begin
-with config., such as the model's sizes, are those of all runs. The means over seeds and the
-standard deviations are printed and written to W/ablation.json: the model's own loss on held-out
+same tokens in the same order for a seed, and measured by `scripts/training/report_mtp.py`; fields
+that begin with config., such as the model's sizes, are those of all runs. The means over seeds and
+the standard deviations are printed and written to W/ablation.json: the model's own loss on held-out
 text, how often the draft of each depth is what the model itself finds likeliest there, and the
 tokens per target pass that this would give (`tau_sim`). Runs that have finished are not repeated,
 and one that was interrupted is resumed by the same command. Exit codes: 0, also where the minutes
@@ -27,10 +27,10 @@ from statistics import fmean, stdev
 from types import SimpleNamespace
 from typing import Any
 
-from child_processes import INTERRUPTED
+from lib.child_processes import INTERRUPTED
+from lib.stages import Stage, run_stages
 from rich.console import Console
 from rich.table import Table
-from stages import Stage, run_stages
 
 from specjax.cli import command
 from specjax.cli.config_file import read_config
@@ -172,7 +172,7 @@ def _stages(
     ]
     if VARIANTS[run.variant].num_modules:
         measured.append(f"--depths={options.depths}")
-    script = str(Path(__file__).with_name("report_mtp.py"))
+    script = str(Path(__file__).parent / "training" / "report_mtp.py")
     return [
         Stage(run.folder.name, [sys.executable, "-m", "train.mtp", *common, *own]),
         Stage(f"measuring {run.folder.name}", [sys.executable, script, *measured]),

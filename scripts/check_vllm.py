@@ -58,7 +58,7 @@ def ask_vllm(model: Path, prompts: list[list[int]], config: dict[str, Any] | Non
     log = Path(_FOLDER.value) / "vllm.log"
     with log.open("w") as file:
         done = subprocess.run(
-            [_PEER.value, Path(__file__).with_name("vllm_peer.py"), answer],
+            [_PEER.value, Path(__file__).parent / "peers" / "vllm_peer.py", answer],
             input=json.dumps(request),
             text=True,
             stdout=file,

@@ -34,7 +34,7 @@ class Peer:
 
     def __init__(self, python: str, gguf: Path) -> None:
         self._process = subprocess.Popen(
-            [python, Path(__file__).with_name("transformers_peer.py"), gguf],
+            [python, Path(__file__).parent / "peers" / "transformers_peer.py", gguf],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -35,7 +35,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
-from model_cards import METHODS
+from lib.model_cards import METHODS
 from rich.console import Console
 from rich.table import Table
 

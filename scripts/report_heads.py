@@ -19,8 +19,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import sweep
-from child_processes import INTERRUPTED
-from model_cards import card, curve, table
+from lib.child_processes import INTERRUPTED
+from lib.model_cards import card, curve, table
 
 from specjax import report
 from specjax.cli import command

@@ -22,9 +22,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
-from child_processes import INTERRUPTED
-from model_cards import TRAINERS, card
-from stages import Stage, run_stages
+from lib.child_processes import INTERRUPTED
+from lib.model_cards import TRAINERS, card
+from lib.stages import Stage, run_stages
 
 from specjax.cli import command
 from specjax.cli.flags import Listed, Parser

@@ -26,7 +26,7 @@ from statistics import fmean
 from types import SimpleNamespace
 
 import ml_collections
-from child_processes import INTERRUPTED, run_child
+from lib.child_processes import INTERRUPTED, run_child
 
 from specjax import decode, report
 from specjax.cli import command

@@ -18,5 +18,5 @@ def script_module(name):
         sys.path.remove(str(SCRIPTS))
         for other, module in list(sys.modules.items()):
             file = getattr(module, "__file__", None)
-            if file and Path(file).parent == SCRIPTS:
+            if file and Path(file).is_relative_to(SCRIPTS):
                 del sys.modules[other]

@@ -15,7 +15,7 @@ from train import mtp
 @pytest.fixture(scope="module")
 def script():
     # Its runs are measured by the other.
-    with script_module("ablate_mtp") as module, script_module("report_mtp"):
+    with script_module("ablate_mtp") as module, script_module("training.report_mtp"):
         yield module
 
 
@@ -47,7 +47,7 @@ def commands(script, monkeypatch):
         (folder / "metrics.jsonl").write_text('{"step": 4, "train/tokens": 500.0}\n')
         return 0
 
-    monkeypatch.setattr(sys.modules["stages"], "run_child", run_child)
+    monkeypatch.setattr(sys.modules["lib.stages"], "run_child", run_child)
     return found
 
 
@@ -109,9 +109,9 @@ def test_runs_are_trained_and_measured(variants, script, tokens, tmp_path, monke
         """In this process."""
         if command[1] == "-m":
             return mtp.main(command[3:])
-        return sys.modules["report_mtp"].main(command[2:])
+        return sys.modules["training.report_mtp"].main(command[2:])
 
-    monkeypatch.setattr(sys.modules["stages"], "run_child", run_child)
+    monkeypatch.setattr(sys.modules["lib.stages"], "run_child", run_child)
     argv = [f"--data={tokens}", f"--workdir={tmp_path / 'w'}", "--size=debug", "--tokens=256"]
     argv += ["--seeds=1", f"--variants={variants}", "--config.model.num_layers=1"]
     argv += ["--config.eval.batches=0", "--held_out_tokens=100"]

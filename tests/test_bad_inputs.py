@@ -58,15 +58,15 @@ SCRIPTS = {
     "kill_and_resume": {},
     "reproduce_heads": {},
     "report_heads": {"out": "new"},
-    "report_mtp": {"model": "folder", "data": "folder"},
+    "training/report_mtp": {"model": "folder", "data": "folder"},
     "ablate_mtp": {"data": "folder"},
-    "make_debian_corpus": {"output": "new"},
-    "draw_training": {"workdir": "folder", "out": "new"},
+    "data/make_debian_corpus": {"output": "new"},
+    "training/draw_training": {"workdir": "folder", "out": "new"},
     "compare_trees": {},
     "sweep": {},
 }
 for name, needed in SCRIPTS.items():
-    with script_module(name) as script:
+    with script_module(name.replace("/", ".")) as script:
         FLAGS[f"scripts/{name}.py"] = (script.main, script.parser(), needed)
 
 

@@ -1,11 +1,11 @@
-"""scripts/draw_training.py: how a run learned, as a picture."""
+"""scripts/training/draw_training.py: how a run learned, as a picture."""
 
 import json
 
 import pytest
 from script_modules import script_module
 
-with script_module("draw_training") as script:
+with script_module("training.draw_training") as script:
     pass
 
 

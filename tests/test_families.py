@@ -1,4 +1,4 @@
-"""Families of models against transformers: goldens written by scripts/make_family_goldens.py."""
+"""Families of models against transformers: goldens of scripts/data/make_family_goldens.py."""
 
 import dataclasses
 import functools

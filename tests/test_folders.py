@@ -535,7 +535,9 @@ def test_an_output_is_not_the_work_folder(tmp_path, capsys):
 def train(tmp_path, monkeypatch):
     """Trains the toy in the folder w."""
     write_data(tmp_path / "data")
-    monkeypatch.setattr(setup, "load_model", lambda name, *, field, mesh=None: toy_target(mesh))
+    monkeypatch.setattr(
+        setup, "load_model", lambda name, *, field, form=None, mesh=None: toy_target(mesh)
+    )
     config = get_config()
     config.data, config.workdir = str(tmp_path / "data"), str(tmp_path / "w")
     make = lambda target, data, config: toy_method(target)  # noqa: E731

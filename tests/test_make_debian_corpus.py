@@ -8,7 +8,7 @@ from script_modules import script_module
 
 from train.pretraining.tokens import NAMES, open_texts
 
-with script_module("make_debian_corpus") as script:
+with script_module("data.make_debian_corpus") as script:
     pass
 
 PAGE = """<html><head><title>No</title><style>p {}</style></head><body>

@@ -1,4 +1,4 @@
-"""The decoder against transformers: goldens written by scripts/make_goldens.py."""
+"""The decoder against transformers: goldens written by scripts/data/make_goldens.py."""
 
 import json
 from pathlib import Path

@@ -24,7 +24,7 @@ from train.pretraining import bigram
 from train.pretraining.bigram import Bigram
 
 V = 61
-with script_module("report_mtp") as report_mtp:
+with script_module("training.report_mtp") as report_mtp:
     pass
 
 

@@ -205,7 +205,7 @@ def test_one_run_at_a_time(script, main, tmp_path, capsys):
 ASKED = """
 import signal, sys
 sys.path.insert(0, sys.argv[1])
-import child_processes
+from lib import child_processes
 child_processes.GRACE_S = float(sys.argv[3])
 deaf = "import pathlib, signal, sys, time\\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\\n"
 deaf += "pathlib.Path(sys.argv[1]).write_text('')\\ntime.sleep(120)"
@@ -289,7 +289,7 @@ def test_from_the_target_to_an_installed_head(script, tiny, tmp_path, monkeypatc
         commands.append(" ".join(command[1:]))
         return 0
 
-    monkeypatch.setattr(sys.modules["stages"], "run_child", run_child)
+    monkeypatch.setattr(sys.modules["lib.stages"], "run_child", run_child)
     monkeypatch.setattr(find_head, "SHIPPED", shipped)
     data = {"conversations": 3, "tokens": 500, "labels": 200, "sources": ["0", "1"]}
     about = {"method": "eagle3", "data": data, "config": {"steps": 9}, "step": 9, "tokens": 100}

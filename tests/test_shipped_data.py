@@ -111,7 +111,7 @@ def conversations():
 
 
 def test_the_choice_is_balanced_and_repeats():
-    with script_module("make_training_data") as script:
+    with script_module("data.make_training_data") as script:
         chosen = script.choose(conversations(), "CC0", 400, seed=0)
         again = script.choose(reversed(list(conversations())), "CC0", 400, seed=0)
         other = script.choose(conversations(), "CC0", 400, seed=1)
@@ -130,7 +130,7 @@ def test_the_choice_is_balanced_and_repeats():
 def test_the_script_writes_the_same_bytes(tmp_path, monkeypatch, capsys):
     lines = [json.dumps(row_of(row)) + "\n" for row in conversations()]
     (tmp_path / "rows.jsonl").write_text("".join(lines))
-    with script_module("make_training_data") as script:
+    with script_module("data.make_training_data") as script:
         model = random_model(tiny_config(), 0, dtype="float32")
         monkeypatch.setattr(script, "load_model", lambda name, *, field: model)
         command = [f"--input={tmp_path / 'rows.jsonl'}", f"--output={tmp_path / 'out'}"]

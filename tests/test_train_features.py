@@ -27,7 +27,7 @@ def target():
 @pytest.fixture
 def store(target, tmp_path, monkeypatch):
     """Writes seven conversations, and runs the command with further arguments."""
-    monkeypatch.setattr(features, "load_model", lambda name, *, field: target)
+    monkeypatch.setattr(features, "load_model", lambda name, *, field, form=None: target)
     lengths = (20, 70, 33, 64, 100, 8, 21)
     said = [example(number, length, 5) for number, length in enumerate(lengths)]
     write_responses(tmp_path / "said", said, target_metadata(target), ())

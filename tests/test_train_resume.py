@@ -170,7 +170,9 @@ def test_two_processes_give_the_losses_of_one(start, whole, tmp_path):
 
 def test_a_bad_loss_is_one_line_on_the_command_line(tmp_path, monkeypatch, capsys):
     write_data(tmp_path / "data")
-    monkeypatch.setattr(setup, "load_model", lambda name, *, field, mesh=None: toy_target(mesh))
+    monkeypatch.setattr(
+        setup, "load_model", lambda name, *, field, form=None, mesh=None: toy_target(mesh)
+    )
     fields = [f"--config.data={tmp_path / 'data'}", f"--config.workdir={tmp_path / 'w'}"]
 
     def make(target, data, config):
@@ -431,7 +433,9 @@ def said(console):
 def test_a_whole_run_from_data_on_disk(tmp_path, console, monkeypatch):
     """Data, training, held-out losses, decoding, export, screen, JSONL and TensorBoard."""
     write_data(tmp_path / "data")
-    monkeypatch.setattr(setup, "load_model", lambda name, *, field, mesh=None: toy_target(mesh))
+    monkeypatch.setattr(
+        setup, "load_model", lambda name, *, field, form=None, mesh=None: toy_target(mesh)
+    )
     config = get_config()
     config.data, config.workdir = str(tmp_path / "data"), str(tmp_path / "w")
     config.eval.every, config.eval.prompts, config.eval.new_tokens = 8, 2, 8
@@ -480,7 +484,9 @@ def test_a_whole_run_from_data_on_disk(tmp_path, console, monkeypatch):
 
 def test_bad_settings_are_named_before_any_work(tmp_path, monkeypatch):
     write_data(tmp_path / "data")
-    monkeypatch.setattr(setup, "load_model", lambda name, *, field, mesh=None: toy_target(mesh))
+    monkeypatch.setattr(
+        setup, "load_model", lambda name, *, field, form=None, mesh=None: toy_target(mesh)
+    )
 
     def refused(said, **changes):
         config = get_config()

@@ -16,7 +16,7 @@ from accelerator.rows import FAILED, MEASURED, NO_FIT, NO_MEMORY, SKIPPED, Cell,
 from accelerator.sizes import Size
 from specjax.models.config import DecoderConfig
 
-_SCRIPT = Path(__file__).parents[1] / "static_cache_peer.py"
+_SCRIPT = Path(__file__).parents[1] / "peers" / "static_cache_peer.py"
 _DEVICES = {"gpu": "cuda", "cpu": "cpu"}
 
 

@@ -1,4 +1,6 @@
-"""The fastest trees on paper, as a table: `python scripts/tree_choices.py [--drafter=eagle3]`.
+"""The fastest trees on paper, as a table.
+
+    python scripts/documents/tree_choices.py [--drafter=eagle3]
 
 For an H100, an H200, a TPU v5e and a v5p, an 8B and a 70B target and several batch sizes: the tree
 with the most tokens per second at the chip's limits (`specjax.theory.roofline_tree`), for the rates
@@ -42,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> Parser:
     """The flags."""
-    flags = Parser("python scripts/tree_choices.py", __doc__)
+    flags = Parser("python scripts/documents/tree_choices.py", __doc__)
     flags.add_field("drafter", Text(), "a shipped drafter with measured rates", default="eagle3")
     flags.add_field("draft_cost", Number(0.0), "of a level, in plain passes", default=0.03)
     flags.add_field("context", Whole(0), "committed tokens per row", default=1000)

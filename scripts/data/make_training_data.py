@@ -1,6 +1,6 @@
-"""Make the small dataset that training reads by default: `python scripts/make_training_data.py`.
+"""Make the small dataset that training reads by default.
 
-    python scripts/make_training_data.py --input=FILE.jsonl.gz --output=DIR
+    python scripts/data/make_training_data.py --input=FILE.jsonl.gz --output=DIR
 
 Reads the conversations of a JSONL file as `train.import_responses` does, keeps those to prompts of
 one licence, and draws about as many response tokens from each category and temperature. Writes the
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> Parser:
     """The flags."""
-    flags = Parser("python scripts/make_training_data.py", __doc__)
+    flags = Parser("python scripts/data/make_training_data.py", __doc__)
     flags.add_field("input", InputFile(pipe=True), "a JSONL file, gzipped or not")
     flags.add_field("output", OutputFolder(), "the folder of both files")
     flags.add_field("licence", Text(), "of the prompts to take", default="CC0")

@@ -1,4 +1,6 @@
-"""What GLM-4.7 with its MTP module would need and gain: `python scripts/experts_on_paper.py`.
+"""What GLM-4.7 with its MTP module would need and gain.
+
+    python scripts/documents/experts_on_paper.py
 
 Tables for eight H200 and 64 TPU v5e by batch size, at the chips' limits (`specjax.theory`), as if
 several chips were one of their summed figures: what is sent between them is left out. Weights and
@@ -47,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> Parser:
     """The flags."""
-    flags = Parser("python scripts/experts_on_paper.py", __doc__)
+    flags = Parser("python scripts/documents/experts_on_paper.py", __doc__)
     flags.add_field("context", Whole(0), "committed tokens per row", default=4096)
     flags.add_field("alpha", Number(0.0, 1.0), "chance of a draft token", default=0.9)
     flags.add_field("itemsize", Whole(1, 4), "bytes of a weight", default=2)

@@ -1,6 +1,6 @@
 """Serves transformers: one JSON request per line on stdin, one JSON answer per line on stdout.
 
-    python scripts/transformers_peer.py MODEL.gguf
+    python scripts/peers/transformers_peer.py MODEL.gguf
 
 Runs in an environment of its own, with torch and transformers and nothing of specjax; started by
 `compare_transformers.py`. A request is {"ids", "max_new_tokens", "lookup"}, an answer {"ids",

@@ -1,6 +1,6 @@
 """What a round over a token tree costs beside a round over a chain of as many nodes.
 
-    python scripts/time_tree_rounds.py --nodes=32 --batch_size=1
+    python scripts/costs/time_tree_rounds.py --nodes=32 --batch_size=1
 
 Drafts are the same in each round, so that drafting costs nothing and every round has all nodes: of
 a chain, of a static tree, and of a dynamic one of the same shape. Each is decoded in turn, several
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> Parser:
     """The flags."""
-    flags = Parser("python scripts/time_tree_rounds.py", __doc__)
+    flags = Parser("python scripts/costs/time_tree_rounds.py", __doc__)
     flags.add_field("nodes", Whole(2, 256), "nodes of each draft", default=32)
     flags.add_field("batch_size", Whole(1), "rows", default=1)
     flags.add_field("new_tokens", Whole(8), "of each row", default=48)

@@ -1,6 +1,6 @@
-"""Measure a model with MTP modules: `python scripts/report_mtp.py --model=W/export --data=DIR`.
+"""Measure a model with MTP modules.
 
-    python scripts/report_mtp.py --model=W/export --data=DIR --out=FILE.json
+    python scripts/training/report_mtp.py --model=W/export --data=DIR --out=FILE.json
 
 On the held-out part of the data: the model's loss (nats per token); how often the draft of each
 depth is the token that the model itself finds likeliest there, the true tokens before it given, and
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> Parser:
     """The flags."""
-    flags = Parser("python scripts/report_mtp.py", __doc__)
+    flags = Parser("python scripts/training/report_mtp.py", __doc__)
     add = flags.add_field
     add("model", PathOrName(), "a model, such as W/export of train.mtp")
     add("data", DataFolders(), "datasets with a held-out part, with commas")

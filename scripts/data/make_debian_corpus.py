@@ -1,6 +1,6 @@
 """Make a corpus of English technical prose and code, of Debian's documentation packages.
 
-    python scripts/make_debian_corpus.py --output=DIR [--packages=perl-doc,git-doc]
+    python scripts/data/make_debian_corpus.py --output=DIR [--packages=perl-doc,git-doc]
     python -m train.corpus --config.dataset=DIR --config.workdir=W
 
 Downloads documentation packages of Debian 12 with apt-get, without installing them, and writes
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> Parser:
     """The flags."""
-    flags = Parser("python scripts/make_debian_corpus.py", __doc__)
+    flags = Parser("python scripts/data/make_debian_corpus.py", __doc__)
     flags.add_field("output", OutputFolder(), "the dataset")
     which = optional(Listed(Choice(NAMES)))
     flags.add_field("packages", which, "with commas; else all", default=None)

@@ -5,7 +5,7 @@ Beside them, in tests/goldens/variants, models of the same families with other r
 Run it from the repository root, with a Python that has torch and transformers; with names, only
 those families are written:
 
-    python scripts/make_family_goldens.py [FAMILY ...]
+    python scripts/data/make_family_goldens.py [FAMILY ...]
 
 Each folder is a checkpoint as `save_pretrained` writes it, and golden.npz: `tokens` [2, 40], the
 `logits` after each of them [2, 40, V], and the 24 tokens that follow greedily, `greedy` [2, 24].
@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-GOLDENS = Path(__file__).parent.parent / "tests" / "goldens"
+GOLDENS = Path(__file__).parents[2] / "tests" / "goldens"
 ROWS, TOKENS, GREEDY = 2, 40, 24
 VOCAB = 96
 MARGIN = 2e-3

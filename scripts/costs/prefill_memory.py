@@ -1,6 +1,6 @@
 """What a long prefill takes in memory: temporary buffers of the compiled program, by drafter.
 
-    python scripts/prefill_memory.py --tokens=4000 --drafters=none,eagle3
+    python scripts/costs/prefill_memory.py --tokens=4000 --drafters=none,eagle3
 
 Read from the compiler's own plan, so nothing is run. Prints one line per drafter: megabytes of
 temporary buffers and of outputs (the caches), and what is above plain decoding's.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from child_processes import run_child
+from lib.child_processes import run_child
 
 from specjax.cli import command
 from specjax.errors import InputError

@@ -1,6 +1,7 @@
-"""Serves transformers with a static cache: JSON lines on stdin, JSON lines on stdout.
+r"""Serves transformers with a static cache: JSON lines on stdin, JSON lines on stdout.
 
-    python scripts/static_cache_peer.py '{"device": "cuda", "dtype": "bfloat16", "shape": {...}}'
+    python scripts/peers/static_cache_peer.py \
+        '{"device": "cuda", "dtype": "bfloat16", "shape": {...}}'
 
 Runs in an environment with torch and transformers and nothing of specjax; started by
 `bench_accelerator.py`. The first answer names the versions; a request is {"batch", "context",

@@ -1,6 +1,6 @@
 """What `auto` loses to plain decoding and to fixed lengths, with real drafts and a simulated clock.
 
-    python scripts/simulate_costs.py --prompts=FILE --drafter=ngram+eagle3 --batch_size=8
+    python scripts/costs/simulate_costs.py --prompts=FILE --drafter=ngram+eagle3 --batch_size=8
 
 Where a machine's speed changes by a fifth from second to second, a few per cent cannot be measured.
 Here a model decodes real prompts, so that what is accepted is real, but `auto` is told how long

@@ -1,7 +1,7 @@
 """Print where a training step's time goes.
 
-    python scripts/profile_training.py --method=train.eagle --config=configs/train_eagle3.py \
-        --config.data=DIRECTORY
+    python scripts/training/profile_training.py --method=train.eagle \
+        --config=configs/train_eagle3.py --config.data=DIRECTORY
 
 Each part is a program of its own, timed alone: reading a batch (and what the loop waits for where a
 thread reads ahead), the target's forward, the loss's forward, its backward (gradients less
@@ -42,7 +42,7 @@ from train.run.step import LATE, State, loss_function
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    parser = Parser("python scripts/profile_training.py", __doc__)
+    parser = Parser("python scripts/training/profile_training.py", __doc__)
     parser.add_argument("--method", required=True, help="a module with make_method and Config")
     parser.add_argument("--steps", type=int, default=5, help="how often each part is timed")
 

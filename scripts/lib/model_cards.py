@@ -39,7 +39,7 @@ TRAINERS = {
 METHODS = {**TRAINERS, "medusa2": Trainer("train.medusa", "configs/train_medusa2.py")}
 """All methods of training, by the names that they record."""
 
-_ROOT = Path(__file__).parent.parent
+_ROOT = Path(__file__).parents[2]
 
 _UNRECORDED = ("data", "target", "workdir", "start_from", "distributed", "mesh")
 """Fields, or sections, that a head's record leaves out (`train.run.setup`)."""

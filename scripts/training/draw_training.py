@@ -1,6 +1,6 @@
-"""Draw how a run of `train.mtp` learned: `python scripts/draw_training.py --workdir=W --out=FILE`.
+"""Draw how a run of `train.mtp` learned.
 
-    python scripts/draw_training.py --workdir=W --out=curves.svg --bigram=4.956
+    python scripts/training/draw_training.py --workdir=W --out=curves.svg --bigram=4.956
 
 Over the tokens that it was trained on, from W/metrics.jsonl: the model's own loss and that of each
 draft (nats per token; lines while training, dots held out), with `--bigram` the loss of a bigram of
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> Parser:
     """The flags."""
-    flags = Parser("python scripts/draw_training.py", __doc__)
+    flags = Parser("python scripts/training/draw_training.py", __doc__)
     flags.add_field("workdir", PathOrName(), "the folder of the run")
     flags.add_field("out", OutputFile(), "the picture; its ending is the format")
     flags.add_field("bigram", optional(Number(above=True)), "a bigram's loss", default=None)

@@ -1,6 +1,6 @@
 """Draw docs/packages.svg: the packages of specjax, and which imports which, from the source.
 
-    python scripts/draw_packages.py
+    python scripts/documents/draw_packages.py
 
 An arrow that follows from others is left out (a -> c where a -> b -> c), and so are
 `specjax.errors` and `specjax.signals`, which any module may import.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from absl import app
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PICTURE = ROOT / "docs" / "packages.svg"
 COMMANDS = "decode bench report export"
 LEFT_OUT = {"errors", "signals"}

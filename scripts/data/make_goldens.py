@@ -3,7 +3,7 @@
 Run it from the repository root, with a Python that has torch, transformers, accelerate,
 sentencepiece and gguf:
 
-    python scripts/make_goldens.py PATH/TO/SmolLM2-135M-Instruct.Q4_1.gguf
+    python scripts/data/make_goldens.py PATH/TO/SmolLM2-135M-Instruct.Q4_1.gguf
 """
 # ruff: noqa: RUF001 - lines in many scripts are what is tested here
 
@@ -28,7 +28,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-GOLDENS = Path(__file__).parent.parent / "tests" / "goldens"
+GOLDENS = Path(__file__).parents[2] / "tests" / "goldens"
 TOKENS = 24
 TEXT = (
     "the quick brown fox jumps over the lazy dog; a model drafts, the target verifies. 0123456789"
