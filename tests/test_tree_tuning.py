@@ -201,6 +201,21 @@ def test_each_part_gets_its_tree(join, tiny, similar, timed):
         with_fastest_trees(tiny, take_turns(Ngram()), options)
 
 
+def test_a_table_of_candidates_brings_its_own_rates(tiny, timed):
+    """Nothing was trained for a target, and nothing measured: the usual rates are taken."""
+    measured, _ = timed
+    measured(slope=0.001, draft=0.0)
+    drafter = make_drafter("token_recycling", tiny)
+    options = TreeOptions(kind="auto", num_nodes=8)
+    chosen, found = with_fastest_trees(tiny, drafter, options)
+    assert found["token_recycling"].tree == chosen.drafter.tree
+    assert chosen.drafter.tree.num_nodes == 8
+    rates = drafter.drafter.usual_acceptance
+    assert found["token_recycling"].tree == best_tree(rates, 8)
+    other = {"token_recycling": RATES}
+    assert with_fastest_trees(tiny, drafter, options, acceptance=other)[1] != found
+
+
 @pytest.fixture
 def own(chatty, tmp_path):
     """A model of one's own that drafts, and the command's config with it."""

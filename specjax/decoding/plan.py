@@ -14,7 +14,7 @@ from specjax.decoding.options import DecodeOptions
 from specjax.decoding.prompts import Prompt, encode_prompt
 from specjax.decoding.sampling_params import SEED, SamplingParams, one_per_prompt
 from specjax.decoding.state import Plan
-from specjax.decoding.verify import check_rule
+from specjax.decoding.verify import check_rule_shapes
 from specjax.distributed.sharding import (
     DATA,
     Placement,
@@ -227,7 +227,7 @@ def plan_setup(
                 "use rejection or coupled, or draft chains"
             )
     if type(rule) not in map(type, sampling.RULES.values()):
-        check_rule(rule, batch_size, plan.widths, target.config.vocab_size)
+        check_rule_shapes(rule, batch_size, plan.widths, target.config.vocab_size)
     return Setup(target, drafter, plan, batch_size, seed, num_stop_ids, max_length)
 
 

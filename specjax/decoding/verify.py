@@ -36,7 +36,9 @@ class VerifiedDraft(NamedTuple):
     overlaps: Float[Array, "B P"] | None
 
 
-def check_rule(rule: sampling.Rule, rows: int, widths: Sequence[int], vocab_size: int) -> None:
+def check_rule_shapes(
+    rule: sampling.Rule, rows: int, widths: Sequence[int], vocab_size: int
+) -> None:
     """Raise InputError unless a rule of a user's own returns what a rule must, in every window.
 
     It is called as a round calls it, with shapes instead of numbers, so that nothing is computed.

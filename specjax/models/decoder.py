@@ -33,7 +33,7 @@ from specjax.models.layers.attention import (
     cached_blocks,
 )
 from specjax.models.layers.decoder_layer import (
-    Block,
+    DecoderLayer,
     at_layer,
     embed,
     layer_chooser,
@@ -163,9 +163,9 @@ class Decoder:
         return max(self.config.num_kv_heads, self.shards)
 
     @property
-    def block(self) -> Block:
+    def layer(self) -> DecoderLayer:
         """The arithmetic of a layer."""
-        return Block(self.config, self.dtype, self.shards, self.multiply)
+        return DecoderLayer(self.config, self.dtype, self.shards, self.multiply)
 
     def make_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache [L, B, G, S, C]."""
@@ -220,7 +220,7 @@ class Decoder:
         config = self.config
         table = parameter_table(config, self.form.scan_layers)
         params = checked(table, params)
-        block = replace(self.block, differentiable=window is None)
+        layer = replace(self.layer, differentiable=window is None)
         kv_heads = config.num_kv_heads if window is None else window.k.shape[2]
         copies = kv_heads // config.num_kv_heads
         if window is not None and window.positions is not None:
@@ -241,14 +241,14 @@ class Decoder:
             split = self.shards > 1
             attend_committed = cache_attention(self.form, config, cache, tokens.shape[1], split)
 
-        def layer(index: Int[Array, ""] | int, weights: dict, carry: tuple) -> tuple:
+        def run_layer(index: Int[Array, ""] | int, weights: dict, carry: tuple) -> tuple:
             x, kept, tapped, chosen = carry
             tapped = {
                 name: jnp.where(index == taps[name], x, before) for name, before in tapped.items()
             }
             view = views(index)
-            h = block.norm(x, weights["attention_norm"])
-            query, key, value = block.heads(h, weights["attention"], view.rotation, copies)
+            h = layer.norm(x, weights["attention_norm"])
+            query, key, value = layer.heads(h, weights["attention"], view.rotation, copies)
             if kept is None:
                 mixed = attend_in_blocks(
                     query,
@@ -265,13 +265,13 @@ class Decoder:
                 kept = kept.replace(k=keys, v=values)
             if attend_committed is not None:
                 mixed = attend_committed(query, cache, index, start=mixed, **view.limits)
-            x = block.add_attention(x, mixed, weights)
-            x, own = block.add_mlp(x, weights)
+            x = layer.add_attention(x, mixed, weights)
+            x, own = layer.add_mlp(x, weights)
             if chosen is not None and own is not None:
                 chosen = chosen.at[index - (config.num_layers - config.num_sparse)].set(own)
             return x, kept, tapped, chosen
 
-        x = block.whole(embed(params, tokens, self.dtype))
+        x = layer.whole(embed(params, tokens, self.dtype))
         if config.embedding.scale != 1.0:
             x = x * jnp.asarray(config.embedding.scale, x.dtype)
         if config.embedding.positions:
@@ -284,7 +284,7 @@ class Decoder:
                 # Else XLA takes the heads apart again, and transposes kernels for a single token.
                 weights = merge_heads(params["layers"][str(index)], config)
                 weights = with_experts(lax.optimization_barrier(weights))
-                carry = layer(index, weights, carry)
+                carry = run_layer(index, weights, carry)
         else:
             for run in config.runs:
                 last = min(depth, run.first + run.count)
@@ -295,7 +295,7 @@ class Decoder:
                 def step(
                     index: Int[Array, ""], carry: tuple, weights_of: Callable = weights_of
                 ) -> tuple:
-                    return layer(index, weights_of(index), carry)
+                    return run_layer(index, weights_of(index), carry)
 
                 if window is None:
                     step = jax.checkpoint(step, prevent_cse=False)
@@ -307,10 +307,10 @@ class Decoder:
             wanted[EXPERTS] = jnp.moveaxis(chosen, 0, 2)
         out = None
         if logits or counts or "final_norm" in features:
-            wanted["final_norm"] = block.norm(pre_norm, params["final_norm"])
+            wanted["final_norm"] = layer.norm(pre_norm, params["final_norm"])
 
         def project(states: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-            out = block.project("btd,dv->btv", states, params["head"], jnp.float32)
+            out = layer.project("btd,dv->btv", states, params["head"], jnp.float32)
             out = limited(out, config.logit_softcap)
             return constrain(out, "batch", None, "vocab" if self.shards > 1 else None)
 

@@ -175,16 +175,19 @@ def with_fastest_trees(
     Each one's tree is the fastest for it alone, also where parts draft together. `tree` limits
     their numbers, and `path` is what `make_drafter` was given. `acceptance` are rates by the parts'
     names, by default those in NAME.ranks.json beside what `path` names, or without one those that
-    come with specjax; `options` are those of `choose_tree`. Raises InputError as it does, where no
-    part drafts trees, and where rates are unknown.
+    come with specjax, or the drafter's `usual_acceptance`; `options` are those of `choose_tree`.
+    Raises InputError as it does, where no part drafts trees, and where rates are unknown.
     """
     found: dict[str, FastestTree] = {}
 
-    def rates_of(name: str) -> Rates:
+    def rates_of(part: LoadedDrafter) -> Rates:
+        name = part.name
         if acceptance is not None and name in acceptance:
             return acceptance[name]
         own = path if name in TRAINED else None
         if (rates := known_acceptance(name, target, own)) is not None:
+            return rates
+        if (rates := getattr(part.drafter, "usual_acceptance", None)) is not None:
             return rates
         missing = ""
         if own is not None:
@@ -202,7 +205,7 @@ def with_fastest_trees(
                 return join(*(chosen(LoadedDrafter(*one)) for one in each))
         if not hasattr(part.drafter, "tree"):
             return part
-        rates = rates_of(part.name)
+        rates = rates_of(part)
         found[part.name] = choose_tree(
             target,
             part,

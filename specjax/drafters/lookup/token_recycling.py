@@ -98,6 +98,11 @@ class TokenRecycling(Drafter):
         return "token_recycling"
 
     @property
+    def usual_acceptance(self) -> tuple[tuple[float, ...], ...]:
+        """How often candidates are accepted, by depth and rank, where that was not measured."""
+        return _RATES
+
+    @property
     def longest_path(self) -> None:
         """There is no limit of its own to the tokens that it can draft in a row."""
         return None

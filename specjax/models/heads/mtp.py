@@ -140,14 +140,14 @@ class Mtp(PairHead):
         if self.config.zero_first_embedding:
             embedded = jnp.where((positions == 0)[:, :, None], 0, embedded)
         both = [
-            self.block.norm(embedded, params["embedding_norm"]),
-            self.block.norm(hidden, params["hidden_norm"]),
+            self.layer.norm(embedded, params["embedding_norm"]),
+            self.layer.norm(hidden, params["hidden_norm"]),
         ]
         if self.config.concat == "hidden_first":
             both.reverse()
         joined = jnp.concatenate(both, axis=-1)
-        x = self.block.whole(self.block.project("btd,dn->btn", joined, params["projection"]))
-        return x, self.block.norm(x, params["layer"]["attention_norm"])
+        x = self.layer.whole(self.layer.project("btd,dn->btn", joined, params["projection"]))
+        return x, self.layer.norm(x, params["layer"]["attention_norm"])
 
     def next_hidden(
         self, params: dict[str, Any], output: Float[Array, "B T D"]

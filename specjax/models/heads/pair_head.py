@@ -19,7 +19,7 @@ from specjax.models.config import DecoderConfig
 from specjax.models.decoder import DEFAULT_FORM, Decoder, Form, cache_attention, write_window
 from specjax.models.layers.attention import Partial, attend
 from specjax.models.layers.decoder_layer import (
-    Block,
+    DecoderLayer,
     merge_heads,
     rotate_by,
     with_experts,
@@ -74,9 +74,9 @@ class PairHead:
     form: Form = DEFAULT_FORM
 
     @property
-    def block(self) -> Block:
+    def layer(self) -> DecoderLayer:
         """The arithmetic of its layers."""
-        return Block(
+        return DecoderLayer(
             self.config.decoder, self.dtype, self.shards, self.multiply, self.differentiable
         )
 
@@ -121,7 +121,7 @@ class PairHead:
         """Queries, keys and values at those positions."""
         rotation = rotate_by(positions, self.config.decoder)
         copies = self._decoder.cached_heads // self.config.decoder.num_kv_heads
-        return self.block.heads(attended, self._layer(params)["attention"], rotation, copies)
+        return self.layer.heads(attended, self._layer(params)["attention"], rotation, copies)
 
     def finish(
         self, params: dict[str, Any], residual: Float[Array, "B T D"], mixed: Partial
@@ -131,8 +131,8 @@ class PairHead:
         And the experts of each token, in a layer that has some.
         """
         layer = self._layer(params)
-        x = self.block.add_attention(residual, mixed, layer)
-        return self.block.add_mlp(x, layer)
+        x = self.layer.add_attention(residual, mixed, layer)
+        return self.layer.add_mlp(x, layer)
 
     def next_hidden(
         self, params: dict[str, Any], output: Float[Array, "B T D"]
@@ -145,13 +145,13 @@ class PairHead:
     ) -> Float[Array, "B T Vd"]:
         """Draft logits in float32 of the layer's outputs."""
         states, kernel = self.readout(params, output), self.logit_kernel(params)
-        return self.block.project("btd,dv->btv", states, {"kernel": kernel}, jnp.float32)
+        return self.layer.project("btd,dv->btv", states, {"kernel": kernel}, jnp.float32)
 
     def readout(
         self, params: dict[str, Any], output: Float[Array, "B T D"]
     ) -> Float[Array, "B T D"]:
         """The layer's outputs after the final norm; `logit_kernel` turns them into logits."""
-        return self.block.norm(output, params["final_norm"])
+        return self.layer.norm(output, params["final_norm"])
 
     def logit_kernel(self, params: dict[str, Any]) -> Float[Array, "D Vd"]:
         """The output projection."""

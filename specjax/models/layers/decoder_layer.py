@@ -18,7 +18,7 @@ from specjax.models.config import DecoderConfig
 from specjax.models.layers import experts
 from specjax.models.layers.attention import Partial, group_queries, ungroup
 from specjax.models.layers.experts_on_mesh import mix_on_mesh
-from specjax.models.layers.matmul import ChosenKernel, product
+from specjax.models.layers.matmul import ChosenKernel, product, products
 from specjax.models.layers.rope import frequencies
 
 Rotation = tuple[Float[Array, "B T 1 R2"], Float[Array, "B T 1 R2"]]
@@ -30,7 +30,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 @dataclass(frozen=True)
-class Block:
+class DecoderLayer:
     """The arithmetic of one layer of a decoder or of a trained head.
 
     `dtype` is that of activations; products round their operands to `multiply`, or to `dtype`
@@ -63,9 +63,15 @@ class Block:
     ) -> jax.Array:
         """A linear layer: kernel [in, out], and an optional bias."""
         y = product(equation, x, weights["kernel"], multiply=self.multiply, out=out)
-        if "bias" in weights:
-            y = y + jnp.expand_dims(weights["bias"].astype(y.dtype), (0, 1))
-        return y
+        return _with_bias(y, weights)
+
+    def project_all(
+        self, equation: str, x: jax.Array, weights: Sequence[dict[str, Any]]
+    ) -> list[jax.Array]:
+        """Several linear layers of the same input."""
+        kernels = [each["kernel"] for each in weights]
+        found = products(equation, x, kernels, multiply=self.multiply)
+        return [_with_bias(y, each) for y, each in zip(found, weights, strict=True)]
 
     def heads(
         self,
@@ -78,11 +84,10 @@ class Block:
 
         The projections' head axes are merged (`merge_heads`).
         """
+        weights = [attention[part] for part in ("query", "key", "value")]
         query, key, value = (
-            self.project("btd,dn->btn", h, attention[part]).reshape(
-                *h.shape[:2], -1, self.config.head_dim
-            )
-            for part in ("query", "key", "value")
+            y.reshape(*h.shape[:2], -1, self.config.head_dim)
+            for y in self.project_all("btd,dn->btn", h, weights)
         )
         if self.config.attention.qk_norm:
             query = self.rms_norm(query, attention["query_norm"]["scale"])
@@ -124,8 +129,8 @@ class Block:
         """The MLP, gated or plain."""
         activation = ACTIVATIONS[self.config.mlp.activation]
         if self.config.mlp.gated:
-            gate = activation(self.project("btd,df->btf", h, mlp["gate"]))
-            gate = gate * self.project("btd,df->btf", h, mlp["up"])
+            gate, up = self.project_all("btd,df->btf", h, [mlp["gate"], mlp["up"]])
+            gate = activation(gate) * up
         else:
             gate = activation(self.project("btd,df->btf", h, mlp["up"]))
         return self.project("btf,fd->btd", gate, mlp["down"])
@@ -153,6 +158,12 @@ class Block:
 
     def _split(self, x: Float[Array, "B T N C"], heads: str) -> Float[Array, "B T N C"]:
         return constrain(x, "batch", None, heads if self.shards > 1 else None, None)
+
+
+def _with_bias(y: jax.Array, weights: dict[str, Any]) -> jax.Array:
+    if "bias" not in weights:
+        return y
+    return y + jnp.expand_dims(weights["bias"].astype(y.dtype), (0, 1))
 
 
 def merge_heads(layer: dict[str, Any], config: DecoderConfig) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -38,13 +38,28 @@ def product(
     that dtype in hardware.
     """
     if isinstance(kernel, ChosenKernel):
-        return _chosen_product(x, kernel, multiply, out)
+        (y,) = _chosen_products(x, [kernel], multiply, out)
+        return y
     if multiply is None or jnp.dtype(multiply) == x.dtype:
         return jnp.einsum(
             equation, x, kernel, precision=_exact(x.dtype), preferred_element_type=out
         )
     result = _rounded(equation, jnp.dtype(multiply), x, kernel)
     return result.astype(x.dtype if out is None else out)
+
+
+def products(
+    equation: str,
+    x: jax.Array,
+    kernels: Sequence[jax.Array | ChosenKernel],
+    *,
+    multiply: Any = None,
+    out: Any = None,
+) -> list[jax.Array]:
+    """The `product` with each of several kernels; of chosen ones they may run beside each other."""
+    if all(isinstance(kernel, ChosenKernel) for kernel in kernels):
+        return _chosen_products(x, kernels, multiply, out)
+    return [product(equation, x, kernel, multiply=multiply, out=out) for kernel in kernels]
 
 
 _FEW_ROWS = 2, 7
@@ -55,10 +70,10 @@ Eigen's, which YNNPACK's replaced for rows.
 """
 
 
-def _chosen_product(
-    x: Float[Array, "*B D"], kernel: ChosenKernel, multiply: Any, out: Any
-) -> Float[Array, "*B F"]:
-    """The product with the chosen kernel, of x's last axis and the kernel's first."""
+def _chosen_products(
+    x: Float[Array, "*B D"], kernels: Sequence[ChosenKernel], multiply: Any, out: Any
+) -> list[Float[Array, "*B _"]]:
+    """The products of x's last axis and the first of kernels of the same layers, in one branch."""
     result = x.dtype if out is None else out
     dtype = x.dtype if multiply is None else jnp.dtype(multiply)
     rows = x.reshape(-1, x.shape[-1]).astype(dtype)
@@ -69,20 +84,19 @@ def _chosen_product(
         left = lax.optimization_barrier(padded.T)
     else:
         left = rows
-    contracted = (((0 if few else 1,), (0,)), ((), ()))
-    accumulated = result if multiply is None else jnp.float32
+    times = functools.partial(
+        lax.dot_general,
+        dimension_numbers=(((0 if few else 1,), (0,)), ((), ())),
+        precision=_exact(dtype),
+        preferred_element_type=result if multiply is None else jnp.float32,
+    )
 
-    def branch(own: Float[Array, "D F"]) -> Callable[[jax.Array], jax.Array]:
-        return lambda left: lax.dot_general(
-            left,
-            own.astype(dtype),
-            contracted,
-            precision=_exact(dtype),
-            preferred_element_type=accumulated,
-        )
+    def branch(layer: tuple[Float[Array, "D _"], ...]) -> Callable[[jax.Array], list[jax.Array]]:
+        return lambda left: [times(left, kernel.astype(dtype)) for kernel in layer]
 
-    y = lax.switch(kernel.index, [branch(own) for own in kernel.kernels], left)
-    return y[: len(rows)].reshape(*x.shape[:-1], -1).astype(result)
+    layers = zip(*(kernel.kernels for kernel in kernels), strict=True)
+    found = lax.switch(kernels[0].index, [branch(layer) for layer in layers], left)
+    return [y[: len(rows)].reshape(*x.shape[:-1], -1).astype(result) for y in found]
 
 
 def _exact(dtype: Any) -> lax.Precision | None:
