@@ -79,9 +79,9 @@ def test_every_token_is_counted_and_no_padding(target, batch):
     assert (loads[LAYERS].shape, loads[MODULE].shape) == ((2, NUM), (NUM,))
     np.testing.assert_array_equal(loads[LAYERS].sum(axis=1), [PER_TOKEN * tokens] * 2)
     assert loads[MODULE].sum() == 2 * PER_TOKEN * labels
-    apart = random_model(CONFIG, 0, dtype="float32", form=Form("unrolled"))
-    _, again = jax.jit(method_of(apart).loss)(
-        {**params, "target": apart.params}, apart.params, batch, None, jnp.int32(0)
+    unrolled = random_model(CONFIG, 0, dtype="float32", form=Form("unrolled"))
+    _, again = jax.jit(method_of(unrolled).loss)(
+        {**params, "target": unrolled.params}, unrolled.params, batch, None, jnp.int32(0)
     )
     for layer in (1, 2):
         name = f"target.layers.{layer}.mlp.router"

@@ -188,7 +188,7 @@ def test_training_brings_the_draft_to_the_target(tiny, batch):
 def test_layers_that_lie_apart_give_the_same_draft(tiny):
     apart = dataclasses.replace(
         tiny,
-        form=dataclasses.replace(tiny.form, layers="unrolled"),
+        form=dataclasses.replace(tiny.form, layers="apart"),
         params={
             **tiny.params,
             "layers": {

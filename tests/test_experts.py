@@ -207,20 +207,20 @@ def with_experts(**changes):
     return dataclasses.replace(GLM, experts=dataclasses.replace(GLM.experts, **changes))
 
 
-def test_layers_stacked_and_apart_and_on_a_mesh_agree():
+def test_layers_stacked_and_unrolled_and_on_a_mesh_agree():
     """A dense layer before two with experts; an early exit between them; training's form."""
     stacked = random_model(GLM, 0, dtype="float32", form=Form("stacked"))
     assert stacked.params["dense_layers"]["mlp"]["up"]["kernel"].shape[0] == 1
     expected = logits_of(stacked)
-    apart = random_model(GLM, 0, dtype="float32", form=Form("unrolled"))
+    unrolled = random_model(GLM, 0, dtype="float32", form=Form("unrolled"))
     mesh = sharding.make_mesh(2, 2, jax.devices()[:4])
     on_mesh = []
-    for model in (stacked, apart):
+    for model in (stacked, unrolled):
         for replicated in (False, True):
             placed = place_model(model, mesh, replicated=replicated)
             with sharding.use(mesh):
                 on_mesh.append(logits_of(placed))
-    for got in (logits_of(apart), *on_mesh):
+    for got in (logits_of(unrolled), *on_mesh):
         for mine, right in zip(got, expected, strict=True):
             np.testing.assert_allclose(mine, right, atol=2e-5, rtol=1e-4)
 
@@ -310,10 +310,10 @@ def test_the_bias_that_selects_experts_is_not_rounded(tmp_path):
         assert layers["router"]["kernel"].dtype == jnp.bfloat16
         np.testing.assert_array_equal(layers["router"]["selection_bias"], bias)
     assert layers["router"]["selection_bias"].dtype == jnp.float32
-    apart = load_model(tmp_path / "b", dtype="bfloat16", form=Form("unrolled"))
-    of_layers = apart.params["layers"]
+    unrolled = load_model(tmp_path / "b", dtype="bfloat16", form=Form("unrolled"))
+    of_layers = unrolled.params["layers"]
     np.testing.assert_array_equal(of_layers["2"]["mlp"]["router"]["selection_bias"], bias[1])
-    save_checkpoint(apart, tmp_path / "c")
+    save_checkpoint(unrolled, tmp_path / "c")
     again = load_model(tmp_path / "c", dtype="bfloat16")
     found = [
         again.mtp.params["modules"]["0"]["layer"]["mlp"]["router"],

@@ -536,7 +536,7 @@ def train(tmp_path, monkeypatch):
     """Trains the toy in the folder w."""
     write_data(tmp_path / "data")
     monkeypatch.setattr(
-        setup, "load_model", lambda name, *, field, form=None, mesh=None: toy_target(mesh)
+        setup, "load_model", lambda name, *, field, form, mesh=None: toy_target(mesh)
     )
     config = get_config()
     config.data, config.workdir = str(tmp_path / "data"), str(tmp_path / "w")

@@ -21,7 +21,7 @@ from specjax.errors import InputError
 from specjax.loading.checkpoints import save_checkpoint
 from specjax.loading.load import load_model, place_model, random_model, save_model
 from specjax.models.config import Experts
-from specjax.models.decoder import Form
+from specjax.models.decoder import Decoder, Form
 from specjax.models.kernels.attention_kernel import attend_cache_kernel
 from specjax.models.layers.attention import (
     attend,
@@ -30,6 +30,7 @@ from specjax.models.layers.attention import (
     attend_whole_cache,
     cached_blocks,
 )
+from specjax.models.layers.matmul import ChosenKernel, product, products
 
 FORMS = {
     "apart": Form("apart"),
@@ -97,6 +98,13 @@ def test_a_large_model_is_loaded_and_placed_in_its_form(tmp_path):
     config = tiny_config(**LARGE)
     model = random_model(config, 0, dtype="float32")
     assert model.form == Form("apart")
+    placed = place_model(model, sharding.make_mesh(1, 2, jax.devices()[:2]))
+    assert placed.form == Form("stacked")
+    for layer, own in model.params["layers"].items():
+        for mine, other in zip(
+            jax.tree.leaves(own), jax.tree.leaves(placed.params["layers"]), strict=True
+        ):
+            np.testing.assert_array_equal(other[int(layer)], mine)
     save_model(model, tmp_path / "model")
     save_checkpoint(model, tmp_path / "checkpoint")
     mesh = sharding.make_mesh(1, 2, jax.devices()[:2])
@@ -127,6 +135,45 @@ def kernel_sized(layers):
 def test_layers_apart_copy_no_kernel():
     assert kernel_sized("stacked")
     assert not kernel_sized("apart")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("rows", range(1, 9))
+def test_products_with_a_chosen_kernel_are_those_with_the_kernel(rows, dtype):
+    """However few rows there are, which are stored in another way, and their gradients too."""
+    rng = np.random.default_rng(rows)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+
+    x, kernels = normal(rows, 1, 16), [[normal(16, width) for width in (8, 24)] for _ in range(3)]
+
+    @jax.jit
+    def chosen(x, kernels, index):
+        given = [ChosenKernel(own, index) for own in zip(*kernels, strict=True)]
+        one = product("btd,df->btf", x, given[0], out=jnp.float32)
+        return [one, *products("btd,df->btf", x, given)]
+
+    def alone(x, kernels, index):
+        gate, up = kernels[index]
+        one = product("btd,df->btf", x, gate, out=jnp.float32)
+        return [one, *products("btd,df->btf", x, [gate, up])]
+
+    def total(function):
+        return lambda x, kernels: sum(
+            (y.astype(jnp.float32) ** 2).sum() for y in function(x, kernels, 2)
+        )
+
+    tolerance = 1e-5 if dtype == "float32" else 0.05
+    same = functools.partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance)
+    for index in range(3):
+        pairs = zip(chosen(x, kernels, index), alone(x, kernels, index), strict=True)
+        for ours, theirs in pairs:
+            assert ours.dtype == theirs.dtype
+            same(ours.astype(jnp.float32), theirs.astype(jnp.float32))
+    if dtype == "float32" and rows in (2, 5):
+        slopes = [jax.grad(total(each), argnums=(0, 1))(x, kernels) for each in (chosen, alone)]
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), *slopes)
 
 
 def test_layers_apart_have_the_same_gradients():
@@ -270,5 +317,9 @@ def test_forms_that_do_not_exist_are_refused():
         Form(cache_attention="kernel")
     with pytest.raises(InputError, match="layers='scanned': use stacked, apart or unrolled"):
         Form("scanned")
+    with pytest.raises(InputError, match="multiply: layers='apart' is not for training"):
+        Decoder(
+            tiny_config(), jnp.dtype("float32"), form=Form("apart"), multiply=jnp.dtype("bfloat16")
+        )
     with pytest.raises(InputError, match="form: layers='apart' is not for experts; use stacked"):
         random_model(tiny_config(experts=Experts(4, 2, 32)), 0, form=Form("apart"))

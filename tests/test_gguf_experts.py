@@ -31,7 +31,7 @@ def tensors_of(config, seed=0):
     return tensor_layout.stored_tensors(registry.family(config.family).gguf.tensors, config, params)
 
 
-@pytest.mark.parametrize("how", ["stacked", *slow("apart", "mesh")])
+@pytest.mark.parametrize("how", ["stacked", *slow("unrolled", "mesh")])
 def test_each_expert_is_dequantised_into_its_place(tmp_path, how):
     config = dataclasses.replace(
         config_of("mixtral"), head_dim=16, intermediate_size=64, experts=Experts(4, 2, 64)
@@ -42,7 +42,7 @@ def test_each_expert_is_dequantised_into_its_place(tmp_path, how):
     write(path, config, arrays, keys, kind="Q8_0")
     options = {
         "stacked": {},
-        "apart": {"form": Form("unrolled")},
+        "unrolled": {"form": Form("unrolled")},
         "mesh": {"mesh": sharding.make_mesh(1, 2, jax.devices()[:2])},
     }[how]
     layers = load_model(path, dtype="float32", **options).params["layers"]
@@ -53,7 +53,7 @@ def test_each_expert_is_dequantised_into_its_place(tmp_path, how):
             expected = gguf.quants.dequantize(gguf.quants.quantize(stored, kind), kind)
             kernel = (
                 layers[str(layer)]["mlp"]["experts"][part]["kernel"]
-                if how == "apart"
+                if how == "unrolled"
                 else layers["mlp"]["experts"][part]["kernel"][layer]
             )
             assert expected.shape[0] == 4

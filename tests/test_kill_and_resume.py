@@ -44,9 +44,7 @@ def trained(tmp_path_factory):
     config = get_config()
     config.data, config.workdir = str(root / "data"), str(root / "w")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            setup, "load_model", lambda name, *, field, form=None, mesh=None: toy_target(mesh)
-        )
+        patch.setattr(setup, "load_model", lambda name, *, field, form, mesh=None: toy_target(mesh))
         make = lambda target, data, config: toy_method(target)  # noqa: E731
         assert run.run(read(config), make, Console(quiet=True)) == 0
     return root / "w"

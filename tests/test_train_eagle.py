@@ -286,7 +286,7 @@ def test_taps_that_the_target_does_not_have(tap):
 def test_a_target_with_layers_apart_and_a_table_of_its_own(tiny):
     from specjax.models.decoder import Form
 
-    apart = random_model(tiny_config(), 0, dtype="float32", form=Form("unrolled"))
+    apart = random_model(tiny_config(), 0, dtype="float32", form=Form("apart"))
     config = eagle_config(apart)
     method = eagle_method(apart, config, None, EagleLoss(steps=1))
     params = method.init(jax.random.key(0))

@@ -11,6 +11,7 @@ from test_responses import example
 from specjax.distributed import folder_lock
 from specjax.files.folder_marker import LOCK, MARKER
 from specjax.loading.load import random_model
+from specjax.models.decoder import Form
 from train import features
 from train.data.examples import target_metadata
 from train.data.sources import open_sources
@@ -27,7 +28,12 @@ def target():
 @pytest.fixture
 def store(target, tmp_path, monkeypatch):
     """Writes seven conversations, and runs the command with further arguments."""
-    monkeypatch.setattr(features, "load_model", lambda name, *, field, form=None: target)
+
+    def load(name, *, field, form):
+        assert form == Form.for_training("cpu")
+        return target
+
+    monkeypatch.setattr(features, "load_model", load)
     lengths = (20, 70, 33, 64, 100, 8, 21)
     said = [example(number, length, 5) for number, length in enumerate(lengths)]
     write_responses(tmp_path / "said", said, target_metadata(target), ())

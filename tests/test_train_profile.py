@@ -42,7 +42,7 @@ def test_operations_of_products_are_counted():
 def test_every_part_is_of_a_step_late_in_the_run(tmp_path, monkeypatch):
     write_data(tmp_path / "data")
     monkeypatch.setattr(
-        setup, "load_model", lambda name, *, field, form=None, mesh=None: toy_target(mesh)
+        setup, "load_model", lambda name, *, field, form, mesh=None: toy_target(mesh)
     )
     config = get_config()
     config.data, config.workdir = str(tmp_path / "data"), str(tmp_path / "w")
@@ -75,7 +75,7 @@ def test_a_method_that_is_none(name, capsys):
 def test_every_part_is_in_the_table(tmp_path, monkeypatch, capsys):
     write_data(tmp_path / "data")
     monkeypatch.setattr(
-        setup, "load_model", lambda name, *, field, form=None, mesh=None: toy_target(mesh)
+        setup, "load_model", lambda name, *, field, form, mesh=None: toy_target(mesh)
     )
     config = get_config()
     config.data, config.workdir = str(tmp_path / "data"), str(tmp_path / "w")

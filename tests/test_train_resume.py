@@ -171,7 +171,7 @@ def test_two_processes_give_the_losses_of_one(start, whole, tmp_path):
 def test_a_bad_loss_is_one_line_on_the_command_line(tmp_path, monkeypatch, capsys):
     write_data(tmp_path / "data")
     monkeypatch.setattr(
-        setup, "load_model", lambda name, *, field, form=None, mesh=None: toy_target(mesh)
+        setup, "load_model", lambda name, *, field, form, mesh=None: toy_target(mesh)
     )
     fields = [f"--config.data={tmp_path / 'data'}", f"--config.workdir={tmp_path / 'w'}"]
 
@@ -434,7 +434,7 @@ def test_a_whole_run_from_data_on_disk(tmp_path, console, monkeypatch):
     """Data, training, held-out losses, decoding, export, screen, JSONL and TensorBoard."""
     write_data(tmp_path / "data")
     monkeypatch.setattr(
-        setup, "load_model", lambda name, *, field, form=None, mesh=None: toy_target(mesh)
+        setup, "load_model", lambda name, *, field, form, mesh=None: toy_target(mesh)
     )
     config = get_config()
     config.data, config.workdir = str(tmp_path / "data"), str(tmp_path / "w")
@@ -485,7 +485,7 @@ def test_a_whole_run_from_data_on_disk(tmp_path, console, monkeypatch):
 def test_bad_settings_are_named_before_any_work(tmp_path, monkeypatch):
     write_data(tmp_path / "data")
     monkeypatch.setattr(
-        setup, "load_model", lambda name, *, field, form=None, mesh=None: toy_target(mesh)
+        setup, "load_model", lambda name, *, field, form, mesh=None: toy_target(mesh)
     )
 
     def refused(said, **changes):
@@ -506,7 +506,7 @@ def test_bad_settings_are_named_before_any_work(tmp_path, monkeypatch):
     monkeypatch.setattr(
         setup,
         "load_model",
-        lambda name, *, field, mesh=None: _with_hidden_size(toy_target(mesh), 20),
+        lambda name, *, field, form, mesh=None: _with_hidden_size(toy_target(mesh), 20),
     )
     refused("written by another target, .* hidden_size=16")
 

@@ -188,7 +188,7 @@ def config_of(**changes):
 if __name__ == "__main__":
     from train.run import run, setup
 
-    setup.load_model = lambda name, *, field, form=None, mesh=None: toy_target(mesh)
+    setup.load_model = lambda name, *, field, form, mesh=None: toy_target(mesh)
 
     # `--config.data=memory` needs no dataset on disk.
     @dataclass(frozen=True, kw_only=True)

@@ -81,7 +81,7 @@ class Bench:
         self.memory_bytes = options.memory_bytes or stats.get("bytes_limit")
         backend = jax.default_backend()
         self.platform = "gpu" if backend in ("cuda", "rocm") else backend
-        own = Form.of(self.platform, next(iter(self.size.models.values())))
+        own = Form.of(self.platform, self.size.models[options.models[0]])
         self.form = FORMS[options.form] if options.form else own
         self.settings = {
             "size": options.size,

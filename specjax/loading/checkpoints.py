@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from specjax.distributed import processes
@@ -19,6 +18,7 @@ from specjax.fields import Flag, Instance
 from specjax.files.paths import output_folder, user_path
 from specjax.loading import model_metadata, orbax_checkpoint
 from specjax.loading.formats import build_parameters
+from specjax.loading.layer_layout import split_layers, stack_layers
 from specjax.loading.model import MODEL_KIND, Model, array_table, split_arrays
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from specjax.models.config import DecoderConfig
@@ -76,6 +76,7 @@ def read_model(
         found = _look_at_model(path)
         if mesh is not None:
             build_parameters.check_shards(found.config, shards)
+        stacks(found.config)
         return found
 
     found, config, tokenizer, modules = processes.together(look)
@@ -86,7 +87,8 @@ def read_model(
     scan_layers = stacks(config)
     if stacked != scan_layers:
         wanted = _placed_arrays(config, None, dtype, mesh, shards, scan_layers)
-        params = (_split if stacked else _stack)(params, wanted, config)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted)
+        params = (split_layers if stacked else stack_layers)(params, shardings, config)
     return config, tokenizer, params, mtp
 
 
@@ -219,41 +221,6 @@ def _placed(leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.ShapeDtypeStr
 
 def _all_placed(tree: Any, sharding: Sharding) -> Any:
     return jax.tree.map(lambda leaf: _placed(leaf, sharding), tree)
-
-
-def _stack(params: dict[str, Any], wanted: dict[str, Any], config: DecoderConfig) -> dict[str, Any]:
-    """Unstacked layers as one array per run and parameter; they are freed one by one."""
-    layers = params.pop("layers")
-    for run in config.runs:
-        targets, tree = jax.tree.flatten(wanted[run.name])
-        names = map(str, range(run.first, run.first + run.count))
-        rows = [jax.tree.leaves(layers.pop(name)) for name in names]
-        stacked = []
-        for target in targets:
-            stack = jax.jit(lambda *parts: jnp.stack(parts), out_shardings=target.sharding)
-            stacked.append(stack(*(row.pop(0) for row in rows)))
-        params[run.name] = jax.tree.unflatten(tree, stacked)
-    return params
-
-
-def _split(params: dict[str, Any], wanted: dict[str, Any], config: DecoderConfig) -> dict[str, Any]:
-    """The inverse of `_stack`."""
-    layers: dict[str, Any] = {}
-    for run in config.runs:
-        leaves, tree = jax.tree.flatten(params.pop(run.name))
-        names = [str(layer) for layer in range(run.first, run.first + run.count)]
-        rows: dict[str, list[jax.Array]] = {name: [] for name in names}
-        for target in jax.tree.leaves(wanted["layers"][names[0]]):
-            take = jax.jit(_layer, out_shardings=target.sharding)
-            whole = leaves.pop(0)
-            for index, row in enumerate(rows.values()):
-                row.append(take(whole, np.int32(index)))
-        layers |= {name: jax.tree.unflatten(tree, row) for name, row in rows.items()}
-    return {**params, "layers": layers}
-
-
-def _layer(whole: jax.Array, index: jax.Array) -> jax.Array:
-    return lax.dynamic_index_in_dim(whole, index, keepdims=False)
 
 
 def _compare(path: Path, found: Any, wanted: Any) -> None:

@@ -30,6 +30,7 @@ from specjax.loading.formats import (
 )
 from specjax.loading.formats.families import registry
 from specjax.loading.formats.gguf_parts import open_parts
+from specjax.loading.layer_layout import stack_layers
 from specjax.loading.model import MODEL_KIND, Model, array_table, split_arrays
 from specjax.loading.tokenizers import huggingface_tokenizer as files
 from specjax.loading.tokenizers.gguf_tokenizer import read_tokenizer
@@ -92,7 +93,8 @@ def load_model(
 def place_model(model: Model, mesh: Mesh | None, *, replicated: bool = False) -> Model:
     """A loaded model on another mesh, or on the default device (None).
 
-    Raises InputError where its heads cannot be split over the mesh.
+    On several devices layers apart are stacked (`Form.of`). Raises InputError where its heads
+    cannot be split over the mesh.
     """
     MODEL_KIND.check("target", model)
     sharding.MESH_KIND.check("mesh", mesh)
@@ -103,11 +105,19 @@ def place_model(model: Model, mesh: Mesh | None, *, replicated: bool = False) ->
         arrays = jax.device_put(model.arrays, jax.devices()[0])
     else:
         build_parameters.check_shards(model.config, shards)
-        table = array_table(model.config, model.mtp and model.mtp.config, model.form.scan_layers)
-        shardings = build_parameters.table_shardings(table, mesh, shards)
-        arrays = jax.device_put(model.arrays, shardings)
+        arrays = jax.device_put(model.arrays, _shardings(model, model.form, mesh, shards))
     params, mtp = split_arrays(arrays, model.mtp and model.mtp.config)
-    return replace(model, params=params, mtp=mtp, mesh=mesh, shards=shards)
+    form = model.form
+    if form.layers == "apart" and mesh is not None and mesh.size > 1:
+        form = replace(form, layers="stacked")
+        params = stack_layers(params, _shardings(model, form, mesh, shards), model.config)
+    return replace(model, params=params, mtp=mtp, mesh=mesh, shards=shards, form=form)
+
+
+def _shardings(model: Model, form: Form, mesh: Mesh, shards: int) -> dict[str, Any]:
+    """Those of a model's arrays on a mesh, in a form."""
+    table = array_table(model.config, model.mtp and model.mtp.config, form.scan_layers)
+    return build_parameters.table_shardings(table, mesh, shards)
 
 
 def save_model(model: Model, directory: str | Path) -> None:

@@ -94,10 +94,11 @@ class Form:
         """The form of a model that decodes on devices of a platform: cpu, tpu, or a GPU's name.
 
         A CPU gains nothing from attention over several rows at once. XLA copies each layer's slice
-        of stacked weights before a product of several tokens: on a CPU, where that costs most when
-        other work fills the cache that it shares, layers are apart if their kernels do not fit in a
-        core's own cache. On GPU it copies that of the cache as well, and the host waits for each
-        iteration of a loop (`scripts/inspect_compiled_round.py`).
+        of stacked weights before a product of several tokens. On a CPU that costs most when other
+        work fills the cache that it shares: layers are apart if one of the MLP's kernels exceeds
+        1 MiB in float32, more than fits in a core's own cache beside the rest. On GPU it copies
+        that of the cache as well, and the host waits for each iteration of a loop
+        (`scripts/inspect_compiled_round.py`).
         """
         if platform not in ("cpu", "tpu"):
             return cls("unrolled", "kernel")
@@ -114,13 +115,12 @@ class Form:
         return cls("stacked", "rows" if platform == "cpu" else "blocks")
 
 
-_CORE_CACHE_BYTES = 1 << 20
-"""A core's own cache, of the CPUs that are in use."""
+_LARGE_KERNEL_BYTES = 1 << 20
 
 
 def _is_large(config: DecoderConfig) -> bool:
-    """Whether the MLP's kernel of a layer, in float32, exceeds a core's own cache."""
-    return 4 * config.hidden_size * config.intermediate_size > _CORE_CACHE_BYTES
+    """Whether one of the MLP's kernels, in float32, does not fit in a core's own cache."""
+    return 4 * config.hidden_size * config.intermediate_size > _LARGE_KERNEL_BYTES
 
 
 DEFAULT_FORM = Form()
@@ -146,6 +146,8 @@ class Decoder:
 
     def __post_init__(self) -> None:
         self.form.check(self.config)
+        if self.form.layers == "apart" and self.multiply is not None:
+            raise InputError("multiply: layers='apart' is not for training; use Form.for_training")
 
     @property
     def vocab_size(self) -> int:
@@ -163,7 +165,7 @@ class Decoder:
         return max(self.config.num_kv_heads, self.shards)
 
     @property
-    def layer(self) -> DecoderLayer:
+    def arithmetic(self) -> DecoderLayer:
         """The arithmetic of a layer."""
         return DecoderLayer(self.config, self.dtype, self.shards, self.multiply)
 
@@ -220,7 +222,7 @@ class Decoder:
         config = self.config
         table = parameter_table(config, self.form.scan_layers)
         params = checked(table, params)
-        layer = replace(self.layer, differentiable=window is None)
+        layer = replace(self.arithmetic, differentiable=window is None)
         kv_heads = config.num_kv_heads if window is None else window.k.shape[2]
         copies = kv_heads // config.num_kv_heads
         if window is not None and window.positions is not None:
@@ -326,9 +328,8 @@ class Decoder:
     ) -> Callable[[Int[Array, ""]], dict[str, Any]]:
         """The weights of a run's layers before `last`, heads merged, by a layer's traced index."""
         if self.form.layers == "apart":
-            names = map(str, range(run.first, last))
-            layers = [merge_heads(params["layers"][name], self.config) for name in names]
-            return layer_chooser(layers, run.first)
+            layers = [params["layers"][str(index)] for index in range(last)]
+            return layer_chooser([merge_heads(layer, self.config) for layer in layers])
         stacked = merge_heads(params[run.name], self.config)
         return lambda index: one_layer(stacked, index - run.first if run.first else index)
 

@@ -110,7 +110,7 @@ class ReducedDecoder:
         self, params: dict[str, Any], final_norm: Float[Array, "B T D"]
     ) -> Float[Array, "B T Vd"]:
         """Draft logits in float32 from its `final_norm` features."""
-        layer = self.decoder.layer
+        layer = self.decoder.arithmetic
         head = params["shared"]["draft_head"]
         logits = layer.project("btd,dv->btv", final_norm, head, jnp.float32)
         return limited(logits, self.decoder.config.logit_softcap)

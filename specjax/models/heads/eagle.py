@@ -166,7 +166,7 @@ class Eagle(PairHead):
         fused = jnp.concatenate(taps, axis=-1)
         if self.config.norm_before_fc:
             fused = rms_norm(fused, params["input_norm"]["scale"], eps)
-        return self.layer.project("btd,dn->btn", fused, params["fc"])
+        return self.arithmetic.project("btd,dn->btn", fused, params["fc"])
 
     def inputs(
         self,
@@ -181,11 +181,13 @@ class Eagle(PairHead):
         embedded = embed(source, tokens, self.dtype)
         if self.config.version == 1:
             both = jnp.concatenate([embedded, hidden], axis=-1)
-            fused = self.layer.project("btd,dn->btn", both, params["fc"])
+            fused = self.arithmetic.project("btd,dn->btn", both, params["fc"])
             return fused, fused
         layer = params["layer"]
-        normed = self.layer.norm(hidden, layer["hidden_norm"])
-        both = jnp.concatenate([self.layer.norm(embedded, layer["embedding_norm"]), normed], -1)
+        normed = self.arithmetic.norm(hidden, layer["hidden_norm"])
+        both = jnp.concatenate(
+            [self.arithmetic.norm(embedded, layer["embedding_norm"]), normed], -1
+        )
         return (normed if self.config.norm_before_residual else hidden), both
 
     def next_hidden(

@@ -140,14 +140,16 @@ class Mtp(PairHead):
         if self.config.zero_first_embedding:
             embedded = jnp.where((positions == 0)[:, :, None], 0, embedded)
         both = [
-            self.layer.norm(embedded, params["embedding_norm"]),
-            self.layer.norm(hidden, params["hidden_norm"]),
+            self.arithmetic.norm(embedded, params["embedding_norm"]),
+            self.arithmetic.norm(hidden, params["hidden_norm"]),
         ]
         if self.config.concat == "hidden_first":
             both.reverse()
         joined = jnp.concatenate(both, axis=-1)
-        x = self.layer.whole(self.layer.project("btd,dn->btn", joined, params["projection"]))
-        return x, self.layer.norm(x, params["layer"]["attention_norm"])
+        x = self.arithmetic.whole(
+            self.arithmetic.project("btd,dn->btn", joined, params["projection"])
+        )
+        return x, self.arithmetic.norm(x, params["layer"]["attention_norm"])
 
     def next_hidden(
         self, params: dict[str, Any], output: Float[Array, "B T D"]

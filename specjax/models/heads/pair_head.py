@@ -74,7 +74,7 @@ class PairHead:
     form: Form = DEFAULT_FORM
 
     @property
-    def layer(self) -> DecoderLayer:
+    def arithmetic(self) -> DecoderLayer:
         """The arithmetic of its layers."""
         return DecoderLayer(
             self.config.decoder, self.dtype, self.shards, self.multiply, self.differentiable
@@ -121,7 +121,7 @@ class PairHead:
         """Queries, keys and values at those positions."""
         rotation = rotate_by(positions, self.config.decoder)
         copies = self._decoder.cached_heads // self.config.decoder.num_kv_heads
-        return self.layer.heads(attended, self._layer(params)["attention"], rotation, copies)
+        return self.arithmetic.heads(attended, self._layer(params)["attention"], rotation, copies)
 
     def finish(
         self, params: dict[str, Any], residual: Float[Array, "B T D"], mixed: Partial
@@ -131,8 +131,8 @@ class PairHead:
         And the experts of each token, in a layer that has some.
         """
         layer = self._layer(params)
-        x = self.layer.add_attention(residual, mixed, layer)
-        return self.layer.add_mlp(x, layer)
+        x = self.arithmetic.add_attention(residual, mixed, layer)
+        return self.arithmetic.add_mlp(x, layer)
 
     def next_hidden(
         self, params: dict[str, Any], output: Float[Array, "B T D"]
@@ -145,13 +145,13 @@ class PairHead:
     ) -> Float[Array, "B T Vd"]:
         """Draft logits in float32 of the layer's outputs."""
         states, kernel = self.readout(params, output), self.logit_kernel(params)
-        return self.layer.project("btd,dv->btv", states, {"kernel": kernel}, jnp.float32)
+        return self.arithmetic.project("btd,dv->btv", states, {"kernel": kernel}, jnp.float32)
 
     def readout(
         self, params: dict[str, Any], output: Float[Array, "B T D"]
     ) -> Float[Array, "B T D"]:
         """The layer's outputs after the final norm; `logit_kernel` turns them into logits."""
-        return self.layer.norm(output, params["final_norm"])
+        return self.arithmetic.norm(output, params["final_norm"])
 
     def logit_kernel(self, params: dict[str, Any]) -> Float[Array, "D Vd"]:
         """The output projection."""

@@ -201,9 +201,9 @@ def one_layer(layers: dict[str, Any], index: Int[Array, ""] | int) -> dict[str, 
 
 
 def layer_chooser(
-    layers: Sequence[dict[str, Any]], first: int = 0
+    layers: Sequence[dict[str, Any]],
 ) -> Callable[[Int[Array, ""]], dict[str, Any]]:
-    """The weights of one of several layers apart, by a traced index of which `first` is the least.
+    """The weights of one of several layers apart, by a traced index.
 
     Kernels stay where they are (`ChosenKernel`); vectors, which are small, are stacked.
     """
@@ -215,11 +215,7 @@ def layer_chooser(
 
     choosers = jax.tree.map(of_leaf, *layers)
 
-    def chosen(index: Int[Array, ""]) -> dict[str, Any]:
-        own = index - first if first else index
-        return jax.tree.map(lambda choose: choose(own), choosers)
-
-    return chosen
+    return lambda index: jax.tree.map(lambda choose: choose(index), choosers)
 
 
 def with_experts(layer: dict[str, Any]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def product(
     that dtype in hardware.
     """
     if isinstance(kernel, ChosenKernel):
-        (y,) = _chosen_products(x, [kernel], multiply, out)
+        (y,) = _chosen_products(equation, x, [kernel], out)
         return y
     if multiply is None or jnp.dtype(multiply) == x.dtype:
         return jnp.einsum(
@@ -58,45 +58,48 @@ def products(
 ) -> list[jax.Array]:
     """The `product` with each of several kernels; of chosen ones they may run beside each other."""
     if all(isinstance(kernel, ChosenKernel) for kernel in kernels):
-        return _chosen_products(x, kernels, multiply, out)
+        return _chosen_products(equation, x, kernels, out)
     return [product(equation, x, kernel, multiply=multiply, out=out) for kernel in kernels]
 
 
 _FEW_ROWS = 2, 7
 """For so many rows of float32, XLA's CPU backend is faster with the rows stored as columns.
 
-For three to five it takes a quarter less time, and for two that are made three: the code is
-Eigen's, which YNNPACK's replaced for rows.
+The code is Eigen's then, instead of YNNPACK's: a quarter less time for three to five rows, and a
+tenth for seven; two take as long as three, and are made three.
 """
 
 
 def _chosen_products(
-    x: Float[Array, "*B D"], kernels: Sequence[ChosenKernel], multiply: Any, out: Any
+    equation: str, x: Float[Array, "*B D"], kernels: Sequence[ChosenKernel], out: Any
 ) -> list[Float[Array, "*B _"]]:
-    """The products of x's last axis and the first of kernels of the same layers, in one branch."""
-    result = x.dtype if out is None else out
-    dtype = x.dtype if multiply is None else jnp.dtype(multiply)
-    rows = x.reshape(-1, x.shape[-1]).astype(dtype)
+    """The products with kernels of the same layer, all in one branch; nothing is rounded first."""
+    inputs, result = equation.split("->")
+    left, right = inputs.split(",")
+    assert right[0] == left[-1], equation
+    assert result == left[:-1] + right[1:], equation
+    assert all(own.dtype == x.dtype for kernel in kernels for own in kernel.kernels), x.dtype
+    rows = x.reshape(-1, x.shape[-1])
     least, most = _FEW_ROWS
-    if few := least <= len(rows) <= most and dtype == jnp.float32:
+    if few := least <= len(rows) <= most and x.dtype == jnp.float32:
+        padded = jnp.pad(rows, ((0, 1 if len(rows) == 2 else 0), (0, 0)))
         # Without the barrier the product is turned back.
-        padded = jnp.pad(rows, ((0, max(0, least + 1 - len(rows))), (0, 0)))
-        left = lax.optimization_barrier(padded.T)
+        operand = lax.optimization_barrier(padded.T)
     else:
-        left = rows
+        operand = rows
     times = functools.partial(
         lax.dot_general,
         dimension_numbers=(((0 if few else 1,), (0,)), ((), ())),
-        precision=_exact(dtype),
-        preferred_element_type=result if multiply is None else jnp.float32,
+        precision=_exact(x.dtype),
+        preferred_element_type=out,
     )
 
     def branch(layer: tuple[Float[Array, "D _"], ...]) -> Callable[[jax.Array], list[jax.Array]]:
-        return lambda left: [times(left, kernel.astype(dtype)) for kernel in layer]
+        return lambda operand: [times(operand, kernel) for kernel in layer]
 
     layers = zip(*(kernel.kernels for kernel in kernels), strict=True)
-    found = lax.switch(kernels[0].index, [branch(layer) for layer in layers], left)
-    return [y[: len(rows)].reshape(*x.shape[:-1], -1).astype(result) for y in found]
+    found = lax.switch(kernels[0].index, [branch(layer) for layer in layers], operand)
+    return [y[: len(rows)].reshape(*x.shape[:-1], -1) for y in found]
 
 
 def _exact(dtype: Any) -> lax.Precision | None:

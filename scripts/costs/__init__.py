@@ -1,0 +1,1 @@
+"""What rounds, drafts and memory cost, measured or simulated."""

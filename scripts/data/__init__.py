@@ -1,0 +1,1 @@
+"""Corpora, datasets and goldens that come with specjax."""

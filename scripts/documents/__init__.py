@@ -1,0 +1,1 @@
+"""What docs/ shows: pictures and tables on paper."""

@@ -1,0 +1,1 @@
+"""What a run of training did, drawn and measured."""

@@ -1,0 +1,54 @@
+"""Parameters of layers, stacked and each on its own: one layout made from the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from specjax.models.config import DecoderConfig
+
+
+def stack_layers(
+    params: dict[str, Any], shardings: dict[str, Any], config: DecoderConfig
+) -> dict[str, Any]:
+    """Layers of their own as one array per run and parameter; `params` loses them one by one.
+
+    `shardings` is a tree of those that the result's arrays get.
+    """
+    layers = params.pop("layers")
+    for run in config.runs:
+        targets, tree = jax.tree.flatten(shardings[run.name])
+        names = map(str, range(run.first, run.first + run.count))
+        rows = [jax.tree.leaves(layers.pop(name)) for name in names]
+        stacked = []
+        for target in targets:
+            stack = jax.jit(lambda *parts: jnp.stack(parts), out_shardings=target)
+            stacked.append(stack(*(row.pop(0) for row in rows)))
+        params[run.name] = jax.tree.unflatten(tree, stacked)
+    return params
+
+
+def split_layers(
+    params: dict[str, Any], shardings: dict[str, Any], config: DecoderConfig
+) -> dict[str, Any]:
+    """The inverse of `stack_layers`."""
+    layers: dict[str, Any] = {}
+    for run in config.runs:
+        leaves, tree = jax.tree.flatten(params.pop(run.name))
+        names = [str(layer) for layer in range(run.first, run.first + run.count)]
+        rows: dict[str, list[jax.Array]] = {name: [] for name in names}
+        for target in jax.tree.leaves(shardings["layers"][names[0]]):
+            take = jax.jit(_layer, out_shardings=target)
+            whole = leaves.pop(0)
+            for index, row in enumerate(rows.values()):
+                row.append(take(whole, np.int32(index)))
+        layers |= {name: jax.tree.unflatten(tree, row) for name, row in rows.items()}
+    return {**params, "layers": layers}
+
+
+def _layer(whole: jax.Array, index: jax.Array) -> jax.Array:
+    return lax.dynamic_index_in_dim(whole, index, keepdims=False)
