@@ -207,7 +207,9 @@ def test_a_table_of_candidates_brings_its_own_rates(tiny, timed):
     measured(slope=0.001, draft=0.0)
     drafter = make_drafter("token_recycling", tiny)
     options = TreeOptions(kind="auto", num_nodes=8)
-    chosen, found = with_fastest_trees(tiny, drafter, options)
+    said = []
+    chosen, found = with_fastest_trees(tiny, drafter, options, tell=said.append)
+    assert any("its usual acceptance rates are taken" in line for line in said)
     assert found["token_recycling"].tree == chosen.drafter.tree
     assert chosen.drafter.tree.num_nodes == 8
     rates = drafter.drafter.usual_acceptance

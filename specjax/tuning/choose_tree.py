@@ -179,6 +179,7 @@ def with_fastest_trees(
     Raises InputError as it does, where no part drafts trees, and where rates are unknown.
     """
     found: dict[str, FastestTree] = {}
+    tell = options.get("tell", lambda line: None)
 
     def rates_of(part: LoadedDrafter) -> Rates:
         name = part.name
@@ -188,6 +189,7 @@ def with_fastest_trees(
         if (rates := known_acceptance(name, target, own)) is not None:
             return rates
         if (rates := getattr(part.drafter, "usual_acceptance", None)) is not None:
+            tell(f"{name}: its usual acceptance rates are taken; no measured ones are kept")
             return rates
         missing = ""
         if own is not None:
