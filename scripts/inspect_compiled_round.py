@@ -142,8 +142,8 @@ def compile_round(devices: list[Any]) -> Any:
     form = Form.of(_PLATFORM.value, config, data * model)
     params = jax.tree.map(
         lambda shape, sharding: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding),
-        parameter_names.param_shapes(config, form.scan_layers),
-        build_parameters.parameter_shardings(config, mesh, model, form.scan_layers),
+        parameter_names.param_shapes(config, form.stacked),
+        build_parameters.parameter_shardings(config, mesh, model, form.stacked),
         is_leaf=lambda node: isinstance(node, tuple),
     )
     sampled = _TEMPERATURE.value > 0

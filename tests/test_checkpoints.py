@@ -103,9 +103,7 @@ def assert_placed(model, mesh, shards):
     if mesh is None:
         assert all(len(leaf.devices()) == 1 for leaf in jax.tree.leaves(model.params))
         return
-    wanted = build_parameters.parameter_shardings(
-        model.config, mesh, shards, model.form.scan_layers
-    )
+    wanted = build_parameters.parameter_shardings(model.config, mesh, shards, model.form.stacked)
     matches = jax.tree.map(lambda leaf, sharding: leaf.sharding == sharding, model.params, wanted)
     assert jax.tree.all(matches)
 

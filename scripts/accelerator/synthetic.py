@@ -64,7 +64,7 @@ def random_model(name: str, config: DecoderConfig, dtype: str, form: Form) -> Mo
             _put(params, location.slot.path, _successor_head(params["embed"]["embedding"]))
         elif location.layer is None:
             _put(params, location.slot.path, draw(seed))
-        elif form.scan_layers:
+        elif form.stacked:
             _put(params, location.slot.path, draw(seed, layers=config.num_layers))
         else:
             for layer, own in enumerate(jax.random.split(seed, config.num_layers)):

@@ -42,7 +42,7 @@ def save_checkpoint(model: Model, directory: str | Path, *, overwrite: bool = Fa
     """
     MODEL_KIND.check("model", model)
     path = _writable(directory, overwrite)
-    dtype, scan_layers = np.dtype(model.dtype), model.form.scan_layers
+    dtype, scan_layers = np.dtype(model.dtype), model.form.stacked
     modules = model.mtp and model.mtp.config
     wanted = _arrays(model.config, modules, dtype, scan_layers)
     _compare(path, orbax_checkpoint.shapes(model.arrays), wanted)

@@ -116,7 +116,7 @@ def place_model(model: Model, mesh: Mesh | None, *, replicated: bool = False) ->
 
 def _shardings(model: Model, form: Form, mesh: Mesh, shards: int) -> dict[str, Any]:
     """Those of a model's arrays on a mesh, in a form."""
-    table = array_table(model.config, model.mtp and model.mtp.config, form.scan_layers)
+    table = array_table(model.config, model.mtp and model.mtp.config, form.stacked)
     return build_parameters.table_shardings(table, mesh, shards)
 
 
@@ -193,7 +193,7 @@ class _Target(NamedTuple):
 
     def stacks(self, config: DecoderConfig) -> bool:
         """Whether the layers of a model of that config are stacked."""
-        return self.form(config).scan_layers
+        return self.form(config).stacked
 
     def layout(self, config: DecoderConfig) -> tuple[np.dtype, Mesh | None, int, bool]:
         """The arguments of a reader of parameters: dtype, mesh, shards, stacked layers."""

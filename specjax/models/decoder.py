@@ -85,7 +85,7 @@ class Form:
             raise InputError("form: layers='apart' is not for experts; use stacked or unrolled")
 
     @property
-    def scan_layers(self) -> bool:
+    def stacked(self) -> bool:
         """Whether the parameters of layers are stacked (`parameter_table`)."""
         return self.layers == "stacked"
 
@@ -197,7 +197,7 @@ class Decoder:
 
     def init(self, key: Key[Array, ""]) -> dict[str, Any]:
         """Random parameters, each boxed with the logical names of its axes."""
-        table = parameter_table(self.config, self.form.scan_layers)
+        table = parameter_table(self.config, self.form.stacked)
         module = ParameterTable(table, self.dtype)
         return module.init(key)["params"]
 
@@ -220,7 +220,7 @@ class Decoder:
         Raises InputError for parameters that are missing, or of another shape.
         """
         config = self.config
-        table = parameter_table(config, self.form.scan_layers)
+        table = parameter_table(config, self.form.stacked)
         params = checked(table, params)
         layer = replace(self.arithmetic, differentiable=window is None)
         kv_heads = config.num_kv_heads if window is None else window.k.shape[2]

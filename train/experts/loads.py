@@ -28,7 +28,7 @@ def of_target(decoder: Decoder, chosen: Int[Array, "B T M K"] | None, batch: Bat
     if chosen is not None:
         tokens = batch.segments > 0
         loads = jax.vmap(lambda own: _counted(own, tokens, experts), in_axes=2)(chosen)
-    if decoder.form.scan_layers:
+    if decoder.form.stacked:
         return {"layers.mlp.router": loads}
     first = decoder.config.num_layers - count
     return {f"layers.{first + layer}.mlp.router": loads[layer] for layer in range(count)}

@@ -15,7 +15,7 @@ from specjax.loading.model import Model
 def some_layers(target: Model, layers: Sequence[int]) -> dict[str, Any]:
     """Those layers of a model, stacked, and its final norm, in float32."""
     theirs = target.params["layers"]
-    if target.form.scan_layers:
+    if target.form.stacked:
         taken = jax.tree.map(lambda leaf: np.asarray(leaf)[list(layers)], theirs)
     else:
         each = [theirs[str(layer)] for layer in layers]

@@ -71,7 +71,7 @@ def new_model(
     placement = None
     if mesh is not None:
         build_parameters.check_shards(config, shards)
-        placement = build_parameters.parameter_shardings(config, mesh, shards, form.scan_layers)
+        placement = build_parameters.parameter_shardings(config, mesh, shards, form.stacked)
     decoder = Decoder(config, dtype, shards, form)
 
     def init(key: Key[Array, ""]) -> dict[str, Any]:
