@@ -65,10 +65,10 @@ def read_model(
 ) -> tuple[DecoderConfig, Tokenizer | None, dict[str, Any], MtpModules | None]:
     """The parts of a saved model, each device reading its own part of each array.
 
-    The last part are its MTP modules. Every process makes the call. `stacks` says
-    whether a model's layers are stacked, however they were saved. Raises InputError for a
-    checkpoint that is damaged, not a model's, or does not fit its config, and for a mesh that does
-    not fit the model.
+    The last part are its MTP modules. Every process makes the call. `stacks` says by the config
+    whether layers are to be stacked, however they were saved. Raises InputError for a checkpoint
+    that is damaged, not a model's, or does not fit its config, for a mesh that does not fit the
+    model, and where `stacks` does, before arrays are read.
     """
     path = user_path("directory", directory)
 

@@ -21,8 +21,10 @@ from train.run.workdir import check_same_run, write_file
 
 _RECORD = "config.json"
 _MAY_DIFFER = ("workdir", "minutes", "scan_layers", "mesh.", "distributed.")
-# `scan_layers` was a field once: runs that have it in their record go on.
-"""Fields, and sections followed by a dot, that a resumed run may set anew."""
+"""Fields, and sections followed by a dot, that a resumed run may set anew.
+
+`scan_layers` is in the records of earlier versions.
+"""
 _PIECE = re.compile(r"(\d{6})\.npz", re.ASCII)
 
 

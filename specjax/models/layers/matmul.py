@@ -38,6 +38,7 @@ def product(
     that dtype in hardware.
     """
     if isinstance(kernel, ChosenKernel):
+        assert multiply is None, multiply
         (y,) = _chosen_products(equation, x, [kernel], out)
         return y
     if multiply is None or jnp.dtype(multiply) == x.dtype:
@@ -54,12 +55,12 @@ def products(
     kernels: Sequence[jax.Array | ChosenKernel],
     *,
     multiply: Any = None,
-    out: Any = None,
 ) -> list[jax.Array]:
     """The `product` with each of several kernels; of chosen ones they may run beside each other."""
     if all(isinstance(kernel, ChosenKernel) for kernel in kernels):
-        return _chosen_products(equation, x, kernels, out)
-    return [product(equation, x, kernel, multiply=multiply, out=out) for kernel in kernels]
+        assert multiply is None, multiply
+        return _chosen_products(equation, x, kernels, None)
+    return [product(equation, x, kernel, multiply=multiply) for kernel in kernels]
 
 
 _FEW_ROWS = 2, 7
