@@ -212,6 +212,15 @@ def test_minutes_stop_and_damaged_answers_are_made_again(
     assert "is written already" in capsys.readouterr().out
 
 
+def test_a_run_of_an_earlier_version_goes_on(model_path, prompts, done, capsys):
+    """Its record has a field that is gone."""
+    record = json.loads((done / "config.json").read_text())
+    record["config"]["scan_layers"] = "auto"
+    (done / "config.json").write_text(json.dumps(record))
+    assert generate.main(arguments(model_path, prompts, done)) == 0
+    assert "is written already" in capsys.readouterr().out
+
+
 def test_another_run_in_the_same_folder(model_path, prompts, done, capsys, tmp_path):
     assert generate.main(arguments(model_path, prompts, done, "--config.top_k=5")) == 2
     assert "top_k=0 then, 5 now" in capsys.readouterr().err
