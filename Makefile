@@ -50,8 +50,8 @@ fuzz: setup
 	$(RUN) -m pytest -q tests/test_fuzz_*.py --fuzz=$(MINUTES)
 
 lint: setup
-	$(RUN) -m ruff check .
-	$(RUN) -m ruff format --check .
+	$(RUN) -m ruff check --no-cache .
+	$(RUN) -m ruff format --no-cache --check .
 
 bench: setup
 	$(RUN) -m specjax.bench --config=configs/bench_smollm2.py

@@ -27,11 +27,11 @@ from statistics import fmean, stdev
 from types import SimpleNamespace
 from typing import Any
 
-from lib.child_processes import INTERRUPTED
-from lib.stages import Stage, run_stages
 from rich.console import Console
 from rich.table import Table
 
+from lib.child_processes import INTERRUPTED
+from lib.stages import Stage, run_stages
 from specjax.cli import command
 from specjax.cli.config_file import read_config
 from specjax.cli.flags import Listed, Parser

@@ -23,12 +23,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from absl import app, flags, logging
+from rich.console import Console
+
 from accelerator import bench, peers, pictures, report
 from accelerator.jobs import FORMS
 from accelerator.rows import FAILED, Rows
 from accelerator.sizes import SIZES
-from rich.console import Console
-
 from specjax.errors import InputError
 from specjax.reporting.plots import require_matplotlib
 

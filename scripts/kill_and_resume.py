@@ -35,10 +35,10 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
-from lib.model_cards import METHODS
 from rich.console import Console
 from rich.table import Table
 
+from lib.model_cards import METHODS
 from specjax.cli import command
 from specjax.cli.flags import Listed, Parser
 from specjax.errors import InputError

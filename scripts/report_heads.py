@@ -21,7 +21,6 @@ from types import SimpleNamespace
 import sweep
 from lib.child_processes import INTERRUPTED
 from lib.model_cards import card, curve, table
-
 from specjax import report
 from specjax.cli import command
 from specjax.cli.decode_config import FIXED

@@ -25,7 +25,6 @@ from types import SimpleNamespace
 from lib.child_processes import INTERRUPTED
 from lib.model_cards import TRAINERS, card
 from lib.stages import Stage, run_stages
-
 from specjax.cli import command
 from specjax.cli.flags import Listed, Parser
 from specjax.distributed import folder_lock

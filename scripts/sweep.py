@@ -26,8 +26,8 @@ from statistics import fmean
 from types import SimpleNamespace
 
 import ml_collections
-from lib.child_processes import INTERRUPTED, run_child
 
+from lib.child_processes import INTERRUPTED, run_child
 from specjax import decode, report
 from specjax.cli import command
 from specjax.cli.config_file import read_config

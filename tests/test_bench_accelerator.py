@@ -23,7 +23,6 @@ from accelerator import bench, kernels, peers, report
 from accelerator.rows import FAILED, MEASURED, NO_FIT, SKIPPED, Rows, read_rows
 from accelerator.sizes import SIZES, model_shape
 from accelerator.synthetic import random_cache, random_model
-
 from specjax import generate
 from specjax.decoding import costs
 from specjax.errors import InputError

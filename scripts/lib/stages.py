@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lib.child_processes import run_child
-
 from specjax.cli import command
 from specjax.errors import InputError
 from train.run.workdir import write_file
