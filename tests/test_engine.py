@@ -267,7 +267,7 @@ def test_an_engine_without_requests_holds_nothing_on_the_devices(tiny):
     list(engine)
     assert engine._rows._state is engine._rows._new is None
     assert engine.num_unfinished == 0
-    assert not engine._samples
+    assert not engine._scheduler._by_id
 
 
 def test_samples_of_one_request(tiny):
@@ -478,22 +478,54 @@ def test_engines_that_cannot_be(options, said, tiny):
         Engine(tiny, **options)
 
 
-def test_the_scheduler_keeps_the_order_of_arrival():
-    def request(name):
-        follower = Follower(None, (), logprobs=False)
-        return Request(name, Row(0, (1,), SamplingParams()), follower, 0.0)
+def request(name):
+    follower = Follower(None, (), logprobs=False)
+    return Request(name, Row(0, (1,), SamplingParams()), follower, 0.0)
 
+
+def test_the_scheduler_keeps_the_order_of_arrival():
     scheduler = Scheduler(2)
-    for name in "abcd":
-        scheduler.waiting.append(request(name))
+    for name in "abcda":
+        scheduler.add(request(name))
     assert [(slot, one.id) for slot, one in scheduler.take(5)] == [(0, "a"), (1, "b")]
     assert scheduler.take(1) == []
-    first = scheduler.slots[0]
+    first, last = scheduler.samples("a")
+    assert scheduler.slots[0] is first
     assert scheduler.free(first) == 0
-    assert scheduler.free(scheduler.waiting[1]) is None
+    assert "a" in scheduler
+    (waits,) = scheduler.samples("d")
+    assert scheduler.free(waits) is None
+    assert "d" not in scheduler
+    assert scheduler.samples("d") == []
     assert [(slot, one.id) for slot, one in scheduler.take(5)] == [(0, "c")]
-    assert [one.id for one in scheduler] == ["c", "b"]
-    assert (len(scheduler), scheduler.num_free) == (2, 0)
+    assert [one.id for one in scheduler] == ["c", "b", "a"]
+    assert (len(scheduler), scheduler.num_free, scheduler.num_waiting) == (3, 0, 1)
+    assert scheduler.free(last) is None
+    assert "a" not in scheduler
+
+
+def test_what_is_done_for_one_request_does_not_depend_on_how_many_wait():
+    """Nothing looks through the queue: no request is compared with another one."""
+
+    class Compared(Request):
+        count = 0
+
+        def __eq__(self, other):
+            Compared.count += 1
+            return self is other
+
+        __hash__ = Request.__hash__
+
+    scheduler = Scheduler(1)
+    for name in range(1000):
+        own = request(name)
+        scheduler.add(Compared(own.id, own.row, own.follower, own.added))
+    scheduler.take(1)
+    for name in reversed(range(1000)):
+        (one,) = scheduler.samples(name)
+        scheduler.free(one)
+    assert not scheduler
+    assert Compared.count <= 1000
 
 
 def test_statistics_of_steps():

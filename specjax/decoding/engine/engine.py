@@ -204,8 +204,6 @@ class Engine:
         self._under_way: deque[_Reading | _Running] = deque()
         self._ended_slots: set[int] = set()
         self._ready: deque[Delta] = deque()
-        self._samples: dict[RequestId, int] = {}
-        """Unfinished samples of each request."""
         self._number = 0
         self._clock_s = self._start_s = time.perf_counter()
         self._closed = False
@@ -232,7 +230,7 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         """Samples that wait for a slot."""
-        return len(self._scheduler.waiting)
+        return self._scheduler.num_waiting
 
     @property
     def compile_s(self) -> float:
@@ -263,7 +261,7 @@ class Engine:
         name = self._free_number() if id is None else id
         if not isinstance(name, int | str) or isinstance(name, bool):
             raise InputError(f"id={shown(name)}: use a whole number or a text")
-        if name in self._samples:
+        if name in self._scheduler:
             raise InputError(f"id={shown(name)}: a request with this id is unfinished; use another")
         n = Whole(1).check("n", n)
         where = f"prompt of request {shown(name)}"
@@ -285,7 +283,7 @@ class Engine:
 
     def _free_number(self) -> int:
         """The number of the next request, or one after it that is no unfinished request's id."""
-        return next(one for one in itertools.count(self._number) if one not in self._samples)
+        return next(one for one in itertools.count(self._number) if one not in self._scheduler)
 
     def add_rows(self, id: RequestId, rows: list[Row]) -> None:
         """Add rows that were checked before as the samples of one request.
@@ -297,11 +295,10 @@ class Engine:
         if not self._scheduler:
             self._clock_s = now
         self._number += 1
-        self._samples[id] = len(rows)
         for row in rows:
             params = row.sampling
             follower = Follower(self.setup.model.tokenizer, params.stop, logprobs=params.logprobs)
-            self._scheduler.waiting.append(Request(id, row, follower, now))
+            self._scheduler.add(Request(id, row, follower, now))
 
     def step(self) -> list[Delta]:
         """Decode for a few rounds; what that added, request by request.
@@ -332,12 +329,12 @@ class Engine:
         Raises InputError for an id that is unknown or finished.
         """
         self._check_open()
-        if not isinstance(id, int | str) or isinstance(id, bool) or id not in self._samples:
+        if not isinstance(id, int | str) or isinstance(id, bool) or id not in self._scheduler:
             raise InputError(
                 f"id={shown(id)}: no unfinished request has this id; abort one that was added and "
                 "has not finished"
             )
-        self._abort([request for request in self._scheduler if request.id == id])
+        self._abort(self._scheduler.samples(id))
 
     def update_params(
         self, params: Any, drafter_params: Any = None, *, running: str = "continue"
@@ -365,7 +362,6 @@ class Engine:
         """
         self._closed = True
         self._scheduler = Scheduler(self.setup.batch_size)
-        self._samples.clear()
         self._ready.clear()
         # A few rounds of rows that are dropped say little of costs.
         self._rest(keep_costs=False)
@@ -568,9 +564,6 @@ class Engine:
         slot = self._scheduler.free(request)
         if request.follower.finish_reason == ABORTED and slot is not None:
             self._ended_slots.add(slot)
-        self._samples[request.id] -= 1
-        if not self._samples[request.id]:
-            del self._samples[request.id]
         times = request.times(time.perf_counter())
         self.statistics.add_request(times)
         sample = request.row.sample

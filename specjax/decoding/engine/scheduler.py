@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from specjax.decoding.engine.outputs import Follower, RequestId, Times
 from specjax.decoding.rows import Row
@@ -50,43 +50,68 @@ class Request:
 
 @dataclass
 class Scheduler:
-    """A queue, and slots, each with the request that has it."""
+    """A queue, and slots, each with the request that has it.
+
+    Nothing but a pass over all requests takes longer where more of them wait.
+    """
 
     num_slots: int
-    waiting: deque[Request] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         self.slots: list[Request | None] = [None] * self.num_slots
+        self._waiting: OrderedDict[Request, None] = OrderedDict()
+        self._by_id: dict[RequestId, dict[Request, None]] = {}
 
     @property
     def num_free(self) -> int:
         """Slots that no request has."""
         return self.slots.count(None)
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have no slot yet."""
+        return len(self._waiting)
+
+    def add(self, request: Request) -> None:
+        """Put a request at the end of the queue; those of one id are its samples."""
+        self._waiting[request] = None
+        self._by_id.setdefault(request.id, {})[request] = None
+
+    def samples(self, id: RequestId) -> list[Request]:
+        """The requests of an id that wait or have a slot, in the order in which they were added."""
+        return list(self._by_id.get(id, ()))
+
     def take(self, most: int) -> list[tuple[int, Request]]:
         """Free slots, at most `most`, each with the request that gets it now."""
         taken = []
         for slot, request in enumerate(self.slots):
-            if len(taken) == most or not self.waiting:
+            if len(taken) == most or not self._waiting:
                 break
             if request is None:
-                self.slots[slot] = self.waiting.popleft()
+                self.slots[slot], _ = self._waiting.popitem(last=False)
                 taken.append((slot, self.slots[slot]))
         return taken
 
     def free(self, request: Request) -> int | None:
         """Take a request out; the slot that it had, if it had one."""
-        if request in self.slots:
-            slot = self.slots.index(request)
-            self.slots[slot] = None
-            return slot
-        self.waiting.remove(request)
-        return None
+        samples = self._by_id[request.id]
+        del samples[request]
+        if not samples:
+            del self._by_id[request.id]
+        if request in self._waiting:
+            del self._waiting[request]
+            return None
+        slot = self.slots.index(request)
+        self.slots[slot] = None
+        return slot
+
+    def __contains__(self, id: RequestId) -> bool:
+        return id in self._by_id
 
     def __iter__(self) -> Iterator[Request]:
         """The requests that have a slot, then those that wait."""
         yield from (request for request in self.slots if request is not None)
-        yield from self.waiting
+        yield from self._waiting
 
     def __len__(self) -> int:
-        return self.num_slots - self.num_free + len(self.waiting)
+        return self.num_slots - self.num_free + self.num_waiting
