@@ -140,7 +140,7 @@ def _settings(flags: SimpleNamespace) -> dict[str, Any]:
 
 def _prompts(flags: SimpleNamespace) -> list[Prompt]:
     questions = list(read_questions(flags.prompts))[: flags.limit]
-    return [[{"role": "user", "content": question.turns[0]}] for question in questions]
+    return [question.first_turn for question in questions]
 
 
 if __name__ == "__main__":

@@ -170,7 +170,7 @@ def compare() -> int:
     """Run the comparison; returns the exit code. Raises InputError."""
     logging.set_verbosity(logging.WARNING)
     import specjax
-    from specjax.cli.built_in_prompts import BUILT_IN
+    from specjax.cli.built_in_prompts import questions_of
     from specjax.decoding import prompts
     from specjax.errors import InputError
     from specjax.loading.find_head import open_head
@@ -190,12 +190,9 @@ def compare() -> int:
         for kind in set(kinds.values())
         if given[kind] != _UNTRAINED
     }
-    questions = prompts.read_questions(_PROMPTS.value) if _PROMPTS.value else list(BUILT_IN)
+    questions = questions_of(_PROMPTS.value)
     questions = prompts.select(questions, per_task=_PER_TASK.value)
-    ids = [
-        model.tokenizer.encode_chat([{"role": "user", "content": question.turns[0]}])
-        for question in questions
-    ]
+    ids = [prompts.encode_prompt(model, question.first_turn) for question in questions]
     specjax.save_model(model, folder / "target")
     new = _NEW_TOKENS.value
     print(f"{len(ids)} prompts, {new} new tokens, greedy, float32, K = {_LENGTH.value}", flush=True)

@@ -19,13 +19,13 @@ from dataclasses import replace
 import numpy as np
 from absl import app, flags, logging
 
-from specjax.cli.built_in_prompts import BUILT_IN
+from specjax.cli.built_in_prompts import questions_of
 from specjax.decoding.engine.statistics import EngineSummary
 from specjax.decoding.generate import decode_session, open_engine
 from specjax.decoding.options import DecodeOptions
-from specjax.decoding.plan import Session, plan_session
-from specjax.decoding.prompts import read_questions
+from specjax.decoding.prompts import encode_prompt
 from specjax.decoding.sampling_params import SamplingParams
+from specjax.decoding.setup import Session, plan_session
 from specjax.drafters import make_drafter
 from specjax.loading.load import load_model
 
@@ -44,11 +44,8 @@ def main(argv: list[str]) -> int:
     del argv
     logging.set_verbosity(logging.WARNING)
     model = load_model(_TARGET.value, dtype="float32")
-    questions = read_questions(_PROMPTS.value) if _PROMPTS.value else list(BUILT_IN)
-    ids = [
-        model.tokenizer.encode_chat([{"role": "user", "content": question.turns[0]}])
-        for question in questions[: _REQUESTS.value]
-    ]
+    questions = questions_of(_PROMPTS.value)
+    ids = [encode_prompt(model, question.first_turn) for question in questions[: _REQUESTS.value]]
     length = _LENGTH.value
     options = DecodeOptions(
         num_speculative_tokens=length if length in (None, "auto") else int(length),

@@ -60,23 +60,20 @@ def main(argv: list[str]) -> None:
     del argv
     logging.set_verbosity(logging.WARNING)
     import specjax
-    from specjax.cli.built_in_prompts import BUILT_IN
-    from specjax.decoding import generate, plan, prompts
+    from specjax.cli.built_in_prompts import questions_of
+    from specjax.decoding import generate, prompts, setup
     from specjax.decoding.options import DecodeOptions
     from specjax.loading import load
 
     model = specjax.load_model(load.DEFAULT_MODEL, dtype="float32")
-    questions = prompts.read_questions(_PROMPTS.value) if _PROMPTS.value else list(BUILT_IN)
+    questions = questions_of(_PROMPTS.value)
     questions = prompts.select(questions, per_task=_PER_TASK.value)
-    ids = [
-        model.tokenizer.encode_chat([{"role": "user", "content": question.turns[0]}])
-        for question in questions
-    ]
+    ids = [prompts.encode_prompt(model, question.first_turn) for question in questions]
     peer = Peer(_PEER.value, load.default_model_file())
     sampling = specjax.SamplingParams(max_new_tokens=_NEW_TOKENS.value)
 
-    def ours(drafter: str, length: int | str | None) -> plan.Session:
-        return plan.plan_session(
+    def ours(drafter: str, length: int | str | None) -> setup.Session:
+        return setup.plan_session(
             model,
             ids,
             drafter=specjax.make_drafter(drafter, model),
@@ -139,11 +136,11 @@ def compare_prefill(model: Any, peer: Peer) -> None:
     import numpy as np
 
     import specjax
-    from specjax.decoding import generate, plan
+    from specjax.decoding import generate, setup
 
     length = _PREFILL.value
     ids = np.random.default_rng(0).integers(100, 40000, length).tolist()
-    one = plan.plan_session(model, [ids], requests=specjax.SamplingParams(max_new_tokens=1))
+    one = setup.plan_session(model, [ids], requests=specjax.SamplingParams(max_new_tokens=1))
     engine = generate.open_engine(one)
     mine, theirs = [], []
     for turn in range(_RUNS.value + 1):

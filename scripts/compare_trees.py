@@ -34,13 +34,13 @@ from typing import NamedTuple
 import numpy as np
 
 from specjax.cli import command
-from specjax.cli.built_in_prompts import BUILT_IN
+from specjax.cli.built_in_prompts import questions_of
 from specjax.cli.flags import Listed, Parser
 from specjax.decoding.generate import decode_session, open_engine
 from specjax.decoding.options import DecodeOptions
-from specjax.decoding.plan import Session, plan_session
-from specjax.decoding.prompts import encode_prompt, read_questions, spread
+from specjax.decoding.prompts import encode_prompt, spread
 from specjax.decoding.sampling_params import SamplingParams
+from specjax.decoding.setup import Session, plan_session
 from specjax.drafters import LoadedDrafter, make_drafter
 from specjax.errors import InputError
 from specjax.fields import InputFile, Number, PathOrName, Text, Whole, optional
@@ -179,11 +179,8 @@ def _compare(
         fields = {"tree": tree, "num_speculative_tokens": deepest}
         dynamic = made._replace(drafter=replace(made.drafter, **fields))
         shapes.append(Shape(f"dynamic, {size} nodes", dynamic, size, deepest))
-    questions = read_questions(prompts) if prompts is not None else list(BUILT_IN)
-    ids = [
-        encode_prompt(model, [{"role": "user", "content": question.turns[0]}])
-        for question in spread(questions, limit)
-    ]
+    questions = questions_of(prompts)
+    ids = [encode_prompt(model, question.first_turn) for question in spread(questions, limit)]
     sampling = SamplingParams(temperature=temperature, max_new_tokens=new_tokens)
     sessions = [_session(model, ids, shape.drafter, sampling, batch_size) for shape in shapes]
 

@@ -17,9 +17,9 @@ import numpy as np
 from absl import app, flags, logging
 
 from specjax import theory
-from specjax.cli.built_in_prompts import BUILT_IN
+from specjax.cli.built_in_prompts import questions_of
 from specjax.cli.measure_auto import measure_cells
-from specjax.decoding.prompts import read_questions
+from specjax.decoding.prompts import encode_prompt, spread
 from specjax.drafters import make_drafter
 from specjax.loading.load import load_model
 
@@ -52,11 +52,9 @@ def main(argv: list[str]) -> int:
     del argv
     logging.set_verbosity(logging.WARNING)
     model = load_model(_TARGET.value, dtype="float32")
-    questions = read_questions(_PROMPTS.value) if _PROMPTS.value else list(BUILT_IN)
-    step = max(len(questions) // _LIMIT.value, 1)
+    questions = questions_of(_PROMPTS.value)
     ids = [
-        model.tokenizer.encode_chat([{"role": "user", "content": question.turns[0]}])
-        for question in questions[::step][: _LIMIT.value]
+        encode_prompt(model, question.first_turn) for question in spread(questions, _LIMIT.value)
     ]
     drafter = make_drafter(_DRAFTER.value, model)
     print(

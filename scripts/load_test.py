@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 from absl import app, flags, logging
 
-from specjax.cli.built_in_prompts import BUILT_IN
+from specjax.cli.built_in_prompts import questions_of
 from specjax.decoding.compare_outputs import first_difference
 from specjax.decoding.engine.engine import Engine
-from specjax.decoding.prompts import read_questions
+from specjax.decoding.prompts import encode_prompt
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.drafters import make_drafter
 from specjax.loading.load import load_model
@@ -124,7 +124,7 @@ def main(argv: list[str]) -> int:
 
 def make_clients(model: Any, rng: np.random.Generator) -> list[Client]:
     """The requests in the order of their arrival."""
-    questions = read_questions(_PROMPTS.value) if _PROMPTS.value else list(BUILT_IN)
+    questions = questions_of(_PROMPTS.value)
     fewest, most = map(int, _NEW.value)
     clients, now = [], 0.0
     while len(clients) < (_REQUESTS.value or 10**9):
@@ -137,7 +137,7 @@ def make_clients(model: Any, rng: np.random.Generator) -> list[Client]:
             Client(
                 number,
                 now,
-                model.tokenizer.encode_chat([{"role": "user", "content": question.turns[0]}]),
+                encode_prompt(model, question.first_turn),
                 SamplingParams(
                     temperature=_TEMPERATURE.value if number % 2 else 0.0,
                     max_new_tokens=new,

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specjax.cli import command
-from specjax.cli.built_in_prompts import BUILT_IN
+from specjax.cli.built_in_prompts import questions_of
 from specjax.cli.measure_auto import Cell, Ratio, measure_cells
 from specjax.cli.measure_drafter import (
     Comparison,
@@ -37,8 +37,8 @@ from specjax.cli.mesh_config import DistributedConfig, MeshConfig, open_mesh
 from specjax.decoding import costs, prompts
 from specjax.decoding.generate import open_engine
 from specjax.decoding.options import DecodeOptions
-from specjax.decoding.plan import plan_session
 from specjax.decoding.sampling_params import SamplingParams
+from specjax.decoding.setup import plan_session
 from specjax.distributed import processes, sharding
 from specjax.drafters import DRAFT_TOKENS, LoadedDrafter, make_drafter
 from specjax.fields import (
@@ -123,13 +123,13 @@ def bench(
 ) -> None:
     """Measure and print every part, added to `measured`; `grew` is called after each addition."""
 
-    def load() -> tuple[Model, list[prompts.Question]]:
+    def load() -> tuple[Model, Sequence[prompts.Question]]:
         model = load_model(config.target, dtype=config.dtype, mesh=mesh, field="target")
         for layer in config.exit_layers:
             make_drafter("early_exit", model, exit_layer=layer)  # refused before the long work
         for name in config.auto.drafters:
             make_drafter(name, model)
-        return model, prompts.read_questions(config.prompts) if config.prompts else list(BUILT_IN)
+        return model, questions_of(config.prompts)
 
     model, everything = processes.together(load)
     processes.agree({"prompts": hashlib.sha256(repr(everything).encode()).hexdigest()[:16]})
@@ -137,7 +137,7 @@ def bench(
     fewest = len(questions)
     questions += [question for question in everything if question not in questions]
     ids = [
-        prompts.encode_prompt(model, [{"role": "user", "content": question.turns[0]}])
+        prompts.encode_prompt(model, question.first_turn)
         for question in questions[: max(fewest, *config.batch_sizes)]
     ]
     where = device_name(mesh)
@@ -239,7 +239,7 @@ def _auto_cells(
 ) -> Iterator[Cell]:
     cells = config.auto
     ids = [
-        prompts.encode_prompt(model, [{"role": "user", "content": question.turns[0]}])
+        prompts.encode_prompt(model, question.first_turn)
         for question in prompts.spread(questions, cells.prompts)
     ]
     if not cells.drafters:

@@ -11,10 +11,10 @@ from specjax import trees
 from specjax.decoding import loop
 from specjax.decoding.generate import decode_session, open_engine
 from specjax.decoding.options import DecodeOptions
-from specjax.decoding.plan import plan_session
 from specjax.decoding.programs import run, start
 from specjax.decoding.rows import batch_arguments
 from specjax.decoding.sampling_params import SamplingParams
+from specjax.decoding.setup import plan_session
 from specjax.decoding.state import RUNNING
 from specjax.distributed.sharding import use
 from specjax.drafters import (

@@ -18,7 +18,7 @@ from specjax.cli import decode_run
 from specjax.cli.console import Screen
 from specjax.decoding import compare_outputs
 from specjax.decoding.generate import generate
-from specjax.decoding.plan import plan_session
+from specjax.decoding.setup import plan_session
 from specjax.drafters import make_drafter
 from specjax.errors import InputError
 from specjax.loading.load import load_model, save_model

@@ -8,9 +8,9 @@ from decoding import PROMPTS, Shifting, decode, greedy
 
 from specjax.decoding.generate import generate
 from specjax.decoding.options import DecodeOptions
-from specjax.decoding.plan import plan_session
 from specjax.decoding.programs import compile_setup
 from specjax.decoding.rows import batch_arguments
+from specjax.decoding.setup import plan_session
 from specjax.distributed import device_memory
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.errors import InputError, shown

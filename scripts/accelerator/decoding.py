@@ -19,9 +19,9 @@ from specjax import metrics
 from specjax.cache import KVCache
 from specjax.decoding import costs, loop
 from specjax.decoding.options import DecodeOptions
-from specjax.decoding.plan import plan_session
 from specjax.decoding.rows import batch_arguments
 from specjax.decoding.sampling_params import SamplingParams
+from specjax.decoding.setup import plan_session
 from specjax.decoding.state import Rounds, State
 from specjax.drafters import LoadedDrafter, take_turns
 from specjax.drafters.none import NoDrafter

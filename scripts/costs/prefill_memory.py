@@ -12,9 +12,9 @@ import sys
 
 from absl import app, flags
 
-from specjax.decoding.plan import plan_session
 from specjax.decoding.programs import compile_setup
 from specjax.decoding.sampling_params import SamplingParams
+from specjax.decoding.setup import plan_session
 from specjax.drafters import make_drafter
 from specjax.loading.load import load_model
 

@@ -20,13 +20,13 @@ from dataclasses import dataclass
 import numpy as np
 from absl import app, flags, logging
 
-from specjax.cli.built_in_prompts import BUILT_IN
+from specjax.cli.built_in_prompts import questions_of
 from specjax.decoding.engine.learned_costs import LearnedCosts
 from specjax.decoding.generate import decode_session, open_engine
 from specjax.decoding.options import DecodeOptions
-from specjax.decoding.plan import Session, plan_session
-from specjax.decoding.prompts import encode_prompt, read_questions
+from specjax.decoding.prompts import encode_prompt, spread
 from specjax.decoding.sampling_params import SamplingParams
+from specjax.decoding.setup import Session, plan_session
 from specjax.decoding.state import State
 from specjax.distributed.sharding import fetch
 from specjax.draft_length.cost_measurement import Measurement
@@ -145,11 +145,9 @@ def main(argv: list[str]) -> int:
         [float(one) for one in flag.value] for flag in (_PASSES, _FIRST, _FURTHER, _CATCH_UP)
     )
     model = load_model(_TARGET.value, dtype="float32")
-    questions = read_questions(_PROMPTS.value) if _PROMPTS.value else list(BUILT_IN)
-    step = max(len(questions) // _LIMIT.value, 1)
+    questions = questions_of(_PROMPTS.value)
     ids = [
-        encode_prompt(model, [{"role": "user", "content": question.turns[0]}])
-        for question in questions[::step][: _LIMIT.value]
+        encode_prompt(model, question.first_turn) for question in spread(questions, _LIMIT.value)
     ]
     rows = -(-len(ids) // _BATCH.value) * _BATCH.value
     ids = list(itertools.islice(itertools.cycle(ids), rows))

@@ -6,7 +6,10 @@ speed.
 
 from __future__ import annotations
 
-from specjax.decoding.prompts import Question
+import os
+from collections.abc import Sequence
+
+from specjax.decoding.prompts import Question, read_questions
 
 _LIGHTHOUSE = (
     "The lighthouse at Gull Point was built in 1871, after three ships had been lost on the reef "
@@ -41,3 +44,8 @@ BUILT_IN = (
         (f"Text: {_LIBRARY}\n\nQuestion: How many books does the library hold?",),
     ),
 )
+
+
+def questions_of(path: str | os.PathLike | None) -> Sequence[Question]:
+    """The questions of a file, or the built-in ones for None. Raises InputError."""
+    return BUILT_IN if path is None else read_questions(path)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from specjax.cli.built_in_prompts import BUILT_IN
+from specjax.cli.built_in_prompts import questions_of
 from specjax.cli.mesh_config import DistributedConfig, MeshConfig
 from specjax.decoding.options import BATCH_SIZE, DRAFT_LENGTH, RULE_NAME, DecodeOptions
 from specjax.decoding.prompts import (
@@ -16,7 +16,6 @@ from specjax.decoding.prompts import (
     Prompt,
     Question,
     encode_prompt,
-    read_questions,
     select,
 )
 from specjax.decoding.sampling_params import SEED, SamplingParams
@@ -365,5 +364,4 @@ def _questions(values: Mapping[str, Any]) -> Sequence[Question]:
         raise InputError(f"prompts={str(path)!r}: prompt is given too; leave one of the two out")
     if prompt is not None:
         return [Question(0, "", (prompt,))]
-    questions = list(BUILT_IN) if path is None else read_questions(path)
-    return select(questions, values["limit"], values["per_task"])
+    return select(questions_of(path), values["limit"], values["per_task"])

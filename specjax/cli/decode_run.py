@@ -31,7 +31,7 @@ from specjax.decoding.generate import (
     expected_acceptance,
     open_engine,
 )
-from specjax.decoding.plan import Session, plan_session
+from specjax.decoding.setup import Session, plan_session
 from specjax.draft_length.policy import Costs
 from specjax.drafters import LoadedDrafter
 from specjax.loading.model import Model

@@ -14,8 +14,8 @@ from scipy.special import stdtrit
 
 from specjax.decoding.generate import Generation, decode_session, open_engine
 from specjax.decoding.options import DecodeOptions
-from specjax.decoding.plan import plan_session
 from specjax.decoding.sampling_params import SamplingParams
+from specjax.decoding.setup import plan_session
 from specjax.drafters import LoadedDrafter
 from specjax.loading.model import Model
 

@@ -14,8 +14,8 @@ from specjax.decoding.engine.engine import Engine
 from specjax.decoding.engine.outputs import broken_logits
 from specjax.decoding.generate import Generation, decode_session, open_engine
 from specjax.decoding.options import DecodeOptions
-from specjax.decoding.plan import Session, plan_session
 from specjax.decoding.sampling_params import SamplingParams
+from specjax.decoding.setup import Session, plan_session
 from specjax.drafters import LoadedDrafter
 from specjax.errors import InputError
 from specjax.loading.model import Model

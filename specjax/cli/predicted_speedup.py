@@ -23,7 +23,7 @@ from specjax.cli.decode_config import (
 )
 from specjax.cli.mesh_config import open_mesh
 from specjax.decoding import costs
-from specjax.decoding.plan import Session, plan_session
+from specjax.decoding.setup import Session, plan_session
 from specjax.distributed import sharding
 from specjax.errors import InputError, one_line
 from specjax.fields import dotted

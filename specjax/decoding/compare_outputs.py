@@ -13,9 +13,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from specjax import sampling
-from specjax.decoding.plan import Session
 from specjax.decoding.rows import session_row
 from specjax.decoding.sampling_params import SamplingParams
+from specjax.decoding.setup import Session
 from specjax.distributed.sharding import fetch, use
 from specjax.models.interface import LanguageModel
 from specjax.models.prefill import prefill

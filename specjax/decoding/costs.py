@@ -19,9 +19,9 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from specjax.decoding import loop
-from specjax.decoding.plan import Session
 from specjax.decoding.programs import start
 from specjax.decoding.rows import batch_arguments
+from specjax.decoding.setup import Session
 from specjax.models.interface import LanguageModel
 from specjax.sampling import argmax
 

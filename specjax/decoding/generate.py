@@ -14,10 +14,10 @@ from specjax import metrics, sampling
 from specjax.decoding.engine.engine import Engine, Schedule
 from specjax.decoding.engine.outputs import Delta, Output, Times, broken_logits, was_drafted
 from specjax.decoding.options import DecodeOptions
-from specjax.decoding.plan import Session, plan_session
 from specjax.decoding.prompts import Prompt
 from specjax.decoding.rows import session_row
 from specjax.decoding.sampling_params import SamplingParams
+from specjax.decoding.setup import Session, plan_session
 from specjax.decoding.state import Rounds
 from specjax.drafters import Drafter, LoadedDrafter, make_drafter
 from specjax.drafters.turns import NO_DRAFTER

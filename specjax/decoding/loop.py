@@ -17,12 +17,12 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax import sampling
 from specjax.cache import KVCache, commit, put
+from specjax.decoding.plan import Plan
 from specjax.decoding.state import (
     FAILED,
     FULL,
     RUNNING,
     STOPPED,
-    Plan,
     Rounds,
     Rows,
     Seen,

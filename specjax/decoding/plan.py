@@ -1,346 +1,41 @@
-"""From a call to what it decodes: everything checked, encoded and chosen before any long work."""
+"""The static plan that a loop is compiled for."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
-from jax.sharding import Mesh
+from dataclasses import dataclass, replace
 
 from specjax import sampling
-from specjax.decoding.options import DecodeOptions
-from specjax.decoding.prompts import Prompt, encode_prompt
-from specjax.decoding.sampling_params import SEED, SamplingParams, one_per_prompt
-from specjax.decoding.state import Plan
-from specjax.decoding.verify import check_rule_shapes
-from specjax.distributed.sharding import (
-    DATA,
-    Placement,
-    axis_size,
-    first_device,
-    placement_of,
-    spread,
-)
 from specjax.draft_length.limits import DraftLength
-from specjax.drafters import DRAFTER_KIND, Drafter, LoadedDrafter
-from specjax.drafters.none import NoDrafter
-from specjax.drafters.turns import NO_DRAFTER, Turns
-from specjax.errors import InputError, shown
-from specjax.loading.model import MODEL_KIND, Model
-from specjax.models.layers.attention import CACHE_BLOCK
-
-MOST_ROWS = 16
-"""Slots where the caller does not say."""
-_PREFILL_CHUNKS = {"cpu": (256, 64)}
-"""Prompt tokens of one forward, by platform; the smaller size is for what is left of a prompt."""
-_ACCELERATOR_CHUNKS = (256,)
-_STOP_IDS = 8
-"""Room for end-of-sequence and stop token ids of a row; more where a call needs more."""
+from specjax.drafters.turns import SleepingTurns, Turns
+from specjax.models.interface import LanguageModel
 
 
 @dataclass(frozen=True)
-class Setup:
-    """What rows are decoded with: a target, a drafter, and the plan of their loop.
+class Plan:
+    """What is fixed when a loop is compiled.
 
-    `batch_size` slots decode together. A row's prompt and output have at most `max_length` tokens,
-    and at most `num_stop_ids` tokens end it.
+    `widths` are the window sizes a round can run at, ascending, the last one N + 1. `chunks` are
+    the sizes of the forwards that read prompts, descending (`prefill`).
+    `rounds_per_step` (R) bounds the rounds of one call. `overlaps` also records what share of p
+    each verified node's distribution has, which costs one warp per node. `plain_program` says that
+    rounds in which all drafters sleep have a program of their own.
     """
 
-    model: Model
-    drafter: LoadedDrafter
-    plan: Plan
-    batch_size: int
-    seed: int
-    num_stop_ids: int
-    max_length: int
+    target: LanguageModel
+    drafter: Turns
+    rule: sampling.Rule
+    draft_length: DraftLength
+    widths: tuple[int, ...]
+    flags: sampling.WarpFlags
+    capacity: int
+    chunks: tuple[int, ...]
+    rounds_per_step: int = 64
+    logprobs: bool = False
+    overlaps: bool = False
+    plain_program: bool = False
 
     @property
-    def params(self) -> tuple[Any, Any]:
-        """(target's parameters, drafter's parameters)."""
-        return self.model.params, self.drafter.params
-
-    @property
-    def mesh(self) -> Mesh | None:
-        """The mesh that is decoded on, if there is one: the model's."""
-        return self.model.mesh
-
-    @property
-    def placement(self) -> Placement:
-        """Where decoding runs: the model's mesh, or its device."""
-        return placement_of(self.model.params, self.mesh)
-
-    @property
-    def num_rows(self) -> int:
-        """Rows on the devices (B): as many on each along `data`; those over `batch_size` idle."""
-        return _round_up(self.batch_size, axis_size(self.mesh, DATA))
-
-    @property
-    def prefill_rows(self) -> int:
-        """Prompts that are read together: one on each device along `data`."""
-        return axis_size(self.mesh, DATA)
-
-    @property
-    def lossy(self) -> bool:
-        """Whether the rule changes the distribution of some row: greedy ones keep their tokens."""
-        return not self.plan.rule.exact and self.plan.flags.sampled
-
-    def stop_ids(self, request: SamplingParams) -> tuple[int, ...]:
-        """The tokens that end a request's output."""
-        return _stop_ids(self.model, request)
-
-
-@dataclass(frozen=True)
-class Session(Setup):
-    """Everything that one call decodes: the setup, and its prompts with what each asks for."""
-
-    prompts: tuple[tuple[int, ...], ...] = ()
-    requests: tuple[SamplingParams, ...] = ()
-    replay: tuple[np.ndarray, np.ndarray] | None = None
-    """[prompts, R] each: how much was drafted in every round of an earlier run, and by whom."""
-
-    def groups(self, size: int) -> list[list[int]]:
-        """The prompts' indices, in input order, `size` at a time."""
-        count = len(self.prompts)
-        return [list(range(first, min(first + size, count))) for first in range(0, count, size)]
-
-
-def plan_session(
-    target: Model,
-    prompts: Sequence[Prompt],
-    *,
-    drafter: LoadedDrafter | Drafter | None = None,
-    options: DecodeOptions = DecodeOptions(),  # noqa: B008 - frozen
-    requests: Any = SamplingParams(),  # noqa: B008 - frozen
-    seed: int = 0,
-    replay: tuple[np.ndarray, np.ndarray] | None = None,
-) -> Session:
-    """Check, encode and choose a program, without measuring anything; see `generate.generate`.
-
-    `requests` is one SamplingParams or dict for all prompts, or one for each. `replay` are the
-    counts `drafted` and `drafter` of an earlier result. Raises InputError.
-    """
-    MODEL_KIND.check("target", target)
-    if isinstance(prompts, str):
-        prompts = [prompts]
-    if getattr(prompts, "ndim", None) == 2:
-        prompts = list(prompts)
-    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
-        raise InputError(f"prompts={shown(prompts)}: give a list of prompts")
-    if not len(prompts):
-        raise InputError("prompts is empty: give at least one")
-    requests = one_per_prompt(requests, len(prompts))
-    encoded = [encode_prompt(target, p, f"prompts[{i}]") for i, p in enumerate(prompts)]
-    if replay is not None and len(replay[0]) != len(prompts):
-        raise InputError(
-            f"replay has {len(replay[0])} rows for {len(prompts)} prompts: give the result of a "
-            "run with the same prompts"
-        )
-    for request in requests:
-        check_request(target, request)
-    longest = longest_row(target, options.max_length)
-    for i, ids in enumerate(encoded):
-        check_length(target, f"prompts[{i}]", len(ids), longest, options.max_length)
-    totals = [
-        min(len(ids) + request.max_new_tokens, longest)
-        for ids, request in zip(encoded, requests, strict=True)
-    ]
-    setup = plan_setup(
-        target,
-        drafter=drafter,
-        options=options,
-        seed=seed,
-        batch_size=min(options.batch_size or MOST_ROWS, len(prompts)),
-        capacity=max(totals),
-        max_length=longest,
-        flags=flags_of(requests),
-        logprobs=any(request.logprobs for request in requests),
-        num_stop_ids=max(_STOP_IDS, *(len(_stop_ids(target, request)) for request in requests)),
-        replay=replay,
-    )
-    fields = {name: getattr(setup, name) for name in Setup.__dataclass_fields__}
-    return Session(
-        **fields, prompts=tuple(map(tuple, encoded)), requests=tuple(requests), replay=replay
-    )
-
-
-def plan_setup(
-    target: Model,
-    *,
-    drafter: LoadedDrafter | Drafter | None,
-    options: DecodeOptions,
-    seed: int,
-    batch_size: int,
-    capacity: int,
-    max_length: int,
-    flags: sampling.WarpFlags,
-    logprobs: bool = False,
-    num_stop_ids: int = _STOP_IDS,
-    replay: tuple[np.ndarray, np.ndarray] | None = None,
-) -> Setup:
-    """What decodes rows of up to `capacity` tokens: it is rounded up, so that programs are shared.
-
-    `flags` and `logprobs` say what the rows ask for. Raises InputError.
-    """
-    drafter = DRAFTER_KIND.check("drafter", NoDrafter() if drafter is None else drafter)
-    drafter = drafter._replace(
-        params=spread(drafter.params, placement_of(target.params, target.mesh))
-    )
-    seed = SEED.check("seed", seed)
-    asked, ladder = options.num_speculative_tokens, options.num_speculative_tokens_per_batch_size
-    most = drafter.drafter.num_speculative_tokens if asked in (None, "auto") else asked
-    if ladder and asked is None:
-        most = max(most, *(count for _, _, count in ladder))
-    # Of a longer draft no row could emit all, with the target's own token after it.
-    turns = drafter.drafter.limited(min(most, max(max_length - 2, 1)))
-    most = turns.num_speculative_tokens
-    if replay is not None:
-        _check_replay(replay, turns)
-    rule = options.verify
-    capacity = _capacity(capacity, max_length)
-    platform = first_device(placement_of(target.params, target.mesh)).platform
-    auto = asked == "auto" and most > 0 and replay is None
-    plan = Plan(
-        target=target.architecture,
-        drafter=turns,
-        rule=rule,
-        draft_length=DraftLength(
-            most,
-            ladder,
-            auto=auto,
-            replayed=replay is not None,
-        ),
-        widths=widths(turns.num_nodes, _lengths(turns, ladder, auto=asked == "auto")),
-        flags=flags,
-        capacity=capacity,
-        chunks=_chunks(platform, capacity, axis_size(target.mesh, DATA)),
-        logprobs=logprobs,
-        # XLA's CPU threads overlap more of a small program's work than of a large one's. A round of
-        # one row takes as long in both.
-        plain_program=auto and batch_size > 1 and platform == "cpu",
-    )
-    for part in turns.parts:
-        if part.branches and not rule.takes_trees:
-            raise InputError(
-                f"verify={rule.name}: {part.name} drafts trees, and {rule.name} verifies chains; "
-                "use rejection or coupled, or draft chains"
-            )
-    if type(rule) not in map(type, sampling.RULES.values()):
-        check_rule_shapes(rule, batch_size, plan.widths, target.config.vocab_size)
-    return Setup(target, drafter, plan, batch_size, seed, num_stop_ids, max_length)
-
-
-def check_request(target: Model, request: SamplingParams) -> None:
-    """Raise InputError for what the target cannot do."""
-    if target.tokenizer is None and request.stop:
-        raise InputError(f"sampling.stop: {target.name} has no tokenizer; use stop_token_ids")
-
-
-def _check_replay(replay: tuple[np.ndarray, np.ndarray], turns: Turns) -> None:
-    """Raise InputError for rounds that these drafters cannot draft again."""
-    drafted, drafter = replay
-    for number, part in enumerate(turns.parts):
-        longest = int(drafted[drafter == number].max(initial=0))
-        if longest > part.num_nodes:
-            raise InputError(
-                f"replay has a draft of {longest} tokens by {part.name}, which drafts at most "
-                f"{part.num_nodes} here: give what the run was given"
-            )
-    if int(drafter.max(initial=NO_DRAFTER)) >= len(turns.parts):
-        raise InputError(
-            f"replay has drafts of {int(drafter.max()) + 1} drafters, not of {turns.name} alone: "
-            "give what the run was given"
-        )
-
-
-def _lengths(
-    turns: Turns, ladder: Sequence[tuple[int, int, int]], *, auto: bool
-) -> tuple[int, ...]:
-    """Draft lengths that get a compiled width of their own."""
-    lengths = turns.lengths + tuple(count for _, _, count in ladder)
-    if not auto:
-        return lengths
-    # Trees are large, and two or three of their nodes seldom worth a width of their own.
-    least = 2 if any(part.branches for part in turns.parts) else 0
-    return lengths + tuple(2**power for power in range(least, turns.num_nodes.bit_length()))
-
-
-def widths(most: int, lengths: Sequence[int] = ()) -> tuple[int, ...]:
-    """The window sizes that are compiled for drafts of up to `most` nodes, `lengths` among them.
-
-    A drafter that names no lengths gets one of three tokens.
-    """
-    return tuple(sorted({1, *(1 + min(length, most) for length in (*(lengths or (3,)), most))}))
-
-
-def _stop_ids(model: Model, request: SamplingParams) -> tuple[int, ...]:
-    own = model.tokenizer.eos_ids if model.tokenizer and not request.ignore_eos else ()
-    return tuple(dict.fromkeys((*own, *request.stop_token_ids)))
-
-
-def longest_row(target: Model, max_length: int | None) -> int:
-    """The most tokens that a row may have. Raises InputError where the target has no such room."""
-    longest = target.config.max_positions
-    if max_length is None:
-        return longest
-    if max_length > longest:
-        raise InputError(
-            f"max_length={max_length} exceeds the {longest} positions of {target.name}: lower it"
-        )
-    return max_length
-
-
-class NoRoomError(InputError):
-    """A prompt leaves no room for a new token."""
-
-
-def check_length(
-    target: Model, name: str, count: int, longest: int, max_length: int | None
-) -> None:
-    """Raise NoRoomError where a prompt of `count` tokens leaves no room for a new one."""
-    if count < longest:
-        return
-    room = f"the {longest} positions of {target.name}"
-    remedy = "shorten it"
-    if max_length is not None:
-        room, remedy = f"max_length={max_length}", "shorten it or raise max_length"
-    raise NoRoomError(
-        f"{name} has {count} tokens, which leaves no room for a new one in {room}: {remedy}"
-    )
-
-
-def flags_of(requests: Sequence[SamplingParams]) -> sampling.WarpFlags:
-    """What at least one request asks for."""
-    return sampling.WarpFlags.of(
-        np.array([r.temperature for r in requests]),
-        np.array([r.top_k for r in requests]),
-        np.array([r.top_p for r in requests]),
-        np.array([r.min_p for r in requests]),
-    )
-
-
-def _capacity(longest: int, most: int) -> int:
-    """One of a few sizes that hold so many tokens, and at most `most` can ever be held.
-
-    Attention reads what is committed, whatever the size.
-    """
-    size = CACHE_BLOCK
-    while size < longest:
-        size *= 2
-    return min(size, _round_up(most, CACHE_BLOCK))
-
-
-def _chunks(platform: str, capacity: int, together: int) -> tuple[int, ...]:
-    """The chunk sizes that a prompt in so much room can fill, and the smallest.
-
-    Of prompts that are read `together` each has the same chunks whichever the others are: then
-    there is one size.
-    """
-    *large, smallest = _PREFILL_CHUNKS.get(platform, _ACCELERATOR_CHUNKS)
-    large = [size for size in large if size < capacity and together == 1]
-    return (*large, min(smallest, capacity))
-
-
-def _round_up(value: int, step: int) -> int:
-    return -(-value // step) * step
+    def without_drafts(self) -> Plan:
+        """Plain decoding in the same rows; what its program has more is what drafters will read."""
+        drafter = SleepingTurns(self.drafter.parts)
+        return replace(self, drafter=drafter, draft_length=DraftLength(0), widths=(1,))

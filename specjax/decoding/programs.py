@@ -13,9 +13,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Int
 
 from specjax.decoding import loop
-from specjax.decoding.plan import Setup
+from specjax.decoding.plan import Plan
 from specjax.decoding.rows import row_arguments
-from specjax.decoding.state import Plan, State, admit
+from specjax.decoding.setup import Setup
+from specjax.decoding.state import State, admit
 from specjax.distributed import device_memory
 from specjax.distributed.sharding import use
 from specjax.drafters.registry import all_registered

@@ -60,6 +60,11 @@ class Question:
     category: str
     turns: tuple[str, ...]
 
+    @property
+    def first_turn(self) -> list[dict[str, str]]:
+        """The chat that begins with it: its first turn, not answered yet."""
+        return [{"role": "user", "content": self.turns[0]}]
+
 
 def read_questions(path: str | os.PathLike) -> list[Question]:
     """The questions of a JSONL file: one {"question_id", "category", "turns": [...]} per line.

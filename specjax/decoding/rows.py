@@ -11,8 +11,8 @@ import numpy as np
 from jaxtyping import Array, Int, Key
 
 from specjax import sampling
-from specjax.decoding.plan import Session, Setup
 from specjax.decoding.sampling_params import SamplingParams
+from specjax.decoding.setup import Session, Setup
 from specjax.decoding.state import RUNNING, STOPPED, Replay, Rows
 from specjax.distributed.sharding import place_keys, place_rows
 from specjax.drafters.base import Sampling

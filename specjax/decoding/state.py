@@ -1,8 +1,7 @@
-"""The static plan that a loop is compiled for, and the state that a round passes to the next."""
+"""The state that a round passes to the next, and what the host sees of it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -11,49 +10,14 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from specjax import sampling
 from specjax.cache import KVCache, Window
-from specjax.draft_length.limits import DraftLength
 from specjax.draft_length.policy import Policy
 from specjax.draft_length.survival import RowHistory
 from specjax.drafters.base import Sampling
-from specjax.drafters.turns import SleepingTurns, Turns
-from specjax.models.interface import LanguageModel
 
 RUNNING, STOPPED, FULL, FAILED = 0, 1, 2, 3
 """A row's status: not ended, ended at a stop token or string, at its longest length, or before a
 token whose logits are not numbers."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is fixed when a loop is compiled.
-
-    `widths` are the window sizes a round can run at, ascending, the last one N + 1. `chunks` are
-    the sizes of the forwards that read prompts, descending (`prefill`).
-    `rounds_per_step` (R) bounds the rounds of one call. `overlaps` also records what share of p
-    each verified node's distribution has, which costs one warp per node. `plain_program` says that
-    rounds in which all drafters sleep have a program of their own.
-    """
-
-    target: LanguageModel
-    drafter: Turns
-    rule: sampling.Rule
-    draft_length: DraftLength
-    widths: tuple[int, ...]
-    flags: sampling.WarpFlags
-    capacity: int
-    chunks: tuple[int, ...]
-    rounds_per_step: int = 64
-    logprobs: bool = False
-    overlaps: bool = False
-    plain_program: bool = False
-
-    @property
-    def without_drafts(self) -> Plan:
-        """Plain decoding in the same rows; what its program has more is what drafters will read."""
-        drafter = SleepingTurns(self.drafter.parts)
-        return replace(self, drafter=drafter, draft_length=DraftLength(0), widths=(1,))
 
 
 @struct.dataclass

@@ -12,7 +12,8 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax import sampling
 from specjax.cache import Window
-from specjax.decoding.state import Plan, State
+from specjax.decoding.plan import Plan
+from specjax.decoding.state import State
 from specjax.distributed.sharding import constrain
 from specjax.drafters.base import TargetPass, warp_rows
 from specjax.errors import InputError, one_line, shown

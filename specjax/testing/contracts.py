@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.decoding import loop
+from specjax.decoding.plan import Plan
 from specjax.decoding.programs import start
-from specjax.decoding.state import Plan, State, knows_its_rows
+from specjax.decoding.state import State, knows_its_rows
 from specjax.drafters.turns import check_size
 from specjax.errors import InputError
 

@@ -16,10 +16,11 @@ from jaxtyping import Array, Float, Int
 
 from specjax import sampling
 from specjax.decoding.options import RULE
-from specjax.decoding.plan import widths
+from specjax.decoding.plan import Plan
 from specjax.decoding.programs import run, start
 from specjax.decoding.sampling_params import SEED, SamplingParams
-from specjax.decoding.state import RUNNING, Plan, Rounds, Rows, State
+from specjax.decoding.setup import widths
+from specjax.decoding.state import RUNNING, Rounds, Rows, State
 from specjax.draft_length.limits import DraftLength
 from specjax.draft_length.policy import Costs
 from specjax.drafters import DRAFT_TOKENS, DRAFTER_KIND, Drafter, LoadedDrafter, Turns

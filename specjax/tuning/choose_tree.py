@@ -13,8 +13,8 @@ import numpy as np
 
 from specjax.decoding import costs
 from specjax.decoding.options import DecodeOptions
-from specjax.decoding.plan import plan_session
 from specjax.decoding.sampling_params import SamplingParams
+from specjax.decoding.setup import plan_session
 from specjax.distributed import processes, sharding
 from specjax.drafters import (
     TRAINED,

@@ -16,11 +16,11 @@ from specjax import sampling
 from specjax.decoding import loop
 from specjax.decoding.generate import generate
 from specjax.decoding.options import DecodeOptions
-from specjax.decoding.plan import Session, plan_session
 from specjax.decoding.programs import run, start
 from specjax.decoding.prompts import Prompt
 from specjax.decoding.rows import batch_arguments
 from specjax.decoding.sampling_params import SamplingParams
+from specjax.decoding.setup import Session, plan_session
 from specjax.decoding.state import State
 from specjax.drafters import LoadedDrafter
 from specjax.drafters.base import Sampling

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 from specjax.cache import KVCache
 from specjax.decoding import costs, loop
 from specjax.decoding.options import DecodeOptions
-from specjax.decoding.plan import plan_session
+from specjax.decoding.plan import Plan
 from specjax.decoding.rows import batch_arguments
 from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.state import Plan, Rounds
+from specjax.decoding.setup import plan_session
+from specjax.decoding.state import Rounds
 from specjax.drafters import Drafter
 from specjax.drafters.base import Context, Noise
 from specjax.loading.model import Model

@@ -17,10 +17,10 @@ from specjax.decoding.engine.engine import Engine
 from specjax.decoding.engine.outputs import Output, broken_logits
 from specjax.decoding.generate import open_engine
 from specjax.decoding.options import BATCH_SIZE, EXACT_RULE_NAME, DecodeOptions
-from specjax.decoding.plan import Session, plan_session
 from specjax.decoding.prompts import CHAT
 from specjax.decoding.rows import session_row
 from specjax.decoding.sampling_params import MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P, SamplingParams
+from specjax.decoding.setup import Session, plan_session
 from specjax.distributed import processes
 from specjax.drafters import DRAFT_TOKENS, check_options, make_drafter
 from specjax.errors import InputError

@@ -11,10 +11,10 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from specjax.decoding.engine.learned_costs import LearnedCosts, costs_key
-from specjax.decoding.plan import Setup, flags_of
 from specjax.decoding.programs import Programs, compile_setup
 from specjax.decoding.rows import Row, RowArguments, row_arguments
 from specjax.decoding.sampling_params import SamplingParams
+from specjax.decoding.setup import Setup, flags_of
 from specjax.decoding.state import Seen, State
 from specjax.errors import InputError
 

@@ -32,17 +32,17 @@ from specjax.decoding.engine.outputs import (
 from specjax.decoding.engine.scheduler import Request, Scheduler
 from specjax.decoding.engine.statistics import Statistics, Step
 from specjax.decoding.options import BATCH_SIZE, DecodeOptions
-from specjax.decoding.plan import (
+from specjax.decoding.programs import Programs
+from specjax.decoding.prompts import Prompt, encode_prompt
+from specjax.decoding.rows import Row
+from specjax.decoding.sampling_params import SamplingParams, one_per_prompt
+from specjax.decoding.setup import (
     Setup,
     check_length,
     check_request,
     longest_row,
     plan_setup,
 )
-from specjax.decoding.programs import Programs
-from specjax.decoding.prompts import Prompt, encode_prompt
-from specjax.decoding.rows import Row
-from specjax.decoding.sampling_params import SamplingParams, one_per_prompt
 from specjax.decoding.state import RUNNING, Seen
 from specjax.drafters import Drafter, LoadedDrafter, make_drafter
 from specjax.errors import InputError, shown

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float
 
 from specjax.decoding.engine.next_step import SLEEPING_ROUNDS_OF_LOOKUPS, NextStep
-from specjax.decoding.plan import Setup
+from specjax.decoding.setup import Setup
 from specjax.decoding.state import State
 from specjax.distributed import processes
 from specjax.distributed.sharding import fetch, first_device
