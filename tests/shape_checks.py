@@ -1,7 +1,8 @@
 """Checks of shapes and types that cost little where few of the functions are called.
 
 To make a checker takes a millisecond or two: it is made at the first call. Functions that are local
-to another one share theirs: tracing makes thousands of them.
+to another one share theirs: tracing makes thousands of them. Arguments and result are checked in
+one call of the checker; `jaxtyping.jaxtyped` binds and checks the arguments once more.
 """
 
 import dataclasses
@@ -9,17 +10,36 @@ import functools
 import inspect
 import threading
 import types
+import typing
 
 import jaxtyping
+from beartype.roar import BeartypeCallHintViolation
 
 _jaxtyped = jaxtyping.jaxtyped
 _checkers = {}
 _calls = threading.local()
+_shapes_of_a_call = _jaxtyped("context")
 
 
 def jaxtyped(*, typechecker):
     """`jaxtyping.jaxtyped` with checkers that are made at the first call and shared."""
-    decorate = _jaxtyped(typechecker=typechecker)
+
+    def decorate(function):
+        try:
+            check = typechecker(_with_types(function))
+        except Exception:  # types that name themselves: beartype reads them as texts
+            return _jaxtyped(function, typechecker=typechecker)
+
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            __tracebackhide__ = True
+            with _shapes_of_a_call:
+                try:
+                    return check(*args, **kwargs)
+                except BeartypeCallHintViolation as violation:
+                    raise jaxtyping.TypeCheckError(str(violation)) from violation
+
+        return call
 
     def checked(made):
         if dataclasses.is_dataclass(made):
@@ -27,7 +47,7 @@ def jaxtyped(*, typechecker):
                 made.__init__ = at_first_call(made.__init__)
             return made
         if not inspect.isfunction(made):
-            return decorate(made)
+            return _jaxtyped(made, typechecker=typechecker)
         # Defaults would be kept alive.
         local = "<locals>" in made.__qualname__ and not (made.__defaults__ or made.__kwdefaults__)
         return shared(made) if local else at_first_call(made)
@@ -62,6 +82,33 @@ def jaxtyped(*, typechecker):
         return call
 
     return checked
+
+
+def _with_types(function):
+    """The function with types instead of texts in its annotations; Any where there is no such."""
+
+    def evaluated(annotation):
+        alone = types.FunctionType((lambda: None).__code__, function.__globals__)
+        alone.__annotations__ = {"it": annotation}
+        try:
+            return typing.get_type_hints(alone, include_extras=True)["it"]
+        except Exception:
+            return typing.Any
+
+    found = types.FunctionType(
+        function.__code__,
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    functools.update_wrapper(found, function)
+    del found.__wrapped__
+    found.__kwdefaults__ = function.__kwdefaults__
+    found.__annotations__ = {
+        name: evaluated(annotation) for name, annotation in function.__annotations__.items()
+    }
+    return found
 
 
 def _latest_like(function, calls=_calls):
