@@ -178,7 +178,7 @@ def timed(measurement, true, found=(4, 1), *, late=True, runs=1, jump=7.0):
         missed = (drafted > 0) & ~ran & late
         ran = drafted > 0
         passes = np.eye(3, dtype=int)[width]
-        work = Work(passes, runs * ran, np.maximum(drafted - 1, 0), 1 * missed)
+        work = Work(passes, runs * ran, np.maximum(drafted - 1, 0), 1 * missed, np.array(0))
         took = true @ work.counts()
         measurement.add(took + (jump if kinds.count(kind) == 2 else 0.0), work)
     return kinds

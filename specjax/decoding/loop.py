@@ -29,7 +29,7 @@ from specjax.decoding.state import (
     State,
     release,
 )
-from specjax.decoding.verify import VerifiedDraft, verify_draft
+from specjax.decoding.verify import VerifiedDraft, verify_draft, verify_some_rows
 from specjax.distributed.sharding import constrain_rows
 from specjax.draft_length import survival
 from specjax.draft_length.policy import NOT_FORCED, Decisions, Policy, new_policy, row_weights
@@ -202,6 +202,7 @@ def step(
     ended: Bool[Array, "B"],
     max_rounds: Int[Array, ""],
     enough: Int[Array, ""],
+    whole: Bool[Array, ""] | bool = False,
 ) -> tuple[State, Seen]:
     """A few rounds, as `run`, of rows that the host may have `ended`, and what it sees of them.
 
@@ -213,7 +214,7 @@ def step(
     # A failed row stays one, whatever it holds.
     state = release(state, slots).replace(status=status)
     first = state.length
-    state, rounds = run(plan, params, state, max_rounds, enough)
+    state, rounds = run(plan, params, state, max_rounds, enough, whole)
     most = plan.rounds_per_step * (plan.drafter.num_speculative_tokens + 1)
     new = first[:, None] + jnp.arange(min(most, plan.capacity))[None, :]
     new = jnp.minimum(new, plan.capacity - 1)
@@ -241,7 +242,8 @@ def plain_step(
     context = make_context(plan, params[0], state)
     max_rounds = jnp.minimum(max_rounds, plan.drafter.room(state.drafter, context))
     bare = state.replace(policy=None, history=None)
-    after, seen = step(plan.without_drafts, params, bare, ended, max_rounds, enough)
+    whole = state.policy.measures
+    after, seen = step(plan.without_drafts, params, bare, ended, max_rounds, enough, whole)
     return after.replace(policy=state.policy, history=state.history), seen
 
 
@@ -259,8 +261,9 @@ def look_ahead(
         count = emitted[:, index]
         weight = (count >= 0).astype(jnp.float32)
         ran = nothing > 0, nothing, nothing, nothing
+        partial = ~policy.measures & (_fewer(plan, (count >= 0).sum()) > 0)
         return policy.after_round(
-            weight, jnp.maximum(count, 0), jnp.int32(0), *ran, policy.survival
+            weight, jnp.maximum(count, 0), jnp.int32(0), *ran, policy.survival, partial
         )
 
     policy = state.policy.replace(all_rows=jnp.asarray(enough > len(state.length)))
@@ -290,13 +293,15 @@ def run(
     state: State,
     max_rounds: Int[Array, ""],
     enough: Int[Array, ""] | None = None,
+    whole: Bool[Array, ""] | bool = False,
 ) -> tuple[State, Rounds]:
     """Rounds until every row has finished, or `enough` rows have; at most `max_rounds` of them.
 
     Where `enough` is more than there are rows, no request waits for one that finishes: "auto" then
     drafts so that the last one does so soon.
     Both numbers are traced, and no more than `plan.rounds_per_step` rounds run. The counts have a
-    column for each of those.
+    column for each of those. `whole` rounds are over finished rows as well, to be timed; others
+    may leave them out (`Plan.row_counts`).
     """
     batch, columns = len(state.length), plan.rounds_per_step
     enough = batch + 1 if enough is None else enough
@@ -316,7 +321,7 @@ def run(
 
     def advance(carry: tuple[Array, State, Rounds]) -> tuple[Array, State, Rounds]:
         done, state, rounds = carry
-        state, counts = one_round(plan, params, state)
+        state, counts = one_round(plan, params, state, whole)
         rounds = jax.tree.map(
             lambda into, new: lax.dynamic_update_index_in_dim(into, new, done, 1), rounds, counts
         )
@@ -325,10 +330,12 @@ def run(
     return lax.while_loop(going, advance, (jnp.int32(0), state, rounds))[1:]
 
 
-def one_round(plan: Plan, params: Any, state: State) -> tuple[State, Rounds]:
+def one_round(
+    plan: Plan, params: Any, state: State, whole: Bool[Array, ""] | bool = False
+) -> tuple[State, Rounds]:
     """Observe, propose, extend, verify, commit: e tokens are committed in each unfinished row.
 
-    Returns the state after it, and the round's counts.
+    Returns the state after it, and the round's counts. `whole` as for `run`.
     """
     target_params, draft_params = params
     keys = round_keys(plan, state)
@@ -343,11 +350,18 @@ def one_round(plan: Plan, params: Any, state: State) -> tuple[State, Rounds]:
     if state.policy is not None:
         branch = jnp.maximum(branch, state.policy.narrowest)
         draft = _widened(state, draft)
-    branches = [
-        functools.partial(verify_draft, plan, target_params, state, draft, keys, width)
-        for width in plan.widths
-    ]
-    verified = lax.switch(branch, branches)
+        whole |= state.policy.measures
+    arguments = plan, target_params, state, draft, keys
+    branches = [functools.partial(verify_draft, *arguments, width) for width in plan.widths]
+    # Those that have not finished come first.
+    rows = jnp.argsort(~state.active, stable=True)
+    for count in plan.row_counts[::-1]:
+        branches += [
+            functools.partial(verify_some_rows, *arguments, width, rows[:count])
+            for width in plan.widths
+        ]
+    fewer = jnp.where(whole, 0, _fewer(plan, state.active.sum()))
+    verified = lax.switch(branch + len(plan.widths) * fewer, branches)
 
     count, status, undrafted = _truncate(state, verified, drafted)
     participated = count > 0
@@ -366,7 +380,7 @@ def one_round(plan: Plan, params: Any, state: State) -> tuple[State, Rounds]:
     learned = {}
     if state.policy is not None:
         path = jnp.where(participated[:, None], verified.verification.path_slots, -1)
-        learned = _learn(state, proposal, branch, path, count)
+        learned = _learn(state, proposal, branch, path, count, fewer > 0)
     drafter_state = proposal.state
     if verified.target_pass is not None:
         drafter_state = plan.drafter.observe_pass(draft_params, drafter_state, verified.target_pass)
@@ -379,12 +393,18 @@ def one_round(plan: Plan, params: Any, state: State) -> tuple[State, Rounds]:
     return after, rounds
 
 
+def _fewer(plan: Plan, unfinished: Int[Array, ""]) -> Int[Array, ""]:
+    """How many of the plan's numbers of rows hold all `unfinished` ones."""
+    return (unfinished <= np.asarray(plan.row_counts, np.int32)).sum()
+
+
 def _learn(
     state: State,
     proposal: Proposal,
     width: Int[Array, ""],
     path: Int[Array, "B P"],
     count: Int[Array, "B"],
+    partial: Bool[Array, ""],
 ) -> dict[str, Any]:
     """The policy and the rows' histories after a round; `path` are the accepted slots."""
     policy, draft = state.policy, proposal.draft
@@ -407,7 +427,7 @@ def _learn(
     )
     drafted = (proposal.drafter[:, None] == jnp.arange(len(proposal.first))[None, :]).any(axis=0)
     ran = drafted, proposal.first, proposal.further, proposal.catch_up
-    policy = policy.after_round(_row_weights(state), count, width, *ran, seen)
+    policy = policy.after_round(_row_weights(state), count, width, *ran, seen, partial)
     return {"policy": policy, "history": history}
 
 

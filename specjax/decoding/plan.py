@@ -18,7 +18,9 @@ class Plan:
     the sizes of the forwards that read prompts, descending (`prefill`).
     `rounds_per_step` (R) bounds the rounds of one call. `overlaps` also records what share of p
     each verified node's distribution has, which costs one warp per node. `plain_program` says that
-    rounds in which all drafters sleep have a program of their own.
+    rounds in which all drafters sleep have a program of their own. `row_counts` are
+    the numbers of rows, ascending, that a round's pass can be over where no more are unfinished,
+    beside all of them.
     """
 
     target: LanguageModel
@@ -33,6 +35,7 @@ class Plan:
     logprobs: bool = False
     overlaps: bool = False
     plain_program: bool = False
+    row_counts: tuple[int, ...] = ()
 
     @property
     def without_drafts(self) -> Plan:

@@ -219,6 +219,7 @@ def plan_setup(
         # XLA's CPU threads overlap more of a small program's work than of a large one's. A round of
         # one row takes as long in both.
         plain_program=auto and batch_size > 1 and platform == "cpu",
+        row_counts=_row_counts(target, batch_size, most),
     )
     for part in turns.parts:
         if part.branches and not rule.takes_trees:
@@ -318,6 +319,18 @@ def flags_of(requests: Sequence[SamplingParams]) -> sampling.WarpFlags:
         np.array([r.top_p for r in requests]),
         np.array([r.min_p for r in requests]),
     )
+
+
+def _row_counts(target: Model, batch_size: int, most_drafted: int) -> tuple[int, ...]:
+    """The numbers of rows that a pass can be over, beside all.
+
+    Each is compiled once more for every width: a second is, where plain decoding has one width.
+    """
+    if target.mesh is not None or not getattr(target.architecture, "takes_some_rows", False):
+        return ()
+    half, quarter = batch_size // 2, batch_size // 4
+    counts = {half} if most_drafted else {half, quarter}
+    return tuple(sorted(counts - {0}))
 
 
 def _capacity(longest: int, most: int) -> int:

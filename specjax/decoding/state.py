@@ -10,7 +10,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from specjax.cache import KVCache, Window
+from specjax.cache import CacheRows, KVCache, Window
 from specjax.draft_length.policy import Policy
 from specjax.draft_length.survival import RowHistory
 from specjax.drafters.base import Sampling
@@ -74,7 +74,7 @@ class State:
     length: Int[Array, "B"]
     status: Int[Array, "B"]
     undrafted: Bool[Array, "B"]
-    cache: KVCache
+    cache: KVCache | CacheRows
     drafter: Any
     features: dict[str, Float[Array, "B M D"]]
     rows: Rows
@@ -119,6 +119,16 @@ def admit(state: State, slots: Int[Array, "A"], new: State) -> State:
         return into.at[slots].set(rows, mode="drop")
 
     return jax.tree.map(put, state, new, is_leaf=knows_its_rows)
+
+
+def some_rows(state: State, rows: Int[Array, "A"]) -> State:
+    """Some rows of a state, without what drafters and "auto" know; their cache is only read."""
+    state = state.replace(drafter=(), features={}, history=None, policy=None)
+
+    def take(part: Any) -> Any:
+        return part.take(rows) if knows_its_rows(part) else part[rows]
+
+    return jax.tree.map(take, state, is_leaf=knows_its_rows)
 
 
 def release(state: State, slots: Int[Array, "A"]) -> State:

@@ -57,15 +57,20 @@ class Costs:
 
 @struct.dataclass
 class Work:
-    """How often each part ran, in rounds and between them; the fields are those of `Costs`."""
+    """How often each part ran, in rounds and between them; the first fields are those of `Costs`.
+
+    `partial` are the rounds whose pass was over fewer rows than the batch has, so that they say
+    nothing of what a pass costs.
+    """
 
     passes: Int[Array | np.ndarray, "widths"]
     first: Int[Array | np.ndarray, "D"]
     further: Int[Array | np.ndarray, "D"]
     catch_up: Int[Array | np.ndarray, "D"]
+    partial: Int[Array | np.ndarray, ""]
 
     def counts(self) -> Float[np.ndarray, "parts"]:
-        """All of them, where they are on the host, in the order of `CostFilter`."""
+        """How often each part with a cost ran, on the host, in the order of `CostFilter`."""
         parts = [self.passes, self.first, self.further, self.catch_up]
         return np.concatenate(parts).astype(float)
 
@@ -236,6 +241,11 @@ class Policy:
         return self
 
     @property
+    def measures(self) -> Bool[Array, ""]:
+        """Whether rounds are of a kind that is being timed."""
+        return (self.forced != NOT_FORCED).any() | (self.narrowest > 0)
+
+    @property
     def free(self) -> Bool[Array, "D"]:
         """The drafters that cost so little that it need not pay to run them."""
         return self.costs.first < _FREE * self.costs.passes[0]
@@ -267,11 +277,13 @@ class Policy:
         further: Int[Array, "D"],
         catch_up: Int[Array, "D"],
         learned: Survival,
+        partial: Bool[Array, ""],
     ) -> Policy:
         """What is known after a round at compiled width `width` (its index).
 
         `weight` is what a token of each row was worth, and `drafted` says who drafted in any row;
-        `first`, `further` and `catch_up` count what ran, as `Work` does.
+        `first`, `further` and `catch_up` count what ran, as `Work` does, and `partial` says whether
+        the pass was over fewer rows than there are.
         """
         rows = jnp.maximum(weight.sum(), 1.0)
         costs = self.costs
@@ -283,6 +295,7 @@ class Policy:
                 self.work.first + first,
                 self.work.further + further,
                 self.work.catch_up + catch_up,
+                self.work.partial + partial,
             ),
             survival=learned,
             earned=self.earned * _PACE_MEMORY + (weight * emitted).sum() / rows,
@@ -353,6 +366,7 @@ def new_policy(drafters: int, longest: int, nodes: int, num_widths: int) -> Poli
         work=Work(
             jnp.zeros(num_widths, jnp.int32),
             *[jnp.zeros(drafters, jnp.int32) for _ in range(3)],
+            jnp.int32(0),
         ),
         survival=survival.no_survival(drafters, longest, nodes),
         earned=jnp.float32(_PACE_WEIGHT),

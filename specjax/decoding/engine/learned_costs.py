@@ -152,6 +152,8 @@ class LearnedCosts:
                 few = bool(2 * work.passes[0] > work.passes.sum())
                 self.next_step.choose(drafts=drafts, few=few)
             self._since = 0.0 if knows_plain else self._since + seconds
+            if work.partial:
+                return state
             state = self._corrected(state, work.counts(), seconds)
             can_check = drafts is None or has_room
             return self._check_plain(state, possible=can_check and not knows_plain)
@@ -281,6 +283,7 @@ def costs_key(setup: Setup, committed: int) -> tuple[Any, ...]:
         plan.logprobs,
         plan.overlaps,
         plan.plain_program,
+        plan.row_counts,
         setup.num_rows,
         max(committed, CACHE_BLOCK - 1).bit_length(),
     )

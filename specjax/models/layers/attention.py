@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.cache import KVCache
+from specjax.cache import CacheRows, KVCache
 from specjax.distributed.sharding import DATA, partition
 
 CACHE_BLOCK = 256
@@ -212,7 +212,7 @@ def attend_cache(
 
 def attend_rows(
     query: Float[Array, "B G X C"],
-    cache: KVCache,
+    cache: KVCache | CacheRows,
     layer: Int[Array, ""] | int,
     start: Partial,
     oldest: Int[Array, "B X"] | None = None,
@@ -224,19 +224,21 @@ def attend_rows(
     On a mesh each device goes through its own rows; heads are `split` over `model`, or whole on
     each device.
     """
-    own = functools.partial(_attend_rows, softcap=softcap)
+    rows = cache.rows if isinstance(cache, CacheRows) else None
+    own = functools.partial(_attend_rows, rows=rows, softcap=softcap)
     return on_each_device(own, query, cache, split, layer, start, oldest)
 
 
 def _attend_rows(
     query: Float[Array, "B G X C"],
-    keys: Float[Array, "L B G S C"],
-    values: Float[Array, "L B G S C"],
+    keys: Float[Array, "L R G S C"],
+    values: Float[Array, "L R G S C"],
     length: Int[Array, "B"],
     layer: Int[Array, ""] | int,
     start: Partial,
     oldest: Int[Array, "B X"] | None = None,
     *,
+    rows: Int[Array, "B"] | None,
     softcap: float | None,
 ) -> Partial:
     batch, kv_heads, _, width = query.shape
@@ -260,13 +262,14 @@ def _attend_rows(
         total = lax.fori_loop(first_block, (length[0] + step - 1) // step, block, start)
         return jax.tree.map(lambda part: part[0], total)
 
-    return lax.map(one, (jnp.arange(batch), query, length, start, oldest))
+    rows = jnp.arange(batch) if rows is None else rows
+    return lax.map(one, (rows, query, length, start, oldest))
 
 
 def on_each_device(
     attend: Callable[..., Partial],
     query: Float[Array, "B G X C"],
-    cache: KVCache,
+    cache: KVCache | CacheRows,
     split: bool,
     layer: Int[Array, ""] | int | None = None,
     start: Partial | None = None,
