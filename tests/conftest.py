@@ -56,8 +56,6 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = PROGRAMS.name
     os.environ["XDG_CACHE_HOME"] = PROGRAMS.name
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    # Nor does it compile our modules again.
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import jax
 import jax.numpy as jnp

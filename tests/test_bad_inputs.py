@@ -106,7 +106,7 @@ def test_every_field(command, parts, folder, capsys, monkeypatch):
     """Of fields with the same bad values the first refuses all of them, each other one a part."""
     main, kinds, config = COMMANDS[command]
     # Refused before any long work.
-    for module in ("specjax.decode", "specjax.bench", "train.run.setup", "train.generate"):
+    for module in ("specjax.decode", "specjax.cli.bench_run", "train.run.setup", "train.generate"):
         monkeypatch.setattr(f"{module}.load_model", None)
     # absl writes the whole config down as a flag's default, which takes most of the time.
     monkeypatch.setattr(ml_collections.ConfigDict, "__str__", lambda self: "a config")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from specjax import bench
-from specjax.cli import measure_auto
+from specjax.cli import bench_run, measure_auto
 from specjax.decoding import costs
 from specjax.decoding.generate import Generation
 from specjax.loading.load import save_model
@@ -98,8 +98,8 @@ def test_an_interval_of_more_than_three_per_cent_is_unresolved():
     wide = measure_auto._ratio([batch(*(2 * log for log in EVEN))], whole=False)
     assert narrow.resolved
     assert not wide.resolved
-    assert bench._interval(narrow) == "1.000 [0.981..1.020]"
-    assert bench._interval(wide) == "1.000 [0.961..1.040] unresolved"
+    assert bench_run._interval(narrow) == "1.000 [0.981..1.020]"
+    assert bench_run._interval(wide) == "1.000 [0.961..1.040] unresolved"
     # With prefill: 3 seconds and 1 + 2 e^0.1, for as many tokens.
     whole = measure_auto._ratio([batch(0.1, 0.1)], whole=True)
     assert whole.mean == pytest.approx((1 + 2 * math.exp(0.1)) / 3)

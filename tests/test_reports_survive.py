@@ -16,7 +16,7 @@ import reports
 from conftest import xla_flags
 
 from specjax import bench, decode, report
-from specjax.cli import decode_run
+from specjax.cli import bench_run, decode_run
 from specjax.errors import InputError
 from specjax.files.paths import output_file
 from specjax.loading.load import save_model
@@ -192,6 +192,8 @@ def test_space_is_tried_before_the_work(tmp_path, monkeypatch):
 
 LIMITED = """
 import resource, sys
+# It would be cut off as well, and found by every later process.
+sys.dont_write_bytecode = True
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 from specjax.cli import command
 from specjax.reporting import report_file
@@ -379,11 +381,11 @@ class TestDecode:
         def compare(model, ids, drafter, label, **options):
             if label != "ngram":
                 raise KeyboardInterrupt
-            return bench.Comparison(label, 1, *[1.5] * 9, identical=True)
+            return bench_run.Comparison(label, 1, *[1.5] * 9, identical=True)
 
-        monkeypatch.setattr(bench, "compare_with_plain", compare)
+        monkeypatch.setattr(bench_run, "compare_with_plain", compare)
         monkeypatch.setattr(
-            bench.costs, "widths_seconds", lambda *given, **_: dict.fromkeys(given[2], 0.1)
+            bench_run.costs, "widths_seconds", lambda *given, **_: dict.fromkeys(given[2], 0.1)
         )
         code = bench.main(
             [
