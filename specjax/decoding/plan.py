@@ -40,5 +40,19 @@ class Plan:
     @property
     def without_drafts(self) -> Plan:
         """Plain decoding in the same rows; what its program has more is what drafters will read."""
-        drafter = SleepingTurns(self.drafter.parts)
-        return replace(self, drafter=drafter, draft_length=DraftLength(0), widths=(1,))
+        return replace(
+            self,
+            drafter=SleepingTurns(self.drafter.parts),
+            draft_length=DraftLength(0),
+            widths=(1,),
+            row_counts=fewer_rows(max(self.row_counts, default=0), num_widths=1),
+        )
+
+
+def fewer_rows(most: int, num_widths: int) -> tuple[int, ...]:
+    """The `row_counts` of a plan, the largest of them `most` (0: none).
+
+    Each is compiled once more for every width, so that only plans of a single width have two.
+    """
+    counts = {most} if num_widths > 1 else {most // 2, most}
+    return tuple(sorted(counts - {0}))

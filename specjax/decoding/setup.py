@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from specjax import sampling
 from specjax.decoding.options import DecodeOptions
-from specjax.decoding.plan import Plan
+from specjax.decoding.plan import Plan, fewer_rows
 from specjax.decoding.prompts import Prompt, encode_prompt
 from specjax.decoding.sampling_params import SEED, SamplingParams, one_per_prompt
 from specjax.decoding.verify import check_rule_shapes
@@ -201,6 +201,7 @@ def plan_setup(
     capacity = _capacity(capacity, max_length)
     platform = first_device(placement_of(target.params, target.mesh)).platform
     auto = asked == "auto" and most > 0 and replay is None
+    sizes = widths(turns.num_nodes, _lengths(turns, ladder, auto=asked == "auto"))
     plan = Plan(
         target=target.architecture,
         drafter=turns,
@@ -211,7 +212,7 @@ def plan_setup(
             auto=auto,
             replayed=replay is not None,
         ),
-        widths=widths(turns.num_nodes, _lengths(turns, ladder, auto=asked == "auto")),
+        widths=sizes,
         flags=flags,
         capacity=capacity,
         chunks=_chunks(platform, capacity, axis_size(target.mesh, DATA)),
@@ -219,7 +220,7 @@ def plan_setup(
         # XLA's CPU threads overlap more of a small program's work than of a large one's. A round of
         # one row takes as long in both.
         plain_program=auto and batch_size > 1 and platform == "cpu",
-        row_counts=_row_counts(target, batch_size, most),
+        row_counts=_row_counts(target, batch_size, len(sizes)),
     )
     for part in turns.parts:
         if part.branches and not rule.takes_trees:
@@ -321,16 +322,11 @@ def flags_of(requests: Sequence[SamplingParams]) -> sampling.WarpFlags:
     )
 
 
-def _row_counts(target: Model, batch_size: int, most_drafted: int) -> tuple[int, ...]:
-    """The numbers of rows that a pass can be over, beside all.
-
-    Each is compiled once more for every width: a second is, where plain decoding has one width.
-    """
+def _row_counts(target: Model, batch_size: int, num_widths: int) -> tuple[int, ...]:
+    """The numbers of rows that a pass can be over, beside all: half of them at most."""
     if target.mesh is not None or not getattr(target.architecture, "takes_some_rows", False):
         return ()
-    half, quarter = batch_size // 2, batch_size // 4
-    counts = {half} if most_drafted else {half, quarter}
-    return tuple(sorted(counts - {0}))
+    return fewer_rows(batch_size // 2, num_widths)
 
 
 def _capacity(longest: int, most: int) -> int:
