@@ -71,7 +71,9 @@ def jaxtyped(*, typechecker):
             __tracebackhide__ = True
             checker = _checkers.get(function.__code__)
             if checker is None:
-                checker = _checkers[function.__code__] = decorate(_latest_like(function))
+                # beartype alone would read the parameters of the stand-in's code: any.
+                checker = _jaxtyped(_latest_like(function), typechecker=typechecker)
+                _checkers[function.__code__] = checker
             stack = _calls.__dict__.setdefault("stack", [])
             stack.append(function)
             try:

@@ -492,16 +492,16 @@ def test_the_scheduler_keeps_the_order_of_arrival():
     first, last = scheduler.samples("a")
     assert scheduler.slots[0] is first
     assert scheduler.free(first) == 0
-    assert "a" in scheduler
+    assert scheduler.has("a")
     (waits,) = scheduler.samples("d")
     assert scheduler.free(waits) is None
-    assert "d" not in scheduler
+    assert not scheduler.has("d")
     assert scheduler.samples("d") == []
     assert [(slot, one.id) for slot, one in scheduler.take(5)] == [(0, "c")]
     assert [one.id for one in scheduler] == ["c", "b", "a"]
     assert (len(scheduler), scheduler.num_free, scheduler.num_waiting) == (3, 0, 1)
     assert scheduler.free(last) is None
-    assert "a" not in scheduler
+    assert not scheduler.has("a")
 
 
 def test_what_is_done_for_one_request_does_not_depend_on_how_many_wait():

@@ -1,25 +1,39 @@
 """Passes over the rows that have not finished alone: the rest of a batch costs no arithmetic."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import slow, tiny_config
-from decoding import PROMPTS, decode, draft_model, first_state, greedy, make_session, mixed
+from decoding import (
+    PROMPTS,
+    decode,
+    decode_at_costs,
+    draft_model,
+    first_state,
+    greedy,
+    make_session,
+    mixed,
+)
 from heads import eagle_drafter
 from test_strict import copied_shapes, lowered
 
 import specjax
+from specjax import sampling
 from specjax.cache import CacheRows, KVCache
 from specjax.decoding import loop
 from specjax.decoding.engine.learned_costs import LearnedCosts
 from specjax.decoding.generate import decode_session
+from specjax.decoding.state import STOPPED
 from specjax.distributed import sharding
 from specjax.draft_length.cost_filter import CostFilter
+from specjax.draft_length.policy import Costs
 from specjax.drafters import TokenRecycling, make_drafter, take_turns
 from specjax.drafters.lookup.ngram import Ngram
+from specjax.errors import InputError
 from specjax.loading.load import place_model, random_model
 from specjax.models.config import SlidingWindow
 from specjax.models.decoder import Form
@@ -54,19 +68,17 @@ def apart(tiny):
     return random_model(tiny.config, 0, dtype="float32", form=APART)
 
 
-def session_of(model, drafter, *, rule="coupled", row_counts=None, **options):
+def session_of(model, drafter, *, rule="coupled", partial_rows=4, **options):
     requests = [
-        dataclasses.replace(one, max_new_tokens=new) for one, new in zip(mixed(), NEW, strict=True)
+        dataclasses.replace(one, max_new_tokens=new)
+        for one, new in zip(mixed(logprobs=True), NEW, strict=True)
     ]
     options = dict(num_speculative_tokens=None if drafter is None else 3) | options
     session = make_session(
         model, PROMPTS, drafter=drafter, sampling=requests, verify=rule, batch_size=8, **options
     )
-    if row_counts is None:
-        return session
-    return dataclasses.replace(
-        session, plan=dataclasses.replace(session.plan, row_counts=row_counts)
-    )
+    plan = dataclasses.replace(session.plan, partial_rows=partial_rows)
+    return dataclasses.replace(session, plan=plan)
 
 
 @pytest.mark.parametrize(
@@ -88,9 +100,11 @@ def test_rows_are_those_of_whole_passes(name, rule, apart, unrelated):
     """Tokens, log-probabilities and rounds, of greedy rows and of sampled ones."""
     drafter = DRAFTERS[name](apart, unrelated)
     partial, whole = (
-        decode_session(session_of(apart, drafter, rule=rule, row_counts=counts))
-        for counts in (None if name == "none" else (2, 4), ())
+        decode_session(session_of(apart, drafter, rule=rule, partial_rows=rows))
+        for rows in (4, None)
     )
+    for mine, other in zip(partial.logprobs, whole.logprobs, strict=True):
+        np.testing.assert_allclose(mine, other, atol=1e-4)
     assert partial.token_ids == whole.token_ids
     for part in ("drafted", "accepted", "emitted", "first_round"):
         np.testing.assert_array_equal(getattr(partial, part), getattr(whole, part))
@@ -102,7 +116,7 @@ def test_layers_with_a_window_know_their_rows_positions(name, unrelated):
     model = random_model(config, 0, dtype="float32", form=APART)
     drafter = DRAFTERS[name](model, unrelated)
     partial, whole = (
-        decode_session(session_of(model, drafter, row_counts=counts)) for counts in ((2, 4), ())
+        decode_session(session_of(model, drafter, partial_rows=rows)) for rows in (4, None)
     )
     assert partial.token_ids == whole.token_ids
 
@@ -112,39 +126,98 @@ def broken_take(cache, rows):
     return CacheRows(cache.k, cache.v, jnp.arange(len(rows)), cache.length[rows])
 
 
-def broken_argsort(x, **options):
+def broken_order(state):
     """The rows as they lie, also those that have finished."""
-    del options
-    return jnp.arange(len(x))
+    return jnp.arange(len(state.length))
 
 
 @pytest.mark.parametrize(
-    ("place", "name", "broken", "own"),
+    ("place", "name", "broken", "rows"),
     # Programs are kept by their plan: ones that no other test has.
-    [(KVCache, "take", broken_take, (3, 4)), (loop.jnp, "argsort", broken_argsort, (1, 3))],
+    [(KVCache, "take", broken_take, 3), (loop, "unfinished_first", broken_order, 2)],
 )
-def test_broken_variants_fail(place, name, broken, own, apart, monkeypatch):
+def test_broken_variants_fail(place, name, broken, rows, apart, monkeypatch):
     drafter = Ngram(prompt_lookup_min=1)
-    plain = decode_session(session_of(apart, drafter, row_counts=()))
+    whole = decode_session(session_of(apart, drafter, partial_rows=None))
     monkeypatch.setattr(place, name, broken)
-    got = decode_session(session_of(apart, drafter, row_counts=own))
-    assert got.token_ids != plain.token_ids
+    got = decode_session(session_of(apart, drafter, partial_rows=rows))
+    assert got.token_ids != whole.token_ids
+
+
+@pytest.mark.parametrize("name", ["ngram", *slow("turns")])
+def test_the_length_that_follows_costs_keeps_the_tokens(name, apart, unrelated):
+    """Under "auto" as well, whichever rounds its plain program runs."""
+    drafter = DRAFTERS[name](apart, unrelated)
+    plain = decode_session(session_of(apart, None, partial_rows=None))
+    auto = session_of(apart, drafter, num_speculative_tokens="auto")
+    for wider in (0.0, 5.0):
+        widths = len(auto.plan.widths)
+        seconds = 1 + wider * np.arange(widths)
+        others = np.full(3 * len(auto.plan.drafter.parts), 0.01)
+        costs = LearnedCosts(CostFilter(np.concatenate([seconds, others]), widths), None)
+        assert decode_at_costs(auto, costs).token_ids == plain.token_ids
 
 
 def test_which_batches_have_them(apart, tiny):
-    counts = lambda session: session.plan.row_counts  # noqa: E731
+    def rows(model, batch, **options):
+        requests = greedy()
+        return make_session(model, PROMPTS[:batch], sampling=requests, **options).plan.partial_rows
+
     drafter = Ngram(prompt_lookup_min=1)
-    assert counts(session_of(apart, None)) == (2, 4)
-    assert counts(session_of(apart, drafter)) == (4,)
-    assert counts(session_of(apart, drafter, num_speculative_tokens="auto")) == (4,)
-    auto = session_of(apart, drafter, num_speculative_tokens="auto")
-    assert auto.plan.without_drafts.row_counts == (2, 4)
-    assert counts(session_of(tiny, drafter)) == ()
-    assert session_of(tiny, drafter).plan.without_drafts.row_counts == ()
-    assert counts(make_session(apart, PROMPTS[:3], sampling=greedy())) == (1,)
-    assert counts(make_session(apart, PROMPTS[:1], sampling=greedy())) == ()
+    assert [rows(apart, batch) for batch in (1, 2, 3, 8)] == [None, 1, 1, 4]
+    assert rows(apart, 8, drafter=drafter, num_speculative_tokens="auto") == 4
+    assert rows(tiny, 8) is None
     mesh = sharding.make_mesh(2, 1, jax.devices()[:2])
-    assert counts(session_of(place_model(apart, mesh), None)) == ()
+    assert rows(place_model(apart, mesh), 8) is None
+
+
+def test_a_rule_is_tried_with_as_many_rows(apart):
+    class Whole(sampling.UniformRule):
+        """Takes all the rows of a batch or none."""
+
+        name, exact, takes_trees = "whole", True, False
+
+        def decide(self, tokens, count, logp, draft, uniforms):
+            assert tokens.shape[0] == 8
+            return sampling.RULES["rejection"].decide(tokens, count, logp, draft, uniforms)
+
+    with pytest.raises(InputError, match="fails for drafts"):
+        session_of(apart, Ngram(prompt_lookup_min=1), rule=Whole())
+
+
+def test_what_a_partial_pass_costs():
+    """As much as one over all rows with as many tokens, on straight lines, within bounds."""
+    nothing = jnp.zeros(1)
+    costs = Costs(jnp.array([10.0, 14.0, 20.0]), nothing + 1, nothing + 2, nothing + 3)
+    half = costs.of_share((1, 2, 5), 0.5)
+    np.testing.assert_allclose(half.passes, [8.0, 10.0, 15.0])
+    for name in ("first", "further", "catch_up"):
+        np.testing.assert_array_equal(getattr(half, name), getattr(costs, name))
+    # Never dearer than all rows, nor cheaper than their share.
+    steep = Costs(jnp.array([10.0, 90.0, 20.0]), nothing, nothing, nothing).of_share((1, 2, 5), 0.5)
+    np.testing.assert_allclose(steep.passes, [5.0, 45.0, 20.0])
+    alone = Costs(jnp.array([10.0]), nothing, nothing, nothing)
+    assert alone.of_share((1,), 0.5) is alone
+
+
+@pytest.mark.parametrize("wider", [0.5, 2.0])
+def test_drafts_of_the_last_rows_are_priced_as_their_passes(wider, apart):
+    """With two rows of eight left, a wide pass costs fewer plain rounds than with all of them."""
+    session, state, ended = auto_state(apart)
+    widths = np.asarray(session.plan.widths)
+    seconds = 1 + wider * (widths > widths[-1] // 2 + 1)
+    costs = Costs(*(jnp.asarray(part, jnp.float32) for part in (seconds, [0.0], [0.0], [0.0])))
+    state = state.replace(policy=state.policy.replace(costs=costs))
+    few = state.replace(status=jnp.where(ended, STOPPED, state.status))
+    prices = [
+        loop.make_context(session.plan, session.params[0], one)
+        .decisions.turn(0, jnp.full(8, 3), jnp.int32(0), jnp.int32(0))
+        .price
+        for one in (state, few)
+    ]
+    whole, partial = (np.asarray(price / price[0]) for price in prices)
+    assert whole[-1] == pytest.approx(1 + wider)
+    assert partial[-1] < whole[-1]
 
 
 @pytest.mark.usefixtures("as_shipped")
@@ -158,12 +231,12 @@ def test_the_cache_is_read_where_it_lies():
         sampling=mixed()[:4],
         num_speculative_tokens=3,
     )
-    assert session.plan.row_counts == (2,)
+    assert session.plan.partial_rows == 2
     state, program = lowered(session)
     text = program.compile().as_text()
     layers, rows, *rest = state.cache.k.shape
-    kept = {(layers, count, *rest) for count in (rows, *session.plan.row_counts)}
-    kept |= {(count, *rest) for count in (rows, *session.plan.row_counts)}
+    kept = {(layers, count, *rest) for count in (rows, session.plan.partial_rows)}
+    kept |= {(count, *rest) for count in (rows, session.plan.partial_rows)}
     assert not copied_shapes(text) & kept
     # Some pass is over half of the rows.
     assert f"[{rows // 2},1,{model.config.vocab_size}]" in text
@@ -178,31 +251,33 @@ def auto_state(apart):
 
 
 @pytest.mark.parametrize("program", [loop.step, loop.plain_step])
-def test_rounds_that_are_timed_are_over_all_rows(program, apart):
-    """Others count as partial; there only two rows of eight are left."""
+def test_rounds_that_are_timed_are_over_all_rows(program, apart, monkeypatch):
+    """Others are partial, and counted so; there only two rows of eight are left."""
+    ran = []
+    real = loop.verify_some_rows
+
+    def observed(*arguments):
+        found = real(*arguments)
+        jax.debug.callback(lambda _: ran.append(1), found.tokens)
+        return found
+
+    monkeypatch.setattr(loop, "verify_some_rows", observed)
     session, state, ended = auto_state(apart)
-    run = jax.jit(program, static_argnums=0)
-    look_ahead = jax.jit(loop.look_ahead, static_argnums=0)
+    run = jax.jit(functools.partial(program, session.plan))
+    look_ahead = jax.jit(functools.partial(loop.look_ahead, session.plan))
     for forced in (-1, 0):
         policy = state.policy.replace(forced=jnp.full_like(state.policy.forced, forced))
         measures = bool(policy.measures)
         assert measures == (forced == 0)
-        after, seen = run(
-            session.plan,
-            session.params,
-            state.replace(policy=policy),
-            ended,
-            jnp.int32(2),
-            jnp.int32(9),
-        )
+        ran.clear()
+        begun = state.replace(policy=policy)
+        after, seen = run(session.params, begun, ended, jnp.int32(2), jnp.int32(9))
+        jax.effects_barrier()
+        policy = after.policy
         if program is loop.plain_step:
-            policy, _ = look_ahead(
-                session.plan, session.params, after, seen.rounds.emitted, jnp.int32(9)
-            )
-        else:
-            policy = after.policy
+            policy, _ = look_ahead(session.params, after, seen.rounds.emitted, jnp.int32(9))
         assert int(policy.work.passes.sum()) == 2
-        assert int(policy.work.partial) == (0 if measures else 2)
+        assert len(ran) == int(policy.work.partial) == (0 if measures else 2)
 
 
 def test_partial_rounds_say_nothing_of_costs(apart):
@@ -215,7 +290,9 @@ def test_partial_rounds_say_nothing_of_costs(apart):
             passes=begun.policy.work.passes.at[0].add(4), partial=jnp.int32(partial)
         )
         begun = begun.replace(policy=begun.policy.replace(work=work))
+        costs._since = 3.0
         after = costs.after_step(begun, 40.0)
+        assert costs._since == (43.0 if partial else 0.0)
         changed = float(costs.estimate.seconds[0]) != 1.0
         assert changed == (not partial)
         assert int(after.policy.work.partial) == 0

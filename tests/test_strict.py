@@ -45,6 +45,14 @@ def test_local_functions_share_their_checks():
 
         return scaled
 
+    @shape_checks.jaxtyped(typechecker=beartype.beartype)
+    def first(x: Float[Array, "N"], of: int) -> jax.Array:
+        return jnp.float32(of) + 0 * x.sum()
+
+    with pytest.raises(jaxtyping.TypeCheckError):
+        first(jnp.ones((1, 3)), 1)
+    with pytest.raises(jaxtyping.TypeCheckError):
+        first(jnp.ones(3), "1")
     assert [float(scaled_by(factor)(jnp.ones(3)).sum()) for factor in (2, 3)] == [6, 9]
     for wrong, x in ((2, jnp.ones((1, 3))), (0, jnp.ones(3))):
         with pytest.raises(jaxtyping.TypeCheckError):

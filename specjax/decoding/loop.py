@@ -32,7 +32,14 @@ from specjax.decoding.state import (
 from specjax.decoding.verify import VerifiedDraft, verify_draft, verify_some_rows
 from specjax.distributed.sharding import constrain_rows
 from specjax.draft_length import survival
-from specjax.draft_length.policy import NOT_FORCED, Decisions, Policy, new_policy, row_weights
+from specjax.draft_length.policy import (
+    NOT_FORCED,
+    Costs,
+    Decisions,
+    Policy,
+    new_policy,
+    row_weights,
+)
 from specjax.drafters.base import Accepted, Context, Noise, ReplayedRound, TargetPass
 from specjax.drafters.turns import NO_DRAFTER, Intention, Proposal
 from specjax.models.prefill import prefill
@@ -261,9 +268,10 @@ def look_ahead(
         count = emitted[:, index]
         weight = (count >= 0).astype(jnp.float32)
         ran = nothing > 0, nothing, nothing, nothing
-        partial = ~policy.measures & (_fewer(plan, (count >= 0).sum()) > 0)
+        partial = plan.is_partial((count >= 0).sum()) & ~policy.measures
+        count, costs = jnp.maximum(count, 0), _costs(plan, state, partial)
         return policy.after_round(
-            weight, jnp.maximum(count, 0), jnp.int32(0), *ran, policy.survival, partial
+            weight, count, jnp.int32(0), *ran, policy.survival, costs, partial
         )
 
     policy = state.policy.replace(all_rows=jnp.asarray(enough > len(state.length)))
@@ -301,7 +309,7 @@ def run(
     drafts so that the last one does so soon.
     Both numbers are traced, and no more than `plan.rounds_per_step` rounds run. The counts have a
     column for each of those. `whole` rounds are over finished rows as well, to be timed; others
-    may leave them out (`Plan.row_counts`).
+    may leave them out (`Plan.partial_rows`).
     """
     batch, columns = len(state.length), plan.rounds_per_step
     enough = batch + 1 if enough is None else enough
@@ -353,15 +361,13 @@ def one_round(
         whole |= state.policy.measures
     arguments = plan, target_params, state, draft, keys
     branches = [functools.partial(verify_draft, *arguments, width) for width in plan.widths]
-    # Those that have not finished come first.
-    rows = jnp.argsort(~state.active, stable=True)
-    for count in plan.row_counts[::-1]:
+    partial = plan.is_partial(state.active.sum()) & ~jnp.asarray(whole)
+    if plan.partial_rows is not None:
+        rows = unfinished_first(state)[: plan.partial_rows]
         branches += [
-            functools.partial(verify_some_rows, *arguments, width, rows[:count])
-            for width in plan.widths
+            functools.partial(verify_some_rows, *arguments, width, rows) for width in plan.widths
         ]
-    fewer = jnp.where(whole, 0, _fewer(plan, state.active.sum()))
-    verified = lax.switch(branch + len(plan.widths) * fewer, branches)
+    verified = lax.switch(branch + len(plan.widths) * partial, branches)
 
     count, status, undrafted = _truncate(state, verified, drafted)
     participated = count > 0
@@ -380,7 +386,8 @@ def one_round(
     learned = {}
     if state.policy is not None:
         path = jnp.where(participated[:, None], verified.verification.path_slots, -1)
-        learned = _learn(state, proposal, branch, path, count, fewer > 0)
+        costs = _costs(plan, state, partial)
+        learned = _learn(state, proposal, branch, path, count, costs, partial)
     drafter_state = proposal.state
     if verified.target_pass is not None:
         drafter_state = plan.drafter.observe_pass(draft_params, drafter_state, verified.target_pass)
@@ -393,9 +400,18 @@ def one_round(
     return after, rounds
 
 
-def _fewer(plan: Plan, unfinished: Int[Array, ""]) -> Int[Array, ""]:
-    """How many of the plan's numbers of rows hold all `unfinished` ones."""
-    return (unfinished <= np.asarray(plan.row_counts, np.int32)).sum()
+def unfinished_first(state: State) -> Int[Array, "B"]:
+    """The rows' numbers, those of unfinished rows before the others."""
+    return jnp.argsort(~state.active, stable=True)
+
+
+def _costs(plan: Plan, state: State, partial: Bool[Array, ""]) -> Costs:
+    """What a round costs under "auto" whose pass is `partial`, or over all rows."""
+    costs = state.policy.costs
+    if plan.partial_rows is None:
+        return costs
+    few = costs.of_share(plan.widths, plan.partial_rows / len(state.length))
+    return jax.tree.map(functools.partial(jnp.where, partial), few, costs)
 
 
 def _learn(
@@ -404,9 +420,13 @@ def _learn(
     width: Int[Array, ""],
     path: Int[Array, "B P"],
     count: Int[Array, "B"],
+    costs: Costs,
     partial: Bool[Array, ""],
 ) -> dict[str, Any]:
-    """The policy and the rows' histories after a round; `path` are the accepted slots."""
+    """The policy and the rows' histories after a round; `path` are the accepted slots.
+
+    `costs` are those of rounds like it, and `partial` says whether its pass was.
+    """
     policy, draft = state.policy, proposal.draft
     slots = jnp.arange(draft.topology.width)
     accepted = (path[:, :, None] == slots[None, None, :]).any(axis=1).at[:, 0].set(count > 0)
@@ -427,7 +447,7 @@ def _learn(
     )
     drafted = (proposal.drafter[:, None] == jnp.arange(len(proposal.first))[None, :]).any(axis=0)
     ran = drafted, proposal.first, proposal.further, proposal.catch_up
-    policy = policy.after_round(_row_weights(state), count, width, *ran, seen, partial)
+    policy = policy.after_round(_row_weights(state), count, width, *ran, seen, costs, partial)
     return {"policy": policy, "history": history}
 
 
@@ -537,9 +557,10 @@ def make_context(plan: Plan, params: Any, state: State) -> Context:
             jnp.take_along_axis(before.drafter, column, axis=1)[:, 0],
         )
     elif plan.draft_length.auto:
-        decisions = Decisions(
-            state.policy, state.history, state.active, _row_weights(state), plan.widths
-        )
+        policy = state.policy
+        partial = plan.is_partial(state.active.sum()) & ~policy.measures
+        policy = policy.replace(costs=_costs(plan, state, partial))
+        decisions = Decisions(policy, state.history, state.active, _row_weights(state), plan.widths)
     return Context(
         tokens=state.tokens,
         length=state.length,

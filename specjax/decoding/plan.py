@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from jaxtyping import Array, Bool, Int
+
 from specjax import sampling
 from specjax.draft_length.limits import DraftLength
 from specjax.drafters.turns import SleepingTurns, Turns
@@ -18,9 +20,9 @@ class Plan:
     the sizes of the forwards that read prompts, descending (`prefill`).
     `rounds_per_step` (R) bounds the rounds of one call. `overlaps` also records what share of p
     each verified node's distribution has, which costs one warp per node. `plain_program` says that
-    rounds in which all drafters sleep have a program of their own. `row_counts` are
-    the numbers of rows, ascending, that a round's pass can be over where no more are unfinished,
-    beside all of them.
+    rounds in which all drafters sleep have a program of their own. A round in which at most
+    `partial_rows` rows are unfinished has a partial pass, over so many rows with these among them
+    (None: passes are over all rows).
     """
 
     target: LanguageModel
@@ -35,24 +37,14 @@ class Plan:
     logprobs: bool = False
     overlaps: bool = False
     plain_program: bool = False
-    row_counts: tuple[int, ...] = ()
+    partial_rows: int | None = None
 
     @property
     def without_drafts(self) -> Plan:
         """Plain decoding in the same rows; what its program has more is what drafters will read."""
-        return replace(
-            self,
-            drafter=SleepingTurns(self.drafter.parts),
-            draft_length=DraftLength(0),
-            widths=(1,),
-            row_counts=fewer_rows(max(self.row_counts, default=0), num_widths=1),
-        )
+        drafter = SleepingTurns(self.drafter.parts)
+        return replace(self, drafter=drafter, draft_length=DraftLength(0), widths=(1,))
 
-
-def fewer_rows(most: int, num_widths: int) -> tuple[int, ...]:
-    """The `row_counts` of a plan, the largest of them `most` (0: none).
-
-    Each is compiled once more for every width, so that only plans of a single width have two.
-    """
-    counts = {most} if num_widths > 1 else {most // 2, most}
-    return tuple(sorted(counts - {0}))
+    def is_partial(self, unfinished: Int[Array, ""]) -> Bool[Array, ""]:
+        """Whether a round with so many unfinished rows has a partial pass."""
+        return unfinished <= (-1 if self.partial_rows is None else self.partial_rows)

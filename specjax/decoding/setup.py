@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from specjax import sampling
 from specjax.decoding.options import DecodeOptions
-from specjax.decoding.plan import Plan, fewer_rows
+from specjax.decoding.plan import Plan
 from specjax.decoding.prompts import Prompt, encode_prompt
 from specjax.decoding.sampling_params import SEED, SamplingParams, one_per_prompt
 from specjax.decoding.verify import check_rule_shapes
@@ -220,7 +220,7 @@ def plan_setup(
         # XLA's CPU threads overlap more of a small program's work than of a large one's. A round of
         # one row takes as long in both.
         plain_program=auto and batch_size > 1 and platform == "cpu",
-        row_counts=_row_counts(target, batch_size, len(sizes)),
+        partial_rows=_partial_rows(target, batch_size),
     )
     for part in turns.parts:
         if part.branches and not rule.takes_trees:
@@ -229,7 +229,8 @@ def plan_setup(
                 "use rejection or coupled, or draft chains"
             )
     if type(rule) not in map(type, sampling.RULES.values()):
-        check_rule_shapes(rule, batch_size, plan.widths, target.config.vocab_size)
+        for rows in filter(None, (batch_size, plan.partial_rows)):
+            check_rule_shapes(rule, rows, plan.widths, target.config.vocab_size)
     return Setup(target, drafter, plan, batch_size, seed, num_stop_ids, max_length)
 
 
@@ -322,11 +323,11 @@ def flags_of(requests: Sequence[SamplingParams]) -> sampling.WarpFlags:
     )
 
 
-def _row_counts(target: Model, batch_size: int, num_widths: int) -> tuple[int, ...]:
-    """The numbers of rows that a pass can be over, beside all: half of them at most."""
+def _partial_rows(target: Model, batch_size: int) -> int | None:
+    """How many rows partial passes are over; None where a model gains nothing from them."""
     if target.mesh is not None or not getattr(target.architecture, "takes_some_rows", False):
-        return ()
-    return fewer_rows(batch_size // 2, num_widths)
+        return None
+    return batch_size // 2 or None
 
 
 def _capacity(longest: int, most: int) -> int:

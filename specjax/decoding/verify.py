@@ -195,7 +195,10 @@ def verify_some_rows(
     width: int,
     rows: Int[Array, "A"],
 ) -> VerifiedDraft:
-    """`verify_draft` of some rows alone; of the others, which have finished, it says nothing."""
+    """`verify_draft` in a pass over some `rows`, all unfinished ones among them.
+
+    What it says of the others, which have finished, means nothing.
+    """
     batch = keys.shape[0]
     some = jax.tree.map(lambda part: part[rows], draft.replace(steps=None))
     found = verify_draft(plan, params, some_rows(state, rows), some, keys[rows], width)

@@ -54,13 +54,28 @@ class Costs:
     further: Float[Array | np.ndarray, "D"]
     catch_up: Float[Array | np.ndarray, "D"]
 
+    def of_share(self, widths: tuple[int, ...], share: float) -> Costs:
+        """Those of rounds whose passes, at the compiled `widths`, are over a share of the rows.
+
+        A pass takes as long as one over all rows with as many tokens in all: between the widths,
+        and below the first one, on straight lines. It is no dearer than over all rows, and no
+        cheaper than its share of that. Drafters run over all rows.
+        """
+        if len(widths) == 1:
+            return self
+        whole = np.asarray(widths, np.float32)
+        below = np.clip(np.searchsorted(whole, share * whole) - 1, 0, len(widths) - 2)
+        slope = (self.passes[below + 1] - self.passes[below]) / (whole[below + 1] - whole[below])
+        passes = self.passes[below] + slope * (share * whole - whole[below])
+        return self.replace(passes=jnp.clip(passes, share * self.passes, self.passes))
+
 
 @struct.dataclass
 class Work:
     """How often each part ran, in rounds and between them; the first fields are those of `Costs`.
 
     `partial` are the rounds whose pass was over fewer rows than the batch has, so that they say
-    nothing of what a pass costs.
+    nothing of what one over all costs.
     """
 
     passes: Int[Array | np.ndarray, "widths"]
@@ -277,16 +292,16 @@ class Policy:
         further: Int[Array, "D"],
         catch_up: Int[Array, "D"],
         learned: Survival,
+        costs: Costs,
         partial: Bool[Array, ""],
     ) -> Policy:
         """What is known after a round at compiled width `width` (its index).
 
         `weight` is what a token of each row was worth, and `drafted` says who drafted in any row;
-        `first`, `further` and `catch_up` count what ran, as `Work` does, and `partial` says whether
-        the pass was over fewer rows than there are.
+        `first`, `further` and `catch_up` count what ran, as `Work` does. `costs` are those of such
+        a round, and `partial` says whether its pass was over fewer rows than there are.
         """
         rows = jnp.maximum(weight.sum(), 1.0)
-        costs = self.costs
         drafting = costs.first * first + costs.further * further + costs.catch_up * catch_up
         seconds = costs.passes[width] + drafting.sum()
         return self.replace(

@@ -261,7 +261,7 @@ class Engine:
         name = self._free_number() if id is None else id
         if not isinstance(name, int | str) or isinstance(name, bool):
             raise InputError(f"id={shown(name)}: use a whole number or a text")
-        if name in self._scheduler:
+        if self._scheduler.has(name):
             raise InputError(f"id={shown(name)}: a request with this id is unfinished; use another")
         n = Whole(1).check("n", n)
         where = f"prompt of request {shown(name)}"
@@ -283,7 +283,7 @@ class Engine:
 
     def _free_number(self) -> int:
         """The number of the next request, or one after it that is no unfinished request's id."""
-        return next(one for one in itertools.count(self._number) if one not in self._scheduler)
+        return next(one for one in itertools.count(self._number) if not self._scheduler.has(one))
 
     def add_rows(self, id: RequestId, rows: list[Row]) -> None:
         """Add rows that were checked before as the samples of one request.
@@ -329,7 +329,7 @@ class Engine:
         Raises InputError for an id that is unknown or finished.
         """
         self._check_open()
-        if not isinstance(id, int | str) or isinstance(id, bool) or id not in self._scheduler:
+        if not isinstance(id, int | str) or isinstance(id, bool) or not self._scheduler.has(id):
             raise InputError(
                 f"id={shown(id)}: no unfinished request has this id; abort one that was added and "
                 "has not finished"

@@ -151,7 +151,9 @@ class LearnedCosts:
             elif not self._checks_plain:
                 few = bool(2 * work.passes[0] > work.passes.sum())
                 self.next_step.choose(drafts=drafts, few=few)
-            self._since = 0.0 if knows_plain else self._since + seconds
+            # Partial passes say nothing of what whole ones cost.
+            timed_plain = knows_plain and not work.partial
+            self._since = 0.0 if timed_plain else self._since + seconds
             if work.partial:
                 return state
             state = self._corrected(state, work.counts(), seconds)
@@ -283,7 +285,7 @@ def costs_key(setup: Setup, committed: int) -> tuple[Any, ...]:
         plan.logprobs,
         plan.overlaps,
         plan.plain_program,
-        plan.row_counts,
+        plan.partial_rows,
         setup.num_rows,
         max(committed, CACHE_BLOCK - 1).bit_length(),
     )

@@ -105,7 +105,8 @@ class Scheduler:
         self.slots[slot] = None
         return slot
 
-    def __contains__(self, id: RequestId) -> bool:
+    def has(self, id: RequestId) -> bool:
+        """Whether a request of this id waits or has a slot."""
         return id in self._by_id
 
     def __iter__(self) -> Iterator[Request]:

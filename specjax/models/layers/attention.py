@@ -221,6 +221,7 @@ def attend_rows(
 ) -> Partial:
     """`attend_cache`, one row after the other, so that each pays for its own length alone.
 
+    Of a cache's rows, `CacheRows` are those of the queries; the others are not looked at.
     On a mesh each device goes through its own rows; heads are `split` over `model`, or whole on
     each device.
     """
@@ -230,15 +231,15 @@ def attend_rows(
 
 
 def _attend_rows(
-    query: Float[Array, "B G X C"],
-    keys: Float[Array, "L R G S C"],
-    values: Float[Array, "L R G S C"],
-    length: Int[Array, "B"],
+    query: Float[Array, "A G X C"],
+    keys: Float[Array, "L B G S C"],
+    values: Float[Array, "L B G S C"],
+    length: Int[Array, "A"],
     layer: Int[Array, ""] | int,
     start: Partial,
-    oldest: Int[Array, "B X"] | None = None,
+    oldest: Int[Array, "A X"] | None = None,
     *,
-    rows: Int[Array, "B"] | None,
+    rows: Int[Array, "A"] | None,
     softcap: float | None,
 ) -> Partial:
     batch, kv_heads, _, width = query.shape
