@@ -19,6 +19,7 @@ from decoding import (
     mixed,
 )
 from heads import eagle_drafter
+from test_broken_logits import spoiled
 from test_strict import copied_shapes, lowered
 
 import specjax
@@ -156,6 +157,35 @@ def test_the_length_that_follows_costs_keeps_the_tokens(name, apart, unrelated):
         others = np.full(3 * len(auto.plan.drafter.parts), 0.01)
         costs = LearnedCosts(CostFilter(np.concatenate([seconds, others]), widths), None)
         assert decode_at_costs(auto, costs).token_ids == plain.token_ids
+
+
+def test_rows_that_fail_beside_others(apart):
+    """A row whose logits are not numbers ends alike in passes over all rows and over some."""
+    drafter = Ngram(prompt_lookup_min=1)
+    plain = decode_session(session_of(apart, drafter, partial_rows=None))
+    # The longest row, when most of the others have finished.
+    token = plain.token_ids[3][14]
+    broken = spoiled(apart, token)
+    partial, whole = (
+        decode_session(session_of(broken, drafter, partial_rows=rows)) for rows in (4, None)
+    )
+    assert partial.token_ids == whole.token_ids
+    assert partial.finish_reasons == whole.finish_reasons
+    assert "error" in partial.finish_reasons
+
+
+@pytest.mark.parametrize("rule", slow("rejection", "block"))
+def test_rounds_of_auto_can_be_replayed(rule, apart, unrelated):
+    drafter = DRAFTERS["turns"](apart, unrelated)
+    options = dict(rule=rule, num_speculative_tokens="auto")
+    auto = session_of(apart, drafter, **options)
+    widths = len(auto.plan.widths)
+    figures = np.concatenate([np.ones(widths), np.full(6, 0.01)])
+    first = decode_at_costs(auto, LearnedCosts(CostFilter(figures, widths), None))
+    assert first.drafted.max() > 0
+    replay = first.drafted, first.drafter
+    again = decode_session(session_of(apart, drafter, replay=replay, **options))
+    assert again.token_ids == first.token_ids
 
 
 def test_which_batches_have_them(apart, tiny):
