@@ -1,4 +1,4 @@
-"""Passes over the rows that have not finished alone: the rest of a batch costs no arithmetic."""
+"""Partial passes: over half of the rows, where these hold all that are unfinished."""
 
 import dataclasses
 import functools
