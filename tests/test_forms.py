@@ -211,6 +211,24 @@ def test_every_form_is_the_same_function(name, tokens, biased):
     np.testing.assert_allclose(ours.window.k, reference.window.k, atol=2e-5)
 
 
+@pytest.mark.parametrize("name", FORMS)
+def test_no_product_of_float32_is_rounded(name, biased):
+    """Accelerators multiply float32 in fewer bits unless a program says that they must not."""
+    model = random_model(biased, 0, dtype="float32", form=FORMS[name])
+    decoder, params = model.architecture, model.params
+    tokens = jnp.zeros((2, 3), jnp.int32)
+    after_a_cache = decoder.make_cache(2, 512), decoder.make_window(2, 3)
+    with jax.default_matmul_precision("default"):
+        for cache, window in (after_a_cache, (None, None)):
+            program = extend.lower(
+                decoder, params, tokens, tokens, cache, window, 0, causal(3)
+            ).as_text()
+            products = re.findall(r"stablehlo.dot_general .*", program)
+            assert len(products) > 3
+            for one in products:
+                assert "precision = [HIGHEST, HIGHEST]" in one
+
+
 @pytest.mark.parametrize("queries", [3, 40, 150])
 def test_all_ways_agree_with_the_loop_over_blocks(queries):
     """With rows of every filling, and more queries than one program holds."""

@@ -263,6 +263,7 @@ class Decoder:
                     value.transpose(0, 2, 1, 3),
                     view.seen,
                     softcap=softcap,
+                    rounded=self.multiply is not None,
                 )
             else:
                 keys = write_window(kept.k, key, index, start)

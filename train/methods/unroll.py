@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -54,6 +55,7 @@ def unroll(
     def repeated(seen: jax.Array) -> jax.Array:
         return jnp.repeat(seen, repeats, axis=1)[:, None]
 
+    attend = functools.partial(attend_in_blocks, rounded=head.multiply is not None)
     hidden = head.fuse(params, taps)
     for index in range(last + 1):
         own = head.module(params, index)
@@ -63,7 +65,7 @@ def unroll(
         query, keys, values = head.heads(own, attended, batch.positions)
         keys, values = keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3)
         if index < last:
-            mixed = attend_in_blocks(query, keys, values, repeated(visible(batch.segments)))
+            mixed = attend(query, keys, values, repeated(visible(batch.segments)))
             whole, experts = head.finish(own, residual, mixed)
             hidden, output = head.next_hidden(own, whole), at_rows(whole, rows)
             experts = None if experts is None else at_rows(experts, rows)
@@ -80,7 +82,7 @@ def unroll(
                 own, at_rows(tokens, ahead), head.next_hidden(own, output), positions + further
             )
         query, key, value = head.heads(own, attended, positions + further)
-        mixed = attend_in_blocks(query, keys, values, seen)
+        mixed = attend(query, keys, values, seen)
         if further:
             earlier.append((_own(key, repeats), _own(value, repeats)))
         for key_own, value_own in earlier:

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax.cache import CacheRows, KVCache
 from specjax.distributed.sharding import DATA, partition
+from specjax.models.layers.matmul import full_precision
 
 CACHE_BLOCK = 256
 """Committed tokens of all rows read at a time; a cache's capacity is a multiple of it."""
@@ -66,21 +67,26 @@ def attend(
     value: Float[Array, "B G Y C"],
     visible: Bool[Array, "#B 1 #X Y"],
     softcap: float | None = None,
+    *,
+    rounded: bool = False,
 ) -> Partial:
     """Softmax over one block of keys, accumulated in float32; rows without visible keys weigh 0.
 
-    With `softcap` scores are limited to c tanh(score/c) (Gemma 2).
+    With `softcap` scores are limited to c tanh(score/c) (Gemma 2). `rounded` lets accelerators
+    multiply float32 in fewer bits, in training.
     """
-    scores = jnp.einsum("bgxc,bgyc->bgxy", query, key, preferred_element_type=jnp.float32)
+    precision = None if rounded else full_precision(query.dtype)
+    multiply = functools.partial(
+        jnp.einsum, precision=precision, preferred_element_type=jnp.float32
+    )
+    scores = multiply("bgxc,bgyc->bgxy", query, key)
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
     scores = jnp.where(visible, scores, -jnp.inf)
     peak = scores.max(axis=-1, keepdims=True)
     # A row without a visible key has peak -inf; with 0 instead, exp(-inf - peak) is 0.
     weights = jnp.exp(scores - jnp.where(jnp.isneginf(peak), 0.0, peak))
-    weighted = jnp.einsum(
-        "bgxy,bgyc->bgxc", weights.astype(value.dtype), value, preferred_element_type=jnp.float32
-    )
+    weighted = multiply("bgxy,bgyc->bgxc", weights.astype(value.dtype), value)
     return Partial(peak, weights.sum(axis=-1, keepdims=True), weighted)
 
 
@@ -91,6 +97,8 @@ def attend_in_blocks(
     visible: Bool[Array, "#B 1 X Y"],
     most_scores: int | None = None,
     softcap: float | None = None,
+    *,
+    rounded: bool = False,
 ) -> Partial:
     """`attend` with at most about `most_scores` scores at a time, recomputed for gradients.
 
@@ -104,19 +112,20 @@ def attend_in_blocks(
     mesh = jax.sharding.get_abstract_mesh()
     spread = 1 if mesh.empty else mesh.shape[DATA]
     together = max(spread, spread * (most_scores // a_row))
+    whole = functools.partial(attend, softcap=softcap, rounded=rounded)
     while batch % together or together % spread:
         together -= 1
         if together < spread:
-            return attend(query, key, value, visible, softcap)
+            return whole(query, key, value, visible)
     turns = batch // together
     block = min(queries, max(1, most_scores * spread // (together * heads * key.shape[2])))
 
     @jax.checkpoint
     def some(part: tuple[jax.Array, ...]) -> Partial:
-        return _attend_queries(*part, block, softcap)
+        return _attend_queries(*part, block, whole)
 
     if turns == 1 and block == queries:
-        return attend(query, key, value, visible, softcap)
+        return whole(query, key, value, visible)
     visible = jnp.broadcast_to(visible, (batch, *visible.shape[1:]))
 
     def apart(x: jax.Array) -> jax.Array:
@@ -136,13 +145,13 @@ def _attend_queries(
     value: Float[Array, "B G Y C"],
     visible: Bool[Array, "B 1 X Y"],
     block: int,
-    softcap: float | None,
+    attend: Callable[..., Partial],
 ) -> Partial:
     """`attend`, `block` queries at a time."""
     batch, heads, queries, _ = query.shape
     count = -(-queries // block)
     if count == 1:
-        return attend(query, key, value, visible, softcap)
+        return attend(query, key, value, visible)
     padding = ((0, 0), (0, 0), (0, count * block - queries), (0, 0))
 
     def split(x: jax.Array) -> jax.Array:
@@ -151,7 +160,7 @@ def _attend_queries(
 
     @jax.checkpoint
     def one(part: tuple[jax.Array, jax.Array]) -> Partial:
-        return attend(part[0], key, value, part[1], softcap)
+        return attend(part[0], key, value, part[1])
 
     parts = lax.map(one, (split(query), split(visible)))
     return Partial(

@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from specjax.models.config import Experts
-from specjax.models.layers.matmul import product
+from specjax.models.layers.matmul import full_precision, product
 
 _TILE = 64
 """Tokens of one expert that are multiplied at a time."""
@@ -166,12 +166,11 @@ def _grouped(
     dtype = x.dtype if multiply is None else multiply
 
     def times(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        exact = lax.Precision.HIGHEST if dtype == jnp.float32 else None
         return lax.ragged_dot(
             x.astype(dtype),
             kernel.astype(dtype),
             sizes,
-            precision=exact,
+            precision=full_precision(dtype),
             preferred_element_type=jnp.float32,
         )
 
