@@ -1,5 +1,6 @@
 """The benchmark runs end to end and reports what its table shows."""
 
+import dataclasses
 import json
 import math
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 from specjax import bench
-from specjax.cli import bench_run, measure_auto
+from specjax.cli import bench_run, measure_auto, measure_drafter
 from specjax.decoding import costs
 from specjax.decoding.generate import Generation
 from specjax.loading.load import save_model
@@ -55,6 +56,22 @@ def test_the_debug_size_reports_every_part(tmp_path, chatty, capsys):
         assert 0 < low <= mean <= high
     plain = {cell["plain_tokens_per_second"] for cell in report["auto"]}
     assert len(plain) == 1  # decoded once, for all
+
+
+def test_passes_over_some_rows_have_times_of_their_own():
+    """Of three rows the second begins a round late, and the third ends after one round."""
+    width = np.array([[1, 4, 4], [4, 1, -1], [1, -1, -1]])
+    result = dataclasses.replace(took(1.0), width=width, first_round=np.array([0, 1, 0]))
+    widths, rows = result.passes()
+    assert widths.tolist() == [1, 4, 4]
+    assert rows.tolist() == [2, 2, 2]
+    result = dataclasses.replace(result, first_round=np.array([0, 0, 0]))
+    widths, rows = result.passes()
+    assert widths.tolist() == [4, 4, 4]
+    assert rows.tolist() == [3, 2, 1]
+    seconds = {1: {4: 1.0}, 3: {4: 10.0}}
+    assert measure_drafter.pass_seconds(result, 1, 3, seconds, 0.5) == 21 + 3 * 0.5
+    assert measure_drafter.pass_seconds(result, 0, 3, seconds, 0.0) == 30
 
 
 def took(decode_s):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
 
-from specjax import metrics
 from specjax.decoding import costs
 from specjax.decoding.engine.engine import Engine
 from specjax.decoding.engine.outputs import broken_logits
@@ -84,7 +83,7 @@ def compare_with_plain(
     pairs = [tuple(decode_all(*one) for one in sessions) for _ in range(runs + 1)][1:]
     ratios = [fast.tokens_per_second / slow.tokens_per_second for slow, fast in pairs]
     slow, fast = pairs[-1]
-    predicted, draft = _predict(drafted, fast, ids, max_new_tokens)
+    predicted, draft = _predict(drafted, slow, fast, ids, max_new_tokens)
     speedup = median(ratios)
     return Comparison(
         drafter=label,
@@ -112,20 +111,51 @@ def decode_all(session: Session, engine: Engine) -> Generation:
 
 
 def _predict(
-    session: Session, result: Generation, ids: Sequence[Sequence[int]], new_tokens: int
+    session: Session,
+    plain: Generation,
+    result: Generation,
+    ids: Sequence[Sequence[int]],
+    new_tokens: int,
 ) -> tuple[float, float]:
-    """Tokens per round x T(1) / (T_draft + mean T(width)), and T_draft, at the mean length."""
-    committed = int(np.mean([len(one) for one in ids]) + new_tokens / 2)
-    seconds = costs.widths_seconds(
-        session.plan.target,
-        session.params[0],
-        sorted({1, *session.plan.widths}),
-        batch=session.num_rows,
-        committed=committed,
-        capacity=session.plan.capacity,
-    )
+    """The ratio of both results' tokens per second by the parts of a round, and T_draft.
+
+    T(width) is that of isolated passes at the mean length, and apart for passes over some rows.
+    """
+    committed, plan = int(np.mean([len(one) for one in ids]) + new_tokens / 2), session.plan
+    few = plan.partial_rows or 0
+    seconds = {
+        rows: costs.widths_seconds(
+            plan.target,
+            session.params[0],
+            sorted({1, *plan.widths}),
+            batch=rows,
+            committed=committed,
+            capacity=plan.capacity,
+        )
+        for rows in (few, session.num_rows)
+        if rows
+    }
     draft = costs.propose_seconds(session)
-    predicted = metrics.predicted_speedup(
-        result.summary().tokens_per_round, seconds[1], draft, result.pass_widths(), seconds
-    )
-    return predicted, draft
+    rates = [
+        one.new_tokens / pass_seconds(one, few, session.num_rows, seconds, draft_s)
+        for one, draft_s in ((result, draft), (plain, 0.0))
+    ]
+    return rates[0] / rates[1], draft
+
+
+def pass_seconds(
+    result: Generation,
+    few: int,
+    many: int,
+    seconds: Mapping[int, Mapping[int, float]],
+    draft_s: float,
+) -> float:
+    """What a result's passes take in all, each with `draft_s` for its draft.
+
+    `seconds[rows][width]` is T(width) of `many` rows, and of `few`, over which a pass is where no
+    more than that take part.
+    """
+    total = 0.0
+    for width, rows in zip(*result.passes(), strict=True):
+        total += draft_s + seconds[few if rows <= few else many][int(width)]
+    return total

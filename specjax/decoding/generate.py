@@ -93,14 +93,16 @@ class Generation:
         counts = (self.width, self.drafted, self.accepted, self.emitted, self.drafter)
         return was_drafted(Rounds(*(part[row] for part in counts)))
 
-    def pass_widths(self) -> np.ndarray:
-        """The width of each of the target's passes, which all rows in it have."""
+    def passes(self) -> tuple[np.ndarray, np.ndarray]:
+        """The width of each of the target's passes, which all rows in it have, and their number."""
         rounds = self.width.shape[1]
         widths = np.zeros(rounds + int(self.first_round.max(initial=0)), self.width.dtype)
+        rows = np.zeros_like(widths)
         for first, row in zip(self.first_round.tolist(), self.width, strict=True):
-            here = widths[first : first + rounds]
-            np.maximum(here, row, out=here)
-        return widths[widths > 0]
+            here = slice(first, first + rounds)
+            widths[here] = np.maximum(widths[here], row)
+            rows[here] += row > 0
+        return widths[rows > 0], rows[rows > 0]
 
 
 @dataclass(frozen=True)

@@ -195,7 +195,7 @@ def _introduce(writer: MetricsWriter, setup: Setup, params: Any) -> None:
         f"{steps} steps of {shape.rows} rows: {epochs:.1f} epochs, about "
         f"{tokens * epochs / 1e6:.2f}M tokens"
     )
-    if shipped.NAME in split_names(setup.config.data):
+    if set(split_names(setup.config.data)) == {shipped.NAME}:
         writer.say(
             f"data={shipped.NAME} is small: enough to see a drafter learn. {_MORE_DATA}", "yellow"
         )
@@ -243,7 +243,7 @@ def _say_next(writer: MetricsWriter, setup: Setup, workdir: files.Workdir, param
         options += ["compare=true"]
     command = " ".join(f"--config.{option}" for option in options)
     writer.say(f"decode with it: python -m specjax.decode {command}", "green")
-    if shipped.NAME in split_names(setup.config.data):
+    if set(split_names(setup.config.data)) == {shipped.NAME}:
         writer.say(_MORE_DATA, "green")
 
 
