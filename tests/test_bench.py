@@ -6,11 +6,13 @@ import math
 
 import numpy as np
 import pytest
+from decoding import make_session
 
 from specjax import bench
 from specjax.cli import bench_run, measure_auto, measure_drafter
 from specjax.decoding import costs
 from specjax.decoding.generate import Generation
+from specjax.drafters.lookup.ngram import Ngram
 from specjax.loading.load import save_model
 
 
@@ -72,6 +74,33 @@ def test_passes_over_some_rows_have_times_of_their_own():
     seconds = {1: {4: 1.0}, 3: {4: 10.0}}
     assert measure_drafter.pass_seconds(result, 1, 3, seconds, 0.5) == 21 + 3 * 0.5
     assert measure_drafter.pass_seconds(result, 0, 3, seconds, 0.0) == 30
+
+
+def test_the_prediction_is_the_ratio_of_two_rates(tiny, monkeypatch):
+    """Of three rows two end early, and a pass over the one that is left costs less."""
+    session = make_session(tiny, [[1, 2]] * 3, drafter=Ngram(num_speculative_tokens=2))
+    plan = dataclasses.replace(session.plan, partial_rows=1)
+    session = dataclasses.replace(session, plan=plan)
+    asked = []
+
+    def widths_seconds(target, params, widths, *, batch, committed, capacity):
+        asked.append((batch, committed))
+        return {width: batch + width for width in widths}
+
+    monkeypatch.setattr(costs, "widths_seconds", widths_seconds)
+    monkeypatch.setattr(costs, "propose_seconds", lambda session: 0.5)
+
+    def generation(width):
+        width = np.array(width)
+        return dataclasses.replace(took(1.0), width=width, first_round=np.zeros(3, int))
+
+    # Both have ten tokens: 4 + 4 + 2 seconds plainly, and 6 + 4 with a draft of 0.5 in each round.
+    plain = generation([[1, 1, 1], [1, 1, -1], [1, -1, -1]])
+    drafted = generation([[3, 3], [3, -1], [1, -1]])
+    predicted, draft_s = measure_drafter._predict(session, plain, drafted, [[1, 2]] * 3, 8)
+    assert draft_s == 0.5
+    assert predicted == pytest.approx((4 + 4 + 2) / (6 + 4 + 2 * 0.5))
+    assert asked == [(1, 6), (3, 6)]
 
 
 def took(decode_s):

@@ -48,6 +48,13 @@ def saved(model, tmp_path):
     return tmp_path / "saved"
 
 
+def test_a_checkpoint_does_not_say_where_it_was_made(saved):
+    files = [path for path in saved.rglob("*") if path.is_file()]
+    assert len(files) > 5
+    for path in files:
+        assert str(saved).encode() not in path.read_bytes(), path.name
+
+
 def test_a_model_comes_back_with_its_tokenizer(chatty, tmp_path):
     save_checkpoint(chatty, tmp_path / "model")
     loaded = load_model(tmp_path / "model", dtype="float32")

@@ -1,5 +1,6 @@
 """The forms a decoder takes for different backends: the same function, up to rounding."""
 
+import dataclasses
 import functools
 import re
 
@@ -8,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import slow, tiny_config
-from decoding import PROMPTS, decode, greedy, make_session
+from decoding import PROMPTS, decode, draft_model, greedy, make_session
+from heads import eagle_drafter
 from test_decoder import causal, extend
 
 from specjax.cache import KVCache
@@ -211,22 +213,59 @@ def test_every_form_is_the_same_function(name, tokens, biased):
     np.testing.assert_allclose(ours.window.k, reference.window.k, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_no_product_of_float32_is_rounded(name, biased):
-    """Accelerators multiply float32 in fewer bits unless a program says that they must not."""
-    model = random_model(biased, 0, dtype="float32", form=FORMS[name])
-    decoder, params = model.architecture, model.params
-    tokens = jnp.zeros((2, 3), jnp.int32)
-    after_a_cache = decoder.make_cache(2, 512), decoder.make_window(2, 3)
+def products_of(function, *arguments, platform="cpu"):
+    """The precisions of a function's products, lowered as JAX is by default."""
     with jax.default_matmul_precision("default"):
-        for cache, window in (after_a_cache, (None, None)):
-            program = extend.lower(
-                decoder, params, tokens, tokens, cache, window, 0, causal(3)
-            ).as_text()
-            products = re.findall(r"stablehlo.dot_general .*", program)
-            assert len(products) > 3
-            for one in products:
-                assert "precision = [HIGHEST, HIGHEST]" in one
+        traced = jax.jit(function).trace(*arguments)
+        program = traced.lower(lowering_platforms=(platform,)).as_text()
+    return re.findall(r"stablehlo.dot_general .*precision = \[(\w+), (\w+)\]", program)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize("name", ["stacked", *FORMS])
+def test_no_product_of_float32_is_rounded(name, platform, biased):
+    """Accelerators multiply float32 in fewer bits where a program does not forbid it."""
+    form = FORMS.get(name, Form())
+    if platform == "tpu" and form.cache_attention == "kernel":
+        pytest.skip("the kernel is for GPUs")
+    model = random_model(biased, 0, dtype="float32", form=form)
+    decoder, tokens = model.architecture, jnp.zeros((2, 3), jnp.int32)
+    after_a_cache = decoder.make_cache(2, 512), decoder.make_window(2, 3)
+    for cache, window in (after_a_cache, (None, None)):
+
+        def run(params, cache=cache, window=window):
+            return decoder.extend(params, tokens, tokens, cache, window, 0, causal(3)).logits
+
+        found = products_of(run, model.params, platform=platform)
+        assert len(found) > 3
+        assert set(found) == {("HIGHEST", "HIGHEST")}
+
+
+def test_products_that_are_rounded_in_training_all_are(biased):
+    model = random_model(biased, 0, dtype="float32")
+    decoder = dataclasses.replace(model.architecture, multiply=jnp.dtype(jnp.bfloat16))
+    tokens = jnp.zeros((2, 3), jnp.int32)
+
+    def run(params):
+        options = {"features": ("final_norm",), "logits": False}
+        return decoder.extend(params, tokens, tokens, None, None, 0, causal(3), **options).features
+
+    found = products_of(run, model.params)
+    assert len(found) > 3
+    assert set(found) == {("DEFAULT", "DEFAULT")}
+
+
+@pytest.mark.parametrize("make", [draft_model, eagle_drafter])
+def test_no_product_of_a_round_is_rounded(make, tiny):
+    """Neither the drafter's own, nor those of its caches."""
+    drafter = make(tiny)
+    session = make_session(tiny, PROMPTS, drafter=drafter, sampling=greedy(max_new_tokens=4))
+    arguments = batch_arguments(session, range(session.batch_size))
+    state = jax.eval_shape(functools.partial(loop.start, session.plan), session.params, *arguments)
+    run = functools.partial(loop.run, session.plan)
+    found = products_of(run, session.params, state, jnp.int32(1))
+    assert len(found) > 10
+    assert set(found) == {("HIGHEST", "HIGHEST")}
 
 
 @pytest.mark.parametrize("queries", [3, 40, 150])

@@ -74,10 +74,12 @@ def card(head: Head, data: str = "", measured: Sequence[str] = ()) -> str:
 def curve(kind: str, head: Head) -> str:
     """A head's evaluations while it was trained, on held-out conversations."""
     lines = [f"## {kind}: tau against tokens", ""]
-    found, before = [], 0
+    found, before, unseen = [], 0, 0
     for stage in _stages(head):
-        found += [{**row, "tokens": before + row["tokens"]} for row in stage.get("curve", [])]
+        rows = stage.get("curve", [])
+        found += [{**row, "tokens": before + row["tokens"]} for row in rows]
         before += stage["tokens"]
+        unseen = 0 if rows else unseen + stage["tokens"]
     if not found:
         return "\n".join([*lines, "Nothing was evaluated while it was trained.", ""])
     names = [name for name in found[-1] if name.startswith(("tau", "acc_pos"))]
@@ -90,7 +92,10 @@ def curve(kind: str, head: Head) -> str:
     for row in found:
         cells = [f"{row[name]:.3f}" if name in row else "" for name in names]
         rows.append([f"{row['tokens'] / 1e6:.2f}M", *cells])
-    return "\n".join([*lines, *table(rows), ""])
+    lines += [*table(rows), ""]
+    if unseen:
+        lines += [f"Nothing was evaluated in the last {unseen / 1e6:.2f} million tokens.", ""]
+    return "\n".join(lines)
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -107,8 +112,10 @@ def _training(head: Head, origin: str) -> list[str]:
         return ["- How it was trained is not recorded."]
     data = stages[-1]["data"]
     tokens, steps = (sum(stage[name] for stage in stages) for name in ("tokens", "step"))
-    writer = "train.features" if data.get("features") else "train.generate"
-    names = f"`--config.data` names folders that `{writer}` wrote"
+    stored = {bool(stage["data"].get("features")) for stage in stages}
+    writers = [name for name, used in (("features", True), ("generate", False)) if used in stored]
+    wrote = " or ".join(f"`train.{name}`" for name in writers)
+    names = f"`--config.data` names folders that {wrote} wrote"
     names += ", EXPORT_N is W_N/export" if len(stages) > 1 else ""
     return [
         f"- Data: {data['conversations']} conversations, {data['tokens']} tokens, of which "

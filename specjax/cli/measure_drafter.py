@@ -119,7 +119,8 @@ def _predict(
 ) -> tuple[float, float]:
     """The ratio of both results' tokens per second by the parts of a round, and T_draft.
 
-    T(width) is that of isolated passes at the mean length, and apart for passes over some rows.
+    T(width) is that of isolated passes at the mean length; those over some rows are timed before
+    those over all.
     """
     committed, plan = int(np.mean([len(one) for one in ids]) + new_tokens / 2), session.plan
     few = plan.partial_rows or 0
@@ -150,10 +151,10 @@ def pass_seconds(
     seconds: Mapping[int, Mapping[int, float]],
     draft_s: float,
 ) -> float:
-    """What a result's passes take in all, each with `draft_s` for its draft.
+    """Seconds that a result's passes take in all, each with `draft_s` for its draft.
 
-    `seconds[rows][width]` is T(width) of `many` rows, and of `few`, over which a pass is where no
-    more than that take part.
+    `seconds[rows][width]` is T(width) of `many` rows, and of `few`: those are the rows of a pass in
+    which at most that many participate.
     """
     total = 0.0
     for width, rows in zip(*result.passes(), strict=True):

@@ -23,6 +23,7 @@ from specjax.decoding.programs import start
 from specjax.decoding.rows import batch_arguments
 from specjax.decoding.setup import Session
 from specjax.models.interface import LanguageModel
+from specjax.models.layers.matmul import full_precision
 from specjax.sampling import argmax
 
 _RUNS, _REPEATS = 5, 4
@@ -123,12 +124,13 @@ def copy_bandwidth(num_bytes: int) -> float:
 
 
 def matmul_flops(size: int, dtype: Any) -> float:
-    """FLOP/s of products of two [size, size] matrices of random numbers."""
+    """FLOP/s of products of two [size, size] matrices of random numbers, in full precision."""
     left, right = (
         jax.random.normal(jax.random.key(seed), (size, size), dtype) for seed in range(2)
     )
     right = right * jnp.asarray(size**-0.5, dtype)
-    return 2 * size**3 / loop_seconds(lambda _, product, by: product @ by, left, right)
+    multiply = functools.partial(jnp.matmul, precision=full_precision(left.dtype))
+    return 2 * size**3 / loop_seconds(lambda _, product, by: multiply(product, by), left, right)
 
 
 def loop_seconds(

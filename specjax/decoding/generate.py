@@ -94,7 +94,7 @@ class Generation:
         return was_drafted(Rounds(*(part[row] for part in counts)))
 
     def passes(self) -> tuple[np.ndarray, np.ndarray]:
-        """The width of each of the target's passes, which all rows in it have, and their number."""
+        """Of each of the target's passes: its width, and how many rows are in it; [R] each."""
         rounds = self.width.shape[1]
         widths = np.zeros(rounds + int(self.first_round.max(initial=0)), self.width.dtype)
         rows = np.zeros_like(widths)

@@ -39,6 +39,7 @@ from specjax.loading.checkpoint_directory import (
 
 _FORMAT = 1
 _ARRAYS = "params"
+_SUCCESS = "commit_success.txt"
 _INDEX = ("_CHECKPOINT_METADATA", f"{_ARRAYS}/_METADATA", f"{_ARRAYS}/manifest.ocdbt")
 """The files that describe the others."""
 _READERS = {"model": "specjax.load_model", "drafter": "specjax.loading.checkpoints.load_drafter"}
@@ -97,6 +98,10 @@ def save(
 
         def commit() -> None:
             try:
+                success = writing / _SUCCESS
+                if success.exists():
+                    # Orbax names the folder in it, which is nobody's concern elsewhere.
+                    success.write_text("The checkpoint was written.\n", encoding="utf-8")
                 folder_marker.seal(writing, kind)
                 writing.rename(path)
             except OSError as error:

@@ -135,7 +135,8 @@ class Decoder:
     `shards` is the number of devices its weights are split over (the mesh's `model` axis), 1 where
     each device holds them whole. With more shards than key/value heads, heads are repeated in the
     cache so that each shard has a copy. `multiply` is the dtype to which products round their
-    operands, where that is not `dtype` (training: `matmul.product`).
+    operands, where that is not `dtype` (training: `matmul.product`); attention's may then be
+    rounded as a device does by default.
     """
 
     config: DecoderConfig

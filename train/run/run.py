@@ -195,7 +195,7 @@ def _introduce(writer: MetricsWriter, setup: Setup, params: Any) -> None:
         f"{steps} steps of {shape.rows} rows: {epochs:.1f} epochs, about "
         f"{tokens * epochs / 1e6:.2f}M tokens"
     )
-    if set(split_names(setup.config.data)) == {shipped.NAME}:
+    if _shipped_alone(setup.config.data):
         writer.say(
             f"data={shipped.NAME} is small: enough to see a drafter learn. {_MORE_DATA}", "yellow"
         )
@@ -243,8 +243,13 @@ def _say_next(writer: MetricsWriter, setup: Setup, workdir: files.Workdir, param
         options += ["compare=true"]
     command = " ".join(f"--config.{option}" for option in options)
     writer.say(f"decode with it: python -m specjax.decode {command}", "green")
-    if set(split_names(setup.config.data)) == {shipped.NAME}:
+    if _shipped_alone(setup.config.data):
         writer.say(_MORE_DATA, "green")
+
+
+def _shipped_alone(data: str) -> bool:
+    """Whether a config's data are nothing but the small set that comes with specjax."""
+    return set(split_names(data)) == {shipped.NAME}
 
 
 def _as_argument(path: Path) -> str:

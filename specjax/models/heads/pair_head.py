@@ -61,8 +61,8 @@ class PairHead:
 
     `params` are the head's own, and under "shared" the target's arrays (`share`). The functions
     from `inputs` to `extend` take those of one module (`module`). `shards` is the number of devices
-    that keys and values are split over, as in `Decoder`; `multiply` is the dtype to which products
-    round their operands, where that is not `dtype`. With `differentiable` gradients of experts can
+    that keys and values are split over, and `multiply` the dtype to which products round their
+    operands, as in `Decoder`. With `differentiable` gradients of experts can
     be taken. Of `form` it takes the attention to its caches.
     """
 

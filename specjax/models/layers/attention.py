@@ -112,20 +112,20 @@ def attend_in_blocks(
     mesh = jax.sharding.get_abstract_mesh()
     spread = 1 if mesh.empty else mesh.shape[DATA]
     together = max(spread, spread * (most_scores // a_row))
-    whole = functools.partial(attend, softcap=softcap, rounded=rounded)
+    attend_all = functools.partial(attend, softcap=softcap, rounded=rounded)
     while batch % together or together % spread:
         together -= 1
         if together < spread:
-            return whole(query, key, value, visible)
+            return attend_all(query, key, value, visible)
     turns = batch // together
     block = min(queries, max(1, most_scores * spread // (together * heads * key.shape[2])))
 
     @jax.checkpoint
     def some(part: tuple[jax.Array, ...]) -> Partial:
-        return _attend_queries(*part, block, whole)
+        return _attend_queries(*part, block, attend_all)
 
     if turns == 1 and block == queries:
-        return whole(query, key, value, visible)
+        return attend_all(query, key, value, visible)
     visible = jnp.broadcast_to(visible, (batch, *visible.shape[1:]))
 
     def apart(x: jax.Array) -> jax.Array:
@@ -145,13 +145,13 @@ def _attend_queries(
     value: Float[Array, "B G Y C"],
     visible: Bool[Array, "B 1 X Y"],
     block: int,
-    attend: Callable[..., Partial],
+    attend_some: Callable[..., Partial],
 ) -> Partial:
-    """`attend`, `block` queries at a time."""
+    """`attend_some`, `block` queries at a time."""
     batch, heads, queries, _ = query.shape
     count = -(-queries // block)
     if count == 1:
-        return attend(query, key, value, visible)
+        return attend_some(query, key, value, visible)
     padding = ((0, 0), (0, 0), (0, count * block - queries), (0, 0))
 
     def split(x: jax.Array) -> jax.Array:
@@ -160,7 +160,7 @@ def _attend_queries(
 
     @jax.checkpoint
     def one(part: tuple[jax.Array, jax.Array]) -> Partial:
-        return attend(part[0], key, value, part[1])
+        return attend_some(part[0], key, value, part[1])
 
     parts = lax.map(one, (split(query), split(visible)))
     return Partial(

@@ -31,7 +31,7 @@ def product(
     multiply: Any = None,
     out: Any = None,
 ) -> jax.Array:
-    """`einsum` of two arrays in x's dtype, or `out`.
+    """`einsum` of two arrays in x's dtype, or `out`, in full precision.
 
     With `multiply` (bfloat16, in training) both are rounded to that dtype first, and so is the
     gradient; sums are in float32 in any case. Two to five times as fast where the device supports
@@ -104,9 +104,10 @@ def _chosen_products(
 
 
 def full_precision(dtype: Any) -> lax.Precision | None:
-    """The precision of products that are not rounded: accelerators multiply float32 in fewer bits.
+    """The `precision` for a product of operands of a dtype that must not be rounded.
 
-    An H200 does so by default in TF32: a pass over several tokens was off by 3e-4, relatively.
+    HIGHEST for float32, which accelerators multiply in fewer bits by default (on an H200 in TF32:
+    attention over several tokens was off by 3e-4, relatively), else None.
     """
     return lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
