@@ -11,6 +11,7 @@ from conftest import slow, tiny_config
 from flax.core import meta
 from heads import eagle_config, eagle_head
 from rows import two_rows, with_features
+from test_forms import products_of
 
 from specjax.cache import commit
 from specjax.errors import InputError
@@ -101,6 +102,21 @@ def test_training_runs_what_decoding_runs(version, flags, tiny):
         wanted = drafted(head, params, batch, row, label, first, 3)
         for got, want in zip(outputs, wanted, strict=True):
             np.testing.assert_allclose(got[row, column], want, atol=2e-5, rtol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("multiply", "expected"), [(None, "HIGHEST"), (jnp.dtype(jnp.bfloat16), "DEFAULT")]
+)
+def test_attention_is_rounded_where_products_are(multiply, expected, tiny):
+    head, params, _, batch = made(tiny)
+    head = dataclasses.replace(head, multiply=multiply)
+
+    def outputs(params):
+        return [step.state for step in unroll(head, params, batch, taps_of(head, batch), 2)]
+
+    found = products_of(outputs, params)
+    assert len(found) > 5
+    assert set(found) == {(expected, expected)}
 
 
 def slow_loss(head, params, tiny, ids, batch, loss):

@@ -17,6 +17,7 @@ from specjax.loading.load import load_model, save_model
 from train import distill, eagle, medusa, mtp
 from train.data.examples import Example, target_metadata
 from train.data.responses import write_responses
+from train.run import run
 
 RUNS = {
     "train_eagle1": (eagle, "eagle", ["--config.eagle.draft_vocab_size=40"]),
@@ -237,6 +238,11 @@ def test_sequences_that_are_too_short(options, said, text, tmp_path, capsys):
     assert from_scratch(text, tmp_path / "w", *options) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "w").exists()
+
+
+def test_the_shipped_set_is_called_small_only_where_it_is_alone():
+    assert run._shipped_alone("shipped")
+    assert not run._shipped_alone("folder,shipped")
 
 
 @pytest.mark.parametrize(
