@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import FAST, compiled_with, slow
+from conftest import slow
 from heads import eagle_drafter
 
 import specjax
@@ -40,9 +40,7 @@ def test_the_code_of_extending_runs_and_prints_what_the_page_says(tmp_path, monk
             (tmp_path / f"{file[1]}.py").write_text(text)
             monkeypatch.delitem(sys.modules, file[1], raising=False)
         else:
-            # Only the default model runs for longer than its programs compile.
-            compiled = compiled_with(**FAST) if "load_model" in text else contextlib.nullcontext()
-            with compiled, contextlib.redirect_stdout(io.StringIO()) as out:
+            with contextlib.redirect_stdout(io.StringIO()) as out:
                 exec(compile(text, "extending.md", "exec"), names)
             printed = out.getvalue()
 

@@ -26,7 +26,7 @@ from specjax.testing import Tabular
 from specjax.testing.drafters import chi_square, first_rows, make_plan, output_distribution
 
 VOCAB, LENGTH, ROWS = 4, 3, 2
-GROUPS, FEWER = 40_000, 15_000
+GROUPS = 15_000
 PROMPT = (1, 2, 3, 1)
 AS_IS = SamplingParams(temperature=1.0)
 
@@ -49,7 +49,7 @@ def some_pay(plan):
     )
 
 
-def pairs(target, drafter, length, groups=FEWER, costs=None, kinds=None, widths=None, auto=True):
+def pairs(target, drafter, length, groups=GROUPS, costs=None, kinds=None, widths=None, auto=True):
     """The first `LENGTH` tokens of both rows of each pair, and the lengths drafted.
 
     Without `costs` drafting costs nothing, so that as much as possible is drafted, as it is without
@@ -91,7 +91,7 @@ def pairs(target, drafter, length, groups=FEWER, costs=None, kinds=None, widths=
     return np.asarray(tokens), np.asarray(drafted)
 
 
-def pairs_by_steps(target, drafter, length, groups):
+def pairs_by_steps(target, drafter, length):
     """The same tokens, and who ran each round: 1 the plain program, 0 the one that can draft."""
     model, params = target
     turns, drafter_params = take_turns(drafter)
@@ -119,7 +119,7 @@ def pairs_by_steps(target, drafter, length, groups):
         (state, _), ran = jax.lax.scan(one_round, (state, jnp.bool_(False)), length=LENGTH)
         return state.tokens[:, len(PROMPT) : len(PROMPT) + LENGTH], ran
 
-    tokens, ran = jax.vmap(one)(jnp.arange(groups))
+    tokens, ran = jax.vmap(one)(jnp.arange(GROUPS))
     return np.asarray(tokens), np.asarray(ran)
 
 
@@ -144,7 +144,7 @@ DRAFTERS = {
 def test_pairs_of_rows_are_exact_and_independent(name, tables):
     target, draft = tables
     make, length = DRAFTERS[name]
-    tokens, drafted = pairs(target, make(draft), length, GROUPS, some_pay)
+    tokens, drafted = pairs(target, make(draft), length, costs=some_pay)
     assert set(range(length + 1)) <= set(np.unique(drafted[..., :LENGTH]).tolist())
     found = joint(target, tokens)
     assert found.statistic < found.threshold, found
@@ -174,15 +174,15 @@ def some_nodes_pay(plan):
     return Costs(passes, first=jnp.full(drafters, 0.05), further=nothing, catch_up=nothing)
 
 
-def sized(target, draft, groups):
+def sized(target, draft):
     drafter = draft_model(draft, tree=BUSHY)
-    return pairs(target, drafter, 2, groups, some_nodes_pay, widths=(1, 2, 3, 5))
+    return pairs(target, drafter, 2, costs=some_nodes_pay, widths=(1, 2, 3, 5))
 
 
 def test_pairs_of_rows_that_share_the_size_of_their_trees(tables):
     """How many nodes are verified is decided before any of them is drawn."""
     target, draft = tables
-    tokens, drafted = sized(target, draft, GROUPS)
+    tokens, drafted = sized(target, draft)
     assert len(set(np.unique(drafted[..., :LENGTH]).tolist()) - {-1, 0}) > 1
     found = joint(target, tokens)
     assert found.statistic < found.threshold, found
@@ -197,7 +197,7 @@ def test_a_drawn_tree_is_not_cut_by_its_own_tokens(tables, monkeypatch):
         return draft.replace(valid=draft.valid & (jnp.exp(own) > 0.3)), context.turn.planned
 
     monkeypatch.setattr(turns, "_decided_after", by_own_tokens)
-    tokens, _ = sized(target, draft, FEWER)
+    tokens, _ = sized(target, draft)
     found = joint(target, tokens)
     assert found.statistic > 1.5 * found.threshold
 
@@ -206,7 +206,7 @@ def test_pairs_of_rows_whose_drafters_sleep(tables, monkeypatch):
     """Which program runs a round is chosen before anything of it is drawn."""
     target, draft = tables
     drafter = draft_model(draft, num_speculative_tokens=2)
-    tokens, ran = pairs_by_steps(target, drafter, 2, FEWER)
+    tokens, ran = pairs_by_steps(target, drafter, 2)
     # The first round may draft in any case.
     assert 0.05 < ran[:, 1:].mean() < 0.95
     found = joint(target, tokens)
@@ -219,7 +219,7 @@ def test_pairs_of_rows_whose_drafters_sleep(tables, monkeypatch):
 
     true_intention = turns.Turns.intend
     monkeypatch.setattr(turns.Turns, "intend", by_what_would_be_drawn)
-    tokens, _ = pairs_by_steps(target, drafter, 2, FEWER)
+    tokens, _ = pairs_by_steps(target, drafter, 2)
     found = joint(target, tokens)
     assert found.statistic > 1.5 * found.threshold
 
@@ -270,7 +270,7 @@ def test_broken_variants_fail(name, tables):
     target, draft = tables
     change, options = BROKEN[name]
     drafter = tampered(changed(draft_model(draft, **options)), in_every_other_pair(change))
-    tokens, _ = pairs(target, drafter, 3, 2 * FEWER, widths=(4,), auto=False)
+    tokens, _ = pairs(target, drafter, 3, 2 * GROUPS, widths=(4,), auto=False)
     broken, untouched = joint(target, tokens[::2]), joint(target, tokens[1::2])
     assert untouched.statistic < untouched.threshold
     assert broken.statistic > 1.5 * broken.threshold
@@ -280,7 +280,7 @@ def test_only_both_rows_together_show_what_ties_them(tables):
     """Each row for itself has the right distribution, though its neighbour's tokens admit it."""
     target, _ = tables
     drafter = tampered(changed(draft_model(target)), admitted_by_the_neighbour)
-    tokens, _ = pairs(target, drafter, 2, 2 * FEWER, widths=(3,), auto=False)
+    tokens, _ = pairs(target, drafter, 2, 2 * GROUPS, widths=(3,), auto=False)
     for row in range(ROWS):
         alone = joint(target, tokens, rows=(row,))
         assert alone.statistic < alone.threshold

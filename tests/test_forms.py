@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from conftest import slow, tiny_config
 from decoding import PROMPTS, decode, draft_model, greedy, make_session
-from heads import eagle_drafter
+from heads import eagle_drafter, medusa_head
 from test_decoder import causal, extend
 
 from specjax.cache import KVCache
@@ -18,12 +18,12 @@ from specjax.decoding import loop
 from specjax.decoding.programs import compile_setup
 from specjax.decoding.rows import batch_arguments
 from specjax.distributed import sharding
-from specjax.drafters import make_drafter
+from specjax.drafters import head_drafter, make_drafter
 from specjax.errors import InputError
 from specjax.loading.checkpoints import save_checkpoint
 from specjax.loading.load import load_model, place_model, random_model, save_model
 from specjax.models.config import Experts
-from specjax.models.decoder import Decoder, Form
+from specjax.models.decoder import Form
 from specjax.models.kernels.attention_kernel import attend_cache_kernel
 from specjax.models.layers.attention import (
     attend,
@@ -139,41 +139,48 @@ def test_layers_apart_copy_no_kernel():
     assert not kernel_sized("apart")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("dtype", "multiply"),
+    [("float32", None), ("bfloat16", None), ("float16", None), ("float32", "bfloat16")],
+)
 @pytest.mark.parametrize("rows", range(1, 9))
-def test_products_with_a_chosen_kernel_are_those_with_the_kernel(rows, dtype):
+def test_products_with_a_chosen_kernel_are_those_with_the_kernel(rows, dtype, multiply):
     """However few rows there are, which are stored in another way, and their gradients too."""
     rng = np.random.default_rng(rows)
 
-    def normal(*shape):
+    def normal(*shape, dtype=multiply or dtype):
         return jnp.asarray(rng.standard_normal(shape), dtype)
 
-    x, kernels = normal(rows, 1, 16), [[normal(16, width) for width in (8, 24)] for _ in range(3)]
+    x, kernels = (
+        normal(rows, 1, 16, dtype=dtype),
+        [[normal(16, width) for width in (8, 24)] for _ in range(3)],
+    )
+    times, times_all = (functools.partial(one, multiply=multiply) for one in (product, products))
 
     @jax.jit
     def chosen(x, kernels, index):
         given = [ChosenKernel(own, index) for own in zip(*kernels, strict=True)]
-        one = product("btd,df->btf", x, given[0], out=jnp.float32)
-        return [one, *products("btd,df->btf", x, given)]
+        one = times("btd,df->btf", x, given[0], out=jnp.float32)
+        return [one, *times_all("btd,df->btf", x, given)]
 
     def alone(x, kernels, index):
         gate, up = kernels[index]
-        one = product("btd,df->btf", x, gate, out=jnp.float32)
-        return [one, *products("btd,df->btf", x, [gate, up])]
+        one = times("btd,df->btf", x, gate, out=jnp.float32)
+        return [one, *times_all("btd,df->btf", x, [gate, up])]
 
     def total(function):
         return lambda x, kernels: sum(
             (y.astype(jnp.float32) ** 2).sum() for y in function(x, kernels, 2)
         )
 
-    tolerance = 1e-5 if dtype == "float32" else 0.05
+    tolerance = 1e-5 if (multiply or dtype) == "float32" else 0.05
     same = functools.partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance)
     for index in range(3):
         pairs = zip(chosen(x, kernels, index), alone(x, kernels, index), strict=True)
         for ours, theirs in pairs:
             assert ours.dtype == theirs.dtype
             same(ours.astype(jnp.float32), theirs.astype(jnp.float32))
-    if dtype == "float32" and rows in (2, 5):
+    if (multiply or dtype) == "float32" and rows in (2, 5):
         slopes = [jax.grad(total(each), argnums=(0, 1))(x, kernels) for each in (chosen, alone)]
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), *slopes)
 
@@ -258,17 +265,58 @@ def test_products_that_are_rounded_in_training_all_are(biased):
     assert set(found) == {("DEFAULT", "DEFAULT")}
 
 
+def a_round(target, drafter):
+    """The function of a round, and its arguments."""
+    session = make_session(target, PROMPTS, drafter=drafter, sampling=greedy(max_new_tokens=4))
+    arguments = batch_arguments(session, range(session.batch_size))
+    state = jax.eval_shape(functools.partial(loop.start, session.plan), session.params, *arguments)
+    return functools.partial(loop.run, session.plan), session.params, state, jnp.int32(1)
+
+
 @pytest.mark.parametrize("make", [draft_model, eagle_drafter])
 def test_no_product_of_a_round_is_rounded(make, tiny):
     """Neither the drafter's own, nor those of its caches."""
-    drafter = make(tiny)
-    session = make_session(tiny, PROMPTS, drafter=drafter, sampling=greedy(max_new_tokens=4))
-    arguments = batch_arguments(session, range(session.batch_size))
-    state = jax.eval_shape(functools.partial(loop.start, session.plan), session.params, *arguments)
-    run = functools.partial(loop.run, session.plan)
-    found = products_of(run, session.params, state, jnp.int32(1))
+    found = products_of(*a_round(tiny, make(tiny)))
     assert len(found) > 10
     assert set(found) == {("HIGHEST", "HIGHEST")}
+
+
+def dtypes_of_products(function, *arguments):
+    """The dtypes of the operands and the result of a function's products."""
+    program = jax.jit(function).lower(*arguments).as_text()
+    dtype = r"tensor<(?:\d+x)*(\w+)>"
+    return set(re.findall(rf"dot_general .*: \({dtype}, {dtype}\) -> {dtype}", program))
+
+
+DRAFTERS = {
+    "draft_model": draft_model,
+    "eagle3": eagle_drafter,
+    "medusa": lambda target: head_drafter(medusa_head(target), target),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        *(("draft_model", "apart"), ("eagle3", "stacked")),
+        *slow(("draft_model", "stacked"), ("eagle3", "apart"), ("medusa", "unrolled")),
+    ],
+)
+def test_products_in_bfloat16_on_a_cpu_are_those_of_its_hardware(name, layers, tiny):
+    """The target's and its heads': a result in bfloat16 would be that of a converted kernel."""
+    target = random_model(tiny.config, 0, dtype="bfloat16", form=Form(layers))
+    weights, attention = ("bf16", "bf16", "f32"), ("f32", "f32", "f32")
+    run, params, *arguments = a_round(target, DRAFTERS[name](target))
+    assert dtypes_of_products(run, params, *arguments) == {weights, attention}
+
+    decoder = dataclasses.replace(target.architecture, dtype=jnp.dtype(jnp.bfloat16), multiply=None)
+    cache, window = decoder.make_cache(2, 64), decoder.make_window(2, 3)
+    tokens = jnp.zeros((2, 3), jnp.int32)
+    found = dtypes_of_products(
+        lambda params: decoder.extend(params, tokens, tokens, cache, window, 0, causal(3)).window.k,
+        target.params,
+    )
+    assert ("bf16", "bf16", "bf16") in found
 
 
 @pytest.mark.parametrize("queries", [3, 40, 150])
@@ -377,9 +425,10 @@ def test_forms_that_do_not_exist_are_refused():
         Form(cache_attention="kernel")
     with pytest.raises(InputError, match="layers='scanned': use stacked, apart or unrolled"):
         Form("scanned")
-    with pytest.raises(InputError, match="multiply: layers='apart' is not for training"):
-        Decoder(
-            tiny_config(), jnp.dtype("float32"), form=Form("apart"), multiply=jnp.dtype("bfloat16")
-        )
+    apart = random_model(tiny_config(), 0, dtype="float32", form=Form("apart"))
+    decoder = dataclasses.replace(apart.architecture, multiply=jnp.dtype("bfloat16"))
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    with pytest.raises(InputError, match="multiply=bfloat16: kernels of layers='apart' would be"):
+        decoder.extend(apart.params, tokens, tokens, None, None, 0, causal(1))
     with pytest.raises(InputError, match="form: layers='apart' is not for experts; use stacked"):
         random_model(tiny_config(experts=Experts(4, 2, 32)), 0, form=Form("apart"))

@@ -24,7 +24,7 @@ from train import generate
 from train.data.examples import Example, target_metadata
 from train.data.responses import open_responses
 from train.data.writing import write_responses
-from train.generation import answers, pieces
+from train.generation import answers, saved_answers
 from train.generation.prompts import read_requests
 
 ROOT = Path(__file__).parent.parent
@@ -180,7 +180,7 @@ def test_a_killed_run_resumes(model_path, prompts, tmp_path, done, capsys):
         capture_output=True,
     )
     assert ran.returncode == -signal.SIGKILL, ran.stderr.decode()
-    kept = pieces.Pieces(directory / "answers")
+    kept = saved_answers.Pieces(directory / "answers")
     before = {number: kept.path(number).stat().st_mtime_ns for number in kept.done()}
     assert len(before) == 2
     assert not (directory / "responses").exists()
@@ -390,10 +390,10 @@ def test_a_full_disk_keeps_what_was_done(model_path, prompts, tmp_path, done, mo
             raise OSError(28, "No space left on device")
         write(file, **arrays)
 
-    monkeypatch.setattr(pieces.np, "savez", full)
+    monkeypatch.setattr(saved_answers.np, "savez", full)
     assert generate.main(command) == 2
     assert "cannot be written (No space left on device); free space" in capsys.readouterr().err
-    assert len(pieces.Pieces(directory / "answers").done()) == 1
+    assert len(saved_answers.Pieces(directory / "answers").done()) == 1
     assert len(list((directory / "answers").iterdir())) == 1
     assert generate.main(command) == 0
     assert contents(directory) == contents(done)

@@ -26,7 +26,7 @@ from specjax.loading.checkpoints import save_checkpoint
 from specjax.loading.heads.head import read_head, save_head
 from train.data.examples import target_metadata
 from train.data.writing import write_responses
-from train.generation.pieces import open_pieces
+from train.generation.saved_answers import open_pieces
 from train.run import run, setup
 
 

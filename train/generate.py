@@ -32,7 +32,7 @@ from train.data.responses import open_responses
 from train.data.writing import check_free, write_responses
 from train.generation import answers
 from train.generation.answers import AnswersConfig, Job
-from train.generation.pieces import Pieces, open_pieces
+from train.generation.saved_answers import Pieces, open_pieces
 
 CONFIG = "generate_smollm2"
 RESPONSES = "responses"

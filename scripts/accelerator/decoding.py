@@ -96,7 +96,9 @@ def plain_round(
     batch, context = cell["batch"], cell["context"]
     alone = isolated_passes(size, model, batch, context, [1])[1]
     plain = Loop(model, LoadedDrafter(NoDrafter()), size, batch, context)
-    cache = random_cache(model.config, model.dtype, batch, size.capacity(context), context - 1)
+    cache = random_cache(
+        model.config, model.activation_dtype, batch, size.capacity(context), context - 1
+    )
     cache = plain.run(cache, 1)[1].cache
     seconds = []
     for _ in range(size.runs):
@@ -162,7 +164,9 @@ def speculation(
     batch, context = cells[0]["batch"], cells[0]["context"]
     drafted = size.num_speculative_tokens
     passes = isolated_passes(size, model, batch, context, [1, drafted + 1])
-    cache = random_cache(model.config, model.dtype, batch, size.capacity(context), context - 1)
+    cache = random_cache(
+        model.config, model.activation_dtype, batch, size.capacity(context), context - 1
+    )
     plain = Loop(model, LoadedDrafter(NoDrafter()), size, batch, context)
     _, state, _ = plain.run(cache, size.reach)
     recorded = np.asarray(state.tokens)[:, context : context + size.reach]

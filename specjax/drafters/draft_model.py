@@ -84,7 +84,9 @@ class DraftModel(ChainDrafter):
         """The drafter of a distilled head and its complete parameters."""
         kind = target.form.cache_attention
         form = Form("stacked", "blocks" if kind == "kernel" else kind)
-        decoder = Decoder(head.config.decoder, target.dtype, form=form)
+        decoder = Decoder(
+            head.config.decoder, target.activation_dtype, form=form, multiply=target.multiply
+        )
         return LoadedDrafter(cls(ReducedDecoder(decoder), **options), params)
 
     @property

@@ -47,7 +47,8 @@ class MedusaDrafter(HeadDrafter):
         """The drafter of trained heads and their complete parameters; K is their number."""
         if options.get("tree") is None:
             options = {"num_speculative_tokens": head.config.num_heads, **options}
-        return LoadedDrafter(cls(Medusa(head.config, target.dtype), **options), params)
+        functions = Medusa(head.config, target.activation_dtype, target.multiply)
+        return LoadedDrafter(cls(functions, **options), params)
 
     @property
     def name(self) -> str:

@@ -73,7 +73,13 @@ class PairDrafter(HeadDrafter):
         form.
         """
         shards = target.shards if can_split(head.config.decoder, target.shards) else 1
-        functions = cls.head_class(head.config, target.dtype, shards=shards, form=target.form)
+        functions = cls.head_class(
+            head.config,
+            target.activation_dtype,
+            target.multiply,
+            shards=shards,
+            form=target.form,
+        )
         return LoadedDrafter(cls(functions, **options), params)
 
     @property

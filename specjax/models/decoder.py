@@ -135,8 +135,8 @@ class Decoder:
     `shards` is the number of devices its weights are split over (the mesh's `model` axis), 1 where
     each device holds them whole. With more shards than key/value heads, heads are repeated in the
     cache so that each shard has a copy. `multiply` is the dtype to which products round their
-    operands, where that is not `dtype` (training: `matmul.product`); attention's may then be
-    rounded as a device does by default.
+    operands, where that is not `dtype` (training, and bfloat16 on a CPU: `matmul.product`);
+    attention's may then be rounded as a device does by default.
     """
 
     config: DecoderConfig
@@ -147,8 +147,6 @@ class Decoder:
 
     def __post_init__(self) -> None:
         self.form.check(self.config)
-        if self.form.layers == "apart" and self.multiply is not None:
-            raise InputError("multiply: layers='apart' is not for training; use Form.for_training")
 
     @property
     def vocab_size(self) -> int:

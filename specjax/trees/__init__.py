@@ -11,7 +11,7 @@ what passes cost). A `DynamicTree` says how far drafters look for the best tree 
 from specjax.trees.draft import Draft as Draft
 from specjax.trees.draft import chain as chain
 from specjax.trees.draw import draw as draw
-from specjax.trees.dynamic import DynamicTree as DynamicTree
+from specjax.trees.dynamic_sizes import DynamicTree as DynamicTree
 from specjax.trees.fastest import FastestTree as FastestTree
 from specjax.trees.fastest import fastest_tree as fastest_tree
 from specjax.trees.merge import merge as merge

@@ -40,13 +40,13 @@ from specjax.loading.model import Model
 from specjax.sampling import derived_seed
 from train.data.examples import Example
 from train.generation.corpus_tasks import DEFAULT_MIX
-from train.generation.pieces import Pieces
 from train.generation.prompts import (
     Request,
     encode_requests,
     read_dataset,
     read_requests,
 )
+from train.generation.saved_answers import Pieces
 
 CORPUS = "specjax_corpus"
 """The name of our own dataset of prompts, which has a section of settings."""

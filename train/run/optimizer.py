@@ -7,7 +7,7 @@ Loshchilov and Hutter 1711.05101; Jordan et al. 2024, "Muon", with the step size
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -184,31 +184,3 @@ def _rates(scales: Mapping[str, float], params: Any) -> Any:
                 f"learning_rate_scales.{name}: no parameter is below that name; there are {there}"
             )
     return factors
-
-
-Loss = Callable[..., tuple[Float[Array, ""], Any]]
-
-
-def summed_gradients(loss: Loss, params: Any, batches: Any, keys: Any) -> tuple[Any, Any, Any]:
-    """Gradients, loss and measures, each summed over micro-batches along a leading axis.
-
-    `loss(params, batch, key)` gives a sum and measures that are sums, so that this is exact:
-    divided by the summed weight, it is what one big batch would have given.
-    """
-    gradient = jax.value_and_grad(loss, has_aux=True)
-
-    def one(batch: Any, key: Any) -> tuple[Any, Any, Any]:
-        (value, measures), grads = gradient(params, batch, key)
-        return grads, value, measures
-
-    count = jax.tree.leaves(batches)[0].shape[0]
-    at = lambda index: jax.tree.map(lambda leaf: leaf[index], batches)  # noqa: E731
-    if count == 1:
-        return one(at(0), keys[0])
-
-    def step(total: Any, item: tuple[Any, Any]) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, total, one(*item)), None
-
-    shapes = jax.eval_shape(one, at(0), keys[0])
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    return jax.lax.scan(step, zeros, (batches, keys))[0]

@@ -20,12 +20,7 @@ from train.data.batches import Batch
 from train.experts.balance import balanced
 from train.methods.method import Measures, Method
 from train.methods.packed_rows import fill_features
-from train.run.optimizer import (
-    Optimization,
-    learning_rate,
-    make_optimizer,
-    summed_gradients,
-)
+from train.run.optimizer import Optimization, learning_rate, make_optimizer
 from train.run.sharding import copied, split_over_data, whole
 
 LATE = np.int32(2**30)
@@ -189,3 +184,31 @@ def loss_function(method: Method, decoder: Decoder, remat: bool) -> Callable:
         return loss
     kept = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     return jax.checkpoint(loss, policy=kept)
+
+
+Loss = Callable[..., tuple[Float[Array, ""], Any]]
+
+
+def summed_gradients(loss: Loss, params: Any, batches: Any, keys: Any) -> tuple[Any, Any, Any]:
+    """Gradients, loss and measures, each summed over micro-batches along a leading axis.
+
+    `loss(params, batch, key)` gives a sum and measures that are sums, so that this is exact:
+    divided by the summed weight, it is what one big batch would have given.
+    """
+    gradient = jax.value_and_grad(loss, has_aux=True)
+
+    def one(batch: Any, key: Any) -> tuple[Any, Any, Any]:
+        (value, measures), grads = gradient(params, batch, key)
+        return grads, value, measures
+
+    count = jax.tree.leaves(batches)[0].shape[0]
+    at = lambda index: jax.tree.map(lambda leaf: leaf[index], batches)  # noqa: E731
+    if count == 1:
+        return one(at(0), keys[0])
+
+    def step(total: Any, item: tuple[Any, Any]) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, one(*item)), None
+
+    shapes = jax.eval_shape(one, at(0), keys[0])
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    return jax.lax.scan(step, zeros, (batches, keys))[0]

@@ -33,19 +33,23 @@ def draft_logits(head: Head, target: Model, seed: int = 0) -> np.ndarray:
     params = complete_parameters(head, target)
     rng = np.random.default_rng(seed)
 
+    precision = target.activation_dtype, target.multiply
+
     def feature(width: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal((1, _TOKENS, width), np.float32), target.dtype)
+        return jnp.asarray(rng.standard_normal((1, _TOKENS, width), np.float32), precision[0])
 
     if isinstance(head.config, MedusaConfig):
-        medusa = Medusa(head.config, target.dtype)
+        medusa = Medusa(head.config, *precision)
         every = _medusa_logits(medusa, params, feature(head.config.hidden_size))
     elif isinstance(head.config, DraftModelConfig):
-        model = ReducedDecoder(Decoder(head.config.decoder, target.dtype))
+        model = ReducedDecoder(
+            Decoder(head.config.decoder, target.activation_dtype, multiply=target.multiply)
+        )
         tokens = rng.integers(0, head.config.decoder.vocab_size, (1, _TOKENS))
         every = _model_logits(model, params, jnp.asarray(tokens, jnp.int32))
     else:
         functions = Mtp if isinstance(head.config, MtpConfig) else Eagle
-        pairs = functions(head.config, target.dtype)
+        pairs = functions(head.config, *precision)
         features = {tap: feature(head.config.target_hidden_size) for tap in head.config.taps}
         count = _TOKENS + head.config.num_modules
         tokens = rng.integers(0, head.config.decoder.vocab_size, (1, count))

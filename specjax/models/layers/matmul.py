@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from specjax.errors import InputError
+
 
 class ChosenKernel(NamedTuple):
     """Kernels [D, F] of layers apart, and which layer is meant; for CPUs.
@@ -33,13 +35,12 @@ def product(
 ) -> jax.Array:
     """`einsum` of two arrays in x's dtype, or `out`, in full precision.
 
-    With `multiply` (bfloat16, in training) both are rounded to that dtype first, and so is the
-    gradient; sums are in float32 in any case. Two to five times as fast where the device supports
-    that dtype in hardware.
+    With `multiply` (bfloat16, in training and on CPUs) both are rounded to that dtype first, and so
+    is the gradient; sums are in float32 in any case. Two to five times as fast where the device
+    supports that dtype in hardware. Raises InputError for a chosen kernel that is to be rounded.
     """
     if isinstance(kernel, ChosenKernel):
-        assert multiply is None, multiply
-        (y,) = _chosen_products(equation, x, [kernel], out)
+        (y,) = _chosen_products(equation, x, [kernel], multiply, out)
         return y
     if multiply is None or jnp.dtype(multiply) == x.dtype:
         return jnp.einsum(
@@ -58,8 +59,7 @@ def products(
 ) -> list[jax.Array]:
     """The `product` with each of several kernels; of chosen ones they may run beside each other."""
     if all(isinstance(kernel, ChosenKernel) for kernel in kernels):
-        assert multiply is None, multiply
-        return _chosen_products(equation, x, kernels, None)
+        return _chosen_products(equation, x, kernels, multiply, None)
     return [product(equation, x, kernel, multiply=multiply) for kernel in kernels]
 
 
@@ -72,17 +72,27 @@ tenth for seven; two take as long as three, and are made three.
 
 
 def _chosen_products(
-    equation: str, x: Float[Array, "*B D"], kernels: Sequence[ChosenKernel], out: Any
+    equation: str,
+    x: Float[Array, "*B D"],
+    kernels: Sequence[ChosenKernel],
+    multiply: Any,
+    out: Any,
 ) -> list[Float[Array, "*B _"]]:
-    """The products with kernels of the same layer, all in one branch; nothing is rounded first."""
+    """The products with kernels of the same layer, all in one branch; no kernel is rounded."""
     inputs, result = equation.split("->")
     left, right = inputs.split(",")
     assert right[0] == left[-1], equation
     assert result == left[:-1] + right[1:], equation
-    assert all(own.dtype == x.dtype for kernel in kernels for own in kernel.kernels), x.dtype
-    rows = x.reshape(-1, x.shape[-1])
+    dtype = jnp.dtype(x.dtype if multiply is None else multiply)
+    if any(own.dtype != dtype for kernel in kernels for own in kernel.kernels):
+        raise InputError(
+            f"multiply={dtype}: kernels of layers='apart' would be rounded for every product; use "
+            "Form.for_training"
+        )
+    rows = x.reshape(-1, x.shape[-1]).astype(dtype)
+    out = x.dtype if multiply is not None and out is None else out
     least, most = _FEW_ROWS
-    if few := least <= len(rows) <= most and x.dtype == jnp.float32:
+    if few := least <= len(rows) <= most and dtype == jnp.float32:
         padded = jnp.pad(rows, ((0, 1 if len(rows) == 2 else 0), (0, 0)))
         # Without the barrier the product is turned back.
         operand = lax.optimization_barrier(padded.T)
@@ -91,7 +101,7 @@ def _chosen_products(
     times = functools.partial(
         lax.dot_general,
         dimension_numbers=(((0 if few else 1,), (0,)), ((), ())),
-        precision=full_precision(x.dtype),
+        precision=full_precision(dtype),
         preferred_element_type=out,
     )
 
