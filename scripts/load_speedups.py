@@ -5,8 +5,9 @@
 "The fuller the batch, the less speculation gains" is often shown as 3.0, 2.3, 1.3 and 0.9 times
 plain decoding at 1, 4, 16 and 64 rows, with a fixed draft length. Here `auto` decides the length in
 every round, so that it should not fall below plain decoding. Both decode the same prompts in turn,
-group by group, warm; the range is over repeats. Beside it the roofline of `--chip` for an 8B model,
-whose draft tokens have the chance `--alpha`, at the best fixed length for each batch.
+group by group, warm; in brackets is the 95 % interval of the mean ratio. Beside it stands the
+roofline of `--chip` for an 8B model, whose draft tokens have the chance `--alpha`, at the best
+fixed length for each batch.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _LIMIT = flags.DEFINE_integer("limit", 8, "Prompts; repeated where a batch has m
 _DRAFTER = flags.DEFINE_string("drafter", "eagle3", "The drafter.")
 _BATCHES = flags.DEFINE_list("batches", ["1", "4", "16", "64"], "Batch sizes.")
 _NEW = flags.DEFINE_integer("new_tokens", 48, "New tokens of each prompt.")
-_REPEATS = flags.DEFINE_integer("repeats", 2, "Runs of each.", lower_bound=1)
+_REPEATS = flags.DEFINE_integer("repeats", 3, "Runs of each group.", lower_bound=2)
 _ALPHA = flags.DEFINE_float("alpha", 0.7, "Chance of a draft token, for the roofline.")
 _CHIP = flags.DEFINE_enum("chip", "h100-sxm", sorted(theory.CHIPS), "The chip of the roofline.")
 
@@ -42,7 +43,7 @@ LLAMA_8B = theory.ModelShape(
     head_dim=128,
     vocab_size=128256,
 )
-_CONTEXT, _LENGTHS, _DRAFT_COST = 2048, range(1, 11), 0.05
+_CONTEXT, _LENGTHS, _DRAFT_COST = 2048, range(11), 0.05
 _OFTEN_TAUGHT = {1: 3.0, 4: 2.3, 16: 1.3, 64: 0.9}
 """Speed-ups with a fixed length, by batch size, as introductions give them."""
 
@@ -84,7 +85,7 @@ def main(argv: list[str]) -> int:
         print(
             f"| {batch} | {cell.plain_tokens_per_second:.1f} | {cell.tokens_per_second:.1f} | "
             f"{cell.decoding.mean:.2f} [{cell.decoding.low:.2f}..{cell.decoding.high:.2f}] | "
-            f"{cell.mean_draft:.1f} | {max(found[best], 1.0):.2f}x (K = {_LENGTHS[best]}) | "
+            f"{cell.mean_draft:.1f} | {found[best]:.2f}x (K = {_LENGTHS[best]}) | "
             f"{'-' if taught is None else f'{taught:.1f}x'} |",
             flush=True,
         )

@@ -37,7 +37,7 @@ from specjax.cli.decode_config import (
 )
 from specjax.cli.decode_run import decode_batches
 from specjax.cli.mesh_config import open_mesh
-from specjax.decoding.generate import broken_logits
+from specjax.decoding.engine.outputs import failure_message
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.setup import NoRoomError
 from specjax.distributed import processes
@@ -147,13 +147,13 @@ def decode(config: DecodeConfig) -> int:
     if refused is not None:
         raise refused
     failed = {
-        f"question {batch.questions[row].question_id}": count
+        f"question {batch.questions[row].question_id}": failure
         for run in runs
         for batch in run.batches
-        for row, count in batch.ours.failed_rows.items()
+        for row, failure in batch.ours.failed_rows.items()
     }
     if failed:
-        raise InputError(broken_logits(model, failed))
+        raise InputError(failure_message(model, failed))
     differences = [one for totals in all_totals.values() for _, one in totals.differences]
     exact = all(one.excused for one in differences)
     return 0 if exact else DIFFERENT

@@ -12,6 +12,7 @@ from decoding import MIXED, PROMPTS, Shifting, decode, draft_model
 
 import specjax
 from specjax import decode as command
+from specjax.decoding.engine.outputs import Failure
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.loading.load import save_model
 
@@ -159,7 +160,7 @@ def test_the_interface_warns_and_returns_what_is_there(tiny, token):
         got = specjax.generate(model, prompts, sampling=sampling)
     assert got.finish_reasons == ["error", "length"]
     assert got.token_ids[0] == []
-    assert got.failed_rows == {0: 0}
+    assert got.failed_rows == {0: Failure(new_tokens=0)}
     with pytest.warns(RuntimeWarning, match=said):
         deltas = list(specjax.stream(model, prompts, sampling=sampling))
     assert [d.finish_reason for d in deltas if d.id == 0] == ["error"]

@@ -646,24 +646,93 @@ def test_a_request_without_text_ends_alone(tiny, monkeypatch):
     session = session_of(tiny, None, slots=3)
     wanted = alone(session)
     engine = Engine.of(session, Schedule(rounds_per_step=2))
-    follow = Follower.follow
+    end = Follower.end
 
-    def refuses(follower, status, tokens, *rest):
+    def refuses(follower, *arguments):
         if follower is broken and len(follower.token_ids) > 2:
             raise InputError("token 99 is unknown")
-        return follow(follower, status, tokens, *rest)
+        return end(follower, *arguments)
 
-    monkeypatch.setattr(Follower, "follow", refuses)
+    monkeypatch.setattr(Follower, "end", refuses)
     for prompt in range(len(PROMPTS)):
         engine.add_rows(prompt, [session_row(session, prompt)])
     broken = next(one.follower for one in engine._scheduler if one.id == 1)
-    outputs = {one.id: one.output for one in engine if one.output is not None}
+    deltas = list(engine)
+    outputs = {one.id: one.output for one in deltas if one.output is not None}
     assert outputs[1].finish_reason == "error"
     assert outputs[1].error == "request 1: token 99 is unknown"
     assert 2 < len(outputs[1].token_ids) < NEW[1]
     assert wanted[1][0][: len(outputs[1].token_ids)] == outputs[1].token_ids
+    told_of = [token for one in deltas if one.id == 1 for token in one.token_ids]
+    assert told_of == outputs[1].token_ids
+    assert outputs[1].rounds.emitted.sum() == len(outputs[1].token_ids)
     others = [prompt for prompt in range(len(PROMPTS)) if prompt != 1]
     assert {n: told(outputs[n])[0] for n in others} == {n: wanted[n][0] for n in others}
+
+
+def test_what_tears_a_step_apart_ends_the_engine(tiny, monkeypatch):
+    """Tokens that were taken off the devices and are in no delta would be missing unnoticed."""
+    engine = Engine(tiny, batch_size=2, rounds_per_step=3)
+    engine.add([1, 2], greedy(max_new_tokens=20))
+    engine.step()
+    with monkeypatch.context() as patched:
+        patched.setattr(Follower, "follow", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    for call in (engine.step, lambda: engine.add([3]), lambda: list(engine)):
+        with pytest.raises(InputError, match="was interrupted within a step, some of whose tokens"):
+            call()
+    engine.close()
+
+
+def test_a_request_is_unfinished_until_its_last_delta_was_handed_out(tiny):
+    engine = Engine(tiny, batch_size=2, rounds_per_step=16)
+    engine.add([1, 2], greedy(max_new_tokens=30))
+    engine.add([3], greedy(max_new_tokens=30))
+    engine.step()
+    engine.abort(0)
+    # What is under way ends the other one.
+    engine.update_params(tiny.params)
+    outputs = []
+    while engine.num_unfinished:
+        outputs += [one.output for one in engine.step() if one.output is not None]
+    assert [(one.id, one.finish_reason) for one in outputs] == [(0, "abort"), (1, "length")]
+    assert engine.step() == []
+    summary = engine.statistics.summary()
+    assert (summary.requests, summary.aborted, len(engine.statistics.total_s)) == (2, 1, 1)
+
+
+HEADS = {
+    "eagle3": lambda target: eagle_drafter(target, spread=0.3),
+    "medusa": lambda target: head_drafter(medusa_head(target, ids=np.arange(0, 61, 2)), target),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_takes_what_it_shares_from_the_new_target(name, tiny):
+    """Its own parameters stay, or are those that are given."""
+    fresh = jax.tree.map(lambda leaf: leaf * 1.1, tiny.params)
+    other = dataclasses.replace(tiny, params=fresh)
+    drafter, wanted = HEADS[name](tiny), HEADS[name](other)
+    engine = Engine(tiny, drafter=drafter, num_speculative_tokens=2, batch_size=2, max_length=64)
+    engine.update_params(fresh)
+    (ours,) = engine.setup.drafter.params
+    jax.tree.map(np.testing.assert_array_equal, ours["shared"], wanted.params["shared"])
+    own = {key: part for key, part in drafter.params.items() if key != "shared"}
+    jax.tree.map(np.testing.assert_array_equal, {key: ours[key] for key in own}, own)
+
+    changed = jax.tree.map(lambda leaf: leaf * 2, drafter.params)
+    engine.update_params(fresh, changed)
+    jax.tree.map(np.testing.assert_array_equal, engine.setup.drafter.params, (changed,))
+    for bad in (tiny, {"a": 1.0}, unlike(drafter.params)):
+        with pytest.raises(InputError, match="^drafter_params: its tree, shapes or dtypes are not"):
+            engine.update_params(fresh, bad)
+    with pytest.raises(InputError, match="^params: its tree, shapes or dtypes are not those"):
+        engine.update_params(other)
+
+
+def unlike(params):
+    return {**params, "shared": {}}
 
 
 def test_ids_that_are_taken_are_not_given(tiny):

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from absl import flags
 from absl.testing import flagsaver
@@ -11,6 +12,7 @@ from script_modules import script_module
 from specjax.decoding.engine.outputs import Times
 from specjax.decoding.engine.statistics import Statistics, Step
 from specjax.loading.load import save_model
+from specjax.reporting import engine_report as engine_report_module
 from specjax.reporting.engine_report import draw_engine, engine_report
 
 
@@ -68,3 +70,27 @@ def test_an_engines_report_and_pictures(tmp_path):
         "e_slots.png",
         "e_waiting.png",
     }
+
+
+def test_time_without_steps_is_seen_in_the_pictures(tmp_path, monkeypatch):
+    statistics, drawn = Statistics(num_slots=2), {}
+    for second in (*range(28, 60), *range(150, 200)):
+        statistics.add_step(Step(float(second), 1.0, 4, 6, 8, 3))
+
+    def keep(path, panels, **options):
+        ((curve,),) = panels.values()
+        drawn[path.name] = curve
+
+    monkeypatch.setattr(engine_report_module, "draw_curves", keep)
+    draw_engine(tmp_path / "e.png", statistics, "two slots")
+    for name, busy, idle in (("tokens", 8.0, 0.0), ("slots", 1.5, 0.0), ("waiting", 3, np.nan)):
+        curve = drawn[f"e_{name}.png"]
+        assert list(curve.x) == sorted(curve.x)
+        found = dict(zip(curve.x, curve.measured, strict=True))
+        for x, value in found.items():
+            if x < 25 or 65 < x < 145:
+                np.testing.assert_equal(value, idle)
+            elif name != "tokens" and (30 < x < 55 or x > 155):
+                assert value == busy
+    tokens = drawn["e_tokens.png"]
+    assert np.sum(tokens.measured) * (tokens.x[1] - tokens.x[0]) == pytest.approx(82 * 8)

@@ -182,8 +182,9 @@ class Screen:
                 parts[-1] += f" against {plain.tokens_per_second:.1f}"
         if same:
             parts.append(same)
-        if ours.finish_reasons[row] == "error":
-            parts.append("ENDED BY AN ERROR: logits that are not numbers")
+        if row in ours.failed_rows:
+            why = ours.failed_rows[row].text_error or "logits that are not numbers"
+            parts.append(f"ENDED BY AN ERROR: {why}")
         if parts:
             self.say("    " + f"{drafter}: " * bool(drafter) + ", ".join(parts), "dim")
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from specjax.decoding import costs
 from specjax.decoding.engine.engine import Engine
-from specjax.decoding.engine.outputs import broken_logits
+from specjax.decoding.engine.outputs import failure_message
 from specjax.decoding.generate import Generation, decode_session, open_engine
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.sampling_params import SamplingParams
@@ -104,9 +104,9 @@ def compare_with_plain(
 def decode_all(session: Session, engine: Engine) -> Generation:
     """Decode a session's prompts; raises InputError where logits are not numbers."""
     result = decode_session(session, engine=engine)
-    failed = {f"prompts[{row}]": count for row, count in result.failed_rows.items()}
+    failed = {f"prompts[{row}]": failure for row, failure in result.failed_rows.items()}
     if failed:
-        raise InputError(broken_logits(session.model, failed))
+        raise InputError(failure_message(session.model, failed))
     return result
 
 

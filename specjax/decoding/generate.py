@@ -12,7 +12,14 @@ from jax.sharding import Mesh
 
 from specjax import metrics, sampling
 from specjax.decoding.engine.engine import Engine, Schedule
-from specjax.decoding.engine.outputs import Delta, Output, Times, broken_logits, was_drafted
+from specjax.decoding.engine.outputs import (
+    Delta,
+    Failure,
+    Output,
+    Times,
+    failure_message,
+    was_drafted,
+)
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.prompts import Prompt
 from specjax.decoding.rows import session_row
@@ -37,13 +44,14 @@ class Generation:
     """What was generated: one list entry, or one row of an array, per prompt.
 
     `token_ids` are the new tokens, the stop token included; `finish_reasons` are "stop", "length",
-    or "error" where the target's next logits were not numbers; `logprobs` are None where not asked
-    for. `width`, `drafted`, `accepted` and `emitted` are [B, R] counts of each row's own rounds, -1
-    after its last one; `drafter` is the number of the drafter whose turn it was, in the order of
-    their names, -1 where none drafted; `first_round` [B] are the rounds of the whole call before a
-    row's first, and `times` each row's own seconds. `prefill_s` and `decode_s` are the seconds in
-    which prompts were read and rounds ran; `compile_s` is outside of them. `lossy` says that the
-    rule, as `typical` does, changed the distribution that the tokens come from.
+    or "error" where the target's next logits were not numbers or tokens have no text; `logprobs`
+    are None where not asked for. `width`, `drafted`, `accepted` and `emitted` are [B, R] counts of
+    each row's own rounds, -1 after its last one; `drafter` is the number of the drafter whose turn
+    it was, in the order of their names, -1 where none drafted; `first_round` [B] are the rounds of
+    the whole call before a row's first, and `times` each row's own seconds. `prefill_s` and
+    `decode_s` are the seconds in which prompts were read and rounds ran; `compile_s` is outside of
+    them. `lossy` says that the rule, as `typical` does, changed the distribution that the tokens
+    come from.
     """
 
     token_ids: list[list[int]]
@@ -63,6 +71,8 @@ class Generation:
     lossy: bool = False
     longest_path: int | None = None
     """Of a draft, in tokens."""
+    failed_rows: dict[int, Failure] = field(default_factory=dict)
+    """Those that ended with the reason "error", and what went wrong."""
 
     @property
     def new_tokens(self) -> int:
@@ -78,15 +88,6 @@ class Generation:
         """Acceptance over all rows and rounds; definitions in `specjax.metrics`."""
         counts = self.drafted, self.accepted, self.emitted, self.width
         return metrics.summarize(*counts, self.longest_path)
-
-    @property
-    def failed_rows(self) -> dict[int, int]:
-        """The new tokens of the rows that ended where the target's logits were not numbers."""
-        return {
-            row: len(self.token_ids[row])
-            for row, reason in enumerate(self.finish_reasons)
-            if reason == "error"
-        }
 
     def was_drafted(self, row: int) -> list[bool]:
         """For each new token of a row, whether the drafter had proposed it."""
@@ -162,9 +163,9 @@ def generate(
     )
     session = _open(target, prompts, drafter, options, sampling, seed, mesh, replay)
     result = decode_session(session, progress=progress)
-    failed = {f"prompts[{row}]": count for row, count in result.failed_rows.items()}
+    failed = {f"prompts[{row}]": failure for row, failure in result.failed_rows.items()}
     if failed:
-        warnings.warn(broken_logits(session.model, failed), RuntimeWarning, stacklevel=2)
+        warnings.warn(failure_message(session.model, failed), RuntimeWarning, stacklevel=2)
     return result
 
 
@@ -258,6 +259,9 @@ def collect(
         compile_s=compile_s,
         lossy=session.lossy,
         longest_path=session.plan.drafter.num_speculative_tokens,
+        failed_rows={
+            row: output.failure for row, output in enumerate(outputs) if output.failure is not None
+        },
     )
 
 
@@ -316,10 +320,9 @@ def _stream(session: Session, schedule: Schedule) -> Iterator[Delta]:
     add_prompts(engine, session, range(len(session.prompts)))
     for delta in engine:
         yield delta
-        if delta.output is not None and delta.output.error is not None:
-            name = f"prompts[{delta.id}]"
-            message = broken_logits(session.model, {name: len(delta.output.token_ids)})
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
+        if delta.output is not None and delta.output.failure is not None:
+            failed = {f"prompts[{delta.id}]": delta.output.failure}
+            warnings.warn(failure_message(session.model, failed), RuntimeWarning, stacklevel=2)
 
 
 def _open(

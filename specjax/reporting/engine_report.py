@@ -13,7 +13,7 @@ from specjax.decoding.engine.statistics import Statistics, Step
 from specjax.reporting.plots import Curve, draw_curves
 
 _POINTS = 60
-"""Points of a curve: each is the mean of the steps in its part of the time."""
+"""Points of a curve: each stands for the steps that ended in its part of the time."""
 
 
 def engine_summary(statistics: Statistics) -> dict[str, Any]:
@@ -32,29 +32,32 @@ def engine_report(statistics: Statistics) -> dict[str, Any]:
 
 
 def draw_engine(path: Path, statistics: Statistics, title: str) -> None:
-    """Write PNGs: tokens/s, busy slots and waiting requests over the seconds of a run.
+    """Write PNGs: tokens/s, busy slots and waiting requests over the seconds of an engine.
 
-    Their names are that of `path` with `_tokens`, `_slots` and `_waiting`. Raises InputError where
-    matplotlib is missing.
+    Time begins when it is made, so that compiling is in it; where no step ended, no slot was busy,
+    and how many requests waited is not known. Their names are that of `path` with `_tokens`,
+    `_slots` and `_waiting`. Raises InputError where matplotlib is missing.
     """
     steps = list(statistics.steps)
     ends = [step.end_s for step in steps]
     edges = np.linspace(0, max(ends, default=1.0), min(_POINTS, max(len(steps), 1)) + 1)
-    bins = np.clip(np.searchsorted(edges, ends) - 1, 0, len(edges) - 2)
-    parts = [[step for step, at in zip(steps, bins, strict=True) if at == n] for n in set(bins)]
-    middles = [(edges[n] + edges[n + 1]) / 2 for n in set(bins)]
+    parts: list[list[Step]] = [[] for _ in edges[1:]]
+    for step, end in zip(steps, np.searchsorted(edges, ends), strict=True):
+        parts[max(int(end) - 1, 0)].append(step)
+    middles = ((edges[1:] + edges[:-1]) / 2).tolist()
     width = edges[1] - edges[0]
 
     def curve(label: str, of: Any) -> list[Curve]:
         return [Curve(label, middles, [of(part) for part in parts])]
 
     def busy(part: Sequence[Step]) -> float:
-        return sum(step.row_rounds for step in part) / sum(step.rounds for step in part)
+        rounds = sum(step.rounds for step in part)
+        return sum(step.row_rounds for step in part) / rounds if rounds else 0.0
 
     for suffix, label, of in (
         ("tokens", "tokens/s", lambda part: sum(step.tokens for step in part) / width),
         ("slots", "busy slots", busy),
-        ("waiting", "waiting requests", lambda part: part[-1].waiting),
+        ("waiting", "waiting requests", lambda part: part[-1].waiting if part else np.nan),
     ):
         draw_curves(
             path.with_name(f"{path.stem}_{suffix}{path.suffix}"),

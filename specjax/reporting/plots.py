@@ -15,6 +15,8 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#
 
 _INSIDE = 5
 """At most this many lines or bars have their legend inside the plot, more beside it."""
+_MOST_TICKS = 12
+"""At most so many points of a curve have a tick each."""
 _OUTSIDE = {"loc": "outside right upper", "fontsize": "small"}
 
 
@@ -85,7 +87,9 @@ def draw_curves(
             axes.plot([], [], "--", color="0.3", label=theory_label)
         if log_x:
             axes.set_xscale("log", base=2)
-        axes.set_xticks(sorted({x for curve in curves for x in curve.x}))
+        ticks = sorted({x for curve in curves for x in curve.x})
+        if len(ticks) <= _MOST_TICKS:
+            axes.set_xticks(ticks)
         axes.xaxis.set_major_formatter(ScalarFormatter())
         axes.xaxis.set_minor_locator(NullLocator())
         if log_y:

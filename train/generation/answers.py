@@ -14,7 +14,7 @@ import numpy as np
 from specjax.cli.console import Screen
 from specjax.cli.mesh_config import DistributedConfig, MeshConfig
 from specjax.decoding.engine.engine import Engine
-from specjax.decoding.engine.outputs import Output, broken_logits
+from specjax.decoding.engine.outputs import Output, failure_message
 from specjax.decoding.generate import open_engine
 from specjax.decoding.options import BATCH_SIZE, EXACT_RULE_NAME, DecodeOptions
 from specjax.decoding.prompts import CHAT
@@ -273,7 +273,7 @@ def answer(
 ) -> Iterator[tuple[list[Output], str | None]]:
     """The answers of some rows, after each step those that have ended; ids are the rows' indices.
 
-    With them the message for rows that have none, where logits were not numbers.
+    With them the message for rows that have none, because they failed.
     """
     total = len(job.rows)
     left, before, done = iter(todo), total - len(todo), 0
@@ -291,11 +291,11 @@ def answer(
         rows = before + done
         screen.progress("answered", rows, total, speed, rows / total)
         failed = {
-            f"the prompt with id {job.rows[output.id].request.id}": len(output.token_ids)
+            f"the prompt with id {job.rows[output.id].request.id}": output.failure
             for output in outputs
-            if output.error is not None
+            if output.failure is not None
         }
-        yield ended, broken_logits(session.model, failed) if failed else None
+        yield ended, failure_message(session.model, failed) if failed else None
 
 
 def examples(job: Job, pieces: Pieces) -> Iterator[Example]:

@@ -17,6 +17,7 @@ from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.setup import Setup, flags_of
 from specjax.decoding.state import Seen, State
 from specjax.errors import InputError
+from specjax.models.heads.shared_parameters import share_anew
 
 
 class DeviceRows:
@@ -151,14 +152,19 @@ class DeviceRows:
     def update_params(self, params: Any, drafter_params: Any = None) -> None:
         """Decode with other parameters; what was learned with the old ones is dropped.
 
-        They are put where the old ones are. Raises InputError unless trees, shapes and dtypes are
-        the same.
+        They are put where the old ones are. Of a trained head that keeps its own, those that it
+        shares with the target are the target's new ones. Raises InputError unless trees, shapes and
+        dtypes are the same.
         """
         setup, drafter = self.setup, self.setup.drafter
         params = _in_place_of("params", setup.model.params, params)
-        if drafter_params is not None:
-            own = _in_place_of("drafter_params", drafter.params, drafter_params)
-            drafter = drafter._replace(params=own)
+        if drafter_params is None:
+            own = tuple(share_anew(each, params) for each in drafter.params)
+        elif len(drafter.params) == 1 and _form((drafter_params,)) == _form(drafter.params):
+            own = (drafter_params,)
+        else:
+            own = drafter_params
+        drafter = drafter._replace(params=_in_place_of("drafter_params", drafter.params, own))
         self.setup = replace(setup, model=replace(setup.model, params=params), drafter=drafter)
         # Of a prompt that is being read as well, only its own rows continue with the old ones.
         self._prompts = []
@@ -206,13 +212,20 @@ class DeviceRows:
 
 def _in_place_of(name: str, old: Any, new: Any) -> Any:
     """A tree of arrays where another one's are. Raises InputError unless the leaves are alike."""
-
-    def form(tree: Any) -> Any:
-        return jax.tree.map(lambda leaf: (leaf.shape, np.dtype(leaf.dtype).name), tree)
-
-    if form(old) != form(new):
+    if _form(old) != _form(new):
         raise InputError(
             f"{name}: its tree, shapes or dtypes are not those of the parameters it replaces; give "
             "the same model's"
         )
     return jax.tree.map(lambda mine, before: jax.device_put(mine, before.sharding), new, old)
+
+
+def _form(tree: Any) -> Any:
+    """A tree's structure, with the shape and dtype of each leaf; what is no array is its own."""
+
+    def of(leaf: Any) -> Any:
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            return leaf
+        return leaf.shape, np.dtype(leaf.dtype).name
+
+    return jax.tree.map(of, tree)

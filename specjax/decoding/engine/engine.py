@@ -8,6 +8,7 @@ one is looked at.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections import deque
@@ -27,7 +28,7 @@ from specjax.decoding.engine.outputs import (
     Delta,
     Follower,
     RequestId,
-    broken_logits,
+    failure_message,
 )
 from specjax.decoding.engine.scheduler import Request, Scheduler
 from specjax.decoding.engine.statistics import Statistics, Step
@@ -92,8 +93,9 @@ class _Prompts:
 
     @property
     def longest(self) -> int:
-        """How many tokens of the longest prompt are read."""
-        return max(len(request.row.prompt) for _, request in self.taken) - 1
+        """How many tokens of the longest prompt are read, of those whose requests go on."""
+        left = [request for _, request in self.taken if not request.ended]
+        return max(self.position, *(len(request.row.prompt) - 1 for request in left))
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,7 @@ class Engine:
         self._ready: deque[Delta] = deque()
         self._number = 0
         self._clock_s = self._start_s = time.perf_counter()
-        self._closed = False
+        self._closed = self._torn = False
 
     @property
     def setup(self) -> Setup:
@@ -224,8 +226,8 @@ class Engine:
 
     @property
     def num_unfinished(self) -> int:
-        """Samples that wait or decode."""
-        return len(self._scheduler)
+        """Samples whose last delta is still to come: they wait, decode, or have just ended."""
+        return len(self._scheduler) + sum(delta.output is not None for delta in self._ready)
 
     @property
     def num_waiting(self) -> int:
@@ -255,7 +257,8 @@ class Engine:
         with the same prompt that follow each other into slots share what one has read. Where
         prompt and output reach the engine's `max_length`, the output ends with the reason "length".
         Raises InputError for an id that is in use, for a prompt that cannot be encoded or has no
-        room, and for a sampling that the target cannot serve.
+        room, for more than eight tokens that end it, the model's own included, and for a sampling
+        that the target cannot serve.
         """
         self._check_open()
         name = self._free_number() if id is None else id
@@ -277,7 +280,8 @@ class Engine:
                 f"the model's own included; use at most {setup.num_stop_ids}"
             )
         self._rows.serve(sampling)
-        rows = [Row(self._number, tuple(ids), sampling, sample) for sample in range(n)]
+        ids = tuple(ids)
+        rows = [Row(self._number, ids, sampling, sample) for sample in range(n)]
         self.add_rows(name, rows)
         return name
 
@@ -305,7 +309,8 @@ class Engine:
 
         Prompts of waiting requests are read first where slots are free. Without unfinished requests
         there is nothing to do and nothing to return. Raises InputError where the clock that "auto"
-        needs does not move, or programs do not fit into memory.
+        needs does not move, programs do not fit into memory, or an earlier step was interrupted
+        where its tokens are lost by that.
         """
         self._check_open()
         self._advance()
@@ -342,10 +347,10 @@ class Engine:
         """Decode with other parameters of the same target from here on.
 
         What the old ones have still under way is in the next step's deltas. Those of the drafter
-        stay where none are given. Rows that are `running`, or being read, continue with what was
-        read of them by the old parameters, or "abort". What was learned of acceptance is dropped,
-        and costs are as at the start. Raises InputError unless trees, shapes and dtypes are as they
-        were.
+        (`LoadedDrafter.params`) stay where none are given, but for what a trained head takes from
+        its target. Rows that are `running`, or being read, continue with what was read of them by
+        the old parameters, or "abort". What was learned of acceptance is dropped, and costs are as
+        at the start. Raises InputError unless trees, shapes and dtypes are as they were.
         """
         self._check_open()
         running = _RUNNING_ROWS.check("running", running)
@@ -356,9 +361,10 @@ class Engine:
             self._abort([request for request in self._scheduler.slots if request is not None])
 
     def close(self) -> None:
-        """End: unfinished requests are dropped, and memory on the devices is given back.
+        """End: memory on the devices is given back.
 
-        If that is interrupted it can be called again.
+        Unfinished requests are dropped, and so are deltas that no step has returned. If that is
+        interrupted it can be called again.
         """
         self._closed = True
         self._scheduler = Scheduler(self.setup.batch_size)
@@ -377,10 +383,25 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise InputError("the engine is closed: make another one")
+        if self._torn:
+            raise InputError(
+                "the engine was interrupted within a step, some of whose tokens are lost: make "
+                "another one"
+            )
+
+    @contextlib.contextmanager
+    def _as_a_whole(self) -> Iterator[None]:
+        """What leaves requests with a part of a step if it is interrupted: no step may follow."""
+        try:
+            yield
+        except BaseException:
+            self._torn = True
+            raise
 
     def _abort(self, requests: list[Request]) -> None:
-        for request in requests:
-            self._end(request, [], [], request.follower.end(ABORTED))
+        with self._as_a_whole():
+            for request in requests:
+                self._end(request, [], [], request.follower.end(ABORTED))
         if self._reading and all(request.ended for _, request in self._reading.taken):
             self._reading = None
 
@@ -422,10 +443,11 @@ class Engine:
         if waiting:
             free = num_rows - sum(request is not None for request in slots)
             enough = min(free + self._schedule.refill_rows, num_rows)
-        begun = time.perf_counter()
-        seen = self._rows.step(ended, self._rows.rounds(rounds), enough)
-        self._ended_slots.clear()
-        self._under_way.append(_Running(slots, seen, begun, waiting))
+        rounds, begun = self._rows.rounds(rounds), time.perf_counter()
+        with self._as_a_whole():
+            seen = self._rows.step(ended, rounds, enough)
+            self._ended_slots.clear()
+            self._under_way.append(_Running(slots, seen, begun, waiting))
         return True
 
     def _admitted(self) -> tuple[Request | None, ...]:
@@ -454,10 +476,11 @@ class Engine:
                 return
             if count:
                 begun, end = time.perf_counter(), reading.position + count
-                ready = self._rows.read(reading.position, end)
-                self._under_way.append(_Reading(ready, begun))
+                with self._as_a_whole():
+                    ready = self._rows.read(reading.position, end)
+                    self._under_way.append(_Reading(ready, begun))
+                    reading.position = end
                 budget -= _round_up(count, self.setup.plan.chunks[-1])
-                reading.position = end
             if reading.position == reading.longest:
                 self._admit()
 
@@ -511,19 +534,24 @@ class Engine:
                 return
         # The program's outputs are there together.
         seen = jax.tree.map(np.asarray, one.seen)
-        self._under_way.popleft()
-        seconds = self._lap(one.begun)
+        with self._as_a_whole():
+            self._under_way.popleft()
+            seconds = self._lap(one.begun)
+            self._take(one, seen, seconds)
+        self._rows.learn(seconds, seen)
+
+    def _take(self, step: _Running, seen: Seen, seconds: float) -> None:
+        """Make ready what a step added to each of its requests."""
         first, emitted = self.statistics.rounds, seen.rounds.emitted >= 0
         ran = np.flatnonzero(emitted.any(axis=0))
         rounds = int(ran[-1]) + 1 if len(ran) else 0
         tokens = row_rounds = 0
-        for slot, request in enumerate(one.slots):
+        for slot, request in enumerate(step.slots):
             if request is not None and not request.ended:
                 tokens += self._follow(request, slot, seen, first)
                 row_rounds += int(emitted[slot].sum())
         end_s = self._clock_s - self._start_s
-        self.statistics.add_step(Step(end_s, seconds, rounds, row_rounds, tokens, one.waiting))
-        self._rows.learn(seconds, seen)
+        self.statistics.add_step(Step(end_s, seconds, rounds, row_rounds, tokens, step.waiting))
 
     def _follow(self, request: Request, slot: int, seen: Seen, first_round: int) -> int:
         """Make ready what a step added to the request in a slot; its new tokens."""
@@ -532,15 +560,13 @@ class Engine:
         if not new and status == RUNNING:
             return 0
         logprobs = None if seen.logprobs is None else seen.logprobs[slot, :new]
-        error = None
         try:
             fresh, drafted, text = request.follower.follow(
                 status, seen.tokens[slot, :new].tolist(), logprobs, counts, first_round
             )
         except InputError as refused:  # its tokens have no text; the others' have
-            request.follower.end_without_text()
+            request.follower.end_without_text(str(refused))
             fresh, drafted, text = [], [], ""
-            error = f"request {shown(request.id)}: {refused}"
         gap = request.see_tokens(len(fresh), self._clock_s)
         if gap is not None:
             self.statistics.between_tokens_s.extend([gap] * len(fresh))
@@ -549,29 +575,21 @@ class Engine:
             return len(fresh)
         if status == RUNNING:
             self._ended_slots.add(slot)
-        self._end(request, fresh, drafted, text, error)
+        self._end(request, fresh, drafted, text)
         return len(fresh)
 
-    def _end(
-        self,
-        request: Request,
-        fresh: list[int],
-        drafted: list[bool],
-        text: str,
-        error: str | None = None,
-    ) -> None:
+    def _end(self, request: Request, fresh: list[int], drafted: list[bool], text: str) -> None:
         """Make a request's last delta ready; its slot is free, and its id may be used again."""
         slot = self._scheduler.free(request)
         if request.follower.finish_reason == ABORTED and slot is not None:
             self._ended_slots.add(slot)
         times = request.times(time.perf_counter())
-        self.statistics.add_request(times)
+        self.statistics.add_request(times, aborted=request.follower.finish_reason == ABORTED)
         sample = request.row.sample
         output = request.follower.output(request.id, sample, times)
-        if output.finish_reason == "error":
-            name = f"request {shown(request.id)}"
-            error = error or broken_logits(self.setup.model, {name: len(output.token_ids)})
-            output = replace(output, error=error)
+        if output.failure is not None:
+            failed = {f"request {shown(request.id)}": output.failure}
+            output = replace(output, error=failure_message(self.setup.model, failed))
         last = Delta(request.id, sample, fresh, drafted, text, output.finish_reason, output)
         self._ready.append(last)
 

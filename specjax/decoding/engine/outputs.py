@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -32,15 +33,25 @@ class Times:
     total_s: float
 
 
+class Failure(NamedTuple):
+    """A row that ended with "error" after so many new tokens.
+
+    The target's logits were not numbers, or the tokens that followed have no text: `text_error`.
+    """
+
+    new_tokens: int
+    text_error: str | None = None
+
+
 @dataclass(frozen=True)
 class Output:
     """A request's whole output.
 
     `token_ids` are the new tokens, the stop token included; `finish_reason` is "stop", "length",
-    "abort", or "error" where the target's next logits were not numbers or tokens have no text.
-    `rounds` are the counts of
-    its own rounds, [R] each; the first of them was the engine's round number `first_round`.
-    `logprobs` is None where not asked for.
+    "abort", or "error" where the target's next logits were not numbers or tokens have no text, and
+    `text_error` says why in the latter case. `rounds` are the counts of its own rounds, [R] each;
+    the first of them was the engine's round number `first_round`. `logprobs` is None where not
+    asked for.
     """
 
     id: RequestId
@@ -52,8 +63,15 @@ class Output:
     rounds: Rounds = field(repr=False)
     first_round: int
     times: Times
+    text_error: str | None = None
     error: str | None = None
     """What went wrong, where the reason is "error"."""
+
+    @property
+    def failure(self) -> Failure | None:
+        """What went wrong, where the reason is "error"."""
+        failed = self.finish_reason == REASONS[FAILED]
+        return Failure(len(self.token_ids), self.text_error) if failed else None
 
     def was_drafted(self) -> list[bool]:
         """For each new token, whether the drafter had proposed it."""
@@ -87,15 +105,27 @@ def was_drafted(rounds: Rounds) -> list[bool]:
     ]
 
 
-def broken_logits(target: Model, failed: Mapping[str, int]) -> str:
-    """The message for rows that ended where logits were not numbers: names, and new tokens."""
-    (first, count), others = next(iter(failed.items())), len(failed) - 1
-    also = f" (and {others} other{'s' if others > 1 else ''})" if others else ""
-    return (
-        f"target={target.name}: its logits are not numbers (NaN or infinite) after {count} new "
-        f"tokens of {first}{also}, whose output ends there; its weights are damaged, or "
-        f"{target.dtype} cannot hold its activations: load it again, or with dtype=float32"
-    )
+def failure_message(target: Model, failed: Mapping[str, Failure]) -> str:
+    """What went wrong in rows that ended with "error", by their names: one sentence a cause."""
+    broken = [name for name, one in failed.items() if one.text_error is None]
+    unreadable = [name for name, one in failed.items() if one.text_error is not None]
+    sentences = []
+    if broken:
+        sentences.append(
+            f"target={target.name}: its logits are not numbers (NaN or infinite) after "
+            f"{failed[broken[0]].new_tokens} new tokens of {_and_others(broken)}, whose output "
+            f"ends there; its weights are damaged, or {target.dtype} cannot hold its activations: "
+            "load it again, or with dtype=float32"
+        )
+    if unreadable:
+        why = failed[unreadable[0]].text_error
+        sentences.append(f"{_and_others(unreadable)}: {why}")
+    return "; ".join(sentences)
+
+
+def _and_others(names: Sequence[str]) -> str:
+    first, others = names[0], len(names) - 1
+    return f"{first} (and {others} other{'s' if others > 1 else ''})" if others else first
 
 
 class Follower:
@@ -108,6 +138,7 @@ class Follower:
         self.logprobs: list[float] | None = [] if logprobs else None
         self.finish_reason: str | None = None
         self.first_round: int | None = None
+        self.text_error: str | None = None
         self._rounds: list[Rounds] = []
         self._tokenizer, self._stops = tokenizer, stops
         self._decoder = None if tokenizer is None else StreamDecoder(tokenizer)
@@ -125,10 +156,11 @@ class Follower:
         """New tokens, whether each was drafted, and final text of a step.
 
         `rounds` are the step's counts [R], whose first column is the engine's round `first_round`.
-        The output ends, by its `finish_reason`, where the row does or at a stop string.
+        The output ends, by its `finish_reason`, where the row does or at a stop string. Raises
+        InputError for tokens that have no text, of which nothing is added.
         """
         participated = rounds.emitted >= 0
-        if self.first_round is None and participated.any():
+        if self.first_round is None:
             self.first_round = first_round + int(np.argmax(participated))
         rounds = _columns(rounds, participated)
         reason = REASONS.get(status)
@@ -140,12 +172,14 @@ class Follower:
                 tokens = tokens[:fresh]
                 rounds = _first_tokens(rounds, fresh)
         fresh = list(tokens)
+        # First, since it may raise: then nothing of the step is in the output.
+        text = self.end(reason, fresh)
         self.token_ids += fresh
         if self.logprobs is not None:
             self.logprobs += logprobs[: len(fresh)].tolist()
         if len(rounds.emitted):
             self._rounds.append(rounds)
-        return fresh, was_drafted(rounds), self.end(reason, fresh)
+        return fresh, was_drafted(rounds), text
 
     def end(self, reason: str | None, fresh: Sequence[int] = ()) -> str:
         """The final text that `fresh` tokens add; all that is left where there is a reason."""
@@ -160,10 +194,10 @@ class Follower:
         text, self._shown = self._text[self._shown : last], last
         return text
 
-    def end_without_text(self) -> None:
-        """The output ends with what it has, since its tokens cannot be decoded into text."""
+    def end_without_text(self, why: str) -> None:
+        """The output ends with what it has, since the tokens that follow have no text."""
         self._tokenizer = self._decoder = self._finder = None
-        self.finish_reason = REASONS[FAILED]
+        self.finish_reason, self.text_error = REASONS[FAILED], why
 
     def output(self, id: RequestId, sample: int, times: Times) -> Output:
         """The whole output; the text is that of all tokens decoded at once."""
@@ -181,6 +215,7 @@ class Follower:
             _joined(self._rounds),
             self.first_round or 0,
             times,
+            self.text_error,
         )
 
 

@@ -16,7 +16,7 @@ _KEPT = 100_000
 
 
 class Step(NamedTuple):
-    """A step of rounds: when it ended, and what was in it; seconds since the engine's first.
+    """A step of rounds: when it ended, in seconds since the engine was made, and what was in it.
 
     `row_rounds` counts each row in each of the `rounds` that it decoded in; `waiting` are the
     requests that waited when the step began.
@@ -53,11 +53,14 @@ class EngineSummary:
     Shares and percentiles are of the newest 100,000 steps, requests or tokens.
     `occupancy_waiting` is the same over steps that began while requests waited, None without any.
     While prompts are read no slot decodes: those seconds are `prefill_s`, and in neither share.
-    `between_tokens` are seconds between two reads of a request's tokens, by token. `requests`
-    counts the samples that have ended.
+    Seconds of prefill and decoding pass also while the caller does something between two steps.
+    `between_tokens` are the seconds between two reads of a request's tokens, shared among the
+    tokens that came together. `requests` counts the samples that have ended, `aborted` those of
+    them that were aborted, which are not in `total`, nor in `waiting` if they never got a slot.
     """
 
     requests: int
+    aborted: int
     tokens: int
     rounds: int
     prefill_s: float
@@ -77,6 +80,7 @@ class Statistics:
 
     num_slots: int
     requests: int = 0
+    aborted: int = 0
     tokens: int = 0
     rounds: int = 0
     prefill_s: float = 0.0
@@ -95,14 +99,16 @@ class Statistics:
         if step.rounds:
             self.steps.append(step)
 
-    def add_request(self, times: Times) -> None:
-        """Count a sample that has ended."""
+    def add_request(self, times: Times, *, aborted: bool = False) -> None:
+        """Count a sample that has ended, or was aborted."""
         self.requests += 1
+        self.aborted += aborted
         if times.waiting_s is not None:
             self.waiting_s.append(times.waiting_s)
         if times.first_token_s is not None:
             self.first_token_s.append(times.first_token_s)
-        self.total_s.append(times.total_s)
+        if not aborted:
+            self.total_s.append(times.total_s)
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -114,6 +120,7 @@ class Statistics:
         """The totals so far."""
         return EngineSummary(
             requests=self.requests,
+            aborted=self.aborted,
             tokens=self.tokens,
             rounds=self.rounds,
             prefill_s=self.prefill_s,

@@ -23,3 +23,12 @@ def share(
             kernel = jnp.take(kernel, draft_ids, axis=1)
         shared["draft_head"] = {"kernel": kernel}
     return shared
+
+
+def share_anew(params: Any, target_params: dict[str, Any]) -> Any:
+    """A drafter's parameters, those that are its target's taken from other ones of the target."""
+    if not isinstance(params, dict) or "shared" not in params:
+        return params
+    borrows = "draft_head" in params["shared"]
+    shared = share(target_params, params.get("draft_ids"), head=borrows)
+    return {**params, "shared": shared}
