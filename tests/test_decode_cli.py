@@ -276,7 +276,7 @@ def test_a_later_turn_that_outgrows_the_model_keeps_what_was_decoded(run, folder
     assert read_report(path).refused == report["summary"]["refused"]
     assert write_reports.main([str(path), f"--out={tmp_path / 'out'}", "--nopictures"]) == 0
     said = capsys.readouterr().out
-    assert "Later turns refused: ngram (2 answers): prompts[0] has" in said
+    assert "Later turns refused: ngram (2 answers): question 0, turn 2 has" in said
     assert "Interrupted" not in said
 
 

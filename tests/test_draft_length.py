@@ -759,3 +759,29 @@ def test_a_drafter_that_never_pays_is_looked_at_now_and_then(tiny, unrelated, mo
     assert looks[2] == 0 < looks[1] < looks[0] < 0.06
     assert looks[3] > 0
     assert spent[2] < spent[3] - 0.01
+
+
+def test_a_drafter_without_a_draft_makes_no_pass_wider_for_the_next(tiny, similar):
+    """A lookup is asked again and again, in vain: what comes after it pays for its own width."""
+    plan = make_session(
+        tiny,
+        [[5, 9, 2, 7]],
+        drafter=take_turns(Ngram(prompt_lookup_min=4, prompt_lookup_max=4), draft_model(similar)),
+        num_speculative_tokens="auto",
+        batch_size=1,
+        sampling=greedy(max_new_tokens=8),
+    )
+    params, plan = plan.params, plan.plan
+    index = np.arange(1)
+    state = loop.start(plan, params, *first_rows(plan, (5, 9, 2, 7), greedy(), index, 0))
+    nothing = jnp.full(2, 1e-6)
+    dear = jnp.asarray([1.0, *(5.0,) * (len(plan.widths) - 1)])
+    costs = Costs(dear, first=nothing, further=nothing, catch_up=jnp.zeros(2))
+    idle = jnp.asarray([10**6, 0], jnp.int32)
+    policy = state.policy.replace(costs=costs, idle_rounds=idle)
+    _, counts = jax.jit(loop.run, static_argnums=0)(
+        plan, params, state.replace(policy=policy), jnp.int32(4)
+    )
+    drafted = np.asarray(counts.drafted)[0]
+    assert (drafted >= 0).sum() > 0
+    assert drafted.max() <= 0

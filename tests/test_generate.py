@@ -246,6 +246,44 @@ def test_prompts_that_are_too_long_are_left_out_and_said(model_path, prompts, tm
     assert prompt_lengths.max() <= 8
 
 
+def test_prompts_that_fail_are_left_out_and_said(chatty, prompts, tmp_path, done, capsys):
+    """Where all fail nothing is kept; where some do, the others are what they were."""
+    *others, last = (one.prompt for one in read_requests(prompts))
+    others = [[{"role": "user", "content": one}] for one in others if isinstance(one, str)]
+    known = {token for one in others for token in chatty.tokenizer.encode_chat(one)}
+    token = next(one for one in chatty.tokenizer.encode_chat(last) if one not in known)
+    bad = {path: tmp_path / path for path in ("some", "all")}
+    params = chatty.params["embed"]["embedding"]
+    for path, table in (("some", params.at[token].set(np.nan)), ("all", params * np.nan)):
+        whole = {**chatty.params, "embed": {"embedding": table}}
+        save_model(dataclasses.replace(chatty, params=whole), bad[path])
+    directory = tmp_path / "run"
+    assert generate.main(arguments(bad["some"], prompts, directory, "--config.minutes=1e-9")) == 0
+    assert generate.main(arguments(bad["some"], prompts, directory)) == 0
+    out = capsys.readouterr().out
+    assert "1 prompts are left out: target=" in out
+    assert f"{prompts}" in out
+    ours, all_ids = contents(directory), {one[0] for one in contents(done)}
+    assert 0 < len(ours) < len(all_ids)
+    assert f"{10 - len(ours)} of 10 prompts have no answer" in out
+    assert 9 not in {one[0] for one in ours}
+    before = {one[0]: one for one in contents(done)}
+    assert ours == [before[one[0]] for one in ours]
+    assert generate.main(arguments(bad["all"], prompts, tmp_path / "none")) == 2
+    assert "its logits are not numbers" in capsys.readouterr().err
+    assert not list((tmp_path / "none" / "answers").glob("*.npz"))
+
+
+def test_the_dataset_may_go_elsewhere_when_a_run_resumes(model_path, prompts, tmp_path, done):
+    """And there may be fewer slots: what errors of full disks and memories advise."""
+    directory, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    assert generate.main(arguments(model_path, prompts, directory, "--config.minutes=1e-9")) == 0
+    more = (f"--config.output={elsewhere}", "--config.batch_size=2")
+    assert generate.main(arguments(model_path, prompts, directory, *more)) == 0
+    elsewhere.rename(directory / "responses")
+    assert contents(directory) == contents(done)
+
+
 @pytest.mark.parametrize("named", [False, True])
 def test_the_corpus_at_debug_size(named, model_path, tmp_path, capsys):
     command = [

@@ -11,7 +11,7 @@ from decoding import PROMPTS, decode, draft_model, drafters, make_session
 from test_loop_distribution import small_model
 
 from specjax import theory
-from specjax.decoding.generate import expected_acceptance
+from specjax.decoding.generate import decode_session, expected_acceptance, open_engine
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.draft_length.limits import DraftLength
 from specjax.drafters import take_turns
@@ -146,3 +146,24 @@ def test_what_a_run_recorded_predicts_its_acceptance(names, tiny, unrelated, sim
         assert expected.num_nodes == tested.sum()
         rate = accepted.sum() / tested.sum()
         assert abs(rate - expected.mean) < 5 * expected.decision_error
+
+
+def test_lengths_that_followed_other_rows_are_those_that_are_predicted(tiny, similar):
+    """By the counts of the run: alone, each row would have drafted otherwise."""
+    options = dict(
+        drafter=draft_model(similar),
+        sampling=SamplingParams(temperature=0.9, max_new_tokens=20),
+        num_speculative_tokens_per_batch_size=[(1, 3, 3), (4, 8, 1)],
+    )
+    session = make_session(tiny, PROMPTS, batch_size=8, **options)
+    groups = session.groups(4)
+    engine = open_engine(session, 2)
+    results = [decode_session(session, index=group, engine=engine) for group in groups]
+    expected = expected_acceptance(session, results)
+    tested = 0
+    for got in results:
+        participated = got.emitted > 0
+        drafted = got.drafted[participated]
+        tested += np.minimum(got.accepted[participated] + 1, drafted).sum()
+    assert expected.num_nodes == tested
+    assert expected_acceptance(session).num_nodes != tested

@@ -4,6 +4,7 @@ import copy
 import csv
 import json
 import sys
+from pathlib import Path
 
 import pytest
 from reports import AUTO, COSTS, ROWS, content, row
@@ -16,6 +17,7 @@ from specjax.loading.load import save_model
 from specjax.reporting import csv_jsonl, picture_files, plots
 from specjax.reporting.plots import Curve
 from specjax.reporting.read import read_report, read_reports
+from specjax.reporting.report_file import json_text
 from specjax.reporting.runs import batch_widths, labels
 from specjax.reporting.statistics import OVERALL, Entry, figures_by_task
 
@@ -207,6 +209,31 @@ def test_labels_name_what_differs(write):
         "none",
     ]
     assert labels(runs[:1]) == ["ngram"]
+
+
+def test_equal_runs_are_told_apart_by_their_paths(write, tmp_path):
+    """Else one of them would be missing from the pictures."""
+    (first,) = write(same=content())
+    paths = [tmp_path / folder / "again" / "same.json" for folder in ("one", "two")]
+    for path in paths:
+        path.parent.mkdir(parents=True)
+        path.write_text(Path(first).read_text())
+    runs = [read_report(path) for path in paths]
+    assert labels(runs) == ["ngram (one/again/same)", "ngram (two/again/same)"]
+    (other,) = write(other=content())
+    assert labels([read_report(other), runs[0]]) == ["ngram (other)", "ngram (same)"]
+
+
+def test_a_report_keeps_every_text_and_id(write):
+    """Also texts that look like lists of numbers, and ids of 63 bits."""
+    changed = content()
+    changed["rows"][0] |= {"text": "[[1.  0.]\n [0.  1.]]\u00a0[ 7 ]", "question_id": 2**62}
+    (path,) = write(changed=changed)
+    Path(path).write_text(json_text(changed))
+    row = read_report(path).rows[0]
+    assert (row.text, row.question_id) == (changed["rows"][0]["text"], 2**62)
+    assert '"token_ids": [ ' in Path(path).read_text()
+    assert json.loads(json_text(["[1  2]", "[\n1  2]"])) == ["[1  2]", "[\n1  2]"]
 
 
 def test_the_prediction_adds_up_the_parts(write, tmp_path, monkeypatch):

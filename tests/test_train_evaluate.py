@@ -15,6 +15,13 @@ def test_prompts_end_where_answers_begin():
     assert len(prompts) == 4
     for prompt in prompts:
         assert any(prompt == one.tokens[: one.loss_mask.argmax()].tolist() for one in source)
+    # From everywhere, though only half of those that are looked at are needed.
+    marked = [
+        Example(np.array([7, number, 8], np.int32), np.arange(3) >= 2, id=number)
+        for number in range(40)
+    ]
+    found = [prompt[1] for prompt in held_out_prompts(Listed(marked), np.arange(40), 4, room=8)]
+    assert found == [0, 11, 22, 33]
     long = Example(np.arange(20, dtype=np.int32), np.arange(20) >= 15, id=1)
     assert held_out_prompts(Listed([long]), np.array([0]), 4, room=8) == []
     assert held_out_prompts(source, np.array([], int), 4, room=8) == []

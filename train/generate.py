@@ -21,6 +21,7 @@ from rich.console import Console
 from specjax.cli import command
 from specjax.cli.console import Screen
 from specjax.cli.mesh_config import open_mesh
+from specjax.decoding.engine.outputs import Failure, failure_message
 from specjax.distributed import folder_lock, processes
 from specjax.errors import InputError
 from specjax.files import folders
@@ -79,6 +80,9 @@ def generate(config: AnswersConfig, console: Console | None = None) -> int:
         finished = _run(config, model, job, pieces, screen, begin)
         if not finished:
             return 0
+        without = sum(not len(one) for one in pieces.read_all().values()) if writes else 0
+        if without:
+            screen.say(f"{without} of {len(job.rows)} prompts have no answer", "yellow")
         with screen.working(f"writing {output}"):
             processes.together(lambda: _write(job, pieces, output, record) if writes else None)
     return _summary(output, screen)
@@ -86,6 +90,7 @@ def generate(config: AnswersConfig, console: Console | None = None) -> int:
 
 def _check_folders(root: Path, where: str, output: Path) -> None:
     """Raise InputError where the work folder or the output is not ours to write to."""
+    root, output = root.resolve(), output.resolve()
     if root.is_relative_to(output):
         raise InputError(
             f"output={str(output)!r}: the work folder is in it; name a folder of its own, or leave "
@@ -131,35 +136,52 @@ def _run(
         engine.compile()
     first = processes.from_first(max(pieces.done(), default=-1) + 1)
     numbers, ended, written = itertools.count(first), [], total - len(todo)
+    failed: dict[str, Failure] = {}
+    answered = bool(there)
 
     def keep() -> None:
-        """Write the answers that have ended."""
+        """Write the answers that have ended, and of those that failed that there is none."""
         number, ids = next(numbers), [job.rows[one.id].request.id for one in ended]
-        kept = [one.token_ids for one in ended]
+        kept = [[] if one.failure else one.token_ids for one in ended]
         processes.together(
             lambda: pieces.write(number, ids, kept) if processes.is_first() else None
         )
 
-    for more, failed in answers.answer(engine, session, job, todo, screen):
+    def check() -> None:
+        """Raise InputError where it is not one prompt or another that fails, but all."""
+        if failed and not answered:
+            raise InputError(failure_message(model, failed))
+
+    def tell_failed() -> None:
+        if failed:
+            why = failure_message(model, failed)
+            screen.say(f"{len(failed)} prompts are left out: {why}", "yellow")
+
+    for more in answers.answer(engine, session, job, todo, screen):
         ended += more
+        failed |= {answers.name(job, one.id): one.failure for one in more if one.failure}
+        answered |= any(one.failure is None for one in more)
+        if len(failed) >= session.batch_size:
+            check()
         late = config.minutes and time.monotonic() - begin > 60 * config.minutes
         # However short the time, a run gets on.
         over = processes.from_first(bool(late)) and written + len(ended) > total - len(todo)
-        if len(ended) >= session.batch_size or (ended and (over or failed)):
+        if answered and (len(ended) >= session.batch_size or (ended and over)):
             keep()
             written += len(ended)
             ended = []
-        if failed:
-            raise InputError(failed)
         if over and written < total:
+            tell_failed()
             screen.say(
                 f"{config.minutes:g} minutes are over: {written} of {total} prompts are answered, "
                 f"{total - written} are left; the same command resumes it"
             )
             return False
+    check()
     if ended:
         keep()
     screen.rest()
+    tell_failed()
     summary = engine.statistics.summary()
     screen.say(
         f"{summary.tokens} tokens at {summary.tokens_per_second:.1f} tokens/s, "

@@ -134,7 +134,14 @@ def decode_batches(
     for turn in range(config.num_turns):
         seed, sampling = config.turn_seeds(turn)
         prompts = turn_prompts(config, model, turn, answers)
-        opened = functools.partial(plan_session, model, prompts, requests=sampling, seed=seed)
+        opened = functools.partial(
+            plan_session,
+            model,
+            prompts,
+            requests=sampling,
+            seed=seed,
+            names=[config.prompt_name(index, turn) for index in config.turn(turn)],
+        )
         sessions = [opened(drafter=drafter, options=config.options) for drafter in drafters]
         plain = None
         if with_plain:
@@ -156,7 +163,7 @@ def decode_batches(
                 with screen.working(
                     f"expected acceptance: the distributions of {side.name}'s run once more"
                 ):
-                    side.run.expected.append(expected_acceptance(side.session))
+                    side.run.expected.append(expected_acceptance(side.session, side.results))
 
 
 def _turn(

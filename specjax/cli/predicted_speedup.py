@@ -61,10 +61,10 @@ def check_measurable(runs: Sequence[Run]) -> None:
     here = decode_report.device_name()
     for run in runs:
         where = f"predict: {str(run.path)!r}"
-        if run.config.get("distributed", {}).get("num_processes"):
+        if re.search(r" in \d+ processes$", run.summary["device"]):
             raise InputError(f"{where} ran in several processes; leave --predict out")
         # A mesh's name begins with how many devices it has, and ends with its shape.
-        if re.sub(r"^\d+ x | \([^()]*\)( in \d+ processes)?$", "", run.summary["device"]) != here:
+        if re.sub(r"^\d+ x | \([^()]*\)$", "", run.summary["device"]) != here:
             raise InputError(
                 f"{where} ran on {run.summary['device']}, this machine has {here}; run the "
                 "report there, or leave --predict out"

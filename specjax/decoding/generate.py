@@ -274,12 +274,25 @@ def _padded(rows: Sequence[np.ndarray], value: float = NO_DRAFTER) -> np.ndarray
     return array
 
 
-def expected_acceptance(session: Session) -> metrics.ExpectedAcceptance:
+def expected_acceptance(
+    session: Session, results: Sequence[Generation] = ()
+) -> metrics.ExpectedAcceptance:
     """The acceptance that this session's own distributions imply, with its standard error.
 
     Decodes once more, recording sum_x min(p, q) at every node that `rejection` puts to the test.
+    Draft lengths are those of the session's `results`, where these are given: lengths that follow
+    the clock or other rows would not come again, and with others other tokens are drawn.
     """
-    recording = replace(session, plan=replace(session.plan, overlaps=True, plain_program=False))
+    plan = replace(session.plan, overlaps=True, plain_program=False)
+    recording = replace(session, plan=plan)
+    if results and (plan.draft_length.auto or plan.draft_length.by_batch):
+        drafted, drafter = (
+            _padded([row for result in results for row in getattr(result, name)])
+            for name in ("drafted", "drafter")
+        )
+        lengths = replace(plan.draft_length, auto=False, replayed=True)
+        plan = replace(plan, draft_length=lengths)
+        recording = replace(session, plan=plan, replay=(drafted, drafter))
     engine = open_engine(recording)
     add_prompts(engine, recording, range(len(session.prompts)))
     ended = {delta.id: delta.output for delta in engine if delta.output is not None}

@@ -115,11 +115,13 @@ def plan_session(
     requests: Any = SamplingParams(),  # noqa: B008 - frozen
     seed: int = 0,
     replay: tuple[np.ndarray, np.ndarray] | None = None,
+    names: Sequence[str] | None = None,
 ) -> Session:
     """Check, encode and choose a program, without measuring anything; see `generate.generate`.
 
     `requests` is one SamplingParams or dict for all prompts, or one for each. `replay` are the
-    counts `drafted` and `drafter` of an earlier result. Raises InputError.
+    counts `drafted` and `drafter` of an earlier result, `names` what errors call the prompts.
+    Raises InputError.
     """
     MODEL_KIND.check("target", target)
     if isinstance(prompts, str):
@@ -131,7 +133,8 @@ def plan_session(
     if not len(prompts):
         raise InputError("prompts is empty: give at least one")
     requests = one_per_prompt(requests, len(prompts))
-    encoded = [encode_prompt(target, p, f"prompts[{i}]") for i, p in enumerate(prompts)]
+    names = names or [f"prompts[{i}]" for i in range(len(prompts))]
+    encoded = [encode_prompt(target, p, name) for p, name in zip(prompts, names, strict=True)]
     if replay is not None and len(replay[0]) != len(prompts):
         raise InputError(
             f"replay has {len(replay[0])} rows for {len(prompts)} prompts: give the result of a "
@@ -140,8 +143,8 @@ def plan_session(
     for request in requests:
         check_request(target, request)
     longest = longest_row(target, options.max_length)
-    for i, ids in enumerate(encoded):
-        check_length(target, f"prompts[{i}]", len(ids), longest, options.max_length)
+    for name, ids in zip(names, encoded, strict=True):
+        check_length(target, name, len(ids), longest, options.max_length)
     totals = [
         min(len(ids) + request.max_new_tokens, longest)
         for ids, request in zip(encoded, requests, strict=True)

@@ -213,7 +213,8 @@ class Turns:
                 new = new.replace(valid=new.valid & kept)
             if context.decisions is not None:
                 new, length = _decided_after(part, own, new)
-                decided = jnp.maximum(decided, length)
+                # Whether there is a draft at all is known before any token of it is drawn.
+                decided = jnp.maximum(decided, jnp.where(new.valid.any(), length, 0))
             drafted = new.valid.any(axis=1)
             drafter = jnp.where(drafted & (drafter == NO_DRAFTER), number, drafter)
             states.append(after)

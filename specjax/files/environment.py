@@ -1,8 +1,9 @@
-"""What a measurement depends on beside its program: versions, and the model of the CPU."""
+"""What a measurement depends on beside its program: versions, the model and cores of the CPU."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 
 
@@ -26,3 +27,10 @@ def cpu_model() -> str:
         fields = []
     named = (value.strip() for name, _, value in fields if name.strip() == "model name")
     return next(named, "") or platform.processor() or platform.machine()
+
+
+def num_cores() -> int:
+    """How many of the machine's cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

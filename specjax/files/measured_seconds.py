@@ -15,7 +15,7 @@ import jax
 
 from specjax.errors import InputError
 from specjax.files import json_files, paths
-from specjax.files.environment import cpu_model, versions
+from specjax.files.environment import cpu_model, num_cores, versions
 from specjax.files.text_files import write_text
 
 
@@ -23,10 +23,11 @@ def seconds_file(*what: Any, device: jax.Device) -> Path | None:
     """The file of what was measured on a device, here and now; None where no cache folder can be.
 
     Two measurements are of one file if the representations of all parts of `what` are equal, and
-    kinds of device, CPUs and versions, too.
+    kinds of device, CPUs that the process may use, XLA's flags and versions, too.
     """
-    # Machines that share a home folder may have other CPUs, all of which JAX calls "cpu".
-    here = versions(), device.device_kind, cpu_model(), os.cpu_count()
+    # Machines that share a home folder may have other CPUs, all of which JAX calls "cpu", and a
+    # process may be bound to a few cores of them.
+    here = versions(), device.device_kind, cpu_model(), num_cores(), os.environ.get("XLA_FLAGS")
     key = repr((*here, *what))
     try:
         folder = paths.cache_folder("costs")

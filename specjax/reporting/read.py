@@ -14,6 +14,7 @@ from specjax.reporting.auto_lengths import AutoCosts, AutoLengths, PartCosts
 from specjax.reporting.runs import Bench, Row, Run, Timing, summarize
 
 _NUMBER = (int, float)
+_LARGEST_ID = 2**63 - 1
 _LARGEST, _MOST_COUNTS, _DEEPEST = 2**53, 1 << 26, 20
 """Whole numbers above the first are not exact as floats; the second bounds a table of counts."""
 _SUMMARY = {"drafter": (str,), "device": (str,), "dtype": (str,), "prompts": (str,)}
@@ -259,7 +260,8 @@ def _check(content: Any, fields: Mapping[str, tuple[type, ...]], where: str) -> 
         # In Python a bool is an int; here it is refused.
         if type(content[name]) not in kinds:
             raise _Misfit(f"{where}.{name} is {shown(content[name])}")
-        if isinstance(content[name], _NUMBER) and abs(content[name]) > _LARGEST:
+        largest = _LARGEST_ID if name == "question_id" else _LARGEST
+        if isinstance(content[name], _NUMBER) and abs(content[name]) > largest:
             raise _Misfit(f"{where}.{name} is {shown(content[name])}, which is not a valid value")
 
 

@@ -97,8 +97,8 @@ def write_json(path: Path, content: Any) -> None:
 def json_text(content: Any) -> str:
     """A value as JSON, non-finite numbers as null. Raises TypeError for other objects."""
     text = json.dumps(_with_finite_numbers(content), indent=1, ensure_ascii=False, allow_nan=False)
-    # A list of numbers on one line, so that token ids are readable.
-    text = re.sub(r"\[[\s\d.,eE+-]*\]", lambda match: " ".join(match[0].split()), text)
+    # A list of numbers on one line, so that token ids are readable. In a text no line ends.
+    text = re.sub(r"\[\n[\s\d.,eE+-]*\]", lambda match: " ".join(match[0].split()), text)
     return text + "\n"
 
 

@@ -195,10 +195,17 @@ def labels(runs: Sequence[Run]) -> list[str]:
             if value is not None and name != "drafter.name":
                 parts.append(f"{name.rpartition('.')[2]}={value}")
         found.append(" ".join(parts))
-    return [
-        f"{label} ({run.path.stem})" if found.count(label) > 1 else label
-        for run, label in zip(runs, found, strict=True)
-    ]
+    # The least of a path that tells equal names apart: its stem, then folders above it.
+    for above in range(max((len(run.path.parts) for run in runs), default=1)):
+        named = [
+            f"{label} ({Path(*run.path.parts[-1 - above :]).with_suffix('')})"
+            if found.count(label) > 1
+            else label
+            for run, label in zip(runs, found, strict=True)
+        ]
+        if len(set(named)) == len(named):
+            break
+    return named
 
 
 def summarize(rows: Sequence[Row], positions: int | None = None) -> metrics.Summary:

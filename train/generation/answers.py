@@ -14,7 +14,7 @@ import numpy as np
 from specjax.cli.console import Screen
 from specjax.cli.mesh_config import DistributedConfig, MeshConfig
 from specjax.decoding.engine.engine import Engine
-from specjax.decoding.engine.outputs import Output, failure_message
+from specjax.decoding.engine.outputs import Output
 from specjax.decoding.generate import open_engine
 from specjax.decoding.options import BATCH_SIZE, EXACT_RULE_NAME, DecodeOptions
 from specjax.decoding.prompts import CHAT
@@ -268,12 +268,18 @@ def open_answers(session: Session) -> Engine:
     return open_engine(session, _ROUNDS_PER_STEP)
 
 
+def name(job: Job, row: int) -> str:
+    """What messages call a prompt: its file and line, or its number."""
+    request = job.rows[row].request
+    return request.where or f"the prompt with id {request.id}"
+
+
 def answer(
     engine: Engine, session: Session, job: Job, todo: Sequence[int], screen: Screen
-) -> Iterator[tuple[list[Output], str | None]]:
+) -> Iterator[list[Output]]:
     """The answers of some rows, after each step those that have ended; ids are the rows' indices.
 
-    With them the message for rows that have none, because they failed.
+    Those that failed are among them.
     """
     total = len(job.rows)
     left, before, done = iter(todo), total - len(todo), 0
@@ -284,22 +290,19 @@ def answer(
             engine.add_rows(row, [session_row(session, row)])
         if not engine.num_unfinished:
             return
-        outputs = [delta.output for delta in engine.step() if delta.output is not None]
-        ended = [output for output in outputs if output.error is None]
+        ended = [delta.output for delta in engine.step() if delta.output is not None]
         done += len(ended)
         speed = engine.statistics.tokens_per_second or 0.0
         rows = before + done
         screen.progress("answered", rows, total, speed, rows / total)
-        failed = {
-            f"the prompt with id {job.rows[output.id].request.id}": output.failure
-            for output in outputs
-            if output.failure is not None
-        }
-        yield ended, failure_message(session.model, failed) if failed else None
+        yield ended
 
 
 def examples(job: Job, pieces: Pieces) -> Iterator[Example]:
-    """The conversations in the order of their ids. Raises InputError where an answer is gone."""
+    """The conversations in the order of their ids, without prompts that have no answer.
+
+    Raises InputError where an answer is gone.
+    """
     responses = pieces.read_all()
     missing = sum(row.request.id not in responses for row in job.rows)
     if missing:
@@ -309,6 +312,8 @@ def examples(job: Job, pieces: Pieces) -> Iterator[Example]:
         )
     for row in sorted(job.rows, key=lambda row: row.request.id):
         response = responses[row.request.id]
+        if not len(response):
+            continue
         tokens = np.concatenate([np.array(row.prompt, np.int32), response])
         yield Example(
             tokens=tokens,

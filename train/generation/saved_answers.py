@@ -20,7 +20,10 @@ from specjax.files.open_files import open_regular
 from train.run.workdir import check_same_run, write_file
 
 _RECORD = "config.json"
-_MAY_DIFFER = ("workdir", "minutes", "scan_layers", "mesh.", "distributed.")
+_MAY_DIFFER = (
+    *("workdir", "output", "minutes", "batch_size", "scan_layers"),
+    *("mesh.", "distributed."),
+)
 """Fields, and sections followed by a dot, that a resumed run may set anew.
 
 `scan_layers` is in the records of earlier versions.
@@ -30,7 +33,7 @@ _PIECE = re.compile(r"(\d{6})\.npz", re.ASCII)
 
 @dataclass(frozen=True)
 class Pieces:
-    """The answers that are done, as numbered files of a directory."""
+    """The answers that are done, as numbered files of a directory; one of no token is none."""
 
     directory: Path
 

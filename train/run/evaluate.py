@@ -129,7 +129,8 @@ def held_out_prompts(source: Source, chosen: np.ndarray, count: int, room: int) 
     """
     found: list[list[int]] = []
     spread = np.unique(np.linspace(0, len(chosen) - 1, min(2 * count, len(chosen))).astype(int))
-    for index in spread if len(chosen) else ():
+    # Every second one first, so that those that fit come from everywhere.
+    for index in (*spread[::2], *spread[1::2]) if len(chosen) else ():
         example = source[int(chosen[index])]
         answers = np.flatnonzero(example.loss_mask)
         end = int(answers[0]) if len(answers) else 0
