@@ -133,6 +133,22 @@ def test_what_was_not_caught_up_is_taken_to_cost_a_first_token():
     np.testing.assert_allclose(measurement.figures().seconds, true, atol=1e-9)
 
 
+def test_a_drafter_that_could_not_run_is_not_taken_to_be_free():
+    """No row had room for its drafts: what is guessed is corrected, and not kept."""
+    true = np.array([2.0, 2.2, 2.8, 0.2, 0.3, 0.05, 0.1, 0.7, 0.4])
+    measurement = Measurement(3, (4, 4))
+    timed(measurement, true, found=(0, 4))
+    figures = measurement.figures()
+    assert not figures.complete
+    np.testing.assert_allclose(figures.seconds[[3, 5, 7]], 0.5)
+    np.testing.assert_allclose(figures.spread[[3, 5, 7]], 0.5)
+    others = [0, 1, 2, 4, 6, 8]
+    np.testing.assert_allclose(figures.seconds[others], true[others], atol=1e-9)
+    measurement = Measurement(3, (0, 4))
+    timed(measurement, true, found=(0, 4))
+    assert measurement.figures().complete
+
+
 @pytest.mark.parametrize("jump", [-50.0, float("nan"), float("inf")])
 def test_readings_of_a_clock_that_jumps_do_not_count(jump):
     true = np.array([1.0, 1.1, 1.4, 0.2, 0.3, 0.05, 0.0, 0.7, 0.4])

@@ -1,6 +1,7 @@
 """Draft lengths that follow costs and acceptance: decisions, and what is lost to the best one."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import time
@@ -219,7 +220,7 @@ def test_the_likelier_nodes_of_a_tree_without_confidences_are_kept():
     policy = new_policy(1, 1, 3, 4).replace(costs=costs, survival=known)
     decisions = Decisions(policy, history, jnp.array([True]), jnp.ones(1), (1, 2, 3, 4))
     none = jnp.int32(0)
-    find = jax.jit(lambda decisions: decisions.turn(0, jnp.array([1]), none, none, tree=True))
+    find = jax.jit(lambda decisions: decisions.turn(0, jnp.array([1]), none, none, tree_nodes=3))
     one = find(decisions)
     # Of a round's context only the turn is looked at.
     context = object.__new__(Context)
@@ -229,6 +230,22 @@ def test_the_likelier_nodes_of_a_tree_without_confidences_are_kept():
     assert (kept.valid.tolist(), int(length)) == ([[True, False, False]], 1)
     # As if all were alike, each would seem to be accepted in a third of the rounds.
     assert int(one.best_of_draft(unknown, every, topology)) == 3
+
+
+def test_nothing_is_expected_of_nodes_that_a_drafter_does_not_have():
+    """Beside one with larger trees, whose passes cost nothing more."""
+    costs = Costs(jnp.ones(4), jnp.array([1.4, 0.1]), *[jnp.array([0.01, 0.01])] * 2)
+    policy = new_policy(2, 1, 32, 4).replace(costs=costs)
+    history = survival.no_history(1, 2)
+    decisions = Decisions(policy, history, jnp.array([True]), jnp.ones(1), (1, 2, 4, 33))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def planned(nodes):
+        none = jnp.int32(0)
+        return decisions.turn(0, jnp.array([1]), none, none, tree_nodes=nodes).planned
+
+    assert int(planned(32)) > 3
+    assert int(planned(3)) == 0
 
 
 def test_a_chain_that_looks_and_stops_has_run_once_more():
@@ -724,6 +741,18 @@ def test_other_programs_have_other_costs(tiny, kept):
     rows.serve(SamplingParams(temperature=1.0))
     assert rows.costs.file != before.file
     assert rows.costs.key == costs_key(rows.setup, 1) != before.key
+
+
+def test_figures_of_other_work_are_the_beginning_also_where_they_were_not_measured_yet(tiny, kept):
+    """Two requests in a row that ask for something new, before anything is decoded."""
+    session, _ = auto_row(tiny, 6)
+    rows, widths = DeviceRows(session), len(session.plan.widths)
+    figures = np.array([*[1.0] * widths, 0.01, 0.01, 0.01])
+    rows.costs = LearnedCosts.of_setup(session, 1)
+    rows.costs.estimate, rows.costs.measurement = CostFilter(figures, widths), None
+    for asked in ({}, {"top_p": 0.9}, {"logprobs": True}):
+        rows.serve(SamplingParams(temperature=1.0, **asked))
+        np.testing.assert_allclose(rows.costs.measurement.known, figures)
 
 
 def test_a_drafter_that_never_pays_is_looked_at_now_and_then(tiny, unrelated, monkeypatch):

@@ -25,6 +25,8 @@ _TURNS, _TURNS_AGAIN = 3, 2
 Other work on the machine only adds to a round. What is believed too dear is hardly drafted, and
 so hardly corrected; what is believed too cheap is corrected by the rounds that it causes.
 """
+_NEVER_RUN = 0.25
+"""What a token of a drafter that could not run is taken to cost, as a share of a plain pass."""
 _KEPT_SPREAD = 0.2
 """How far a pass's earlier figure may be off, as a share of it."""
 
@@ -39,11 +41,13 @@ class Kind(NamedTuple):
 class Figures(NamedTuple):
     """Seconds of passes by width; by drafter of its first token, of a further one, of catching up.
 
-    `spread` is how far apart the timings of each were: the median less the least.
+    `spread` is how far apart the timings of each were: the median less the least. Those that are
+    not `complete` are in part a guess.
     """
 
     seconds: Float[np.ndarray, "parts"]
     spread: Float[np.ndarray, "parts"]
+    complete: bool
 
 
 class _Timed(NamedTuple):
@@ -65,7 +69,7 @@ class Measurement:
     """The kinds of rounds that are timed, all in turn and several times over, and what they took.
 
     In turn, so that other work on the machine falls on all alike. `longest` are the drafters'
-    longest drafts, in tokens. `known` are earlier figures, if any: of the passes only those of
+    longest drafts, in tokens. `known` are earlier figures, or None: of the passes only those of
     width 1 are timed then, which say how fast the machine is now.
     """
 
@@ -75,8 +79,8 @@ class Measurement:
         longest: Sequence[int],
         known: Sequence[float] | np.ndarray | None = None,
     ) -> None:
-        self.num_widths = num_widths
-        self._known = None if known is None else np.asarray(known, float)
+        self.num_widths, self._longest = num_widths, tuple(longest)
+        self.known = None if known is None else np.asarray(known, float)
         nothing = (0,) * len(longest)
         self._timed_widths = num_widths if known is None else 1
         kinds = [Kind(width, nothing) for width in range(self._timed_widths)]
@@ -97,7 +101,7 @@ class Measurement:
     @property
     def enough(self) -> bool:
         """Whether each kind was timed once, of a measurement that began with known figures."""
-        return self._known is not None and len(self._timed) >= self._num_kinds
+        return self.known is not None and len(self._timed) >= self._num_kinds
 
     def add(self, seconds: float, work: Work) -> None:
         """What a round of the kind that was next took, and what ran in it."""
@@ -108,8 +112,9 @@ class Measurement:
     def figures(self) -> Figures:
         """What each part takes.
 
-        What was never drafted takes no time: a lookup that finds nothing is all in the first. What
-        was not caught up, since little was missed, is taken to cost as much as a first token. Of a
+        What was never drafted takes no time: a lookup that finds nothing is all in the first. Of a
+        drafter that did not run at all, since no row had room for a draft, all is a guess. What was
+        not caught up, since little was missed, is taken to cost as much as a first token. Of a
         drafter's earlier figures, at the machine's speed now, and the new ones the lower count.
         Raises InputError where the clock did not move in any round of a kind.
         """
@@ -117,17 +122,24 @@ class Measurement:
         each = [_right(self._timed[number::size]) for number in range(size)]
         passes = [_figure(one.seconds for one in timed) for timed in each[:timed_widths]]
         known = None
-        if self._known is not None:
-            known = self._known * (passes[0][0] / self._known[0])
+        if self.known is not None:
+            known = self.known * (passes[0][0] / self.known[0])
             passes += [self._wider_pass(width, known) for width in range(1, self.num_widths)]
 
         def alone(one: _Timed) -> float:
             return one.seconds - passes[one.width][0]
 
-        first, further, catch_up = [], [], []
-        for missed, longest, shortest in zip(
-            *(each[timed_widths + kind :: 3] for kind in range(3)), strict=True
+        first, further, catch_up, complete = [], [], [], True
+        guess = _NEVER_RUN * passes[0][0]
+        for most, missed, longest, shortest in zip(
+            self._longest, *(each[timed_widths + kind :: 3] for kind in range(3)), strict=True
         ):
+            ran = any(one.first for one in (*missed, *longest, *shortest))
+            if self.known is None and most and not ran:
+                complete = False
+                for parts in (first, further, catch_up):
+                    parts.append((guess, guess))
+                continue
             # At its end a row has no room for a draft.
             first.append(_figure(alone(one) / one.first for one in shortest if one.first))
             begun = 0.0 if math.isnan(first[-1][0]) else first[-1][0]
@@ -137,14 +149,14 @@ class Measurement:
             late = [one for one in missed if one.catch_up]
             reading = [alone(one) - begun * one.first - each_more * one.further for one in late]
             found = _figure(took / one.catch_up for took, one in zip(reading, late, strict=True))
-            unknown = self._known is None and not late
+            unknown = self.known is None and not late
             catch_up.append((begun, begun) if unknown else found)
         timed, spread = np.transpose([*passes, *first, *further, *catch_up])
         seconds = timed
         if known is not None:
             seconds = np.fmin(timed, known)
             spread = np.where(seconds < timed, timed - seconds, spread)
-        return Figures(np.maximum(np.nan_to_num(seconds), 0.0), np.nan_to_num(spread))
+        return Figures(np.maximum(np.nan_to_num(seconds), 0.0), np.nan_to_num(spread), complete)
 
     def _wider_pass(self, width: int, known: Float[np.ndarray, "parts"]) -> tuple[float, float]:
         """A kept figure of a pass, and how far it may be off.

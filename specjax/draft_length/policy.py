@@ -336,12 +336,13 @@ class Decisions:
         drafted: Int[Array, ""],
         catch_up: Int[Array, ""],
         *,
-        tree: bool = False,
+        tree_nodes: int | None = None,
     ) -> Turn:
         """The turn of drafter `number`, of whose paths each row may have `limit` tokens.
 
         `drafted` is the longest draft that was decided on for other rows: a pass is as wide anyway.
-        `catch_up` are the passes that the drafter has to make over what it missed.
+        `catch_up` are the passes that the drafter has to make over what it missed. A drafter of
+        trees has at most `tree_nodes` nodes; for one of chains it is None.
         """
         policy = self.policy
         pace = policy.pace(self.active)
@@ -355,7 +356,7 @@ class Decisions:
         turn = Turn(
             chances=survival.chances(policy.survival)[number],
             expected=survival.expected_chances(policy.survival)[number],
-            nodes=survival.node_chances(policy.survival)[number],
+            nodes=_first(survival.node_chances(policy.survival)[number], tree_nodes),
             rate=survival.draft_rate(policy.survival)[number],
             factor=survival.row_factor(self.history, before)[:, number],
             weight=self.weight,
@@ -368,7 +369,12 @@ class Decisions:
             free=policy.free[number],
             forced=policy.forced[number],
         )
-        return turn.replace(planned=_planned(turn, tree=tree))
+        return turn.replace(planned=_planned(turn, tree=tree_nodes is not None))
+
+
+def _first(chances: Float[Array, "N"], count: int | None) -> Float[Array, "N"]:
+    """The chances of the first `count` nodes; others, which do not exist, have none."""
+    return chances if count is None else jnp.where(jnp.arange(len(chances)) < count, chances, 0.0)
 
 
 def new_policy(drafters: int, longest: int, nodes: int, num_widths: int) -> Policy:

@@ -326,7 +326,8 @@ def _decided_before(
     that the drafter has to make over what it missed.
     """
     decisions = context.decisions
-    turn = decisions.turn(number, context.limit, decided, catch_up, tree=part.branches)
+    nodes = part.num_nodes if part.branches else None
+    turn = decisions.turn(number, context.limit, decided, catch_up, tree_nodes=nodes)
     if part.branches:
         limit = jnp.where(turn.worth_running, context.limit, 0)
     elif part.decides:

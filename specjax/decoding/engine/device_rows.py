@@ -191,13 +191,13 @@ class DeviceRows:
         before, key = self.costs, costs_key(self.setup, committed)
         if before is not None and before.key in (None, key):
             return
+        if before is not None and self._state is not None:
+            before.end(self._state)
+            before.save()
         self.costs = self._other_costs.pop(key, None)
         if self.costs is None:
             self.costs = LearnedCosts.of_setup(self.setup, committed, before)
         if before is not None:
-            if self._state is not None:
-                before.end(self._state)
-                before.save()
             self._other_costs[before.key] = before
             self.costs.take_over(before)
         if self._state is not None:

@@ -90,8 +90,7 @@ class LearnedCosts:
         if any(part.looks_up for part in parts):
             costs.next_step.most_plain_rounds = SLEEPING_ROUNDS_OF_LOOKUPS
         if kept is None:
-            other = None if before is None else before.estimate
-            known = None if other is None else other.seconds
+            known = None if before is None else before.known_seconds
             costs.measurement = Measurement(num_widths, longest, known)
             return costs
         seconds, costs.measured_at = kept
@@ -99,6 +98,13 @@ class LearnedCosts:
         if not processes.from_first(0 <= time.time() - costs.measured_at <= _TRUSTED_S):
             costs.measurement = Measurement(num_widths, longest, seconds)
         return costs
+
+    @property
+    def known_seconds(self) -> Float[np.ndarray, "parts"] | None:
+        """The figures as far as they are known: also those that are being measured again."""
+        if self.estimate is not None:
+            return self.estimate.seconds
+        return None if self.measurement is None else self.measurement.known
 
     def rounds(self, most: int) -> int:
         """How many rounds the next step has: at most `most`, and one where it is measured."""
@@ -171,6 +177,9 @@ class LearnedCosts:
         figures = self.measurement.figures()
         self.estimate = CostFilter(figures.seconds, self.measurement.num_widths, figures.spread)
         self.measurement, self.measured_at = None, time.time()
+        if not figures.complete:
+            # Later processes measure for themselves.
+            self.file = None
         self.save()
         # What was drafted to measure says nothing of how fast the batch is.
         free = _fresh_policy(state)
