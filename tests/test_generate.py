@@ -274,6 +274,27 @@ def test_prompts_that_fail_are_left_out_and_said(chatty, prompts, tmp_path, done
     assert not list((tmp_path / "none" / "answers").glob("*.npz"))
 
 
+def test_ctrl_c_keeps_what_has_ended(model_path, prompts, tmp_path, done, monkeypatch):
+    """Also answers that are too few for a file of their own."""
+    directory, answer = tmp_path / "run", answers.answer
+
+    def interrupted(*arguments):
+        count = 0
+        for ended in answer(*arguments):
+            count += len(ended)
+            yield ended
+            if count >= 4:
+                raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(answers, "answer", interrupted)
+        assert generate.main(arguments(model_path, prompts, directory)) == 130
+    kept = saved_answers.Pieces(directory / "answers").read_all()
+    assert len(kept) >= 4
+    assert generate.main(arguments(model_path, prompts, directory)) == 0
+    assert contents(directory) == contents(done)
+
+
 def test_the_dataset_may_go_elsewhere_when_a_run_resumes(model_path, prompts, tmp_path, done):
     """And there may be fewer slots: what errors of full disks and memories advise."""
     directory, elsewhere = tmp_path / "run", tmp_path / "elsewhere"

@@ -14,14 +14,16 @@ import itertools
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import jax
 from rich.console import Console
 
 from specjax.cli import command
 from specjax.cli.console import Screen
 from specjax.cli.mesh_config import open_mesh
-from specjax.decoding.engine.outputs import Failure, failure_message
+from specjax.decoding.engine.outputs import Failure, Output, failure_message
 from specjax.distributed import folder_lock, processes
 from specjax.errors import InputError
 from specjax.files import folders
@@ -134,60 +136,97 @@ def _run(
     engine = answers.open_answers(session)
     with screen.working("compiling"):
         engine.compile()
-    first = processes.from_first(max(pieces.done(), default=-1) + 1)
-    numbers, ended, written = itertools.count(first), [], total - len(todo)
-    failed: dict[str, Failure] = {}
-    answered = bool(there)
-
-    def keep() -> None:
-        """Write the answers that have ended, and of those that failed that there is none."""
-        number, ids = next(numbers), [job.rows[one.id].request.id for one in ended]
-        kept = [[] if one.failure else one.token_ids for one in ended]
-        processes.together(
-            lambda: pieces.write(number, ids, kept) if processes.is_first() else None
-        )
-
-    def check() -> None:
-        """Raise InputError where it is not one prompt or another that fails, but all."""
-        if failed and not answered:
-            raise InputError(failure_message(model, failed))
-
-    def tell_failed() -> None:
-        if failed:
-            why = failure_message(model, failed)
-            screen.say(f"{len(failed)} prompts are left out: {why}", "yellow")
-
-    for more in answers.answer(engine, session, job, todo, screen):
-        ended += more
-        failed |= {answers.name(job, one.id): one.failure for one in more if one.failure}
-        answered |= any(one.failure is None for one in more)
-        if len(failed) >= session.batch_size:
-            check()
-        late = config.minutes and time.monotonic() - begin > 60 * config.minutes
-        # However short the time, a run gets on.
-        over = processes.from_first(bool(late)) and written + len(ended) > total - len(todo)
-        if answered and (len(ended) >= session.batch_size or (ended and over)):
-            keep()
-            written += len(ended)
-            ended = []
-        if over and written < total:
-            tell_failed()
-            screen.say(
-                f"{config.minutes:g} minutes are over: {written} of {total} prompts are answered, "
-                f"{total - written} are left; the same command resumes it"
-            )
-            return False
-    check()
-    if ended:
-        keep()
+    answering = _Answering(model, job, pieces, screen, session.batch_size, answered=bool(there))
+    written = len(there)
+    try:
+        for more in answers.answer(engine, session, job, todo, screen):
+            answering.take(more)
+            late = config.minutes and time.monotonic() - begin > 60 * config.minutes
+            # However short the time, a run gets on.
+            over = processes.from_first(bool(late)) and written + len(answering.ended) > len(there)
+            written += answering.keep(all_of_them=over)
+            if over and written < total:
+                answering.tell()
+                screen.say(
+                    f"{config.minutes:g} minutes are over: {written} of {total} prompts are "
+                    f"answered, {total - written} are left; the same command resumes it"
+                )
+                return False
+    except KeyboardInterrupt:
+        # Several processes would have to be at the same place.
+        if jax.process_count() == 1:
+            answering.keep(all_of_them=True)
+        raise
+    answering.check()
+    answering.keep(all_of_them=True)
     screen.rest()
-    tell_failed()
+    answering.tell()
     summary = engine.statistics.summary()
     screen.say(
         f"{summary.tokens} tokens at {summary.tokens_per_second:.1f} tokens/s, "
         f"{summary.occupancy:.0%} of the slots busy"
     )
     return True
+
+
+@dataclass
+class _Answering:
+    """What has ended and is not in the work folder yet, and the prompts that have no answer.
+
+    Answers are kept `together` at a time. Whether any prompt was `answered` says whether those that
+    fail are to blame, or the model.
+    """
+
+    model: Model
+    job: Job
+    pieces: Pieces
+    screen: Screen
+    together: int
+    answered: bool
+    ended: list[Output] = field(default_factory=list)
+    failed: dict[str, Failure] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        first = max(self.pieces.done(), default=-1) + 1
+        self._numbers = itertools.count(processes.from_first(first))
+
+    def take(self, ended: Sequence[Output]) -> None:
+        """More that has ended. Raises InputError where so far every prompt has failed."""
+        self.ended += ended
+        for one in ended:
+            if one.failure is None:
+                self.answered = True
+            else:
+                self.failed[answers.name(self.job, one.id)] = one.failure
+        if len(self.failed) >= self.together:
+            self.check()
+
+    def check(self) -> None:
+        """Raise InputError where it is not one prompt or another that fails, but all."""
+        if self.failed and not self.answered:
+            raise InputError(failure_message(self.model, self.failed))
+
+    def keep(self, *, all_of_them: bool) -> int:
+        """Write what has ended, if it is much or `all_of_them` is asked for; how many those are.
+
+        Of a prompt that failed it is kept that there is no answer.
+        """
+        count = len(self.ended)
+        if not self.answered or not count or not (all_of_them or count >= self.together):
+            return 0
+        number, ids = next(self._numbers), [self.job.rows[one.id].request.id for one in self.ended]
+        kept = [[] if one.failure else one.token_ids for one in self.ended]
+        processes.together(
+            lambda: self.pieces.write(number, ids, kept) if processes.is_first() else None
+        )
+        self.ended = []
+        return count
+
+    def tell(self) -> None:
+        """Say which prompts have no answer, and why."""
+        if self.failed:
+            why = failure_message(self.model, self.failed)
+            self.screen.say(f"{len(self.failed)} prompts are left out: {why}", "yellow")
 
 
 def _write(job: Job, pieces: Pieces, output: Path, record: dict) -> None:

@@ -50,13 +50,14 @@ class Percentiles(NamedTuple):
 class EngineSummary:
     """An engine's totals; `occupancy` is the share of slots that decoded, of all slots by rounds.
 
-    Shares and percentiles are of the newest 100,000 steps, requests or tokens.
-    `occupancy_waiting` is the same over steps that began while requests waited, None without any.
-    While prompts are read no slot decodes: those seconds are `prefill_s`, and in neither share.
-    Seconds of prefill and decoding pass also while the caller does something between two steps.
-    `between_tokens` are the seconds between two reads of a request's tokens, shared among the
-    tokens that came together. `requests` counts the samples that have ended, `aborted` those of
-    them that were aborted, which are not in `total`, nor in `waiting` if they never got a slot.
+    `tokens_per_second` is over the seconds of prefill and decoding together. Shares and percentiles
+    are of the newest 100,000 steps, requests or tokens. `occupancy_waiting` is the same over steps
+    that began while requests waited, None without any. While prompts are read no slot decodes:
+    those seconds are `prefill_s`, and in neither share. Seconds of prefill and decoding pass also
+    while the caller does something between two steps. `between_tokens` are the seconds between two
+    reads of a request's tokens, shared among the tokens that came together. `requests` counts the
+    samples that have ended, `aborted` those of them that were aborted, which are not in `total`,
+    nor in `waiting` if they never got a slot.
     """
 
     requests: int
