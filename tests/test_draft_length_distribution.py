@@ -21,7 +21,7 @@ from specjax.draft_length.limits import DraftLength
 from specjax.draft_length.policy import Costs
 from specjax.drafters import TreeOptions, take_turns, turns
 from specjax.drafters.lookup.ngram import Ngram
-from specjax.sampling import Rejection
+from specjax.sampling import RULES, Rejection
 from specjax.testing import Tabular
 from specjax.testing.drafters import chi_square, first_rows, make_plan, output_distribution
 
@@ -49,7 +49,17 @@ def some_pay(plan):
     )
 
 
-def pairs(target, drafter, length, groups=GROUPS, costs=None, kinds=None, widths=None, auto=True):
+def pairs(
+    target,
+    drafter,
+    length,
+    groups=GROUPS,
+    costs=None,
+    kinds=None,
+    widths=None,
+    auto=True,
+    rule="rejection",
+):
     """The first `LENGTH` tokens of both rows of each pair, and the lengths drafted.
 
     Without `costs` drafting costs nothing, so that as much as possible is drafted, as it is without
@@ -59,8 +69,8 @@ def pairs(target, drafter, length, groups=GROUPS, costs=None, kinds=None, widths
     turns, drafter_params = take_turns(drafter)
     capacity = len(PROMPT) + LENGTH + length + 1
     draft_length = DraftLength(length, auto=auto)
-    rule = Rejection()
-    plan = make_plan(model, turns, draft_length, verify=rule, request=AS_IS, capacity=capacity)
+    verify = RULES[rule]
+    plan = make_plan(model, turns, draft_length, verify=verify, request=AS_IS, capacity=capacity)
     if widths is not None:
         plan = dataclasses.replace(plan, widths=widths)
 
@@ -140,11 +150,17 @@ DRAFTERS = {
 }
 
 
-@pytest.mark.parametrize("name", ["turns", *slow("drawn", "greedy")])
-def test_pairs_of_rows_are_exact_and_independent(name, tables):
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        *(("turns", "rejection"), ("turns", "block")),
+        *slow(("drawn", "rejection"), ("greedy", "rejection"), ("drawn", "block")),
+    ],
+)
+def test_pairs_of_rows_are_exact_and_independent(name, rule, tables):
     target, draft = tables
     make, length = DRAFTERS[name]
-    tokens, drafted = pairs(target, make(draft), length, costs=some_pay)
+    tokens, drafted = pairs(target, make(draft), length, costs=some_pay, rule=rule)
     assert set(range(length + 1)) <= set(np.unique(drafted[..., :LENGTH]).tolist())
     found = joint(target, tokens)
     assert found.statistic < found.threshold, found

@@ -124,6 +124,7 @@ class Measurement:
         known = None
         if self.known is not None:
             known = self.known * (passes[0][0] / self.known[0])
+            known[0] = passes[0][0]  # not a rounding off, which would seem to be its spread
             passes += [self._wider_pass(width, known) for width in range(1, self.num_widths)]
 
         def alone(one: _Timed) -> float:
