@@ -160,14 +160,15 @@ jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: mad
 def few_programs():
     """Forget compiled programs before their memory maps reach the kernel's limit for a process.
 
-    Counting the maps takes time: it is done for every 100 programs.
+    That is 65,530; XLA crashes there. A large program has a few hundred. Counting the maps takes
+    time: it is done for every 50 programs.
     """
     yield
-    if made[PROGRAM] < 100:
+    if made[PROGRAM] < 50:
         return
     made.clear()
     maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > 57_000:
+    if maps.exists() and maps.read_bytes().count(b"\n") > 50_000:
         jax.clear_caches()
         programs._compile.cache_clear()
 
