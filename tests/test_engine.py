@@ -23,7 +23,7 @@ from specjax.decoding.rows import Row, session_row
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.state import admit
 from specjax.distributed.sharding import make_mesh
-from specjax.drafters import head_drafter
+from specjax.drafters import head_drafter, merge_drafters
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.drafters.lookup.token_recycling import TokenRecycling
 from specjax.errors import InputError
@@ -561,6 +561,30 @@ def test_an_abort_of_what_is_being_read(tiny):
     assert [outputs["again"], outputs["long"]] == wanted
 
 
+def test_a_prompt_that_was_read_in_part_is_read_again(tiny):
+    """Read beside a shorter one, which goes on when the request of the longer one is aborted."""
+    target = place_model(tiny, make_mesh(2, 1, jax.devices()[:2]))
+    first, second = (np.random.default_rng(n).integers(61, size=400).tolist() for n in (0, 1))
+    second = second[:150]
+    options = {"batch_size": 4, "max_length": 420, "max_prefill_tokens": 64, "rounds_per_step": 2}
+    engine = Engine(target, **options)
+    engine.add([1, 2], greedy(max_new_tokens=60), id="short")
+    engine.step()
+    engine.add(first, greedy(max_new_tokens=4), id="long")
+    engine.add(second, greedy(max_new_tokens=4), id="beside")
+    engine.step()
+    assert engine._reading is not None
+    engine.abort("long")
+    outputs = []
+    while "beside" not in {one.id for one in outputs}:
+        outputs += [one.output for one in engine.step() if one.output is not None]
+    engine.add(first, greedy(max_new_tokens=4), id="again")
+    outputs += [one.output for one in engine if one.output is not None]
+    found = {one.id: one.token_ids for one in outputs}
+    wanted = specjax.generate(tiny, [first, second], sampling=greedy(max_new_tokens=4)).token_ids
+    assert [found["again"], found["beside"]] == wanted
+
+
 def test_what_cannot_be_compiled_changes_nothing(tiny, monkeypatch):
     """A request whose filters need another program, added while a prompt is read in parts."""
     long = np.random.default_rng(0).integers(61, size=300).tolist()
@@ -666,6 +690,7 @@ def test_a_request_without_text_ends_alone(tiny, monkeypatch):
     told_of = [token for one in deltas if one.id == 1 for token in one.token_ids]
     assert told_of == outputs[1].token_ids
     assert outputs[1].rounds.emitted.sum() == len(outputs[1].token_ids)
+    assert "".join(one.text for one in deltas if one.id == 1) == outputs[1].text
     others = [prompt for prompt in range(len(PROMPTS)) if prompt != 1]
     assert {n: told(outputs[n])[0] for n in others} == {n: wanted[n][0] for n in others}
 
@@ -680,7 +705,7 @@ def test_what_tears_a_step_apart_ends_the_engine(tiny, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     for call in (engine.step, lambda: engine.add([3]), lambda: list(engine)):
-        with pytest.raises(InputError, match="was interrupted within a step, some of whose tokens"):
+        with pytest.raises(InputError, match="failed or was interrupted within a step, some of"):
             call()
     engine.close()
 
@@ -720,6 +745,9 @@ def test_a_head_takes_what_it_shares_from_the_new_target(name, tiny):
     jax.tree.map(np.testing.assert_array_equal, ours["shared"], wanted.params["shared"])
     own = {key: part for key, part in drafter.params.items() if key != "shared"}
     jax.tree.map(np.testing.assert_array_equal, {key: ours[key] for key in own}, own)
+    both = merge_drafters(Ngram(), drafter)
+    merged = both.drafter.for_target(both.params, fresh)
+    jax.tree.map(np.testing.assert_array_equal, merged, ((), ours))
 
     changed = jax.tree.map(lambda leaf: leaf * 2, drafter.params)
     engine.update_params(fresh, changed)

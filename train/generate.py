@@ -41,6 +41,9 @@ CONFIG = "generate_smollm2"
 RESPONSES = "responses"
 """The dataset in the work folder."""
 _KIND = "answers"
+_MOST_FAILED = 300
+"""After so many failures without an answer the model is to blame: more than prompts of one length
+that follow each other."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,7 +87,8 @@ def generate(config: AnswersConfig, console: Console | None = None) -> int:
             return 0
         without = sum(not len(one) for one in pieces.read_all().values()) if writes else 0
         if without:
-            screen.say(f"{without} of {len(job.rows)} prompts have no answer", "yellow")
+            count = f"{without} of {len(job.rows)} prompts"
+            screen.say(f"{count} are left out: they have no answer", "yellow")
         with screen.working(f"writing {output}"):
             processes.together(lambda: _write(job, pieces, output, record) if writes else None)
     return _summary(output, screen)
@@ -125,7 +129,7 @@ def _run(
     todo = [row for row in job.order if job.rows[row].request.id not in there]
     total = len(job.rows)
     if there:
-        screen.say(f"resuming: {total - len(todo)} of {total} prompts are answered")
+        screen.say(f"resuming: {total - len(todo)} of {total} prompts are done")
     if not todo:
         return True
     session = processes.together(lambda: answers.open_job(config, model, job))
@@ -136,26 +140,28 @@ def _run(
     engine = answers.open_answers(session)
     with screen.working("compiling"):
         engine.compile()
-    answering = _Answering(model, job, pieces, screen, session.batch_size, answered=bool(there))
+    answering = _Answering(model, job, pieces, screen, session.batch_size, bool(there))
     written = len(there)
     try:
         for more in answers.answer(engine, session, job, todo, screen):
             answering.take(more)
             late = config.minutes and time.monotonic() - begin > 60 * config.minutes
             # However short the time, a run gets on.
-            over = processes.from_first(bool(late)) and written + len(answering.ended) > len(there)
+            over = processes.from_first(bool(late)) and answering.answered
+            over = over and written + len(answering.ended) > len(there)
             written += answering.keep(all_of_them=over)
             if over and written < total:
                 answering.tell()
                 screen.say(
                     f"{config.minutes:g} minutes are over: {written} of {total} prompts are "
-                    f"answered, {total - written} are left; the same command resumes it"
+                    f"done, {total - written} are left; the same command resumes it"
                 )
                 return False
     except KeyboardInterrupt:
         # Several processes would have to be at the same place.
         if jax.process_count() == 1:
             answering.keep(all_of_them=True)
+            answering.tell()
         raise
     answering.check()
     answering.keep(all_of_them=True)
@@ -173,15 +179,15 @@ def _run(
 class _Answering:
     """What has ended and is not in the work folder yet, and the prompts that have no answer.
 
-    Answers are kept `together` at a time. Whether any prompt was `answered` says whether those that
-    fail are to blame, or the model.
+    At least `batch` answers are kept at a time. Whether any prompt was `answered` says whether
+    those that fail are to blame, or the model.
     """
 
     model: Model
     job: Job
     pieces: Pieces
     screen: Screen
-    together: int
+    batch: int
     answered: bool
     ended: list[Output] = field(default_factory=list)
     failed: dict[str, Failure] = field(default_factory=dict)
@@ -198,7 +204,7 @@ class _Answering:
                 self.answered = True
             else:
                 self.failed[answers.name(self.job, one.id)] = one.failure
-        if len(self.failed) >= self.together:
+        if len(self.failed) >= _MOST_FAILED:
             self.check()
 
     def check(self) -> None:
@@ -212,7 +218,7 @@ class _Answering:
         Of a prompt that failed it is kept that there is no answer.
         """
         count = len(self.ended)
-        if not self.answered or not count or not (all_of_them or count >= self.together):
+        if not self.answered or not count or not (all_of_them or count >= self.batch):
             return 0
         number, ids = next(self._numbers), [self.job.rows[one.id].request.id for one in self.ended]
         kept = [[] if one.failure else one.token_ids for one in self.ended]
@@ -226,7 +232,7 @@ class _Answering:
         """Say which prompts have no answer, and why."""
         if self.failed:
             why = failure_message(self.model, self.failed)
-            self.screen.say(f"{len(self.failed)} prompts are left out: {why}", "yellow")
+            self.screen.say(f"without an answer: {why}", "yellow")
 
 
 def _write(job: Job, pieces: Pieces, output: Path, record: dict) -> None:

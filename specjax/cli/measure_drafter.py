@@ -102,7 +102,7 @@ def compare_with_plain(
 
 
 def decode_all(session: Session, engine: Engine) -> Generation:
-    """Decode a session's prompts; raises InputError where logits are not numbers."""
+    """Decode a session's prompts; raises InputError where a row fails."""
     result = decode_session(session, engine=engine)
     failed = {f"prompts[{row}]": failure for row, failure in result.failed_rows.items()}
     if failed:

@@ -318,7 +318,7 @@ def stream(
 
     Takes what `generate` takes but `progress`; a delta comes after `rounds_per_step` rounds, and
     also says which of its tokens were drafted. Raises InputError for bad input, when it is called.
-    A row whose logits are not numbers ends with the reason "error", and a RuntimeWarning says so.
+    A row that fails ends with the reason "error", and a RuntimeWarning says why, as for `generate`.
     """
     schedule = Schedule(rounds_per_step=rounds_per_step)
     optional(Instance(Generation, "use an earlier result")).check("replay", replay)

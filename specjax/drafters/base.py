@@ -241,6 +241,11 @@ class Drafter:
         del name, target, path
         return LoadedDrafter(cls(**options))
 
+    def for_target(self, params: Any, target_params: Any) -> Any:
+        """Its parameters `params` beside other ones of the same target: those it shares are new."""
+        del target_params
+        return params
+
     def init(self, params: Any, batch: int, capacity: int) -> Any:
         """The state of `batch` rows that hold nothing yet and may hold `capacity` tokens."""
         del params, batch, capacity

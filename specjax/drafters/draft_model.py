@@ -29,6 +29,7 @@ from specjax.loading.load import load_model
 from specjax.loading.model import Model
 from specjax.models.decoder import Decoder, Form
 from specjax.models.heads.draft_decoder import ReducedDecoder
+from specjax.models.heads.shared_parameters import share_anew
 from specjax.models.interface import LanguageModel
 from specjax.models.masks import causal
 from specjax.trees import Draft
@@ -98,6 +99,12 @@ class DraftModel(ChainDrafter):
     def _slots(self) -> int:
         """x_{n-2}, the root, and every draft token that is fed again."""
         return 1 + self.window_slots
+
+    def for_target(self, params: Any, target_params: Any) -> Any:
+        """Its own parameters, and what a distilled model shares with its target."""
+        if isinstance(self.model, ReducedDecoder):
+            return share_anew(params, target_params)
+        return params
 
     def init(self, params: Any, batch: int, capacity: int) -> State:
         """Nothing committed, nothing fed."""

@@ -21,6 +21,7 @@ from specjax.drafters.head_drafter import HeadDrafter
 from specjax.loading.heads.head import Head
 from specjax.loading.model import Model
 from specjax.models.heads.medusa import Medusa
+from specjax.models.heads.shared_parameters import share_anew
 from specjax.trees import Draft
 
 
@@ -64,6 +65,10 @@ class MedusaDrafter(HeadDrafter):
     def features(self) -> tuple[str, ...]:
         """What the heads read."""
         return ("final_norm",)
+
+    def for_target(self, params: Any, target_params: Any) -> Any:
+        """Its own parameters, and the target's new embedding and output projection."""
+        return share_anew(params, target_params)
 
     def init(self, params: Any, batch: int, capacity: int) -> State:
         """No feature yet."""

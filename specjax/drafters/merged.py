@@ -93,6 +93,11 @@ class Merged(Drafter):
         """Whether any of them does."""
         return any(part.observes for part in self.parts)
 
+    def for_target(self, params: tuple, target_params: dict) -> tuple:
+        """Those of each part."""
+        pairs = zip(self.parts, params, strict=True)
+        return tuple(part.for_target(own, target_params) for part, own in pairs)
+
     def init(self, params: tuple, batch: int, capacity: int) -> tuple:
         """Empty rows."""
         return tuple(

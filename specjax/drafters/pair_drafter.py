@@ -28,6 +28,7 @@ from specjax.loading.formats.build_parameters import can_split
 from specjax.loading.heads.head import Head
 from specjax.loading.model import Model
 from specjax.models.heads.pair_head import PairHead
+from specjax.models.heads.shared_parameters import share_anew
 from specjax.models.masks import causal
 from specjax.trees import Draft
 
@@ -86,6 +87,10 @@ class PairDrafter(HeadDrafter):
     def features(self) -> tuple[str, ...]:
         """The target's features that the first module reads."""
         return self.head.config.taps
+
+    def for_target(self, params: Any, target_params: Any) -> Any:
+        """Its own parameters, and the target's new embedding and output projection."""
+        return share_anew(params, target_params)
 
     def init(self, params: Any, batch: int, capacity: int) -> State:
         """No pair yet."""

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from specjax.decoding.engine.statistics import Statistics, Step
+from specjax.decoding.engine.statistics import Statistics
 from specjax.reporting.plots import Curve, draw_curves
 
 _POINTS = 60
-"""Points of a curve: each stands for the steps that ended in its part of the time."""
+"""Points of a curve: each stands for a part of the time."""
 
 
 def engine_summary(statistics: Statistics) -> dict[str, Any]:
@@ -34,34 +33,35 @@ def engine_report(statistics: Statistics) -> dict[str, Any]:
 def draw_engine(path: Path, statistics: Statistics, title: str) -> None:
     """Write PNGs: tokens/s, busy slots and waiting requests over the seconds of an engine.
 
-    Time begins when it is made, so that compiling is in it; where no step ended, no slot was busy,
-    and how many requests waited is not known. Their names are that of `path` with `_tokens`,
-    `_slots` and `_waiting`. Raises InputError where matplotlib is missing.
+    Time begins when it is made, compiling included, or with the oldest step that is kept. Where no
+    step ran, no slot was busy, and how many requests waited is not known. Their names are that of
+    `path` with `_tokens`, `_slots` and `_waiting`. Raises InputError where matplotlib is missing.
     """
     steps = list(statistics.steps)
-    ends = [step.end_s for step in steps]
-    edges = np.linspace(0, max(ends, default=1.0), min(_POINTS, max(len(steps), 1)) + 1)
-    parts: list[list[Step]] = [[] for _ in edges[1:]]
-    for step, end in zip(steps, np.searchsorted(edges, ends), strict=True):
-        parts[max(int(end) - 1, 0)].append(step)
-    middles = ((edges[1:] + edges[:-1]) / 2).tolist()
+    ends = np.array([step.end_s for step in steps] or [1.0])
+    begins = ends - np.array([step.seconds for step in steps] or [1.0])
+    kept_all = sum(step.rounds for step in steps) == statistics.rounds
+    edges = np.linspace(0.0 if kept_all else begins.min(), ends.max(), _POINTS + 1)
+    covered = np.zeros(_POINTS)
+    sums = {name: np.zeros(_POINTS) for name in ("tokens", "slots", "waiting")}
+    for step, begin, end in zip(steps, begins, ends, strict=False):
+        # The seconds of the step in each part of the time.
+        seconds = np.clip(np.minimum(edges[1:], end) - np.maximum(edges[:-1], begin), 0.0, None)
+        covered += seconds
+        sums["tokens"] += step.tokens / max(step.seconds, 1e-9) * seconds
+        sums["slots"] += step.row_rounds / step.rounds * seconds
+        sums["waiting"] += step.waiting * seconds
     width = edges[1] - edges[0]
-
-    def curve(label: str, of: Any) -> list[Curve]:
-        return [Curve(label, middles, [of(part) for part in parts])]
-
-    def busy(part: Sequence[Step]) -> float:
-        rounds = sum(step.rounds for step in part)
-        return sum(step.row_rounds for step in part) / rounds if rounds else 0.0
-
-    for suffix, label, of in (
-        ("tokens", "tokens/s", lambda part: sum(step.tokens for step in part) / width),
-        ("slots", "busy slots", busy),
-        ("waiting", "waiting requests", lambda part: part[-1].waiting if part else np.nan),
+    known = np.where(covered > 0, covered, np.nan)
+    middles = ((edges[1:] + edges[:-1]) / 2).tolist()
+    for name, label, values in (
+        ("tokens", "tokens/s", sums["tokens"] / width),
+        ("slots", "busy slots", sums["slots"] / width),
+        ("waiting", "waiting requests", sums["waiting"] / known),
     ):
         draw_curves(
-            path.with_name(f"{path.stem}_{suffix}{path.suffix}"),
-            {title: curve(label, of)},
+            path.with_name(f"{path.stem}_{name}{path.suffix}"),
+            {title: [Curve(label, middles, values.tolist())]},
             title=label,
             x_label="seconds",
             y_label=label,

@@ -204,8 +204,9 @@ def labels(runs: Sequence[Run]) -> list[str]:
             for run, label in zip(runs, found, strict=True)
         ]
         if len(set(named)) == len(named):
-            break
-    return named
+            return named
+    # One file twice, or two that differ by their suffixes.
+    return [f"{label}, {number}" for number, label in enumerate(named, 1)]
 
 
 def summarize(rows: Sequence[Row], positions: int | None = None) -> metrics.Summary:

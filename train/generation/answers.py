@@ -271,7 +271,7 @@ def open_answers(session: Session) -> Engine:
 def name(job: Job, row: int) -> str:
     """What messages call a prompt: its file and line, or its number."""
     request = job.rows[row].request
-    return request.where or f"the prompt with id {request.id}"
+    return request.where or f"prompt {request.id}"
 
 
 def answer(

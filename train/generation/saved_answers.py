@@ -20,10 +20,7 @@ from specjax.files.open_files import open_regular
 from train.run.workdir import check_same_run, write_file
 
 _RECORD = "config.json"
-_MAY_DIFFER = (
-    *("workdir", "output", "minutes", "batch_size", "scan_layers"),
-    *("mesh.", "distributed."),
-)
+_MAY_DIFFER = ("workdir", "output", "minutes", "batch_size", "scan_layers", "mesh.", "distributed.")
 """Fields, and sections followed by a dot, that a resumed run may set anew.
 
 `scan_layers` is in the records of earlier versions.

@@ -17,7 +17,6 @@ from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.setup import Setup, flags_of
 from specjax.decoding.state import Seen, State
 from specjax.errors import InputError
-from specjax.models.heads.shared_parameters import share_anew
 
 
 class DeviceRows:
@@ -89,7 +88,9 @@ class DeviceRows:
         if self._new is None:
             self._new = programs.new(setup.params, *arguments)
         else:
-            self._new = programs.renew(setup.params, self._new, *arguments)
+            # The old rows' memory is given away: where that is interrupted there are none.
+            old, self._new = self._new, None
+            self._new = programs.renew(setup.params, old, *arguments)
         return False
 
     def read(self, begin: int, end: int) -> jax.Array:
@@ -99,18 +100,19 @@ class DeviceRows:
         )
         return ready
 
-    def admit(self, slots: Sequence[int], committed: int) -> jax.Array:
+    def admit(self, slots: Sequence[int], committed: int, *, all_read: bool) -> jax.Array:
         """Put the new rows into `slots`; an array that is there when done.
 
-        Their prompts were read before, and serve more rows with the same ones. The longest prompt
-        of all rows that decode next has `committed` tokens.
+        Where their prompts were `all_read`, and not those alone whose requests go on, they serve
+        more rows with the same ones. The longest prompt of all rows that decode next has
+        `committed` tokens.
         """
         if self.setup.plan.draft_length.auto:
             self._choose_costs(committed)
         out_of_range = self.setup.num_rows
         where = np.full(self.setup.prefill_rows, out_of_range, np.int32)
         where[: len(slots)] = slots
-        self._all_read = True
+        self._all_read = all_read
         if self.costs is not None:
             self.costs.next_step.rows_admitted()
         self._state, ready = self.compile().admit(self._state, where, self._new)
@@ -159,7 +161,8 @@ class DeviceRows:
         setup, drafter = self.setup, self.setup.drafter
         params = _in_place_of("params", setup.model.params, params)
         if drafter_params is None:
-            own = tuple(share_anew(each, params) for each in drafter.params)
+            pairs = zip(drafter.drafter.parts, drafter.params, strict=True)
+            own = tuple(part.for_target(each, params) for part, each in pairs)
         elif len(drafter.params) == 1 and _form((drafter_params,)) == _form(drafter.params):
             own = (drafter_params,)
         else:

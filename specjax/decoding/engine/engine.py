@@ -95,7 +95,7 @@ class _Prompts:
     def longest(self) -> int:
         """How many tokens of the longest prompt are read, of those whose requests go on."""
         left = [request for _, request in self.taken if not request.ended]
-        return max(self.position, *(len(request.row.prompt) - 1 for request in left))
+        return max((self.position, *(len(request.row.prompt) - 1 for request in left)))
 
 
 @dataclass(frozen=True)
@@ -309,8 +309,8 @@ class Engine:
 
         Prompts of waiting requests are read first where slots are free. Without unfinished requests
         there is nothing to do and nothing to return. Raises InputError where the clock that "auto"
-        needs does not move, programs do not fit into memory, or an earlier step was interrupted
-        where its tokens are lost by that.
+        needs does not move, programs do not fit into memory, or an earlier step was not completed
+        and its tokens are lost by that.
         """
         self._check_open()
         self._advance()
@@ -385,13 +385,13 @@ class Engine:
             raise InputError("the engine is closed: make another one")
         if self._torn:
             raise InputError(
-                "the engine was interrupted within a step, some of whose tokens are lost: make "
-                "another one"
+                "the engine failed or was interrupted within a step, some of whose tokens are "
+                "lost: make another one"
             )
 
     @contextlib.contextmanager
     def _as_a_whole(self) -> Iterator[None]:
-        """What leaves requests with a part of a step if it is interrupted: no step may follow."""
+        """What leaves requests with a part of a step if it is not completed: none may follow."""
         try:
             yield
         except BaseException:
@@ -512,14 +512,17 @@ class Engine:
         taken, begun = self._reading.taken, time.perf_counter()
         next_rows = itertools.islice(self._scheduler, self.setup.batch_size)
         longest = max(len(request.row.prompt) for request in next_rows)
-        ready = self._rows.admit([slot for slot, _ in taken], longest)
-        self._under_way.append(_Reading(ready, begun))
-        # Those that were aborted meanwhile have no slot any more, but are in one.
-        for slot, request in taken:
-            self._ended_slots.discard(slot)
-            if request.ended:
-                self._ended_slots.add(slot)
-        self._reading = None
+        read = all(len(request.row.prompt) <= self._reading.position + 1 for _, request in taken)
+        slots = [slot for slot, _ in taken]
+        with self._as_a_whole():
+            ready = self._rows.admit(slots, longest, all_read=read)
+            self._under_way.append(_Reading(ready, begun))
+            # Those that were aborted meanwhile have no slot any more, but are in one.
+            for slot, request in taken:
+                self._ended_slots.discard(slot)
+                if request.ended:
+                    self._ended_slots.add(slot)
+            self._reading = None
 
     def _look(self) -> None:
         """Wait for the oldest step under way, or for prompts; what it added is ready then.

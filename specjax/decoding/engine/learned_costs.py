@@ -61,6 +61,8 @@ class LearnedCosts:
     measure_s: float = 0.0
     policy: Policy | None = None
     measured_at: float | None = None
+    guessed: bool = False
+    """Whether some of the figures are no more than a guess, which nobody else is to begin with."""
     next_step: NextStep = field(default_factory=NextStep)
     _checks_plain: bool = False
     """Whether the rounds of the next step have no drafts, to be timed."""
@@ -102,6 +104,8 @@ class LearnedCosts:
     @property
     def known_seconds(self) -> Float[np.ndarray, "parts"] | None:
         """The figures as far as they are known: also those that are being measured again."""
+        if self.guessed:
+            return None
         if self.estimate is not None:
             return self.estimate.seconds
         return None if self.measurement is None else self.measurement.known
@@ -177,9 +181,7 @@ class LearnedCosts:
         figures = self.measurement.figures()
         self.estimate = CostFilter(figures.seconds, self.measurement.num_widths, figures.spread)
         self.measurement, self.measured_at = None, time.time()
-        if not figures.complete:
-            # Later processes measure for themselves.
-            self.file = None
+        self.guessed = not figures.complete
         self.save()
         # What was drafted to measure says nothing of how fast the batch is.
         free = _fresh_policy(state)
@@ -245,7 +247,7 @@ class LearnedCosts:
 
     def save(self) -> None:
         """Keep the figures for later processes; where that fails, they measure again."""
-        if self.estimate is not None and processes.is_first():
+        if self.estimate is not None and not self.guessed and processes.is_first():
             keep_seconds(self.file, self.estimate.seconds.tolist(), self.measured_at)
 
 

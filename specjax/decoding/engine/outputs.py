@@ -196,7 +196,7 @@ class Follower:
 
     def end_without_text(self, why: str) -> None:
         """The output ends with what it has, since the tokens that follow have no text."""
-        self._tokenizer = self._decoder = self._finder = None
+        self._decoder = self._finder = None
         self.finish_reason, self.text_error = REASONS[FAILED], why
 
     def output(self, id: RequestId, sample: int, times: Times) -> Output:

@@ -25,10 +25,8 @@ def share(
     return shared
 
 
-def share_anew(params: Any, target_params: dict[str, Any]) -> Any:
-    """A drafter's parameters, those that are its target's taken from other ones of the target."""
-    if not isinstance(params, dict) or "shared" not in params:
-        return params
+def share_anew(params: dict[str, Any], target_params: dict[str, Any]) -> dict[str, Any]:
+    """A head's parameters, those that are its target's taken from other ones of the target."""
     borrows = "draft_head" in params["shared"]
     shared = share(target_params, params.get("draft_ids"), head=borrows)
     return {**params, "shared": shared}

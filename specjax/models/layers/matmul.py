@@ -57,7 +57,10 @@ def products(
     *,
     multiply: Any = None,
 ) -> list[jax.Array]:
-    """The `product` with each of several kernels; of chosen ones they may run beside each other."""
+    """The `product` with each of several kernels; of chosen ones they may run beside each other.
+
+    Raises InputError as `product` does.
+    """
     if all(isinstance(kernel, ChosenKernel) for kernel in kernels):
         return _chosen_products(equation, x, kernels, multiply, None)
     return [product(equation, x, kernel, multiply=multiply) for kernel in kernels]
