@@ -49,7 +49,7 @@ from specjax.loading.find_head import shipped_heads
 from specjax.loading.load import load_model
 from specjax.loading.model import Model
 from specjax.reporting import decode_report
-from specjax.reporting.decode_report import Batch, Clock, DrafterRun, Setting, Totals
+from specjax.reporting.decode_report import Clock, DrafterRun, Setting, Totals
 from specjax.reporting.report_file import ReportFile, check_space, check_writable
 from specjax.sampling import RULES
 
@@ -147,7 +147,8 @@ def decode(config: DecodeConfig) -> int:
     if refused is not None:
         raise refused
     failed = {
-        f"question {batch.questions[row].question_id}{_where(config, run, batch)}": failure
+        config.prompt_name(batch.questions[row], batch.turn)
+        + (f", with {run.drafter}" if len(runs) > 1 else ""): failure
         for run in runs
         for batch in run.batches
         for row, failure in batch.ours.failed_rows.items()
@@ -157,12 +158,6 @@ def decode(config: DecodeConfig) -> int:
     differences = [one for totals in all_totals.values() for _, one in totals.differences]
     exact = all(one.excused for one in differences)
     return 0 if exact else DIFFERENT
-
-
-def _where(config: DecodeConfig, run: DrafterRun, batch: Batch) -> str:
-    """The turn and the drafter of a batch, where there are several."""
-    turn = f", turn {batch.turn + 1}" if config.num_turns > 1 else ""
-    return turn + (f", with {run.drafter}" if len(config.drafters) > 1 else "")
 
 
 def _largest_report(config: DecodeConfig, model: Model) -> int:

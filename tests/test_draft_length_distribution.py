@@ -281,12 +281,15 @@ def in_every_other_pair(change):
     return change_some
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_broken_variants_fail(name, tables):
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [*((name, "rejection") for name in BROKEN), *slow(("the_best_of_a_finished_draft", "block"))],
+)
+def test_broken_variants_fail(name, rule, tables):
     target, draft = tables
     change, options = BROKEN[name]
     drafter = tampered(changed(draft_model(draft, **options)), in_every_other_pair(change))
-    tokens, _ = pairs(target, drafter, 3, 2 * GROUPS, widths=(4,), auto=False)
+    tokens, _ = pairs(target, drafter, 3, 2 * GROUPS, widths=(4,), auto=False, rule=rule)
     broken, untouched = joint(target, tokens[::2]), joint(target, tokens[1::2])
     assert untouched.statistic < untouched.threshold
     assert broken.statistic > 1.5 * broken.threshold

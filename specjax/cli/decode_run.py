@@ -140,7 +140,7 @@ def decode_batches(
             prompts,
             requests=sampling,
             seed=seed,
-            names=[config.prompt_name(index, turn) for index in config.turn(turn)],
+            names=[config.prompt_name(config.questions[i], turn) for i in config.turn(turn)],
         )
         sessions = [opened(drafter=drafter, options=config.options) for drafter in drafters]
         plain = None

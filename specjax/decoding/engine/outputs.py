@@ -114,8 +114,8 @@ def failure_message(target: Model, failed: Mapping[str, Failure]) -> str:
         sentences.append(
             f"target={target.name}: its logits are not numbers (NaN or infinite) after "
             f"{failed[broken[0]].new_tokens} new tokens of {_and_others(broken)}, whose output "
-            f"ends there; its weights are damaged, or {target.dtype} cannot hold its activations: "
-            "load it again, or with dtype=float32"
+            f"ends there; its weights are damaged, or {target.activation_dtype} cannot hold its "
+            "activations: load it again, or with dtype=float32"
         )
     if unreadable:
         why = failed[unreadable[0]].text_error
