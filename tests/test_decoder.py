@@ -70,7 +70,7 @@ def whole(tiny):
     return one_pass(tiny, TOKENS, features=FEATURES)
 
 
-@pytest.mark.parametrize("chunks", [(64, 7), *slow((7,), (64,), (300,), (512,))])
+@pytest.mark.parametrize("chunks", [(64, 7), *slow(((7,),), ((64,),), ((300,),), ((512,),))])
 def test_prefill_in_chunks_is_one_pass(chunks, tiny, whole):
     lengths = [300, 1, 131]
     cache, features = prefilled(tiny, lengths, chunks, FEATURES)
