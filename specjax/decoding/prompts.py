@@ -21,7 +21,8 @@ _TOKEN_IDS = Items(
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Raw text, token ids, or a conversation for the chat template."""
 
-_LARGEST_ID = 2**63 - 1
+LARGEST_ID = 2**63 - 1
+"""The largest whole number that a question's id may be."""
 _LONGEST_NAME = 1000
 
 
@@ -100,7 +101,7 @@ def _question(row: dict[str, Any], where: str) -> Question:
         Text().check(f"{where}: turns", turn)
     # A float would not be the same number again in every report, and true is 1 to Python.
     number = row.get("question_id")
-    whole = type(number) is int and abs(number) <= _LARGEST_ID
+    whole = type(number) is int and abs(number) <= LARGEST_ID
     if not whole and not (isinstance(number, str) and len(number) <= _LONGEST_NAME):
         raise InputError(
             f"{where}: question_id={shown(number)}: must be a whole number of at most 64 bits, or "

@@ -8,13 +8,13 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+from specjax.decoding.prompts import LARGEST_ID
 from specjax.errors import InputError, one_line, shown
 from specjax.files.json_files import read_json_file
 from specjax.reporting.auto_lengths import AutoCosts, AutoLengths, PartCosts
 from specjax.reporting.runs import Bench, Row, Run, Timing, summarize
 
 _NUMBER = (int, float)
-_LARGEST_ID = 2**63 - 1
 _LARGEST, _MOST_COUNTS, _DEEPEST = 2**53, 1 << 26, 20
 """Whole numbers above the first are not exact as floats; the second bounds a table of counts."""
 _SUMMARY = {"drafter": (str,), "device": (str,), "dtype": (str,), "prompts": (str,)}
@@ -260,7 +260,7 @@ def _check(content: Any, fields: Mapping[str, tuple[type, ...]], where: str) -> 
         # In Python a bool is an int; here it is refused.
         if type(content[name]) not in kinds:
             raise _Misfit(f"{where}.{name} is {shown(content[name])}")
-        largest = _LARGEST_ID if name == "question_id" else _LARGEST
+        largest = LARGEST_ID if name == "question_id" else _LARGEST
         if isinstance(content[name], _NUMBER) and abs(content[name]) > largest:
             raise _Misfit(f"{where}.{name} is {shown(content[name])}, which is not a valid value")
 

@@ -224,7 +224,7 @@ def _in_place_of(name: str, old: Any, new: Any) -> Any:
 
 
 def _form(tree: Any) -> Any:
-    """A tree's structure, with the shape and dtype of each leaf; what is no array is its own."""
+    """A tree with the shape and dtype of each array; other leaves stand for themselves."""
 
     def of(leaf: Any) -> Any:
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):

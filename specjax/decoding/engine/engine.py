@@ -391,7 +391,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _as_a_whole(self) -> Iterator[None]:
-        """What leaves requests with a part of a step if it is not completed: none may follow."""
+        """For what leaves requests with a part of a step if it is cut off: no step may follow."""
         try:
             yield
         except BaseException:
