@@ -150,7 +150,8 @@ def test_a_new_model_and_its_modules(text, tmp_path, capsys):
     ):
         assert words in said, words
     export = tmp_path / "w" / "export"
-    command = f"--config.target={export} --config.drafter.name=mtp --config.compare=true"
+    command = f"--config.target={export} --config.drafter.name=mtp"
+    command += " --config.num_speculative_tokens=fixed --config.compare=true"
     assert f"decode with it: python -m specjax.decode {command}" in said
     rows = map(json.loads, (tmp_path / "w" / "metrics.jsonl").read_text().splitlines())
     steps = [row for row in rows if "train/loss" in row]
@@ -263,7 +264,8 @@ def test_training_needs_no_flags(shorter, tmp_path, monkeypatch, capsys):
     assert "data=shipped is small" in said
     assert "More data: python -m train.generate, then --config.data=" in said
     export = "build/train_medusa_debug/export"
-    command = f"--config.drafter.name=medusa --config.drafter.path={export} --config.compare=true"
+    command = f"--config.drafter.name=medusa --config.drafter.path={export}"
+    command += " --config.num_speculative_tokens=fixed --config.compare=true"
     assert f"decode with it: python -m specjax.decode {command}" in said
     assert read_head(tmp_path / export).kind == "medusa"
 
