@@ -28,8 +28,8 @@ from specjax.draft_length.policy import (
     NOT_FORCED,
     Costs,
     Decisions,
+    LengthDecision,
     Policy,
-    Turn,
     new_policy,
     row_weights,
 )
@@ -114,10 +114,10 @@ def test_a_row_that_accepts_less_than_others_has_a_lower_factor():
     assert float(factor[1, 0]) == float(factor[0, 1]) == 1.0
 
 
-def turn(expected, price, first=0.0, further=0.0, rows=1, limit=None, **fields):
+def length_decision(expected, price, first=0.0, further=0.0, rows=1, limit=None, **fields):
     longest = len(expected)
     limit = [longest] * rows if limit is None else limit
-    return Turn(
+    return LengthDecision(
         chances=jnp.broadcast_to(jnp.asarray(expected)[:, None], (longest, 8)),
         expected=jnp.asarray(expected),
         nodes=jnp.cumprod(jnp.asarray(expected)),
@@ -158,7 +158,9 @@ def test_the_best_length_is_the_best_of_all(seed):
     rng = np.random.default_rng(seed)
     expected = rng.uniform(0.2, 0.95, 4)
     price = np.concatenate([[1.0], 1 + np.cumsum(rng.uniform(0, 0.6, 4))])
-    one = turn(expected, price, rng.uniform(0, 0.3), rng.uniform(0, 0.3), limit=[4, 2, 0])
+    one = length_decision(
+        expected, price, rng.uniform(0, 0.3), rng.uniform(0, 0.3), limit=[4, 2, 0]
+    )
     for depth, survived in itertools.product(range(4), ([0.9] * 3, [0.1] * 3, [0.7, 0.2, 1.0])):
         got = one.best_length(depth, jnp.asarray(survived), jnp.ones(3, bool))
         assert int(got) == best_by_hand(one, depth, survived)
@@ -188,7 +190,7 @@ def test_late_rows_count_for_more():
 
 def test_a_late_row_decides():
     """A row that is worth more than all others, and accepts nothing, ends the draft."""
-    one = turn([0.9, 0.9], [2.0, 2.2, 2.4], rows=2)
+    one = length_decision([0.9, 0.9], [2.0, 2.2, 2.4], rows=2)
     chances, every = jnp.array([0.9, 0.0]), jnp.ones(2, bool)
     assert int(one.best_length(0, chances, every)) == 2
     late = dataclasses.replace(one, weight=jnp.array([0.1, 1.9]))
@@ -198,10 +200,10 @@ def test_a_late_row_decides():
 def test_what_is_forced_is_drafted_and_what_is_due_too():
     dear = dict(expected=[0.5, 0.5], price=[1.0, 9.0, 99.0])
     every = jnp.ones(1, bool)
-    assert int(turn(**dear).best_length(0, jnp.ones(1), every)) == 0
-    due = turn(**dear, at_least=jnp.int32(1))
+    assert int(length_decision(**dear).best_length(0, jnp.ones(1), every)) == 0
+    due = length_decision(**dear, at_least=jnp.int32(1))
     assert [int(due.best_length(depth, jnp.ones(1), every)) for depth in (0, 1)] == [1, 1]
-    forced = turn(**dear, forced=jnp.int32(2))
+    forced = length_decision(**dear, forced=jnp.int32(2))
     assert [int(forced.best_length(depth, jnp.ones(1), every)) for depth in (0, 1)] == [2, 2]
 
 
@@ -220,11 +222,13 @@ def test_the_likelier_nodes_of_a_tree_without_confidences_are_kept():
     policy = new_policy(1, 1, 3, 4).replace(costs=costs, survival=known)
     decisions = Decisions(policy, history, jnp.array([True]), jnp.ones(1), (1, 2, 3, 4))
     none = jnp.int32(0)
-    find = jax.jit(lambda decisions: decisions.turn(0, jnp.array([1]), none, none, tree_nodes=3))
+    find = jax.jit(
+        lambda decisions: decisions.decide_length(0, jnp.array([1]), none, none, tree_nodes=3)
+    )
     one = find(decisions)
-    # Of a round's context only the turn is looked at.
+    # Of a round's context only the decision on its length is looked at.
     context = object.__new__(Context)
-    object.__setattr__(context, "turn", one)
+    object.__setattr__(context, "length_decision", one)
     draft = Draft(jnp.array([[3, 4, 5]]), every, jnp.full((1, 3), -1), None, topology)
     kept, length = turns._decided_after(part, context, draft)
     assert (kept.valid.tolist(), int(length)) == ([[True, False, False]], 1)
@@ -242,7 +246,7 @@ def test_nothing_is_expected_of_nodes_that_a_drafter_does_not_have():
     @functools.partial(jax.jit, static_argnums=0)
     def planned(nodes):
         none = jnp.int32(0)
-        return decisions.turn(0, jnp.array([1]), none, none, tree_nodes=nodes).planned
+        return decisions.decide_length(0, jnp.array([1]), none, none, tree_nodes=nodes).planned
 
     assert int(planned(32)) > 3
     assert int(planned(3)) == 0

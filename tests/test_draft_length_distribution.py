@@ -210,7 +210,9 @@ def test_a_drawn_tree_is_not_cut_by_its_own_tokens(tables, monkeypatch):
     def by_own_tokens(part, context, draft):
         own = jnp.take_along_axis(draft.logq, draft.logq_row[:, :, None], axis=1)
         own = jnp.take_along_axis(own, draft.tokens[:, :, None], axis=2)[..., 0]
-        return draft.replace(valid=draft.valid & (jnp.exp(own) > 0.3)), context.turn.planned
+        return draft.replace(
+            valid=draft.valid & (jnp.exp(own) > 0.3)
+        ), context.length_decision.planned
 
     monkeypatch.setattr(turns, "_decided_after", by_own_tokens)
     tokens, _ = sized(target, draft)

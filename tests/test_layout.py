@@ -11,9 +11,15 @@ import pytest
 from script_modules import script_module
 
 ROOT = Path(__file__).parent.parent
-# From the top down; modules at the root of specjax are named by themselves.
+# From the top down; modules at the root of specjax and train are named by themselves.
+COMMANDS = sorted(file.stem for file in (ROOT / "train").glob("*.py") if file.stem != "__init__")
 ORDER = [
-    "train",
+    " ".join(["train", *(f"train.{name}" for name in COMMANDS)]),
+    "train.generation",
+    "train.run",
+    "train.methods train.pretraining",
+    "train.experts",
+    "train.data",
     "specjax.decode specjax.bench specjax.report specjax.export",
     "specjax.cli",
     "specjax.reporting",
@@ -37,7 +43,7 @@ with script_module("documents.draw_packages") as packages:
 
 
 def level(name):
-    return LEVEL["train" if name.startswith("train") else ".".join(name.split(".")[:2])]
+    return LEVEL[".".join(name.split(".")[:2])]
 
 
 def test_imports_go_down():

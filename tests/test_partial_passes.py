@@ -241,7 +241,7 @@ def test_drafts_of_the_last_rows_are_priced_as_their_passes(wider, apart):
     few = state.replace(status=jnp.where(ended, STOPPED, state.status))
     prices = [
         loop.make_context(session.plan, session.params[0], one)
-        .decisions.turn(0, jnp.full(8, 3), jnp.int32(0), jnp.int32(0))
+        .decisions.decide_length(0, jnp.full(8, 3), jnp.int32(0), jnp.int32(0))
         .price
         for one in (state, few)
     ]

@@ -86,6 +86,10 @@ class Setup:
         """Whether the rule changes the distribution of some row: greedy ones keep their tokens."""
         return not self.plan.rule.exact and self.plan.flags.sampled
 
+    def is_lossy(self, request: SamplingParams) -> bool:
+        """Whether the rule changes the distribution of a request's tokens."""
+        return not self.plan.rule.exact and request.temperature > 0
+
     def stop_ids(self, request: SamplingParams) -> tuple[int, ...]:
         """The tokens that end a request's output."""
         return _stop_ids(self.model, request)

@@ -91,7 +91,7 @@ class Work:
 
 
 @struct.dataclass
-class Turn:
+class LengthDecision:
     """What decides how long one drafter's draft of this round is; prices are in tokens.
 
     The length of a tree is how many of its first nodes are kept: a node is accepted or not whatever
@@ -166,48 +166,51 @@ class Turn:
         return jnp.where(self.forced == NOT_FORCED, best, self.forced)
 
 
-def _values(turn: Turn, survived: Float[Array, "B K"]) -> Float[Array, "K+1"]:
+def _values(decision: LengthDecision, survived: Float[Array, "B K"]) -> Float[Array, "K+1"]:
     """What a draft of 0..K tokens is worth, given each token's chance to be accepted."""
     length = jnp.arange(survived.shape[1] + 1)
-    drafting = jnp.where(length > 0, turn.first + turn.further * (length - 1), 0.0)
-    return _gains(turn, survived) - turn.price[: len(length)] - drafting
+    drafting = jnp.where(length > 0, decision.first + decision.further * (length - 1), 0.0)
+    return _gains(decision, survived) - decision.price[: len(length)] - drafting
 
 
-def _gains(turn: Turn, survived: Float[Array, "B K"]) -> Float[Array, "K+1"]:
+def _gains(decision: LengthDecision, survived: Float[Array, "B K"]) -> Float[Array, "K+1"]:
     """What the accepted tokens of a draft of 0..K tokens are worth, in all rows together."""
-    return jnp.pad(jnp.cumsum((turn.weight[:, None] * survived).sum(axis=0)), (1, 0))
+    return jnp.pad(jnp.cumsum((decision.weight[:, None] * survived).sum(axis=0)), (1, 0))
 
 
 def _best_length(
-    turn: Turn, depth: Int[Array, ""] | int, survived: Float[Array, "B"], rows: Bool[Array, "B"]
+    decision: LengthDecision,
+    depth: Int[Array, ""] | int,
+    survived: Float[Array, "B"],
+    rows: Bool[Array, "B"],
 ) -> Int[Array, ""]:
-    step = jnp.arange(turn.expected.shape[0])[None, :]
-    each = survival.chance(turn.expected[None, :], turn.factor[:, None])
+    step = jnp.arange(decision.expected.shape[0])[None, :]
+    each = survival.chance(decision.expected[None, :], decision.factor[:, None])
     each = jnp.where(step > depth, each, jnp.where(step == depth, survived[:, None], 1.0))
-    counted = (step >= depth) & (step < turn.limit[:, None]) & rows[:, None]
-    value = _values(turn, jnp.where(counted, jnp.cumprod(each, axis=1), 0.0))
+    counted = (step >= depth) & (step < decision.limit[:, None]) & rows[:, None]
+    value = _values(decision, jnp.where(counted, jnp.cumprod(each, axis=1), 0.0))
     # The logits at `depth` are there: only what is drafted after it costs anything more.
     length = jnp.arange(value.shape[0])
-    value += jnp.where(length > depth, turn.first + turn.further * depth, 0.0)
-    value = value.at[depth].set(-turn.price[depth])
+    value += jnp.where(length > depth, decision.first + decision.further * depth, 0.0)
+    value = value.at[depth].set(-decision.price[depth])
     return jnp.argmax(jnp.where(length < depth, -jnp.inf, value)).astype(jnp.int32)
 
 
-def _planned(turn: Turn, *, tree: bool) -> Int[Array, ""]:
+def _planned(decision: LengthDecision, *, tree: bool) -> Int[Array, ""]:
     """The best length before anything is computed; 0 where it is not worth running the drafter."""
     if tree:
-        each = survival.chance(turn.nodes[None, :], turn.factor[:, None])
-        value = _values(turn, jnp.where(turn.limit[:, None] > 0, each, 0.0))
+        each = survival.chance(decision.nodes[None, :], decision.factor[:, None])
+        value = _values(decision, jnp.where(decision.limit[:, None] > 0, each, 0.0))
     else:
-        each = survival.chance(turn.expected[None, :], turn.factor[:, None])
-        within = jnp.arange(each.shape[1])[None, :] < turn.limit[:, None]
-        value = _values(turn, jnp.where(within, jnp.cumprod(each, axis=1), 0.0))
+        each = survival.chance(decision.expected[None, :], decision.factor[:, None])
+        within = jnp.arange(each.shape[1])[None, :] < decision.limit[:, None]
+        value = _values(decision, jnp.where(within, jnp.cumprod(each, axis=1), 0.0))
     # What it gains, where it drafts at all, against what running it costs in any case.
-    gain = value + jnp.where(jnp.arange(value.shape[0]) > 0, turn.first, 0.0) - value[0]
+    gain = value + jnp.where(jnp.arange(value.shape[0]) > 0, decision.first, 0.0) - value[0]
     best = jnp.argmax(gain).astype(jnp.int32)
-    best = jnp.where(turn.rate * gain[best] > turn.first, best, 0)
-    best = jnp.maximum(best, turn.at_least)
-    return jnp.where(turn.forced == NOT_FORCED, best, turn.forced)
+    best = jnp.where(decision.rate * gain[best] > decision.first, best, 0)
+    best = jnp.maximum(best, decision.at_least)
+    return jnp.where(decision.forced == NOT_FORCED, best, decision.forced)
 
 
 def row_weights(
@@ -329,7 +332,7 @@ class Decisions:
     weight: Float[Array, "B"]
     widths: tuple[int, ...] = struct.field(pytree_node=False)
 
-    def turn(
+    def decide_length(
         self,
         number: int,
         limit: Int[Array, "B"],
@@ -337,8 +340,8 @@ class Decisions:
         catch_up: Int[Array, ""],
         *,
         tree_nodes: int | None = None,
-    ) -> Turn:
-        """The turn of drafter `number`, of whose paths each row may have `limit` tokens.
+    ) -> LengthDecision:
+        """How long drafter `number` drafts, of whose paths each row may have `limit` tokens.
 
         `drafted` is the longest draft that was decided on for other rows: a pass is as wide anyway.
         `catch_up` are the passes that the drafter has to make over what it missed. A drafter of
@@ -353,7 +356,7 @@ class Decisions:
         # Where the last of n rows counts: the more there are, the less will it accept.
         last = _LAST_FACTOR + (1 - _LAST_FACTOR) / jnp.maximum(self.active.sum(), 1)
         before = jnp.where(policy.all_rows, last, 1.0)
-        turn = Turn(
+        decision = LengthDecision(
             chances=survival.chances(policy.survival)[number],
             expected=survival.expected_chances(policy.survival)[number],
             nodes=_first(survival.node_chances(policy.survival)[number], tree_nodes),
@@ -369,7 +372,7 @@ class Decisions:
             free=policy.free[number],
             forced=policy.forced[number],
         )
-        return turn.replace(planned=_planned(turn, tree=tree_nodes is not None))
+        return decision.replace(planned=_planned(decision, tree=tree_nodes is not None))
 
 
 def _first(chances: Float[Array, "N"], count: int | None) -> Float[Array, "N"]:

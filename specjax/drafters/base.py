@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from flax import struct
@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from specjax.cache import KVCache
 from specjax.distributed.sharding import constrain
-from specjax.draft_length.policy import Decisions, Turn
+from specjax.draft_length.policy import Decisions, LengthDecision
 from specjax.errors import InputError, shown
 from specjax.fields import Whole
 from specjax.loading.model import Model
@@ -58,8 +58,9 @@ class Context:
     is the longest path each row may draft in this round: at most the drafter's
     `num_speculative_tokens`, and 0 in rows that are finished. `index` is the index of a row's
     prompt in the whole input. `features[name][b, t % M]` is the target's feature at position t, for
-    the last M positions before n - 1 at most: read it by `feature_from`. `turn`, where there is
-    one, decides how much of the limit pays: a drafter whose `decides` is true asks it.
+    the last M positions before n - 1 at most: read it by `feature_from`. `length_decision`, where
+    there is one, says how much of the limit is worth drafting: a drafter whose `decides` is true
+    asks it.
     """
 
     tokens: Int[Array, "B S"]
@@ -77,7 +78,7 @@ class Context:
     """Whether the rule reads q, so that a draft that was sampled must bring its distributions."""
     longest_commit: int = struct.field(pytree_node=False)
     """The most tokens that a round commits in a row."""
-    turn: Turn | None = None
+    length_decision: LengthDecision | None = None
     decisions: Decisions | None = None
     """What drafters in turn make their turns from."""
     replay: ReplayedRound | None = None
@@ -170,6 +171,11 @@ class Drafter:
     compiled program.
     """
 
+    trained: ClassVar[bool] = False
+    """Whether it has weights of its own, and so a path."""
+    alone: ClassVar[str] = ""
+    """Why it cannot be joined with others by name, or nothing where it can."""
+
     num_speculative_tokens: Annotated[int, DRAFT_TOKENS] = 4
     """K: the longest path of a draft."""
 
@@ -219,7 +225,7 @@ class Drafter:
 
     @property
     def decides(self) -> bool:
-        """Whether `propose` asks `context.turn` before it draws a token."""
+        """Whether `propose` asks `context.length_decision` before it draws a token."""
         return False
 
     @property

@@ -9,7 +9,7 @@ tokens moves into the cache, and what another drafter drafted, or a prompt broug
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import struct
@@ -63,6 +63,7 @@ class DraftModel(ChainDrafter):
     the likeliest token has a probability below `draft_p_min`. Raises InputError for bad options.
     """
 
+    trained: ClassVar[bool] = True
     model: LanguageModel = field(kw_only=False)
 
     @classmethod

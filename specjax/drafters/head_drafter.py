@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from specjax.drafters.autoregressive import ChainDrafter
 from specjax.drafters.base import LoadedDrafter
@@ -17,6 +17,8 @@ from specjax.loading.model import Model
 @dataclass(frozen=True, kw_only=True)
 class HeadDrafter(ChainDrafter):
     """A drafter that is a trained head for one target."""
+
+    trained: ClassVar[bool] = True
 
     @classmethod
     def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:

@@ -116,7 +116,8 @@ class Merged(Drafter):
                     params[number],
                     after,
                     context.replace(
-                        limit=context.limit.clip(max=part.num_speculative_tokens), turn=None
+                        limit=context.limit.clip(max=part.num_speculative_tokens),
+                        length_decision=None,
                     ),
                     drafter_noise(noise, number, len(self.parts)) if context.needs_logq else noise,
                 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
@@ -16,6 +16,7 @@ from specjax.trees import Draft
 class NoDrafter(Drafter):
     """The drafter that proposes nothing; every round emits one token."""
 
+    alone: ClassVar[str] = "it drafts nothing"
     num_speculative_tokens: int = 0
 
     @property

@@ -45,9 +45,7 @@ DRAFTERS: dict[str, type[Drafter]] = {
 }
 JOINTS: dict[str, Callable[..., LoadedDrafter]] = {"+": take_turns, "|": merge_drafters}
 """What names of drafters are joined by, and what makes one drafter of them."""
-_ALONE = {"none": "it drafts nothing", "simulated": "it is recorded for one run"}
-"""Drafters that cannot be joined by name, and why."""
-TRAINED = ("draft_model", "medusa", "eagle", "eagle3", "mtp")
+TRAINED = tuple(name for name, kind in DRAFTERS.items() if kind.trained)
 """Drafters that have weights of their own, and so a path; some come with specjax."""
 
 
@@ -318,9 +316,10 @@ def _divide(
     if "" in parts or len(set(parts)) < len(parts):
         raise InputError(f"drafter={name!r}: join different drafters, as ngram{joint}eagle3")
     for part in parts:
-        if part in _ALONE or ":" in part:
-            call = f"specjax.drafters.{JOINTS[joint].__name__}"
-            why = _ALONE.get(part, f"its options are its own; use {call}")
+        own = ":" in part
+        call = f"specjax.drafters.{JOINTS[joint].__name__}"
+        why = f"its options are its own; use {call}" if own else _registered(part).alone
+        if why:
             raise InputError(f"drafter={name!r}: {part} cannot be joined by name: {why}")
     return divide_options(parts, path, options)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -35,6 +35,7 @@ class Simulated(Drafter):
     for a rate outside [0, 1] or no continuations.
     """
 
+    alone: ClassVar[str] = "it is recorded for one run"
     # They only make the parameters: drafters that differ in them share their programs.
     acceptance: Annotated[float, Number(0.0, 1.0)] = field(default=0.8, compare=False)
     mistake_seed: Annotated[int, Whole()] = field(default=0, compare=False)

@@ -254,7 +254,7 @@ class Turns:
                 draft = draft.replace(valid=draft.topology.close(draft.valid))
                 has_draft = jnp.any(_decided_after(part, own, draft)[0].valid)
             else:
-                has_draft = runs & (own.turn.planned > 0)
+                has_draft = runs & (own.length_decision.planned > 0)
             drafts |= has_draft
             ran.append(runs & part.looks_up)
             found.append(has_draft & part.looks_up)
@@ -327,16 +327,16 @@ def _decided_before(
     """
     decisions = context.decisions
     nodes = part.num_nodes if part.branches else None
-    turn = decisions.turn(number, context.limit, decided, catch_up, tree_nodes=nodes)
+    decision = decisions.decide_length(number, context.limit, decided, catch_up, tree_nodes=nodes)
     if part.branches:
-        limit = jnp.where(turn.worth_running, context.limit, 0)
+        limit = jnp.where(decision.worth_running, context.limit, 0)
     elif part.decides:
-        limit = jnp.where(turn.planned > 0, context.limit, 0)
+        limit = jnp.where(decision.planned > 0, context.limit, 0)
     elif part.sampled:
-        limit = jnp.minimum(context.limit, turn.planned)
+        limit = jnp.minimum(context.limit, decision.planned)
     else:
-        limit = jnp.where(turn.worth_running, context.limit, 0)
-    return context.replace(limit=limit, turn=turn.replace(limit=limit))
+        limit = jnp.where(decision.worth_running, context.limit, 0)
+    return context.replace(limit=limit, length_decision=decision.replace(limit=limit))
 
 
 def _decided_after(part: Drafter, context: Context, draft: Draft) -> tuple[Draft, Int[Array, ""]]:
@@ -346,16 +346,16 @@ def _decided_after(part: Drafter, context: Context, draft: Draft) -> tuple[Draft
     planned: a chain is not drawn further than that. Without confidences the nodes of a tree differ
     by their numbers, the tokens of a chain by nothing.
     """
-    turn, count = context.turn, draft.topology.num_nodes
+    decision, count = context.length_decision, draft.topology.num_nodes
     if not count or (not part.branches and (part.decides or part.sampled)):
-        return draft, turn.planned
+        return draft, decision.planned
     if draft.logq is not None:
-        length = turn.planned
+        length = decision.planned
     else:
         confidence = draft.confidence
         if confidence is None and not part.branches:
             confidence = jnp.full(draft.valid.shape, UNKNOWN)
-        length = turn.best_of_draft(confidence, draft.valid, draft.topology)
+        length = decision.best_of_draft(confidence, draft.valid, draft.topology)
     return draft.replace(valid=draft.valid & (jnp.arange(count)[None, :] < length)), length
 
 

@@ -36,6 +36,7 @@ def _csv_row(entry: Entry, task: str, longest: int) -> dict[str, Any]:
         "file": str(run.path),
         "target": run.config["target"],
         "num_speculative_tokens": run.draft_length,
+        "lossy": run.lossy,
         **vars(run.conditions),
         **{name: value for name, value in summary.items() if not isinstance(value, list | dict)},
     }
@@ -78,6 +79,7 @@ def jsonl_text(entry: Entry) -> str:
             "category": category,
             "model_id": run.config["target"],
             "drafter": entry.label,
+            "lossy": run.lossy,
             "choices": [choice],
             "prefill_s": [row.ours.prefill_s for row in rows],
             "decode_s": [row.ours.decode_s for row in rows],

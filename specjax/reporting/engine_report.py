@@ -21,7 +21,7 @@ def engine_summary(statistics: Statistics) -> dict[str, Any]:
     for name in ("waiting", "first_token", "between_tokens", "total"):
         percentiles = summary.pop(name)
         summary[f"{name}_s"] = dict(zip(("p50", "p95", "p99"), percentiles, strict=True))
-    return {"num_slots": statistics.num_slots, **summary}
+    return {"num_slots": statistics.num_slots, "lossy": statistics.lossy, **summary}
 
 
 def engine_report(statistics: Statistics) -> dict[str, Any]:

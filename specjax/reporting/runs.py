@@ -84,6 +84,11 @@ class Run:
         return self.summary.get("refused")
 
     @property
+    def lossy(self) -> bool:
+        """Whether the rule changed the distribution of the output."""
+        return bool(self.summary.get("lossy"))
+
+    @property
     def drafter(self) -> str:
         """The drafter's name."""
         return self.summary["drafter"]
@@ -189,7 +194,7 @@ def labels(runs: Sequence[Run]) -> list[str]:
     differing = [name for name in names if len({str(one.get(name)) for one in fields}) > 1]
     found = []
     for run, one in zip(runs, fields, strict=True):
-        parts = [run.drafter, *(["(lossy)"] if run.summary.get("lossy") else [])]
+        parts = [run.drafter, *(["(lossy)"] if run.lossy else [])]
         for name in differing:
             value = one.get(name)
             if value is not None and name != "drafter.name":

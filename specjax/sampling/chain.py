@@ -1,4 +1,4 @@
-"""Verification of a drafted chain: how much of it stands, and the token that follows.
+"""Verification of a drafted chain: how many of its tokens are accepted, and the next token.
 
 The functions here take explicit uniforms and noise; `specjax.sampling.verify` draws them from
 keys. Slot 0 is the last committed token and slot i the i-th drafted one. A rule sees distributions
@@ -54,7 +54,7 @@ def rejection(
 
     Row b drafted `num_valid[b]` tokens, each from `draft` of the slot before it. They are accepted
     up to the first with u q >= p, where the distribution of the next token is norm(max(0, p - q));
-    where all stand it is p. It visits as many slots as the luckiest row accepts, and one more.
+    where all are accepted it is p. It visits one slot more than the row that accepts most accepts.
     """
 
     def visit(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -103,8 +103,8 @@ def block(
         r, lost = jnp.exp(logr), -jnp.expm1(logw)  # lost = 1 - w
         inner = jnp.where(lost > 0, r / jnp.where(lost > 0, r + lost, 1), 1)
         height = jnp.where(last, jnp.exp(logw), inner)
-        stands = (slot == 0) | (pick(uniforms, slots - 1) < height)
-        stands &= slots <= num_valid
+        accept = (slot == 0) | (pick(uniforms, slots - 1) < height)
+        accept &= slots <= num_valid
 
         after = left - jnp.where(some_left, logr, 0)[:, None]
         here = jnp.where((last | ~some_left)[:, None], logp, after)
@@ -115,8 +115,8 @@ def block(
         return (
             slot + 1,
             logw,
-            jnp.where(stands, slots, accepted),
-            jnp.where(stands[:, None], here, distribution),
+            jnp.where(accept, slots, accepted),
+            jnp.where(accept[:, None], here, distribution),
         )
 
     def going(state: tuple[Array, ...]) -> Bool[Array, ""]:

@@ -174,8 +174,8 @@ class Coupled(Rule):
 class Typical(Rule):
     """Medusa's typical acceptance, `tree.typical`, which changes the output's distribution.
 
-    A drafted token stands where p(x) > min(epsilon, delta exp(-H(p))), H in nats. Greedy rows keep
-    their tokens.
+    A drafted token is accepted where p(x) > min(epsilon, delta exp(-H(p))), H in nats. Greedy rows
+    keep their tokens.
     """
 
     epsilon: float = 0.09
@@ -194,7 +194,7 @@ class Typical(Rule):
                 raise ValueError(f"Typical.{name}={getattr(self, name)!r}: must be above 0")
 
     def verify(self, keys: Key[Array, "B"], drafted: Drafted, target: Target) -> Verification:
-        """The longest path that stands, and a draw from the target after it."""
+        """The longest accepted path, and a draw from the target after it."""
         final = split_keys(keys).final
         path, accepted, last = tree.typical(drafted, target.distributions, self.epsilon, self.delta)
         noise = position_gumbel(final, jnp.zeros_like(accepted), target.vocab, target.dtype)

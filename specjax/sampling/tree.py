@@ -1,4 +1,4 @@
-"""Verification of a drafted token tree: which of its paths stands, and the token that follows.
+"""Verification of a drafted token tree: which of its paths is accepted, and the next token.
 
 A chain is a tree without branches. As in `specjax.sampling.chain`, the functions take explicit
 uniforms and noise, and see the target's distributions through a function of slots: slot 0 is the
@@ -39,7 +39,7 @@ class Drafted(NamedTuple):
     `parents[b, i]`; it was proposed where it is `valid`, and then all its ancestors are. It was
     drawn from row `logq_row[:, i]` of `logq` where that is not -1, and else it is deterministic, as
     all are where `logq` is None. Siblings of one row were drawn from it one after another, each
-    without those before it, and stand in that order; where one is valid, so are those before it.
+    without those before it, in that order; where one is valid, so are those before it.
     No path has more than `depth` nodes (P).
     """
 
@@ -87,12 +87,12 @@ def chain_drafted(
 
 
 def walk(drafted: Drafted, choose: Choose) -> Verification:
-    """Let the target draw its own token at each slot, and step to the child that says the same.
+    """Let the target draw its own token at each slot, and step to the child with that token.
 
     Exact for any tree whose tokens do not depend on the noise of those draws, and also where they
     share it (`coupled`, Daliri et al. 2408.07978): there the noise belongs to the position, so the
-    output is what plain decoding with it gives, whatever was drafted. It visits as many slots as
-    the luckiest row accepts, and one more.
+    output is what plain decoding with it gives, whatever was drafted. It visits one slot more than
+    the row that accepts most accepts.
     """
 
     def visit(state: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -119,18 +119,18 @@ def walk_greedy(drafted: Drafted, choices: Int[Array, "B W"]) -> Verification:
     batch, slots = choices.shape
     parents = drafted.parent_slots
     agrees = drafted.tokens == jnp.take_along_axis(choices, parents, axis=1)
-    stands = jnp.pad(agrees & drafted.valid, ((0, 0), (1, 0)), constant_values=True)
+    accept = jnp.pad(agrees & drafted.valid, ((0, 0), (1, 0)), constant_values=True)
     # Each slot looks at its parent, then two, four, ... steps up; the root's parent is itself.
     above = jnp.pad(parents, ((0, 0), (1, 0)))
     depth = jnp.broadcast_to(jnp.minimum(jnp.arange(slots, dtype=jnp.int32), 1), (batch, slots))
     for _ in range(drafted.depth.bit_length()):
-        stands &= jnp.take_along_axis(stands, above, axis=1)
+        accept &= jnp.take_along_axis(accept, above, axis=1)
         depth += jnp.take_along_axis(depth, above, axis=1)
         above = jnp.take_along_axis(above, above, axis=1)
-    accepted = jnp.max(jnp.where(stands, depth, 0), axis=1)
+    accepted = jnp.max(jnp.where(accept, depth, 0), axis=1)
     step = jnp.arange(1, drafted.depth + 1)
-    here = stands[:, None, :] & (depth[:, None, :] == step[None, :, None])
-    # Siblings with one token stand for the same path: the first is as good.
+    here = accept[:, None, :] & (depth[:, None, :] == step[None, :, None])
+    # Siblings with one token make the same path: the first is as good.
     path = jnp.where(here.any(axis=2), jnp.argmax(here, axis=2), -1).astype(jnp.int32)
     last = pick(jnp.pad(path, ((0, 0), (1, 0))), accepted)
     return Verification(path, accepted, pick(choices, last))
@@ -226,7 +226,7 @@ def typical(
 ) -> tuple[Int[Array, "B P"], Int[Array, "B"], Int[Array, "B"]]:
     """Typical acceptance: the longest path of nodes that are likely enough. It is not exact.
 
-    A node x after p stands where p(x) > min(epsilon, delta exp(-H(p))), H the entropy in nats
+    A node x after p is accepted where p(x) > min(epsilon, delta exp(-H(p))), H the entropy in nats
     (Medusa, 2401.10774, section 2.3.1). Of paths of one length the likeliest counts. Every slot's p
     is computed. The result is the path's slots, its length, and its last slot.
     """
@@ -240,13 +240,13 @@ def typical(
         entropy = -jnp.sum(jnp.where(logp > -jnp.inf, jnp.exp(logp) * logp, 0.0), axis=-1)
         least = jnp.minimum(math.log(epsilon), math.log(delta) - entropy)
         each = jnp.take_along_axis(logp, drafted.tokens, axis=1)
-        stands = drafted.valid & (each > least[:, None])
-        return jnp.where(parents == slot, jnp.where(stands, each, -jnp.inf), found)
+        accept = drafted.valid & (each > least[:, None])
+        return jnp.where(parents == slot, jnp.where(accept, each, -jnp.inf), found)
 
     own = lax.fori_loop(0, count, at, jnp.full((batch, count), -jnp.inf))
 
     def below(node: Int[Array, ""], state: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Depth and log-probability of the path to each slot; -inf where it does not stand."""
+        """Depth and log-probability of the path to each slot; -inf where it is not accepted."""
         depth, logp = state
         parent = parents[:, node]
         here = pick(logp, parent) + own[:, node]

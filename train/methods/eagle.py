@@ -53,7 +53,7 @@ def eagle_method(
     def summed(
         params: Any, target_params: Any, batch: Batch, key: Key[Array, ""] | None
     ) -> tuple[Float[Array, ""], Measures]:
-        params = {**params, "shared": share(target_params, ids, head=config.version == 1)}
+        params = {**params, "shared": share(target_params, ids, head=config.shares_output)}
         return eagle_loss(head, params, target_params, ids, batch, key, loss)
 
     def finished(params: Any, training: dict[str, Any]) -> Head:

@@ -103,9 +103,8 @@ class DeviceRows:
     def admit(self, slots: Sequence[int], committed: int, *, all_read: bool) -> jax.Array:
         """Put the new rows into `slots`; an array that is there when done.
 
-        Where their prompts were `all_read`, and not those alone whose requests go on, they serve
-        more rows with the same ones. The longest prompt of all rows that decode next has
-        `committed` tokens.
+        Where their prompts were `all_read`, those of aborted requests too, they serve more rows
+        with the same ones. The longest prompt of all rows that decode next has `committed` tokens.
         """
         if self.setup.plan.draft_length.auto:
             self._choose_costs(committed)

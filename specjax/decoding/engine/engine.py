@@ -93,7 +93,7 @@ class _Prompts:
 
     @property
     def longest(self) -> int:
-        """How many tokens of the longest prompt are read, of those whose requests go on."""
+        """How many tokens are read of the longest prompt whose request was not aborted."""
         left = [request for _, request in self.taken if not request.ended]
         return max((self.position, *(len(request.row.prompt) - 1 for request in left)))
 
@@ -201,7 +201,7 @@ class Engine:
         setup = replace(setup, plan=plan)
         self._rows, self._schedule = DeviceRows(setup, replayed_rounds), schedule
         self._scheduler = Scheduler(setup.batch_size)
-        self.statistics = Statistics(setup.batch_size)
+        self.statistics = Statistics(setup.batch_size, lossy=setup.lossy)
         self._reading: _Prompts | None = None
         self._under_way: deque[_Reading | _Running] = deque()
         self._ended_slots: set[int] = set()
@@ -590,6 +590,7 @@ class Engine:
         self.statistics.add_request(times, aborted=request.follower.finish_reason == ABORTED)
         sample = request.row.sample
         output = request.follower.output(request.id, sample, times)
+        output = replace(output, lossy=self.setup.is_lossy(request.row.sampling))
         if output.failure is not None:
             failed = {f"request {shown(request.id)}": output.failure}
             output = replace(output, error=failure_message(self.setup.model, failed))

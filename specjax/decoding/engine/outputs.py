@@ -51,7 +51,8 @@ class Output:
     "abort", or "error" where the target's next logits were not numbers or tokens have no text, and
     `text_error` says why in the latter case. `rounds` are the counts of its own rounds, [R] each;
     the first of them was the engine's round number `first_round`. `logprobs` is None where not
-    asked for.
+    asked for. `lossy` says that the rule, as `typical` does, changed the distribution that the
+    tokens come from.
     """
 
     id: RequestId
@@ -66,6 +67,7 @@ class Output:
     text_error: str | None = None
     error: str | None = None
     """What went wrong, where the reason is "error"."""
+    lossy: bool = False
 
     @property
     def failure(self) -> Failure | None:

@@ -77,9 +77,13 @@ class EngineSummary:
 
 @dataclass
 class Statistics:
-    """Counts of an engine with `num_slots` slots, which it adds to as it runs."""
+    """Counts of an engine with `num_slots` slots, which it adds to as it runs.
+
+    `lossy` says that its rule changes the distribution of sampled tokens.
+    """
 
     num_slots: int
+    lossy: bool = False
     requests: int = 0
     aborted: int = 0
     tokens: int = 0

@@ -40,23 +40,23 @@ def draft_chain(
     `logits` are those after the root, and `step` gives those after the token of each further level.
     A row stops at its limit, or where the likeliest next token has a probability below `p_min`
     (before any warp, and before the token is drawn: the draft stays exact); all rows stop where
-    `context.turn` says that no more pays. The loop ends with its longest row. Where logits are of a
-    part of the vocabulary, `draft_ids` say which.
+    `context.length_decision` says that more would not be worth its cost. The loop ends with its
+    longest row. Where logits are of a part of the vocabulary, `draft_ids` say which.
     """
-    batch, most, turn = context.length.shape[0], longest, context.turn
+    batch, most, decision = context.length.shape[0], longest, context.length_decision
     keeps_logq = sampled and context.needs_logq and most > 0
     root = context.token_at(context.length - 1)
     slots = len(level_sizes(longest))
 
     def grow(depth: Int[Array, ""] | int, logits: Float[Array, "B Vd"], chain: _Chain) -> _Chain:
         wanted = (chain.count == depth) & (depth < context.limit)
-        if p_min > 0 or turn is not None:
+        if p_min > 0 or decision is not None:
             confidence = likeliest_probability(logits)
         if p_min > 0:
             wanted &= confidence >= p_min
-        if turn is not None and most:
-            survived = chain.survived * turn.chance(depth, confidence)
-            best = turn.best_length(depth, survived, wanted)
+        if decision is not None and most:
+            survived = chain.survived * decision.chance(depth, confidence)
+            best = decision.best_length(depth, survived, wanted)
             wanted &= depth < best
             chain = chain.replace(
                 survived=survived,
@@ -84,8 +84,8 @@ def draft_chain(
             ),
             carry=carry,
             best=jnp.int32(most),
-            survived=None if turn is None else jnp.ones(batch),
-            confidence=None if turn is None else jnp.zeros((batch, most)),
+            survived=None if decision is None else jnp.ones(batch),
+            confidence=None if decision is None else jnp.zeros((batch, most)),
         ),
     )
 

@@ -92,7 +92,7 @@ class Ngram(Drafter):
         step = jnp.arange(self.num_speculative_tokens)[None, :] % period[:, None]
         tokens = jnp.take_along_axis(context.tokens, end[:, None] + 1 + step, axis=1)
         count = jnp.where(matched > 0, context.limit, 0)
-        if context.turn is None:
+        if context.length_decision is None:
             return trees.chain(tokens, count)
         confidence = jnp.broadcast_to((matched / self.prompt_lookup_max)[:, None], tokens.shape)
         return trees.chain(tokens, count, confidence=confidence)

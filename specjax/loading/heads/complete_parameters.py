@@ -20,10 +20,7 @@ def complete_parameters(head: Head, target: Model) -> dict[str, Any]:
     check_head(head, target)
     params = cast(head.params, parameter_table(head.config), target.dtype)
     ids = None if head.draft_ids is None else jnp.asarray(head.draft_ids, jnp.int32)
-    borrows = head.kind in ("draft_model", "eagle", "mtp")
-    if head.kind == "medusa":
-        borrows = head.config.original_lm_head
-    params["shared"] = share(target.params, ids, head=borrows)
+    params["shared"] = share(target.params, ids, head=head.config.shares_output)
     if ids is not None:
         params["draft_ids"] = ids
     return params

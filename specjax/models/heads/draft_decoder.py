@@ -37,6 +37,11 @@ class DraftModelConfig:
                 "embedding of positions; use a whole model as draft model"
             )
 
+    @property
+    def shares_output(self) -> bool:
+        """Whether logits are the target's output projection, applied to the head's features."""
+        return True
+
 
 @dataclass(frozen=True)
 class ReducedDecoder:

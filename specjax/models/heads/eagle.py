@@ -74,6 +74,11 @@ class EagleConfig:
         return self.decoder.hidden_size * (2 if self.version == 3 else 1)
 
     @property
+    def shares_output(self) -> bool:
+        """Whether logits are the target's output projection, applied to the head's features."""
+        return self.version == 1
+
+    @property
     def num_modules(self) -> int:
         """It is one module, whatever the number of draft steps."""
         return 1

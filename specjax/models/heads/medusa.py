@@ -53,6 +53,11 @@ class MedusaConfig:
                 "original_lm_head=True"
             )
 
+    @property
+    def shares_output(self) -> bool:
+        """Whether logits are the target's output projection, applied to the head's features."""
+        return self.original_lm_head
+
 
 def parameter_table(config: MedusaConfig) -> dict[str, Any]:
     """Every parameter of the heads, stacked over heads: kernels [in, out]."""

@@ -65,6 +65,11 @@ class MtpConfig:
         check_draft_vocab_size(self.draft_vocab_size, self.decoder.vocab_size)
 
     @property
+    def shares_output(self) -> bool:
+        """Whether logits are the target's output projection, applied to the head's features."""
+        return True
+
+    @property
     def taps(self) -> tuple[str, ...]:
         """The target's feature that module 0 reads."""
         return (self.hidden,)

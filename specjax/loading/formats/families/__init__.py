@@ -1,1 +1,1 @@
-"""Families of models: how each writes its config and names its tensors, a file a family."""
+"""Families of models: how each writes its config and names its tensors, one file per family."""
