@@ -1,0 +1,39 @@
+"""The check of a drafter that is given as a value, not by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from specjax.drafters.base import OWN_DRAFTER, Drafter, LoadedDrafter
+from specjax.drafters.turns import Turns, take_turns
+from specjax.errors import InputError, one_line, shown
+
+
+@dataclass(frozen=True)
+class DrafterKind:
+    """A drafter: a value, or one with its parameters."""
+
+    def check(self, name: str, value: Any) -> LoadedDrafter:
+        """The drafters that take turns (mostly a single one), with their parameters."""
+        loaded = LoadedDrafter(value) if isinstance(value, Drafter | Turns) else value
+        pair = isinstance(loaded, tuple) and len(loaded) == 2
+        if not pair or not isinstance(loaded[0], Drafter | Turns):
+            raise InputError(f"{name}={shown(value)}: use a name, or {OWN_DRAFTER}")
+        turns = take_turns(LoadedDrafter(*loaded))
+        try:
+            hash(turns.drafter)
+        except TypeError as error:
+            raise InputError(
+                f"{name}={shown(value, 120)}: {one_line(error)}: fields are static, and arrays "
+                "belong into the params of LoadedDrafter(drafter, params)"
+            ) from error
+        if len(turns.params) != len(turns.drafter.parts):
+            raise InputError(
+                f"{name}: {turns.drafter.name} has {len(turns.drafter.parts)} drafters and "
+                f"{len(turns.params)} params; give each its own"
+            )
+        return turns
+
+
+DRAFTER_KIND = DrafterKind()

@@ -1,0 +1,102 @@
+"""Drafters made by name, of a head, or by a function of one's own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from specjax.drafters.base import DRAFT_TOKENS, Drafter, LoadedDrafter
+from specjax.drafters.growth.options import TreeOptions
+from specjax.drafters.options import check_options, constructor, divide_joined
+from specjax.drafters.registry import DRAFTERS, JOINTS, joint_of
+from specjax.drafters.turns import Turns
+from specjax.errors import InputError, one_line, shown
+from specjax.fields import optional
+from specjax.loading.acceptance_rates import known_acceptance
+from specjax.loading.heads.complete_parameters import complete_parameters
+from specjax.loading.heads.head import Head
+from specjax.loading.model import MODEL_KIND, Model
+
+
+def make_drafter(
+    name: str,
+    target: Model,
+    path: str | os.PathLike | Model | None = None,
+    *,
+    num_speculative_tokens: int | None = None,
+    **options: Any,
+) -> LoadedDrafter:
+    """The drafter of that name for a target, or what "package.module:function" makes of the target.
+
+    `path` names what was trained: a head that training exported or a published layout
+    (`specjax.loading.head_formats`), by default the one that comes with specjax for the target; for
+    `draft_model` also anything `load_model` takes, or a loaded model. A function of one's own is
+    called as function(target, **options), with path=path if one is given, and returns a Drafter or
+    a LoadedDrafter. Drafters with a model take a `tree`, such as {"kind": "dynamic"}
+    (`TreeOptions`). Drafters whose names are joined by + ("ngram+eagle3") take turns
+    (`turns.take_turns`), those joined by | draft together (`merged.merge_drafters`): an option goes
+    to those that take it, `num_speculative_tokens` to all. Raises InputError for an unknown drafter
+    or option, and for a head or a draft model of another target.
+    """
+    MODEL_KIND.check("target", target)
+    length = optional(DRAFT_TOKENS).check("num_speculative_tokens", num_speculative_tokens)
+    options = check_options(name, path, options)
+    if joint := joint_of(name):
+        return JOINTS[joint](
+            *(
+                make_drafter(part, target, at, num_speculative_tokens=length, **own)
+                for part, at, own in divide_joined(name, path, options)
+            )
+        )
+    if ":" not in name:
+        if length is not None:
+            options["num_speculative_tokens"] = length
+        tree = options.get("tree")
+        if isinstance(tree, TreeOptions) and tree.acceptance is None:
+            options["tree"] = replace(tree, acceptance=known_acceptance(name, target, path))
+        return DRAFTERS[name].load(name, target, path, **options)
+    loaded = _call_own(name, target, {} if path is None else {"path": path}, options)
+    if length is None:
+        return loaded
+    if isinstance(loaded.drafter, Turns):
+        return loaded._replace(drafter=loaded.drafter.limited(length))
+    return loaded._replace(drafter=replace(loaded.drafter, num_speculative_tokens=length))
+
+
+def head_drafter(head: Head, target: Model, **options: Any) -> LoadedDrafter:
+    """The drafter of a head for its target; what it borrows is the target's own arrays.
+
+    Options are those of the drafter's kind. Raises InputError for a head of another target and for
+    bad options.
+    """
+    params = complete_parameters(head, target)
+    return DRAFTERS[head.kind].of_head(head, params, target, **options)
+
+
+def _call_own(
+    name: str, target: Model, path: Mapping[str, Any], options: Mapping[str, Any]
+) -> LoadedDrafter:
+    """What a function of the caller's own makes; raises InputError unless it is a drafter."""
+    try:
+        made = constructor(name)(target, **path, **options)
+    except InputError:
+        raise
+    except SystemExit as ended:  # its text may be any value's, the model's among them
+        raise InputError(
+            f"drafter={name!r} calls sys.exit({shown(ended.code)}); call it in Python to see where"
+        ) from ended
+    except Exception as error:  # whatever a function of somebody's own raises
+        raise InputError(
+            f"drafter={name!r} fails ({type(error).__name__}: {one_line(error):.120}); call it in "
+            "Python to see where"
+        ) from error
+    if isinstance(made, Drafter | Turns):
+        return LoadedDrafter(made)
+    if isinstance(made, LoadedDrafter):
+        return made
+    raise InputError(
+        f"drafter={name!r} returned {type(made).__name__}, not a Drafter; return one, or a "
+        "LoadedDrafter"
+    )
