@@ -56,7 +56,7 @@ def tensors(config=CONFIG, seed=0):
     params = random_model(config, seed, dtype="float32").params
     found = {}
     for location in parameter_names.locations(TABLE, config):
-        leaf = np.asarray(parameter_names.lookup(params, location.slot.path))
+        leaf = np.asarray(parameter_names.lookup(params, location.entry.path))
         value = leaf if location.layer is None else leaf[location.layer]
         found[location.name] = np.ascontiguousarray(tensor_layout.to_stored(value, location))
     return found

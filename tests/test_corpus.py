@@ -32,12 +32,12 @@ def test_every_category_with_source_and_licence(wikipedia):
     counts = collections.Counter(entry.category for entry in entries)
     assert counts == sizes_of(300, DEFAULT_MIX)
     assert set(counts) == set(corpus_tasks.CATEGORIES)
-    assert len({entry.draft.text for entry in entries}) == 300
+    assert len({entry.prompt.text for entry in entries}) == 300
     licences = {"PSF-2.0", "Apache-2.0"} | ({"CC BY-SA 4.0"} if wikipedia else set())
-    assert {entry.draft.licence for entry in entries} == licences
+    assert {entry.prompt.licence for entry in entries} == licences
     for entry in entries:
-        assert entry.draft.source
-        assert 10 < len(entry.draft.text) < 4500
+        assert entry.prompt.source
+        assert 10 < len(entry.prompt.text) < 4500
     # Mixed, not one category after the other.
     assert len({entry.category for entry in entries[:40]}) > 5
 
@@ -46,16 +46,16 @@ def test_a_seed_decides_and_more_prompts_begin_with_the_same_ones():
     small = make_corpus(60, 3, DEFAULT_MIX, PYTHON_ONLY)
     assert small == make_corpus(60, 3, DEFAULT_MIX, PYTHON_ONLY)
     other = make_corpus(60, 4, DEFAULT_MIX, PYTHON_ONLY)
-    assert len({e.draft.text for e in small} & {e.draft.text for e in other}) < 10
-    large = {e.draft.text for e in make_corpus(120, 3, DEFAULT_MIX, PYTHON_ONLY)}
-    assert {e.draft.text for e in small} <= large
+    assert len({e.prompt.text for e in small} & {e.prompt.text for e in other}) < 10
+    large = {e.prompt.text for e in make_corpus(120, 3, DEFAULT_MIX, PYTHON_ONLY)}
+    assert {e.prompt.text for e in small} <= large
 
 
 @pytest.mark.parametrize("category", ["summarization", "extraction", "technical", "rag"])
 def test_texts_are_long_where_they_are_asked_to_be(category):
     def lengths(long):
         texts = Texts(wikipedia=False, long=long)
-        return [len(entry.draft.text) for entry in make_corpus(40, 0, {category: 1.0}, texts)]
+        return [len(entry.prompt.text) for entry in make_corpus(40, 0, {category: 1.0}, texts)]
 
     # Paragraphs of one topic: where a topic ends, another one may be too long to follow.
     assert sorted(lengths(1.0))[10] > 1200 > sorted(lengths(0.0))[20]
@@ -91,7 +91,7 @@ def test_shares_of_no_use(count, mix, said):
 def test_more_prompts_than_there_are(monkeypatch):
     def three(rng, texts):
         while True:
-            yield corpus_tasks.Draft(f"prompt {rng.randint(0, 2)}", "own", "CC0-1.0")
+            yield corpus_tasks.PromptText(f"prompt {rng.randint(0, 2)}", "own", "CC0-1.0")
 
     monkeypatch.setitem(corpus.CATEGORIES, "writing", three)
     assert len(make_corpus(3, 0, {"writing": 1.0}, PYTHON_ONLY)) == 3
@@ -165,7 +165,7 @@ def test_the_builder_writes_array_record_files(tmp_path):
     builder.download_and_prepare()
     source = builder.as_data_source("train")
     entries = make_corpus(30, 1, config.mix, PYTHON_ONLY)
-    assert [row["prompt"].decode() for row in source] == [entry.draft.text for entry in entries]
+    assert [row["prompt"].decode() for row in source] == [entry.prompt.text for entry in entries]
     assert [row["id"] for row in source] == list(range(30))
     assert source[0]["licence"] == b"Apache-2.0"
     assert "tensorflow" not in sys.modules

@@ -16,7 +16,7 @@ from decoding import changed, draft_model, tampered
 
 from specjax.decoding import loop
 from specjax.decoding.sampling_params import SamplingParams
-from specjax.draft_length.cost_measurement import Kind
+from specjax.draft_length.cost_measurement import RoundKind
 from specjax.draft_length.limits import DraftLength
 from specjax.draft_length.policy import Costs
 from specjax.drafters import TreeOptions, take_turns, turns
@@ -170,7 +170,7 @@ def test_rounds_that_measure_costs_are_exact(tables):
     """Of one drafter after the other, and none, in passes as wide as they need or wider."""
     target, draft = tables
     make, length = DRAFTERS["turns"]
-    kinds = [Kind(0, (0, 2)), Kind(1, (0, 0)), Kind(0, (2, 0))]
+    kinds = [RoundKind(0, (0, 2)), RoundKind(1, (0, 0)), RoundKind(0, (2, 0))]
     tokens, drafted = pairs(target, make(draft), length, kinds=kinds)
     # The first round drafts for all rows, the second for none.
     assert (drafted[..., 0] == 2).all()

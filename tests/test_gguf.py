@@ -44,7 +44,7 @@ def test_a_written_model_is_loaded_with_its_dequantised_weights(tmp_path, kind):
         if stored.ndim > 1:
             raw = gguf.quants.quantize(stored, quantised)
             stored = gguf.quants.dequantize(raw, quantised).reshape(stored.shape)
-        leaf = parameter_names.lookup(model.params, location.slot.path)
+        leaf = parameter_names.lookup(model.params, location.entry.path)
         value = leaf if location.layer is None else leaf[location.layer]
         np.testing.assert_array_equal(value, tensor_layout.from_stored(stored, location))
 

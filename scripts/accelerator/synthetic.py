@@ -54,18 +54,18 @@ def random_model(name: str, config: DecoderConfig, dtype: str, form: Form) -> Mo
     for number, location in enumerate(
         parameter_names.locations(registry.tensors(one_layer), one_layer)
     ):
-        inputs = math.prod(location.shape[: location.slot.in_axes])
-        if location.slot.path[-1] == "scale":
+        inputs = math.prod(location.shape[: location.entry.in_axes])
+        if location.entry.path[-1] == "scale":
             draw = functools.partial(_ones, location.shape, dtype)
         else:
             draw = functools.partial(normal, shape=location.shape, dtype=dtype, scale=inputs**-0.5)
         seed = key(number)
-        if location.slot.path == ("head", "kernel"):
-            _put(params, location.slot.path, _successor_head(params["embed"]["embedding"]))
+        if location.entry.path == ("head", "kernel"):
+            _put(params, location.entry.path, _successor_head(params["embed"]["embedding"]))
         elif location.layer is None:
-            _put(params, location.slot.path, draw(seed))
+            _put(params, location.entry.path, draw(seed))
         elif form.stacked:
-            _put(params, location.slot.path, draw(seed, layers=config.num_layers))
+            _put(params, location.entry.path, draw(seed, layers=config.num_layers))
         else:
             for layer, own in enumerate(jax.random.split(seed, config.num_layers)):
                 _put(params, location._replace(layer=layer).within(False)[0], draw(own))

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from specjax.draft_length.policy import Work
 from specjax.errors import InputError
 
-_TURNS, _TURNS_AGAIN = 3, 2
+_REPEATS, _REPEATS_AGAIN = 3, 2
 """How often each kind of round is timed, where nothing or something is known; the least counts.
 
 Other work on the machine only adds to a round. What is believed too dear is hardly drafted, and
@@ -31,7 +31,7 @@ _KEPT_SPREAD = 0.2
 """How far a pass's earlier figure may be off, as a share of it."""
 
 
-class Kind(NamedTuple):
+class RoundKind(NamedTuple):
     """A round with drafts of `lengths` tokens by drafter, no narrower than width `narrowest`."""
 
     narrowest: int
@@ -83,17 +83,17 @@ class Measurement:
         self.known = None if known is None else np.asarray(known, float)
         nothing = (0,) * len(longest)
         self._timed_widths = num_widths if known is None else 1
-        kinds = [Kind(width, nothing) for width in range(self._timed_widths)]
+        kinds = [RoundKind(width, nothing) for width in range(self._timed_widths)]
         for number, length in enumerate(longest):
             # The first one also reads what the drafter missed while others were timed.
             for count in (length, length, min(1, length)):
-                kinds.append(Kind(0, (*nothing[:number], count, *nothing[number + 1 :])))
+                kinds.append(RoundKind(0, (*nothing[:number], count, *nothing[number + 1 :])))
         self._num_kinds = len(kinds)
-        self._kinds = kinds * (_TURNS if known is None else _TURNS_AGAIN)
+        self._kinds = kinds * (_REPEATS if known is None else _REPEATS_AGAIN)
         self._timed: list[_Timed] = []
 
     @property
-    def next(self) -> Kind | None:
+    def next(self) -> RoundKind | None:
         """The kind of the next round; None when all are timed."""
         done = len(self._timed)
         return self._kinds[done] if done < len(self._kinds) else None

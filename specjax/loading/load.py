@@ -160,7 +160,7 @@ def random_model(
 
     def fill(location: parameter_names.Location, target: np.ndarray) -> None:
         noise = rng.standard_normal(location.shape, np.float32)
-        kind, inputs = location.slot.path[-1], math.prod(location.shape[: location.slot.in_axes])
+        kind, inputs = location.entry.path[-1], math.prod(location.shape[: location.entry.in_axes])
         if kind == "kernel":
             noise *= np.float32(inputs**-0.5)
         elif kind != "embedding":

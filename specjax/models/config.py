@@ -129,7 +129,7 @@ class Experts:
     num_dense: int = 0
 
 
-class Run(NamedTuple):
+class LayerRun(NamedTuple):
     """Layers of one structure that follow each other, and the name of their stacked parameters."""
 
     name: str
@@ -214,17 +214,17 @@ class DecoderConfig:
         return self.head_dim if width is None else width
 
     @property
-    def runs(self) -> tuple[Run, ...]:
+    def runs(self) -> tuple[LayerRun, ...]:
         """The layers by structure: those before the experts, if any, and the others."""
         experts, count = self.experts, self.num_layers
         if experts is None:
-            return (Run("layers", 0, count, False),)
+            return (LayerRun("layers", 0, count, False),)
         dense = min(experts.num_dense, count)
         if dense == count:
-            return (Run("layers", 0, count, False),)
+            return (LayerRun("layers", 0, count, False),)
         runs = (
-            Run("dense_layers", 0, dense, False),
-            Run("layers", dense, count - dense, True),
+            LayerRun("dense_layers", 0, dense, False),
+            LayerRun("layers", dense, count - dense, True),
         )
         return tuple(run for run in runs if run.count)
 

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from specjax.cache import CacheRows, KVCache, Window, make_cache
 from specjax.distributed.sharding import constrain
 from specjax.errors import InputError
-from specjax.models.config import DecoderConfig, Run
+from specjax.models.config import DecoderConfig, LayerRun
 from specjax.models.interface import Extension
 from specjax.models.layers.attention import (
     Partial,
@@ -329,7 +329,7 @@ class Decoder:
         return Extension(out, {name: wanted[name] for name in features}, window)
 
     def _weights(
-        self, params: dict[str, Any], run: Run, last: int
+        self, params: dict[str, Any], run: LayerRun, last: int
     ) -> Callable[[Int[Array, ""]], dict[str, Any]]:
         """The weights of a run's layers before `last`, heads merged, by a layer's traced index."""
         if self.form.layers == "apart":
@@ -349,6 +349,7 @@ def cache_attention(
     """
     kind, softcap = form.cache_attention, config.attention.softcap
     if kind == "kernel" and softcap is None and config.sliding_window is None:
+        # Pallas takes half a second to import, and no other form needs it.
         from specjax.models.kernels import attention_kernel
 
         if attention_kernel.takes(tokens, config.head_dim):

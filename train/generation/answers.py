@@ -39,7 +39,7 @@ from specjax.loading.load import DTYPE
 from specjax.loading.model import Model
 from specjax.sampling import derived_seed
 from train.data.examples import Example
-from train.generation.corpus_tasks import DEFAULT_MIX
+from train.generation.corpus_tasks import DEFAULT_MIX, Texts
 from train.generation.prompts import (
     Request,
     encode_requests,
@@ -175,8 +175,8 @@ def find_requests(config: AnswersConfig, screen: Screen) -> list[Request]:
         name = str(path) if path.is_dir() else config.prompts
         with screen.working(f"reading the dataset {name}"):
             return read_dataset(name, **asdict(config.tfds))
+    # tensorflow-datasets takes seconds to import, and prompts of one's own do not need it.
     from train.generation import corpus, corpus_sources
-    from train.generation.corpus_tasks import Texts
 
     wikipedia = config.corpus.wikipedia == "true"
     if config.corpus.wikipedia == "auto":

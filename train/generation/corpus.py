@@ -26,7 +26,7 @@ from specjax.files import folder_marker
 from specjax.files.paths import cache_folder, output_folder
 from train.data.dataset_cache import prepared
 from train.data.tfds_files import prepare
-from train.generation.corpus_tasks import CATEGORIES, DEFAULT_MIX, Draft, Texts
+from train.generation.corpus_tasks import CATEGORIES, DEFAULT_MIX, PromptText, Texts
 
 _PATIENCE = 2000
 """After so many known prompts in succession a stream is assumed to have no other."""
@@ -38,7 +38,7 @@ class Entry:
 
     id: int
     category: str
-    draft: Draft
+    prompt: PromptText
 
 
 def make_corpus(num_prompts: int, seed: int, mix: Mapping[str, float], texts: Texts) -> list[Entry]:
@@ -49,11 +49,11 @@ def make_corpus(num_prompts: int, seed: int, mix: Mapping[str, float], texts: Te
     """
     check_long(texts.long)
     sizes = sizes_of(num_prompts, mix)
-    found: list[tuple[str, Draft]] = []
+    found: list[tuple[str, PromptText]] = []
     for category, size in sizes.items():
-        found += [(category, draft) for draft in _take(category, size, seed, texts)]
+        found += [(category, prompt) for prompt in _take(category, size, seed, texts)]
     random.Random(f"{seed}:order").shuffle(found)
-    return [Entry(number, category, draft) for number, (category, draft) in enumerate(found)]
+    return [Entry(number, category, prompt) for number, (category, prompt) in enumerate(found)]
 
 
 def check_long(share: float) -> None:
@@ -78,13 +78,13 @@ def sizes_of(num_prompts: int, mix: Mapping[str, float]) -> dict[str, int]:
     return dict(zip(mix, np.diff(ends, prepend=0).astype(int).tolist(), strict=True))
 
 
-def _take(category: str, size: int, seed: int, texts: Texts) -> Iterator[Draft]:
+def _take(category: str, size: int, seed: int, texts: Texts) -> Iterator[PromptText]:
     """The first different prompts of a category: more of them begin with the same ones."""
     stream = CATEGORIES[category](random.Random(f"{seed}:{category}"), texts)
     seen: set[str] = set()
     known = 0
-    for draft in stream if size else ():
-        if draft.text in seen:
+    for prompt in stream if size else ():
+        if prompt.text in seen:
             known += 1
             if known > _PATIENCE:
                 raise InputError(
@@ -93,8 +93,8 @@ def _take(category: str, size: int, seed: int, texts: Texts) -> Iterator[Draft]:
                 )
             continue
         known = 0
-        seen.add(draft.text)
-        yield draft
+        seen.add(prompt.text)
+        yield prompt
         if len(seen) == size:
             return
 
@@ -173,9 +173,9 @@ class SpecjaxCorpus(tfds.core.GeneratorBasedBuilder):
                 entry.id,
                 {
                     "id": entry.id,
-                    "prompt": entry.draft.text,
+                    "prompt": entry.prompt.text,
                     "category": entry.category,
-                    "source": entry.draft.source,
-                    "licence": entry.draft.licence,
+                    "source": entry.prompt.source,
+                    "licence": entry.prompt.licence,
                 },
             )

@@ -96,7 +96,7 @@ DEFAULT_MIX = {
 
 
 @dataclass(frozen=True)
-class Draft:
+class PromptText:
     """A prompt's text, where it comes from, and under which licence."""
 
     text: str
@@ -119,11 +119,11 @@ class Texts:
         return leads() if self.wikipedia else reference()
 
 
-Stream = Callable[[random.Random, Texts], Iterator[Draft]]
+Stream = Callable[[random.Random, Texts], Iterator[PromptText]]
 """Takes the noise, and the texts to be read."""
 
 
-def _coding(rng: random.Random, texts: Texts) -> Iterator[Draft]:
+def _coding(rng: random.Random, texts: Texts) -> Iterator[PromptText]:
     files = list(code_files())
     while True:
         rng.shuffle(files)
@@ -133,21 +133,21 @@ def _coding(rng: random.Random, texts: Texts) -> Iterator[Draft]:
             for one in rng.sample(found, min(len(found), 4)):
                 yield _code_prompt(one, rng)
                 if rng.random() < 0.25:
-                    yield Draft(templates.fill(rng.choice(templates.CODING), rng), *_OWN)
+                    yield PromptText(templates.fill(rng.choice(templates.CODING), rng), *_OWN)
 
 
-def _code_prompt(function: Passage, rng: random.Random) -> Draft:
+def _code_prompt(function: Passage, rng: random.Random) -> PromptText:
     task, code = rng.choice(_CODE), function.text
     if rng.random() < 0.25:
         lines = code.splitlines()
         task, code = rng.choice(_FINISH), "\n".join(lines[: max(2, len(lines) // 2)])
-    return Draft(f"{task}\n\n```python\n{code}\n```", function.source, function.licence)
+    return PromptText(f"{task}\n\n```python\n{code}\n```", function.source, function.licence)
 
 
 def _given_text(tasks: Sequence[str], most: int) -> Stream:
     """Prompts that say what to do with a text of up to `most` characters, or with a long one."""
 
-    def stream(rng: random.Random, texts: Texts) -> Iterator[Draft]:
+    def stream(rng: random.Random, texts: Texts) -> Iterator[PromptText]:
         passages = texts.passages()
         indices = range(len(passages))
         for index in _shuffled(rng, indices):
@@ -156,7 +156,7 @@ def _given_text(tasks: Sequence[str], most: int) -> Stream:
             if rng.random() < texts.long:
                 text = _long_text(passages[index:], rng.randint(*_LONG_TEXT))
             prompt = rng.choice(tasks).format(text=text, title=passage.title)
-            yield Draft(prompt, passage.source, passage.licence)
+            yield PromptText(prompt, passage.source, passage.licence)
 
     return stream
 
@@ -168,11 +168,11 @@ def _long_text(passages: Sequence[Passage], most: int) -> str:
     return "\n\n".join(passage.text for passage in passages[: max(fitting, 1)])
 
 
-def _technical(rng: random.Random, texts: Texts) -> Iterator[Draft]:
+def _technical(rng: random.Random, texts: Texts) -> Iterator[PromptText]:
     return _given_text(_TECHNICAL, 800)(rng, replace(texts, wikipedia=False))
 
 
-def _grounded(rng: random.Random, texts: Texts) -> Iterator[Draft]:
+def _grounded(rng: random.Random, texts: Texts) -> Iterator[PromptText]:
     passages = texts.passages()
     for one in _shuffled(rng, passages):
         long = rng.random() < texts.long
@@ -180,20 +180,20 @@ def _grounded(rng: random.Random, texts: Texts) -> Iterator[Draft]:
         rng.shuffle(shown)
         lines = [f"[{number}] {p.sentences(600)}" for number, p in enumerate(shown, start=1)]
         prompt = rng.choice(_GROUNDED).format(passages="\n\n".join(lines), title=one.title)
-        yield Draft(prompt, one.source, one.licence)
+        yield PromptText(prompt, one.source, one.licence)
 
 
-def _questions(rng: random.Random, texts: Texts) -> Iterator[Draft]:
+def _questions(rng: random.Random, texts: Texts) -> Iterator[PromptText]:
     passages = texts.passages()
     for one in _shuffled(rng, passages):
         if rng.random() < 0.3:
-            yield Draft(templates.fill(rng.choice(templates.QUESTIONS), rng), *_OWN)
+            yield PromptText(templates.fill(rng.choice(templates.QUESTIONS), rng), *_OWN)
             continue
         prompt = rng.choice(_ABOUT).format(title=one.title, second=rng.choice(passages).title)
-        yield Draft(prompt, one.source, one.licence)
+        yield PromptText(prompt, one.source, one.licence)
 
 
-def _translation(rng: random.Random, texts: Texts) -> Iterator[Draft]:
+def _translation(rng: random.Random, texts: Texts) -> Iterator[PromptText]:
     english = _shuffled(rng, texts.passages())
     foreign = {}
     if texts.wikipedia:
@@ -210,13 +210,13 @@ def _translation(rng: random.Random, texts: Texts) -> Iterator[Draft]:
             head = f"Translate the following text to {into}, sentence by sentence:\n\n"
         separator = "" if head.endswith("\n") else " "
         text = one.sentences(rng.randint(60, 400))
-        yield Draft(f"{head}{separator}{text}", one.source, one.licence)
+        yield PromptText(f"{head}{separator}{text}", one.source, one.licence)
 
 
 def _filled(lines: Sequence[str]) -> Stream:
-    def stream(rng: random.Random, texts: Texts) -> Iterator[Draft]:
+    def stream(rng: random.Random, texts: Texts) -> Iterator[PromptText]:
         while True:
-            yield Draft(templates.fill(rng.choice(lines), rng), *_OWN)
+            yield PromptText(templates.fill(rng.choice(lines), rng), *_OWN)
 
     return stream
 

@@ -16,7 +16,7 @@ from train.data.batches import Batch
 from train.methods.packed_rows import at_rows, visible
 
 
-class Step(NamedTuple):
+class DraftStep(NamedTuple):
     """A draft step at each label: the layer's output, and the state that logits are made of.
 
     `experts` are those that the output is from, in a layer that has some.
@@ -33,7 +33,7 @@ def unroll(
     batch: Batch,
     taps: dict[str, Float[Array, "B T Dt"]],
     steps: int,
-) -> Iterator[Step]:
+) -> Iterator[DraftStep]:
     """Each of the D or more draft steps of a head, at each label.
 
     Label j is predicted from row r = j - 2, and step i predicts x_{j+i}. Step k < D runs module k
@@ -69,7 +69,7 @@ def unroll(
             whole, experts = head.finish(own, residual, mixed)
             hidden, output = head.next_hidden(own, whole), at_rows(whole, rows)
             experts = None if experts is None else at_rows(experts, rows)
-            yield Step(output, head.readout(own, output), experts)
+            yield DraftStep(output, head.readout(own, output), experts)
 
     seen = repeated(same & until)
     earlier: list[tuple[jax.Array, jax.Array]] = []
@@ -88,7 +88,7 @@ def unroll(
         for key_own, value_own in earlier:
             mixed = merge(mixed, _attend_own(query, key_own, value_own))
         output, experts = head.finish(own, residual, mixed)
-        yield Step(output, head.readout(own, output), experts)
+        yield DraftStep(output, head.readout(own, output), experts)
 
 
 def _own(heads: Float[Array, "B A G C"], repeats: int) -> Float[Array, "B G X C"]:

@@ -19,7 +19,7 @@ from specjax.decoding.state import State
 from specjax.distributed import processes
 from specjax.distributed.sharding import fetch, first_device
 from specjax.draft_length.cost_filter import CostFilter
-from specjax.draft_length.cost_measurement import Kind, Measurement
+from specjax.draft_length.cost_measurement import Measurement, RoundKind
 from specjax.draft_length.policy import Costs, Policy, new_policy
 from specjax.errors import InputError
 from specjax.files.measured_seconds import keep_seconds, read_seconds, seconds_file
@@ -216,9 +216,9 @@ class LearnedCosts:
         if not processes.from_first(bool(due and possible)):
             return state
         self._checks_plain = True
-        return self._begin_kind(state, Kind(0, (0,) * state.policy.forced.shape[0]))
+        return self._begin_kind(state, RoundKind(0, (0,) * state.policy.forced.shape[0]))
 
-    def _begin_kind(self, state: State, kind: Kind) -> State:
+    def _begin_kind(self, state: State, kind: RoundKind) -> State:
         """The state with its next rounds of a kind that is to be timed."""
         self.next_step.take(drafts=kind.narrowest > 0 or any(kind.lengths))
         return _put_kind(state, kind)
@@ -269,7 +269,7 @@ def _put_policy(state: State, **parts: Any) -> State:
     return state.replace(policy=policy.replace(**new))
 
 
-def _put_kind(state: State, kind: Kind) -> State:
+def _put_kind(state: State, kind: RoundKind) -> State:
     """The state with its next round of a kind that is to be timed."""
     return _put_policy(state, forced=np.asarray(kind.lengths), narrowest=np.int32(kind.narrowest))
 

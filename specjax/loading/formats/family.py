@@ -8,7 +8,7 @@ from typing import Any
 
 from specjax.loading.formats.gguf_keys import GgufKeys
 from specjax.loading.formats.json_fields import Fields
-from specjax.loading.formats.parameter_names import Slot
+from specjax.loading.formats.parameter_names import TensorEntry
 from specjax.models.config import DecoderConfig
 from specjax.models.heads.mtp import Concat
 
@@ -40,7 +40,7 @@ class GgufLayout:
 
     architecture: str
     read: Callable[[GgufKeys], dict[str, Any]]
-    tensors: tuple[Slot, ...]
+    tensors: tuple[TensorEntry, ...]
     experts: bool = False
     mtp: MtpLayout | None = None
 
@@ -61,7 +61,7 @@ class Family:
     architecture: str
     read: Callable[[Fields], dict[str, Any]]
     write: Callable[[DecoderConfig], Mapping[str, Any]]
-    tensors: tuple[Slot, ...]
+    tensors: tuple[TensorEntry, ...]
     optional_prefix: str = ""
     ignored: str = ""
     gguf: GgufLayout | None = None

@@ -128,7 +128,7 @@ def _fill(
     file: GgufFile, tensor: Tensor, location: parameter_names.Location, target: np.ndarray
 ) -> None:
     """Write one tensor into its part of the tree, rows beyond the vocabulary left out."""
-    part = location.slot.part
+    part = location.entry.part
     if not location.is_plain:
         rows = tensor_layout.from_rows(file.values(tensor, part), location)
         np.copyto(target, rows, casting="same_kind")

@@ -13,7 +13,7 @@ from specjax.errors import InputError
 from specjax.loading.formats.build_parameters import table_shardings
 from specjax.loading.formats.family import Family, MtpLayout
 from specjax.loading.formats.json_fields import Fields
-from specjax.loading.formats.parameter_names import Location, Slot, lookup, of_slot
+from specjax.loading.formats.parameter_names import Location, TensorEntry, lookup, of_entry
 from specjax.models.config import DecoderConfig
 from specjax.models.heads.mtp import MtpConfig
 
@@ -52,7 +52,7 @@ def locations(
     config: DecoderConfig,
     mtp: MtpConfig | None,
     layout: MtpLayout | None,
-    tensors: Iterable[Slot],
+    tensors: Iterable[TensorEntry],
 ) -> list[Location]:
     """The tensors of all modules, in the tree of `mtp.parameter_table`.
 
@@ -62,20 +62,20 @@ def locations(
         return []
     found = []
     shapes = jax.tree.map(lambda entry: entry.shape, mtp.parameter_table())
-    slots = [slot for slot in tensors if slot.path[0] == "layers"]
+    entries = [entry for entry in tensors if entry.path[0] == "layers"]
     for module in range(mtp.num_modules):
         own, prefix = ("modules", str(module)), _prefix(layout, config, module)
         for part, name in layout.names.items():
             projects = part == "projection"
             path = (*own, part, "kernel" if projects else "scale")
-            slot = Slot(f"{prefix}.{name}.weight", path, int(projects))
-            found.append(Location(slot.name, slot, None, lookup(shapes, path)))
-        for slot in slots:
-            path = (*own, "layer", *slot.path[1:])
+            entry = TensorEntry(f"{prefix}.{name}.weight", path, int(projects))
+            found.append(Location(entry.name, entry, None, lookup(shapes, path)))
+        for entry in entries:
+            path = (*own, "layer", *entry.path[1:])
             shape = lookup(shapes, path)
             if shape is not None:
-                name = prefix + slot.name.partition("{layer}")[2]
-                found += of_slot(slot._replace(name=name, path=path), shape, config.rotary_width)
+                name = prefix + entry.name.partition("{layer}")[2]
+                found += of_entry(entry._replace(name=name, path=path), shape, config.rotary_width)
     return found
 
 

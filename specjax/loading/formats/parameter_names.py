@@ -30,17 +30,17 @@ def param_shapes(config: DecoderConfig, scan_layers: bool = True) -> dict[str, A
     return jax.tree.map(lambda entry: entry.shape, parameter_table(config, scan_layers))
 
 
-class Slot(NamedTuple):
+class TensorEntry(NamedTuple):
     """One row of a table: a tensor's name in the file and its location in the tree.
 
-    `name` holds `{layer}` for a tensor that exists once a layer, and `{expert}` for one that exists
-    once an expert; with `merged` one tensor holds all experts on a first axis. `in_axes` counts the
-    axes of a kernel that the product sums over; 0 marks a scale, a bias or an embedding. `paired`
-    marks rows whose rotated dimensions are stored as pairs of neighbours instead of half-split.
-    `tied` limits the row to models whose head is, or is not, the embedding. `part` is (index,
-    count) where the file's tensor holds several of the tree's, one after the other along the
-    outputs. `transposed` marks kernels that are stored [in, out]. The file's numbers are the tree's
-    plus `added`.
+    `name` holds `{layer}` for a tensor that exists once per layer, and `{expert}` for one that
+    exists once per expert; with `merged` one tensor holds all experts on a first axis. `in_axes`
+    counts the axes of a kernel that the product sums over; 0 marks a scale, a bias or an embedding.
+    `paired` marks rows whose rotated dimensions are stored as pairs of neighbours instead of
+    half-split. `tied` limits the row to models whose head is, or is not, the embedding. `part` is
+    (index, count) where the file's tensor holds several of the tree's, one after the other along
+    the outputs. `transposed` marks kernels that are stored [in, out]. The file's numbers are the
+    tree's plus `added`.
     """
 
     name: str
@@ -55,15 +55,15 @@ class Slot(NamedTuple):
 
 
 class Location(NamedTuple):
-    """One tensor of one checkpoint: its file name, slot, layer, and unstacked tree shape.
+    """One tensor of one checkpoint: its file name, entry, layer, and unstacked tree shape.
 
     `run` is the name of the layer's stacked run, and its first layer; `expert` the expert's index,
-    whose part of a merged tensor is that of its slot. `rotary_width` is the number of rotated
+    whose part of a merged tensor is that of its entry. `rotary_width` is the number of rotated
     dimensions of a head.
     """
 
     name: str
-    slot: Slot
+    entry: TensorEntry
     layer: int | None
     shape: Shape
     rotary_width: int = 0
@@ -77,8 +77,8 @@ class Location(NamedTuple):
         """
         expert = () if self.expert is None else (self.expert,)
         if self.layer is None:
-            return self.slot.path, expert
-        _, *rest = self.slot.path
+            return self.entry.path, expert
+        _, *rest = self.entry.path
         if scan_layers:
             name, first = self.run
             return (name, *rest), (self.layer - first, *expert)
@@ -87,15 +87,15 @@ class Location(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Whether its rows in the file are the tree's, number by number."""
-        return not (self.slot.paired or self.slot.transposed or self.slot.added)
+        return not (self.entry.paired or self.entry.transposed or self.entry.added)
 
     @property
     def rows(self) -> Shape:
         """The shape [out, in] of a kernel's own rows, or that of another tensor."""
-        axes = self.slot.in_axes
+        axes = self.entry.in_axes
         if axes:
             return (math.prod(self.shape[axes:]), math.prod(self.shape[:axes]))
-        if self.slot.path[-1] == "bias":
+        if self.entry.path[-1] == "bias":
             return (math.prod(self.shape),)
         return self.shape
 
@@ -103,12 +103,12 @@ class Location(NamedTuple):
     def stored_shape(self) -> Shape:
         """The whole tensor's shape in the file."""
         first, *rest = self.rows
-        count = self.slot.part[1]
-        shape = (count, first, *rest) if self.slot.merged else (count * first, *rest)
-        return shape[::-1] if self.slot.transposed else shape
+        count = self.entry.part[1]
+        shape = (count, first, *rest) if self.entry.merged else (count * first, *rest)
+        return shape[::-1] if self.entry.transposed else shape
 
 
-def locations(table: Iterable[Slot], config: DecoderConfig) -> Iterator[Location]:
+def locations(table: Iterable[TensorEntry], config: DecoderConfig) -> Iterator[Location]:
     """Every part of a tensor that a checkpoint of this config must hold, in table order.
 
     Raises InputError for a parameter that the table has no name for.
@@ -121,24 +121,24 @@ def locations(table: Iterable[Slot], config: DecoderConfig) -> Iterator[Location
         )[0]
     }
     found = []
-    for slot in table:
-        if slot.tied not in (None, config.tie_word_embeddings):
+    for entry in table:
+        if entry.tied not in (None, config.tie_word_embeddings):
             continue
-        if slot.path[0] != "layers":
-            shape = lookup(shapes, slot.path)
+        if entry.path[0] != "layers":
+            shape = lookup(shapes, entry.path)
             if shape is not None:
-                unnamed.discard(slot.path)
-                found.append(Location(slot.name, slot, None, shape, config.rotary_width))
+                unnamed.discard(entry.path)
+                found.append(Location(entry.name, entry, None, shape, config.rotary_width))
             continue
         for run in config.runs:
-            path = (run.name, *slot.path[1:])
+            path = (run.name, *entry.path[1:])
             shape = lookup(shapes, path)
             if shape is None:
                 continue
             unnamed.discard(path)
             for layer in range(run.first, run.first + run.count):
-                of_layer = slot._replace(name=slot.name.replace("{layer}", str(layer)))
-                for location in of_slot(of_layer, shape[1:], config.rotary_width):
+                of_layer = entry._replace(name=entry.name.replace("{layer}", str(layer)))
+                for location in of_entry(of_layer, shape[1:], config.rotary_width):
                     found.append(location._replace(layer=layer, run=(run.name, run.first)))
     if unnamed:
         raise InputError(
@@ -148,15 +148,15 @@ def locations(table: Iterable[Slot], config: DecoderConfig) -> Iterator[Location
     yield from found
 
 
-def of_slot(slot: Slot, shape: Shape, rotary_width: int) -> Iterator[Location]:
+def of_entry(entry: TensorEntry, shape: Shape, rotary_width: int) -> Iterator[Location]:
     """The locations of a tensor, or of each expert's, whose leaf has that shape in one layer."""
-    if not (slot.merged or "{expert}" in slot.name):
-        yield Location(slot.name, slot, None, shape, rotary_width)
+    if not (entry.merged or "{expert}" in entry.name):
+        yield Location(entry.name, entry, None, shape, rotary_width)
         return
     count, *rest = shape
     for expert in range(count):
-        own = slot._replace(part=(expert, count)) if slot.merged else slot
-        name = slot.name.replace("{expert}", str(expert))
+        own = entry._replace(part=(expert, count)) if entry.merged else entry
+        name = entry.name.replace("{expert}", str(expert))
         yield Location(name, own, None, tuple(rest), rotary_width, expert=expert)
 
 
@@ -184,7 +184,7 @@ def allocate(config: DecoderConfig, dtype: np.dtype, scan_layers: bool = True) -
 
 def match(
     source: str,
-    table: Iterable[Slot],
+    table: Iterable[TensorEntry],
     config: DecoderConfig,
     found: dict[str, Shape],
     *,
@@ -209,7 +209,7 @@ def match(
     wrong = []
     for name in wanted.keys() & found.keys():
         want, have = wanted[name].stored_shape, found[name]
-        padded = wanted[name].slot.path[0] in ("embed", "head") and len(have) == 2
+        padded = wanted[name].entry.path[0] in ("embed", "head") and len(have) == 2
         if have != want and not (padded and have[1] == want[1] and have[0] > want[0]):
             wrong.append(f"{name} {list(have)}, not {list(want)}")
     problems = [

@@ -2,7 +2,7 @@
 
 Files have kernels as rows [out, in], several parts joined in one tensor, transposed ones, and
 rotary halves interleaved, pair by pair; the tree has kernels [in..., out...] and halves one after
-the other. Which of these a tensor has, its `parameter_names.Slot` says.
+the other. Which of these a tensor has, its `parameter_names.TensorEntry` says.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import numpy as np
 from jaxtyping import Shaped
 
 from specjax.errors import InputError
-from specjax.loading.formats.parameter_names import Location, Slot, locations, lookup
+from specjax.loading.formats.parameter_names import Location, TensorEntry, locations, lookup
 from specjax.models.config import DecoderConfig
 
 
 def from_stored(stored: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
     """The tree's array of one tensor in the file's layout; a view where that is possible."""
-    if location.slot.transposed:
+    if location.entry.transposed:
         stored = stored.T
-    index, count = location.slot.part
+    index, count = location.entry.part
     size = len(stored) // count
     return from_rows(stored[index * size : (index + 1) * size], location)
 
@@ -33,34 +33,34 @@ def from_rows(stored: Shaped[np.ndarray, "..."], location: Location) -> Shaped[n
 
     Those of a kernel are [out, in].
     """
-    slot = location.slot
+    entry = location.entry
     stored = stored.reshape(location.rows)
-    if slot.paired:
+    if entry.paired:
         stored = _unpair(stored, location)
-    if slot.added:
-        stored = stored - np.asarray(slot.added, stored.dtype)
-    return (stored.T if slot.in_axes else stored).reshape(location.shape)
+    if entry.added:
+        stored = stored - np.asarray(entry.added, stored.dtype)
+    return (stored.T if entry.in_axes else stored).reshape(location.shape)
 
 
 def stored_view(value: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
     """The tree's array in the axes of the file's rows, half-split; a view."""
     rows, *rest = location.rows
-    return value.reshape(*rest, rows).T if location.slot.in_axes else value.reshape(rows, *rest)
+    return value.reshape(*rest, rows).T if location.entry.in_axes else value.reshape(rows, *rest)
 
 
 def to_stored(value: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
     """The inverse of `from_stored` for one part; `_joined` puts parts together."""
-    slot = location.slot
+    entry = location.entry
     stored = stored_view(value, location)
-    if slot.paired:
+    if entry.paired:
         stored = _pair(stored, location)
-    if slot.added:
-        stored = stored + np.asarray(slot.added, stored.dtype)
-    return stored.T if slot.transposed else stored
+    if entry.added:
+        stored = stored + np.asarray(entry.added, stored.dtype)
+    return stored.T if entry.transposed else stored
 
 
 def stored_tensors(
-    table: Iterable[Slot], config: DecoderConfig, params: dict[str, Any]
+    table: Iterable[TensorEntry], config: DecoderConfig, params: dict[str, Any]
 ) -> dict[str, Shaped[np.ndarray, "..."]]:
     """A model's parameters by the names, and in the layouts, of a table.
 
@@ -82,8 +82,8 @@ def stored_tensors(
 
 def _joined(entries: Sequence[tuple[Location, np.ndarray]]) -> np.ndarray:
     """A file's tensor from its parts, which follow each other along the outputs."""
-    ordered = sorted(entries, key=lambda entry: entry[0].slot.part)
-    axis = -1 if ordered[0][0].slot.transposed else 0
+    ordered = sorted(entries, key=lambda pair: pair[0].entry.part)
+    axis = -1 if ordered[0][0].entry.transposed else 0
     joined = np.concatenate([part for _, part in ordered], axis=axis)
     return np.ascontiguousarray(joined.reshape(ordered[0][0].stored_shape))
 

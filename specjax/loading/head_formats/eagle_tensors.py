@@ -47,8 +47,8 @@ def locations(config: EagleConfig, layer: str) -> dict[str, parameter_names.Loca
         for leaf, shape in (parameter_names.lookup(shapes, path) or {}).items():
             inputs = 0 if leaf != "kernel" else 2 if path[-1] == "output" else 1
             name = f"{module}.{'bias' if leaf == 'bias' else 'weight'}"
-            slot = parameter_names.Slot(name, (*path, leaf), inputs)
-            found[name] = parameter_names.Location(name, slot, None, shape)
+            entry = parameter_names.TensorEntry(name, (*path, leaf), inputs)
+            found[name] = parameter_names.Location(name, entry, None, shape)
     return found
 
 
@@ -58,7 +58,7 @@ def named_tensors(head: Head, layer: str) -> dict[str, np.ndarray]:
     assert isinstance(config, EagleConfig)
     tensors = {
         name: tensor_layout.to_stored(
-            np.asarray(parameter_names.lookup(head.params, location.slot.path)), location
+            np.asarray(parameter_names.lookup(head.params, location.entry.path)), location
         )
         for name, location in locations(config, layer).items()
     }
@@ -115,7 +115,7 @@ def read_params(
     match(where, tensors, {name: location.stored_shape for name, location in table.items()}, extra)
     params: dict[str, Any] = {}
     for name, location in table.items():
-        *path, leaf = location.slot.path
+        *path, leaf = location.entry.path
         node = params
         for key in path:
             node = node.setdefault(key, {})

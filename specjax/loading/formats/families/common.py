@@ -10,7 +10,7 @@ from typing import Any
 from specjax.errors import InputError, shown
 from specjax.loading.formats.huggingface_rope import read_rope, write_rope
 from specjax.loading.formats.json_fields import Fields
-from specjax.loading.formats.parameter_names import Slot
+from specjax.loading.formats.parameter_names import TensorEntry
 from specjax.models.config import MOST_LAYERS, DecoderConfig, SlidingWindow
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -107,8 +107,8 @@ def table(
     norms_added: int = 0,
     fused: Collection[Sequence[str]] = (),
     names_of_experts: Mapping[tuple[str, ...], str] = MappingProxyType({}),
-) -> tuple[Slot, ...]:
-    """The slots of a format, from the names of its modules.
+) -> tuple[TensorEntry, ...]:
+    """The entries of a format, from the names of its modules.
 
     `paired` says that rotated dimensions of queries and keys are stored as neighbours, `transposed`
     that kernels are stored [in, out], `norms_added` what the file's norm scales have more than the
@@ -116,29 +116,31 @@ def table(
     `names_of_experts` are whole names by the location within the MLP (`expert_names`); those of
     experts without `{expert}` are of tensors that hold all of them.
     """
-    slots = [
-        Slot(names["embed"] + ".weight", ("head", "kernel"), 1, tied=True),
-        Slot(names["embed"] + ".weight", ("embed", "embedding"), tied=False),
-        Slot(names["head"] + ".weight", ("head", "kernel"), 1, tied=False),
+    entries = [
+        TensorEntry(names["embed"] + ".weight", ("head", "kernel"), 1, tied=True),
+        TensorEntry(names["embed"] + ".weight", ("embed", "embedding"), tied=False),
+        TensorEntry(names["head"] + ".weight", ("head", "kernel"), 1, tied=False),
     ]
     for part in _NORMS:
         if part in names:
             inside = ("attention",) if part in ("query_norm", "key_norm") else ()
             path = (part,) if part == "final_norm" else ("layers", *inside, part)
-            slots.append(Slot(names[part] + ".weight", (*path, "scale"), added=norms_added))
-            slots.append(Slot(names[part] + ".bias", (*path, "bias")))
+            entries.append(
+                TensorEntry(names[part] + ".weight", (*path, "scale"), added=norms_added)
+            )
+            entries.append(TensorEntry(names[part] + ".bias", (*path, "bias")))
     for path, name in sorted(names_of_experts.items()):
         in_axes = 0 if path[-1] == "selection_bias" else 1
         merged = path[0] == "experts" and "{expert}" not in name
-        slots.append(Slot(name, ("layers", "mlp", *path), in_axes, merged=merged))
+        entries.append(TensorEntry(name, ("layers", "mlp", *path), in_axes, merged=merged))
     positions = {part: (group.index(part), len(group)) for group in fused for part in group}
     for part, (block, in_axes) in _LINEAR.items():
         if part not in names:
             continue
         turned, share = paired and part in ("query", "key"), positions.get(part, (0, 1))
         path = ("layers", block, part)
-        slots.append(
-            Slot(
+        entries.append(
+            TensorEntry(
                 names[part] + ".weight",
                 (*path, "kernel"),
                 in_axes,
@@ -147,10 +149,10 @@ def table(
                 transposed=transposed,
             )
         )
-        slots.append(Slot(names[part] + ".bias", (*path, "bias"), 0, turned, part=share))
+        entries.append(TensorEntry(names[part] + ".bias", (*path, "bias"), 0, turned, part=share))
     if "positions" in names:
-        slots.append(Slot(names["positions"] + ".weight", ("positions", "embedding")))
-    return tuple(slots)
+        entries.append(TensorEntry(names["positions"] + ".weight", ("positions", "embedding")))
+    return tuple(entries)
 
 
 def read_sizes(

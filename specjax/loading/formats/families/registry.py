@@ -18,7 +18,7 @@ from specjax.loading.formats.families import (
     qwen3_moe,
 )
 from specjax.loading.formats.family import Family
-from specjax.loading.formats.parameter_names import Slot
+from specjax.loading.formats.parameter_names import TensorEntry
 from specjax.models.config import DecoderConfig
 
 FAMILIES: dict[str, Family] = {
@@ -70,6 +70,6 @@ def gguf_architectures() -> dict[str, list[Family]]:
     return found
 
 
-def tensors(config: DecoderConfig) -> tuple[Slot, ...]:
+def tensors(config: DecoderConfig) -> tuple[TensorEntry, ...]:
     """The names of a decoder's tensors in Hugging Face's layout."""
     return family(config.family).tensors
