@@ -37,7 +37,7 @@ class Rows:
     key: Key[Array, "B"]
     sampling: Sampling
     max_length: Int[Array, "B"]
-    stop_ids: Int[Array, "B E"]
+    stop_ids: Int[Array, "B stops"]
     replay: Replay | None = None
 
 

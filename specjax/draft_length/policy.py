@@ -50,9 +50,9 @@ class Costs:
     """
 
     passes: Float[Array | np.ndarray, "widths"]
-    first: Float[Array | np.ndarray, "D"]
-    further: Float[Array | np.ndarray, "D"]
-    catch_up: Float[Array | np.ndarray, "D"]
+    first: Float[Array | np.ndarray, "drafters"]
+    further: Float[Array | np.ndarray, "drafters"]
+    catch_up: Float[Array | np.ndarray, "drafters"]
 
     def of_share(self, widths: tuple[int, ...], share: float) -> Costs:
         """Those of rounds whose passes, at the compiled `widths`, are over a share of the rows.
@@ -79,9 +79,9 @@ class Work:
     """
 
     passes: Int[Array | np.ndarray, "widths"]
-    first: Int[Array | np.ndarray, "D"]
-    further: Int[Array | np.ndarray, "D"]
-    catch_up: Int[Array | np.ndarray, "D"]
+    first: Int[Array | np.ndarray, "drafters"]
+    further: Int[Array | np.ndarray, "drafters"]
+    catch_up: Int[Array | np.ndarray, "drafters"]
     partial: Int[Array | np.ndarray, ""]
 
     def counts(self) -> Float[np.ndarray, "parts"]:
@@ -102,7 +102,7 @@ class LengthDecision:
     each row is worth.
     """
 
-    chances: Float[Array, "K C"]
+    chances: Float[Array, "K classes"]
     expected: Float[Array, "K"]
     nodes: Float[Array, "N"]
     rate: Float[Array, ""]
@@ -248,8 +248,8 @@ class Policy:
     survival: Survival
     earned: Float[Array, ""]
     spent: Float[Array, ""]
-    idle_rounds: Int[Array, "D"]
-    forced: Int[Array, "D"]
+    idle_rounds: Int[Array, "drafters"]
+    forced: Int[Array, "drafters"]
     narrowest: Int[Array, ""]
     all_rows: Bool[Array, ""]
 
@@ -264,7 +264,7 @@ class Policy:
         return (self.forced != NOT_FORCED).any() | (self.narrowest > 0)
 
     @property
-    def free(self) -> Bool[Array, "D"]:
+    def free(self) -> Bool[Array, "drafters"]:
         """The drafters that cost so little that it need not pay to run them."""
         return self.costs.first < _FREE * self.costs.passes[0]
 
@@ -290,10 +290,10 @@ class Policy:
         weight: Float[Array, "B"],
         emitted: Int[Array, "B"],
         width: Int[Array, ""],
-        drafted: Bool[Array, "D"],
-        first: Int[Array, "D"],
-        further: Int[Array, "D"],
-        catch_up: Int[Array, "D"],
+        drafted: Bool[Array, "drafters"],
+        first: Int[Array, "drafters"],
+        further: Int[Array, "drafters"],
+        catch_up: Int[Array, "drafters"],
         learned: Survival,
         costs: Costs,
         partial: Bool[Array, ""],

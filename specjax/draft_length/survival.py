@@ -41,19 +41,19 @@ class Survival:
     nothing was drafted. `proposed` and `accepted` count nodes by their number in the draft.
     """
 
-    tested: Float[Array, "D K C"]
-    passed: Float[Array, "D K C"]
-    declined: Float[Array, "D"]
-    proposed: Float[Array, "D N"]
-    accepted: Float[Array, "D N"]
+    tested: Float[Array, "drafters K classes"]
+    passed: Float[Array, "drafters K classes"]
+    declined: Float[Array, "drafters"]
+    proposed: Float[Array, "drafters N"]
+    accepted: Float[Array, "drafters N"]
 
 
 @struct.dataclass
 class RowHistory:
     """Decayed sums over a row's tested draft tokens, by drafter: chances, and what passed."""
 
-    expected: Float[Array, "B D"]
-    passed: Float[Array, "B D"]
+    expected: Float[Array, "B drafters"]
+    passed: Float[Array, "B drafters"]
 
 
 def no_survival(drafters: int, longest: int, nodes: int) -> Survival:
@@ -72,7 +72,7 @@ def confidence_class(confidence: Float[Array, "*shape"]) -> Int[Array, "*shape"]
     return jnp.searchsorted(np.asarray(EDGES, np.float32), confidence, side="right")
 
 
-def chances(survival: Survival) -> Float[Array, "D K C"]:
+def chances(survival: Survival) -> Float[Array, "drafters K classes"]:
     """The chance that a token passes whose ancestors did, by drafter, depth and class.
 
     What was seen at one depth is complemented by all depths, and that by a belief of no evidence.
@@ -84,7 +84,7 @@ def chances(survival: Survival) -> Float[Array, "D K C"]:
     return passed / (survival.tested + _PRIOR_WEIGHT)
 
 
-def expected_chances(survival: Survival) -> Float[Array, "D K"]:
+def expected_chances(survival: Survival) -> Float[Array, "drafters K"]:
     """The same of tokens whose confidence is not known yet."""
     passed, tested = survival.passed.sum(axis=2), survival.tested.sum(axis=2)
     everywhere = (passed.sum(axis=1) + _EXPECTED_WEIGHT * UNKNOWN) / (
@@ -93,20 +93,22 @@ def expected_chances(survival: Survival) -> Float[Array, "D K"]:
     return (passed + _EXPECTED_WEIGHT * everywhere[:, None]) / (tested + _EXPECTED_WEIGHT)
 
 
-def node_chances(survival: Survival) -> Float[Array, "D N"]:
+def node_chances(survival: Survival) -> Float[Array, "drafters N"]:
     """The chance that a node is on the accepted path, by drafter and number."""
     number = jnp.arange(1, survival.proposed.shape[1] + 1)
     before = _EXPECTED_WEIGHT * _FIRST_NODE / number
     return (survival.accepted + before[None, :]) / (survival.proposed + _EXPECTED_WEIGHT)
 
 
-def draft_rate(survival: Survival) -> Float[Array, "D"]:
+def draft_rate(survival: Survival) -> Float[Array, "drafters"]:
     """How often a drafter that runs drafts: it may find nothing, or be too unsure."""
     drafted = survival.tested[:, 0].sum(axis=1) + 1.0
     return drafted / (drafted + survival.declined)
 
 
-def row_factor(history: RowHistory, before: Float[Array, ""] | float = 1.0) -> Float[Array, "B D"]:
+def row_factor(
+    history: RowHistory, before: Float[Array, ""] | float = 1.0
+) -> Float[Array, "B drafters"]:
     """How much more or less than expected each row accepts of each drafter.
 
     `before` is what is believed of rows that nothing is known of.
@@ -122,7 +124,7 @@ def chance(
 
 
 def decline(
-    survival: Survival, declined: Int[Array, "D"], rounds: Int[Array, ""] | int
+    survival: Survival, declined: Int[Array, "drafters"], rounds: Int[Array, ""] | int
 ) -> Survival:
     """What is known after so many rounds in which each drafter found nothing in `declined` rows."""
     keep = jnp.where(declined > 0, _MEMORY**rounds, 1.0)
@@ -145,7 +147,7 @@ def observe(
     valid: Bool[Array, "B N"],
     tested: Bool[Array, "B N"],
     passed: Bool[Array, "B N"],
-    declined: Int[Array, "D"],
+    declined: Int[Array, "drafters"],
 ) -> tuple[Survival, RowHistory]:
     """Both after a round in which `drafter` (-1: none) drafted the `valid` nodes of each row.
 

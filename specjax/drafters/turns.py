@@ -53,9 +53,9 @@ class Proposal(NamedTuple):
     draft: Draft
     state: tuple[PartState, ...]
     drafter: Int[Array, "B"]
-    first: Int[Array, "D"]
-    further: Int[Array, "D"]
-    catch_up: Int[Array, "D"]
+    first: Int[Array, "drafters"]
+    further: Int[Array, "drafters"]
+    catch_up: Int[Array, "drafters"]
 
 
 class Intention(NamedTuple):
@@ -68,8 +68,8 @@ class Intention(NamedTuple):
 
     drafts: Bool[Array, ""]
     room: Int[Array, ""]
-    ran: Bool[Array, "D"]
-    found: Bool[Array, "D"]
+    ran: Bool[Array, "drafters"]
+    found: Bool[Array, "drafters"]
 
 
 @dataclass(frozen=True)

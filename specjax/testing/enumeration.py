@@ -31,8 +31,8 @@ Table = tuple[Float[np.ndarray, "_ V"], ...]
 
 
 Decide = Callable[
-    [sampling.Drafted, sampling.Distributions, Float[Array, "R N"]],
-    tuple[Int[Array, "R"], Float[Array, "R V"]],
+    [sampling.Drafted, sampling.Distributions, Float[Array, "drafts N"]],
+    tuple[Int[Array, "drafts"], Float[Array, "drafts V"]],
 ]
 """(draft, target, uniforms by node) -> the last accepted slot, log-probabilities after it."""
 
@@ -128,8 +128,10 @@ def walks(drafts: Drafts) -> Outcomes:
 
     @jax.jit
     def run(
-        tokens: Int[Array, "R N"], valid: Bool[Array, "R N"], winners: Int[Array, "R _"]
-    ) -> tuple[Int[Array, "R"], Int[Array, "R _"]]:
+        tokens: Int[Array, "drafts N"],
+        valid: Bool[Array, "drafts N"],
+        winners: Int[Array, "drafts _"],
+    ) -> tuple[Int[Array, "drafts"], Int[Array, "drafts _"]]:
         drafted = _drafted(nothing_sampled, tokens, valid, None)
         done = sampling.walk(drafted, lambda slots, depth: sampling.pick(winners, depth))
         return done.next_token, jnp.pad(jnp.maximum(done.path_slots, 0), ((0, 0), (1, 0)))
@@ -192,12 +194,12 @@ class _Run:
     def of(cls, rule: Decide, drafts: Drafts) -> _Run:
         @jax.jit
         def call(
-            tokens: Int[Array, "R N"],
-            valid: Bool[Array, "R N"],
-            logp: Float[Array, "R W V"],
-            logq: Float[Array, "R W V"],
-            uniforms: Float[Array, "R N"],
-        ) -> tuple[Int[Array, "R"], Float[Array, "R V"]]:
+            tokens: Int[Array, "drafts N"],
+            valid: Bool[Array, "drafts N"],
+            logp: Float[Array, "drafts W V"],
+            logq: Float[Array, "drafts W V"],
+            uniforms: Float[Array, "drafts N"],
+        ) -> tuple[Int[Array, "drafts"], Float[Array, "drafts V"]]:
             drafted = _drafted(drafts, tokens, valid, logq)
             slot, next_logp = rule(drafted, sampling.by_slot(logp), uniforms)
             return slot, jnp.exp(next_logp)
@@ -205,8 +207,8 @@ class _Run:
         return cls(call, drafts)
 
     def __call__(
-        self, item: Int[np.ndarray, "R"], uniforms: Float[np.ndarray, "R N"]
-    ) -> tuple[Int[np.ndarray, "R"], Float[np.ndarray, "R V"]]:
+        self, item: Int[np.ndarray, "drafts"], uniforms: Float[np.ndarray, "drafts N"]
+    ) -> tuple[Int[np.ndarray, "drafts"], Float[np.ndarray, "drafts V"]]:
         drafts = self.drafts
         with jax.enable_x64(True):
             return _chunked(
@@ -220,9 +222,9 @@ class _Run:
 
 def _drafted(
     drafts: Drafts,
-    tokens: Int[Array, "R N"],
-    valid: Bool[Array, "R N"],
-    logq: Float[Array, "R W V"] | None,
+    tokens: Int[Array, "drafts N"],
+    valid: Bool[Array, "drafts N"],
+    logq: Float[Array, "drafts W V"] | None,
 ) -> sampling.Drafted:
     """Some of the drafts, as rules see them: a sampled node has its parent's row of q."""
     parents = np.array(drafts.topology.parents, np.int32)

@@ -21,7 +21,7 @@ from specjax.trees.topology import Topology
 Path = tuple[int, ...]
 """A node as the ranks on the way to it from the root: (0,) is the likeliest first token, (0, 1) the
 second likeliest after it."""
-Rates = Sequence[Sequence[float] | Float[np.ndarray, "R"]] | Float[np.ndarray, "D R"]
+Rates = Sequence[Sequence[float] | Float[np.ndarray, "ranks"]] | Float[np.ndarray, "depths ranks"]
 """[d][r]: the chance that the candidate of rank r at depth d (from 0) is the target's, given that
 its parent is."""
 
