@@ -220,23 +220,22 @@ def _last_float(
     """The largest float in [0, top] at which `holds` is true.
 
     It holds at 0 and, once false, stays false. Non-negative floats are ordered as their bits are,
-    so bisecting the bits finds it exactly, in at most as many steps as there are bits, where a sort
-    would cost twenty times as much.
+    so bisecting the bits finds it exactly, in as many steps as there are bits, where a sort would
+    cost twenty times as much. The number of steps is fixed: a loop that waits for data would stall
+    an accelerator in each.
     """
     dtype = like.dtype
-    bits = {4: jnp.int32, 8: jnp.int64}[dtype.itemsize]
-    low = jnp.zeros(like.shape, bits)
-    high = jnp.full(like.shape, lax.bitcast_convert_type(jnp.asarray(top, dtype), bits) + 1)
+    bits = {4: np.int32, 8: np.int64}[dtype.itemsize]
+    end = int(np.asarray(top, dtype).view(bits)) + 1
+    low, high = jnp.zeros(like.shape, bits), jnp.full(like.shape, end, bits)
 
-    def halve(bracket: tuple[Array, Array]) -> tuple[Array, Array]:
+    def halve(_: Int[Array, ""] | int, bracket: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bracket
         middle = low + (high - low) // 2
         ok = holds(lax.bitcast_convert_type(middle, dtype))
         return jnp.where(ok, middle, low), jnp.where(ok, high, middle)
 
-    low, _ = lax.while_loop(
-        lambda bracket: jnp.any(bracket[1] - bracket[0] > 1), halve, (low, high)
-    )
+    low, _ = lax.fori_loop(0, end.bit_length(), halve, (low, high))
     return lax.bitcast_convert_type(low, dtype)
 
 
