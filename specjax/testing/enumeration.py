@@ -40,17 +40,18 @@ Decide = Callable[
 class Drafts(NamedTuple):
     """Drafted trees of one shape, their distributions, their groups and their weights.
 
-    `logp` and `logq` are the target's and the draft's by slot; `sampled` says which nodes were
-    drawn from the row of their parent. A group is what one distribution of outputs is computed for:
-    all drafts of a sampled distribution together, or one deterministic draft alone.
+    `logp` and `logq` are the target's and the drafters' by slot, `logq` W rows of each drafter;
+    `drafter` says which drafter's row of its parent each node was drawn from, -1 where it was not
+    drawn. A group is what one distribution of outputs is computed for: all drafts of a sampled
+    distribution together, or one deterministic draft alone.
     """
 
     topology: Topology
-    sampled: Bool[np.ndarray, "N"]
+    drafter: Int[np.ndarray, "N"]
     tokens: Int[np.ndarray, "I N"]
     valid: Bool[np.ndarray, "I N"]
     logp: Float[np.ndarray, "I W V"]
-    logq: Float[np.ndarray, "I W V"]
+    logq: Float[np.ndarray, "I Q V"]
     group: Int[np.ndarray, "I"]
     weight: Float[np.ndarray, "I"]
 
@@ -124,7 +125,7 @@ def walks(drafts: Drafts) -> Outcomes:
     """Every outcome of `sampling.walk`: noise that makes a token win, as often as p draws it."""
     depth, vocab = drafts.topology.depth, drafts.logp.shape[-1]
     winners = all_tokens(vocab, depth + 1)
-    nothing_sampled = drafts._replace(sampled=np.zeros_like(drafts.sampled))
+    nothing_sampled = drafts._replace(drafter=np.full_like(drafts.drafter, -1))
 
     @jax.jit
     def run(
@@ -197,7 +198,7 @@ class _Run:
             tokens: Int[Array, "drafts N"],
             valid: Bool[Array, "drafts N"],
             logp: Float[Array, "drafts W V"],
-            logq: Float[Array, "drafts W V"],
+            logq: Float[Array, "drafts Q V"],
             uniforms: Float[Array, "drafts N"],
         ) -> tuple[Int[Array, "drafts"], Float[Array, "drafts V"]]:
             drafted = _drafted(drafts, tokens, valid, logq)
@@ -224,11 +225,12 @@ def _drafted(
     drafts: Drafts,
     tokens: Int[Array, "drafts N"],
     valid: Bool[Array, "drafts N"],
-    logq: Float[Array, "drafts W V"] | None,
+    logq: Float[Array, "drafts Q V"] | None,
 ) -> sampling.Drafted:
-    """Some of the drafts, as rules see them: a sampled node has its parent's row of q."""
+    """Some of the drafts, as rules see them: a drawn node has its drafter's row of its parent."""
     parents = np.array(drafts.topology.parents, np.int32)
-    row = jnp.broadcast_to(jnp.where(drafts.sampled, parents, -1), tokens.shape)
+    row = np.where(drafts.drafter >= 0, parents + drafts.topology.width * drafts.drafter, -1)
+    row = jnp.broadcast_to(jnp.asarray(row, jnp.int32), tokens.shape)
     depth = drafts.topology.depth
     return sampling.Drafted(tokens, valid, drafts.topology.parents, depth, row, logq)
 

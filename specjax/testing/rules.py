@@ -105,7 +105,7 @@ def check_rule(
 
     With a `topology` of branches, which `rejection`, `coupled` and `typical` take, its nodes are
     drawn without replacement from q, or are any tokens, or the first of siblings is drawn and the
-    others are any.
+    others are any, or are drawn from another drafter's q, so that they may have the same tokens.
 
     All drafts of up to `length` tokens are tried on many distributions (p = q, disjoint supports,
     zeros, one-hot, reduced draft vocabularies, random ones by context), sampled and deterministic,
@@ -121,12 +121,12 @@ def check_rule(
         topology = chain_topology(len(distributions[0].q))
     found = []
     try:
-        for sampled in _mixtures(topology):
-            drafts = _drafts(topology, sampled, distributions, valid)
+        for drafter in _mixtures(topology):
+            drafts = _drafts(topology, drafter, distributions, valid)
             if not isinstance(rule, sampling.Coupled):
                 found.append((drafts, decisions(_decide(rule, topology), drafts[0])))
             # Drafts without distributions take this way.
-            if isinstance(rule, sampling.Coupled | sampling.Rejection) and not sampled.any():
+            if isinstance(rule, sampling.Coupled | sampling.Rejection) and (drafter < 0).all():
                 found.append((drafts, walks(drafts[0])))
     except NotAStepFunction:
         counterexample = (
@@ -137,14 +137,17 @@ def check_rule(
     return _compare(found)
 
 
-def _mixtures(topology: Topology) -> list[Bool[np.ndarray, "N"]]:
-    """Which nodes are drawn: all, none, and in a tree also the first child of each parent alone."""
+def _mixtures(topology: Topology) -> list[Int[np.ndarray, "N"]]:
+    """Which drafter draws each node, -1 for none: one draws all, or none.
+
+    In a tree also the first child of each parent alone, the others being any tokens or those of a
+    second drafter.
+    """
     nodes = topology.num_nodes
-    tried = [np.ones(nodes, bool), np.zeros(nodes, bool)]
+    tried = [np.zeros(nodes, int), np.full(nodes, -1)]
     if not topology.is_chain:
-        tried.append(
-            np.array([p not in topology.parents[:i] for i, p in enumerate(topology.parents)])
-        )
+        first = [p not in topology.parents[:i] for i, p in enumerate(topology.parents)]
+        tried += [np.where(first, 0, other) for other in (-1, 1)]
     return tried
 
 
@@ -237,20 +240,25 @@ def _kept(
 
 def _drafts(
     topology: Topology,
-    sampled: Bool[np.ndarray, "N"],
+    drafter: Int[np.ndarray, "N"],
     distributions: list[DistributionPair],
     valid: Valid | None,
 ) -> tuple[Drafts, list[_Group]]:
-    """Every draft of a shape, its `sampled` nodes weighted by q; the others may be any tokens."""
+    """Every draft of a shape, nodes that a drafter drew weighted by q; others may be any tokens."""
     drafts, groups = [], []
+    sampled = drafter >= 0
+    source = "q" if drafter.max() < 1 else "the q of two drafters"
     for pair in distributions:
         vocab = pair.p[0].shape[-1]
         tokens = all_tokens(vocab, topology.num_nodes)
         p = distributions_by_slot(pair.p, topology, tokens)
         q = distributions_by_slot(pair.q, topology, tokens)
-        weight, possible = _weights(topology, sampled, tokens, q)
+        # A second drafter's q: the first one's, of other tokens.
+        by_drafter = np.stack([q, np.roll(q, 1, axis=-1)][: max(int(drafter.max()), 0) + 1], axis=1)
+        weight, possible = _weights(topology, drafter, tokens, by_drafter)
         drawn = weight > 0
-        tokens, p, q = tokens[drawn], p[drawn], q[drawn]
+        tokens, p, by_drafter = tokens[drawn], p[drawn], by_drafter[drawn]
+        q = by_drafter.reshape(len(tokens), -1, vocab)
         weight, possible = weight[drawn], possible[drawn]
         # One group for each way that the nodes may be which are not drawn.
         fixed, group = np.zeros((1, 0), int), np.zeros(len(tokens), int)
@@ -258,13 +266,13 @@ def _drafts(
             fixed, group = np.unique(tokens[:, ~sampled], axis=0, return_inverse=True)
         for name, kept in _kept(topology, valid, tokens, q):
             names = [
-                f"{name} of the deterministic {draft.tolist()}" if draft.size else f"{name} from q"
-                for draft in fixed
+                f"{name} {f'of the deterministic {one.tolist()}' if one.size else f'from {source}'}"
+                for one in fixed
             ]
             drafts.append(
                 Drafts(
                     topology,
-                    sampled,
+                    drafter,
                     tokens,
                     kept & possible,
                     _log(p),
@@ -275,30 +283,30 @@ def _drafts(
             )
             groups.extend(_Group(pair, name, sampled=bool(sampled.any())) for name in names)
     parts = zip(*(one[2:] for one in drafts), strict=True)
-    return Drafts(topology, sampled, *(np.concatenate(part) for part in parts)), groups
+    return Drafts(topology, drafter, *(np.concatenate(part) for part in parts)), groups
 
 
 def _weights(
     topology: Topology,
-    sampled: Bool[np.ndarray, "N"],
+    drafter: Int[np.ndarray, "N"],
     tokens: Int[np.ndarray, "I N"],
-    q: Float[np.ndarray, "I W V"],
+    q: Float[np.ndarray, "I drafters W V"],
 ) -> tuple[Float[np.ndarray, "I"], Bool[np.ndarray, "I N"]]:
     """How likely the drawn tokens are, and which nodes there are.
 
-    Siblings are drawn without replacement; where q has nothing left there is no node, and nothing
-    below it. Of what stands there in its place one filler counts.
+    A drafter draws siblings without replacement; where its q has nothing left there is no node, and
+    nothing below it. Of what stands there in its place one filler counts.
     """
     count, nodes = tokens.shape
     weight, possible = np.ones(count), np.ones((count, nodes + 1), bool)
     for node in range(nodes):
         parent = topology.parents[node]
         possible[:, node + 1] = possible[:, parent]
-        if not sampled[node]:
+        if drafter[node] < 0:
             continue
-        left = q[:, parent].copy()
+        left = q[:, drafter[node], parent].copy()
         for before in range(node):
-            if topology.parents[before] == parent and sampled[before]:
+            if topology.parents[before] == parent and drafter[before] == drafter[node]:
                 np.put_along_axis(left, tokens[:, before : before + 1], 0.0, axis=1)
         mass = left.sum(axis=1)
         possible[:, node + 1] &= mass > 0
