@@ -83,6 +83,7 @@ def test_a_stop_token_at_every_position_of_a_path(quality, tiny, plain, request)
         verify="coupled",
         sampling=[drawn(stop_token_ids=(60, stop)) for stop in stops],
         num_speculative_tokens=4,
+        batch_size=LENGTH,
     )
     wanted = [until(tokens, stop) for stop in stops]
     assert got.token_ids == wanted
@@ -203,7 +204,7 @@ def streamed(model, prompts, **options):
 def test_a_stream_adds_up_to_the_generation(rounds, speaking, tiny, unrelated, similar):
     options = dict(
         drafter=drafters(tiny, unrelated, similar)["early_exit"],
-        sampling=mixed(max_new_tokens=20),
+        sampling=mixed(max_new_tokens=20, logprobs=True),
         num_speculative_tokens=3,
         batch_size=5,
         seed=3,
@@ -244,6 +245,7 @@ def test_logprobs_are_those_of_a_full_forward(rule, tiny, unrelated, similar):
             for row, request in enumerate(mixed(max_new_tokens=16))
         ],
         num_speculative_tokens=3,
+        batch_size=5,
     )
     sequences = np.zeros((8, 64), np.int32)
     for row, prompt in enumerate(PROMPTS):
