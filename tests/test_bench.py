@@ -12,11 +12,24 @@ from specjax import bench
 from specjax.cli import bench_run, measure_auto, measure_drafter
 from specjax.decoding import costs
 from specjax.decoding.generate import Generation
+from specjax.drafters import LoadedDrafter, TokenRecycling, make_drafter
+from specjax.drafters.growth.options import TreeOptions
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.loading.load import save_model
 
 
-def test_the_debug_size_reports_every_part(tmp_path, chatty, capsys):
+def test_the_debug_size_reports_every_part(tmp_path, chatty, monkeypatch, capsys):
+    vocabulary = chatty.config.vocab_size
+    tree = TreeOptions(kind="static", topk=2, depth=2, num_nodes=4)
+    small = {
+        "ngram": LoadedDrafter(Ngram(num_speculative_tokens=2)),
+        "token_recycling": LoadedDrafter(TokenRecycling(vocabulary, tree=tree)),
+    }
+    monkeypatch.setattr(
+        bench_run,
+        "make_drafter",
+        lambda name, model, **options: small.get(name) or make_drafter(name, model, **options),
+    )
     save_model(chatty, tmp_path / "model")
     questions = tmp_path / "questions.jsonl"
     questions.write_text('{"question_id": 1, "category": "qa", "turns": ["ab"]}\n')
@@ -29,7 +42,7 @@ def test_the_debug_size_reports_every_part(tmp_path, chatty, capsys):
             "--config.batch_sizes=(1,)",
             "--config.exit_layers=(1,)",
             "--config.num_speculative_tokens=1",
-            "--config.ngram_tokens=2",
+            "--config.ngram_tokens=1",
             "--config.auto.drafters=('ngram', 'token_recycling')",
         ]
     )
