@@ -12,24 +12,20 @@ from specjax import bench
 from specjax.cli import bench_run, measure_auto, measure_drafter
 from specjax.decoding import costs
 from specjax.decoding.generate import Generation
-from specjax.drafters import LoadedDrafter, TokenRecycling, make_drafter
-from specjax.drafters.growth.options import TreeOptions
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.loading.load import save_model
 
 
-def test_the_debug_size_reports_every_part(tmp_path, chatty, monkeypatch, capsys):
-    vocabulary = chatty.config.vocab_size
-    tree = TreeOptions(kind="static", topk=2, depth=2, num_nodes=4)
-    small = {
-        "ngram": LoadedDrafter(Ngram(num_speculative_tokens=2)),
-        "token_recycling": LoadedDrafter(TokenRecycling(vocabulary, tree=tree)),
-    }
-    monkeypatch.setattr(
-        bench_run,
-        "make_drafter",
-        lambda name, model, **options: small.get(name) or make_drafter(name, model, **options),
-    )
+def short(target):
+    """A drafter of one's own, of few draft lengths."""
+    return Ngram(num_speculative_tokens=2)
+
+
+again = short
+"""Another name for it."""
+
+
+def test_the_debug_size_reports_every_part(tmp_path, chatty, capsys):
     save_model(chatty, tmp_path / "model")
     questions = tmp_path / "questions.jsonl"
     questions.write_text('{"question_id": 1, "category": "qa", "turns": ["ab"]}\n')
@@ -43,7 +39,7 @@ def test_the_debug_size_reports_every_part(tmp_path, chatty, monkeypatch, capsys
             "--config.exit_layers=(1,)",
             "--config.num_speculative_tokens=1",
             "--config.ngram_tokens=1",
-            "--config.auto.drafters=('ngram', 'token_recycling')",
+            "--config.auto.drafters=('test_bench:short', 'test_bench:again')",
         ]
     )
     assert code == 0, capsys.readouterr()
@@ -61,10 +57,10 @@ def test_the_debug_size_reports_every_part(tmp_path, chatty, monkeypatch, capsys
         assert one["speedup"] > 0
         assert one["predicted"] > 0
         assert one["efficiency"] == pytest.approx(one["speedup"] / one["predicted"])
-    again, *drafted = report["auto"]
-    assert [cell["drafter"] for cell in drafted] == ["ngram", "token_recycling"]
-    assert (again["drafter"], again["acceptance_length"]) == ("plain, again", 1.0)
-    assert (again["mean_draft"], again["measure_s"]) == (0.0, 0.0)
+    plainly, *drafted = report["auto"]
+    assert [cell["drafter"] for cell in drafted] == ["test_bench:short", "test_bench:again"]
+    assert (plainly["drafter"], plainly["acceptance_length"]) == ("plain, again", 1.0)
+    assert (plainly["mean_draft"], plainly["measure_s"]) == (0.0, 0.0)
     for cell in report["auto"]:
         assert (cell["batch"], cell["identical"]) == (2, True)
         mean, low, high = cell["decoding"]
