@@ -16,6 +16,15 @@ from specjax.drafters.lookup.ngram import Ngram
 from specjax.loading.load import save_model
 
 
+def short(target):
+    """A drafter of one's own, of few draft lengths."""
+    return Ngram(num_speculative_tokens=2)
+
+
+again = short
+"""Another name for it."""
+
+
 def test_the_debug_size_reports_every_part(tmp_path, chatty, capsys):
     save_model(chatty, tmp_path / "model")
     questions = tmp_path / "questions.jsonl"
@@ -29,8 +38,8 @@ def test_the_debug_size_reports_every_part(tmp_path, chatty, capsys):
             "--config.batch_sizes=(1,)",
             "--config.exit_layers=(1,)",
             "--config.num_speculative_tokens=1",
-            "--config.ngram_tokens=2",
-            "--config.auto.drafters=('ngram', 'token_recycling')",
+            "--config.ngram_tokens=1",
+            "--config.auto.drafters=('test_bench:short', 'test_bench:again')",
         ]
     )
     assert code == 0, capsys.readouterr()
@@ -48,10 +57,10 @@ def test_the_debug_size_reports_every_part(tmp_path, chatty, capsys):
         assert one["speedup"] > 0
         assert one["predicted"] > 0
         assert one["efficiency"] == pytest.approx(one["speedup"] / one["predicted"])
-    again, *drafted = report["auto"]
-    assert [cell["drafter"] for cell in drafted] == ["ngram", "token_recycling"]
-    assert (again["drafter"], again["acceptance_length"]) == ("plain, again", 1.0)
-    assert (again["mean_draft"], again["measure_s"]) == (0.0, 0.0)
+    plainly, *drafted = report["auto"]
+    assert [cell["drafter"] for cell in drafted] == ["test_bench:short", "test_bench:again"]
+    assert (plainly["drafter"], plainly["acceptance_length"]) == ("plain, again", 1.0)
+    assert (plainly["mean_draft"], plainly["measure_s"]) == (0.0, 0.0)
     for cell in report["auto"]:
         assert (cell["batch"], cell["identical"]) == (2, True)
         mean, low, high = cell["decoding"]

@@ -83,6 +83,7 @@ def test_a_stop_token_at_every_position_of_a_path(quality, tiny, plain, request)
         verify="coupled",
         sampling=[drawn(stop_token_ids=(60, stop)) for stop in stops],
         num_speculative_tokens=4,
+        batch_size=LENGTH,
     )
     wanted = [until(tokens, stop) for stop in stops]
     assert got.token_ids == wanted
@@ -203,7 +204,7 @@ def streamed(model, prompts, **options):
 def test_a_stream_adds_up_to_the_generation(rounds, speaking, tiny, unrelated, similar):
     options = dict(
         drafter=drafters(tiny, unrelated, similar)["early_exit"],
-        sampling=mixed(max_new_tokens=20),
+        sampling=mixed(max_new_tokens=20, logprobs=True),
         num_speculative_tokens=3,
         batch_size=5,
         seed=3,
@@ -244,6 +245,7 @@ def test_logprobs_are_those_of_a_full_forward(rule, tiny, unrelated, similar):
             for row, request in enumerate(mixed(max_new_tokens=16))
         ],
         num_speculative_tokens=3,
+        batch_size=5,
     )
     sequences = np.zeros((8, 64), np.int32)
     for row, prompt in enumerate(PROMPTS):
@@ -262,16 +264,19 @@ def test_logprobs_are_those_of_a_full_forward(rule, tiny, unrelated, similar):
 def test_seeds_belong_to_requests(rule, tiny, unrelated, similar):
     """With its own seed a request's output does not depend on its index; without, it does."""
     drafter = drafters(tiny, unrelated, similar)["early_exit"]
-    options = dict(drafter=drafter, verify=rule, num_speculative_tokens=1)
+    options = dict(drafter=drafter, verify=rule, num_speculative_tokens=3, batch_size=5)
     seeds = [None, 5, None, 5, 6]
-    requests = [drawn(seed=seed) for seed in seeds]
-    first = decode(tiny, [PROMPT] * 5, sampling=requests, seed=0, **options)
+    # As many kinds of requests as above: the programs are the same.
+    kinds = dict(top_k=40, top_p=0.99, min_p=0.001, logprobs=True)
+    requests = [drawn(seed=seed, **kinds) for seed in seeds]
+    requests.append(greedy(max_new_tokens=LENGTH))
+    first = decode(tiny, [PROMPT] * 6, sampling=requests, seed=0, **options)
     assert first.token_ids[1] == first.token_ids[3]
     others = [first.token_ids[row] for row in (0, 1, 2, 4)]
     assert all(a != b for i, a in enumerate(others) for b in others[:i])
-    again = decode(tiny, [PROMPT] * 5, sampling=requests, seed=1, **options)
+    again = decode(tiny, [PROMPT] * 6, sampling=requests, seed=1, **options)
     same = [a == b for a, b in zip(first.token_ids, again.token_ids, strict=True)]
-    assert same == [False, True, False, True, True]
+    assert same == [False, True, False, True, True, True]
 
 
 def test_the_next_step_is_under_way_unless_the_host_decides(speaking):

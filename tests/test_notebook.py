@@ -1,10 +1,18 @@
 """The notebooks run from top to bottom and show what they say."""
 
+import ast
+import contextlib
+import io
 from pathlib import Path
 
 import nbformat
 import pytest
+from conftest import slow
+from heads import eagle_head
 from nbclient import NotebookClient
+
+import specjax
+from specjax.drafters import head_drafter
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -34,6 +42,25 @@ def execute(notebook):
     return shown(notebook)
 
 
+def execute_here(notebook):
+    """The same in this process, where a test's own models can take the place of large ones."""
+    names, outputs = {}, []
+    for cell in notebook.cells:
+        if cell.cell_type != "code":
+            continue
+        *lines, last = ast.parse(cell.source).body
+        shows = isinstance(last, ast.Expr)
+        body = lines if shows else [*lines, last]
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(compile(ast.Module(body, []), "cell", "exec"), names)
+            if shows:
+                shown = eval(compile(ast.Expression(last.value), "cell", "eval"), names)
+                if shown is not None:
+                    print(getattr(shown, "data", shown))
+        outputs.append(out.getvalue())
+    return [text for text in outputs if text]
+
+
 @pytest.mark.slow  # as a round of a tree, below
 def test_one_round_runs():
     outputs = execute(read("one_round.ipynb"))
@@ -53,8 +80,18 @@ def test_extending_runs_and_shows_what_is_stored():
     assert [text.split(",")[0] for text in stored] == [text.split(",")[0] for text in found]
 
 
-def test_a_tree_round_runs():
-    outputs = execute(read("trees.ipynb"))
+@pytest.mark.parametrize("own_model", [True, *slow(False)], ids=["tiny", "default"])
+def test_a_tree_round_runs(own_model, chatty, monkeypatch):
+    """With a tiny model in this process, or as it is, in a kernel."""
+    notebook = read("trees.ipynb")
+    if own_model:
+
+        def make_drafter(name, model, **options):
+            return head_drafter(eagle_head(model), model, **options)
+
+        monkeypatch.setattr(specjax, "load_model", lambda name: chatty)
+        monkeypatch.setattr(specjax, "make_drafter", make_drafter)
+    outputs = execute_here(notebook) if own_model else execute(notebook)
     assert "river" in outputs[0]
     proposed, fate = (text for text in outputs if text.startswith("<svg"))
     assert "#cf222e" not in proposed
