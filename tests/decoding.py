@@ -73,10 +73,8 @@ def make_session(
     sampling=None,
     seed=0,
     replay=None,
-    partial_passes=True,
     **options,
 ):
-    """Without `partial_passes` all passes are over all rows: half as much to compile."""
     requests = SamplingParams() if sampling is None else sampling
     session = plan_session(
         target,
@@ -87,11 +85,9 @@ def make_session(
         seed=seed,
         replay=replay,
     )
-    plan = session.plan
-    if draft_length is not None:
-        plan = dataclasses.replace(plan, draft_length=draft_length)
-    if not partial_passes:
-        plan = dataclasses.replace(plan, partial_rows=None)
+    if draft_length is None:
+        return session
+    plan = dataclasses.replace(session.plan, draft_length=draft_length)
     return dataclasses.replace(session, plan=plan)
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import slow
-from decoding import PROMPTS, decode, draft_model, drafters, make_session, random_distribution
+from decoding import PROMPTS, decode, draft_model, drafters, make_session
 from test_loop_distribution import small_model
 
 from specjax import theory
@@ -16,6 +16,7 @@ from specjax.decoding.generate import decode_session, expected_acceptance, open_
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.draft_length.limits import DraftLength
 from specjax.drafters import take_turns
+from specjax.drafters.lookup.ngram import Ngram
 from specjax.sampling import RULES
 from specjax.testing import Tabular
 from specjax.testing.drafters import conditional_distributions, make_plan
@@ -138,7 +139,6 @@ def test_what_a_run_recorded_predicts_its_acceptance(names, tiny, unrelated, sim
             sampling=SamplingParams(temperature=0.9, max_new_tokens=40),
             num_speculative_tokens=2,
             batch_size=48,
-            partial_passes=False,
         )
         expected = expected_acceptance(make_session(tiny, prompts, **options))
         got = decode(tiny, prompts, **options)
@@ -153,10 +153,9 @@ def test_what_a_run_recorded_predicts_its_acceptance(names, tiny, unrelated, sim
 def test_lengths_that_followed_other_rows_are_those_that_are_predicted(tiny):
     """By the counts of the run: alone, each row would have drafted otherwise."""
     options = dict(
-        drafter=random_distribution(tiny.config.vocab_size),
+        drafter=Ngram(prompt_lookup_min=1),
         sampling=[SamplingParams(temperature=0.9, max_new_tokens=4 + 3 * row) for row in range(8)],
         num_speculative_tokens_per_batch_size=[(1, 3, 2), (4, 8, 0)],
-        partial_passes=False,
     )
     session = make_session(tiny, PROMPTS, batch_size=8, **options)
     # What decodes with the lengths of the ladder, and what records without a replay, is one plan.

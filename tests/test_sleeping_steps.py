@@ -40,15 +40,16 @@ NEW = 72
 
 def made(name, tiny, similar):
     lookup = Ngram(prompt_lookup_min=1, num_speculative_tokens=2)
+    two = functools.partial(head_drafter, num_speculative_tokens=2)
     return {
         "ngram": lambda: lookup,
         "similar": lambda: draft_model(similar, num_speculative_tokens=3),
-        "eagle3": lambda: head_drafter(eagle_head(tiny), tiny, num_speculative_tokens=3),
+        "eagle3": lambda: head_drafter(eagle_head(tiny), tiny, num_speculative_tokens=1),
         "mtp": lambda: head_drafter(mtp_head(tiny), tiny, num_speculative_tokens=1),
         "token_recycling": lambda: TokenRecycling(tiny.config.vocab_size),
-        "turns": lambda: take_turns(lookup, head_drafter(eagle_head(tiny), tiny)),
+        "turns": lambda: take_turns(lookup, two(eagle_head(tiny), tiny)),
         "turns_model": lambda: take_turns(lookup, draft_model(similar, num_speculative_tokens=3)),
-        "turns_medusa": lambda: take_turns(lookup, head_drafter(medusa_head(tiny), tiny)),
+        "turns_medusa": lambda: take_turns(lookup, two(medusa_head(tiny), tiny)),
         # What may never draft is no reason to draft, or to observe.
         "turns_0": lambda: take_turns(lookup, never(head_drafter(eagle_head(tiny), tiny))),
     }[name]()
@@ -128,12 +129,13 @@ def tokens_of(engine):
 def test_rows_of_a_random_rule_can_be_replayed(name, rule, tiny, similar):
     """Plain steps advance each row's noise as rounds that draft nothing do."""
     drafter = made(name, tiny, similar)
-    options = {**OPTIONS, "verify": rule, "partial_passes": False}
+    options = {**OPTIONS, "verify": rule}
     engine = auto_engine(scripted, drafter, tiny, **options)
     outputs = {one.id: one.output for one in engine if one.output is not None}
     assert {slept for slept, _ in engine.costs.seen} == {True, False}
     counts = [outputs[index].rounds for index in range(len(PROMPTS))]
-    assert {0, 1, 2, 3} <= set(np.concatenate([one.drafted for one in counts]).tolist())
+    lengths = set(range(drafter.drafter.num_speculative_tokens + 1))
+    assert lengths <= set(np.concatenate([one.drafted for one in counts]).tolist())
     assert {-1, 0, 1} == set(np.concatenate([one.drafter for one in counts]).tolist())
     most = max(len(one.drafted) for one in counts)
 
@@ -242,8 +244,7 @@ def test_a_lookup_is_tried_again_after_it_slept(tiny):
     drafter = Wrong(prompt_lookup_min=1, num_speculative_tokens=2)
     sampling = SamplingParams(temperature=0.0, max_new_tokens=200)
     dear = functools.partial(Dear, wider=0.3)
-    options = dict(batch_size=8, max_length=None, partial_passes=False)
-    engine = auto_engine(dear, drafter, tiny, sampling=sampling, **options)
+    engine = auto_engine(dear, drafter, tiny, sampling=sampling, batch_size=8, max_length=None)
     drafted = [
         output.rounds.drafted.tolist()
         for output in (one.output for one in engine)
@@ -338,7 +339,7 @@ def caches(state):
 
 def sleeping_session(name, tiny, similar):
     sampling = mixed(max_new_tokens=NEW, **UNFILTERED)[:4]
-    options = dict(num_speculative_tokens="auto", sampling=sampling, partial_passes=False)
+    options = dict(num_speculative_tokens="auto", sampling=sampling)
     return make_session(
         tiny, PROMPTS[:4], drafter=made(name, tiny, similar), batch_size=4, **options
     )
