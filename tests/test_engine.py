@@ -152,14 +152,20 @@ def test_rows_that_come_and_go_give_what_they_give_alone(name, rule, tiny, unrel
             assert (tokens, reason, counts) == wanted[prompt]
 
 
+@pytest.fixture(scope="module")
+def undrafted(tiny):
+    """A session without a drafter, and what each of its requests gives alone."""
+    session = session_of(tiny, None)
+    return session, alone(session)
+
+
 @pytest.mark.parametrize("forgets", ["round", "length", "cache", "rows", "tokens", "status"])
-def test_an_admission_that_forgets_a_part_is_found(forgets, tiny, unrelated, similar):
+def test_an_admission_that_forgets_a_part_is_found(forgets, undrafted):
     """A row that keeps something of the one before it in its slot does not give what it should.
 
     What a drafter knew of the row before was released with it: it would only read again.
     """
-    session = session_of(tiny, drafters(tiny, unrelated, similar)["random_distribution"])
-    wanted = alone(session)
+    session, wanted = undrafted
 
     @jax.jit
     def broken(state, slots, new):
@@ -239,7 +245,7 @@ def test_a_slot_is_refilled_as_soon_as_its_row_has_ended(tiny):
 
 
 def test_one_program_serves_prompts_and_answers_of_any_length(tiny):
-    engine = Engine(tiny, drafter="ngram", batch_size=2, max_length=500, num_speculative_tokens=2)
+    engine = Engine(tiny, drafter="ngram", batch_size=2, max_length=500, num_speculative_tokens=1)
     engine.add([1, 2, 3], greedy(max_new_tokens=4))
     list(engine)
     before = programs._compile.cache_info().misses
@@ -260,7 +266,7 @@ def test_one_program_serves_prompts_and_answers_of_any_length(tiny):
 
 
 def test_an_engine_without_requests_holds_nothing_on_the_devices(tiny):
-    engine = Engine(tiny, batch_size=2, max_length=100)
+    engine = Engine(tiny, batch_size=2)
     assert engine.step() == []
     engine.add([1, 2], greedy(max_new_tokens=3))
     assert engine.num_unfinished == engine.num_waiting == 1
@@ -273,8 +279,9 @@ def test_an_engine_without_requests_holds_nothing_on_the_devices(tiny):
 def test_samples_of_one_request(tiny):
     """The first is what the request gives alone, the others are as independent as other seeds."""
     drawn = SamplingParams(temperature=1.0, max_new_tokens=12, seed=5)
-    single = specjax.generate(tiny, [[3, 4]], sampling=drawn).token_ids[0]
-    engine = Engine(tiny, batch_size=2, max_length=100)
+    engine = Engine(tiny, batch_size=2)
+    engine.add([3, 4], drawn)
+    (single,) = (one.output.token_ids for one in engine if one.output is not None)
     assert engine.add([3, 4], drawn, id="a", n=4) == "a"
     outputs = {one.sample: one.output for one in engine if one.output is not None}
     assert sorted(outputs) == [0, 1, 2, 3]
@@ -307,7 +314,7 @@ def test_rows_with_the_same_prompt_read_it_once(mesh, tiny, unrelated, reads):
     briefly = dataclasses.replace(drawn, max_new_tokens=5, seed=2)
     asked = [(long, drawn), (long, briefly), (long, greedy(max_new_tokens=9)), (long, drawn)]
     asked += [(short, drawn), (long, briefly)]
-    engine = Engine(target, drafter=drafter, num_speculative_tokens=2, batch_size=2, max_length=200)
+    engine = Engine(target, drafter=drafter, num_speculative_tokens=1, batch_size=2, max_length=200)
     for number, (prompt, params) in enumerate(asked):
         engine.add(prompt, params, id=number)
     outputs = {one.id: one.output.token_ids for one in engine if one.output is not None}
@@ -318,11 +325,25 @@ def test_rows_with_the_same_prompt_read_it_once(mesh, tiny, unrelated, reads):
         assert outputs[number] == output.token_ids
 
 
+IN_PARTS = dict(batch_size=3, max_length=520, max_prefill_tokens=64, rounds_per_step=2)
+"""Of engines with one program, which read a long prompt a few tokens at a time."""
+
+
+def read_alone(target, prompts, sampling):
+    """The tokens of prompts that are each read and decoded without others."""
+    engine = Engine(target, **IN_PARTS)
+    tokens = []
+    for prompt in prompts:
+        engine.add(prompt, sampling)
+        tokens += [one.output.token_ids for one in engine if one.output is not None]
+    return tokens
+
+
 def test_other_parameters_read_a_prompt_anew(tiny, reads):
     """Also where they come while it is being read."""
     fresh = jax.tree.map(lambda leaf: leaf * 1.1, tiny.params)
     long = [3] * 200
-    engine = Engine(tiny, batch_size=3, max_length=300, rounds_per_step=2, max_prefill_tokens=64)
+    engine = Engine(tiny, **IN_PARTS)
     engine.add([1, 2, 3], greedy(max_new_tokens=30))
     engine.step()
     engine.add(long, greedy(max_new_tokens=3))
@@ -334,14 +355,13 @@ def test_other_parameters_read_a_prompt_anew(tiny, reads):
     outputs = {one.id: one.output.token_ids for one in engine if one.output is not None}
     assert reads == [(0, 2), *parts, *parts]
     other = dataclasses.replace(tiny, params=fresh)
-    wanted = specjax.generate(other, [long], sampling=greedy(max_new_tokens=3)).token_ids[0]
-    assert outputs["new"] == wanted
+    assert [outputs["new"]] == read_alone(other, [long], greedy(max_new_tokens=3))
 
 
 @pytest.mark.parametrize("refill_rows", [1, 2])
 def test_the_loop_is_told_whether_anyone_waits(refill_rows, tiny, monkeypatch):
     """More rows to wait for than there are: nobody takes the slot of one that ends."""
-    engine = Engine(tiny, batch_size=2, max_length=100, refill_rows=refill_rows, rounds_per_step=2)
+    engine = Engine(tiny, batch_size=2, refill_rows=refill_rows, rounds_per_step=2)
     told, step = [], device_rows.DeviceRows.step
 
     def note(self, ended, max_rounds, enough):
@@ -364,7 +384,7 @@ def test_what_a_request_asks_for_is_served_from_then_on(tiny):
         SamplingParams(temperature=0.8, top_p=0.9, seed=2, max_new_tokens=6),
     ]
     wanted = specjax.generate(tiny, prompts, sampling=asked, batch_size=3)
-    engine = Engine(tiny, batch_size=2, max_length=100, rounds_per_step=2)
+    engine = Engine(tiny, batch_size=2, rounds_per_step=2)
     outputs = {}
     for prompt, params in zip(prompts, asked, strict=True):
         engine.add(prompt, params)
@@ -381,7 +401,7 @@ def test_a_row_that_fails_harms_no_other(tiny):
     table = params["embed"]["embedding"]
     params["embed"] = params["embed"] | {"embedding": table.at[9].set(jnp.nan)}
     broken = dataclasses.replace(tiny, params=params)
-    engine = Engine(broken, batch_size=2, max_length=100)
+    engine = Engine(broken, batch_size=2)
     for number, prompt in enumerate(([1, 2], [9, 9], [3, 4], [5])):
         engine.add(prompt, greedy(max_new_tokens=8), id=f"r{number}")
     outputs = {one.id: one.output for one in engine if one.output is not None}
@@ -399,9 +419,12 @@ def test_other_parameters(tiny, unrelated):
     """Rows continue with the new ones or end; what comes later is theirs alone."""
     fresh = jax.tree.map(lambda leaf: leaf * 1.1, tiny.params)
     other = dataclasses.replace(tiny, params=fresh)
-    wanted = specjax.generate(other, [[4, 5]], sampling=greedy(max_new_tokens=8)).token_ids[0]
+    alone = Engine(other, batch_size=2)
+    alone.add([4, 5], greedy(max_new_tokens=8))
+    (wanted,) = (one.output.token_ids for one in alone if one.output is not None)
+    drafter, auto = Ngram(num_speculative_tokens=1), "auto"
     engine = Engine(
-        tiny, drafter=Ngram(), num_speculative_tokens="auto", batch_size=2, rounds_per_step=2
+        tiny, drafter=drafter, num_speculative_tokens=auto, batch_size=2, rounds_per_step=2
     )
     before = programs._compile.cache_info().misses
     engine.add([1, 2], greedy(max_new_tokens=30), id="runs")
@@ -544,8 +567,7 @@ def test_statistics_of_steps():
 def test_an_abort_of_what_is_being_read(tiny):
     """Its prompt is read no further, and later requests get their slots and their bounds."""
     long = np.random.default_rng(0).integers(61, size=500).tolist()
-    options = {"batch_size": 3, "max_length": 520, "max_prefill_tokens": 64, "rounds_per_step": 2}
-    engine = Engine(tiny, **options)
+    engine = Engine(tiny, **IN_PARTS)
     engine.add([1, 2], greedy(max_new_tokens=4), id="short")
     engine.add(long, greedy(max_new_tokens=4), id="long")
     engine.step()
@@ -557,7 +579,7 @@ def test_an_abort_of_what_is_being_read(tiny):
     engine.add([1, 2], greedy(max_new_tokens=4), id="again")
     engine.add(long, greedy(max_new_tokens=4), id="long")
     outputs = {one.id: one.output.token_ids for one in engine if one.output is not None}
-    wanted = specjax.generate(tiny, [[1, 2], long], sampling=greedy(max_new_tokens=4)).token_ids
+    wanted = read_alone(tiny, [[1, 2], long], greedy(max_new_tokens=4))
     assert [outputs["again"], outputs["long"]] == wanted
 
 
@@ -581,15 +603,15 @@ def test_a_prompt_that_was_read_in_part_is_read_again(tiny):
     engine.add(first, greedy(max_new_tokens=4), id="again")
     outputs += [one.output for one in engine if one.output is not None]
     found = {one.id: one.token_ids for one in outputs}
-    wanted = specjax.generate(tiny, [first, second], sampling=greedy(max_new_tokens=4)).token_ids
+    wanted = read_alone(tiny, [first, second], greedy(max_new_tokens=4))
     assert [found["again"], found["beside"]] == wanted
 
 
 def test_what_cannot_be_compiled_changes_nothing(tiny, monkeypatch):
     """A request whose filters need another program, added while a prompt is read in parts."""
     long = np.random.default_rng(0).integers(61, size=300).tolist()
-    wanted = specjax.generate(tiny, [[1, 2], long], sampling=greedy(max_new_tokens=9)).token_ids
-    engine = Engine(tiny, batch_size=3, max_prefill_tokens=64, rounds_per_step=2, max_length=400)
+    wanted = read_alone(tiny, [[1, 2], long], greedy(max_new_tokens=9))
+    engine = Engine(tiny, **IN_PARTS)
     engine.add([1, 2], greedy(max_new_tokens=9))
     engine.add(long, greedy(max_new_tokens=9))
     engine.step()
@@ -617,7 +639,7 @@ def test_interrupted_calls_lose_nothing(tiny, monkeypatch):
     """Neither what a step has added, nor the deltas that a loop over them did not get to."""
     prompts = [[1, 2], [3], [4, 5, 6]]
     wanted = specjax.generate(tiny, prompts, sampling=greedy(max_new_tokens=12)).token_ids
-    engine = Engine(tiny, batch_size=3, rounds_per_step=3)
+    engine = Engine(tiny, batch_size=2, rounds_per_step=3)
     for prompt in prompts:
         engine.add(prompt, greedy(max_new_tokens=12))
     tokens = [[] for _ in prompts]
@@ -665,10 +687,9 @@ def test_an_interrupted_end_is_made_again(tiny, monkeypatch):
     assert engine._rows._state is None
 
 
-def test_a_request_without_text_ends_alone(tiny, monkeypatch):
+def test_a_request_without_text_ends_alone(undrafted, monkeypatch):
     """Its tokens are none that the tokenizer knows; the others do not notice."""
-    session = session_of(tiny, None, slots=3)
-    wanted = alone(session)
+    session, wanted = undrafted
     engine = Engine.of(session, Schedule(rounds_per_step=2))
     end = Follower.end
 

@@ -16,22 +16,23 @@ from specjax.drafters.lookup.ngram import Ngram
 from specjax.errors import InputError, shown
 from specjax.fields import Items, Number, Whole, check_values
 
+WISH = {"max_new_tokens": 10**9, "stop_token_ids": list(range(61))}
+
 
 def test_buffers_follow_the_positions_and_not_the_wish(tiny):
     """`tiny` has 600 positions."""
     drafter = Ngram(prompt_lookup_max=64)
-    wish = {"max_new_tokens": 10**9, "stop_token_ids": list(range(61))}
     session = plan_session(
         tiny,
         [[1, 2, 3]],
         drafter=drafter,
-        requests=wish,
+        requests=WISH,
         options=DecodeOptions(num_speculative_tokens=1024),
     )
     assert session.plan.capacity < 600 + 256
     assert session.plan.draft_length.max_tokens == 600 - 2
     assert batch_arguments(session, [0])[1].max_length.tolist() == [600]
-    result = generate(tiny, [[1, 2, 3]], sampling=wish)
+    result = generate(tiny, [[1, 2, 3]], sampling=WISH)
     assert result.token_ids[0][0] < 61
     assert result.finish_reasons == ["stop"]
 
@@ -64,7 +65,7 @@ def test_each_step_of_a_ladder_runs_at_its_own_width(tiny):
 
 
 def test_too_little_memory_is_said_before_the_first_token(tiny, monkeypatch):
-    session = plan_session(tiny, [[1, 2, 3]], requests={"max_new_tokens": 77})
+    session = plan_session(tiny, [[1, 2, 3]], requests=WISH)
     monkeypatch.setattr(device_memory, "free_bytes", lambda: 1000)
     with pytest.raises(InputError, match=r"memory: .* GiB are free; lower batch_size, max_length"):
         compile_setup(session)

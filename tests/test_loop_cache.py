@@ -1,5 +1,7 @@
 """After every round each cache equals a fresh prefill of the tokens that it declares."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -93,27 +95,34 @@ def test_caches_equal_a_fresh_prefill_after_every_round(case, tiny, unrelated, s
         assert accepted == drafted
 
 
-def test_a_draft_cache_follows_rounds_without_a_draft(tiny, similar):
-    """With all rows running nothing may be drafted; then, as rows finish, two, then three."""
+@pytest.fixture(scope="module")
+def laddered(tiny, similar):
+    """A session, its states, and counts of the rounds between them; rows end one by one.
+
+    With all rows running nothing may be drafted; then, as rows finish, two, then three.
+    """
     ladder = DraftLength(3, by_batch=((8, 8, 0), (5, 7, 2)))
     sampling = [
-        request.__class__(temperature=1.0, max_new_tokens=3 + 3 * row)
+        request.__class__(temperature=1.0, max_new_tokens=3 + 2 * row)
         for row, request in enumerate(mixed())
     ]
-    drafter = draft_model(similar)
     session = make_session(
         tiny,
         PROMPTS,
-        drafter=drafter,
+        drafter=draft_model(similar),
         draft_length=ladder,
         num_speculative_tokens=3,
         sampling=sampling,
     )
-    state = first_state(session)
-    counts = []
-    for state in rounds(session, state, counts):
+    counts, state = [], first_state(session)
+    return session, [state, *rounds(session, state, counts)], columns(counts)
+
+
+def test_a_draft_cache_follows_rounds_without_a_draft(laddered, similar):
+    session, states, counts = laddered
+    for state in states[1:]:
         assert_caches(session, state, similar)
-    assert set(columns(counts).drafted.ravel().tolist()) == {-1, 0, 1, 2, 3}
+    assert set(counts.drafted.ravel().tolist()) == {-1, 0, 1, 2, 3}
 
 
 def drafted_keys(session, state):
@@ -121,30 +130,20 @@ def drafted_keys(session, state):
     return np.moveaxis(observed(session, state)[0].cache.k, 1, 0)
 
 
-def test_finished_rows_freeze(tiny, unrelated, similar):
-    sampling = [
-        request.__class__(temperature=0.0, max_new_tokens=1 + 2 * row)
-        for row, request in enumerate(mixed())
-    ]
-    drafter = drafters(tiny, unrelated, similar)["similar"]
-    session = make_session(
-        tiny, PROMPTS, drafter=drafter, num_speculative_tokens=3, sampling=sampling
-    )
-    before = None
-    for state in rounds(session, first_state(session)):
-        if before is not None:
-            done = np.asarray(before.status) != 0
-            for old, new in (
-                (before.tokens, state.tokens),
-                (before.length, state.length),
-                (before.status, state.status),
-                (before.cache.length, state.cache.length),
-                (np.moveaxis(before.cache.k, 1, 0), np.moveaxis(state.cache.k, 1, 0)),
-                (drafted_keys(session, before), drafted_keys(session, state)),
-            ):
-                np.testing.assert_array_equal(np.asarray(old)[done], np.asarray(new)[done])
-            assert (np.asarray(state.round > before.round) == ~done).all()
-        before = state
+def test_finished_rows_freeze(laddered):
+    session, states, _ = laddered
+    for before, state in itertools.pairwise(states[1:]):
+        done = np.asarray(before.status) != 0
+        for old, new in (
+            (before.tokens, state.tokens),
+            (before.length, state.length),
+            (before.status, state.status),
+            (before.cache.length, state.cache.length),
+            (np.moveaxis(before.cache.k, 1, 0), np.moveaxis(state.cache.k, 1, 0)),
+            (drafted_keys(session, before), drafted_keys(session, state)),
+        ):
+            np.testing.assert_array_equal(np.asarray(old)[done], np.asarray(new)[done])
+        assert (np.asarray(state.round > before.round) == ~done).all()
 
 
 def test_plain_decoding_is_the_loop_without_drafts(tiny):

@@ -122,10 +122,10 @@ def test_draft_lengths(name, length, tiny, every, plain_mixed):
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
-        ("similar_greedy", "block"),
+        ("ngram", "block"),
         *slow(
             ("similar_greedy", "rejection"),
-            ("ngram", "block"),
+            ("similar_greedy", "block"),
             ("similar", "rejection"),
             ("similar", "block"),
             ("early_exit", "rejection"),

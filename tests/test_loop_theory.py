@@ -1,5 +1,6 @@
 """Acceptance and tokens per round are what the distributions of target and draft imply."""
 
+import dataclasses
 import functools
 
 import jax
@@ -15,6 +16,7 @@ from specjax.decoding.generate import decode_session, expected_acceptance, open_
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.draft_length.limits import DraftLength
 from specjax.drafters import take_turns
+from specjax.drafters.lookup.ngram import Ngram
 from specjax.sampling import RULES
 from specjax.testing import Tabular
 from specjax.testing.drafters import conditional_distributions, make_plan
@@ -135,7 +137,7 @@ def test_what_a_run_recorded_predicts_its_acceptance(names, tiny, unrelated, sim
         options = dict(
             drafter=drafter,
             sampling=SamplingParams(temperature=0.9, max_new_tokens=40),
-            num_speculative_tokens=3,
+            num_speculative_tokens=2,
             batch_size=48,
         )
         expected = expected_acceptance(make_session(tiny, prompts, **options))
@@ -148,14 +150,16 @@ def test_what_a_run_recorded_predicts_its_acceptance(names, tiny, unrelated, sim
         assert abs(rate - expected.mean) < 5 * expected.decision_error
 
 
-def test_lengths_that_followed_other_rows_are_those_that_are_predicted(tiny, similar):
+def test_lengths_that_followed_other_rows_are_those_that_are_predicted(tiny):
     """By the counts of the run: alone, each row would have drafted otherwise."""
     options = dict(
-        drafter=draft_model(similar),
-        sampling=SamplingParams(temperature=0.9, max_new_tokens=20),
-        num_speculative_tokens_per_batch_size=[(1, 3, 3), (4, 8, 1)],
+        drafter=Ngram(prompt_lookup_min=1),
+        sampling=[SamplingParams(temperature=0.9, max_new_tokens=4 + 3 * row) for row in range(8)],
+        num_speculative_tokens_per_batch_size=[(1, 3, 2), (4, 8, 0)],
     )
     session = make_session(tiny, PROMPTS, batch_size=8, **options)
+    # What decodes with the lengths of the ladder, and what records without a replay, is one plan.
+    session = dataclasses.replace(session, plan=dataclasses.replace(session.plan, overlaps=True))
     groups = session.groups(4)
     engine = open_engine(session, 2)
     results = [decode_session(session, index=group, engine=engine) for group in groups]

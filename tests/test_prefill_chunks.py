@@ -7,11 +7,11 @@ import jax
 import numpy as np
 import pytest
 from conftest import slow
-from decoding import drafters, make_session
+from decoding import draft_model, drafters, make_session
 from heads import eagle_drafter, medusa_head, mtp_drafter
 
 from specjax.decoding import loop, rows
-from specjax.drafters import head_drafter
+from specjax.drafters import head_drafter, take_turns
 from specjax.drafters.lookup.token_recycling import TokenRecycling
 
 LENGTHS = (255, 256, 257, 320, 521)
@@ -21,6 +21,7 @@ LENGTHS = (255, 256, 257, 320, 521)
 def made(name, tiny, unrelated, similar):
     own = {
         "none": lambda: None,
+        "similar+eagle3": lambda: take_turns(draft_model(similar), eagle_drafter(tiny)),
         "eagle": lambda: eagle_drafter(tiny, version=1),
         "eagle3": lambda: eagle_drafter(tiny),
         "mtp": lambda: mtp_drafter(tiny, num_modules=2),
@@ -33,8 +34,9 @@ def made(name, tiny, unrelated, similar):
 @pytest.mark.parametrize(
     "name",
     [
-        *("eagle3", "turns_model"),
-        *slow("none", "eagle", "mtp", "medusa", "token_recycling", "early_exit", "turns_trees"),
+        "similar+eagle3",
+        *slow("eagle3", "turns_model", "none", "eagle", "mtp", "medusa"),
+        *slow("token_recycling", "early_exit", "turns_trees"),
     ],
 )
 def test_states_are_those_of_chunks_of_one_size(name, tiny, unrelated, similar):

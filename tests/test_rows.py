@@ -18,6 +18,8 @@ from specjax.drafters import head_drafter, take_turns
 from specjax.drafters.lookup.ngram import Ngram
 
 NEW, SLOT = 20, 1
+# Filters of rows that come and go are in test_engine.
+REQUESTS = mixed(max_new_tokens=NEW, top_k=0, top_p=1.0, min_p=0.0)
 NAMES = (
     # Two drafters, one of them a model; modules that have caches.
     "turns_model",
@@ -48,7 +50,7 @@ def drafter_of(name, tiny, unrelated, similar):
 
 
 def plain_rows(tiny):
-    return decode(tiny, PROMPTS, sampling=mixed(max_new_tokens=NEW), verify="coupled")
+    return decode(tiny, PROMPTS, sampling=REQUESTS, verify="coupled")
 
 
 def session_for(tiny, drafter, rule):
@@ -58,7 +60,7 @@ def session_for(tiny, drafter, rule):
         drafter=drafter,
         num_speculative_tokens=3,
         verify=rule,
-        sampling=mixed(max_new_tokens=NEW),
+        sampling=REQUESTS,
         batch_size=4,
     )
 

@@ -19,7 +19,7 @@ from decoding import (
     mixed,
     observed,
 )
-from heads import eagle_head, mtp_head
+from heads import eagle_head, medusa_head, mtp_head
 
 from specjax.cache import KVCache
 from specjax.decoding import loop
@@ -40,14 +40,16 @@ NEW = 72
 
 def made(name, tiny, similar):
     lookup = Ngram(prompt_lookup_min=1, num_speculative_tokens=2)
+    two = functools.partial(head_drafter, num_speculative_tokens=2)
     return {
         "ngram": lambda: lookup,
         "similar": lambda: draft_model(similar, num_speculative_tokens=3),
-        "eagle3": lambda: head_drafter(eagle_head(tiny), tiny, num_speculative_tokens=3),
+        "eagle3": lambda: head_drafter(eagle_head(tiny), tiny, num_speculative_tokens=1),
         "mtp": lambda: head_drafter(mtp_head(tiny), tiny, num_speculative_tokens=1),
         "token_recycling": lambda: TokenRecycling(tiny.config.vocab_size),
-        "turns": lambda: take_turns(lookup, head_drafter(eagle_head(tiny), tiny)),
+        "turns": lambda: take_turns(lookup, two(eagle_head(tiny), tiny)),
         "turns_model": lambda: take_turns(lookup, draft_model(similar, num_speculative_tokens=3)),
+        "turns_medusa": lambda: take_turns(lookup, two(medusa_head(tiny), tiny)),
         # What may never draft is no reason to draft, or to observe.
         "turns_0": lambda: take_turns(lookup, never(head_drafter(eagle_head(tiny), tiny))),
     }[name]()
@@ -95,9 +97,15 @@ def on_device(costs):
     return jax.tree.map(lambda part: jnp.asarray(part, jnp.float32), costs)
 
 
+UNFILTERED = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+"""What a row keeps of its distribution has nothing to do with who sleeps."""
+
 # One capacity, so that most of the tests have the same programs.
 OPTIONS = dict(
-    verify="coupled", batch_size=4, sampling=mixed(max_new_tokens=NEW), max_length=40 + NEW
+    verify="coupled",
+    batch_size=4,
+    sampling=mixed(max_new_tokens=NEW, **UNFILTERED),
+    max_length=40 + NEW,
 )
 
 
@@ -114,16 +122,20 @@ def tokens_of(engine):
     return {one.id: one.output.token_ids for one in engine if one.output is not None}
 
 
-@pytest.mark.parametrize("rule", ["rejection", *slow("block")])
-def test_rows_of_a_random_rule_can_be_replayed(rule, tiny, similar):
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [("turns_medusa", "rejection"), *slow(("turns_model", "rejection"), ("turns_model", "block"))],
+)
+def test_rows_of_a_random_rule_can_be_replayed(name, rule, tiny, similar):
     """Plain steps advance each row's noise as rounds that draft nothing do."""
-    drafter = made("turns_model", tiny, similar)
+    drafter = made(name, tiny, similar)
     options = {**OPTIONS, "verify": rule}
     engine = auto_engine(scripted, drafter, tiny, **options)
     outputs = {one.id: one.output for one in engine if one.output is not None}
     assert {slept for slept, _ in engine.costs.seen} == {True, False}
     counts = [outputs[index].rounds for index in range(len(PROMPTS))]
-    assert {0, 1, 2, 3} <= set(np.concatenate([one.drafted for one in counts]).tolist())
+    lengths = set(range(drafter.drafter.num_speculative_tokens + 1))
+    assert lengths <= set(np.concatenate([one.drafted for one in counts]).tolist())
     assert {-1, 0, 1} == set(np.concatenate([one.drafter for one in counts]).tolist())
     most = max(len(one.drafted) for one in counts)
 
@@ -214,7 +226,7 @@ class Dear(LearnedCosts):
 def test_of_new_rows_it_is_soon_asked_whether_they_draft(tiny, similar):
     """Plain steps grow long while nothing is drafted, and begin anew at a single round."""
     dear = functools.partial(Dear, wider=5.0)
-    sampling = mixed(max_new_tokens=60)
+    sampling = mixed(max_new_tokens=60, **UNFILTERED)
     sampling[0] = replace(sampling[0], max_new_tokens=8)
     engine = auto_engine(dear, made("turns", tiny, similar), tiny, sampling=sampling)
     for _ in engine:
@@ -258,15 +270,36 @@ def test_parameters_may_be_replaced_while_drafters_sleep(tiny, similar, wanted):
     assert got == wanted
 
 
-def states(session, dear_from):
-    """The state after each step: steps that draft, and plain ones from a round on."""
-    plan, params, batch = session.plan, session.params, session.batch_size
-    nobody, many = np.zeros(batch, bool), np.int32(batch + 1)
-    step, plain_step, look_ahead = (
+BROKEN = 1000
+"""Added to the numbers of rows in which nobody observes before features have no room."""
+
+
+@pytest.fixture
+def room_of_broken_rows(monkeypatch):
+    """The number of a row says whether it is one, so that a program serves both."""
+    room = turns._room
+
+    def by_number(state, context):
+        return jnp.where((context.index >= BROKEN).any(), 1000, room(state, context))
+
+    monkeypatch.setattr(turns, "_room", by_number)
+
+
+@functools.cache
+def steps_of(plan):
+    return tuple(
         jax.jit(functools.partial(one, plan))
         for one in (loop.step, loop.plain_step, loop.look_ahead)
     )
+
+
+def states(session, dear_from, first_row):
+    """The state after each step: steps that draft, and plain ones from a round on."""
+    plan, params, batch = session.plan, session.params, session.batch_size
+    nobody, many = np.zeros(batch, bool), np.int32(batch + 1)
+    step, plain_step, look_ahead = steps_of(plan)
     state, number, intention = first_state(session), 0, None
+    state = state.replace(rows=state.rows.replace(index=state.rows.index + first_row))
     while bool((state.status == RUNNING).any()):
         costs = on_device(learned(plan, 5.0 if number >= dear_from else 0.0).costs())
         state = state.replace(policy=state.policy.replace(costs=costs))
@@ -305,29 +338,32 @@ def caches(state):
 
 
 def sleeping_session(name, tiny, similar):
-    sampling = mixed(max_new_tokens=NEW)[:4]
-    options = dict(num_speculative_tokens="auto", sampling=sampling, batch_size=4)
-    return make_session(tiny, PROMPTS[:4], drafter=made(name, tiny, similar), **options)
+    sampling = mixed(max_new_tokens=NEW, **UNFILTERED)[:4]
+    options = dict(num_speculative_tokens="auto", sampling=sampling)
+    return make_session(
+        tiny, PROMPTS[:4], drafter=made(name, tiny, similar), batch_size=4, **options
+    )
 
 
-def assert_all_fresh(session):
+def assert_all_fresh(session, first_row=0):
     """States are fresh in the first steps that sleep, and in those after them; some sleep."""
     slept = []
-    for state, sleeps in states(session, dear_from=4):
+    for state, sleeps in states(session, 4, first_row):
         slept.append(sleeps)
         if any(slept) and len(slept) < 12:
             assert_fresh(session, state)
     assert any(slept)
 
 
+@pytest.mark.usefixtures("room_of_broken_rows")
 @pytest.mark.parametrize("name", ["eagle3", *slow("similar", "mtp")])
 def test_states_are_fresh_after_plain_steps(name, tiny, similar):
     assert_all_fresh(sleeping_session(name, tiny, similar))
 
 
-def test_features_that_are_lost_are_found(tiny, similar, monkeypatch):
+@pytest.mark.usefixtures("room_of_broken_rows")
+def test_features_that_are_lost_are_found(tiny, similar):
     """A broken variant: nobody observes before features have no room."""
     session = sleeping_session("eagle3", tiny, similar)
-    monkeypatch.setattr(turns, "_room", lambda state, context: jnp.int32(1000))
     with pytest.raises(AssertionError, match="Not equal"):
-        assert_all_fresh(session)
+        assert_all_fresh(session, BROKEN)
