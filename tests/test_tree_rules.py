@@ -349,12 +349,7 @@ def test_shapes_of_rows_are_those_of_static_trees():
     @jax.jit
     def of_rows():
         fewer = topology.first(5).row_ancestors
-        return (
-            topology.row_ancestors,
-            topology.row_depths,
-            topology.close(jnp.asarray(valid)),
-            fewer,
-        )
+        return topology.row_ancestors, fewer, topology.row_depths, topology.close(valid)
 
     ancestors, fewer, depths, closed = jax.device_get(of_rows())
     assert (topology.num_nodes, topology.width, topology.depth) == (9, 10, 4)
