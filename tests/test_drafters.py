@@ -167,6 +167,7 @@ def test_drafts_come_from_the_distributions_that_they_name(name, tiny, unrelated
         drafter=drafter,
         sampling=mixed(max_new_tokens=9),
         num_speculative_tokens=3,
+        partial=False,
     )
     propose = jax.jit(loop.propose, static_argnums=0)
     # After one-token prompts, and after rounds that ended in many ways.
@@ -309,7 +310,11 @@ def test_features_reach_the_drafter_at_the_right_positions(tiny):
     """At round start they exist for positions 0..n-2, first of the prompt, then of the path."""
     names = ("final_norm", "layer_input:1")
     session = make_session(
-        tiny, PROMPTS, drafter=Watching(names), sampling=mixed(max_new_tokens=10)
+        tiny,
+        PROMPTS,
+        drafter=Watching(names),
+        sampling=mixed(max_new_tokens=10),
+        partial=False,
     )
     assert session.plan.draft_length.max_tokens == 3
     state = first_state(session)
