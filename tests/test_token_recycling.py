@@ -156,7 +156,7 @@ def together(tiny):
 
 
 def test_output_is_that_of_plain_decoding(tiny, together):
-    assert together.token_ids == decode(tiny, PROMPTS, **COUPLED).token_ids
+    assert together.token_ids == decode(tiny, PROMPTS, batch_size=1, **COUPLED).token_ids
     assert together.accepted.max() > 1
 
 
@@ -192,8 +192,9 @@ def test_by_name(name, tiny):
     made = specjax.make_drafter(name, tiny, num_speculative_tokens=3)
     assert made.drafter.num_speculative_tokens == 3
     assert made.drafter.pass_features == ("top_tokens:8",)
-    got = decode(tiny, PROMPTS[:3], drafter=made, sampling=greedy(max_new_tokens=12))
-    assert got.token_ids == decode(tiny, PROMPTS[:3], sampling=greedy(max_new_tokens=12)).token_ids
+    options = dict(sampling=greedy(max_new_tokens=12), batch_size=1)
+    got = decode(tiny, PROMPTS[:3], drafter=made, **options)
+    assert got.token_ids == decode(tiny, PROMPTS[:3], **options).token_ids
 
 
 @pytest.mark.parametrize(

@@ -246,9 +246,9 @@ class SizedByLength(Drafter):
 @pytest.mark.parametrize("most", [None, *slow(0, 3, 16)])
 def test_each_drafts_at_most_its_own_number(most, tiny):
     drafter = take_turns(Ngram(), SizedByLength())
-    requests = greedy(max_new_tokens=20)
-    got = decode(tiny, PROMPTS, drafter=drafter, sampling=requests, num_speculative_tokens=most)
-    plain = decode(tiny, PROMPTS, sampling=requests)
+    options = dict(sampling=greedy(max_new_tokens=20), batch_size=1)
+    got = decode(tiny, PROMPTS, drafter=drafter, num_speculative_tokens=most, **options)
+    plain = decode(tiny, PROMPTS, **options)
     assert got.token_ids == plain.token_ids
     longest = 8 if most is None else min(most, 8)
     assert got.drafted.max() == longest
