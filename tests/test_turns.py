@@ -30,7 +30,7 @@ from specjax.drafters.turns import PartState, joined
 from specjax.errors import InputError
 from specjax.testing import Tabular, check_drafter
 
-VOCAB, ROWS = 8, 20_000
+VOCAB, ROWS = 5, 8_000
 
 
 @pytest.fixture(scope="module")
@@ -198,12 +198,9 @@ def chooses_by_what_was_drawn(first, second):
     return as_one(first, second, propose)
 
 
-@pytest.mark.parametrize(
-    ("broken", "rows"),
-    [(every_node_was_drawn, ROWS), (chooses_by_what_was_drawn, 3 * ROWS), (same_noise, ROWS)],
-)
-def test_broken_variants_fail(broken, rows, target):
-    check = check_drafter(broken(lookup(), model(target)), target, rows)
+@pytest.mark.parametrize("broken", [every_node_was_drawn, chooses_by_what_was_drawn, same_noise])
+def test_broken_variants_fail(broken, target):
+    check = check_drafter(broken(lookup(), model(target)), target, ROWS)
     assert not check.passed
     assert check.chi2 > 1.5 * check.threshold
 
