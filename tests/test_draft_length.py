@@ -200,11 +200,11 @@ def test_a_late_row_decides():
 def test_what_is_forced_is_drafted_and_what_is_due_too():
     dear = dict(expected=[0.5, 0.5], price=[1.0, 9.0, 99.0])
     every = jnp.ones(1, bool)
-    assert int(turn(**dear).best_length(0, jnp.ones(1), every)) == 0
+    assert int(BEST_LENGTH(turn(**dear), 0, jnp.ones(1), every)) == 0
     due = turn(**dear, at_least=jnp.int32(1))
-    assert [int(due.best_length(depth, jnp.ones(1), every)) for depth in (0, 1)] == [1, 1]
+    assert [int(BEST_LENGTH(due, depth, jnp.ones(1), every)) for depth in (0, 1)] == [1, 1]
     forced = turn(**dear, forced=jnp.int32(2))
-    assert [int(forced.best_length(depth, jnp.ones(1), every)) for depth in (0, 1)] == [2, 2]
+    assert [int(BEST_LENGTH(forced, depth, jnp.ones(1), every)) for depth in (0, 1)] == [2, 2]
 
 
 def test_the_likelier_nodes_of_a_tree_without_confidences_are_kept():

@@ -99,11 +99,16 @@ def test_ngram_matches_as_by_hand(rows, bounds, latest, most):
 FIND = jax.jit(find_matches, static_argnums=(2, 3, 4, 5))
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def proposed(drafter, context):
+    return drafter.propose(None, (), context, silence)[0]
+
+
 def test_ngram_copies_what_followed_and_continues_in_the_copy():
     rows = [[1, 2, 3, 4, 1, 2], [7, 7], [1, 2, 1, 2], [5, 6, 8]]
     context = context_of(rows, [6, 6, 3, 6])
     drafter = Ngram(prompt_lookup_min=1, num_speculative_tokens=6)
-    draft, _ = drafter.propose(None, (), context, silence)
+    draft = proposed(drafter, context)
     assert draft.valid.sum(axis=1).tolist() == [6, 6, 3, 0]
     assert draft.tokens[0].tolist() == [3, 4, 1, 2, 3, 4]
     assert draft.tokens[1].tolist() == [7] * 6
@@ -115,7 +120,7 @@ def test_ngram_copies_what_followed_and_continues_in_the_copy():
 def test_ngram_takes_the_earliest_or_the_latest():
     context = context_of([[1, 2, 5, 1, 2, 6, 1, 2]], [1])
     for match, token in (("latest", 6), ("earliest", 5)):
-        draft, _ = Ngram(match=match, num_speculative_tokens=1).propose(None, (), context, silence)
+        draft = proposed(Ngram(match=match, num_speculative_tokens=1), context)
         assert draft.tokens.tolist() == [[token]]
 
 
@@ -124,12 +129,7 @@ def test_several_matches_make_a_tree():
     context = context_of(rows, [3, 3, 1, 3])
     drafter = Ngram(num_speculative_tokens=3, num_matches=3)
     assert (drafter.num_nodes, drafter.lengths) == (9, (3, 6))
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def propose(drafter):
-        return drafter.propose(None, (), context, silence)[0]
-
-    draft = propose(drafter)
+    draft = proposed(drafter, context)
     assert draft.valid.sum(axis=1).tolist() == [8, 3, 1, 0]
     # The latest match first; what follows the other two begins with the same token.
     assert draft.tokens[0, :8].tolist() == [6, 3, 1, 5, 4, 2, 1, 1]
@@ -139,7 +139,7 @@ def test_several_matches_make_a_tree():
     assert draft.logq is None
     # There are fewer positions than matches are asked for.
     many = dataclasses.replace(drafter, num_matches=30)
-    assert propose(many).valid.sum(axis=1).tolist() == [8, 3, 1, 0]
+    assert proposed(many, context).valid.sum(axis=1).tolist() == [8, 3, 1, 0]
 
 
 @pytest.fixture(scope="module")

@@ -199,7 +199,12 @@ def test_merged_drafters_take_turns():
     assert drafter.name == "ngram+ngram|says 9"
     context = context_of([[1, 2, 4, 1, 2, 3, 1, 2], [5, 6, 8], [7, 7, 7]], [3, 3, 0])
     turns, params = drafter
-    draft = turns.propose(params, turns.init(params, 3, 16), context, silence).draft
+
+    @jax.jit
+    def propose():
+        return turns.propose(params, turns.init(params, 3, 16), context, silence).draft
+
+    draft = propose()
     assert draft.valid.sum(axis=1).tolist() == [4, 3, 0]
     assert draft.tokens[0, :4].tolist() == [3, 4, 1, 1]
     assert draft.topology.row_parents[0, :4].tolist() == [0, 0, 1, 2]

@@ -95,7 +95,7 @@ def test_the_second_drafts_where_the_first_has_nothing_to_say():
     assert drafter.drafter.num_speculative_tokens == 8
     # The third row is finished, the last one near its end.
     context = context_of(rows, [6, 6, 0, 1])
-    draft, state = proposed(drafter, context, silence, 6)
+    draft, state = jax.jit(lambda: proposed(drafter, context, silence, 6))()
     assert [part.drafter for part in state] == [(), ()]
     assert draft.valid.sum(axis=1).tolist() == [6, 3, 0, 1]
     assert draft.tokens[0].tolist() == [3, 4, 1, 2, 3, 4]
@@ -110,7 +110,7 @@ def test_three_take_turns():
     three = take_turns(take_turns(Ngram(prompt_lookup_min=3), Ngram()), says(9, 2))
     assert len(three.drafter.parts) == 3
     context = context_of([[1, 2, 3, 4, 1, 2], [5, 6, 8]], [4, 4])
-    draft, _ = proposed(three, context, silence, 4)
+    draft, _ = jax.jit(lambda: proposed(three, context, silence, 4))()
     assert draft.tokens[:, 0].tolist() == [3, 9]
 
 
