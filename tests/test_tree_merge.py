@@ -71,7 +71,7 @@ def by_hand(siblings):
     return [(*node[:3], by_hand(node[3])) for node in left]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(rows(), min_size=8, max_size=8))
 def test_merged_as_by_hand(batch):
     draft = draft_of(batch)

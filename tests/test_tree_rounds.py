@@ -62,7 +62,7 @@ class Branching(Drafter):
 @pytest.mark.parametrize("right", [(1, 3, 5), (2,), *slow(((2, 4),), ((),))])
 def test_a_path_of_a_tree_is_committed(right, tiny):
     """Greedy tokens are those of plain decoding, whichever branch was right."""
-    plain = decode(tiny, PROMPTS, sampling=greedy(max_new_tokens=12))
+    plain = decode(tiny, PROMPTS, sampling=greedy(max_new_tokens=12), batch_size=1)
     tokens = jnp.asarray(plain.token_ids, jnp.int32)
     # No node is beyond the last.
     nodes = [*right, *[TREE.num_nodes + 1] * (TREE.depth - len(right))]
@@ -72,6 +72,7 @@ def test_a_path_of_a_tree_is_committed(right, tiny):
         drafter=LoadedDrafter(Branching(), (tokens, jnp.asarray(nodes))),
         sampling=greedy(max_new_tokens=12),
         verify=GreedyWalk(),
+        partial=False,
     )
     assert got.token_ids == plain.token_ids
     assert got.accepted.max() >= len(right)

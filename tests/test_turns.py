@@ -205,7 +205,8 @@ def test_broken_variants_fail(broken, target):
     assert check.chi2 > 1.5 * check.threshold
 
 
-@pytest.mark.parametrize("form", ["eagle3", *slow("mtp_3")])
+# With a tree after a lookup in test_tree_drafters.
+@pytest.mark.parametrize("form", slow("eagle3", "mtp_3"))
 def test_a_head_follows_what_another_drafted(form, tiny):
     head = drafter_of(form, tiny, spread=0.3)
     drafter = take_turns(Ngram(prompt_lookup_min=1), head)
