@@ -3,6 +3,7 @@
 import json
 import sys
 
+import jax
 import numpy as np
 import pytest
 from conftest import slow
@@ -172,7 +173,7 @@ def test_timed_rounds_are_of_the_widths_and_lengths_that_are_asked(tiny, monkeyp
 
 def test_on_a_mesh_rounds_are_timed_too(tiny, similar, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    target = place_model(tiny, make_mesh(2, 2))
+    target = place_model(tiny, make_mesh(2, 2, jax.devices()[:4]))
     monkeypatch.setattr(sys.modules[measure_tree_costs.__module__], "_WIDTHS", (1, 3))
     times = measure_tree_costs(target, draft_model(similar), depth=1, batch_size=3, context=16)
     assert times.widths == (1, 3)
