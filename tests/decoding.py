@@ -73,8 +73,10 @@ def make_session(
     sampling=None,
     seed=0,
     replay=None,
+    partial=True,
     **options,
 ):
+    """`plan_session`; where it is not `partial`, without the passes of test_partial_passes."""
     requests = SamplingParams() if sampling is None else sampling
     session = plan_session(
         target,
@@ -85,10 +87,11 @@ def make_session(
         seed=seed,
         replay=replay,
     )
-    if draft_length is None:
-        return session
-    plan = dataclasses.replace(session.plan, draft_length=draft_length)
-    return dataclasses.replace(session, plan=plan)
+    other = {} if draft_length is None else {"draft_length": draft_length}
+    if not partial:
+        # These compile as long again.
+        other["partial_rows"] = None
+    return dataclasses.replace(session, plan=dataclasses.replace(session.plan, **other))
 
 
 def decode(target, prompts, **options):

@@ -215,7 +215,9 @@ def sized(tables):
         own = jnp.take_along_axis(own, draft.tokens[:, :, None], axis=2)[..., 0]
         here = half_broken(context)[:, None]
         valid = jnp.where(here, draft.valid & (jnp.exp(own) > 0.3), decided.valid)
-        return decided.replace(valid=valid), jnp.where(here.any(), context.length_decision.planned, planned)
+        return decided.replace(valid=valid), jnp.where(
+            here.any(), context.length_decision.planned, planned
+        )
 
     drafter = changed(draft_model(draft, tree=BUSHY))
     with pytest.MonkeyPatch.context() as patch:

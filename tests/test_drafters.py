@@ -99,11 +99,16 @@ def test_ngram_matches_as_by_hand(rows, bounds, latest, most):
 FIND = jax.jit(find_matches, static_argnums=(2, 3, 4, 5))
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def proposed(drafter, context):
+    return drafter.propose(None, (), context, silence)[0]
+
+
 def test_ngram_copies_what_followed_and_continues_in_the_copy():
     rows = [[1, 2, 3, 4, 1, 2], [7, 7], [1, 2, 1, 2], [5, 6, 8]]
     context = context_of(rows, [6, 6, 3, 6])
     drafter = Ngram(prompt_lookup_min=1, num_speculative_tokens=6)
-    draft, _ = drafter.propose(None, (), context, silence)
+    draft = proposed(drafter, context)
     assert draft.valid.sum(axis=1).tolist() == [6, 6, 3, 0]
     assert draft.tokens[0].tolist() == [3, 4, 1, 2, 3, 4]
     assert draft.tokens[1].tolist() == [7] * 6
@@ -115,7 +120,7 @@ def test_ngram_copies_what_followed_and_continues_in_the_copy():
 def test_ngram_takes_the_earliest_or_the_latest():
     context = context_of([[1, 2, 5, 1, 2, 6, 1, 2]], [1])
     for match, token in (("latest", 6), ("earliest", 5)):
-        draft, _ = Ngram(match=match, num_speculative_tokens=1).propose(None, (), context, silence)
+        draft = proposed(Ngram(match=match, num_speculative_tokens=1), context)
         assert draft.tokens.tolist() == [[token]]
 
 
@@ -124,12 +129,7 @@ def test_several_matches_make_a_tree():
     context = context_of(rows, [3, 3, 1, 3])
     drafter = Ngram(num_speculative_tokens=3, num_matches=3)
     assert (drafter.num_nodes, drafter.lengths) == (9, (3, 6))
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def propose(drafter):
-        return drafter.propose(None, (), context, silence)[0]
-
-    draft = propose(drafter)
+    draft = proposed(drafter, context)
     assert draft.valid.sum(axis=1).tolist() == [8, 3, 1, 0]
     # The latest match first; what follows the other two begins with the same token.
     assert draft.tokens[0, :8].tolist() == [6, 3, 1, 5, 4, 2, 1, 1]
@@ -139,7 +139,15 @@ def test_several_matches_make_a_tree():
     assert draft.logq is None
     # There are fewer positions than matches are asked for.
     many = dataclasses.replace(drafter, num_matches=30)
-    assert propose(many).valid.sum(axis=1).tolist() == [8, 3, 1, 0]
+    assert proposed(many, context).valid.sum(axis=1).tolist() == [8, 3, 1, 0]
+
+
+@pytest.fixture(scope="module")
+def plain(tiny):
+    return decode(tiny, PROMPTS, **ALONE)
+
+
+ALONE = dict(sampling=greedy(max_new_tokens=12), batch_size=1)
 
 
 def test_a_round_without_a_match_is_a_plain_round(tiny):
@@ -167,6 +175,7 @@ def test_drafts_come_from_the_distributions_that_they_name(name, tiny, unrelated
         drafter=drafter,
         sampling=mixed(max_new_tokens=9),
         num_speculative_tokens=3,
+        partial=False,
     )
     propose = jax.jit(loop.propose, static_argnums=0)
     # After one-token prompts, and after rounds that ended in many ways.
@@ -188,7 +197,7 @@ def test_drafts_come_from_the_distributions_that_they_name(name, tiny, unrelated
         positions = (state.length - 1)[:, None] + np.arange(3)[None, :]
         logits = np.take_along_axis(np.asarray(logits), positions[:, :, None], axis=1)
         every = (warp.temperature, warp.top_k, warp.top_p, warp.min_p)
-        want = sampling.warp(logits, *(np.tile(part[:, None], (1, 3)) for part in every))
+        want = jax.jit(sampling.warp)(logits, *(np.tile(part[:, None], (1, 3)) for part in every))
         proposed = draft.valid
         assert proposed.any()
         np.testing.assert_allclose(np.exp(draft.logq)[proposed], np.exp(want)[proposed], atol=2e-5)
@@ -216,18 +225,11 @@ def test_simulated_is_right_as_often_as_it_says(tiny):
         assert (drafter.params == again.params).all()
 
 
-def test_simulated_drafts_nothing_after_its_recording(tiny):
-    plain = decode(tiny, PROMPTS[:2], sampling=greedy(max_new_tokens=12))
+def test_simulated_drafts_nothing_after_its_recording(tiny, plain):
     short = [plain.token_ids[0][:5]]
     drafter = specjax.make_drafter("simulated", tiny, continuations=short, acceptance=1.0)
-    got = decode(
-        tiny,
-        PROMPTS[:2],
-        drafter=drafter,
-        sampling=greedy(max_new_tokens=12),
-        num_speculative_tokens=4,
-    )
-    assert got.token_ids == plain.token_ids
+    got = decode(tiny, PROMPTS[:2], drafter=drafter, num_speculative_tokens=4, **ALONE)
+    assert got.token_ids == plain.token_ids[:2]
     assert np.maximum(got.drafted, 0).sum(axis=1).tolist() == [4, 0]
 
 
@@ -243,36 +245,28 @@ def test_a_tree_is_refused_by_rules_of_chains(tiny):
         decode(tiny, [[1]], drafter=drafter, num_speculative_tokens=2, verify="block")
 
 
-def test_a_drafter_that_drafts_too_much_is_held_to_its_limit(tiny):
+def test_a_drafter_that_drafts_too_much_is_held_to_its_limit(tiny, plain):
     def propose(real, params, state, context, noise):
         tokens = jnp.zeros((context.length.shape[0], 2), jnp.int32)
         return trees.chain(tokens, jnp.full_like(context.limit, 2)), state
 
     drafter = changed(Ngram(), propose=propose)
-    plain = decode(tiny, [[1]], sampling=greedy(max_new_tokens=2))
-    got = decode(
-        tiny, [[1]], drafter=drafter, sampling=greedy(max_new_tokens=2), num_speculative_tokens=2
-    )
-    assert got.token_ids == plain.token_ids
+    # There is room for two tokens: for one draft token.
+    requests = greedy(max_new_tokens=2)
+    got = decode(tiny, PROMPTS[:1], drafter=drafter, sampling=requests, num_speculative_tokens=2)
+    assert got.token_ids == [plain.token_ids[0][:2]]
     assert got.drafted[0, 0] == 1
 
 
-def test_a_hole_in_a_draft_ends_it(tiny):
+def test_a_hole_in_a_draft_ends_it(tiny, plain):
     """What comes after a node that was never proposed has no parent, and is not verified."""
 
     def propose(real, params, state, context, noise):
         draft, state = real(params, state, context, noise)
         return draft.replace(valid=draft.valid.at[:, 1].set(False)), state
 
-    plain = decode(tiny, PROMPTS, sampling=greedy(max_new_tokens=12))
     drafter = changed(replay(tiny, plain, 1.0), propose=propose)
-    got = decode(
-        tiny,
-        PROMPTS,
-        drafter=drafter,
-        sampling=greedy(max_new_tokens=12),
-        num_speculative_tokens=3,
-    )
+    got = decode(tiny, PROMPTS, drafter=drafter, num_speculative_tokens=3, **ALONE)
     assert got.token_ids == plain.token_ids
     assert got.drafted.max() == 1
 
@@ -309,7 +303,11 @@ def test_features_reach_the_drafter_at_the_right_positions(tiny):
     """At round start they exist for positions 0..n-2, first of the prompt, then of the path."""
     names = ("final_norm", "layer_input:1")
     session = make_session(
-        tiny, PROMPTS, drafter=Watching(names), sampling=mixed(max_new_tokens=10)
+        tiny,
+        PROMPTS,
+        drafter=Watching(names),
+        sampling=mixed(max_new_tokens=10),
+        partial=False,
     )
     assert session.plan.draft_length.max_tokens == 3
     state = first_state(session)

@@ -101,7 +101,8 @@ def assert_fresh(session, state):
 
 def test_the_state_equals_a_fresh_one_after_every_round(tiny):
     drafter = head_drafter(medusa_head(tiny, spread=0.3), tiny)
-    session = make_session(tiny, PROMPTS, drafter=drafter, sampling=mixed(max_new_tokens=NEW))
+    requests = mixed(max_new_tokens=14)
+    session = make_session(tiny, PROMPTS, drafter=drafter, sampling=requests, partial=False)
     before = first_state(session)
     assert_fresh(session, before)
     counts = []

@@ -13,7 +13,7 @@ from specjax.drafters.simulated import Simulated
 from specjax.loading.load import random_model
 from specjax.testing import Tabular, check_drafter
 
-VOCAB, ROWS = 8, 20_000
+VOCAB, ROWS = 5, 8_000
 
 
 def table():

@@ -45,16 +45,16 @@ class Branching(Drafter):
     """The right tokens, of a plain run, on one of the tree's branches and wrong ones on others."""
 
     num_speculative_tokens: int = TREE.depth
-    right: tuple = (2, 4)
     num_nodes = TREE.num_nodes
 
     def propose(self, params, state, context, noise):
+        plain, right = params
         wrong = (context.tokens_from(context.length - 1, 1) + 7) % 61
         offset = context.length - context.prompt_length
         tokens = jnp.broadcast_to(wrong, (len(offset), TREE.num_nodes))
-        for step, node in enumerate(self.right):
-            token = params.at[context.index, offset + step].get(mode="fill", fill_value=0)
-            tokens = tokens.at[:, node - 1].set(token)
+        for step in range(TREE.depth):
+            token = plain.at[context.index, offset + step].get(mode="fill", fill_value=0)
+            tokens = tokens.at[:, right[step] - 1].set(token, mode="drop")
         row = jnp.full_like(tokens, -1)
         return Draft(tokens, jnp.ones(tokens.shape, bool), row, None, TREE), state
 
@@ -62,14 +62,17 @@ class Branching(Drafter):
 @pytest.mark.parametrize("right", [(1, 3, 5), (2,), *slow(((2, 4),), ((),))])
 def test_a_path_of_a_tree_is_committed(right, tiny):
     """Greedy tokens are those of plain decoding, whichever branch was right."""
-    plain = decode(tiny, PROMPTS, sampling=greedy(max_new_tokens=12))
+    plain = decode(tiny, PROMPTS, sampling=greedy(max_new_tokens=12), batch_size=1)
     tokens = jnp.asarray(plain.token_ids, jnp.int32)
+    # No node is beyond the last.
+    nodes = [*right, *[TREE.num_nodes + 1] * (TREE.depth - len(right))]
     got = decode(
         tiny,
         PROMPTS,
-        drafter=LoadedDrafter(Branching(right=right), tokens),
+        drafter=LoadedDrafter(Branching(), (tokens, jnp.asarray(nodes))),
         sampling=greedy(max_new_tokens=12),
         verify=GreedyWalk(),
+        partial=False,
     )
     assert got.token_ids == plain.token_ids
     assert got.accepted.max() >= len(right)

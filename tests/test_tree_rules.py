@@ -4,12 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 from conftest import slow
 
 from specjax import sampling
 from specjax.errors import InputError
 from specjax.sampling import Drafted, pick, tree
-from specjax.testing import check_rule
+from specjax.testing import check_rule, rules
 from specjax.trees import DynamicTopology, Topology
 
 TWO, THREE, FORK, PAIRS = (0, 0), (0, 0, 0), (0, 0, 1), (0, 0, 1, 1)
@@ -32,7 +33,7 @@ SHARED = (0, 1, 1)
         ),
     ],
 )
-def test_rules_emit_the_target_distribution(rule, parents, vocab, fast_programs):
+def test_rules_emit_the_target_distribution(rule, parents, vocab, small_chunks):
     check = check_rule(rule, Topology(parents), vocab=vocab)
     assert check.passed, check.counterexample
     assert check.max_error < 1e-12
@@ -45,7 +46,7 @@ def assert_wrong(check):
     assert check.counterexample
 
 
-def test_typical_acceptance_is_not_exact(fast_programs):
+def test_typical_acceptance_is_not_exact(small_chunks):
     check = check_rule("typical", Topology(TWO), vocab=3)
     assert_wrong(check)
     assert not sampling.Typical().exact
@@ -76,8 +77,25 @@ tree_distribution = tree.node_distribution
 tree_recursion = sampling.recursion
 
 
-@pytest.mark.parametrize("mistake", [normalised_twice, softmax_for_certain, *slow(unchanged)])
-def test_a_wrong_distribution_of_siblings_fails(mistake, monkeypatch, fast_programs):
+DRAWN, CERTAIN, FIRST_DRAWN = [True, True], [False, False], [True, False]
+
+
+@pytest.fixture
+def only(monkeypatch, small_chunks):
+    """Nodes are drawn or not as it is said here, in place of every way: one is wrong enough."""
+
+    def choose(drawn):
+        monkeypatch.setattr(rules, "_mixtures", lambda topology: [np.array(drawn)])
+
+    return choose
+
+
+@pytest.mark.parametrize(
+    ("mistake", "drawn"),
+    [(normalised_twice, DRAWN), (softmax_for_certain, CERTAIN), *slow((unchanged, DRAWN))],
+)
+def test_a_wrong_distribution_of_siblings_fails(mistake, drawn, monkeypatch, only):
+    only(drawn)
     monkeypatch.setattr(tree, "node_distribution", mistake)
     check = check_rule("rejection", Topology(TWO), vocab=3)
     assert_wrong(check)
@@ -114,9 +132,15 @@ def chosen_by_own_probability(drafted, target, uniforms):
 
 
 @pytest.mark.parametrize(
-    "mistake", [dropped_duplicate, chosen_by_own_probability, *slow(in_order_of_q)]
+    ("mistake", "drawn"),
+    [
+        (dropped_duplicate, FIRST_DRAWN),
+        (chosen_by_own_probability, DRAWN),
+        *slow((in_order_of_q, DRAWN)),
+    ],
 )
-def test_a_wrong_choice_of_siblings_fails(mistake, monkeypatch, fast_programs):
+def test_a_wrong_choice_of_siblings_fails(mistake, drawn, monkeypatch, only):
+    only(drawn)
     monkeypatch.setattr(sampling, "recursion", mistake)
     check = check_rule("rejection", Topology(TWO), vocab=3)
     assert_wrong(check)
@@ -135,7 +159,8 @@ def once_for_each_path(drafted, target, uniforms):
     )
 
 
-def test_draws_for_each_path_fail(monkeypatch, fast_programs):
+def test_draws_for_each_path_fail(monkeypatch, only):
+    only([True, True, True])
     monkeypatch.setattr(sampling, "recursion", once_for_each_path)
     assert_wrong(check_rule("rejection", Topology(SHARED), vocab=2))
 
@@ -153,9 +178,10 @@ def random_tree(seed, rows, nodes, vocab, depth=4):
             depths.append(depths[parent] + 1)
             left.append(rng.permutation(vocab).tolist())
     topology = DynamicTopology(jnp.asarray(parents), depth)
-    logp = jax.nn.log_softmax(2 * rng.normal(size=(rows, nodes + 1, vocab))).astype(jnp.float32)
-    valid = topology.close(jnp.asarray(rng.uniform(size=(rows, nodes)) < 0.9))
-    return topology, jnp.asarray(tokens), valid, logp
+    logits = 2 * rng.normal(size=(rows, nodes + 1, vocab))
+    logp = scipy.special.log_softmax(logits, axis=-1).astype(np.float32)
+    valid = jax.jit(topology.close)(rng.uniform(size=(rows, nodes)) < 0.9)
+    return topology, jnp.asarray(tokens), valid, jnp.asarray(logp)
 
 
 def drafted_of(topology, tokens, valid):
@@ -230,10 +256,11 @@ def test_a_tree_without_branches_is_verified_as_a_chain():
 def test_coupled_tokens_are_those_of_plain_decoding_whatever_was_drafted():
     """The noise goes by depth; by slot the same tree would give other tokens."""
     topology, tokens, valid, _ = random_tree(1, 300, 8, 3)
-    logp = jax.nn.log_softmax(jax.random.normal(jax.random.key(0), (300, 1, 3)))
-    logp = jnp.broadcast_to(logp, (300, 9, 3))
-    noise = jax.random.gumbel(jax.random.key(1), (300, 9, 3))
-    drawn = np.asarray(sampling.argmax(logp + noise))
+    rng = np.random.default_rng(0)
+    logp = scipy.special.log_softmax(rng.standard_normal((300, 1, 3), np.float32), axis=2)
+    logp = np.broadcast_to(logp, (300, 9, 3))
+    noise = rng.gumbel(size=(300, 9, 3)).astype(np.float32)
+    drawn = np.argmax(logp + noise, axis=2)
     drafted = drafted_of(topology, tokens, valid)
 
     def emitted(done):
@@ -249,17 +276,17 @@ def test_coupled_tokens_are_those_of_plain_decoding_whatever_was_drafted():
 
     @jax.jit
     def both():
-        target = sampling.by_slot(logp)
+        target, each = sampling.by_slot(jnp.asarray(logp)), jnp.asarray(noise)
         return (
             sampling.walk(
-                drafted, lambda slots, depth: sampling.argmax(target(slots) + pick(noise, depth))
+                drafted, lambda slots, depth: sampling.argmax(target(slots) + pick(each, depth))
             ),
             sampling.walk(
-                drafted, lambda slots, depth: sampling.argmax(target(slots) + pick(noise, slots))
+                drafted, lambda slots, depth: sampling.argmax(target(slots) + pick(each, slots))
             ),
         )
 
-    by_depth, by_slot = both()
+    by_depth, by_slot = jax.device_get(both())
     assert wrong(emitted(by_depth)) == 0
     assert wrong(emitted(by_slot)) > 20
     assert by_depth.num_accepted.max() > 2
@@ -317,16 +344,21 @@ def test_greedy_rows_keep_their_tokens_under_typical_acceptance():
 
 def test_shapes_of_rows_are_those_of_static_trees():
     topology, _, _, _ = random_tree(4, 30, 9, 3)
-    valid = jax.random.bernoulli(jax.random.key(0), 0.7, (30, 9))
-    ancestors, depths = np.asarray(topology.row_ancestors), np.asarray(topology.row_depths)
-    closed, fewer = topology.close(valid), topology.first(5)
+    valid = jnp.asarray(np.random.default_rng(0).uniform(size=(30, 9)) < 0.7)
+
+    @jax.jit
+    def of_rows():
+        fewer = topology.first(5).row_ancestors
+        return topology.row_ancestors, fewer, topology.row_depths, topology.close(valid)
+
+    ancestors, fewer, depths, closed = jax.device_get(of_rows())
     assert (topology.num_nodes, topology.width, topology.depth) == (9, 10, 4)
     for row in range(30):
         same = Topology(tuple(topology.row_parents[row].tolist()))
         np.testing.assert_array_equal(ancestors[row], same.ancestors)
         np.testing.assert_array_equal(depths[row], same.depths)
         np.testing.assert_array_equal(closed[row], same.close(valid[row : row + 1])[0])
-        np.testing.assert_array_equal(fewer.row_ancestors[row], same.first(5).ancestors)
+        np.testing.assert_array_equal(fewer[row], same.first(5).ancestors)
 
 
 def test_bad_input_names_the_remedy():

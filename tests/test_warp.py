@@ -112,44 +112,47 @@ def test_warp_makes_distributions_in_single_precision(logits, temperature, top_k
     assert np.all(logp[logits == -np.inf] == -np.inf)
 
 
+WARP = jax.jit(warp)
+
+
 def test_greedy_is_the_first_argmax_beside_sampled_rows():
     logits = jnp.array([[1.0, 3.0, 3.0], [1.0, 3.0, 3.0]])
-    logp = warp(logits, jnp.array([0.0, 1.0]))
+    logp = WARP(logits, jnp.array([0.0, 1.0]))
     np.testing.assert_array_equal(logp[0], [-np.inf, 0.0, -np.inf])
     np.testing.assert_allclose(logp[1], jax.nn.log_softmax(logits[1]), rtol=1e-6)
-    np.testing.assert_array_equal(warp(logits, 0.0)[1], [-np.inf, 0.0, -np.inf])
+    np.testing.assert_array_equal(WARP(logits, 0.0)[1], [-np.inf, 0.0, -np.inf])
 
 
 def test_a_tiny_temperature_is_no_nan():
-    logp = warp(jnp.array([1.0, 2.0, -jnp.inf, 2.0]), 1e-30)
+    logp = WARP(jnp.array([1.0, 2.0, -jnp.inf, 2.0]), 1e-30)
     np.testing.assert_allclose(np.exp(logp), [0, 0.5, 0, 0.5])
 
 
 def test_ties_at_the_threshold_are_kept():
     logits = jnp.array([0.0, 2.0, 1.0, 1.0, 1.0])
-    np.testing.assert_array_equal(warp(logits, 1.0, 2) > -np.inf, [0, 1, 1, 1, 1])
-    np.testing.assert_array_equal(warp(logits, 1.0, 0, 0.5) > -np.inf, [0, 1, 1, 1, 1])
-    np.testing.assert_array_equal(warp(logits, 1.0, 0, 0.3) > -np.inf, [0, 1, 0, 0, 0])
+    np.testing.assert_array_equal(WARP(logits, 1.0, 2) > -np.inf, [0, 1, 1, 1, 1])
+    np.testing.assert_array_equal(WARP(logits, 1.0, 0, 0.5) > -np.inf, [0, 1, 1, 1, 1])
+    np.testing.assert_array_equal(WARP(logits, 1.0, 0, 0.3) > -np.inf, [0, 1, 0, 0, 0])
 
 
 def test_temperature_comes_before_top_p():
     logits = jnp.log(jnp.array([0.6, 0.3, 0.1]))
     # At temperature 0.5 the distributions are (0.783, 0.196, 0.022): one token reaches 0.7, not
     # two.
-    np.testing.assert_array_equal(warp(logits, 0.5, 0, 0.7) > -np.inf, [True, False, False])
-    np.testing.assert_array_equal(warp(logits, 1.0, 0, 0.7) > -np.inf, [True, True, False])
+    np.testing.assert_array_equal(WARP(logits, 0.5, 0, 0.7) > -np.inf, [True, False, False])
+    np.testing.assert_array_equal(WARP(logits, 1.0, 0, 0.7) > -np.inf, [True, True, False])
 
 
 def test_top_p_counts_what_top_k_left():
     logits = jnp.log(jnp.array([0.4, 0.2, 0.2, 0.2]))
     # Of the whole 0.4 is short of 0.6, but top-k keeps it alone and then it is everything.
-    np.testing.assert_array_equal(warp(logits, 1.0, 1, 0.6) > -np.inf, [True, False, False, False])
+    np.testing.assert_array_equal(WARP(logits, 1.0, 1, 0.6) > -np.inf, [True, False, False, False])
 
 
 def test_large_vocabulary_keeps_exactly_k():
     logits = jax.random.normal(jax.random.key(0), (2, 49152))
     for k in (1, 2, 50, 49151):
-        logp = warp(logits, 0.8, k)
+        logp = WARP(logits, 0.8, k)
         distinct = np.asarray(jnp.sort(logits, axis=-1)[:, -k])
         np.testing.assert_array_equal(logp > -np.inf, np.asarray(logits) >= distinct[:, None])
 
