@@ -115,7 +115,7 @@ def test_the_bias_evens_the_load(rate, evens, target, batch):
     """Nothing else learns, at this rate of learning."""
     program = program_of(target, balance_rate=rate, learning_rate=1e-12, weight_decay=0.0)
     state, seen, before = program.state, [], biases(program.state.params)
-    for _ in range(160):
+    for _ in range(100):
         state, report = program.step(state, target.params, micro_batches(batch, 1))
         seen.append(imbalance(report.measures.loads))
     assert seen[0] > 2
