@@ -11,8 +11,8 @@ from specjax import trees
 from specjax.decoding import loop
 from specjax.decoding.generate import decode_session, open_engine
 from specjax.decoding.options import DecodeOptions
-from specjax.decoding.programs import run, start
-from specjax.decoding.rows import batch_arguments
+from specjax.decoding.programs import compile_setup, run, start
+from specjax.decoding.rows import batch_arguments, row_arguments
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.setup import plan_session
 from specjax.decoding.state import RUNNING
@@ -134,6 +134,12 @@ def first_state(session):
     arguments = batch_arguments(session, session.groups(session.batch_size)[0])
     with use(session.mesh):
         return start(session.plan, session.params, *arguments)
+
+
+def empty_state(session):
+    """The state of an engine that has no row yet, of the programs that decode the session."""
+    arguments = row_arguments(session, [], session.num_rows)
+    return compile_setup(session).empty(session.params, *arguments)
 
 
 def rounds(session, state, counts=None):

@@ -207,20 +207,29 @@ def with_experts(**changes):
     return dataclasses.replace(GLM, experts=dataclasses.replace(GLM.experts, **changes))
 
 
-def test_layers_stacked_and_unrolled_and_on_a_mesh_agree():
+@pytest.fixture(scope="module")
+def stacked():
+    """A model with stacked layers, and its logits."""
+    model = random_model(GLM, 0, dtype="float32", form=Form("stacked"))
+    return model, logits_of(model)
+
+
+@pytest.mark.parametrize(
+    ("layers", "replicated"),
+    [("stacked", False), ("stacked", True), ("unrolled", False), *slow(("unrolled", True))],
+)
+def test_layers_stacked_and_unrolled_and_on_a_mesh_agree(layers, replicated, stacked):
     """A dense layer before two with experts; an early exit between them; training's form."""
-    stacked = random_model(GLM, 0, dtype="float32", form=Form("stacked"))
-    assert stacked.params["dense_layers"]["mlp"]["up"]["kernel"].shape[0] == 1
-    expected = logits_of(stacked)
-    unrolled = random_model(GLM, 0, dtype="float32", form=Form("unrolled"))
-    mesh = sharding.make_mesh(2, 2, jax.devices()[:4])
-    on_mesh = []
-    for model in (stacked, unrolled):
-        for replicated in (False, True):
-            placed = place_model(model, mesh, replicated=replicated)
-            with sharding.use(mesh):
-                on_mesh.append(logits_of(placed))
-    for got in (logits_of(unrolled), *on_mesh):
+    model, expected = stacked
+    assert model.params["dense_layers"]["mlp"]["up"]["kernel"].shape[0] == 1
+    found = []
+    if layers == "unrolled":
+        model = random_model(GLM, 0, dtype="float32", form=Form("unrolled"))
+        found.append(logits_of(model))
+    placed = place_model(model, sharding.make_mesh(2, 2, jax.devices()[:4]), replicated=replicated)
+    with sharding.use(placed.mesh):
+        found.append(logits_of(placed))
+    for got in found:
         for mine, right in zip(got, expected, strict=True):
             np.testing.assert_allclose(mine, right, atol=2e-5, rtol=1e-4)
 

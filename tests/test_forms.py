@@ -139,11 +139,19 @@ def test_layers_apart_copy_no_kernel():
     assert not kernel_sized("apart")
 
 
+OTHERS = (("bfloat16", None), ("float16", None), ("float32", "bfloat16"))
+
+
 @pytest.mark.parametrize(
-    ("dtype", "multiply"),
-    [("float32", None), ("bfloat16", None), ("float16", None), ("float32", "bfloat16")],
+    ("rows", "dtype", "multiply"),
+    [
+        # Float32 is stored in another way for 2 to 7 rows, of which two are made three.
+        *((rows, "float32", None) for rows in (1, 2, 5, 7, 8)),
+        *slow(*((rows, "float32", None) for rows in (3, 4, 6))),
+        *((rows, *other) for other in OTHERS for rows in (1, 5)),
+        *slow(*((rows, *other) for other in OTHERS for rows in (2, 3, 4, 6, 7, 8))),
+    ],
 )
-@pytest.mark.parametrize("rows", range(1, 9))
 def test_products_with_a_chosen_kernel_are_those_with_the_kernel(rows, dtype, multiply):
     """However few rows there are, which are stored in another way, and their gradients too."""
     rng = np.random.default_rng(rows)
@@ -197,7 +205,8 @@ def test_layers_apart_have_the_same_gradients():
         out = decoder.extend(params, tokens, positions, None, None, 0, causal(6))
         return (out.logits**2).mean()
 
-    stacked, apart = (jax.grad(loss)(model.params, model.architecture) for model in forms)
+    slopes = jax.jit(jax.grad(loss), static_argnums=1)
+    stacked, apart = (slopes(model.params, model.architecture) for model in forms)
     for layer in range(config.num_layers):
         own = jax.tree.map(lambda leaf: leaf[layer], stacked["layers"])  # noqa: B023
         jax.tree.map(
@@ -269,7 +278,8 @@ def a_round(target, drafter):
     """The function of a round, and its arguments."""
     session = make_session(target, PROMPTS, drafter=drafter, sampling=greedy(max_new_tokens=4))
     arguments = batch_arguments(session, range(session.batch_size))
-    state = jax.eval_shape(functools.partial(loop.start, session.plan), session.params, *arguments)
+    empty = functools.partial(loop.empty_state, session.plan)
+    state = jax.eval_shape(empty, session.params, *arguments)
     return functools.partial(loop.run, session.plan), session.params, state, jnp.int32(1)
 
 
@@ -304,7 +314,8 @@ DRAFTERS = {
 )
 def test_products_in_bfloat16_on_a_cpu_are_those_of_its_hardware(name, layers, tiny):
     """The target's and its heads': a result in bfloat16 would be that of a converted kernel."""
-    target = random_model(tiny.config, 0, dtype="bfloat16", form=Form(layers))
+    config = dataclasses.replace(tiny.config, num_layers=2)
+    target = random_model(config, 0, dtype="bfloat16", form=Form(layers))
     weights, attention = ("bf16", "bf16", "f32"), ("f32", "f32", "f32")
     run, params, *arguments = a_round(target, DRAFTERS[name](target))
     assert dtypes_of_products(run, params, *arguments) == {weights, attention}
@@ -353,7 +364,7 @@ def test_all_ways_agree_with_the_loop_over_blocks(queries):
     [
         ("kernel", 2, 2),
         ("apart", 1, 1),
-        ("apart", 2, 2),
+        *slow(("apart", 2, 2)),
         *slow(("whole", 1, 1), ("unrolled", 1, 1), ("apart, whole", 1, 1), ("kernel", 1, 1)),
         *slow(("unrolled", 2, 2), ("whole", 2, 2), ("apart, whole", 2, 2)),
     ],
@@ -372,7 +383,8 @@ def test_a_draft_model_whole_on_each_device_sends_nothing(tiny):
     """Whatever its form: the kernel's heads are split only where the model's are."""
     mesh = sharding.make_mesh(1, 2, jax.devices()[:2])
     target = place_model(random_model(tiny.config, 0, dtype="float32"), mesh)
-    small = random_model(tiny.config, 1, dtype="float32", form=FORMS["kernel"])
+    config = dataclasses.replace(tiny.config, num_layers=1)
+    small = random_model(config, 1, dtype="float32", form=FORMS["kernel"])
     drafter = make_drafter("draft_model", target, place_model(small, mesh, replicated=True))
     options = dict(sampling=greedy(max_new_tokens=4), num_speculative_tokens=1)
     session = make_session(target, PROMPTS, drafter=drafter, **options)
@@ -389,7 +401,8 @@ def test_the_form_for_gpus_compiles_for_them_as_far_as_that_goes_without(width):
     model = random_model(config, 0, dtype="float32", form=form)
     session = make_session(model, PROMPTS, sampling=greedy(max_new_tokens=4))
     arguments = batch_arguments(session, range(session.batch_size))
-    state = jax.eval_shape(functools.partial(loop.start, session.plan), session.params, *arguments)
+    empty = functools.partial(loop.empty_state, session.plan)
+    state = jax.eval_shape(empty, session.params, *arguments)
     program = jax.jit(loop.run, static_argnums=0)
     traced = program.trace(session.plan, session.params, state, jnp.int32(1))
     try:

@@ -352,8 +352,9 @@ def test_a_new_model(tokens, tokenizer):
     one = new_model(sizes.config(V), tokenizer, 0)
     assert one.config.vocab_size == V
     assert target_metadata(one)["tokenizer"] == text_metadata("", tokenizer)["tokenizer"]
-    open_sources([tokens], target_metadata(new_model(sizes.config(V), data.tokenizer(), 0)))
-    again, other = (new_model(sizes.config(V), tokenizer, seed) for seed in (0, 1))
+    again = new_model(sizes.config(V), data.tokenizer(), 0)
+    open_sources([tokens], target_metadata(again))
+    other = new_model(sizes.config(V), tokenizer, 1)
     on_mesh = new_model(sizes.config(V), tokenizer, 0, make_mesh(4, 2))
     assert on_mesh.shards == 2
     for path, leaf in jax.tree_util.tree_leaves_with_path(one.params):

@@ -88,8 +88,9 @@ def job(model, prompts, *more):
     ]
 
 
-@pytest.mark.parametrize("length", ["1", *slow("auto")])
-def test_two_processes_decode_what_one_does(length, model, prompts, chatty, tmp_path):
+# That the comparison with plain decoding is right is in test_decode_cli.
+@pytest.mark.parametrize(("length", "compared"), [("1", False), *slow(("1", True), ("auto", True))])
+def test_two_processes_decode_what_one_does(length, compared, model, prompts, chatty, tmp_path):
     """Two processes of two devices: rows over `data`, weights over `model`."""
     address, report = f"127.0.0.1:{free_port()}", tmp_path / "report.json"
     shared = job(
@@ -98,16 +99,18 @@ def test_two_processes_decode_what_one_does(length, model, prompts, chatty, tmp_
         "--config.mesh.data=2",
         "--config.mesh.model=2",
         f"--config.num_speculative_tokens={length}",
+        f"--config.compare={compared}",
         f"--config.report={report}",
     )
     ran = [start([*shared, *joined(address, number)], devices=2) for number in (0, 1)]
     (first, out, err), (second, silent, other) = map(finish, ran)
     assert (first, second) == (0, 0), err + other
-    assert "5 of 5 rows" in out
+    assert ("5 of 5 rows" in out) == compared
+    assert "tokens/s" in out
     assert "tokens/s" not in silent
     content = json.loads(report.read_text())
     assert [row["question_id"] for row in content["rows"]] == list(range(len(TEXTS)))
-    assert content["summary"]["identical_rows"] == len(TEXTS)
+    assert content["summary"]["identical_rows"] == (len(TEXTS) if compared else None)
     assert "(data=2, model=2) in 2 processes" in content["summary"]["device"]
     alone = generate(
         chatty,

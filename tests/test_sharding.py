@@ -11,13 +11,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import slow, tiny_config
-from decoding import PROMPTS, decode, draft_model, first_state, greedy, make_session, mixed
+from decoding import (
+    PROMPTS,
+    decode,
+    draft_model,
+    empty_state,
+    first_state,
+    greedy,
+    make_session,
+    mixed,
+)
 from heads import eagle_drafter, eagle_head, medusa_head, with_modules
 
 from specjax.cache import KVCache, Window
-from specjax.decoding import loop
+from specjax.decoding import loop, programs
 from specjax.decoding.generate import decode_session, generate
 from specjax.decoding.programs import compile_setup
+from specjax.decoding.rows import row_arguments
+from specjax.decoding.sampling_params import SamplingParams
 from specjax.distributed import sharding
 from specjax.drafters import TreeOptions, head_drafter, make_drafter
 from specjax.errors import InputError
@@ -48,10 +59,13 @@ def draft():
 
 
 SETTINGS = {
-    "ngram, greedy": ("ngram", dict(verify="rejection", sampling=greedy(max_new_tokens=14))),
+    "ngram, greedy": (
+        "ngram",
+        dict(verify="rejection", sampling=greedy(max_new_tokens=14, logprobs=True)),
+    ),
     "draft_model, coupled": (
         "draft_model",
-        dict(verify="coupled", sampling=mixed(max_new_tokens=14, logprobs=True)),
+        dict(verify="coupled", sampling=mixed(max_new_tokens=14)),
     ),
     "ngram, auto": (
         "ngram",
@@ -91,7 +105,12 @@ def test_a_mesh_gives_the_tokens_of_one_device(data, model, label, eight, draft,
     assert result.token_ids == alone(label).token_ids
     if options.get("num_speculative_tokens") != "auto":  # lengths then follow the clock
         assert (result.accepted == alone(label).accepted).all()
-    for mine, other in zip(result.logprobs, alone(label).logprobs, strict=True):
+    assert_near_logprobs(result, alone(label))
+
+
+def assert_near_logprobs(result, alone):
+    for mine, other in zip(result.logprobs, alone.logprobs, strict=True):
+        assert (mine is None) == (other is None)
         if other is not None:
             np.testing.assert_allclose(mine, other, atol=1e-4)
 
@@ -111,20 +130,37 @@ def test_random_rules_draw_the_same_on_a_mesh(rule, eight, draft):
     assert on_mesh.token_ids == run_on(eight, draft, "early_exit", options).token_ids
 
 
-@pytest.mark.parametrize("model", [4, *slow(8)])
-def test_key_value_heads_are_copied_where_there_are_more_devices(model):
-    config = tiny_config(**{**EIGHT_HEADS, "num_kv_heads": 2})
+@pytest.fixture(scope="module")
+def uneven():
+    """A model with fewer key/value heads than devices and a vocabulary that does not divide.
+
+    On one device and on a mesh of 2 x `model`: the model, and what is decoded with it.
+    """
+    config = tiny_config(**{**EIGHT_HEADS, "num_kv_heads": 2, "vocab_size": 67})
     target = random_model(config, 0, dtype="float32")
-    split = place_model(target, mesh_of(1, model))
+
+    @functools.cache
+    def run(model):
+        placed = target if model is None else place_model(target, mesh_of(8 // model, model))
+        return placed, run_on(placed, None, "ngram", UNEVEN)
+
+    return run
+
+
+UNEVEN = dict(sampling=mixed(max_new_tokens=12), verify="rejection")
+
+
+@pytest.mark.parametrize("model", [4, *slow(8)])
+def test_key_value_heads_are_copied_where_there_are_more_devices(model, uneven):
+    split, ours = uneven(model)
     assert split.architecture.cached_heads == model
-    options = dict(sampling=greedy(max_new_tokens=12))
-    ours = run_on(split, None, "ngram", options)
-    assert ours.token_ids == run_on(target, None, "ngram", options).token_ids
+    assert ours.token_ids == uneven(None)[1].token_ids
     drafter = make_drafter("ngram", split)
-    session = make_session(split, PROMPTS, drafter=drafter, num_speculative_tokens=3, **options)
-    state = first_state(session)
+    options = dict(UNEVEN, num_speculative_tokens=3, batch_size=8)
+    session = make_session(split, PROMPTS, drafter=drafter, **options)
+    state = empty_state(session)
     parts = [shard.data.shape for shard in state.cache.k.addressable_shards]
-    assert set(parts) == {(3, 8, 1, session.plan.capacity, 6)}
+    assert set(parts) == {(3, model, 1, session.plan.capacity, 6)}
 
 
 @pytest.mark.slow  # what such a one exchanges is in test_forms
@@ -151,10 +187,13 @@ def test_generate_takes_a_mesh(eight, alone):
         PROMPTS,
         drafter="ngram",
         num_speculative_tokens=3,
-        sampling=greedy(max_new_tokens=14),
+        sampling=greedy(max_new_tokens=14, logprobs=True),
+        batch_size=3,
         mesh=mesh_of(2, 2),
     )
     assert result.token_ids == alone("ngram, greedy").token_ids
+    assert all(one is not None for one in result.logprobs)
+    assert_near_logprobs(result, alone("ngram, greedy"))
 
 
 # An early exit's random rows are compared above.
@@ -188,7 +227,7 @@ def test_a_heads_cache_is_split_as_the_targets(name, model, eight, alone):
     options = dict(sampling=greedy(max_new_tokens=14), num_speculative_tokens=3)
     result = decode(split, PROMPTS, drafter=drafter, **options)
     assert result.token_ids == alone("ngram, greedy").token_ids
-    state = first_state(make_session(split, PROMPTS, drafter=drafter, **options))
+    state = empty_state(make_session(split, PROMPTS, drafter=drafter, **options))
     for cache in state.drafter[0].drafter.caches:
         batch, heads = cache.k.addressable_shards[0].data.shape[1:3]
         assert (batch, heads) == (model, 8 // model)
@@ -224,7 +263,7 @@ def test_every_drafters_state_says_how_it_is_split(eight):
 @pytest.mark.parametrize(
     ("name", "tree"),
     [
-        ("early_exit", dict(kind="static", depth=3, num_nodes=9)),
+        ("early_exit", dict(kind="static", depth=2, num_nodes=5)),
         *slow(
             ("draft_model", dict(kind="dynamic", topk=3, depth=3, num_nodes=9)),
             ("eagle3", dict(kind="dynamic", topk=3, depth=3, num_nodes=9)),
@@ -236,7 +275,8 @@ def test_trees_on_a_mesh(name, tree):
     """2 x 3 devices draw and verify what one does."""
     shape = dict(EIGHT_HEADS, num_heads=6, num_kv_heads=3, intermediate_size=42)
     target = random_model(tiny_config(**shape), 0, dtype="float32")
-    options = dict(verify="rejection", sampling=mixed(max_new_tokens=10))
+    sampling = [SamplingParams(temperature=t, max_new_tokens=10) for t in (0.0, 0.8, 1.3, 0.8) * 2]
+    options = dict(verify="rejection", sampling=sampling)
 
     def run(target):
         if name in ("eagle3", "medusa"):
@@ -250,13 +290,13 @@ def test_trees_on_a_mesh(name, tree):
     got, alone = run(place_model(target, mesh_of(2, 3))), run(target)
     assert got.token_ids == alone.token_ids
     assert (got.accepted == alone.accepted).all()
-    assert got.drafted.max() == 9
+    assert got.drafted.max() == tree["num_nodes"]
 
 
 @pytest.mark.parametrize("batch_size", [3, *slow(1, 5)])
 def test_a_batch_that_does_not_divide_is_padded(batch_size, eight, draft, alone):
     name, options = SETTINGS["ngram, greedy"]
-    result = run_on(place_model(eight, mesh_of(4, 1)), draft, name, options, batch_size)
+    result = run_on(place_model(eight, mesh_of(2, 2)), draft, name, options, batch_size)
     assert result.token_ids == alone("ngram, greedy").token_ids
     # No more rows decode together than were asked for.
     rounds = (result.emitted > 0).sum(axis=1)
@@ -265,12 +305,10 @@ def test_a_batch_that_does_not_divide_is_padded(batch_size, eight, draft, alone)
     assert together.max() == batch_size
 
 
-def test_a_vocabulary_that_does_not_divide_stays_whole():
-    config = tiny_config(**{**EIGHT_HEADS, "vocab_size": 67})
-    target = random_model(config, 0, dtype="float32")
-    options = dict(sampling=mixed(max_new_tokens=8), verify="rejection", num_speculative_tokens=1)
-    ours = run_on(place_model(target, mesh_of(2, 4)), None, "ngram", options)
-    assert ours.token_ids == run_on(target, None, "ngram", options).token_ids
+def test_a_vocabulary_that_does_not_divide_stays_whole(uneven):
+    split, ours = uneven(4)
+    assert split.params["head"]["kernel"].sharding.is_fully_replicated
+    assert ours.token_ids == uneven(None)[1].token_ids
 
 
 @pytest.mark.parametrize("how", ["moved", *slow("loaded there", "mesh")])
@@ -284,14 +322,14 @@ def test_a_model_on_another_device_runs_there(how, chatty):
     else:
         with jax.default_device(device):
             model = dataclasses.replace(chatty, params=jax.tree.map(jnp.array, chatty.params))
-    options = dict(sampling=greedy(max_new_tokens=14))
+    options = dict(sampling=greedy(max_new_tokens=14, stop=("\0",), logprobs=True))
     plain = decode(chatty, PROMPTS[:3], **options)
     stop = plain.texts[1][2:4]
     options = dict(sampling=greedy(max_new_tokens=14, stop=(stop,), logprobs=True))
     session = make_session(
         model, PROMPTS[:3], drafter=draft_model(chatty), num_speculative_tokens=1, **options
     )
-    state = first_state(session)
+    state = empty_state(session)
     there = [leaf.devices() for leaf in jax.tree.leaves((session.params, state))]
     assert set().union(*there) == {device}
     wanted = decode(chatty, PROMPTS[:3], **options)
@@ -327,10 +365,10 @@ def test_each_device_looks_for_the_likeliest_tokens_in_its_part(vocab):
 
 def loop_program(session):
     """The loop alone: what an engine's step hands to the host comes after it."""
+    arguments = row_arguments(session, [], session.num_rows)
     with sharding.use(session.mesh):
-        state = first_state(session)
-        placed = jax.tree.map(lambda leaf: leaf.sharding, state), None
-        run = jax.jit(loop.run, static_argnums=0, donate_argnums=2, out_shardings=placed)
+        _, state, placed = programs._first(session.plan, session.params, arguments, session.mesh)
+        run = jax.jit(loop.run, static_argnums=0, donate_argnums=2, out_shardings=(placed, None))
         return run.lower(session.plan, session.params, state, jnp.int32(4)).compile()
 
 
@@ -405,8 +443,7 @@ def test_the_state_is_updated_in_place_on_a_mesh(eight, draft):
         place_model(eight, mesh_of(2, 4)), PROMPTS, sampling=greedy(), num_speculative_tokens=0
     )
     program = compile_setup(session).step
-    state = first_state(session)
-    cache = state.cache.k.addressable_shards[0].data
+    cache = empty_state(session).cache.k.addressable_shards[0].data
     assert program.memory_analysis().alias_size_in_bytes >= 2 * cache.nbytes
     copies = re.findall(r"= \w+\[([\d,]*)\][^=\n]*? copy(?:-start)?\(", program.as_text())
     assert ",".join(map(str, cache.shape)) not in copies

@@ -1,10 +1,10 @@
 """Held-out prompts, and the acceptance length measured on them."""
 
 import numpy as np
+from test_train_medusa import cycling
 from toy_training import Listed, conversations
 
-from specjax.drafters import LoadedDrafter
-from specjax.drafters.draft_model import DraftModel
+from specjax.drafters import make_drafter
 from train.data.examples import Example
 from train.run.evaluate import held_out_prompts, measure_tau
 
@@ -27,19 +27,21 @@ def test_prompts_end_where_answers_begin():
     assert held_out_prompts(source, np.array([], int), 4, room=8) == []
 
 
-def test_tau_is_measured_by_decoding(tiny):
-    """The target as its own drafter is always accepted: K + 1 tokens per round."""
+def test_tau_is_measured_by_decoding():
+    """What the target says, drafted, is always accepted: K + 1 tokens per round."""
+    target = cycling()
+    said = [[(start + 7 * i) % 61 for i in range(2, 14)] for start in (3, 7)]
 
-    def itself(head, target):
-        return LoadedDrafter(DraftModel(target.architecture), head)
+    def repeated(head, target):
+        return make_drafter("simulated", target, continuations=head, acceptance=1.0)
 
     found = measure_tau(
-        tiny.params,
-        tiny,
-        [[3, 4, 5], [7, 1]],
+        said,
+        target,
+        [[3, 10], [7, 14]],
         new_tokens=12,
         num_speculative_tokens=3,
-        make_drafter=itself,
+        make_drafter=repeated,
     )
     assert found["tau"] == 4.0
     assert found["decoded_acc_pos_0"] == found["decoded_acc_pos_2"] == 1.0

@@ -326,9 +326,10 @@ def test_minutes_end_a_run_with_a_checkpoint_and_it_resumes(target, tmp_path, mo
     clock = SimpleNamespace(monotonic=lambda: next(seconds), perf_counter=time.perf_counter)
     monkeypatch.setattr(loop, "time", clock)
     config = config_of(minutes=7 / 60)
+    first = Run(tmp_path / "w", target, config).train()
+    assert (first.step, first.reason) == (7, loop.TIME)
+    shutil.copytree(tmp_path / "w", tmp_path / "forgetful")
     for name in ("w", "forgetful"):
-        first = Run(tmp_path / name, target, config).train()
-        assert (first.step, first.reason) == (7, loop.TIME)
         run = Run(tmp_path / name, target, config)
         if name == "forgetful":
             # Without the sums since the last line, the next one is another.

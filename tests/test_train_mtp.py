@@ -166,8 +166,11 @@ def test_the_loss_of_modules_is_its_definition(modules, convention, labels, tiny
     [
         (1, "zero_first", "distributions"),
         (2, "raw", "tokens"),
-        (3, "pre_norm", "tokens"),
-        *slow((2, "default", "distributions"), (1, "hidden_first", "tokens")),
+        *slow(
+            (3, "pre_norm", "tokens"),
+            (2, "default", "distributions"),
+            (1, "hidden_first", "tokens"),
+        ),
     ],
 )
 def test_the_loss_of_both_is_its_definition(modules, convention, labels, tiny, batch):

@@ -1,6 +1,8 @@
 """Runs that are killed, interrupted or moved resume with the same curve; others are refused."""
 
+import contextlib
 import dataclasses
+import io
 import json
 import os
 import shutil
@@ -11,6 +13,7 @@ import sys
 import time
 
 import jax
+import jaxtyping
 import numpy as np
 import pytest
 from conftest import slow, xla_flags
@@ -24,6 +27,7 @@ from test_train_loop import Run, mesh_of, program_of, timeless
 from toy_training import (
     LABELS,
     TOKENS,
+    AnyData,
     Listed,
     ToyConfig,
     config_of,
@@ -86,13 +90,27 @@ def finish(process):
     return process.returncode, out, err
 
 
+def trained_here(workdir):
+    """What a process of its own prints, of the same command in this one."""
+    fields = {"data": "memory", "workdir": workdir, "dtype": "float32", "eval.every": 6}
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
+        # As in that process: conversations in memory are no `Sources`.
+        patch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+        patch.setattr(setup, "load_model", lambda name, *, field, form, mesh=None: toy_target(mesh))
+        patch.setattr(setup, "open_sources", lambda paths: Listed(conversations()))
+        given = [f"--config.{name}={value}" for name, value in fields.items()]
+        code = run.main(
+            lambda target, data, config: toy_method(target), AnyData, [f"--config={SCRIPT}", *given]
+        )
+    assert code == 0
+    return out.getvalue()
+
+
 @pytest.fixture(scope="module")
-def whole(start, tmp_path_factory):
+def whole(tmp_path_factory):
     """The metrics of a run that nothing has disturbed."""
     workdir = tmp_path_factory.mktemp("whole") / "w"
-    code, out, err = finish(start(workdir))
-    assert code == 0, err
-    assert "trained: step 12 of 12" in out
+    assert "trained: step 12 of 12" in trained_here(workdir)
     return timeless(files.Workdir(workdir))
 
 
@@ -138,9 +156,7 @@ def test_a_killed_and_an_interrupted_run_go_on_to_the_same_curve(start, whole, t
     interrupted_at = checkpoints.last_checkpoint(files.Workdir(workdir)).step
     assert 8 <= interrupted_at < 12
 
-    code, out, err = finish(start(workdir))
-    assert code == 0, err
-    assert f"resuming after step {interrupted_at}" in out
+    assert f"resuming after step {interrupted_at}" in trained_here(workdir)
     rows = timeless(files.Workdir(workdir))
     assert rows == whole
     assert [row["step"] for row in rows] == [4, 6, 8, 12, 12]

@@ -82,7 +82,9 @@ def test_debug_size(name, decoded, folders, tmp_path, capsys):
         f"--config.data={folders / 'data'}",
         f"--config.workdir={tmp_path / 'run'}",
         f"--config.eval.prompts={decoded}",
+        f"--config.eval.batches={decoded}",
         "--config.eval.temperatures=(0.0,)",
+        "--config.eval.num_speculative_tokens=2",
         *options,
     ]
     assert module.main(command) == 0
@@ -107,7 +109,7 @@ def test_debug_size(name, decoded, folders, tmp_path, capsys):
         "--config.prompt=one two",
         f"--config.drafter.name={kind}",
         *drafter,
-        "--config.num_speculative_tokens=2",
+        "--config.num_speculative_tokens=2",  # as above: the same programs
         "--config.sampling.max_new_tokens=6",
         "--config.compare=true",
     ]

@@ -172,6 +172,13 @@ class ToyConfig(TrainingConfig):
     DEFAULT = __file__
 
 
+@dataclass(frozen=True, kw_only=True)
+class AnyData(ToyConfig):
+    """Names of data that are looked up elsewhere: `--config.data=memory` is no dataset on disk."""
+
+    data: Annotated[str, Text()]
+
+
 def read(config):
     """The checked value of a config."""
     return read_training_config(TrainingConfig, config.to_dict())
@@ -189,13 +196,6 @@ if __name__ == "__main__":
     from train.run import run, setup
 
     setup.load_model = lambda name, *, field, form, mesh=None: toy_target(mesh)
-
-    # `--config.data=memory` needs no dataset on disk.
-    @dataclass(frozen=True, kw_only=True)
-    class AnyData(ToyConfig):
-        """Names of data that are looked up below."""
-
-        data: Annotated[str, Text()]
 
     toys = Listed(conversations())
     toys.quick = int(os.environ.get("TOY_QUICK", Listed.quick))
