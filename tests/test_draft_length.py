@@ -44,7 +44,7 @@ from specjax.testing.drafters import first_rows, make_plan
 from specjax.trees import Draft
 
 OBSERVE = jax.jit(survival.observe)
-BEST_LENGTH = jax.jit(Turn.best_length, static_argnums=1)
+BEST_LENGTH = jax.jit(LengthDecision.best_length, static_argnums=1)
 ROW_WEIGHTS = jax.jit(row_weights)
 
 
