@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int
 
 from specjax.decoding import loop
 from specjax.decoding.plan import Plan
@@ -14,6 +16,7 @@ from specjax.decoding.programs import start
 from specjax.decoding.state import State, knows_its_rows
 from specjax.drafters.turns import check_size
 from specjax.errors import InputError
+from specjax.trees import Draft
 
 
 def check_contract(plan: Plan, params: tuple[Any, Any], arguments: tuple) -> None:
@@ -39,20 +42,23 @@ def check_contract(plan: Plan, params: tuple[Any, Any], arguments: tuple) -> Non
             _check_draft(plan, params, arguments, number)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _propose(
+    plan: Plan, number: int, params: tuple[Any, Any], state: State
+) -> tuple[Draft, Int[Array, "B"]]:
+    """The first draft of a plan's drafter, by its number, and the limits that rows were given."""
+    part = plan.drafter.parts[number]
+    context = loop.make_context(plan, params[0], state)
+    limit = jnp.arange(len(context.limit)) % (1 + part.num_speculative_tokens)
+    context = context.replace(limit=jnp.minimum(limit, context.limit))
+    noise = loop.draft_noise(plan, state, loop.round_keys(plan, state))
+    own = state.drafter[number].drafter
+    return part.propose(params[1][number], own, context, noise)[0], context.limit
+
+
 def _check_draft(plan: Plan, params: tuple[Any, Any], arguments: tuple, number: int) -> None:
     part = plan.drafter.parts[number]
-
-    @jax.jit
-    def propose(params: Any, state: State) -> Any:
-        context = loop.make_context(plan, params[0], state)
-        limit = jnp.arange(len(context.limit)) % (1 + part.num_speculative_tokens)
-        context = context.replace(limit=jnp.minimum(limit, context.limit))
-        noise = loop.draft_noise(plan, state, loop.round_keys(plan, state))
-        own = state.drafter[number].drafter
-        return part.propose(params[1][number], own, context, noise)[0], context.limit
-
-    state = start(plan, params, *arguments)
-    draft, limit = propose(params, state)
+    draft, limit = _propose(plan, number, params, start(plan, params, *arguments))
     check_size(part, draft)
     valid, tokens = np.asarray(draft.valid), np.asarray(draft.tokens)
     vocab = plan.target.vocab_size
