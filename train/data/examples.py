@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Bool, Float16, Int32
 
 from specjax.errors import InputError
-from specjax.loading.heads.head import TargetMetadata, vocabulary_hash
+from specjax.loading.heads.head import TargetMetadata
 from specjax.loading.model import Model
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 
@@ -57,7 +57,7 @@ def text_metadata(name: str, tokenizer: Tokenizer) -> dict[str, Any]:
         "hidden_size": None,
         "vocab_size": tokenizer.vocab_size,
         "num_layers": None,
-        "tokenizer": vocabulary_hash(tokenizer),
+        "tokenizer": tokenizer.vocabulary_hash,
     }
 
 

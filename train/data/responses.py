@@ -16,7 +16,6 @@ from specjax.files import folder_marker
 from specjax.files.json_files import read_json_file
 from specjax.files.open_files import regular_files
 from specjax.files.paths import user_path
-from specjax.loading.heads.head import vocabulary_hash
 from specjax.loading.tokenizers.huggingface_tokenizer import read_tokenizer
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from train.data.examples import (
@@ -74,7 +73,7 @@ class Responses:
         if not (self.directory / TOKENIZER).is_dir():
             return None
         tokenizer = read_tokenizer(self.directory / TOKENIZER)
-        if tokenizer is None or vocabulary_hash(tokenizer) != self.target["tokenizer"]:
+        if tokenizer is None or tokenizer.vocabulary_hash != self.target["tokenizer"]:
             raise _damaged(self.directory, f"{TOKENIZER} is missing, or another one")
         return tokenizer
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +21,6 @@ from specjax.loading.model_metadata import (
     head_metadata,
     read_head_config,
 )
-from specjax.loading.tokenizers.tokenizer import Tokenizer
 from specjax.models.decoder import check_features
 from specjax.models.heads import medusa
 from specjax.models.heads.draft_decoder import DraftModelConfig
@@ -64,7 +61,7 @@ class TargetMetadata:
             config.hidden_size,
             config.vocab_size,
             config.num_layers,
-            None if tokenizer is None else vocabulary_hash(tokenizer),
+            None if tokenizer is None else tokenizer.vocabulary_hash,
         )
 
     def matches(self, other: TargetMetadata) -> bool:
@@ -136,12 +133,6 @@ def own_modules(model: Model) -> Head | None:
     if model.mtp is None:
         return None
     return Head("mtp", model.mtp.config, model.mtp.params, None, TargetMetadata.of(model))
-
-
-def vocabulary_hash(tokenizer: Tokenizer) -> str:
-    """A hash of all token strings, in order of their ids."""
-    tokens = [tokenizer.token(index) for index in range(tokenizer.vocab_size)]
-    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 
 
 def parameter_table(config: Config) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -77,6 +79,12 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of token ids (V): the highest id plus one."""
         return len(self._strings)
+
+    @cached_property
+    def vocabulary_hash(self) -> str:
+        """A hash of all token strings, in order of their ids, which identifies the vocabulary."""
+        tokens = [string or "" for string in self._strings]
+        return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 
     def token(self, index: int) -> str:
         """The vocabulary's own string of a token id; empty for an id that names no token."""
