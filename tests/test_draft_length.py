@@ -310,7 +310,7 @@ class Injected(LearnedCosts):
         pass
 
 
-LONGEST, NEW = 4, 1000
+LONGEST, NEW = 4, 1600
 
 
 def hindsight(right, length, seconds_of, widths, first):

@@ -176,7 +176,7 @@ def session_of(tiny, drafter, length=3, new_tokens=14):
 
 @pytest.mark.parametrize("form", ["mtp_2", *slow("eagle3_flags", "eagle", "mtp", "mtp_3")])
 def test_the_state_equals_a_fresh_one_after_every_round(form, tiny):
-    session = session_of(tiny, drafter_of(form, tiny, spread=0.3), new_tokens=16)
+    session = session_of(tiny, drafter_of(form, tiny, spread=0.3), new_tokens=24)
     state = first_state(session)
     assert_fresh(session, state)
     counts = []
