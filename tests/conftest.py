@@ -115,7 +115,6 @@ from specjax.decoding import programs
 from specjax.loading.load import load_model, random_model
 from specjax.loading.tokenizers.huggingface_tokenizer import read_tokenizer
 from specjax.models.config import DecoderConfig
-from specjax.testing import enumeration
 
 
 def pytest_addoption(parser):
@@ -196,12 +195,6 @@ def fast_programs():
     """Programs take thrice as long to compile and a third to run: for many rows."""
     with compiled_with(**FAST):
         yield
-
-
-@pytest.fixture
-def small_chunks(monkeypatch):
-    """Rules are enumerated on few rows at a time: small checks have few, and chunks are filled."""
-    monkeypatch.setattr(enumeration, "CHUNK", 512)
 
 
 @pytest.fixture

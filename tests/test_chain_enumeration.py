@@ -12,8 +12,6 @@ from specjax.errors import InputError
 from specjax.sampling import Decision, excess, log_ratio, pick, rejection
 from specjax.testing import DistributionPair, check_rule
 
-pytestmark = pytest.mark.usefixtures("small_chunks")
-
 
 @pytest.mark.parametrize(("vocab", "length"), [(3, 3), *slow((2, 1), (4, 3), (5, 2))])
 @pytest.mark.parametrize("rule", ["rejection", "block", "coupled"])

@@ -33,7 +33,7 @@ SHARED = (0, 1, 1)
         ),
     ],
 )
-def test_rules_emit_the_target_distribution(rule, parents, vocab, small_chunks):
+def test_rules_emit_the_target_distribution(rule, parents, vocab):
     check = check_rule(rule, Topology(parents), vocab=vocab)
     assert check.passed, check.counterexample
     assert check.max_error < 1e-12
@@ -46,7 +46,7 @@ def assert_wrong(check):
     assert check.counterexample
 
 
-def test_typical_acceptance_is_not_exact(small_chunks):
+def test_typical_acceptance_is_not_exact():
     check = check_rule("typical", Topology(TWO), vocab=3)
     assert_wrong(check)
     assert not sampling.Typical().exact
@@ -81,7 +81,7 @@ DRAWN, CERTAIN, FIRST_DRAWN = [True, True], [False, False], [True, False]
 
 
 @pytest.fixture
-def only(monkeypatch, small_chunks):
+def only(monkeypatch):
     """Nodes are drawn or not as it is said here, in place of every way: one is wrong enough."""
 
     def choose(drawn):

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 from specjax import sampling
 from specjax.trees import Topology
 
-CHUNK = 4096
+CHUNK = 512
 BISECTIONS = 54
 THIN = 1e-15
 TOP = 1 - 2.0**-53
