@@ -28,6 +28,7 @@ from specjax.drafters.lookup.ngram import Ngram
 from specjax.drafters.lookup.token_recycling import TokenRecycling
 from specjax.errors import InputError
 from specjax.loading.load import place_model
+from specjax.reporting.engine_report import engine_summary
 
 NEW = [3, 20, 7, 12, 1, 16, 9, 14]
 """New tokens of each prompt: rows end at different times."""
@@ -63,7 +64,7 @@ def session_of(tiny, drafter, rule="rejection", slots=3, **options):
     )
 
 
-def told(output):
+def own_results(output):
     """What must not depend on other rows: tokens, reason and the row's own counts."""
     counts = [getattr(output.rounds, name).tolist() for name in ("drafted", "accepted", "emitted")]
     return output.token_ids, output.finish_reason, counts
@@ -80,7 +81,11 @@ def alone(session):
 def ended(engine, session, index=None):
     for prompt in range(len(PROMPTS)) if index is None else index:
         engine.add_rows(prompt, [session_row(session, prompt)])
-    return {delta.id: told(delta.output) for delta in engine if delta.output is not None}
+    outputs = [delta.output for delta in engine if delta.output is not None]
+    assert [one.lossy for one in outputs] == [
+        engine.setup.is_lossy(session.requests[one.id]) for one in outputs
+    ]
+    return {one.id: own_results(one) for one in outputs}
 
 
 CASES = [
@@ -126,7 +131,7 @@ def test_rows_that_come_and_go_give_what_they_give_alone(name, rule, tiny, unrel
         for _ in range(count):
             for delta in engine.step():
                 if delta.output is not None:
-                    found[delta.id] = told(delta.output)
+                    found[delta.id] = own_results(delta.output)
 
     def add(*index):
         for prompt in index:
@@ -178,7 +183,9 @@ def test_an_admission_that_forgets_a_part_is_found(forgets, undrafted):
         engine.add_rows(prompt, [session_row(session, prompt)])
     found = {}
     for _ in range(60):
-        found |= {one.id: told(one.output) for one in engine.step() if one.output is not None}
+        found |= {
+            one.id: own_results(one.output) for one in engine.step() if one.output is not None
+        }
     assert found != wanted
 
 
@@ -362,17 +369,17 @@ def test_other_parameters_read_a_prompt_anew(tiny, reads):
 def test_the_loop_is_told_whether_anyone_waits(refill_rows, tiny, monkeypatch):
     """More rows to wait for than there are: nobody takes the slot of one that ends."""
     engine = Engine(tiny, batch_size=2, refill_rows=refill_rows, rounds_per_step=2)
-    told, step = [], device_rows.DeviceRows.step
+    seen, step = [], device_rows.DeviceRows.step
 
     def note(self, ended, max_rounds, enough):
-        told.append((engine.num_waiting > 0, enough > 2))
+        seen.append((engine.num_waiting > 0, enough > 2))
         return step(self, ended, max_rounds, enough)
 
     monkeypatch.setattr(device_rows.DeviceRows, "step", note)
     for new in (4, 8, 4):
         engine.add([1, 2], greedy(max_new_tokens=new))
     list(engine)
-    assert set(told) == {(True, False), (False, True)}
+    assert set(seen) == {(True, False), (False, True)}
 
 
 def test_what_a_request_asks_for_is_served_from_then_on(tiny):
@@ -551,6 +558,17 @@ def test_what_is_done_for_one_request_does_not_depend_on_how_many_wait():
     assert Compared.count <= 1000
 
 
+@pytest.mark.parametrize(
+    ("rule", "lossy"), [("rejection", [False, False]), ("typical", [False, True])]
+)
+def test_a_rule_that_changes_the_distribution_says_so(rule, lossy, tiny):
+    """Of sampled rows: greedy ones keep their tokens."""
+    asked = [greedy(max_new_tokens=2), SamplingParams(max_new_tokens=2, temperature=0.8)]
+    session = make_session(tiny, PROMPTS[:2], sampling=asked, verify=rule)
+    assert [session.is_lossy(one) for one in session.requests] == lossy
+    assert engine_summary(Engine.of(session).statistics)["lossy"] == any(lossy)
+
+
 def test_statistics_of_steps():
     statistics = Statistics(num_slots=4)
     assert statistics.summary().occupancy is None
@@ -713,7 +731,7 @@ def test_a_request_without_text_ends_alone(undrafted, monkeypatch):
     assert outputs[1].rounds.emitted.sum() == len(outputs[1].token_ids)
     assert "".join(one.text for one in deltas if one.id == 1) == outputs[1].text
     others = [prompt for prompt in range(len(PROMPTS)) if prompt != 1]
-    assert {n: told(outputs[n])[0] for n in others} == {n: wanted[n][0] for n in others}
+    assert {n: own_results(outputs[n])[0] for n in others} == {n: wanted[n][0] for n in others}
 
 
 def test_what_tears_a_step_apart_ends_the_engine(tiny, monkeypatch):

@@ -125,6 +125,32 @@ def test_a_draft_cache_follows_rounds_without_a_draft(laddered, similar):
     assert set(counts.drafted.ravel().tolist()) == {-1, 0, 1, 2, 3}
 
 
+def one_too_many(cache):
+    """A slot more than was committed."""
+    return cache.replace(length=cache.length + 1)
+
+
+def from_another_slot(cache):
+    """The last token that was committed has the keys and values of the one before."""
+    rows, last = np.arange(len(cache.length)), cache.length - 1
+    k, v = (
+        part.at[:, rows, :, last].set(part[:, rows, :, last - 1]) for part in (cache.k, cache.v)
+    )
+    return cache.replace(k=k, v=v)
+
+
+@pytest.mark.parametrize("broken", [one_too_many, from_another_slot])
+def test_broken_commits_are_found(broken, laddered, similar):
+    """Of the target, and of the draft model."""
+    session, states, _ = laddered
+    with pytest.raises(AssertionError):
+        assert_caches(session, states[2].replace(cache=broken(states[2].cache)))
+    (part,) = states[2].drafter
+    own = part.replace(drafter=part.drafter.replace(cache=broken(part.drafter.cache)))
+    with pytest.raises(AssertionError):
+        assert_caches(session, states[2].replace(drafter=(own,)), similar)
+
+
 def drafted_keys(session, state):
     """The draft model's keys, rows first, once it has observed all."""
     return np.moveaxis(observed(session, state)[0].cache.k, 1, 0)

@@ -147,7 +147,11 @@ def fresh(session, state, part):
 def assert_fresh(session, state, part=0, got=None):
     """With what waits to be observed, caches and outputs are what the committed tokens give."""
     wanted = fresh(session, state, part)
-    got = observed(session, state)[part] if got is None else got
+    assert_alike(state, observed(session, state)[part] if got is None else got, wanted)
+
+
+def assert_alike(state, got, wanted):
+    """Two states of a head after the committed tokens of `state`."""
     for module, (mine, theirs) in enumerate(zip(got.caches, wanted.caches, strict=True)):
         np.testing.assert_array_equal(mine.length, jnp.maximum(state.length - 1 - module, 0))
         held = jnp.arange(mine.capacity)[None, :] < mine.length[:, None]

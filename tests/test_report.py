@@ -174,6 +174,17 @@ def test_turns_of_a_question_are_one_line(write):
     assert choice["accept_lengths"] == [3, 1, 1, 2]
 
 
+@pytest.mark.parametrize("lossy", [False, True])
+def test_every_file_says_whether_a_rule_is_lossy(lossy, write):
+    report = content()
+    report["summary"] |= {"lossy": True} if lossy else {}
+    entry = Entry.of(read_report(*write(a=report)), "label")
+    rows = csv.DictReader(csv_jsonl.csv_text([entry]).splitlines())
+    assert {row["lossy"] for row in rows} == {str(lossy)}
+    lines = [json.loads(line) for line in csv_jsonl.jsonl_text(entry).splitlines()]
+    assert {line["lossy"] for line in lines} == {lossy}
+
+
 def test_runs_under_other_conditions_are_not_compared(write, tmp_path):
     hot = content(sampling={"temperature": 0.8, "max_new_tokens": 5})
     slow = content()

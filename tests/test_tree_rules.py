@@ -77,15 +77,16 @@ tree_distribution = tree.node_distribution
 tree_recursion = sampling.recursion
 
 
-DRAWN, CERTAIN, FIRST_DRAWN = [True, True], [False, False], [True, False]
+DRAWN, CERTAIN, FIRST_DRAWN, BY_TWO = [0, 0], [-1, -1], [0, -1], [0, 1]
+"""Which drafter draws each of two siblings, -1 where none does."""
 
 
 @pytest.fixture
 def only(monkeypatch):
-    """Nodes are drawn or not as it is said here, in place of every way: one is wrong enough."""
+    """Nodes are drawn by the drafters that are given, in place of every way: one is enough."""
 
-    def choose(drawn):
-        monkeypatch.setattr(rules, "_mixtures", lambda topology: [np.array(drawn)])
+    def choose(drafter):
+        monkeypatch.setattr(rules, "_mixtures", lambda topology: [np.array(drafter)])
 
     return choose
 
@@ -122,6 +123,13 @@ def dropped_duplicate(drafted, target, uniforms):
     return tree_recursion(drafted._replace(valid=valid), target, uniforms)
 
 
+def dropped_drawn_duplicate(drafted, target, uniforms):
+    """Drops a token that a second drafter drew as the first did."""
+    twice = (drafted.tokens[:, 0] == drafted.tokens[:, 1]) & (drafted.logq_row >= 0).all(axis=1)
+    valid = drafted.valid.at[:, 1].set(drafted.valid[:, 1] & ~twice)
+    return tree_recursion(drafted._replace(valid=valid), target, uniforms)
+
+
 def chosen_by_own_probability(drafted, target, uniforms):
     """Keeps the second sibling only if its own token was likely."""
     q = pick(drafted.logq, jnp.maximum(drafted.logq_row[:, 1], 0))
@@ -135,6 +143,7 @@ def chosen_by_own_probability(drafted, target, uniforms):
     ("mistake", "drawn"),
     [
         (dropped_duplicate, FIRST_DRAWN),
+        (dropped_drawn_duplicate, BY_TWO),
         (chosen_by_own_probability, DRAWN),
         *slow((in_order_of_q, DRAWN)),
     ],
@@ -160,7 +169,7 @@ def once_for_each_path(drafted, target, uniforms):
 
 
 def test_draws_for_each_path_fail(monkeypatch, only):
-    only([True, True, True])
+    only([0, 0, 0])
     monkeypatch.setattr(sampling, "recursion", once_for_each_path)
     assert_wrong(check_rule("rejection", Topology(SHARED), vocab=2))
 
