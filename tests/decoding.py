@@ -17,6 +17,7 @@ from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.setup import plan_session
 from specjax.decoding.state import RUNNING
 from specjax.distributed.sharding import use
+from specjax.draft_length.limits import DraftLength
 from specjax.drafters import (
     Drafter,
     LoadedDrafter,
@@ -74,9 +75,14 @@ def make_session(
     seed=0,
     replay=None,
     partial=True,
+    every_width=False,
     **options,
 ):
-    """`plan_session`; where it is not `partial`, without the passes of test_partial_passes."""
+    """`plan_session`; where it is not `partial`, without the passes of test_partial_passes.
+
+    A draft whose length is fixed is verified in passes as wide as the longest, whatever its length,
+    unless `every_width` is compiled: each is another copy of the pass and the rule.
+    """
     requests = SamplingParams() if sampling is None else sampling
     session = plan_session(
         target,
@@ -91,6 +97,9 @@ def make_session(
     if not partial:
         # These compile as long again.
         other["partial_rows"] = None
+    fixed = session.plan.draft_length == DraftLength(session.plan.draft_length.max_tokens)
+    if fixed and draft_length is None and not every_width:
+        other["widths"] = session.plan.widths[-1:]
     return dataclasses.replace(session, plan=dataclasses.replace(session.plan, **other))
 
 

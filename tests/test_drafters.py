@@ -157,6 +157,7 @@ def test_a_round_without_a_match_is_a_plain_round(tiny):
         drafter=Ngram(prompt_lookup_min=3),
         sampling=greedy(max_new_tokens=12),
         num_speculative_tokens=3,
+        every_width=True,
     )
     participated = got.emitted[0] > 0
     empty = got.drafted[0] == 0

@@ -225,6 +225,7 @@ def test_what_was_drafted(tiny, plain, right):
         verify="coupled",
         sampling=drawn(),
         num_speculative_tokens=4,
+        every_width=True,
     )
     assert got.was_drafted(0) == [True] * 4 + [False] + [True] * 4 + [False] + [True, False]
     assert got.accepted[0, :3].tolist() == [4, 4, 1]

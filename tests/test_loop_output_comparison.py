@@ -113,6 +113,7 @@ def test_draft_lengths(name, length, tiny, every, plain_mixed):
         verify="coupled",
         sampling=mixed(max_new_tokens=NEW),
         num_speculative_tokens=length,
+        every_width=True,
     )
     assert got.token_ids == plain_mixed.token_ids
     assert_counts(got)

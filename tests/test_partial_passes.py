@@ -267,6 +267,7 @@ def test_the_cache_is_read_where_it_lies():
         PROMPTS[:4],
         drafter=NGRAM,
         sampling=greedy(),
+        every_width=True,
     )
     assert session.plan.partial_rows == 2
     state, program = lowered(session)

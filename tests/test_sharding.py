@@ -374,9 +374,8 @@ def loop_program(session):
 
 def round_session(target, draft, name, sampling):
     drafter = make_drafter(name, target, **({"path": draft} if name == "draft_model" else {}))
-    session = make_session(
-        target, PROMPTS, drafter=drafter, num_speculative_tokens=2, sampling=sampling
-    )
+    options = dict(num_speculative_tokens=2, sampling=sampling, every_width=True)
+    session = make_session(target, PROMPTS, drafter=drafter, **options)
     assert session.plan.widths == (1, 3)
     return session
 

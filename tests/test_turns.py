@@ -245,14 +245,15 @@ class SizedByLength(Drafter):
 def test_each_drafts_at_most_its_own_number(most, tiny):
     drafter = take_turns(Ngram(), SizedByLength())
     options = dict(sampling=greedy(max_new_tokens=20), batch_size=1)
-    got = decode(tiny, PROMPTS, drafter=drafter, num_speculative_tokens=most, **options)
     plain = decode(tiny, PROMPTS, **options)
+    options |= dict(drafter=drafter, every_width=True)
+    got = decode(tiny, PROMPTS, num_speculative_tokens=most, **options)
     assert got.token_ids == plain.token_ids
     longest = 8 if most is None else min(most, 8)
     assert got.drafted.max() == longest
     if most is None:
         # Each has a compiled width of its own.
-        assert make_session(tiny, PROMPTS, drafter=drafter).plan.widths == (1, 3, 9)
+        assert make_session(tiny, PROMPTS, **options).plan.widths == (1, 3, 9)
         assert set(np.unique(got.width)) <= {-1, 1, 3, 9}
 
 
