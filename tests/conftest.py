@@ -78,6 +78,8 @@ jaxtyping.install_import_hook(
 )
 
 _OURS = ("specjax", "train")
+full = False
+"""Whether the whole suite runs, `--slow`."""
 
 register_dataclass = jax.tree_util.register_dataclass
 
@@ -132,7 +134,14 @@ def pytest_collection_finish(session):
     gc.freeze()
 
 
+def row_count(few):
+    """The rows whose outputs are counted: so many, and 200,000 where the whole suite runs."""
+    return 200_000 if full else few
+
+
 def pytest_configure(config):
+    global full
+    full = config.getoption("--slow")
     config.addinivalue_line("markers", "slow: takes more than about 40 seconds; run with --slow")
     config.addinivalue_line("filterwarnings", "error")
     # A program that another worker is just writing is compiled once more.

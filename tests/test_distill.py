@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import slow, tiny_config
+from conftest import row_count, slow, tiny_config
 from decoding import PROMPTS, decode, greedy, mixed
 from heads import SOME
 from rows import two_rows, with_features
@@ -285,6 +285,6 @@ def test_the_distribution_is_the_targets(rule):
     target = random_model(config, 0, dtype="float32")
     ids = np.array([0, 1, 3, 4, 5, 7], np.int32)
     drafter = head_drafter(draft_head(target, (0,), ids, 0.5), target)
-    check = check_drafter(drafter, target, 20_000, prompt=(4,), verify=rule)
+    check = check_drafter(drafter, target, row_count(20_000), prompt=(4,), verify=rule)
     assert check.passed, check
     assert 1.3 < check.acceptance_length < 2.5

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import slow, tiny_config
+from conftest import row_count, slow, tiny_config
 from decoding import Deciding, changed, draft_model
 
 from specjax import sampling
@@ -97,7 +97,7 @@ def test_a_prompt_of_one_token_and_a_warp(target, draft):
     request = SamplingParams(temperature=0.9, top_k=7, top_p=0.97, min_p=0.02)
     assert 0.2 < distance(target, draft, (4,), request) < 0.6
     drafter = draft_model(draft, draft_p_min=0.3)
-    check = check_drafter(drafter, target, FEWER, prompt=(4,), request=request)
+    check = check_drafter(drafter, target, row_count(FEWER), prompt=(4,), request=request)
     assert check.passed, check
     assert check.acceptance_length > 1.2
 
@@ -106,14 +106,14 @@ def test_a_prompt_of_one_token_and_a_warp(target, draft):
 def test_early_exit(target):
     assert 0.2 < distance(target, target, num_layers=1) < 0.6
     drafter = EarlyExit(2, exit_layer=1)
-    check = check_drafter(drafter, target, FEWER, prompt=PROMPT)
+    check = check_drafter(drafter, target, row_count(FEWER), prompt=PROMPT)
     assert check.passed, check
     assert check.acceptance_length > 1.5
 
 
 def test_ngram(tables):
     drafter = Ngram(prompt_lookup_min=1)
-    check = check_drafter(drafter, tables[0], FEWER, prompt=PROMPT)
+    check = check_drafter(drafter, tables[0], row_count(FEWER), prompt=PROMPT)
     assert check.passed, check
     assert check.acceptance_length > 1.03
 
@@ -158,7 +158,7 @@ def test_tables(name, rule, tables):
     drafter = make(draft)
     length = options["draft_length"].max_tokens if options else 2
     options = dict(num_speculative_tokens=length, **options)
-    rows = MANY if name == "sampled" else FEWER
+    rows = row_count(MANY if name == "sampled" else FEWER)
     check = check_drafter(drafter, target, rows, prompt=PROMPT, verify=rule, **options)
     assert check.passed, check
     assert (check.acceptance_length > 1.2) == (name != "plain")
@@ -166,7 +166,7 @@ def test_tables(name, rule, tables):
 
 def test_coupled_at_many_seeds_is_the_target_distribution(tables):
     target, draft = tables
-    check = check_drafter(draft_model(draft), target, MANY, verify="coupled")
+    check = check_drafter(draft_model(draft), target, row_count(MANY), verify="coupled")
     assert check.passed, check
     assert check.acceptance_length > 1.2
 
@@ -317,7 +317,7 @@ def test_broken_variants_fail(name, tables, changed_by, monkeypatch):
 def test_the_broken_variants_fail_for_their_mistake_alone(tables, changed_by):
     """Untouched, and at their own temperature, the same drafter passes."""
     same = changed_by(as_it_is)
-    check = check_drafter(same, tables[0], FEWER, prompt=PROMPT, request=COLD)
+    check = check_drafter(same, tables[0], row_count(FEWER), prompt=PROMPT, request=COLD)
     assert check.passed, check
 
 

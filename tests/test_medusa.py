@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from conftest import slow, tiny_config
+from conftest import row_count, slow, tiny_config
 from decoding import (
     PROMPTS,
     assert_ends,
@@ -154,6 +154,6 @@ def test_the_distribution_is_the_targets(rule, broken, small):
     )
     drafter = head_drafter(head, small)
     drafter = first_distribution_for_all(drafter) if broken else drafter
-    check = check_drafter(drafter, small, 20_000, verify=rule)
+    check = check_drafter(drafter, small, row_count(20_000), verify=rule)
     assert check.passed != broken, check
     assert 1.2 < check.acceptance_length < 2.5

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import slow
+from conftest import row_count, slow
 from decoding import (
     PROMPTS,
     changed,
@@ -105,7 +105,7 @@ def test_the_distribution_is_the_targets(first, rule, target):
     drafters = [Ngram(prompt_lookup_min=1, num_matches=2), model(target)]
     if first == "model":
         drafters = [other_model(target), *drafters]
-    check = check_drafter(merge_drafters(*drafters), target, ROWS, verify=rule)
+    check = check_drafter(merge_drafters(*drafters), target, row_count(ROWS), verify=rule)
     assert check.passed, check
     assert check.acceptance_length > 1.5
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import slow, tiny_config
+from conftest import row_count, slow, tiny_config
 from decoding import (
     PROMPTS,
     assert_ends,
@@ -230,7 +230,7 @@ def six():
 )
 def test_sampled_rows_have_the_targets_distribution(form, rule, six):
     drafter = drafter_of(form, six, vocabulary=5, seed=1)
-    check = check_drafter(drafter, six, 8_000, verify=rule)
+    check = check_drafter(drafter, six, row_count(8_000), verify=rule)
     assert check.passed, check
     assert check.acceptance_length > 1.2
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import slow
+from conftest import row_count, slow
 from decoding import (
     PROMPTS,
     decode,
@@ -170,7 +170,7 @@ def test_rows_draft_as_they_do_alone(tiny, together):
 @pytest.mark.parametrize("rule", ["rejection", *slow("coupled")])
 def test_the_distribution_is_the_targets(rule):
     target = Tabular(5), 1.2 * jax.random.normal(jax.random.key(0), (5, 5))
-    check = check_drafter(TokenRecycling(5, tree=TREE), target, 8_000, verify=rule)
+    check = check_drafter(TokenRecycling(5, tree=TREE), target, row_count(8_000), verify=rule)
     assert check.passed, check
     assert check.acceptance_length > 1.5
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import slow, tiny_config
+from conftest import row_count, slow, tiny_config
 from decoding import (
     PROMPTS,
     changed,
@@ -260,7 +260,7 @@ def test_sampled_rows_have_the_targets_distribution(name, kind, six):
     tree = TreeOptions(kind="dynamic", topk=3, depth=2, num_nodes=6)
     if kind == "static":
         tree = TreeOptions(kind="static", choices=BUSHY)
-    check = check_drafter(small_drafter(name, six, tree), six, 8_000)
+    check = check_drafter(small_drafter(name, six, tree), six, row_count(8_000))
     assert check.passed, check
     assert check.acceptance_length > 1.3
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import slow
+from conftest import row_count, slow
 from decoding import (
     PROMPTS,
     changed,
@@ -116,7 +116,7 @@ def test_three_take_turns():
 
 @pytest.mark.parametrize("rule", ["rejection", *slow("block")])
 def test_the_distribution_is_the_targets(rule, target):
-    check = check_drafter(take_turns(lookup(), model(target)), target, ROWS, verify=rule)
+    check = check_drafter(take_turns(lookup(), model(target)), target, row_count(ROWS), verify=rule)
     assert check.passed, check
     assert check.acceptance_length > 1.3
 
@@ -125,7 +125,7 @@ def test_two_that_draw_from_distributions(target):
     """Some rows stop before the first token, and the other's distributions come after."""
     first = random_distribution(VOCAB)
     first = first._replace(drafter=dataclasses.replace(first.drafter, num_speculative_tokens=2))
-    check = check_drafter(take_turns(first, model(target)), target, ROWS)
+    check = check_drafter(take_turns(first, model(target)), target, row_count(ROWS))
     assert check.passed, check
     assert check.acceptance_length > 1.2
 
@@ -148,7 +148,9 @@ def draws_in_secret(table):
 
 def test_what_the_first_drew_in_secret_tells_nothing_of_the_second(target):
     table = jax.random.normal(jax.random.key(3), (VOCAB,))
-    check = check_drafter(take_turns(draws_in_secret(table), model(target)), target, ROWS)
+    check = check_drafter(
+        take_turns(draws_in_secret(table), model(target)), target, row_count(ROWS)
+    )
     assert check.passed, check
 
 
