@@ -40,7 +40,7 @@ def get_config(size=""):
 
     config.batch_size = 32
     config.drafter = config_dict.ConfigDict()
-    config.drafter.name = "none"  # in large batches drafts do not pay
+    config.drafter.name = "none"  # in large batches drafts gain nothing
     config.drafter.path = config_dict.placeholder(str)
     config.num_speculative_tokens = config_dict.placeholder(int)
     config.verify = "rejection"  # rejection | block | coupled

@@ -425,6 +425,7 @@ def changed(*path, to):
         (changed("rows", 1, "token_ids", to=[None]), "token_ids must hold whole numbers"),
         (changed("rows", 1, "turn", to="1"), "rows[1].turn is '1'"),
         (changed("summary", "versions", to=True), "summary.versions is True"),
+        (changed("summary", "lossy", to="false"), "summary.lossy is 'false'"),
         (changed("summary", "config", "distributed", to=5), "summary.distributed is 5"),
         (
             changed("summary", "config", "x", to=json.loads('{"a":' * 30 + "1" + "}" * 30)),

@@ -24,7 +24,7 @@ _STOP_TOKEN_IDS = Items(Whole(), remedy="use token ids, whole numbers of at leas
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """One request's sampling; names are vLLM's where both have a field (docs/support.md).
+    """One request's sampling; names are vLLM's but for `max_new_tokens` (docs/support.md).
 
     The distribution is warped by temperature, then top_k, top_p and min_p; temperature 0 is greedy.
     Output ends at an end-of-sequence token of the model (unless `ignore_eos`), at one of

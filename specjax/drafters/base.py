@@ -80,7 +80,7 @@ class Context:
     """The most tokens that a round commits in a row."""
     length_decision: LengthDecision | None = None
     decisions: Decisions | None = None
-    """What drafters in turn make their turns from."""
+    """What the length decisions of drafters in turn are made from."""
     replay: ReplayedRound | None = None
     """What is drafted in each row, where that is prescribed."""
 
@@ -172,9 +172,9 @@ class Drafter:
     """
 
     trained: ClassVar[bool] = False
-    """Whether it has weights of its own, and so a path."""
+    """Of a registered drafter: whether it has weights of its own, and so a path."""
     alone: ClassVar[str] = ""
-    """Why it cannot be joined with others by name, or nothing where it can."""
+    """Of a registered drafter: why it cannot be joined with others by name, "" where it can."""
 
     num_speculative_tokens: Annotated[int, DRAFT_TOKENS] = 4
     """K: the longest path of a draft."""

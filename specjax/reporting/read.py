@@ -24,6 +24,7 @@ _MAY_BE = {
     "interrupted": (bool, NoneType),
     "auto": (dict, NoneType),
     "refused": (str, NoneType),
+    "lossy": (bool, NoneType),
 }
 _CONFIG_MAY_BE = {"distributed": (dict,)}
 _SAMPLING = {"temperature": _NUMBER, "max_new_tokens": (int,)}

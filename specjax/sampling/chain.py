@@ -54,7 +54,7 @@ def rejection(
 
     Row b drafted `num_valid[b]` tokens, each from `draft` of the slot before it. They are accepted
     up to the first with u q >= p, where the distribution of the next token is norm(max(0, p - q));
-    where all are accepted it is p. It visits one slot more than the row that accepts most accepts.
+    where all are accepted it is p. It visits one slot more than the most that any row accepts.
     """
 
     def visit(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:

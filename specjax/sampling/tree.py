@@ -39,8 +39,8 @@ class Drafted(NamedTuple):
     `parents[b, i]`; it was proposed where it is `valid`, and then all its ancestors are. It was
     drawn from row `logq_row[:, i]` of `logq` where that is not -1, and else it is deterministic, as
     all are where `logq` is None. Siblings of one row were drawn from it one after another, each
-    without those before it, in that order; where one is valid, so are those before it.
-    No path has more than `depth` nodes (P).
+    without those before it, and are numbered in that order; where one is valid, so are those before
+    it. No path has more than `depth` nodes (P).
     """
 
     tokens: Int[Array, "B N"]
@@ -92,7 +92,7 @@ def walk(drafted: Drafted, choose: Choose) -> Verification:
     Exact for any tree whose tokens do not depend on the noise of those draws, and also where they
     share it (`coupled`, Daliri et al. 2408.07978): there the noise belongs to the position, so the
     output is what plain decoding with it gives, whatever was drafted. It visits one slot more than
-    the row that accepts most accepts.
+    the most that any row accepts.
     """
 
     def visit(state: tuple[Array, ...]) -> tuple[Array, ...]:

@@ -236,7 +236,7 @@ def _drafted(
 
 
 def _chunked(
-    call: Callable[..., tuple[Array, Array]], *arrays: Num[np.ndarray, "R ..."]
+    call: Callable[..., tuple[Array, Array]], *arrays: Num[np.ndarray, "drafts ..."]
 ) -> tuple[np.ndarray, np.ndarray]:
     """The two results of `call`, asked for in chunks of one size so that it compiles once."""
     count = len(arrays[0])

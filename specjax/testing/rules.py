@@ -76,7 +76,7 @@ class _Group:
 
     distributions: DistributionPair
     drafted: str
-    sampled: bool
+    drafters: int
 
 
 def check_rule(
@@ -211,6 +211,11 @@ def example_distributions(vocab: int, length: int) -> list[DistributionPair]:
     ]
 
 
+def _second(q: Float[np.ndarray, "... V"]) -> Float[np.ndarray, "... V"]:
+    """A second drafter's q: the first one's, of other tokens."""
+    return np.roll(q, 1, axis=-1)
+
+
 def _normal(distribution: Float[np.ndarray, "contexts V"]) -> Float[np.ndarray, "contexts V"]:
     return distribution / distribution.sum(axis=-1, keepdims=True)
 
@@ -224,7 +229,7 @@ def _kept(
     topology: Topology,
     valid: Valid | None,
     tokens: Int[np.ndarray, "I N"],
-    q: Float[np.ndarray, "I W V"],
+    q: Float[np.ndarray, "I Q V"],
 ) -> list[tuple[str, Bool[np.ndarray, "I N"]]]:
     """Which nodes are valid, in each way to try, with a name."""
     count, nodes = tokens.shape
@@ -253,8 +258,7 @@ def _drafts(
         tokens = all_tokens(vocab, topology.num_nodes)
         p = distributions_by_slot(pair.p, topology, tokens)
         q = distributions_by_slot(pair.q, topology, tokens)
-        # A second drafter's q: the first one's, of other tokens.
-        by_drafter = np.stack([q, np.roll(q, 1, axis=-1)][: max(int(drafter.max()), 0) + 1], axis=1)
+        by_drafter = np.stack([q, _second(q)] if drafter.max() > 0 else [q], axis=1)
         weight, possible = _weights(topology, drafter, tokens, by_drafter)
         drawn = weight > 0
         tokens, p, by_drafter = tokens[drawn], p[drawn], by_drafter[drawn]
@@ -281,7 +285,7 @@ def _drafts(
                     weight,
                 )
             )
-            groups.extend(_Group(pair, name, sampled=bool(sampled.any())) for name in names)
+            groups.extend(_Group(pair, name, int(drafter.max()) + 1) for name in names)
     parts = zip(*(one[2:] for one in drafts), strict=True)
     return Drafts(topology, drafter, *(np.concatenate(part) for part in parts)), groups
 
@@ -362,9 +366,12 @@ def _counterexample(group: _Group, prefix: list[int], got: float, want: float) -
         f"with probability {got:.6g}, and should with {want:.6g}",
         f"p after {before} = {np.round(group.distributions.p[len(before)][context], 4).tolist()}",
     ]
-    if group.sampled and len(before) < len(group.distributions.q):
+    if group.drafters and len(before) < len(group.distributions.q):
         distribution = group.distributions.q[len(before)][context]
         lines.append(f"q after {before} = {np.round(distribution, 4).tolist()}")
+        if group.drafters > 1:
+            other = np.round(_second(distribution), 4).tolist()
+            lines.append(f"the second drafter's q after {before} = {other}")
     return "\n".join(lines)
 
 

@@ -201,7 +201,7 @@ class Engine:
         setup = replace(setup, plan=plan)
         self._rows, self._schedule = DeviceRows(setup, replayed_rounds), schedule
         self._scheduler = Scheduler(setup.batch_size)
-        self.statistics = Statistics(setup.batch_size, lossy=setup.lossy)
+        self.statistics = Statistics(setup.batch_size)
         self._reading: _Prompts | None = None
         self._under_way: deque[_Reading | _Running] = deque()
         self._ended_slots: set[int] = set()
@@ -591,6 +591,7 @@ class Engine:
         sample = request.row.sample
         output = request.follower.output(request.id, sample, times)
         output = replace(output, lossy=self.setup.is_lossy(request.row.sampling))
+        self.statistics.lossy |= output.lossy
         if output.failure is not None:
             failed = {f"request {shown(request.id)}": output.failure}
             output = replace(output, error=failure_message(self.setup.model, failed))

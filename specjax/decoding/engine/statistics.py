@@ -79,7 +79,7 @@ class EngineSummary:
 class Statistics:
     """Counts of an engine with `num_slots` slots, which it adds to as it runs.
 
-    `lossy` says that its rule changes the distribution of sampled tokens.
+    `lossy` says that the rule changed the distribution of some request's tokens.
     """
 
     num_slots: int

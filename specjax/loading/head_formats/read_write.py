@@ -23,7 +23,6 @@ from specjax.loading.head_formats.compare_logits import check_same
 from specjax.loading.heads.head import Head, TargetMetadata, check_head
 from specjax.loading.model import Model
 from specjax.loading.model_metadata import check_fields, dataclass_fields
-from specjax.models.heads.eagle import EagleConfig
 from specjax.models.heads.medusa import MedusaConfig
 
 Format = Literal["medusa", "eagle", "eagle3", "speculators"]
@@ -137,18 +136,13 @@ def whole_vocabulary(head: Head) -> Head:
     config = head.config
     if head.draft_ids is None:
         return head
-    if isinstance(config, EagleConfig):
-        borrows, vocab_size = config.version == 1, config.decoder.vocab_size
-    elif isinstance(config, MedusaConfig):
-        borrows, vocab_size = config.original_lm_head, config.vocab_size
-    else:
-        borrows, vocab_size = True, config.decoder.vocab_size
-    if not borrows:
+    if not config.shares_output:
         raise InputError(
             f"whole_vocabulary: this {head.kind} head has its own output head for "
             f"{config.draft_vocab_size} tokens"
         )
-    config = dataclasses.replace(config, draft_vocab_size=vocab_size)
+    whole = config.vocab_size if isinstance(config, MedusaConfig) else config.decoder.vocab_size
+    config = dataclasses.replace(config, draft_vocab_size=whole)
     return dataclasses.replace(head, config=config, draft_ids=None)
 
 
