@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import conftest
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,14 +75,14 @@ def make_session(
     sampling=None,
     seed=0,
     replay=None,
-    partial=True,
     every_width=False,
     **options,
 ):
-    """`plan_session`; where it is not `partial`, without the passes of test_partial_passes.
+    """`plan_session`.
 
-    A draft whose length is fixed is verified in passes as wide as the longest, whatever its length,
-    unless `every_width` is compiled: each is another copy of the pass and the rule.
+    Drafts of a fixed length are verified in passes as wide as the longest, however short they are,
+    unless `every_width` is compiled, or the whole suite runs: each is another copy of the pass and
+    the rule.
     """
     requests = SamplingParams() if sampling is None else sampling
     session = plan_session(
@@ -94,11 +95,8 @@ def make_session(
         replay=replay,
     )
     other = {} if draft_length is None else {"draft_length": draft_length}
-    if not partial:
-        # These compile as long again.
-        other["partial_rows"] = None
     fixed = session.plan.draft_length == DraftLength(session.plan.draft_length.max_tokens)
-    if fixed and draft_length is None and not every_width:
+    if fixed and draft_length is None and not (every_width or conftest.full):
         other["widths"] = session.plan.widths[-1:]
     return dataclasses.replace(session, plan=dataclasses.replace(session.plan, **other))
 

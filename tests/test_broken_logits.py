@@ -98,7 +98,7 @@ def test_other_rows_of_a_random_rule_are_not_affected(tiny, similar, token):
     options = dict(
         drafter=draft_model(similar),
         verify="rejection",
-        sampling=requests(top_k=0, top_p=1.0, min_p=0.0),
+        sampling=requests(top_p=1.0, min_p=0.0),
         num_speculative_tokens=3,
     )
     whole = decode(tiny, PROMPTS, **options)

@@ -160,7 +160,8 @@ DRAFTERS = {
     ("name", "rule"),
     [
         ("turns", "rejection"),
-        # `block` is exact wherever `rejection` is (test_loop_distribution, test_chain_enumeration).
+        # `block` is exact for each number of valid tokens (test_chain_enumeration), and how many
+        # there are is decided alike.
         *slow(("turns", "block"), ("drawn", "rejection"), ("greedy", "rejection")),
         *slow(("drawn", "block")),
     ],
@@ -191,7 +192,7 @@ BUSHY = TreeOptions(kind="static", choices=((0,), (1,), (0, 0), (1, 0)))
 
 
 def some_nodes_pay(plan):
-    """Costs at which some rounds verify one node, some a few, and some all."""
+    """Costs at which some rounds verify a few nodes, and some all."""
     drafters = len(plan.drafter.parts)
     passes = jnp.asarray([1.0, 1.3, 1.45])
     nothing = jnp.zeros(drafters)
@@ -215,9 +216,7 @@ def sized(tables):
         own = jnp.take_along_axis(own, draft.tokens[:, :, None], axis=2)[..., 0]
         here = half_broken(context)[:, None]
         valid = jnp.where(here, draft.valid & (jnp.exp(own) > 0.3), decided.valid)
-        return decided.replace(valid=valid), jnp.where(
-            here.any(), context.length_decision.planned, planned
-        )
+        return decided.replace(valid=valid), planned
 
     drafter = changed(draft_model(draft, tree=BUSHY))
     with pytest.MonkeyPatch.context() as patch:

@@ -176,7 +176,6 @@ def test_drafts_come_from_the_distributions_that_they_name(name, tiny, unrelated
         drafter=drafter,
         sampling=mixed(max_new_tokens=9),
         num_speculative_tokens=3,
-        partial=False,
     )
     propose = jax.jit(loop.propose, static_argnums=0)
     # After one-token prompts, and after rounds that ended in many ways.
@@ -308,7 +307,6 @@ def test_features_reach_the_drafter_at_the_right_positions(tiny):
         PROMPTS,
         drafter=Watching(names),
         sampling=mixed(max_new_tokens=10),
-        partial=False,
     )
     assert session.plan.draft_length.max_tokens == 3
     state = first_state(session)

@@ -338,7 +338,10 @@ IN_PARTS = dict(batch_size=3, max_length=520, max_prefill_tokens=64, rounds_per_
 
 
 def read_alone(target, prompts, sampling):
-    """The tokens of prompts that are each read and decoded without others."""
+    """The tokens of prompts that are each read and decoded without others, in parts as well.
+
+    That parts change nothing is in test_tokens_of_a_long_prompt_are_read_a_few_at_a_time.
+    """
     engine = Engine(target, **IN_PARTS)
     tokens = []
     for prompt in prompts:
@@ -427,9 +430,9 @@ def test_other_parameters(tiny, unrelated):
     """Rows continue with the new ones or end; what comes later is theirs alone."""
     fresh = jax.tree.map(lambda leaf: leaf * 1.1, tiny.params)
     other = dataclasses.replace(tiny, params=fresh)
-    alone = Engine(other, batch_size=2)
-    alone.add([4, 5], greedy(max_new_tokens=8))
-    (wanted,) = (one.output.token_ids for one in alone if one.output is not None)
+    another = Engine(other, batch_size=2)
+    another.add([4, 5], greedy(max_new_tokens=8))
+    (wanted,) = (one.output.token_ids for one in another if one.output is not None)
     drafter, auto = Ngram(num_speculative_tokens=1), "auto"
     engine = Engine(
         tiny, drafter=drafter, num_speculative_tokens=auto, batch_size=2, rounds_per_step=2

@@ -267,7 +267,7 @@ def test_seeds_belong_to_requests(rule, tiny, unrelated, similar):
     drafter = drafters(tiny, unrelated, similar)["early_exit"]
     options = dict(drafter=drafter, verify=rule, num_speculative_tokens=3, batch_size=5)
     seeds = [None, 5, None, 5, 6]
-    # As many kinds of requests as above: the programs are the same.
+    # The same kinds of requests as above, so that programs are shared.
     kinds = dict(top_k=40, top_p=0.99, min_p=0.001, logprobs=True)
     requests = [drawn(seed=seed, **kinds) for seed in seeds]
     requests.append(greedy(max_new_tokens=LENGTH))

@@ -102,7 +102,7 @@ def assert_fresh(session, state):
 def test_the_state_equals_a_fresh_one_after_every_round(tiny):
     drafter = head_drafter(medusa_head(tiny, spread=0.3), tiny)
     requests = mixed(max_new_tokens=14)
-    session = make_session(tiny, PROMPTS, drafter=drafter, sampling=requests, partial=False)
+    session = make_session(tiny, PROMPTS, drafter=drafter, sampling=requests)
     before = first_state(session)
     assert_fresh(session, before)
     counts = []

@@ -61,7 +61,7 @@ def execute_here(notebook):
     return [text for text in outputs if text]
 
 
-@pytest.mark.slow  # as a round of a tree, below
+@pytest.mark.slow
 def test_one_round_runs():
     outputs = execute(read("one_round.ipynb"))
     assert any("#1a7f37" in text and "#0969da" in text for text in outputs)

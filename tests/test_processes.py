@@ -88,7 +88,7 @@ def job(model, prompts, *more):
     ]
 
 
-# That the comparison with plain decoding is right is in test_decode_cli.
+# The comparison with plain decoding is in test_decode_cli, that of two processes with --slow.
 @pytest.mark.parametrize(("length", "compared"), [("1", False), *slow(("1", True), ("auto", True))])
 def test_two_processes_decode_what_one_does(length, compared, model, prompts, chatty, tmp_path):
     """Two processes of two devices: rows over `data`, weights over `model`."""

@@ -65,7 +65,7 @@ SETTINGS = {
     ),
     "draft_model, coupled": (
         "draft_model",
-        dict(verify="coupled", sampling=mixed(max_new_tokens=14)),
+        dict(verify="coupled", sampling=mixed(max_new_tokens=14, logprobs=True)),
     ),
     "ngram, auto": (
         "ngram",
@@ -134,7 +134,8 @@ def test_random_rules_draw_the_same_on_a_mesh(rule, eight, draft):
 def uneven():
     """A model with fewer key/value heads than devices and a vocabulary that does not divide.
 
-    On one device and on a mesh of 2 x `model`: the model, and what is decoded with it.
+    On one device, and on meshes with `model` devices for each row's weights: the model, and what is
+    decoded with it.
     """
     config = tiny_config(**{**EIGHT_HEADS, "num_kv_heads": 2, "vocab_size": 67})
     target = random_model(config, 0, dtype="float32")

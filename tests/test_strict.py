@@ -84,7 +84,6 @@ def test_nothing_is_traced_again(tiny):
     assert len(traces) == traced
 
 
-UNFILTERED = mixed(top_k=0)[:3]
 CASES = {
     "ngram": lambda model, draft: Ngram(prompt_lookup_min=1),
     "early_exit": lambda model, draft: EarlyExit(3),
@@ -125,8 +124,9 @@ def test_a_round_works_in_place(name, models):
         target,
         PROMPTS[:3],
         drafter=CASES[name](target, draft),
-        sampling=UNFILTERED,
+        sampling=mixed(top_k=0)[:3],
         num_speculative_tokens=2,
+        every_width=True,
     )
     state, program = lowered(session)
     compiled = program.compile()
@@ -162,8 +162,9 @@ def test_the_loop_exports_for_every_platform(name, models):
         target,
         PROMPTS[:3],
         drafter=CASES[name](target, draft),
-        sampling=UNFILTERED,
+        sampling=mixed()[:3],
         num_speculative_tokens=2,
+        every_width=True,
     )
     arguments = batch_arguments(session, range(session.batch_size))
     state = jax.eval_shape(functools.partial(loop.start, session.plan), session.params, *arguments)

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from conftest import slow, tiny_config
+from conftest import row_count, slow, tiny_config
 from decoding import PROMPTS, decode, mixed
 
 from specjax.drafters import LoadedDrafter
@@ -35,7 +35,7 @@ def two_layers():
 
 def replay():
     """Continuations that are unrelated to the target's own."""
-    tokens = np.random.default_rng(0).integers(VOCAB, size=(ROWS, 4))
+    tokens = np.random.default_rng(0).integers(VOCAB, size=(row_count(ROWS), 4))
     drafter = Simulated(acceptance=1.0)
     return LoadedDrafter(drafter, drafter.replay(tokens.tolist(), VOCAB))
 
@@ -53,7 +53,7 @@ CELLS = {
 )
 def test_sampled_rows(cell):
     drafter, target, rule = CELLS[cell]
-    check = check_drafter(drafter(), target(), ROWS, verify=rule)
+    check = check_drafter(drafter(), target(), row_count(ROWS), verify=rule)
     assert check.passed, check
     assert check.acceptance_length > 1.03
 

@@ -82,7 +82,6 @@ def test_debug_size(name, decoded, folders, tmp_path, capsys):
         f"--config.data={folders / 'data'}",
         f"--config.workdir={tmp_path / 'run'}",
         f"--config.eval.prompts={decoded}",
-        f"--config.eval.batches={decoded}",
         "--config.eval.temperatures=(0.0,)",
         "--config.eval.num_speculative_tokens=2",
         *options,

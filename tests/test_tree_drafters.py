@@ -169,7 +169,7 @@ def session_of(target, drafter, requests):
         sampling=requests,
         verify="coupled",
         max_length=ROOM,
-        partial=False,
+        every_width=True,
     )
 
 

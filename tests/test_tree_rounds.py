@@ -64,7 +64,7 @@ def test_a_path_of_a_tree_is_committed(right, tiny):
     """Greedy tokens are those of plain decoding, whichever branch was right."""
     plain = decode(tiny, PROMPTS, sampling=greedy(max_new_tokens=12), batch_size=1)
     tokens = jnp.asarray(plain.token_ids, jnp.int32)
-    # No node is beyond the last.
+    # A number beyond the last node stands for none.
     nodes = [*right, *[TREE.num_nodes + 1] * (TREE.depth - len(right))]
     got = decode(
         tiny,
@@ -72,7 +72,6 @@ def test_a_path_of_a_tree_is_committed(right, tiny):
         drafter=LoadedDrafter(Branching(), (tokens, jnp.asarray(nodes))),
         sampling=greedy(max_new_tokens=12),
         verify=GreedyWalk(),
-        partial=False,
     )
     assert got.token_ids == plain.token_ids
     assert got.accepted.max() >= len(right)

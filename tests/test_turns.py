@@ -219,7 +219,6 @@ def test_a_head_follows_what_another_drafted(form, tiny):
         drafter=drafter,
         num_speculative_tokens=3,
         sampling=mixed(max_new_tokens=12),
-        partial=False,
     )
     counts = []
     for state in rounds(session, first_state(session), counts):
