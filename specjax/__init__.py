@@ -18,7 +18,7 @@ _HOMES = {
     "Model": "specjax.loading.model",
     "Output": "specjax.decoding.engine.outputs",
     "SamplingParams": "specjax.decoding.sampling_params",
-    "from_vllm_speculative_config": "specjax.drafters.vllm_config",
+    "from_vllm_speculative_config": "specjax.drafters.by_name.vllm_config",
     "generate": "specjax.decoding.generate",
     "load_model": "specjax.loading.load",
     "make_drafter": "specjax.drafters",

@@ -8,7 +8,7 @@ from decoding import PROMPTS
 from heads import eagle_head, mtp_head, with_modules
 
 import specjax
-from specjax.drafters.vllm_config import from_vllm_speculative_config
+from specjax.drafters.by_name.vllm_config import from_vllm_speculative_config
 from specjax.errors import InputError
 from specjax.loading.head_formats import write_foreign
 from specjax.loading.heads.head import save_head
@@ -34,7 +34,7 @@ def test_ngram_with_vllms_defaults(tiny, plain, monkeypatch):
     assert decode(tiny, **asked.options).token_ids == plain
     seen = []
     monkeypatch.setattr(
-        "specjax.drafters.vllm_config.make_drafter",
+        "specjax.drafters.by_name.vllm_config.make_drafter",
         lambda name, target, **options: seen.append(options) or asked.drafter,
     )
     for given, low, high in (

@@ -19,7 +19,7 @@ from specjax.decoding.setup import Setup
 from specjax.decoding.state import State, admit
 from specjax.distributed import device_memory
 from specjax.distributed.sharding import use
-from specjax.drafters.registry import all_registered
+from specjax.drafters.by_name.registry import all_registered
 from specjax.errors import InputError, one_line
 from specjax.files import compiled_programs
 

@@ -1,18 +1,18 @@
-"""Drafters: one file each, found by name in `registry`."""
+"""Drafters: one file each, found by name in `by_name`."""
 
 from specjax.drafters.base import DRAFT_TOKENS, Accepted, Context, Drafter, LoadedDrafter, Noise
-from specjax.drafters.drafter_kind import DRAFTER_KIND
-from specjax.drafters.growth.options import TreeOptions
-from specjax.drafters.lookup.token_recycling import TokenRecycling
-from specjax.drafters.make import head_drafter, make_drafter
-from specjax.drafters.merged import Merged, merge_drafters
-from specjax.drafters.options import (
+from specjax.drafters.by_name.drafter_kind import DRAFTER_KIND
+from specjax.drafters.by_name.make import head_drafter, make_drafter
+from specjax.drafters.by_name.options import (
     check_options,
     divide_options,
     drafter_options,
     option_type,
 )
-from specjax.drafters.registry import DRAFTERS, TRAINED
+from specjax.drafters.by_name.registry import DRAFTERS, TRAINED
+from specjax.drafters.growth.options import TreeOptions
+from specjax.drafters.lookup.token_recycling import TokenRecycling
+from specjax.drafters.merged import Merged, merge_drafters
 from specjax.drafters.turns import Turns, take_turns
 
 __all__ = [

@@ -7,8 +7,7 @@ import inspect
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from specjax.drafters.growth.options import TreeOptions
-from specjax.drafters.registry import (
+from specjax.drafters.by_name.registry import (
     DRAFTERS,
     JOINTS,
     TRAINED,
@@ -16,6 +15,7 @@ from specjax.drafters.registry import (
     parts_of,
     registered,
 )
+from specjax.drafters.growth.options import TreeOptions
 from specjax.errors import InputError, one_line, shown
 from specjax.fields import kind_of, type_hints
 from specjax.files.paths import user_path

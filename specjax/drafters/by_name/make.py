@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from specjax.drafters.base import DRAFT_TOKENS, Drafter, LoadedDrafter
+from specjax.drafters.by_name.options import check_options, constructor, divide_joined
+from specjax.drafters.by_name.registry import DRAFTERS, JOINTS, joint_of
 from specjax.drafters.growth.options import TreeOptions
-from specjax.drafters.options import check_options, constructor, divide_joined
-from specjax.drafters.registry import DRAFTERS, JOINTS, joint_of
 from specjax.drafters.turns import Turns
 from specjax.errors import InputError, one_line, shown
 from specjax.fields import optional

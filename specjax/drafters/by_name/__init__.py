@@ -1,0 +1,1 @@
+"""Drafters by name: the registry, their options, what makes one, and vLLM's config."""
