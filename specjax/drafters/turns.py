@@ -320,7 +320,7 @@ def _decided_before(
     decided: Int[Array, ""],
     catch_up: Int[Array, ""],
 ) -> Context:
-    """A drafter's context with its length decision; the limit is what is known before any draft.
+    """A drafter's context with its length decision, and limits that this allows before any draft.
 
     `decided` is the longest draft that was decided on in other rows, `catch_up` the wide passes
     that the drafter has to make over what it missed.
