@@ -1,0 +1,86 @@
+"""Controllers that do not learn: a fixed length, one by the number of rows, recorded limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specjax.controllers.base import Limits, StepRecord, StepSizes
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Each drafter drafts up to `longest` nodes, or as many as it has."""
+
+    longest: int | None = None
+
+    def init(self, sizes: StepSizes) -> StepSizes:
+        """Nothing is learned: the state is the sizes."""
+        return sizes
+
+    def choose(self, state: StepSizes, unfinished: int, most_rounds: int) -> tuple[Limits, int]:
+        """The same limits for each step."""
+        del unfinished
+        return up_to(state, self.longest), most_rounds
+
+    def update(self, state: StepSizes, record: StepRecord) -> StepSizes:
+        """The state as it is."""
+        del record
+        return state
+
+
+@dataclass(frozen=True)
+class ByBatch:
+    """With low to high unfinished rows at the start of a step, `table` has (low, high, longest).
+
+    With other numbers of rows each drafter drafts up to `longest` nodes, or as many as it has.
+    """
+
+    table: tuple[tuple[int, int, int], ...]
+    longest: int | None = None
+
+    def init(self, sizes: StepSizes) -> StepSizes:
+        """Nothing is learned: the state is the sizes."""
+        return sizes
+
+    def choose(self, state: StepSizes, unfinished: int, most_rounds: int) -> tuple[Limits, int]:
+        """The limits for so many rows."""
+        for low, high, longest in self.table:
+            if low <= unfinished <= high:
+                return up_to(state, longest), most_rounds
+        return up_to(state, self.longest), most_rounds
+
+    def update(self, state: StepSizes, record: StepRecord) -> StepSizes:
+        """The state as it is."""
+        del record
+        return state
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The limits and rounds of an earlier run's steps, in order: the same run again.
+
+    After the last of them nothing is drafted.
+    """
+
+    steps: tuple[tuple[Limits, int], ...]
+
+    def init(self, sizes: StepSizes) -> tuple[StepSizes, int]:
+        """The sizes, and how many steps were chosen."""
+        return sizes, 0
+
+    def choose(
+        self, state: tuple[StepSizes, int], unfinished: int, most_rounds: int
+    ) -> tuple[Limits, int]:
+        """What was recorded of this step."""
+        raise NotImplementedError
+
+    def update(self, state: tuple[StepSizes, int], record: StepRecord) -> tuple[StepSizes, int]:
+        """The state after one more step."""
+        raise NotImplementedError
+
+
+def up_to(sizes: StepSizes, longest: int | None) -> Limits:
+    """Limits of up to so many nodes for each drafter, whatever its confidence."""
+    counts = [one.num_nodes for one in sizes.drafters]
+    most = counts if longest is None else [min(count, longest) for count in counts]
+    return Limits(tuple(most), (0.0,) * len(counts))
