@@ -9,7 +9,7 @@ draws, and the output keeps the target's distribution.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -76,6 +76,7 @@ class StepRecord:
         return int(self.passes.sum())
 
 
+@runtime_checkable
 class Controller(Protocol):
     """A frozen value whose functions are pure; what it learns is in the state that they pass on."""
 

@@ -10,28 +10,21 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Int
 
-from specjax.decoding.engine.learned_costs import LearnedCosts, costs_key
+from specjax import controllers
 from specjax.decoding.programs import Programs, compile_setup
 from specjax.decoding.rows import Row, RowArguments, row_arguments
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.setup import Setup, flags_of
 from specjax.decoding.state import Seen, State
+from specjax.drafters.base import Limits
 from specjax.errors import InputError
 
 
 class DeviceRows:
-    """A setup with its programs and the arrays they work on; nothing here decides what is done.
+    """A setup with its programs and the arrays they work on; nothing here decides what is done."""
 
-    `costs` is what "auto" knows of costs, once it decodes. `replayed_rounds` is room for the rounds
-    of earlier runs, where the plan replays them.
-    """
-
-    def __init__(self, setup: Setup, replayed_rounds: int = 0) -> None:
+    def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        self.costs: LearnedCosts | None = None
-        self._other_costs: dict[tuple[Any, ...], LearnedCosts] = {}
-        """Those of what was decoded before, by their keys."""
-        self._replayed_rounds = replayed_rounds
         self._programs: Programs | None = None
         self._state: State | None = None
         self._new: State | None = None
@@ -60,8 +53,6 @@ class DeviceRows:
         if self._programs is not None:
             self._programs = self._compiled(setup)
         self.setup = setup
-        if self.costs is not None:
-            self._choose_costs(self.costs.committed)
 
     def begin(self) -> None:
         """Make room for all rows, unless it is there."""
@@ -69,8 +60,6 @@ class DeviceRows:
             return
         setup = self.setup
         self._state = self.compile().empty(setup.params, *self._arguments([], setup.num_rows))
-        if self.costs is not None:
-            self._state = self.costs.begin(self._state)
 
     def new_rows(self, rows: Sequence[Row]) -> bool:
         """Begin new rows; whether their prompts are read, since the rows before had the same.
@@ -100,55 +89,41 @@ class DeviceRows:
         )
         return ready
 
-    def admit(self, slots: Sequence[int], committed: int, *, all_read: bool) -> jax.Array:
+    def admit(self, slots: Sequence[int], *, all_read: bool) -> jax.Array:
         """Put the new rows into `slots`; an array that is there when done.
 
         Where their prompts were `all_read`, those of aborted requests too, they serve more rows
-        with the same ones. The longest prompt of all rows that decode next has `committed` tokens.
+        with the same ones.
         """
-        if self.setup.plan.draft_length.auto:
-            self._choose_costs(committed)
         out_of_range = self.setup.num_rows
         where = np.full(self.setup.prefill_rows, out_of_range, np.int32)
         where[: len(slots)] = slots
         self._all_read = all_read
-        if self.costs is not None:
-            self.costs.next_step.rows_admitted()
         self._state, ready = self.compile().admit(self._state, where, self._new)
         return ready
 
-    def step(self, ended: Bool[np.ndarray, "B"], max_rounds: int, enough: int) -> Seen:
-        """A few rounds, as `loop.step`; what the host will see of them is on its way.
-
-        Where "auto" says that no drafter would draft, they are those of `loop.plain_step`.
-        """
-        programs, params = self.compile(), self.setup.params
-        numbers = np.int32(max_rounds), np.int32(enough)
-        if programs.look_ahead is None:
-            self._state, seen = programs.step(params, self._state, ended, *numbers)
-        else:
-            plain = self.costs.next_step.plain
-            run = programs.plain_step if plain else programs.step
-            self._state, seen = run(params, self._state, ended, *numbers)
-            emitted = seen.rounds.emitted
-            unknown = emitted if plain else np.full(emitted.shape, -1, np.int32)
-            policy, intention = programs.look_ahead(params, self._state, unknown, numbers[1])
-            self._state = self._state.replace(policy=policy)
-            seen = seen.replace(drafts=intention.drafts, room=intention.room)
+    def step(
+        self,
+        limits: controllers.Limits,
+        ended: Bool[np.ndarray, "B"],
+        max_rounds: int,
+        stop_after_finished: int,
+    ) -> Seen:
+        """A few rounds, as `loop.step`; what the host will see of them is on its way."""
+        device_limits = Limits(
+            np.array(limits.longest, np.int32), np.array(limits.confidence, np.float32)
+        )
+        self._state, seen = self.compile().step(
+            self.setup.params,
+            self._state,
+            device_limits,
+            ended,
+            np.int32(max_rounds),
+            np.int32(stop_after_finished),
+        )
         for part in jax.tree.leaves(seen):
             part.copy_to_host_async()
         return seen
-
-    def rounds(self, most: int) -> int:
-        """How many rounds a step may have: fewer where costs are learned from it."""
-        return most if self.costs is None else self.costs.rounds(most)
-
-    def learn(self, seconds: float, seen: Seen) -> None:
-        """Correct the costs by the last step, which took `seconds`. Raises InputError."""
-        if self.costs is not None:
-            drafts = None if seen.drafts is None else bool(seen.drafts)
-            has_room = seen.room is not None and bool(seen.room > 0)
-            self._state = self.costs.after_step(self._state, seconds, drafts, has_room)
 
     def update_params(self, params: Any, drafter_params: Any = None) -> None:
         """Decode with other parameters; what was learned with the old ones is dropped.
@@ -170,46 +145,17 @@ class DeviceRows:
         self.setup = replace(setup, model=replace(setup.model, params=params), drafter=drafter)
         # Of a prompt that is being read as well, only its own rows continue with the old ones.
         self._prompts = []
-        self._other_costs.clear()
-        if self.costs is not None:
-            self.costs = LearnedCosts.of_setup(self.setup, self.costs.committed)
-            if self._state is not None:
-                self._state = self.costs.begin_anew(self._state)
 
-    def free(self, *, keep_costs: bool) -> None:
-        """Keep no row on the devices; what was learned of costs is kept for later processes."""
-        if self._state is not None and self.costs is not None:
-            self.costs.end(self._state)
-            if keep_costs:
-                self.costs.save()
+    def free(self) -> None:
+        """Keep no row on the devices."""
         self._state = self._new = None
         self._prompts = []
 
-    def _choose_costs(self, committed: int) -> None:
-        """Have the costs of what is decoded next, with a longest prompt of `committed` tokens.
-
-        Those of other work are kept as they are: what follows does not correct them.
-        """
-        before, key = self.costs, costs_key(self.setup, committed)
-        if before is not None and before.key in (None, key):
-            return
-        if before is not None and self._state is not None:
-            before.end(self._state)
-            before.save()
-        self.costs = self._other_costs.pop(key, None)
-        if self.costs is None:
-            self.costs = LearnedCosts.of_setup(self.setup, committed, before)
-        if before is not None:
-            self._other_costs[before.key] = before
-            self.costs.take_over(before)
-        if self._state is not None:
-            self._state = self.costs.begin(self._state)
-
     def _compiled(self, setup: Setup) -> Programs:
-        return compile_setup(setup, self._replayed_rounds, begun=self._state is not None)
+        return compile_setup(setup, begun=self._state is not None)
 
     def _arguments(self, rows: Sequence[Row], count: Int[Any, ""] | int) -> RowArguments:
-        return row_arguments(self.setup, rows, count, self._replayed_rounds)
+        return row_arguments(self.setup, rows, count)
 
 
 def _in_place_of(name: str, old: Any, new: Any) -> Any:
