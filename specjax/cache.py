@@ -64,23 +64,9 @@ class KVCache:
             self.length.at[rows].set(new.length, mode="drop"),
         )
 
-    def take(self, rows: Int[Array, "A"]) -> CacheRows:
-        """Some of the rows, to be read."""
-        return CacheRows(self.k, self.v, rows, self.length[rows])
-
     def release(self, rows: Int[Array, "A"]) -> KVCache:
         """The cache with nothing committed in `rows`."""
         return self.replace(length=self.length.at[rows].set(0, mode="drop"))
-
-
-@struct.dataclass
-class CacheRows:
-    """Some rows of a cache, read where they lie; `length` is theirs."""
-
-    k: Float[Array, "L B G S C"]
-    v: Float[Array, "L B G S C"]
-    rows: Int[Array, "A"]
-    length: Int[Array, "A"]
 
 
 def make_cache(

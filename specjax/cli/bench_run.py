@@ -144,7 +144,6 @@ def measure_all(
         "plain",
         "decoding",
         "with prefill",
-        "measuring s",
         "same tokens",
     )
     for cell in _auto_cells(model, everything, config, console):
@@ -161,7 +160,6 @@ def measure_all(
             f"{cell.plain_tokens_per_second:.1f}",
             _interval(cell.decoding),
             _interval(cell.whole),
-            f"{cell.measure_s:.1f}",
             {None: "", True: "yes", False: "NO"}[cell.identical],
         )
     console.print(table)

@@ -118,7 +118,6 @@ def _session(run: Run, config: DecodeConfig, model: Model) -> Session:
     continuations = recorded if own.name == SIMULATED else None
     drafter = make_config_drafter(config, own, model, continuations).loaded
     seed, sampling = config.turn_seeds(0)
-    # Only planned: with "auto" the same widths, without measuring the costs that rows choose by.
     return plan_session(
         model,
         turn_prompts(config, model, 0, {}),

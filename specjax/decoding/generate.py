@@ -73,7 +73,7 @@ class Generation:
     longest_path: int | None = None
     """Of a draft, in tokens."""
     step_limits: tuple[tuple[Limits, int], ...] = field(default=(), repr=False)
-    """What each step could draft, and its rounds: `controllers.Recorded` of them repeats the run."""
+    """What each step could draft, and its rounds: `controllers.Recorded` repeats the run."""
     failed_rows: dict[int, Failure] = field(default_factory=dict)
     """Those that ended with the reason "error", and what went wrong."""
 

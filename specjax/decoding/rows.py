@@ -18,7 +18,7 @@ from specjax.distributed.sharding import place_keys, place_rows
 from specjax.drafters.base import Sampling
 
 RowArguments = tuple[Int[Array, "B S"], Rows, Int[Array, "B"], Int[Array, "B"]]
-"""Tokens, what the caller fixed, lengths, status: `loop.start`'s arrays."""
+"""Tokens, what the caller fixed, lengths, status: `start.start`'s arrays."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from specjax.cache import CacheRows, KVCache, Window, make_cache
+from specjax.cache import KVCache, Window, make_cache
 from specjax.distributed.sharding import constrain
 from specjax.errors import InputError
 from specjax.models.config import DecoderConfig, LayerRun
@@ -164,11 +164,6 @@ class Decoder:
         return max(self.config.num_kv_heads, self.shards)
 
     @property
-    def takes_some_rows(self) -> bool:
-        """Whether a pass may read some rows of a cache: it is much the quicker for it on CPUs."""
-        return self.form == Form("apart", "rows")
-
-    @property
     def arithmetic(self) -> DecoderLayer:
         """The arithmetic of a layer."""
         return DecoderLayer(self.config, self.dtype, self.shards, self.multiply)
@@ -210,7 +205,7 @@ class Decoder:
         params: dict[str, Any],
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
-        cache: KVCache | CacheRows | None,
+        cache: KVCache | None,
         window: Window | None,
         start: Int[Array, ""] | int,
         visible: Bool[Array, "#B T W"],
@@ -340,7 +335,7 @@ class Decoder:
 
 
 def cache_attention(
-    form: Form, config: DecoderConfig, cache: KVCache | CacheRows, tokens: int, split: bool
+    form: Form, config: DecoderConfig, cache: KVCache, tokens: int, split: bool
 ) -> Callable[..., Partial]:
     """`attend(query, cache, layer, start=...)` over the committed tokens, in the form's way.
 

@@ -17,7 +17,6 @@ from specjax.decoding.compare_outputs import Difference
 from specjax.decoding.generate import Generation
 from specjax.decoding.prompts import Question
 from specjax.files.environment import versions
-from specjax.reporting.auto_lengths import AutoLengths
 from specjax.trees import FastestTree, RankedTree
 
 
@@ -43,8 +42,7 @@ class DrafterRun:
 
     `config` is that of a command with this drafter alone, and `trees` are those that were chosen
     for it, by drafter, with what is expected of them where that is known. `expected` is the
-    acceptance that the distributions imply, turn by turn, where it is computed; `auto` is None for
-    other draft lengths. `engines` are summaries (`engine_report.engine_summary`) of what decoded
+    acceptance that the distributions imply, turn by turn, where it is computed. `engines` are summaries (`engine_report.engine_summary`) of what decoded
     each turn.
     """
 
@@ -53,8 +51,12 @@ class DrafterRun:
     trees: Mapping[str, FastestTree | RankedTree] = field(default_factory=dict)
     batches: list[Batch] = field(default_factory=list)
     expected: list[metrics.ExpectedAcceptance] = field(default_factory=list)
-    auto: AutoLengths | None = None
     engines: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def auto(self) -> bool:
+        """Whether draft lengths are chosen while decoding."""
+        return self.config.get("num_speculative_tokens") == "auto"
 
     def total(self) -> Totals:
         """The totals of the finished batches."""
@@ -186,7 +188,6 @@ def _report(
         "dtype": setting.dtype,
         "versions": versions(),
         "prompts": _fingerprint(batches),
-        "auto": run.auto.content() if run.auto else None,
         "engines": [run.engines[turn] for turn in sorted(run.engines)],
         "config": run.config,
     }
