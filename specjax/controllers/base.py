@@ -9,7 +9,7 @@ draws, and the output keeps the target's distribution.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -76,14 +76,19 @@ class StepRecord:
         return int(self.passes.sum())
 
 
+@runtime_checkable
 class Controller(Protocol):
     """A frozen value whose functions are pure; what it learns is in the state that they pass on."""
 
     def init(self, sizes: StepSizes) -> Any:
         """The state before the first step."""
 
-    def choose(self, state: Any, unfinished: int, most_rounds: int) -> tuple[Limits, int]:
-        """The next step's limits with so many unfinished rows, and its rounds, at most so many."""
+    def choose(self, state: Any, unfinished: int, most_rounds: int) -> tuple[Limits, int, Any]:
+        """The next step's limits with so many unfinished rows, its rounds, and the state.
+
+        The rounds are at most `most_rounds`. Steps may be chosen while earlier ones are under way:
+        `choose` is called once for each step, `update` once for each that has finished, in order.
+        """
 
     def update(self, state: Any, record: StepRecord) -> Any:
         """The state after a step."""
