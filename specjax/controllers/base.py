@@ -83,8 +83,12 @@ class Controller(Protocol):
     def init(self, sizes: StepSizes) -> Any:
         """The state before the first step."""
 
-    def choose(self, state: Any, unfinished: int, most_rounds: int) -> tuple[Limits, int]:
-        """The next step's limits with so many unfinished rows, and its rounds, at most so many."""
+    def choose(self, state: Any, unfinished: int, most_rounds: int) -> tuple[Limits, int, Any]:
+        """The next step's limits with so many unfinished rows, its rounds, and the state.
+
+        The rounds are at most `most_rounds`. Steps may be chosen while earlier ones are under way:
+        `choose` is called once for each step, `update` once for each that has finished, in order.
+        """
 
     def update(self, state: Any, record: StepRecord) -> Any:
         """The state after a step."""

@@ -17,10 +17,12 @@ class Fixed:
         """Nothing is learned: the state is the sizes."""
         return sizes
 
-    def choose(self, state: StepSizes, unfinished: int, most_rounds: int) -> tuple[Limits, int]:
+    def choose(
+        self, state: StepSizes, unfinished: int, most_rounds: int
+    ) -> tuple[Limits, int, StepSizes]:
         """The same limits for each step."""
         del unfinished
-        return up_to(state, self.longest), most_rounds
+        return up_to(state, self.longest), most_rounds, state
 
     def update(self, state: StepSizes, record: StepRecord) -> StepSizes:
         """The state as it is."""
@@ -42,12 +44,14 @@ class ByBatch:
         """Nothing is learned: the state is the sizes."""
         return sizes
 
-    def choose(self, state: StepSizes, unfinished: int, most_rounds: int) -> tuple[Limits, int]:
+    def choose(
+        self, state: StepSizes, unfinished: int, most_rounds: int
+    ) -> tuple[Limits, int, StepSizes]:
         """The limits for so many rows."""
         for low, high, longest in self.table:
             if low <= unfinished <= high:
-                return up_to(state, longest), most_rounds
-        return up_to(state, self.longest), most_rounds
+                return up_to(state, longest), most_rounds, state
+        return up_to(state, self.longest), most_rounds, state
 
     def update(self, state: StepSizes, record: StepRecord) -> StepSizes:
         """The state as it is."""
@@ -70,13 +74,19 @@ class Recorded:
 
     def choose(
         self, state: tuple[StepSizes, int], unfinished: int, most_rounds: int
-    ) -> tuple[Limits, int]:
+    ) -> tuple[Limits, int, tuple[StepSizes, int]]:
         """What was recorded of this step."""
-        raise NotImplementedError
+        del unfinished
+        sizes, chosen = state
+        if chosen >= len(self.steps):
+            return up_to(sizes, 0), most_rounds, state
+        limits, rounds = self.steps[chosen]
+        return limits, min(rounds, most_rounds), (sizes, chosen + 1)
 
     def update(self, state: tuple[StepSizes, int], record: StepRecord) -> tuple[StepSizes, int]:
-        """The state after one more step."""
-        raise NotImplementedError
+        """The state as it is: `choose` counts the steps."""
+        del record
+        return state
 
 
 def up_to(sizes: StepSizes, longest: int | None) -> Limits:

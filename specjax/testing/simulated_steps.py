@@ -1,0 +1,321 @@
+"""A decoding loop of numbers only: how well a controller does on a simulated clock.
+
+Drafters have given chances, machines given costs. What a controller loses is its regret: the time
+of its steps against the time of as many tokens under the fixed limits that are best in hindsight.
+Both are taken with the expected tokens and seconds of a round under the limits, so that neither
+luck nor the clock's noise is part of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from specjax.controllers.base import Controller, DrafterSizes, Limits, StepRecord, StepSizes
+
+_SAMPLE = 20_000
+"""Row rounds that expectations are means of."""
+
+
+@dataclass(frozen=True)
+class SimulatedDrafter:
+    """A drafter whose nodes are accepted with given chances; costs are in plain passes.
+
+    It has a draft in the share `drafts` of its turns. Of a `chain`, `chances[n]` is the mean chance
+    of token n if those before it were accepted, and each token's own chance, which is also its
+    confidence, varies about it by a Beta distribution that counts as `certainty` observations; of a
+    tree it is the chance of node n. Each token after the first costs `further` if it `stops`.
+    """
+
+    chances: tuple[float, ...]
+    first: float
+    further: float = 0.0
+    drafts: float = 1.0
+    stops: bool = False
+    chain: bool = True
+    certainty: float = 2.0
+
+    @property
+    def sizes(self) -> DrafterSizes:
+        """What a controller may know of it."""
+        return DrafterSizes(len(self.chances), self.stops)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What things cost: a plain pass in seconds, all else in plain passes.
+
+    `noise` is a standard deviation, relative; the share `outliers` of steps take `outlier` times as
+    long. From half of the rounds on everything costs `later` times as much, and drafters `drafting`
+    times as much.
+    """
+
+    widths: tuple[int, ...]
+    passes: tuple[float, ...]
+    plain_s: float = 0.05
+    constant: float = 0.004
+    rows: int = 1
+    noise: float = 0.05
+    outliers: float = 0.03
+    outlier: float = 2.5
+    later: float = 1.0
+    drafting: float = 1.0
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Drafters on a machine, for so many rounds; `later` are the drafters from the half on."""
+
+    machine: Machine
+    drafters: tuple[SimulatedDrafter, ...]
+    rounds: int = 512
+    most_rounds: int = 16
+    later: tuple[SimulatedDrafter, ...] | None = None
+
+    @property
+    def sizes(self) -> StepSizes:
+        """What a controller may know of it."""
+        parts = tuple(drafter.sizes for drafter in self.drafters)
+        return StepSizes(parts, self.machine.widths, self.machine.rows)
+
+    def over(self, rounds: int) -> Simulation:
+        """The same over another number of rounds."""
+        return replace(self, rounds=rounds)
+
+    @property
+    def halves(self) -> tuple[tuple[tuple[SimulatedDrafter, ...], float], ...]:
+        """The drafters and what everything costs, in the first and in the second half."""
+        later = self.drafters if self.later is None else self.later
+        dearer = tuple(
+            replace(
+                one,
+                first=one.first * self.machine.drafting,
+                further=one.further * self.machine.drafting,
+            )
+            for one in later
+        )
+        return (self.drafters, 1.0), (dearer, self.machine.later)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that was simulated: expected tokens of its rows, true seconds, and its half."""
+
+    limits: Limits
+    rounds: int
+    tokens: float
+    seconds: float
+    half: int
+
+
+def simulate(
+    controller: Controller, simulation: Simulation, seed: int, ahead: int = 0
+) -> list[Step]:
+    """Steps under a controller; `ahead` more are chosen before a step's record is known."""
+    rng = np.random.default_rng(seed)
+    state, done, steps, records = controller.init(simulation.sizes), 0, [], []
+    while done < simulation.rounds:
+        half = int(2 * done >= simulation.rounds)
+        drafters, dearer = simulation.halves[half]
+        machine = simulation.machine
+        limits, rounds, state = controller.choose(state, machine.rows, simulation.most_rounds)
+        assert 1 <= rounds <= simulation.most_rounds
+        record = _draw_step(drafters, machine, limits, rounds, rng)
+        true_s = dearer * _seconds(drafters, machine, record)
+        clock_s = true_s * np.exp(machine.noise * rng.normal())
+        if rng.random() < machine.outliers:
+            clock_s *= machine.outlier
+        records.append(replace(record, seconds=clock_s))
+        tokens, seconds = expected_round(drafters, machine, limits)
+        seconds = dearer * machine.plain_s * (machine.constant + rounds * seconds)
+        steps.append(Step(limits, rounds, rounds * tokens, seconds, half))
+        done += rounds
+        if len(records) > ahead:
+            state = controller.update(state, records.pop(0))
+    return steps
+
+
+def regret(simulation: Simulation, steps: list[Step]) -> float:
+    """How much longer the steps took than their tokens under the best fixed limits, relative."""
+    tokens = [sum(step.tokens for step in steps if step.half == half) for half in (0, 1)]
+    return sum(step.seconds for step in steps) / best_fixed(simulation, tuple(tokens))[1] - 1
+
+
+def plain_seconds(simulation: Simulation, steps: list[Step]) -> float:
+    """The seconds that the tokens of the steps take without drafts."""
+    none = Limits((0,) * len(simulation.drafters), (0.0,) * len(simulation.drafters))
+    tokens = [sum(step.tokens for step in steps if step.half == half) for half in (0, 1)]
+    return _seconds_of_tokens(simulation, none, tuple(tokens))
+
+
+def best_fixed(simulation: Simulation, tokens: tuple[float, float]) -> tuple[Limits, float]:
+    """The fixed limits with which so many tokens of each half take least time, and that time."""
+    grids = [_grid(drafter.sizes.num_nodes, simulation) for drafter in simulation.drafters]
+    confidence = (0.0,) * len(grids)
+    limits = [Limits(longest, confidence) for longest in itertools.product(*grids)]
+    times = [_seconds_of_tokens(simulation, one, tokens) for one in limits]
+    best = int(np.argmin(times))
+    return limits[best], times[best]
+
+
+def _grid(most: int, simulation: Simulation) -> list[int]:
+    """The lengths that are compared."""
+    ends = {width - 1 for width in simulation.machine.widths if width <= most}
+    return list(range(most + 1)) if most <= 8 else sorted({0, 1, 2, 3, 4, 6, 8, most} | ends)
+
+
+def _seconds_of_tokens(
+    simulation: Simulation, limits: Limits, tokens: tuple[float, float]
+) -> float:
+    """The time of so many tokens of each half under fixed limits, in steps of most rounds."""
+    machine, total = simulation.machine, 0.0
+    for (drafters, dearer), count in zip(simulation.halves, tokens, strict=True):
+        per_round, seconds = expected_round(drafters, machine, limits)
+        seconds += machine.constant / simulation.most_rounds
+        total += count / per_round * dearer * machine.plain_s * seconds
+    return total
+
+
+@functools.lru_cache(maxsize=4096)
+def expected_round(
+    drafters: tuple[SimulatedDrafter, ...], machine: Machine, limits: Limits
+) -> tuple[float, float]:
+    """Mean tokens (of all rows) and mean cost in plain passes of a round under limits."""
+    rounds = _SAMPLE // machine.rows
+    record = _draw_step(drafters, machine, limits, rounds, np.random.default_rng(0))
+    seconds = _seconds(drafters, replace(machine, constant=0.0), record) / machine.plain_s
+    tokens = record.row_rounds + int(record.accepted.sum())
+    return tokens / rounds, seconds / rounds
+
+
+def _seconds(
+    drafters: tuple[SimulatedDrafter, ...], machine: Machine, record: StepRecord
+) -> float:
+    """What a step costs."""
+    first = np.array([drafter.first for drafter in drafters])
+    further = np.array([drafter.further for drafter in drafters])
+    passes = record.passes @ np.array(machine.passes)
+    drafting = record.ran @ first + record.further @ further
+    return float(machine.plain_s * (machine.constant + passes + drafting))
+
+
+def _draw_step(
+    drafters: tuple[SimulatedDrafter, ...],
+    machine: Machine,
+    limits: Limits,
+    rounds: int,
+    rng: np.random.Generator,
+) -> StepRecord:
+    """The counts of a step."""
+    rows, most = machine.rows, max(len(drafter.chances) for drafter in drafters)
+    waiting = np.ones((rounds, rows), bool)
+    used = np.zeros((rounds, rows), int)
+    counts = np.zeros((2, len(drafters), most), int)
+    ran, further, turns = np.zeros((3, len(drafters)), int)
+    for number, (drafter, limit) in enumerate(zip(drafters, limits.longest, strict=True)):
+        if not limit:
+            continue
+        runs = waiting.any(axis=1)
+        length, made, accepted = _draw_drafts(drafter, limit, limits.confidence[number], waiting, rng)
+        turn = waiting & (length > 0)
+        drafted = (np.arange(most) < length[..., None]) & turn[..., None]
+        counts[0, number] = drafted.any(axis=1).sum(axis=0)
+        counts[1, number, : accepted.shape[-1]] = (accepted & turn[..., None]).sum(axis=(0, 1))
+        ran[number], turns[number] = runs.sum(), turn.sum()
+        further[number] = np.where(waiting, made, 0).max(axis=1).sum() if drafter.stops else 0
+        used = np.where(turn, length, used)
+        waiting &= ~turn
+    slots = np.searchsorted(machine.widths, 1 + used.max(axis=1))
+    return StepRecord(
+        limits=limits,
+        seconds=None,
+        passes=np.bincount(slots, minlength=len(machine.widths)),
+        ran=ran,
+        further=further,
+        drafted=counts[0],
+        accepted=counts[1],
+        turns=turns,
+        row_rounds=rounds * rows,
+    )
+
+
+def _draw_drafts(
+    drafter: SimulatedDrafter,
+    limit: int,
+    least: float,
+    waiting: Bool[np.ndarray, "rounds rows"],
+    rng: np.random.Generator,
+) -> tuple[
+    Int[np.ndarray, "rounds rows"],
+    Int[np.ndarray, "rounds rows"],
+    Bool[np.ndarray, "rounds rows N"],
+]:
+    """Lengths of drafts, further passes made for them, and the accepted nodes."""
+    shape, chances = waiting.shape, np.array(drafter.chances[:limit])
+    has = rng.random(shape) < drafter.drafts
+    full = np.full(shape, len(chances))
+    if not drafter.chain:
+        accepted = rng.random((*shape, len(chances))) < chances
+        return full * has, np.zeros(shape, int), accepted & has[..., None]
+    certainty = drafter.certainty
+    each = rng.beta(certainty * chances, certainty * (1 - chances), (*shape, len(chances)))
+    confident = np.cumprod(each >= least, axis=-1).astype(bool) if drafter.stops else each > -1
+    length = confident.sum(axis=-1)
+    accepted = np.cumprod((rng.random(each.shape) < each) & confident, axis=-1).astype(bool)
+    return length * has, np.minimum(length, len(chances) - 1), accepted & has[..., None]
+
+
+def _chain(chance: float, length: int, first: float, further: float = 0.0, **more: Any) -> Any:
+    """A chain whose every token has the same chance."""
+    return SimulatedDrafter((chance,) * length, first, further, **more)
+
+
+def simulations() -> dict[str, Simulation]:
+    """Drafters on machines, by name."""
+    eagle = _chain(0.55, 4, 0.12, 0.07, stops=True)
+    ngram = _chain(0.5, 4, 0.005, drafts=0.2)
+    model = _chain(0.8, 6, 0.25, 0.2, stops=True)
+    slow = _chain(0.35, 4, 0.6, 0.55, stops=True)
+    never = _chain(0.05, 4, 2.2)
+    tree = SimulatedDrafter(tuple(0.5 / (n + 1) for n in range(32)), 0.15, chain=False)
+    flat, steep = (1.0, 1.15, 1.3), (1.0, 1.4, 1.8)
+    cpu = Machine((1, 3, 5), flat)
+    wide = Machine((1, 9, 33), (1.0, 1.7, 4.0))
+    gpu = Machine((1, 5), (1.0, 0.86), plain_s=0.0016, constant=3 / 1.6)
+    kinds = {
+        "eagle3, T5 = 1.3": (cpu, (eagle,)),
+        "eagle3, T5 = 1.8": (replace(cpu, passes=steep), (eagle,)),
+        "eagle3, T5 = 1.8, B = 4": (replace(cpu, passes=steep, rows=4), (eagle,)),
+        "eagle3, T5 = 3, B = 8": (replace(cpu, passes=(1.0, 1.9, 3.0), rows=8), (eagle,)),
+        "ngram, T5 = 1.3": (cpu, (ngram,)),
+        "ngram, T5 = 1.8": (replace(cpu, passes=steep), (ngram,)),
+        "ngram + eagle3, T5 = 1.3": (cpu, (ngram, eagle)),
+        "ngram + eagle3, T5 = 1.8": (replace(cpu, passes=steep), (ngram, eagle)),
+        "ngram + eagle3, T5 = 1.8, B = 8": (replace(cpu, passes=steep, rows=8), (ngram, eagle)),
+        "draft model of six": (replace(cpu, widths=(1, 4, 7), passes=(1, 1.2, 1.5)), (model,)),
+        "slow draft model": (cpu, (slow,)),
+        "never pays": (cpu, (never,)),
+        "never pays, B = 8": (replace(cpu, rows=8), (never,)),
+        "ngram + never pays": (cpu, (ngram, never)),
+        "tree of 32, T33 = 4": (wide, (tree,)),
+        "tree of 32, T33 = 4, B = 4": (replace(wide, rows=4), (tree,)),
+        "gpu, 3 ms a step: eagle3": (gpu, (eagle,)),
+        "gpu, 14 ms a step: eagle3": (replace(gpu, constant=14 / 1.6), (eagle,)),
+        "gpu, 14 ms a step: never pays": (replace(gpu, constant=14 / 1.6), (never,)),
+        "gpu, 14 ms a step: ngram + eagle3": (replace(gpu, constant=14 / 1.6), (ngram, eagle)),
+    }
+    out = {}
+    for name, (machine, drafters) in kinds.items():
+        out[name] = Simulation(machine, drafters)
+        out[f"{name}; costs treble"] = Simulation(replace(machine, later=3.0), drafters)
+    better, worse = _chain(0.75, 4, 0.12, 0.07, stops=True), _chain(0.1, 4, 0.12, 0.07, stops=True)
+    machine = replace(cpu, passes=steep)
+    out["eagle3 becomes bad"] = Simulation(machine, (better,), later=(worse,))
+    out["eagle3 becomes good"] = Simulation(machine, (worse,), later=(better,))
+    out["eagle3, drafting costs treble"] = Simulation(replace(machine, drafting=3.0), (eagle,))
+    return out
