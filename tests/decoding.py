@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import trees
+from specjax.controllers import Fixed, Limits
 from specjax.decoding.generate import decode_session
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.programs import compile_setup, run, start
@@ -17,7 +18,6 @@ from specjax.decoding.rows import batch_arguments, row_arguments
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.setup import plan_session
 from specjax.decoding.state import RUNNING
-from specjax.controllers import Fixed
 from specjax.distributed.sharding import use
 from specjax.drafters import (
     Drafter,
@@ -104,15 +104,21 @@ def decode(target, prompts, **options):
 
 @dataclasses.dataclass(frozen=True)
 class Scripted:
-    """A length controller: the limits of `steps` in turn, each (longest, confidence, rounds)."""
+    """A length controller: the limits and rounds of `steps`, (longest, confidence, rounds), again
+    and again.
+    """
 
     steps: tuple
 
     def init(self, sizes):
-        return (sizes, 0)
+        return 0
 
     def choose(self, state, unfinished, most_rounds):
-        raise NotImplementedError
+        longest, confidence, rounds = self.steps[state % len(self.steps)]
+        return Limits(longest, confidence), min(rounds, most_rounds), state + 1
+
+    def update(self, state, record):
+        return state
 
 
 def assert_ends(target, drafter):

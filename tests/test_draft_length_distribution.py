@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from conftest import slow
 from decoding import changed, draft_model, tampered
-
-from specjax.decoding import loop
-from specjax.decoding.sampling_params import SamplingParams
 from specjax.draft_length.cost_measurement import RoundKind
 from specjax.draft_length.limits import DraftLength
 from specjax.draft_length.policy import NOT_FORCED, Costs
+
+from specjax.decoding import loop
+from specjax.decoding.sampling_params import SamplingParams
 from specjax.drafters import TreeOptions, take_turns, turns
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.sampling import RULES, Rejection

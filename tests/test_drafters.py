@@ -28,7 +28,7 @@ from test_decoder import one_pass
 
 import specjax
 from specjax import sampling, trees
-from specjax.decoding import loop
+from specjax.decoding.round import propose as propose_round
 from specjax.drafters import DRAFTERS, TRAINED, Drafter, drafter_options
 from specjax.drafters.base import Context, Sampling
 from specjax.drafters.lookup.ngram import Ngram, find_matches
@@ -177,7 +177,7 @@ def test_drafts_come_from_the_distributions_that_they_name(name, tiny, unrelated
         sampling=mixed(max_new_tokens=9),
         num_speculative_tokens=3,
     )
-    propose = jax.jit(loop.propose, static_argnums=0)
+    propose = jax.jit(propose_round, static_argnums=0)
     # After one-token prompts, and after rounds that ended in many ways.
     states = [first_state(session)]
     states += itertools.islice(rounds(session, states[0]), 2)

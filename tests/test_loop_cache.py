@@ -18,8 +18,8 @@ from decoding import (
     observed,
     rounds,
 )
-
 from specjax.draft_length.limits import DraftLength
+
 from specjax.drafters.none import NoDrafter
 from specjax.models.prefill import prefill
 

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from conftest import row_count, slow, tiny_config
 from decoding import Deciding, changed, draft_model
+from specjax.draft_length.limits import DraftLength
+from specjax.draft_length.policy import Costs
 
 from specjax import sampling
 from specjax.decoding import loop
+from specjax.decoding import start as starting
 from specjax.decoding.sampling_params import SamplingParams
-from specjax.draft_length.limits import DraftLength
-from specjax.draft_length.policy import Costs
 from specjax.drafters import LoadedDrafter, take_turns
 from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.lookup.ngram import Ngram
@@ -194,7 +195,7 @@ def test_a_length_that_follows_the_neighbours_is_exact(tables):
         # The first row continues; the others end where they emit an even token.
         stops = jnp.where(jnp.arange(batch)[:, None] == 0, -1, 2 * jnp.arange(VOCAB // 2)[None, :])
         rows = rows.replace(stop_ids=stops.astype(jnp.int32))
-        state = loop.start(plan, (params, drafter_params), tokens, rows, size, status)
+        state = starting.start(plan, (params, drafter_params), tokens, rows, size, status)
         state, counts = loop.run(plan, (params, drafter_params), state, jnp.int32(length))
         return state.tokens[0], counts.drafted[0]
 

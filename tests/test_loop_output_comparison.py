@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from conftest import slow
 from decoding import PROMPTS, Deciding, decode, drafters, greedy, mixed, replay
+from specjax.draft_length.limits import DraftLength
 
 from specjax import sampling
-from specjax.draft_length.limits import DraftLength
 from specjax.drafters.early_exit import EarlyExit
 
 NEW = 32

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from conftest import slow
 from decoding import PROMPTS, decode, draft_model, drafters, make_session
+from specjax.draft_length.limits import DraftLength
 from test_loop_distribution import small_model
 
 from specjax import theory
 from specjax.decoding.generate import decode_session, expected_acceptance, open_engine
 from specjax.decoding.sampling_params import SamplingParams
-from specjax.draft_length.limits import DraftLength
 from specjax.drafters import take_turns
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.sampling import RULES

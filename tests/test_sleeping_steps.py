@@ -20,16 +20,16 @@ from decoding import (
     observed,
 )
 from heads import eagle_head, medusa_head, mtp_head
+from specjax.decoding.engine.learned_costs import LearnedCosts
+from specjax.decoding.engine.next_step import NextStep
+from specjax.draft_length.cost_filter import CostFilter
 
 from specjax.cache import KVCache
 from specjax.decoding import loop
-from specjax.decoding.engine.learned_costs import LearnedCosts
-from specjax.decoding.engine.next_step import NextStep
 from specjax.decoding.generate import add_prompts, open_engine
 from specjax.decoding.programs import start
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.state import RUNNING
-from specjax.draft_length.cost_filter import CostFilter
 from specjax.drafters import head_drafter, take_turns, turns
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.drafters.lookup.token_recycling import TokenRecycling

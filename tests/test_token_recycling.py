@@ -16,13 +16,13 @@ from decoding import (
     mixed,
     observed,
 )
+from specjax.draft_length.limits import DraftLength
 from test_decoder import one_pass
 from test_drafters import context_of, silence
 
 import specjax
 from specjax import trees
 from specjax.decoding.sampling_params import SamplingParams
-from specjax.draft_length.limits import DraftLength
 from specjax.drafters import TokenRecycling, TreeOptions, take_turns
 from specjax.drafters.base import TargetPass
 from specjax.errors import InputError

@@ -12,11 +12,11 @@ import pytest
 from conftest import slow, tiny_config
 from decoding import PROMPTS, changed, greedy, random_distribution
 from heads import eagle_head, medusa_head, with_modules
+from specjax.draft_length.limits import DraftLength
 
 import specjax
 from specjax import sampling
 from specjax.decoding import programs
-from specjax.draft_length.limits import DraftLength
 from specjax.drafters import LoadedDrafter, Turns, head_drafter, make_drafter
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.errors import InputError

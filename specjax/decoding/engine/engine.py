@@ -442,7 +442,10 @@ class Engine:
             free = num_rows - sum(request is not None for request in slots)
             enough = min(free + self._schedule.refill_rows, num_rows)
         unfinished = sum(request is not None for request in slots)
-        chosen = self.setup.controller.choose(self._controller_state, unfinished, rounds)
+        controller = self.setup.controller
+        *chosen, self._controller_state = controller.choose(
+            self._controller_state, unfinished, rounds
+        )
         limits, rounds = processes.from_first(chosen)
         self.step_limits.append((limits, rounds))
         begun = time.perf_counter()
