@@ -32,7 +32,7 @@ ORDER = [
     "specjax.distributed",
     "specjax.fields",
     "specjax.files specjax.theory",
-    "specjax.sampling specjax.draft_length specjax.cache specjax.trees specjax.metrics "
+    "specjax.sampling specjax.controllers specjax.cache specjax.trees specjax.metrics "
     "specjax.signals specjax.errors",
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names.split()}
