@@ -10,10 +10,10 @@ from decoding import make_session
 
 from specjax import bench
 from specjax.cli import bench_run, measure_auto, measure_drafter
-from specjax.decoding import costs
 from specjax.decoding.generate import Generation
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.loading.load import save_model
+from specjax.tuning import costs
 
 
 def short(target):

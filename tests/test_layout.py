@@ -56,6 +56,24 @@ def test_imports_go_down():
     assert not upward
 
 
+# A step is given its limits, and what chooses them knows nothing of a step.
+TRACED = {
+    f"specjax.decoding.{name}" for name in ("loop", "round", "start", "state", "plan", "verify")
+}
+
+
+def test_a_round_and_what_chooses_its_limits_do_not_know_each_other():
+    chosen_by = {name for name in GRAPH if name.startswith("specjax.controllers")}
+    assert {"specjax.controllers", "specjax.controllers.auto"} <= chosen_by
+    assert all(GRAPH[name] <= chosen_by for name in chosen_by)
+    assert TRACED <= GRAPH.keys()
+    reached = set(TRACED)
+    while new := set().union(*(GRAPH[name] for name in reached)) - reached:
+        reached |= new
+    assert reached > TRACED
+    assert not reached & chosen_by
+
+
 def test_no_circles():
     edges = {name: others - {name} for name, others in GRAPH.items()}
     while leaves := [name for name, others in edges.items() if not others & edges.keys()]:

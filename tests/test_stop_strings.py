@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_tokenizer import sentencepiece, smollm2, tiny  # noqa: F401 - fixtures
 
-from specjax.decoding.stop_strings import StopFinder, first_stop
+from specjax.decoding.engine.stop_strings import StopFinder, first_stop
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 
 TEXT = "The naïve café, 12 €: 日本語 👩‍👩‍👧 <|im_end|> é  end\n\nx"
