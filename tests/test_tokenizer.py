@@ -7,8 +7,6 @@ from pathlib import Path
 import gguf_files
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from specjax.errors import InputError
 from specjax.files import folder_marker
@@ -163,27 +161,6 @@ def test_the_bos_flag_of_a_directory_overrides_its_post_processor(tmp_path, tiny
     assert again.backend.encode("the fox").ids == again.encode("the fox")
 
 
-@given(data=st.data())
-@settings(max_examples=100, deadline=None)
-def test_streamed_text_equals_decoded_text(smollm2, data):
-    line = data.draw(st.sampled_from(SMOLLM2["lines"]))
-    extra = data.draw(st.lists(st.integers(0, smollm2.vocab_size - 1), max_size=6))
-    ids = line["ids"] + extra
-    stream, text = StreamDecoder(smollm2), ""
-    while ids:
-        count = data.draw(st.integers(1, 4))
-        text += stream.feed(ids[:count])
-        ids = ids[count:]
-    assert text + stream.flush() == smollm2.decode(line["ids"] + extra)
-
-
-@pytest.mark.parametrize("line", SENTENCEPIECE["lines"])
-def test_streamed_sentencepiece_text_equals_decoded_text(sentencepiece, line):
-    ids = sentencepiece.encode(line)
-    stream = StreamDecoder(sentencepiece)
-    assert "".join(stream.feed([index]) for index in ids) + stream.flush() == line
-
-
 def test_no_half_character_is_ever_shown(smollm2):
     text = "👩‍👩‍👧‍👦 नमस्ते 你好"
     stream = StreamDecoder(smollm2)
@@ -191,13 +168,6 @@ def test_no_half_character_is_ever_shown(smollm2):
     assert "".join(pieces) == text
     assert not any("\ufffd" in piece for piece in pieces)
     assert stream.flush() == ""
-
-
-def test_a_stream_holds_only_what_it_needs(smollm2):
-    stream = StreamDecoder(smollm2)
-    for index in smollm2.encode("a long text " * 100):
-        stream.feed([index])
-        assert len(stream._window) <= 2
 
 
 def test_the_first_differing_token_is_shown(tiny, smollm2):

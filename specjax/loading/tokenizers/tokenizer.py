@@ -15,8 +15,7 @@ from tokenizers import processors
 
 from specjax.errors import InputError, shown
 from specjax.loading.tokenizers import chat_templates
-
-_REPLACEMENT = "\ufffd"
+from specjax.loading.tokenizers.detokenizer import Detokenizer, TextStream
 
 
 @contextmanager
@@ -104,8 +103,13 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; bytes that are not UTF-8 become U+FFFD."""
-        with refused("tokenizer: it cannot decode", "use the model's own tokenizer"):
-            return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        stream = StreamDecoder(self, skip_special_tokens=skip_special_tokens)
+        return stream.feed(ids) + stream.flush()
+
+    @cached_property
+    def detokenizer(self) -> Detokenizer:
+        """How its tokens become text."""
+        return Detokenizer(self.backend)
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
@@ -166,37 +170,16 @@ def set_bos(backend: tokenizers.Tokenizer, bos: tuple[str, int] | None) -> None:
     )
 
 
-class StreamDecoder:
-    """Decodes tokens that arrive a few at a time into text that later tokens do not change.
+class StreamDecoder(TextStream):
+    """Decodes an output that grows.
 
     Joined, the pieces of `feed` and the last one of `flush` equal `Tokenizer.decode` of all ids.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._window: list[int] = []
-        self._given = ""
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        super().__init__(tokenizer.detokenizer, skip_special_tokens=skip_special_tokens)
 
     def feed(self, ids: Iterable[int]) -> str:
-        """The text that these ids complete; an unfinished character waits for the next call."""
-        self._window.extend(ids)
-        whole = self._tokenizer.decode(self._window)
-        final = whole.rstrip(_REPLACEMENT)
-        fresh = final[len(self._given) :]
-        self._given = final if len(final) > len(self._given) else self._given
-        if final == whole:
-            self._forget()
-        return fresh
-
-    def flush(self) -> str:
-        """What is left at the end, unfinished characters as U+FFFD."""
-        rest = self._tokenizer.decode(self._window)[len(self._given) :]
-        self._window, self._given = [], ""
-        return rest
-
-    def _forget(self) -> None:
-        # The last token stays as context, since some decoders drop a leading space; one that
-        # shows nothing, or part of a character, would not be context.
-        last = self._tokenizer.decode(self._window[-1:])
-        if last and _REPLACEMENT not in last:
-            self._window, self._given = self._window[-1:], last
+        """As of a `TextStream`. Raises InputError for what cannot be an id."""
+        with refused("token ids: the tokenizer cannot decode them", "use ids of its vocabulary"):
+            return super().feed(ids)
