@@ -30,7 +30,7 @@ class OutputText:
         self._stops = tuple(stops)
         self._margin = max(map(len, self._stops), default=1) - 1
         self._text, self._taken = "", 0
-        # The end of the text with special tokens, and for each character its index in the shown one.
+        # The end of the text with special tokens: characters, each with its index in the shown one.
         self._whole: list[tuple[str, int]] = []
 
     def feed(self, tokens: Sequence[int]) -> int:
@@ -51,7 +51,7 @@ class OutputText:
         return len(tokens)
 
     def _first_stop(self, fresh: int) -> int | None:
-        """Where in the shown text a stop string begins that the last `fresh` characters complete."""
+        """Where in the shown text a stop string begins; its last `fresh` characters are new."""
         first = max(len(self._text) - fresh - self._margin, 0)
         whole = "".join(char for char, _ in self._whole)
         starts = []

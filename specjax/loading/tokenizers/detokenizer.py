@@ -69,7 +69,7 @@ class Detokenizer:
 
     @cached_property
     def _piecewise(self) -> bool:
-        """Whether pieces are decoded one by one, then joined, and the whole's beginning stripped."""
+        """Whether pieces are decoded one by one, joined, and stripped at the beginning."""
         names = [step["type"] for step in self._steps]
         fuse = names.index("Fuse") if "Fuse" in names else len(names)
         return (
@@ -91,9 +91,9 @@ class Detokenizer:
         return last.get("content", "") if last.get("type") == "Strip" else "", last.get("start", 0)
 
     def piece(self, index: int, previous: int | None) -> bytes | None:
-        """The bytes that a token adds to the text after the `previous` one (None: at its beginning).
+        """The bytes that a token adds to the text; None for an id that names no token.
 
-        None for an id that names no token.
+        `previous` is the token before it, None at the beginning of the text.
         """
         if index in self.special:
             return self.special[index].encode()

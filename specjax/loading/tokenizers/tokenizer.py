@@ -114,7 +114,7 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
     ) -> str:
-        """The prompt text of a conversation of {"role", "content"} messages.
+        """The prompt text of a conversation, as `chat_templates.render` makes it.
 
         Raises InputError where the model has no template or the template fails.
         """
@@ -135,7 +135,7 @@ class Tokenizer:
 
     def _segment(self, text: str) -> list[int]:
         try:
-            with refused("text: the tokenizer cannot encode it", "use the model's own tokenizer"):
+            with refused("text: the tokenizer cannot encode it", "give token ids instead"):
                 return self.backend.encode(text, add_special_tokens=False).ids
         except InputError:
             # For half of a surrogate pair the package's own error only says that it is not text.
