@@ -410,7 +410,7 @@ def test_the_home_folder_of_prompts(prompts, monkeypatch):
         ('{"prompt": ["x"]}', "of no use"),
         ('{"turns": []}', "of no use"),
         ('{"turns": ["x", 1]}', "of no use"),
-        ('{"messages": [{"role": "user"}]}', r"line 2: messages\[0\].content is missing"),
+        ('{"messages": [{"role": "user"}]}', "line 2: messages[0].content is missing"),
         ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "must be a text part"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "of no use"),
         ('{"prompt": "x", "licence": 3}', "licence=3"),

@@ -12,7 +12,6 @@ anything is invalid.
 from __future__ import annotations
 
 import codecs
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,8 @@ from functools import cached_property
 from typing import Any
 
 import tokenizers
+
+from specjax.files.json_files import parse_json
 
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -61,7 +62,9 @@ class Detokenizer:
     @cached_property
     def _steps(self) -> list[dict[str, Any]]:
         decoder = self.backend.decoder
-        return [] if decoder is None else _flat(json.loads(decoder.__getstate__()))
+        if decoder is None:
+            return []
+        return _flat(parse_json(decoder.__getstate__(), "the tokenizer's decoder"))
 
     @cached_property
     def _byte_level(self) -> bool:
