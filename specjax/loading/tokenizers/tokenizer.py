@@ -135,7 +135,7 @@ class Tokenizer:
 
     def _segment(self, text: str) -> list[int]:
         try:
-            with refused("text: the tokenizer cannot encode it", "give token ids instead"):
+            with refused("text: the tokenizer cannot encode it", "change the text"):
                 return self.backend.encode(text, add_special_tokens=False).ids
         except InputError:
             # For half of a surrogate pair the package's own error only says that it is not text.
