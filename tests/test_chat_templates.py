@@ -99,6 +99,6 @@ def test_messages_are_not_changed():
 )  # fmt: skip
 def test_what_is_wrong_is_named(message, problem):
     with pytest.raises(InputError) as error:
-        render("x", [{"role": "user", "content": "x"}, message])
+        chat_templates.check_messages([{"role": "user", "content": "x"}, message])
     assert str(error.value).startswith(problem)
     assert "\n" not in str(error.value)
