@@ -91,11 +91,6 @@ class Fields:
             raise self.fail(name, "must list layers; repair config.json")
         return value
 
-    def check_asked(self, inert: Collection[str]) -> None:
-        """Raise InputError for a field that nobody has read, unless it is null or `inert`."""
-        known = {name for name, value in self.values.items() if value is None}
-        self.check_known({*self.asked, *inert, *known})
-
     def check_known(self, known: Collection[str]) -> None:
         """Raise InputError for a field that is not among the known ones."""
         unknown = sorted(self.values.keys() - set(known))

@@ -182,6 +182,34 @@ def allocate(config: DecoderConfig, dtype: np.dtype, scan_layers: bool = True) -
     return jax.tree.map(empty, parameter_table(config, scan_layers))
 
 
+def canonical(table: Collection[TensorEntry], names: Collection[str]) -> dict[str, str]:
+    """The table's name of each of a checkpoint's tensors, as far as it is only spelled otherwise.
+
+    Tools leave out what the table's names of layers begin with ("model."), or put names of wrapping
+    modules before or in place of it ("language_model.model.", "model.language_model.", "module.").
+    The first layer's norm tells which; a head may have all or some of the wrapping modules.
+    """
+    names_of = {entry.path: entry.name for entry in table}
+    norm = names_of["layers", "attention_norm", "scale"]
+    head = next(entry.name for entry in table if entry.path[0] == "head" and entry.tied is False)
+    base, dot, rest = norm.replace("{layer}", "0").partition(".")
+    base += dot
+    prefixes = {
+        name.removesuffix(rest) for name in names if name == rest or name.endswith("." + rest)
+    }
+    prefix = base if base in prefixes or not prefixes else min(prefixes, key=len)
+    modules = prefix.split(".")[:-1]
+    heads = {".".join([*modules[:count], head]) for count in range(len(modules) + 1)}
+    return {
+        name: head
+        if name in heads
+        else base + name.removeprefix(prefix)
+        if name.startswith(prefix)
+        else name
+        for name in names
+    }
+
+
 def match(
     source: str,
     table: Iterable[TensorEntry],

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from specjax.errors import InputError
+from specjax.loading.formats import tensor_layout
 from specjax.loading.formats.json_fields import Fields
 from specjax.loading.head_formats import draft_vocabulary, shared_with_target
 from specjax.loading.head_formats.checkpoint import Checkpoint, match
@@ -159,7 +160,7 @@ def _check_original(
 ) -> None:
     own = shared_with_target.target_head(target)
     own = own if ids is None else own[ids]
-    if not shared_with_target.same_numbers(stored, own):
+    if not tensor_layout.same_numbers(stored, own):
         raise InputError(
             f"{checkpoint.directory}: original_lm_head is true, but lm_head.weight differs from "
             f"the head of {target.name}; use a head that was made for this target"

@@ -14,8 +14,6 @@ from specjax.models.config import Attention, DecoderConfig, Experts
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    fields.only("hidden_act", "silu")
-    fields.get("output_router_logits")
     sizes = common.read_sizes(fields, max_positions=131072, epsilon=1e-5)
     rope = common.read_one_rope(fields, sizes["max_positions"], partial=0.5)
     width = fields.integer("moe_intermediate_size", 1408)

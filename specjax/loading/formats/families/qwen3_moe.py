@@ -15,13 +15,8 @@ _ATTENTION = Attention(qk_norm=True)
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    fields.only("hidden_act", "silu")
-    for name in ("output_router_logits", "router_aux_loss_coef", "max_window_layers"):
-        fields.get(name)
     fields.only("use_sliding_window", False)
     fields.get("sliding_window")  # of no effect then
-    fields.only("decoder_sparse_step", 1)
-    fields.only("mlp_only_layers", [])
     sizes = common.read_sizes(fields, max_positions=32768)
     return {
         **sizes,
