@@ -40,7 +40,7 @@ _READ_IF_THERE = (
 )
 """Files that change what a model says."""
 
-_BUFFERS = re.compile(r".*\.rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)")
+BUFFERS = re.compile(r".*\.rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)")
 """Names of buffers that old checkpoints kept."""
 
 _FLOATS = ("F32", "F16", "BF16", "F64")
@@ -138,7 +138,7 @@ def read_headers(directory: Path, family: Family) -> Stored:
         tensor
         for path, listed in shards.items()
         for tensor in _read_header(path, listed)
-        if not _BUFFERS.fullmatch(tensor.name)
+        if not BUFFERS.fullmatch(tensor.name)
     ]
     for path, name, _, dtype in found:
         if dtype not in _FLOATS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,11 +14,14 @@ from safetensors import SafetensorError, safe_open
 from specjax.errors import InputError, one_line
 from specjax.files import folder_marker, folders
 from specjax.files.open_files import regular_file
-from specjax.loading.formats.huggingface import PICKLES, PRODUCER, write_tensors
+from specjax.loading.formats.huggingface import BUFFERS, PICKLES, PRODUCER, write_tensors
 from specjax.loading.tokenizers.huggingface_tokenizer import read_json, write_json
 
 _CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
 WEIGHTS, MEDUSA_WEIGHTS = "model.safetensors", "medusa_lm_head.safetensors"
+_WRAPPERS = re.compile(r"^((model|module|_orig_mod|draft_model|eagle_module)\.)+")
+"""Names of modules around a head, which tools put in front of its tensors' names."""
+
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -55,7 +59,15 @@ def read_checkpoint(directory: Path) -> Checkpoint:
         try:
             with safe_open(path, framework="numpy") as file:
                 notes |= file.metadata() or {}
-                tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                for name in file.keys():  # noqa: SIM118
+                    if BUFFERS.fullmatch(name):
+                        continue
+                    short = _WRAPPERS.sub("", name)
+                    if short in tensors:
+                        raise InputError(
+                            f"{path}: {name} is there twice, once without its prefix; delete one"
+                        )
+                    tensors[short] = file.get_tensor(name)
         except (SafetensorError, OSError, TypeError) as error:
             raise InputError(
                 f"{path}: not safetensors that can be read ({one_line(error)}); download it again"
