@@ -123,7 +123,7 @@ def test_modules_of_the_target(tiny):
         ({"method": "mtp"}, "drafter.name=mtp: random-0 has no MTP modules"),
         ({"method": "eagle4"}, "method='eagle4': is unknown; use"),
         ({"method": None}, "method=None: is needed; use"),
-        ({"method": None, "model": "x"}, "method=None: is needed for a model"),
+        ({"method": None, "model": "no-such"}, "drafter.path='no-such': no such file"),
         ({"num_speculative_tokens": None}, "num_speculative_tokens=None: is needed"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens=0: use a whole number"),
         ({"num_speculative_tokens": True}, "num_speculative_tokens=True: use a whole number"),

@@ -30,6 +30,11 @@ def read_config(directory: Path, vocab_size: int | None) -> tuple[DecoderConfig,
     """
     path = directory / "config.json"
     raw = read_json(path)
+    if not raw and (directory / "adapter_config.json").exists():
+        raise InputError(
+            f"{directory}: an adapter without its model; merge it into the model first "
+            "(merge_and_unload in peft) and save that"
+        )
     if not raw:
         raise InputError(
             f"{path}: missing or empty; give a .gguf file or a directory with config.json, "

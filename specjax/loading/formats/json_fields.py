@@ -100,3 +100,8 @@ class Fields:
                 f"is unknown ({len(unknown)} such in all: {', '.join(unknown[:8])}); take out of "
                 "config.json what does not change what is computed",
             )
+
+
+def is_empty(value: Any) -> bool:
+    """Whether a value says nothing: null, false, 0, "", [] or {}."""
+    return value is None or value in (False, 0, "", [], {})

@@ -8,6 +8,7 @@ nested dict; layers are stacked on the first axis, head axes are their own dimen
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -228,7 +229,7 @@ def match(
     if config.num_layers > len(found):
         raise InputError(
             f"{source}: the config asks for {config.num_layers} layers, the file holds only "
-            f"{len(found)} tensors; use an intact checkpoint"
+            f"{len(found)} tensors; one of the two is another model's, or the file is cut off"
         )
     expected = list(locations(table, config))
     wanted = {location.name: location for location in (*expected, *others)}
@@ -252,9 +253,29 @@ def match(
     if problems:
         raise InputError(
             f"{source}: the tensors do not fit the config ({'; '.join(problems)}); "
-            f"use an intact checkpoint of the family {config.family!r}"
+            f"{_remedy(config, missing, unexpected)}"
         )
     return expected
+
+
+def _remedy(config: DecoderConfig, missing: list[str], unexpected: list[str]) -> str:
+    """What the user of a checkpoint can do whose tensors are not those of its config."""
+    if any(_ADAPTER.search(name) for name in unexpected):
+        return "merge the adapter into the model first (merge_and_unload in peft)"
+    if any(_QUANTISED.search(name) for name in unexpected):
+        return "its weights are quantised; use the model in bfloat16 or float32, or a GGUF of it"
+    if not unexpected and missing and all(name.startswith("lm_head.") for name in missing):
+        return "if the embedding is the head, set tie_word_embeddings to true in config.json"
+    if missing and not unexpected:
+        return "download the file again if it is cut off; otherwise the config is another model's"
+    return (
+        f"the family {config.family!r} is read as transformers and llama.cpp write it, and by the "
+        "sizes in the config: one of the two is of another kind"
+    )
+
+
+_ADAPTER = re.compile(r"\.(lora_\w+|base_layer)\.")
+_QUANTISED = re.compile(r"\.(qweight|qzeros|scales|absmax|\w+_scale(_inv)?|g_idx)$|quant_state")
 
 
 def _some(names: list[str], limit: int = 8) -> str:

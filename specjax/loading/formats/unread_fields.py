@@ -13,7 +13,7 @@ from typing import Any
 
 from specjax.errors import shown
 from specjax.loading.formats.families.common import layer_types
-from specjax.loading.formats.json_fields import Fields
+from specjax.loading.formats.json_fields import Fields, is_empty
 from specjax.models.config import DecoderConfig, Experts
 
 Implied = Mapping[str, Collection[Any]]
@@ -131,11 +131,6 @@ def _of_experts(experts: Experts) -> dict[tuple[str, ...], Any]:
         ("decoder_sparse_step", "moe_layer_freq"): 1,
         ("mlp_only_layers",): list(range(experts.num_dense)),
     }
-
-
-def is_empty(value: Any) -> bool:
-    """Whether a value says nothing: null, false, 0, "", [] or {}."""
-    return value is None or value in (False, 0, "", [], {})
 
 
 def check_unread(fields: Fields, allowed: Implied, what: str) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,32 +56,50 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     tensors: dict[str, np.ndarray] = {}
     notes: dict[str, str] = {}
     for path in files:
-        regular_file(path, "download it again")
-        try:
-            with safe_open(path, framework="numpy") as file:
-                notes |= file.metadata() or {}
-                for name in file.keys():  # noqa: SIM118
-                    if BUFFERS.fullmatch(name):
-                        continue
-                    short = _WRAPPERS.sub("", name)
-                    if short in tensors:
-                        raise InputError(
-                            f"{path}: {name} is there twice, once without its prefix; delete one"
-                        )
-                    tensors[short] = file.get_tensor(name)
-        except (SafetensorError, OSError, TypeError) as error:
-            raise InputError(
-                f"{path}: not safetensors that can be read ({one_line(error)}); download it again"
-            ) from None
+        with _open(path) as file:
+            notes |= file.metadata() or {}
+            for name, short in _names(file).items():
+                if short in tensors:
+                    raise InputError(
+                        f"{path}: {name} is there twice, once without its prefix; delete one"
+                    )
+                tensors[short] = file.get_tensor(name)
     found = Checkpoint(directory, config, tensors, notes)
     read = [_CONFIG, *(path.name for path in files)]
     folder_marker.verify(directory, ("head",), found.is_ours, read)
     for name, tensor in tensors.items():
         if tensor.dtype.kind not in "iub" and not np.isfinite(tensor.astype(np.float32)).all():
             raise InputError(
-                f"{directory}: {name} holds numbers that are not finite; use an intact head"
+                f"{directory}: {name} holds numbers that are not finite; download it again"
             )
     return found
+
+
+def tensor_names(directory: Path) -> set[str]:
+    """The names of a directory's tensors, as `read_checkpoint` gives them."""
+    names: set[str] = set()
+    for path in _weight_files(directory):
+        with _open(path) as file:
+            names |= set(_names(file).values())
+    return names
+
+
+def _names(file: Any) -> dict[str, str]:
+    """The tensors of a file, by their names there, with those that a head has for them."""
+    names = [name for name in file.keys() if not BUFFERS.fullmatch(name)]  # noqa: SIM118
+    return {name: _WRAPPERS.sub("", name) for name in names}
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[Any]:
+    regular_file(path, "download it again")
+    try:
+        with safe_open(path, framework="numpy") as file:
+            yield file
+    except (SafetensorError, OSError, TypeError) as error:
+        raise InputError(
+            f"{path}: not safetensors that can be read ({one_line(error)}); download it again"
+        ) from None
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -170,7 +189,8 @@ def match(
     if listed:
         raise InputError(
             f"{where}: the tensors do not fit the config ({'; '.join(listed)}); "
-            "use an intact head with its own config.json"
+            "download it again if it is cut off; otherwise it is in a layout that is not read, or "
+            "config.json is another head's"
         )
 
 

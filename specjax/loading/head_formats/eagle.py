@@ -88,7 +88,8 @@ def read_eagle1(
         if name in tensors and not is_targets(name, tensors, target):
             raise InputError(
                 f"{checkpoint.directory}: {name} differs from the {own} of {target.name}, which "
-                "EAGLE-1 uses; use a head that was made for this target"
+                "EAGLE-1 uses; use the weights that the head was trained for (those of a quantised "
+                "file are others)"
             )
     extra = ("embed_tokens.weight", "lm_head.weight")
     params = read_params(checkpoint.directory, tensors, config, "layers.0", extra)

@@ -77,7 +77,7 @@ def read(checkpoint: Checkpoint, target: Model, metadata: TargetMetadata, traini
     original = fields.flag("original_lm_head")
     tensors = {_published(name, layers): value for name, value in checkpoint.tensors.items()}
     if len(tensors) != len(checkpoint.tensors):
-        raise InputError(f"{where}: two tensors have the same meaning; use an intact head")
+        raise InputError(f"{where}: two tensors have the same meaning; delete one of each pair")
     ids = _read_ids(checkpoint, fields, tensors, vocab_size)
     rows = vocab_size if ids is None else len(ids)
     head_names = [f"{head}.{layers}.weight" for head in range(heads)]
@@ -165,7 +165,8 @@ def _check_original(
     if not tensor_layout.same_numbers(stored, own):
         raise InputError(
             f"{checkpoint.directory}: original_lm_head is true, but lm_head.weight differs from "
-            f"the head of {target.name}; use a head that was made for this target"
+            f"the head of {target.name}; use the weights that the head was trained for (those of a "
+            "quantised file are others)"
         )
 
 

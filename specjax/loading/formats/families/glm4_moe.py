@@ -27,7 +27,7 @@ def _read(fields: Fields) -> dict[str, Any]:
         ),
         **rope,
         "experts": Experts(
-            num_experts=fields.integer("n_routed_experts", fields.get("num_local_experts") or 128),
+            num_experts=common.count_experts(fields, "n_routed_experts"),
             per_token=fields.integer("num_experts_per_tok", 8),
             intermediate_size=width,
             router="sigmoid",

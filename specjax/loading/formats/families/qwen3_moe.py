@@ -24,7 +24,7 @@ def _read(fields: Fields) -> dict[str, Any]:
         "attention_bias": fields.flag("attention_bias"),
         "attention": _ATTENTION,
         "experts": Experts(
-            num_experts=fields.integer("num_experts", fields.get("num_local_experts") or 128),
+            num_experts=common.count_experts(fields, "num_experts"),
             per_token=fields.integer("num_experts_per_tok", 8),
             intermediate_size=fields.integer("moe_intermediate_size", 768),
             normalize=fields.flag("norm_topk_prob"),
