@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 import re
@@ -260,7 +261,12 @@ def _load_gguf(name: str, path: Path, target: _Target) -> Model:
 def _load_checkpoint(name: str, path: Path, target: _Target) -> Model:
     with _naming(path):
         config, tokenizer, params, mtp = checkpoints.read_model(
-            path, target.dtype, target.mesh, target.shards, target.stacks
+            path,
+            target.dtype,
+            target.mesh,
+            target.shards,
+            target.stacks,
+            functools.partial(target.say_size, name),
         )
     return replace(target.model(name, config, params, tokenizer), mtp=mtp)
 
