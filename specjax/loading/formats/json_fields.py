@@ -61,10 +61,7 @@ class Fields:
         value = self.get(name)
         if value is not None and value not in allowed:
             raise self.fail(
-                name,
-                f"is not supported; the decoder supports only {shown(allowed[0])}"
-                if allowed
-                else "is not supported; leave it out",
+                name, f"is not supported; the decoder supports only {shown(allowed[0])}"
             )
 
     def flag(self, name: str, default: bool = False) -> bool:
