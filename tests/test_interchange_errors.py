@@ -67,6 +67,10 @@ def test_an_eagle3_head_that_does_not_fit(change, message, tiny, tmp_path):
     ("change", "message"),
     [
         (dict(drop=["1.0.linear.weight"]), "missing: 1.0.linear.weight"),
+        (
+            dict(tensors={"999999999.0.linear.bias": np.ones(24, np.float32)}),
+            "1000000000 heads of 1 blocks, and only 7 tensors are there",
+        ),
         (dict(config={"residual": "none"}), "residual='none': is unknown"),
         (dict(config={"medusa_fc_bias": False}), "medusa_fc_bias=False: the file has biases"),
         (dict(drop=["token_map"]), "token_map is missing"),

@@ -76,7 +76,10 @@ def stored(
     if found:
         return count
     if count:
-        note(f"{source}: it announces {count} MTP modules and holds none; loaded without them")
+        note(
+            f"{source}: MTP modules are announced ({count}), and their tensors are not there; "
+            "loaded without them"
+        )
     return 0
 
 

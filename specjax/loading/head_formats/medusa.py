@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -67,7 +68,7 @@ def read(checkpoint: Checkpoint, target: Model, metadata: TargetMetadata, traini
     stated = fields.whole("vocab_size", vocab_size)
     if stated < vocab_size:
         raise fields.fail("vocab_size", f"{target.name} has {vocab_size} tokens")
-    heads, layers = _counts(checkpoint.tensors)
+    heads, layers = _counts(where, checkpoint.tensors)
     for name, found in (
         ("num_heads", heads),
         ("medusa_num_heads", heads),
@@ -118,14 +119,20 @@ def read(checkpoint: Checkpoint, target: Model, metadata: TargetMetadata, traini
     return Head("medusa", config, params, draft_ids, metadata, training)
 
 
-def _counts(names: Iterable[str]) -> tuple[int, int]:
+def _counts(where: Path, names: Iterable[str]) -> tuple[int, int]:
     """How many heads and how many blocks of each a file has, by the largest numbers in its names.
 
-    What a config states may be another head's: published ones say 2 of 5.
+    What a config states may be another head's: published ones say 2 of 5. Raises InputError for
+    numbers beyond what is there.
     """
     blocks = [found for name in names if (found := _BLOCK.fullmatch(_short(name)))]
     heads = max(int(found["h"] or found["bh"]) for found in blocks) + 1
     layers = max(int(found["l"] or found["bl"]) for found in blocks) + 1
+    if heads * layers > len(blocks):
+        raise InputError(
+            f"{where}: names of tensors number {heads} heads of {layers} blocks, and only "
+            f"{len(blocks)} tensors are there; download it again"
+        )
     return heads, layers
 
 
