@@ -62,11 +62,13 @@ def read_model(
     mesh: Mesh | None = None,
     shards: int = 1,
     stacks: Callable[[DecoderConfig], bool] = lambda config: True,
+    tell_narrow: Callable[[DecoderConfig, MtpConfig | None], None] = lambda config, mtp: None,
 ) -> tuple[DecoderConfig, Tokenizer | None, dict[str, Any], MtpModules | None]:
     """The parts of a saved model, each device reading its own part of each array.
 
     The last part are its MTP modules. Every process makes the call. `stacks` says by the config
-    whether layers are to be stacked, however they were saved. Raises InputError for a checkpoint
+    whether layers are to be stacked, however they were saved; `tell_narrow` is called before arrays
+    are read that were saved in 16 bits. Raises InputError for a checkpoint
     that is damaged, not a model's, or does not fit its config, for a mesh that does not fit the
     model, and where `stacks` does, before arrays are read.
     """
@@ -80,6 +82,8 @@ def read_model(
         return found
 
     found, config, tokenizer, modules = processes.together(look)
+    if found.metadata["dtype"] != "float32":
+        tell_narrow(config, modules)
     orbax_checkpoint.verify(found)
     stacked = found.metadata["scan_layers"]
     placed = _placed_arrays(config, modules, dtype, mesh, shards, stacked)

@@ -52,6 +52,7 @@ def read_config(file: GgufFile, vocab_size: int) -> tuple[DecoderConfig, MtpConf
     )
     modules = 0 if family.gguf.mtp is None else keys.whole(MTP_MODULES, 0)
     keys.check_asked()
+    modules = mtp_layers.stored(str(file.path), modules, config, family.gguf.mtp, file.tensors)
     return config, mtp_layers.module_config(config, modules, family.gguf.mtp)
 
 

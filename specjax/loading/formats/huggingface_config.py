@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,101 +14,27 @@ from specjax.loading.formats import mtp_layers
 from specjax.loading.formats.families import registry
 from specjax.loading.formats.family import Family
 from specjax.loading.formats.json_fields import Fields
+from specjax.loading.formats.unread_fields import check_unread, implied
 from specjax.loading.tokenizers.huggingface_tokenizer import end_fields, read_json, write_json
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from specjax.models.config import DecoderConfig
-from specjax.models.heads.mtp import MtpConfig
-
-_INERT = frozenset(
-    {
-        "_attn_implementation",
-        "_attn_implementation_autoset",
-        "_commit_hash",
-        "_name_or_path",
-        "_num_labels",
-        "attention_dropout",
-        "attn_implementation",
-        "auto_map",
-        "bad_words_ids",
-        "begin_suppress_tokens",
-        "bos_token_id",
-        "cache_implementation",
-        "chunk_size_feed_forward",
-        "cross_attention_hidden_size",
-        "decoder_start_token_id",
-        "diversity_penalty",
-        "do_sample",
-        "dtype",
-        "early_stopping",
-        "encoder_no_repeat_ngram_size",
-        "eos_token_id",
-        "exponential_decay_length_penalty",
-        "finetuning_task",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "has_no_defaults_at_init",
-        "id2label",
-        "initializer_range",
-        "is_decoder",
-        "is_encoder_decoder",
-        "is_llama_config",
-        "label2id",
-        "length_penalty",
-        "max_length",
-        "max_sequence_length",
-        "min_length",
-        "name_or_path",
-        "no_repeat_ngram_size",
-        "num_beam_groups",
-        "num_beams",
-        "num_labels",
-        "num_return_sequences",
-        "output_attentions",
-        "output_hidden_states",
-        "output_past",
-        "output_scores",
-        "pad_token_id",
-        "prefix",
-        "pretraining_tp",
-        "problem_type",
-        "remove_invalid_values",
-        "repetition_penalty",
-        "return_dict",
-        "return_dict_in_generate",
-        "sep_token_id",
-        "suppress_tokens",
-        "task_specific_params",
-        "temperature",
-        "tf_legacy_loss",
-        "tie_encoder_decoder",
-        "tokenizer_class",
-        "top_k",
-        "top_p",
-        "torch_dtype",
-        "torchscript",
-        "transformers.js_config",
-        "transformers_version",
-        "typical_p",
-        "unsloth_fixed",
-        "unsloth_version",
-        "use_bfloat16",
-        "use_cache",
-        "use_return_dict",
-    }
-)
-"""Fields of transformers' configs that change nothing in the logits."""
 
 
-def read_config(directory: Path, vocab_size: int | None) -> tuple[DecoderConfig, MtpConfig | None]:
-    """The decoder that config.json describes, and the modules for multi-token prediction in it.
+def read_config(directory: Path, vocab_size: int | None) -> tuple[DecoderConfig, int]:
+    """The decoder that config.json describes, and how many MTP modules it announces.
 
     V is truncated to `vocab_size` where that is known.
 
     Reads the fields of transformers 4 and 5. Raises InputError for a model type that is not known,
-    and, by name, for settings that the decoder does not have and fields that the family has not.
+    and, by name, for fields that ask for what the decoder or the family does not have.
     """
     path = directory / "config.json"
     raw = read_json(path)
+    if not raw and (directory / "adapter_config.json").exists():
+        raise InputError(
+            f"{directory}: an adapter without its model; merge it into the model first "
+            "(merge_and_unload in peft) and save that"
+        )
     if not raw:
         raise InputError(
             f"{path}: missing or empty; give a .gguf file or a directory with config.json, "
@@ -118,10 +45,8 @@ def read_config(directory: Path, vocab_size: int | None) -> tuple[DecoderConfig,
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
     fields = Fields(str(path), raw)
-    fields.get("model_type")
-    fields.only("architectures", [family.architecture])
-    fields.only("quantization_config")
-    modules = mtp_layers.count_modules(fields, family)
+    _check_architecture(fields, family)
+    modules = mtp_layers.announced(fields)
     stated = fields.integer("vocab_size")
     if vocab_size is not None and vocab_size > stated:
         raise InputError(
@@ -129,8 +54,23 @@ def read_config(directory: Path, vocab_size: int | None) -> tuple[DecoderConfig,
             "use the model's own tokenizer files"
         )
     config = _config(family, fields, stated if vocab_size is None else vocab_size)
-    fields.check_asked(_INERT)
-    return config, mtp_layers.module_config(config, modules, family.mtp)
+    check_unread(fields, implied(config), f"a model of model_type={family.model_type!r}")
+    return config, modules
+
+
+def _check_architecture(fields: Fields, family: Family) -> None:
+    """Raise InputError for a class of transformers that is neither the family's nor its base."""
+    named = fields.get("architectures")
+    if not named:
+        return
+    fitting = {family.architecture, family.model_type.replace("_", "")}
+    stem = re.compile("(ForCausalLM|LMHeadModel|Model)$")
+    stems = {stem.sub("", name).lower() for name in fitting}
+    if not isinstance(named, list) or {stem.sub("", str(name)).lower() for name in named} - stems:
+        raise fields.fail(
+            "architectures",
+            f"is not supported; of model_type={family.model_type!r} only {family.architecture} is",
+        )
 
 
 def _config(family: Family, fields: Fields, vocab_size: int) -> DecoderConfig:
