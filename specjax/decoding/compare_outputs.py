@@ -31,8 +31,8 @@ from specjax.models.prefill import prefill
 EXCUSED_MARGIN = 1e-4
 """In float32 a difference is a near-tie, and no error, where it is so close."""
 _DEVIATIONS = 4.0
-"""In a narrower dtype, where it is so many standard deviations of what passes differ in there."""
-_LEAST_STEPS, _MOST_STEPS = 0.75, 2.0
+"""In a narrower dtype, where it is so many standard deviations of what two passes differ in."""
+_LEAST_STEPS, _MOST_STEPS = 0.75, 3.0
 """But at least and at most so many of the dtype's relative steps of the tokens' own logits.
 
 Two passes of SmolLM2 in bfloat16 over 1, 4, 8 or 64 tokens put the two best logits 0.09 steps
@@ -109,10 +109,13 @@ def compare_row(
     if first == min(len(ours), len(plain)):
         # Rows of the same tokens end alike, however those are computed.
         return Difference((NearTie(first, math.inf),))
-    near_ties = []
-    for index, passes in _logits_of_passes(session, prompt, ours, first):
+    near_ties, deviations = [], []
+    for index, passes in _logits_of_passes(session, prompt, ours):
+        deviations.append(_deviation(passes))
+        if index < first:
+            continue
         tokens = [ours[index], plain[index]] if index == first else [ours[index]]
-        close = _near_tie(session, prompt, index, tokens, passes)
+        close = _near_tie(session, prompt, index, tokens, passes, deviations)
         if index == first or close.margin != 0:
             near_ties.append(close)
         if not close.excused:
@@ -126,10 +129,18 @@ def _near_tie(
     index: int,
     tokens: Sequence[int],
     passes: Float[np.ndarray, "2 V"],
+    deviations: Sequence[float],
 ) -> NearTie:
-    """How close each of some tokens is to being the choice of each pass at an index."""
+    """How close each of some tokens is to being the choice of each pass at an index.
+
+    `deviations` are those of the passes there, the last, and at the row's tokens before.
+    """
     request, noise = session.requests[prompt], np.zeros(passes.shape[1])
-    resolution = _resolution(session, passes, tokens)
+    step = float(jnp.finfo(session.model.dtype).eps) * np.abs(passes[:, list(tokens)]).max()
+    # Passes may happen to agree where others do not.
+    deviation = max(deviations[-1], float(np.sqrt(np.mean(np.square(deviations)))))
+    resolution = _DEVIATIONS * math.sqrt(2) * deviation
+    resolution = float(np.clip(resolution, _LEAST_STEPS * step, _MOST_STEPS * step))
     if request.temperature > 0:
         passes, resolution = passes / request.temperature, resolution / request.temperature
         key = session_row(session, prompt).key(session.seed)[None]
@@ -231,20 +242,18 @@ def _changed(mass: Any, change: float) -> Any:
     return np.maximum(moved, mass + own) if change > 0 else np.minimum(moved, mass + own)
 
 
-def _resolution(session: Session, passes: Float[np.ndarray, "2 V"], tokens: Sequence[int]) -> float:
-    """How far rounding may move the difference of two logits, by how far it has moved others."""
+def _deviation(passes: Float[np.ndarray, "2 V"]) -> float:
+    """The standard deviation of what two passes differ in, over the likeliest tokens."""
     narrow, wide = passes
     likeliest = np.argsort(narrow)[-_LIKELIEST:]
     likeliest = likeliest[np.isfinite(narrow[likeliest])]
-    step = float(jnp.finfo(session.model.dtype).eps) * np.abs(narrow[list(tokens)]).max()
-    measured = _DEVIATIONS * math.sqrt(2) * np.std((wide - narrow)[likeliest])
-    return float(np.clip(measured, _LEAST_STEPS * step, _MOST_STEPS * step))
+    return float(np.std((wide - narrow)[likeliest])) if len(likeliest) else math.nan
 
 
 def _logits_of_passes(
-    session: Session, prompt: int, new_tokens: Sequence[int], first: int
+    session: Session, prompt: int, new_tokens: Sequence[int]
 ) -> Iterator[tuple[int, Float[np.ndarray, "2 V"]]]:
-    """The target's logits before each new token from `first` on, computed in two ways.
+    """The target's logits before each new token, computed in two ways.
 
     By passes over one token, as in plain decoding, and by passes over several, as in a round.
     """
@@ -260,23 +269,17 @@ def _logits_of_passes(
         cache = _read(plan.target, plan.chunks, plan.capacity, params, tokens, length)
         caches = [cache, jax.tree.map(jnp.copy, cache)]
     for at in range(begin, end, wide):
-        stop = min(at + wide, end)
-        logits = []
+        stop, logits = min(at + wide, end), []
         for way, width in enumerate((1, wide)):
             parts = []
             for start in range(at, stop, width):
                 count = min(width, stop - start)
                 with use(session.mesh):
                     caches[way], part = extend(width, params, tokens, start, count, caches[way])
-                if stop - begin > first:
-                    parts.append(fetch(part)[:count])
-            logits.append(parts)
-        if stop - begin <= first:
-            continue
-        narrow, several = map(np.concatenate, logits)
-        for index in range(max(at - begin, first), stop - begin):
-            here = index + begin - at
-            yield index, np.stack([narrow[here], several[here]]).astype(np.float64)
+                parts.append(fetch(part)[:count])
+            logits.append(np.concatenate(parts).astype(np.float64))
+        for index, passes in enumerate(zip(*logits, strict=True), start=at - begin):
+            yield index, np.stack(passes)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
