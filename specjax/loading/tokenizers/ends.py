@@ -52,7 +52,9 @@ _NAMES = frozenset(
 )
 
 _PARTS_OF_A_TURN = {
-    "<|end|>": ({"<|return|>", "<|call|>"}, {"<|call|>", "<|flush|>"}, {"<|calls|>", "<|flush|>"}),
+    "<|end|>": tuple(
+        {call, other} for call in ("<|call|>", "<|calls|>") for other in ("<|return|>", "<|flush|>")
+    ),
     "</s>": ({"<|tool_response>"},),
 }
 """Names that end nothing in a vocabulary that has all names of one of the sets."""
