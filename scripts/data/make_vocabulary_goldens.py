@@ -129,7 +129,10 @@ def directory_cases(model: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 }
                 with tempfile.TemporaryDirectory() as folder:
                     backend.save(f"{folder}/tokenizer.json")
-                    files = {"tokenizer_config.json": settings, "config.json": {"model_type": family}}
+                    files = {
+                        "tokenizer_config.json": settings,
+                        "config.json": {"model_type": family},
+                    }
                     for file, content in files.items():
                         Path(folder, file).write_text(json.dumps(content))
                     read = AutoTokenizer.from_pretrained(folder)
@@ -180,9 +183,7 @@ def gguf_case(tokens: list[str], kinds: list[int], keys: dict[str, Any]) -> dict
                 for index in range(len(tokens))
                 if llama_cpp.llama_vocab_is_eog(vocabulary, index)
             ],
-            "ids": [
-                model.tokenize(text.encode(), add_bos=True, special=True) for text in TEXTS
-            ],
+            "ids": [model.tokenize(text.encode(), add_bos=True, special=True) for text in TEXTS],
         }
 
 

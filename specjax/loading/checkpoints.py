@@ -64,9 +64,7 @@ def read_model(
     mesh: Mesh | None = None,
     shards: int = 1,
     stacks: Callable[[DecoderConfig], bool] = lambda config: True,
-) -> tuple[
-    DecoderConfig, Tokenizer | None, tuple[int, ...], dict[str, Any], MtpModules | None
-]:
+) -> tuple[DecoderConfig, Tokenizer | None, tuple[int, ...], dict[str, Any], MtpModules | None]:
     """The parts of a saved model, each device reading its own part of each array.
 
     The third part are its `stated_ends`, the last its MTP modules. Every process makes the call. `stacks` says by the config

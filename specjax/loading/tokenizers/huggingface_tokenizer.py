@@ -77,14 +77,15 @@ def read_tokenizer(directory: Path) -> Tokenizer | None:
     rows = settings.get(_ROWS)
     # What the tokenizer adds to a text is its post-processor's alone: transformers 5 ignores
     # add_bos_token and add_eos_token beside a tokenizer.json.
-    return Tokenizer(
+    tokenizer = Tokenizer(
         backend=backend,
         bos_id=ids.get("bos_token"),
         eos_ids=tuple(dict.fromkeys(ends)),
         chat_template=_template(directory, settings),
         special_tokens=tuple(names.items()),
-        rows=rows if type(rows) is int and rows > 0 else None,
     )
+    valid = type(rows) is int and rows > 0
+    return tokenizer.limited(rows, _ROWS) if valid else tokenizer
 
 
 def _text(token: Any) -> str | None:

@@ -119,6 +119,11 @@ class Tokenizer:
             )
         return self._strings[index] or ""
 
+    def name_beyond(self, index: int) -> str | None:
+        """The token of an id that has no row in the model's embedding; None for other ids."""
+        beyond = self.rows is not None and self.rows <= index < 2**31
+        return self.backend.id_to_token(index) if beyond else None
+
     def encode(self, text: str) -> list[int]:
         """Token ids of raw text, with what the tokenizer adds before and after it.
 
@@ -167,11 +172,12 @@ class Tokenizer:
                 f"text: character {halves[0]} is {text[halves[0]]!r}, half of a surrogate pair; "
                 "repair the text's encoding"
             ) from None
-        if self.rows is not None and (beyond := [index for index in ids if index >= self.rows]):
-            raise InputError(
-                f"text: the model has no row for the token {self.backend.id_to_token(beyond[0])!r} "
-                f"({beyond[0]}); take it out of the text"
-            )
+        for index in ids:
+            if (name := self.name_beyond(index)) is not None:
+                raise InputError(
+                    f"text: the model has no row for the token {name!r:.60} ({index}); take it out "
+                    "of the text"
+                )
         return ids
 
     def first_difference(self, other: Tokenizer, *, shared: bool = False) -> str | None:
