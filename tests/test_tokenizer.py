@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specjax.errors import InputError
-from specjax.files import folder_marker
 from specjax.loading.formats.gguf_file import open_gguf
 from specjax.loading.load import default_model_file, load_model, random_model, save_model
 from specjax.loading.tokenizers import chat_templates
 from specjax.loading.tokenizers.gguf_tokenizer import read_tokenizer
-from specjax.loading.tokenizers.tokenizer import StreamDecoder, Tokenizer
+from specjax.loading.tokenizers.tokenizer import StreamDecoder
 
 GOLDENS = Path(__file__).parent / "goldens"
 SMOLLM2 = json.loads((GOLDENS / "smollm2_tokenizer.json").read_text())

@@ -28,25 +28,18 @@ TEXTS = [
     "It's I'M we'LL 12345!\n\nx",
     "a1234567 (b) $5 <c> x^2 | y~z `code` \u20ac9",
     "  two  spaces and a tab\t\tend  ",
-    "wait... \u201cquotes\u201d 100%+2=3; caf\u00e9 \u4f60\u597d\uff0c\u4e16\u754c\u3002 \u0663\u0664\u0665\u0666",
+    "wait... \u201cquotes\u201d 100%+2=3; caf\u00e9 \u4f60\u597d\uff0c\u4e16\u754c\u3002 "
+    "\u0663\u0664\u0665\u0666",
     "CamelCase snake_case 3.14 1,000,000\r\n  def f(x):\n    return x\n",
 ]
-PRE = {
-    "default": None,
-    "gpt-2": "gpt-2",
-    "smollm": "smollm",
-    "qwen2": "qwen2",
-    "smaug-bpe": "smaug-bpe",
-    "glm4": "glm4",
-    "llama-bpe": "llama-bpe",
-    "tekken": "tekken",
-}
+PRE = ("gpt-2", "smollm", "qwen2", "smaug-bpe", "glm4", "llama-bpe", "tekken")
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 NAMES = """<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|calls|> <|flush|> <end_of_turn>
 <|endoftext|> <|end_of_text|> <|eom_id|> </s> <eos> <EOT> _<EOT> [EOT] [EOS] <end_of_utterance>
-<turn|> <|tool_response> <\uff5cend\u2581of\u2581sentence\uff5c> [e~[ <|fim_pad|> <fim-pad> <fim_pad>
-<PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>
-<|im_start|> <|user|> <|fim_prefix|> <pad> <s> [SEP] [MASK] <unused5> <repo_name>""".split()
+<turn|> <|tool_response> <\uff5cend\u2581of\u2581sentence\uff5c> [e~[ <|fim_pad|> <fim-pad>
+<fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>
+<|im_start|> <|user|> <|fim_prefix|> <pad> <s> [SEP] [MASK] <unused5> <repo_name>
+""".split()  # noqa: SIM905 - a line for each would be a page
 COMBINATIONS = {
     "gpt-oss": [["<|return|>", 3], ["<|call|>", 3], ["<|end|>", 3]],
     "solar": [["<|calls|>", 3], ["<|flush|>", 3], ["<|end|>", 3]],
@@ -238,8 +231,9 @@ def llama_cases(model: dict[str, Any]) -> dict[str, Any]:
             )
         ],
         "splits": {
-            name: gguf_case(tokens, kinds, plain | ({} if pre is None else {"pre": pre}))["ids"]
-            for name, pre in PRE.items()
+            # "default" is that of a file without the key.
+            name: gguf_case(tokens, kinds, plain | ({"pre": name} if name in PRE else {}))["ids"]
+            for name in ("default", *PRE)
         },
         "added": [
             {"keys": keys, "ids": gguf_case(tokens, kinds, plain | keys)["ids"][0]}

@@ -67,10 +67,10 @@ def read_model(
 ) -> tuple[DecoderConfig, Tokenizer | None, tuple[int, ...], dict[str, Any], MtpModules | None]:
     """The parts of a saved model, each device reading its own part of each array.
 
-    The third part are its `stated_ends`, the last its MTP modules. Every process makes the call. `stacks` says by the config
-    whether layers are to be stacked, however they were saved. Raises InputError for a checkpoint
-    that is damaged, not a model's, or does not fit its config, for a mesh that does not fit the
-    model, and where `stacks` does, before arrays are read.
+    The third part are its `stated_ends`, the last its MTP modules. Every process makes the call.
+    `stacks` says by the config whether layers are to be stacked, however they were saved. Raises
+    InputError for a checkpoint that is damaged, not a model's, or does not fit its config, for a
+    mesh that does not fit the model, and where `stacks` does, before arrays are read.
     """
     path = user_path("directory", directory)
 

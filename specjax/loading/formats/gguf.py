@@ -49,8 +49,8 @@ def read_config(
 ) -> tuple[DecoderConfig, MtpConfig | None]:
     """The decoder that a file describes, and the modules for multi-token prediction in it.
 
-    V is truncated to `vocab_size`, of which `unused_tokens` name no token. Raises InputError for another architecture and for settings that
-    the decoder does not have.
+    V is truncated to `vocab_size`, of which `unused_tokens` name no token. Raises InputError for
+    another architecture and for settings that the decoder does not have.
     """
     family = family_of(file)
     assert family.gguf is not None

@@ -260,7 +260,8 @@ def save(
 ) -> None:
     """Write a model directory that `load_model` and transformers read, whole or not at all.
 
-    `ends` are the ids that end a sequence. An earlier save is replaced. Raises InputError where `directory` holds anything else.
+    `ends` are the ids that end a sequence. An earlier save is replaced. Raises InputError where
+    `directory` holds anything else.
     """
 
     def write(part: Path) -> None:

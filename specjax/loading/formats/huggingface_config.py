@@ -151,7 +151,8 @@ def write_config(
 ) -> None:
     """Write config.json with the rope and dtype fields of both transformers 4 and 5.
 
-    `ends` are the ids that end a sequence. Raises InputError for a config whose family has no fields for it.
+    `ends` are the ids that end a sequence. Raises InputError for a config whose family has no
+    fields for it.
     """
     family = registry.family(config.family)
     written: dict[str, Any] = dict(family.write(config))

@@ -24,6 +24,8 @@ _ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 _FILLER = re.compile(r"\[PAD(\d+)\]|<dummy\d{5}>")
 """What converters name a row of the embedding that has no token, some with its id."""
 
+_INSTEAD = "load the model from a directory with its tokenizer.json"
+
 _QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -136,7 +138,8 @@ def read_tokenizer(source: str, metadata: dict[str, Any]) -> Tokenizer:
             backend, add_bos = _sentencepiece(keys, tokens, vocabulary, kinds), True
         else:
             raise keys.fail(
-                f"tokenizer.ggml.model={shown(model)} is not supported; use gpt2 or llama"
+                f"tokenizer.ggml.model={shown(model)} is not supported (only gpt2 and llama are); "
+                f"{_INSTEAD}"
             )
         plain_text = {token for token, index in vocabulary.items() if kinds[index] == _USER_DEFINED}
         ends = named_ends(vocabulary, plain_text)
@@ -157,8 +160,8 @@ def _byte_level(keys: _Metadata, vocabulary: dict[str, int]) -> tuple[tokenizers
     splitting = _SPLITTINGS.get(name)
     if splitting is None:
         raise keys.fail(
-            f"tokenizer.ggml.pre={shown(name)} is not supported; "
-            f"use one of {', '.join(_SPLITTINGS)}"
+            f"tokenizer.ggml.pre={shown(name)} is not supported (only {', '.join(_SPLITTINGS)}); "
+            f"{_INSTEAD}"
         )
     merges = [tuple(merge.split(" ")) for merge in keys.strings("ggml.merges")]
     if any(len(merge) != 2 for merge in merges):

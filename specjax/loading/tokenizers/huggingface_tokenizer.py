@@ -17,6 +17,7 @@ from specjax.loading.tokenizers.ends import named_ends
 from specjax.loading.tokenizers.tokenizer import Tokenizer, refused
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+_AGAIN = "download it again, or update the package tokenizers if another version wrote it"
 _ROWS = "embedding_rows"
 """Our field of tokenizer_config.json for `Tokenizer.rows`."""
 
@@ -53,7 +54,7 @@ def read_tokenizer(directory: Path) -> Tokenizer | None:
     settings = read_json(directory / "tokenizer_config.json")
     settings = read_json(directory / "special_tokens_map.json") | settings
     names = {name: text for name in _NAMES if (text := _text(settings.get(name))) is not None}
-    with refused(f"{path}: not a tokenizer", "download it again"):
+    with refused(f"{path}: not a tokenizer", _AGAIN):
         backend = tokenizers.Tokenizer.from_file(str(path))
         backend.no_padding()
         backend.no_truncation()
