@@ -185,6 +185,14 @@ def as_directory(model, path, rows):
     return path
 
 
+def with_names(path):
+    """The directory with padding in its tokenizer, as a tool writes it that has read a GGUF."""
+    state = json.loads((path / "tokenizer.json").read_text())
+    state["model"]["vocab"] |= {token: V + index for index, token in enumerate(padding(V, 3))}
+    (path / "tokenizer.json").write_text(json.dumps(state))
+    return path
+
+
 V = len(gguf_files.TOKENS)
 SAFE = "model.safetensors"
 
@@ -204,10 +212,11 @@ def padded(plain, tmp_path_factory):
         "unused": load_model(write_padded(path / "a.gguf", V + 9)),
         "user defined": load_model(write_padded(path / "b.gguf", V + 30, kind=USER_DEFINED)),
         "directory": load_model(as_directory(plain, path, V + 17)),
+        "named in tokenizer.json": load_model(with_names(as_directory(plain, path / "c", V + 3))),
     }
 
 
-@pytest.mark.parametrize("name", ["unused", "user defined", "directory"])
+@pytest.mark.parametrize("name", ["unused", "user defined", "directory", "named in tokenizer.json"])
 def test_rows_without_a_token_are_no_vocabulary(plain, padded, name):
     other = padded[name]
     assert other.config == plain.config

@@ -48,7 +48,7 @@ def encode_prompt(model: Model, prompt: Prompt, name: str = "prompt") -> list[in
     for token in (min(ids), max(ids)):
         if not 0 <= token < size:
             known = model.tokenizer and model.tokenizer.name_beyond(token)
-            called = f" ({known!r:.60}, for which the model has no row)" if known else ""
+            called = f" ({known!r:.60}, which has no row in the model's embedding)" if known else ""
             raise InputError(
                 f"{name}: token id {shown(token)}{called} is outside the vocabulary of {size} "
                 "tokens; leave it out"

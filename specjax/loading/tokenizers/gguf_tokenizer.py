@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -14,15 +13,12 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from specjax.errors import InputError, shown
 from specjax.loading.tokenizers import chat_templates
 from specjax.loading.tokenizers.ends import named_ends
-from specjax.loading.tokenizers.tokenizer import Tokenizer, frame, refused
+from specjax.loading.tokenizers.tokenizer import Tokenizer, frame, is_filler, refused
 
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 _LONGEST = 1000  # characters; every way to split a SentencePiece token in two is tried
 _ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 """Keys of tokens at which llama.cpp ends."""
-
-_FILLER = re.compile(r"\[PAD(\d+)\]|<dummy\d{5}>")
-"""What converters name a row of the embedding that has no token, some with its id."""
 
 _INSTEAD = "load the model from a directory with its tokenizer.json"
 
@@ -126,7 +122,7 @@ def read_tokenizer(source: str, metadata: dict[str, Any]) -> Tokenizer:
         kinds = keys.numbers("ggml.token_type", len(tokens), np.integer)
     vocabulary: dict[str, int] = {}
     for index, (token, kind) in enumerate(zip(tokens, kinds.tolist(), strict=True)):
-        if kind == _UNUSED or _is_filler(token, index):
+        if kind == _UNUSED or is_filler(token, index):
             continue
         if vocabulary.setdefault(token, index) != index:
             raise keys.fail(f"the token {token[:40]!r} appears twice; convert the model again")
@@ -146,12 +142,6 @@ def read_tokenizer(source: str, metadata: dict[str, Any]) -> Tokenizer:
         special = {*ends, *(index for index in vocabulary.values() if kinds[index] == _CONTROL)}
         _add_tokens(backend, vocabulary, special, plain_text)
         return _assemble(keys, backend, tokens, ends, add_bos)
-
-
-def _is_filler(token: str, index: int) -> bool:
-    """Whether an entry only fills a row; old converters did not type them as unused."""
-    match = _FILLER.fullmatch(token)
-    return match is not None and match[1] in (None, str(index))
 
 
 def _byte_level(keys: _Metadata, vocabulary: dict[str, int]) -> tuple[tokenizers.Tokenizer, bool]:

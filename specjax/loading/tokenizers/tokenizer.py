@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +18,20 @@ from specjax.errors import InputError, shown
 from specjax.loading.tokenizers import chat_templates
 
 _REPLACEMENT = "\ufffd"
+
+
+_FILLER = re.compile(r"\[PAD(\d+)\]|<dummy\d{5}>")
+
+
+def is_filler(token: str, index: int) -> bool:
+    """Whether a token is what converters write for a row of the embedding that has none.
+
+    Some of these names hold the row's id.
+    """
+    if not token.startswith(("[PAD", "<dummy")):
+        return False
+    match = _FILLER.fullmatch(token)
+    return match is not None and match[1] in (None, str(index))
 
 
 @contextmanager
@@ -52,6 +67,8 @@ class Tokenizer:
     rows: int | None = None
 
     def __post_init__(self) -> None:
+        if self.rows is not None and self.rows < 1:
+            raise InputError(f"tokenizer: rows={shown(self.rows)}: must be at least 1")
         for name, ids in (("bos_id", (self.bos_id,)), ("eos_ids", self.eos_ids)):
             for index in ids:
                 if index is not None and not 0 <= index < self.vocab_size:
@@ -73,8 +90,12 @@ class Tokenizer:
             )
         strings: list[str | None] = [None] * size
         for string, index in vocabulary.items():
-            strings[index] = string
-        return tuple(strings[: self.rows])
+            if not is_filler(string, index):
+                strings[index] = string
+        strings = strings[: self.rows]
+        while strings and strings[-1] is None:
+            strings.pop()
+        return tuple(strings)
 
     def limited(self, rows: int, what: str) -> Tokenizer:
         """The tokenizer of a model whose embedding has so many rows; `what` states their number.
@@ -120,9 +141,9 @@ class Tokenizer:
         return self._strings[index] or ""
 
     def name_beyond(self, index: int) -> str | None:
-        """The token of an id that has no row in the model's embedding; None for other ids."""
-        beyond = self.rows is not None and self.rows <= index < 2**31
-        return self.backend.id_to_token(index) if beyond else None
+        """What the backend calls an id that is not in the vocabulary; None for other ids."""
+        known = 0 <= index < self.vocab_size and self._strings[index] is not None
+        return None if known or not 0 <= index < 2**31 else self.backend.id_to_token(index)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of raw text, with what the tokenizer adds before and after it.
@@ -175,8 +196,8 @@ class Tokenizer:
         for index in ids:
             if (name := self.name_beyond(index)) is not None:
                 raise InputError(
-                    f"text: the model has no row for the token {name!r:.60} ({index}); take it out "
-                    "of the text"
+                    f"text: the token {name!r:.60} ({index}) has no row in the model's embedding; "
+                    "take it out of the text"
                 )
         return ids
 
