@@ -118,6 +118,35 @@ def place_model(model: Model, mesh: Mesh | None, *, replicated: bool = False) ->
     return replace(model, params=params, mtp=mtp, mesh=mesh, shards=shards, form=form)
 
 
+def with_vocabulary(model: Model, size: int) -> Model:
+    """A loaded model with the logits of a vocabulary of `size` tokens, for a target that has it.
+
+    Tokens that it has beyond are dropped; those that it lacks are never drafted, and read as zeros.
+    """
+    have = model.config.vocab_size
+    if size == have:
+        return model
+
+    def fitted(value: jax.Array, axis: int) -> jax.Array:
+        if size < have:
+            return jax.lax.slice_in_dim(value, 0, size, axis=axis)
+        widths = [(0, size - have if own == axis else 0) for own in range(value.ndim)]
+        return jnp.pad(value, widths)
+
+    params = dict(model.params)
+    for name, leaf, axis in (("embed", "embedding", 0), ("head", "kernel", 1)):
+        if name in params:
+            params[name] = {**params[name], leaf: fitted(params[name][leaf], axis)}
+    unused = [token for token in (*model.config.unused_tokens, *range(have, size)) if token < size]
+    config = replace(model.config, vocab_size=size, unused_tokens=tuple(unused))
+    # Its own modules for multi-token prediction are those of its own vocabulary.
+    changed = replace(model, config=config, params=params, mtp=None)
+    if model.mesh is None:
+        return changed
+    table = _shardings(changed, model.form, model.mesh, model.shards)
+    return replace(changed, params=jax.device_put(params, table))
+
+
 def _shardings(model: Model, form: Form, mesh: Mesh, shards: int) -> dict[str, Any]:
     """Those of a model's arrays on a mesh, in a form."""
     table = array_table(model.config, model.mtp and model.mtp.config, form.stacked)
@@ -142,7 +171,9 @@ def save_model(model: Model, directory: str | Path) -> None:
             f"{path}: the model is spread over processes, and one cannot write it; "
             "use specjax.save_checkpoint"
         )
-    huggingface.save(path, model.config, model.params, model.tokenizer, np.dtype(model.dtype))
+    huggingface.save(
+        path, model.config, model.params, model.tokenizer, model.ends, np.dtype(model.dtype)
+    )
 
 
 def random_model(
@@ -250,7 +281,9 @@ def _load_gguf(name: str, path: Path, target: _Target) -> Model:
     with _naming(path), open_parts(path) as file:
         gguf.family_of(file)
         tokenizer = read_tokenizer(str(path), file.metadata)
-        config, modules = gguf.read_config(file, tokenizer.vocab_size)
+        if (rows := gguf.embedding_rows(file)) is not None:
+            tokenizer = tokenizer.limited(rows, "rows of token_embd.weight")
+        config, modules = gguf.read_config(file, tokenizer.vocab_size, tokenizer.unused_ids)
         if any(tensor.kind.name != "F32" for tensor in file.tensors.values()):
             target.say_size(name, config, modules)
         arrays = gguf.read_params(file, config, *target.layout(config), mtp=modules)
@@ -260,7 +293,7 @@ def _load_gguf(name: str, path: Path, target: _Target) -> Model:
 
 def _load_checkpoint(name: str, path: Path, target: _Target) -> Model:
     with _naming(path):
-        config, tokenizer, params, mtp = checkpoints.read_model(
+        config, tokenizer, ends, params, mtp = checkpoints.read_model(
             path,
             target.dtype,
             target.mesh,
@@ -268,14 +301,18 @@ def _load_checkpoint(name: str, path: Path, target: _Target) -> Model:
             target.stacks,
             functools.partial(target.say_size, name),
         )
-    return replace(target.model(name, config, params, tokenizer), mtp=mtp)
+    model = target.model(name, config, params, tokenizer)
+    return replace(model, mtp=mtp, stated_ends=ends)
 
 
 def _load_directory(name: str, path: Path, target: _Target) -> Model:
     with _naming(path):
-        tokenizer = files.read_tokenizer(path)
-        size = None if tokenizer is None else tokenizer.vocab_size
-        config, announced = huggingface_config.read_config(path, size)
+        tokenizer, rows = files.read_tokenizer(path), huggingface_config.embedding_rows(path)
+        if tokenizer is not None and rows is not None:
+            tokenizer = tokenizer.limited(rows, "vocab_size")
+        vocabulary = tokenizer and (tokenizer.vocab_size, tokenizer.unused_ids)
+        config, announced = huggingface_config.read_config(path, *(vocabulary or (None,)))
+        ends = files.stated_ends(path, config.vocab_size) if tokenizer is None else ()
         family = registry.family(config.family)
         stored = huggingface.read_headers(path, family)
         count = mtp_layers.stored(str(path), announced, config, family.mtp, stored.tensors)
@@ -284,7 +321,8 @@ def _load_directory(name: str, path: Path, target: _Target) -> Model:
             target.say_size(name, config, modules)
         arrays = huggingface.read_params(stored, config, *target.layout(config), mtp=modules)
         params, mtp = split_arrays(arrays, modules)
-    return replace(target.model(name, config, params, tokenizer), mtp=mtp)
+    model = target.model(name, config, params, tokenizer)
+    return replace(model, mtp=mtp, stated_ends=tuple(ends))
 
 
 @contextmanager

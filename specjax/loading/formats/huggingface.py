@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -264,15 +264,17 @@ def save(
     config: DecoderConfig,
     params: dict[str, Any],
     tokenizer: Tokenizer | None,
+    ends: Sequence[int],
     dtype: np.dtype,
 ) -> None:
     """Write a model directory that `load_model` and transformers read, whole or not at all.
 
-    An earlier save is replaced. Raises InputError where `directory` holds anything else.
+    `ends` are the ids that end a sequence. An earlier save is replaced. Raises InputError where
+    `directory` holds anything else.
     """
 
     def write(part: Path) -> None:
-        write_config(config, tokenizer, dtype, part)
+        write_config(config, tokenizer, ends, dtype, part)
         write_params(params, config, part / _WEIGHTS)
         if tokenizer is not None:
             write_tokenizer(tokenizer, part, config.max_positions)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,18 @@ from specjax.loading.tokenizers.tokenizer import Tokenizer
 from specjax.models.config import DecoderConfig
 
 
-def read_config(directory: Path, vocab_size: int | None) -> tuple[DecoderConfig, int]:
+def embedding_rows(directory: Path) -> int | None:
+    """The number of tokens that the embedding has by config.json; None where it does not say."""
+    value = read_json(directory / "config.json").get("vocab_size")
+    return value if type(value) is int and value > 0 else None
+
+
+def read_config(
+    directory: Path, vocab_size: int | None, unused_tokens: tuple[int, ...] = ()
+) -> tuple[DecoderConfig, int]:
     """The decoder that config.json describes, and how many MTP modules it announces.
 
-    V is truncated to `vocab_size` where that is known.
+    V is truncated to `vocab_size` where that is known; `unused_tokens` name no token.
 
     Reads the fields of transformers 4 and 5. Raises InputError for a model type that is not known,
     and, by name, for fields that ask for what the decoder or the family does not have.
@@ -48,14 +57,9 @@ def read_config(directory: Path, vocab_size: int | None) -> tuple[DecoderConfig,
     _check_architecture(fields, family)
     modules = mtp_layers.announced(fields)
     stated = fields.integer("vocab_size")
-    if vocab_size is not None and vocab_size > stated:
-        raise InputError(
-            f"{path}: vocab_size={shown(stated)}, but the tokenizer has {vocab_size} tokens; "
-            "use the model's own tokenizer files"
-        )
     config = _config(family, fields, stated if vocab_size is None else vocab_size)
     check_unread(fields, implied(config), f"a model of model_type={family.model_type!r}")
-    return config, modules
+    return dataclasses.replace(config, unused_tokens=unused_tokens), modules
 
 
 def _check_architecture(fields: Fields, family: Family) -> None:
@@ -78,15 +82,22 @@ def _config(family: Family, fields: Fields, vocab_size: int) -> DecoderConfig:
 
 
 def write_config(
-    config: DecoderConfig, tokenizer: Tokenizer | None, dtype: np.dtype, directory: Path
+    config: DecoderConfig,
+    tokenizer: Tokenizer | None,
+    ends: Sequence[int],
+    dtype: np.dtype,
+    directory: Path,
 ) -> None:
     """Write config.json with the rope and dtype fields of both transformers 4 and 5.
 
-    Raises InputError for a config whose family has no fields for it.
+    `ends` are the ids that end a sequence. Raises InputError for a config whose family has no
+    fields for it.
     """
     family = registry.family(config.family)
     written: dict[str, Any] = dict(family.write(config))
     again = _config(family, Fields("config.json", written), config.vocab_size)
+    # The tokenizer says which ids name no token.
+    again = dataclasses.replace(again, unused_tokens=config.unused_tokens)
     for field in dataclasses.fields(config):
         mine, read = getattr(config, field.name), getattr(again, field.name)
         if mine != read:
@@ -103,6 +114,6 @@ def write_config(
             **written,
             "dtype": dtype.name,
             "torch_dtype": dtype.name,
-            **end_fields(tokenizer),
+            **end_fields(tokenizer, ends),
         },
     )

@@ -52,6 +52,31 @@ def read_offsets(
     return ids
 
 
+def without_padding(ids: np.ndarray, stated: int, vocab_size: int) -> np.ndarray:
+    """Which ids are not those of padding: rows of the target's embedding that have no token.
+
+    A map over the `stated` rows may name some where its training data had too few tokens.
+    """
+    return (ids < vocab_size) | (ids >= stated)
+
+
+def drop_padding(
+    tensors: dict[str, np.ndarray], stated: int, vocab_size: int
+) -> dict[str, np.ndarray]:
+    """The tensors of a head without what `d2t` maps to padding."""
+    d2t, head = tensors.get("d2t"), tensors.get("lm_head.weight")
+    if d2t is None or d2t.ndim != 1 or d2t.dtype.kind not in "iu":
+        return tensors
+    ids = d2t.astype(np.int64) + np.arange(len(d2t))
+    kept = without_padding(ids, stated, vocab_size)
+    if kept.all():
+        return tensors
+    tensors = {**tensors, "d2t": ids[kept] - np.arange(kept.sum())}
+    if head is not None and len(head) == len(kept):
+        tensors["lm_head.weight"] = head[kept]
+    return tensors
+
+
 def check_ids(where: Path, name: str, ids: np.ndarray, vocab_size: int) -> np.ndarray:
     """The ids as they are; raises InputError unless they are tokens of the target, each once."""
     wrong = (ids < 0) | (ids >= vocab_size)

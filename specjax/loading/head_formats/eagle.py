@@ -183,8 +183,11 @@ def build_eagle3(
             f"{target.config.hidden_size}; use a head that was made for this target"
         )
     tensors = without_padding(checkpoint.tensors, fields.whole("vocab_size"), target)
-    size = flags.draft_vocab_size
-    size = vocab_size if size == fields.whole("vocab_size") else size
+    size, stated = flags.draft_vocab_size, fields.whole("vocab_size")
+    size = vocab_size if size == stated else size
+    mapped = len(tensors.get("d2t", ()))
+    tensors = draft_vocabulary.drop_padding(tensors, stated, vocab_size)
+    size -= mapped - len(tensors.get("d2t", ()))
     ids = draft_vocabulary.read_offsets(where, tensors, size, vocab_size)
     if ids is None and size != vocab_size:
         raise InputError(

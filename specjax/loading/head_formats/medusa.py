@@ -65,9 +65,6 @@ def read(checkpoint: Checkpoint, target: Model, metadata: TargetMetadata, traini
     width, vocab_size = target.config.hidden_size, target.config.vocab_size
     if fields.whole("hidden_size", width) != width:
         raise fields.fail("hidden_size", f"{target.name} has {width}; use a head made for it")
-    stated = fields.whole("vocab_size", vocab_size)
-    if stated < vocab_size:
-        raise fields.fail("vocab_size", f"{target.name} has {vocab_size} tokens")
     heads, layers = _counts(where, checkpoint.tensors)
     for name, found in (
         ("num_heads", heads),
@@ -79,9 +76,16 @@ def read(checkpoint: Checkpoint, target: Model, metadata: TargetMetadata, traini
     tensors = {_published(name, layers): value for name, value in checkpoint.tensors.items()}
     if len(tensors) != len(checkpoint.tensors):
         raise InputError(f"{where}: two tensors have the same meaning; delete one of each pair")
-    ids = _read_ids(checkpoint, fields, tensors, vocab_size)
-    rows = vocab_size if ids is None else len(ids)
     head_names = [f"{head}.{layers}.weight" for head in range(heads)]
+    stated = _stated_tokens(fields, tensors.get(head_names[0]), vocab_size)
+    if stated < vocab_size:
+        raise fields.fail("vocab_size", f"{target.name} has {vocab_size} tokens")
+    ids = _read_ids(fields, tensors, stated)
+    kept = None
+    if ids is not None:
+        kept = draft_vocabulary.without_padding(ids, stated, vocab_size)
+        ids = draft_vocabulary.check_ids(where, "token_map", ids[kept], vocab_size)
+    rows = vocab_size if ids is None else len(ids)
     if original and head_names[0] in tensors:
         # vLLM uses the first head's for all of them.
         tensors["lm_head.weight"] = tensors.pop(head_names[0])
@@ -90,6 +94,8 @@ def read(checkpoint: Checkpoint, target: Model, metadata: TargetMetadata, traini
             tensors[name] = shared_with_target.drop_padding(tensors[name], stated, vocab_size)
             if ids is not None and tensors[name].shape[0] == vocab_size != rows:
                 tensors[name] = tensors[name][ids]
+            elif kept is not None and tensors[name].shape[0] == len(kept):
+                tensors[name] = tensors[name][kept]
     blocks = [f"{head}.{layer}.linear" for head in range(heads) for layer in range(layers)]
     wanted: dict[str, tuple[int, ...]] = {f"{name}.weight": (width, width) for name in blocks}
     biased = any(name.endswith(".bias") for name in tensors)
@@ -146,11 +152,20 @@ def _check_fields(fields: Fields, target: Model) -> None:
     check_unread(fields, implied(target.config), "a Medusa head")
 
 
-def _read_ids(
-    checkpoint: Checkpoint, fields: Fields, tensors: dict[str, np.ndarray], vocab_size: int
-) -> np.ndarray | None:
-    where, ids = checkpoint.directory, tensors.get("token_map")
-    stated = fields.whole("vocab_size", vocab_size)
+_MOST_PADDING = 1024
+"""More rows than the target has tokens are another vocabulary's."""
+
+
+def _stated_tokens(fields: Fields, head: np.ndarray | None, vocab_size: int) -> int:
+    """The number of tokens, padding included, by the config, else by the first head's rows."""
+    rows = 0 if head is None else len(head)
+    padded = vocab_size < rows <= vocab_size + _MOST_PADDING
+    return fields.whole("vocab_size", rows if padded else vocab_size)
+
+
+def _read_ids(fields: Fields, tensors: dict[str, np.ndarray], stated: int) -> np.ndarray | None:
+    """The token ids of `token_map`, not checked; None for a head of all tokens."""
+    ids = tensors.get("token_map")
     size = fields.whole("truncated_vocab_size", stated)
     if ids is None:
         if size < stated:
@@ -161,7 +176,7 @@ def _read_ids(
             "truncated_vocab_size",
             f"the tensor token_map is {ids.dtype}{list(ids.shape)}, not as many token ids",
         )
-    return draft_vocabulary.check_ids(where, "token_map", ids.astype(np.int64), vocab_size)
+    return ids.astype(np.int64)
 
 
 def _check_original(
