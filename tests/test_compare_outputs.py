@@ -112,10 +112,11 @@ def rounding():
     common = dict(max_new_tokens=NEW, ignore_eos=True)
     requests = [common | WARPS[name] for _ in range(6) for name in WARPS]
     run = functools.partial(generate, model, prompts, sampling=requests, verify="coupled")
-    drafter = make_drafter("ngram", model, prompt_lookup_min=1)
+    plain = run().token_ids
+    drafter = make_drafter("simulated", model, continuations=plain, acceptance=0.7)
     return Runs(
         plan_session(model, prompts, requests=requests),
-        run().token_ids,
+        plain,
         run(drafter=drafter, num_speculative_tokens=7).token_ids,
         run(seed=1).token_ids,
     )
@@ -124,7 +125,7 @@ def rounding():
 def test_what_rounding_decides_is_excused(rounding):
     """Rows of drafts that leave plain decoding's at a near-tie, and then have another prefix."""
     found = rounding.compared(rounding.drafted)
-    assert len(found) >= 3
+    assert found
     assert all(one.excused for one in found)
     # The same rows with a wrong last token, which nothing excuses.
     wrong = [[*ids[:-1], (ids[-1] + 7) % VOCAB] for ids in rounding.drafted]
