@@ -14,7 +14,8 @@ from jaxtyping import Float
 from specjax.controllers.base import StepRecord, StepSizes
 
 # Before the first step, in plain passes: a mean and a standard deviation each.
-_CONSTANT = (0.05, 1.0)
+_CONSTANT = (0.0, 0.03)
+"""Beside `StepSizes.dispatch_s`, which may be off by as much again."""
 _PASS = (1.0, 1.0)
 _SLOT = (0.1, 0.1)
 """Each further slot of a pass."""
@@ -83,8 +84,7 @@ def learn_costs(costs: Costs, sizes: StepSizes, record: StepRecord) -> Costs:
     work = count_work(np.ones(()), record.passes, record.ran, record.further * stops)
     values, covariance = costs.seconds, costs.covariance
     if not costs.known:
-        unit = seconds / (work @ values)
-        values, covariance = values * unit, covariance * unit**2
+        values, covariance = _scaled(costs, sizes, seconds, work)
     drift = _COMMON_DRIFT**2 * np.outer(values, values) + np.diag((_OWN_DRIFT * values) ** 2)
     expected = work @ values
     surprise = _outlier(work, covariance + drift, seconds - expected, expected)
@@ -99,6 +99,18 @@ def learn_costs(costs: Costs, sizes: StepSizes, record: StepRecord) -> Costs:
     covariance = covariance - np.outer(gain, work @ covariance)
     covariance = (covariance + covariance.T) / 2
     return Costs(_plausible(values, len(sizes.widths), expected), covariance, True, surprise)
+
+
+def _scaled(
+    costs: Costs, sizes: StepSizes, seconds: float, work: Float[np.ndarray, "unknowns"]
+) -> tuple[Float[np.ndarray, "unknowns"], Float[np.ndarray, "unknowns unknowns"]]:
+    """Values and covariance in seconds, of those in plain passes, by the first step's seconds."""
+    constant = min(sizes.dispatch_s, 0.75 * seconds)
+    unit = (seconds - constant) / (work @ costs.seconds)
+    values, covariance = costs.seconds * unit, costs.covariance * unit**2
+    values[0] += constant
+    covariance[0, 0] += constant**2
+    return values, covariance
 
 
 def _outlier(
