@@ -21,7 +21,7 @@ from specjax.controllers.acceptance import (
     no_counts,
 )
 from specjax.controllers.base import Limits, StepRecord, StepSizes
-from specjax.controllers.costs import Costs, count_work, initial_costs, learn_costs
+from specjax.controllers.costs import NOISE, Costs, count_work, initial_costs, learn_costs
 
 _SHORT_TRIAL = 2
 """Tokens of the first draft of a drafter whose every token costs a pass."""
@@ -139,10 +139,13 @@ class Auto:
         """The limits that are worth a trial, if any, by number."""
         if any(planned.instead_of for planned in state.under_way):
             return None
-        hopes = rates.mean * np.exp(self.optimism * _deviation(state, outlook, rates, best))
+        told = _deviation(state, outlook, rates, best, told=True)
+        hopes = rates.mean * np.exp(self.optimism * told)
         loss = rates.seconds * (1 - rates.mean / rates.mean[best])
         allowed = loss <= state.credit * _plain_seconds(state)
         allowed &= hopes > rates.mean[best] * _WORTH_A_TRIAL
+        unknown = state.counts.rounds_ran == 0
+        allowed &= (~unknown | (rates.arms <= np.array(_first_trial(state.sizes)))).all(axis=1)
         allowed[best] = False
         if not allowed.any():
             return None
@@ -171,13 +174,13 @@ class Auto:
         deviation = _deviation(state, outlook, rates, rival)[number]
         fear = rates.mean[number] * np.exp(-self.optimism * deviation) / rates.mean[rival]
         loss = rates.seconds[number] * max(1 - fear, 1e-9)
-        budget = credit * _plain_seconds(state) + state.costs.constant
+        budget = credit * _plain_seconds(state) + max(float(state.costs.seconds[0]), 0)
         return int(np.clip(budget / loss, 1, most_rounds))
 
 
 def _plain_seconds(state: AutoState) -> float:
     """Seconds of a plain pass."""
-    return float(state.costs.seconds[1])
+    return float(state.costs.plausible(len(state.sizes.widths))[1])
 
 
 def _first_trial(sizes: StepSizes) -> tuple[int, ...]:
@@ -256,19 +259,24 @@ def _rates(
         waiting = waiting - shares[:, number]
     passes = np.diff(narrower, axis=1, prepend=0)
     work = count_work(np.full(len(arms), 1 / rounds), passes, ran, further)
-    return Rates(arms, rows * tokens, work @ state.costs.seconds, work, rows * shares)
+    return Rates(arms, rows * tokens, work @ state.costs.plausible(len(widths)), work, rows * shares)
 
 
 def _deviation(
-    state: AutoState, outlook: Forecast, rates: Rates, base: int
+    state: AutoState, outlook: Forecast, rates: Rates, base: int, told: bool = False
 ) -> Float[np.ndarray, "A"]:
     """How uncertain it is by what factor each rate differs from that of `base`, relative.
 
-    Nodes that are drafted under both limits count for nothing, nor does the machine's speed.
+    Nodes that are drafted under both limits count for nothing, nor does the machine's speed. With
+    `told` that is the part of it that a step under those limits would tell.
     """
     work = rates.work / rates.seconds[:, None]
-    work = work - work[base]
-    variance = np.einsum("ai,ij,aj->a", work, state.costs.covariance, work)
+    difference = work - work[base]
+    spread = difference @ state.costs.covariance
+    variance = (spread * difference).sum(axis=1)
+    if told:
+        measured = ((work @ state.costs.covariance) * work).sum(axis=1) + NOISE**2
+        variance = (spread * work).sum(axis=1) ** 2 / measured
     tokens = np.zeros(len(rates.arms))
     for number, longest in enumerate(rates.arms.T):
         sums, shared = outlook.tokens_deviation[number], np.minimum(longest, longest[base])

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 
 from specjax.controllers.base import Controller, DrafterSizes, Limits, StepRecord, StepSizes
 
-_SAMPLE = 20_000
+_SAMPLE = 8_000
 """Row rounds that expectations are means of."""
 
 
