@@ -322,7 +322,7 @@ def test_runs_of_a_real_model(tmp_path, chatty, capsys):
     widths = [
         sorted(map(int, one["width_s"])) for one in json.loads((out / "costs.json").read_text())
     ]
-    assert widths == [[1, 2], [1, 3]]
+    assert widths == [[1, 2], [1, 2, 3]]
     assert (out / "speedup_by_k.png").exists()
     # What was timed is not timed again.
     assert report.main([*paths, f"--out={out}", "--predict"]) == 0
