@@ -166,7 +166,7 @@ def _tally(
     valid = proposal.draft.valid
     numbers = jnp.arange(len(plan.drafter.parts))
     turn = (proposal.drafter[None, :] == numbers[:, None]) & participated[None, :]
-    slots = jnp.arange(1, valid.shape[1] + 1)
+    slots = jnp.arange(1, valid.shape[1] + 1)[None, None, :]
     accepted = (verified.verification.path_slots[:, :, None] == slots).any(axis=1)
     return Tally(
         ran=proposal.ran.astype(jnp.int32),

@@ -180,6 +180,7 @@ class Turns:
         `noise` is asked at a depth of its own for each drafter, so that none knows what another
         one draws from; where a rule reads no distributions, all share the target's own.
         """
+        limits = jax.tree.map(jnp.asarray, limits)
         drafter = jnp.full(context.length.shape, NO_DRAFTER, jnp.int32)
         draft, states, ran, further = None, [], [], []
         shares = context.needs_logq
