@@ -29,6 +29,7 @@ _WORTH_A_TRIAL = 1.01
 """How much better than the best limits others have to be, if all goes well, to be tried."""
 _LEAST_CREDIT = 0.5
 """Plain rounds that a step of the best limits may lose in any case."""
+_FEW_ROUNDS = 4
 _ALL_LENGTHS = 8
 """Drafters of more nodes are tried with some numbers of them only."""
 
@@ -120,7 +121,8 @@ class Auto:
         if not any(one.num_nodes for one in sizes.drafters):
             return Planned(none), most_rounds
         if not state.costs.known:
-            return Planned(none if not state.under_way else _first_trial(sizes)), 1
+            limits = _first_trial(sizes) if state.under_way else none
+            return Planned(limits), self._first_rounds(state, most_rounds)
         outlook = forecast(state.counts)
         best, rates = _best(state, outlook, rows, most_rounds)
         best_limits = tuple(rates.arms[best].tolist())
@@ -130,8 +132,12 @@ class Auto:
         limits = tuple(rates.arms[trial].tolist())
         rounds = self._rounds(state, outlook, rates, trial, most_rounds, best)
         if (state.counts.rounds_ran[rates.arms[trial] > 0] == 0).any():
-            rounds = 1
+            rounds = self._first_rounds(state, most_rounds)
         return Planned(limits, best_limits), rounds
+
+    def _first_rounds(self, state: AutoState, most_rounds: int) -> int:
+        """The rounds of a step of unknown cost: few, but more where steps cost by themselves."""
+        return min(_FEW_ROUNDS, most_rounds) if state.sizes.dispatch_s else 1
 
     def _trial(
         self, state: AutoState, outlook: Forecast, rates: Rates, best: int
