@@ -29,7 +29,8 @@ _WORTH_A_TRIAL = 1.01
 """How much better than the best limits others have to be, if all goes well, to be tried."""
 _LEAST_CREDIT = 0.5
 """Plain rounds that a step of the best limits may lose in any case."""
-_FEW_ROUNDS = 4
+_LEAST_HOPE = 0.7
+_FEW_ROUNDS = 8
 _ALL_LENGTHS = 8
 """Drafters of more nodes are tried with some numbers of them only."""
 
@@ -146,7 +147,9 @@ class Auto:
         if any(planned.instead_of for planned in state.under_way):
             return None
         told = _deviation(state, outlook, rates, best, told=True)
-        hopes = rates.mean * np.exp(self.optimism * told)
+        # The more may be spent, the more is hoped for.
+        optimism = self.optimism * max(state.credit / self.first_credit, _LEAST_HOPE)
+        hopes = rates.mean * np.exp(optimism * told)
         loss = rates.seconds * (1 - rates.mean / rates.mean[best])
         allowed = loss <= state.credit * _plain_seconds(state)
         allowed &= hopes > rates.mean[best] * _WORTH_A_TRIAL
