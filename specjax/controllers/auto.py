@@ -29,6 +29,7 @@ _WORTH_A_TRIAL = 1.01
 """How much better than the best limits others have to be, if all goes well, to be tried."""
 _LEAST_CREDIT = 0.5
 """Plain rounds that a step of the best limits may lose in any case."""
+_CONFIDENCES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
 _LEAST_HOPE = 0.7
 _FEW_ROUNDS = 8
 _ALL_LENGTHS = 8
@@ -83,7 +84,7 @@ class Auto:
     standard deviations. Where the best limits may be worse than others, steps are short.
     """
 
-    trial_share: float = 0.02
+    trial_share: float = 0.01
     first_credit: float = 2.0
     optimism: float = 1.0
 
@@ -95,8 +96,9 @@ class Auto:
         self, state: AutoState, unfinished: int, most_rounds: int
     ) -> tuple[Limits, int, AutoState]:
         """The next step's limits and rounds."""
-        planned, rounds = self._plan(state, max(unfinished, 1), most_rounds)
-        limits = Limits(planned.longest, (0.0,) * len(planned.longest))
+        rows = max(unfinished, 1)
+        planned, rounds = self._plan(state, rows, most_rounds)
+        limits = Limits(planned.longest, _confidence(state, planned.longest, rows))
         return limits, rounds, state._replace(under_way=(*state.under_way, planned))
 
     def update(self, state: AutoState, record: StepRecord) -> AutoState:
@@ -293,3 +295,26 @@ def _deviation(
         own += (shared == 0) * outlook.drafts_deviation[number] * outlook.tokens[number][longest]
         tokens += rates.shares[:, number] * own
     return np.sqrt(np.maximum(variance, 0) + (tokens / rates.tokens) ** 2)
+
+
+def _confidence(state: AutoState, longest: tuple[int, ...], rows: int) -> tuple[float, ...]:
+    """The least confidence at which one more token pays for its pass and for a wider window.
+
+    A token counts only if those before it are accepted. What a limit changes in acceptance and in
+    lengths is learned under it, so there are few `_CONFIDENCES`.
+    """
+    sizes = state.sizes
+    limits = np.zeros(len(longest))
+    if not state.costs.known:
+        return tuple(limits.tolist())
+    outlook = forecast(state.counts)
+    pace = float(_rates(state, outlook, np.array([longest]), rows, 1).mean[0])
+    seconds = state.costs.plausible(len(sizes.widths))
+    slot = max(seconds[2 : len(sizes.widths) + 1].sum(), 0) / max(sizes.widths[-1] - 1, 1)
+    further = seconds[-len(longest) :]
+    for number, (drafter, length) in enumerate(zip(sizes.drafters, longest, strict=True)):
+        if drafter.stops and length > 1:
+            reached = (1 + outlook.tokens[number, length - 1]) / length
+            least = (further[number] + slot) * pace / (rows**2 * reached)
+            limits[number] = max(level for level in _CONFIDENCES if level <= max(least, 0))
+    return tuple(limits.tolist())
