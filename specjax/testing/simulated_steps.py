@@ -61,7 +61,7 @@ class Machine:
     constant: float = 0.004
     rows: int = 1
     noise: float = 0.05
-    outliers: float = 0.03
+    outliers: float = 0.01
     outlier: float = 2.5
     later: float = 1.0
     drafting: float = 1.0
