@@ -3,8 +3,8 @@
     python scripts/compile_seconds.py --commit=HEAD~5 --drafters=none,ngram,eagle3 --auto
 
 Each measurement is a process of its own without a cache of compiled programs: it compiles what
-`specjax.generate` runs of the default model (`--toy`: a random model of three layers). Seconds are those
-of the process's own CPU time, all threads together, so that other work on the machine adds little.
+`specjax.generate` runs of the default model (`--toy`: a random model of three layers). Seconds are
+the process's own CPU time, all threads together, so that other work on the machine adds little.
 """
 
 from __future__ import annotations

@@ -102,7 +102,9 @@ def learn_costs(costs: Costs, sizes: StepSizes, record: StepRecord) -> Costs:
     if not costs.known:
         values, covariance = _scaled(costs, sizes, seconds, work)
     drift = _COMMON_DRIFT**2 * np.outer(values, values) + np.diag((_OWN_DRIFT * values) ** 2)
-    expected = max(work @ values, work @ costs._replace(seconds=values).plausible(len(sizes.widths)) / 2)
+    expected = max(
+        work @ values, work @ costs._replace(seconds=values).plausible(len(sizes.widths)) / 2
+    )
     surprise = _outlier(work, covariance + drift, seconds - expected, expected)
     if surprise and surprise == costs.surprise:
         # Twice in the same direction: the machine's speed has changed, and with it all costs.

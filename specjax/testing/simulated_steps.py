@@ -82,9 +82,7 @@ class Simulation:
     def sizes(self) -> StepSizes:
         """What a controller may know of it."""
         parts = tuple(drafter.sizes for drafter in self.drafters)
-        return StepSizes(
-            parts, self.machine.widths, self.machine.rows, self.machine.dispatch_s
-        )
+        return StepSizes(parts, self.machine.widths, self.machine.rows, self.machine.dispatch_s)
 
     def over(self, rounds: int) -> Simulation:
         """The same over another number of rounds."""
