@@ -30,6 +30,8 @@ _WORTH_A_TRIAL = 1.01
 _LEAST_CREDIT = 0.5
 """Plain rounds that a step of the best limits may lose in any case."""
 _CONFIDENCES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
+_DOUBTFUL_ROUNDS = 8
+"""Rounds of a drafter after which it is tried again half as often, if it did not pay."""
 _LEAST_HOPE = 0.7
 _FEW_ROUNDS = 8
 _ALL_LENGTHS = 8
@@ -124,8 +126,8 @@ class Auto:
         if not any(one.num_nodes for one in sizes.drafters):
             return Planned(none), most_rounds
         if not state.costs.known:
-            limits = _first_trial(sizes) if state.under_way else none
-            return Planned(limits), self._first_rounds(state, most_rounds)
+            first = Planned(_first_trial(sizes), none) if state.under_way else Planned(none)
+            return first, self._first_rounds(state, most_rounds)
         outlook = forecast(state.counts)
         best, rates = _best(state, outlook, rows, most_rounds)
         best_limits = tuple(rates.arms[best].tolist())
@@ -151,8 +153,12 @@ class Auto:
         optimism = self.optimism * max(state.credit / self.first_credit, _LEAST_HOPE)
         hopes = rates.mean * np.exp(optimism * told)
         loss = rates.seconds * (1 - rates.mean / rates.mean[best])
-        allowed = loss <= state.credit * _plain_seconds(state)
-        allowed &= hopes > rates.mean[best] * _WORTH_A_TRIAL
+        credit = state.credit * _plain_seconds(state)
+        allowed = (loss <= credit) & (hopes > rates.mean[best] * _WORTH_A_TRIAL)
+        # Drafters that did not pay are tried again in any case: one step may have been misleading.
+        woken = (rates.arms > 0) & (rates.arms[best] == 0)
+        doubts = _DOUBTFUL_ROUNDS / (woken @ state.counts.rounds_ran + _DOUBTFUL_ROUNDS)
+        allowed |= woken.any(axis=1) & (2 * loss <= credit * doubts)
         unknown = state.counts.rounds_ran == 0
         allowed &= (~unknown | (rates.arms <= np.array(_first_trial(state.sizes)))).all(axis=1)
         allowed[best] = False
