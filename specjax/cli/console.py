@@ -249,7 +249,7 @@ class Screen:
         self._console.print(table)
         if compared:
             self.say(
-                "speeds are without loading and compiling; measuring costs is part of decoding",
+                "speeds are without loading and compiling",
                 "dim",
             )
 

@@ -29,6 +29,11 @@ _WORTH_A_TRIAL = 1.01
 """How much better than the best limits others have to be, if all goes well, to be tried."""
 _LEAST_CREDIT = 0.5
 """Plain rounds that a step of the best limits may lose in any case."""
+_CONFIDENCES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
+_DOUBTFUL_ROUNDS = 8
+"""Rounds of a drafter after which it is tried again half as often, if it did not pay."""
+_LEAST_HOPE = 0.7
+_FEW_ROUNDS = 8
 _ALL_LENGTHS = 8
 """Drafters of more nodes are tried with some numbers of them only."""
 
@@ -81,7 +86,7 @@ class Auto:
     standard deviations. Where the best limits may be worse than others, steps are short.
     """
 
-    trial_share: float = 0.02
+    trial_share: float = 0.01
     first_credit: float = 2.0
     optimism: float = 1.0
 
@@ -93,8 +98,9 @@ class Auto:
         self, state: AutoState, unfinished: int, most_rounds: int
     ) -> tuple[Limits, int, AutoState]:
         """The next step's limits and rounds."""
-        planned, rounds = self._plan(state, max(unfinished, 1), most_rounds)
-        limits = Limits(planned.longest, (0.0,) * len(planned.longest))
+        rows = max(unfinished, 1)
+        planned, rounds = self._plan(state, rows, most_rounds)
+        limits = Limits(planned.longest, _confidence(state, planned.longest, rows))
         return limits, rounds, state._replace(under_way=(*state.under_way, planned))
 
     def update(self, state: AutoState, record: StepRecord) -> AutoState:
@@ -120,7 +126,8 @@ class Auto:
         if not any(one.num_nodes for one in sizes.drafters):
             return Planned(none), most_rounds
         if not state.costs.known:
-            return Planned(none if not state.under_way else _first_trial(sizes)), 1
+            first = Planned(_first_trial(sizes), none) if state.under_way else Planned(none)
+            return first, self._first_rounds(state, most_rounds)
         outlook = forecast(state.counts)
         best, rates = _best(state, outlook, rows, most_rounds)
         best_limits = tuple(rates.arms[best].tolist())
@@ -130,20 +137,28 @@ class Auto:
         limits = tuple(rates.arms[trial].tolist())
         rounds = self._rounds(state, outlook, rates, trial, most_rounds, best)
         if (state.counts.rounds_ran[rates.arms[trial] > 0] == 0).any():
-            rounds = 1
+            rounds = self._first_rounds(state, most_rounds)
         return Planned(limits, best_limits), rounds
 
-    def _trial(
-        self, state: AutoState, outlook: Forecast, rates: Rates, best: int
-    ) -> int | None:
+    def _first_rounds(self, state: AutoState, most_rounds: int) -> int:
+        """The rounds of a step of unknown cost: few, but more where steps cost by themselves."""
+        return min(_FEW_ROUNDS, most_rounds) if state.sizes.dispatch_s else 1
+
+    def _trial(self, state: AutoState, outlook: Forecast, rates: Rates, best: int) -> int | None:
         """The limits that are worth a trial, if any, by number."""
         if any(planned.instead_of for planned in state.under_way):
             return None
         told = _deviation(state, outlook, rates, best, told=True)
-        hopes = rates.mean * np.exp(self.optimism * told)
+        # The more may be spent, the more is hoped for.
+        optimism = self.optimism * max(state.credit / self.first_credit, _LEAST_HOPE)
+        hopes = rates.mean * np.exp(optimism * told)
         loss = rates.seconds * (1 - rates.mean / rates.mean[best])
-        allowed = loss <= state.credit * _plain_seconds(state)
-        allowed &= hopes > rates.mean[best] * _WORTH_A_TRIAL
+        credit = state.credit * _plain_seconds(state)
+        allowed = (loss <= credit) & (hopes > rates.mean[best] * _WORTH_A_TRIAL)
+        # Drafters that did not pay are tried again in any case: one step may have been misleading.
+        woken = (rates.arms > 0) & (rates.arms[best] == 0)
+        doubts = _DOUBTFUL_ROUNDS / (woken @ state.counts.rounds_ran + _DOUBTFUL_ROUNDS)
+        allowed |= woken.any(axis=1) & (2 * loss <= credit * doubts)
         unknown = state.counts.rounds_ran == 0
         allowed &= (~unknown | (rates.arms <= np.array(_first_trial(state.sizes)))).all(axis=1)
         allowed[best] = False
@@ -201,9 +216,7 @@ def _lengths(sizes: StepSizes, number: int) -> list[int]:
     return sorted(grid | {width - 1 for width in sizes.widths if width <= most})
 
 
-def _best(
-    state: AutoState, outlook: Forecast, rows: int, most_rounds: int
-) -> tuple[int, Rates]:
+def _best(state: AutoState, outlook: Forecast, rows: int, most_rounds: int) -> tuple[int, Rates]:
     """The number of the best limits of drafters that ran, and the rates of all considered.
 
     One drafter's limit after another is improved, from each drafter by itself and from none on.
@@ -259,7 +272,9 @@ def _rates(
         waiting = waiting - shares[:, number]
     passes = np.diff(narrower, axis=1, prepend=0)
     work = count_work(np.full(len(arms), 1 / rounds), passes, ran, further)
-    return Rates(arms, rows * tokens, work @ state.costs.plausible(len(widths)), work, rows * shares)
+    return Rates(
+        arms, rows * tokens, work @ state.costs.plausible(len(widths)), work, rows * shares
+    )
 
 
 def _deviation(
@@ -284,3 +299,26 @@ def _deviation(
         own += (shared == 0) * outlook.drafts_deviation[number] * outlook.tokens[number][longest]
         tokens += rates.shares[:, number] * own
     return np.sqrt(np.maximum(variance, 0) + (tokens / rates.tokens) ** 2)
+
+
+def _confidence(state: AutoState, longest: tuple[int, ...], rows: int) -> tuple[float, ...]:
+    """The least confidence at which one more token pays for its pass and for a wider window.
+
+    A token counts only if those before it are accepted. What a limit changes in acceptance and in
+    lengths is learned under it, so there are few `_CONFIDENCES`.
+    """
+    sizes = state.sizes
+    limits = np.zeros(len(longest))
+    if not state.costs.known:
+        return tuple(limits.tolist())
+    outlook = forecast(state.counts)
+    pace = float(_rates(state, outlook, np.array([longest]), rows, 1).mean[0])
+    seconds = state.costs.plausible(len(sizes.widths))
+    slot = max(seconds[2 : len(sizes.widths) + 1].sum(), 0) / max(sizes.widths[-1] - 1, 1)
+    further = seconds[-len(longest) :]
+    for number, (drafter, length) in enumerate(zip(sizes.drafters, longest, strict=True)):
+        if drafter.stops and length > 1:
+            reached = (1 + outlook.tokens[number, length - 1]) / length
+            least = (further[number] + slot) * pace / (rows**2 * reached)
+            limits[number] = max(level for level in _CONFIDENCES if level <= max(least, 0))
+    return tuple(limits.tolist())

@@ -28,6 +28,8 @@ _COMMON_DRIFT, _OWN_DRIFT = 0.03, 0.015
 """How much all costs together, and each by itself, may change from one step to the next."""
 _OUTLIER = 3.0
 """Deviations, in standard deviations, beyond which a step counts as no further off."""
+_WELL_KNOWN = 0.2
+"""The relative standard deviation below which a step's cost counts as known."""
 _LEAST, _MOST = 1e-7, 1e6
 """Seconds of a step that are believed."""
 
@@ -100,7 +102,9 @@ def learn_costs(costs: Costs, sizes: StepSizes, record: StepRecord) -> Costs:
     if not costs.known:
         values, covariance = _scaled(costs, sizes, seconds, work)
     drift = _COMMON_DRIFT**2 * np.outer(values, values) + np.diag((_OWN_DRIFT * values) ** 2)
-    expected = max(work @ values, work @ costs._replace(seconds=values).plausible(len(sizes.widths)) / 2)
+    expected = max(
+        work @ values, work @ costs._replace(seconds=values).plausible(len(sizes.widths)) / 2
+    )
     surprise = _outlier(work, covariance + drift, seconds - expected, expected)
     if surprise and surprise == costs.surprise:
         # Twice in the same direction: the machine's speed has changed, and with it all costs.
@@ -133,6 +137,9 @@ def _outlier(
     deviation: float,
     expected: float,
 ) -> int:
-    """The sign of a deviation that is too large for chance, else 0."""
-    variance = work @ covariance @ work + (NOISE * expected) ** 2
-    return int(np.sign(deviation)) if abs(deviation) > _OUTLIER * variance**0.5 else 0
+    """The sign of a deviation that is too large for chance, else 0, as where little is known."""
+    variance = work @ covariance @ work
+    if variance > (_WELL_KNOWN * expected) ** 2:
+        return 0
+    bound = _OUTLIER * (variance + (NOISE * expected) ** 2) ** 0.5
+    return int(np.sign(deviation)) if abs(deviation) > bound else 0

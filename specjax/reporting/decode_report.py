@@ -188,6 +188,11 @@ def _report(
         "dtype": setting.dtype,
         "versions": versions(),
         "prompts": _fingerprint(batches),
+        "step_limits": [
+            [list(limits.longest), list(limits.confidence), rounds]
+            for batch in batches
+            for limits, rounds in batch.ours.step_limits
+        ],
         "engines": [run.engines[turn] for turn in sorted(run.engines)],
         "config": run.config,
     }

@@ -61,7 +61,7 @@ class Machine:
     constant: float = 0.004
     rows: int = 1
     noise: float = 0.05
-    outliers: float = 0.03
+    outliers: float = 0.01
     outlier: float = 2.5
     later: float = 1.0
     drafting: float = 1.0
@@ -82,9 +82,7 @@ class Simulation:
     def sizes(self) -> StepSizes:
         """What a controller may know of it."""
         parts = tuple(drafter.sizes for drafter in self.drafters)
-        return StepSizes(
-            parts, self.machine.widths, self.machine.rows, self.machine.dispatch_s
-        )
+        return StepSizes(parts, self.machine.widths, self.machine.rows, self.machine.dispatch_s)
 
     def over(self, rounds: int) -> Simulation:
         """The same over another number of rounds."""
