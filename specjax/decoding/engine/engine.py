@@ -446,7 +446,8 @@ class Engine:
         *chosen, self._controller_state = controller.choose(
             self._controller_state, unfinished, rounds
         )
-        limits, rounds = processes.from_first(chosen)
+        (longest, confidence), rounds = processes.from_first(chosen)
+        limits = Limits(tuple(longest), tuple(confidence))
         self.step_limits.append((limits, rounds))
         begun = time.perf_counter()
         with self._as_a_whole():
