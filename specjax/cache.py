@@ -28,6 +28,11 @@ class Window:
             self.positions if self.positions is None else _pad(self.positions, 1, slots),
         )
 
+    def take(self, rows: Int[Array, "A"]) -> Window:
+        """The window of some of the rows."""
+        positions = self.positions if self.positions is None else self.positions[rows]
+        return Window(self.k[:, rows], self.v[:, rows], positions)
+
     def admit(self, rows: Int[Array, "A"], new: Window) -> Window:
         """The window with the A rows of `new` at `rows`; those out of range are dropped."""
         positions = self.positions
@@ -55,6 +60,10 @@ class KVCache:
     def capacity(self) -> int:
         """Number of tokens a row can hold (S)."""
         return self.k.shape[3]
+
+    def take(self, rows: Int[Array, "A"]) -> KVCache:
+        """The cache of some of the rows."""
+        return KVCache(self.k[:, rows], self.v[:, rows], self.length[rows])
 
     def admit(self, rows: Int[Array, "A"], new: KVCache) -> KVCache:
         """The cache with the A rows of `new` at `rows`; those out of range are dropped."""

@@ -249,24 +249,29 @@ class Screen:
         self._console.print(table)
         if compared:
             self.say(
-                "speeds are without loading and compiling; measuring costs is part of decoding",
+                "speeds are without loading and compiling",
                 "dim",
             )
 
     def differences(self, totals: Totals, drafter: str = "") -> None:
-        """Print every row that differs from plain decoding, with the margin there.
+        """Print every row that differs from plain decoding, with the margins of its near-ties.
 
         `drafter` is its name where there are several.
         """
         for question, one in totals.differences:
-            verdict = f"not below {one.resolution:.3g}: NOT EXACT"
-            if one.excused:
-                verdict = f"excused: a near-tie, below {one.resolution:.3g}"
+            closeness = [
+                f"margin {tie.margin:.3g} at new token {tie.index} "
+                + (
+                    f"(excused: a near-tie, below {tie.resolution:.3g})"
+                    if tie.excused
+                    else f"(not below {tie.resolution:.3g}: NOT EXACT)"
+                )
+                for tie in one.near_ties
+            ]
             self.say(
-                f"{drafter}: "
-                * bool(drafter)
-                + f"question {question.question_id}: first difference at new token {one.first}, "
-                f"{one.measure} {one.margin:.3g} ({verdict})",
+                f"{drafter}: " * bool(drafter)
+                + f"question {question.question_id}: first difference at new token {one.first}; "
+                + ", ".join(closeness),
                 "" if one.excused else "bold red",
             )
 

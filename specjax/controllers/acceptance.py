@@ -14,7 +14,7 @@ _MEMORY = 400.0
 _FIRST_NODE = 0.55
 """The chance of a first node that nothing is known of; that of node n is taken to be 1/(n+1) of
 it, which lies between chains and trees."""
-_WEIGHT = 3.0
+_WEIGHT = 4.0
 """Row rounds that these count as."""
 _DRAFTS = 0.7
 """The chance that a drafter drafts when it has its turn, likewise."""
@@ -84,10 +84,11 @@ def forecast(counts: Acceptance) -> Forecast:
     """What the counts say, and what is taken to be so where they say little."""
     drafts = (counts.turns + _WEIGHT * _DRAFTS) / (counts.asked + _WEIGHT)
     drafts_variance = drafts * (1 - drafts) / (counts.asked + _WEIGHT)
-    shape = _FIRST_NODE / np.arange(1, counts.accepted.shape[1] + 1)[None, :]
-    # One factor says how much better or worse than that a drafter is.
-    expected = (counts.open_turns * shape).sum(axis=1, keepdims=True)
-    factor = (counts.accepted.sum(axis=1, keepdims=True) + _WEIGHT) / (expected + _WEIGHT)
+    weights = 1 / np.arange(1, counts.accepted.shape[1] + 1)
+    shape = _FIRST_NODE * weights
+    # One factor says how much better or worse than that a drafter is; early nodes say most.
+    expected, accepted = (counts.open_turns * shape) @ weights, counts.accepted @ weights
+    factor = ((accepted + _WEIGHT) / (expected + _WEIGHT))[:, None]
     prior = np.minimum(factor * shape, 0.95)
     evidence = counts.open_turns + _WEIGHT
     chance = (counts.accepted + _WEIGHT * prior) / evidence

@@ -15,15 +15,25 @@ from jaxtyping import Float, Int
 
 from specjax.controllers.acceptance import (
     Acceptance,
+    Forecast,
     forecast,
     learn_acceptance,
     no_counts,
 )
 from specjax.controllers.base import Limits, StepRecord, StepSizes
-from specjax.controllers.costs import Costs, count_work, initial_costs, learn_costs
+from specjax.controllers.costs import NOISE, Costs, count_work, initial_costs, learn_costs
 
 _SHORT_TRIAL = 2
 """Tokens of the first draft of a drafter whose every token costs a pass."""
+_WORTH_A_TRIAL = 1.01
+"""How much better than the best limits others have to be, if all goes well, to be tried."""
+_LEAST_CREDIT = 0.5
+"""Plain rounds that a step of the best limits may lose in any case."""
+_CONFIDENCES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
+_DOUBTFUL_ROUNDS = 8
+"""Rounds of a drafter after which it is tried again half as often, if it did not pay."""
+_LEAST_HOPE = 0.7
+_FEW_ROUNDS = 8
 _ALL_LENGTHS = 8
 """Drafters of more nodes are tried with some numbers of them only."""
 
@@ -49,23 +59,22 @@ class AutoState(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """Of several limits: what a round is expected to emit and cost, and standard deviations."""
+    """What a round is expected to emit and cost under several limits, the `arms`.
 
+    `work` says how often each unknown of the costs occurs in a round, and `shares` in what share of
+    the rows each drafter drafts.
+    """
+
+    arms: Int[np.ndarray, "A drafters"]
     tokens: Float[np.ndarray, "A"]
-    tokens_deviation: Float[np.ndarray, "A"]
     seconds: Float[np.ndarray, "A"]
-    seconds_deviation: Float[np.ndarray, "A"]
+    work: Float[np.ndarray, "A unknowns"]
+    shares: Float[np.ndarray, "A drafters"]
 
     @property
     def mean(self) -> Float[np.ndarray, "A"]:
         """Tokens per second."""
         return self.tokens / self.seconds
-
-    def shifted(self, deviations: float) -> Float[np.ndarray, "A"]:
-        """Tokens per second, if both are off by so many standard deviations."""
-        seconds = self.seconds - deviations * self.seconds_deviation
-        tokens = self.tokens + deviations * self.tokens_deviation
-        return np.maximum(tokens, 0) / np.maximum(seconds, self.seconds / 4)
 
 
 @dataclass(frozen=True)
@@ -77,7 +86,7 @@ class Auto:
     standard deviations. Where the best limits may be worse than others, steps are short.
     """
 
-    trial_share: float = 0.02
+    trial_share: float = 0.01
     first_credit: float = 2.0
     optimism: float = 1.0
 
@@ -89,8 +98,9 @@ class Auto:
         self, state: AutoState, unfinished: int, most_rounds: int
     ) -> tuple[Limits, int, AutoState]:
         """The next step's limits and rounds."""
-        planned, rounds = self._plan(state, max(unfinished, 1), most_rounds)
-        limits = Limits(planned.longest, (0.0,) * len(planned.longest))
+        rows = max(unfinished, 1)
+        planned, rounds = self._plan(state, rows, most_rounds)
+        limits = Limits(planned.longest, _confidence(state, planned.longest, rows))
         return limits, rounds, state._replace(under_way=(*state.under_way, planned))
 
     def update(self, state: AutoState, record: StepRecord) -> AutoState:
@@ -103,7 +113,7 @@ class Auto:
             return state._replace(under_way=under_way)
         none = (0,) * len(planned.longest)
         arms = np.array([planned.longest, planned.instead_of or planned.longest, none])
-        rates = _rates(state, arms, record.row_rounds / rounds, rounds)
+        rates = _rates(state, forecast(state.counts), arms, record.row_rounds / rounds, rounds)
         plain_rounds = rounds * rates.seconds / rates.seconds[2]
         loss = plain_rounds[0] * (1 - min(rates.mean[0] / rates.mean[1], 1))
         credit = state.credit + self.trial_share * plain_rounds[0] - loss
@@ -116,28 +126,41 @@ class Auto:
         if not any(one.num_nodes for one in sizes.drafters):
             return Planned(none), most_rounds
         if not state.costs.known:
-            return Planned(none if not state.under_way else _first_trial(sizes)), 1
-        seen = tuple(bool(ran) for ran in state.counts.rounds_ran)
-        best, rates, arms = _best(state, seen, rows, most_rounds)
-        trial = self._trial(state, rates, arms, best)
-        best_limits = tuple(int(count) for count in arms[best])
-        if trial is not None:
-            loss = rates.seconds[trial] * (1 - rates.mean[trial] / rates.mean[best])
-            rounds = state.credit * _plain_seconds(state) / max(loss, 1e-12)
-            limits = tuple(int(count) for count in arms[trial])
-            return Planned(limits, best_limits), int(np.clip(rounds, 1, most_rounds))
-        return Planned(best_limits), self._rounds(state, rates, arms, best, most_rounds)
+            first = Planned(_first_trial(sizes), none) if state.under_way else Planned(none)
+            return first, self._first_rounds(state, most_rounds)
+        outlook = forecast(state.counts)
+        best, rates = _best(state, outlook, rows, most_rounds)
+        best_limits = tuple(rates.arms[best].tolist())
+        trial = self._trial(state, outlook, rates, best)
+        if trial is None:
+            return Planned(best_limits), self._rounds(state, outlook, rates, best, most_rounds)
+        limits = tuple(rates.arms[trial].tolist())
+        rounds = self._rounds(state, outlook, rates, trial, most_rounds, best)
+        if (state.counts.rounds_ran[rates.arms[trial] > 0] == 0).any():
+            rounds = self._first_rounds(state, most_rounds)
+        return Planned(limits, best_limits), rounds
 
-    def _trial(
-        self, state: AutoState, rates: Rates, arms: Int[np.ndarray, "A drafters"], best: int
-    ) -> int | None:
+    def _first_rounds(self, state: AutoState, most_rounds: int) -> int:
+        """The rounds of a step of unknown cost: few, but more where steps cost by themselves."""
+        return min(_FEW_ROUNDS, most_rounds) if state.sizes.dispatch_s else 1
+
+    def _trial(self, state: AutoState, outlook: Forecast, rates: Rates, best: int) -> int | None:
         """The limits that are worth a trial, if any, by number."""
         if any(planned.instead_of for planned in state.under_way):
             return None
-        hopes = rates.shifted(self.optimism)
+        told = _deviation(state, outlook, rates, best, told=True)
+        # The more may be spent, the more is hoped for.
+        optimism = self.optimism * max(state.credit / self.first_credit, _LEAST_HOPE)
+        hopes = rates.mean * np.exp(optimism * told)
         loss = rates.seconds * (1 - rates.mean / rates.mean[best])
-        allowed = loss <= state.credit * _plain_seconds(state)
-        allowed &= hopes > rates.mean[best]
+        credit = state.credit * _plain_seconds(state)
+        allowed = (loss <= credit) & (hopes > rates.mean[best] * _WORTH_A_TRIAL)
+        # Drafters that did not pay are tried again in any case: one step may have been misleading.
+        woken = (rates.arms > 0) & (rates.arms[best] == 0)
+        doubts = _DOUBTFUL_ROUNDS / (woken @ state.counts.rounds_ran + _DOUBTFUL_ROUNDS)
+        allowed |= woken.any(axis=1) & (2 * loss <= credit * doubts)
+        unknown = state.counts.rounds_ran == 0
+        allowed &= (~unknown | (rates.arms <= np.array(_first_trial(state.sizes)))).all(axis=1)
         allowed[best] = False
         if not allowed.any():
             return None
@@ -146,24 +169,33 @@ class Auto:
     def _rounds(
         self,
         state: AutoState,
+        outlook: Forecast,
         rates: Rates,
-        arms: Int[np.ndarray, "A drafters"],
-        best: int,
+        number: int,
         most_rounds: int,
+        rival: int | None = None,
     ) -> int:
-        """As many rounds as cost little if the best limits should be worse than others."""
-        others = ((arms > 0) != (arms[best] > 0)).any(axis=1)
-        if not others.any() or not arms[best].any():
-            return most_rounds
-        fears = rates.shifted(-self.optimism)[best] / rates.mean[others].max()
-        loss = rates.seconds[best] * max(1 - fears, 1e-12)
-        allowed = max(state.credit, 0.5) * _plain_seconds(state) + state.costs.constant
-        return int(np.clip(allowed / loss, 1, most_rounds))
+        """As many rounds under limits as cost little if these are bad.
+
+        `rival` is what the time is worth otherwise: else the best limits of other drafters.
+        """
+        credit = state.credit
+        if rival is None:
+            if not rates.arms[number].any():
+                return most_rounds
+            others = ((rates.arms > 0) != (rates.arms[number] > 0)).any(axis=1)
+            rival = int(np.argmax(np.where(others, rates.mean, 0)))
+            credit = max(credit, _LEAST_CREDIT)
+        deviation = _deviation(state, outlook, rates, rival)[number]
+        fear = rates.mean[number] * np.exp(-self.optimism * deviation) / rates.mean[rival]
+        loss = rates.seconds[number] * max(1 - fear, 1e-9)
+        budget = credit * _plain_seconds(state) + max(float(state.costs.seconds[0]), 0)
+        return int(np.clip(budget / loss, 1, most_rounds))
 
 
 def _plain_seconds(state: AutoState) -> float:
     """Seconds of a plain pass."""
-    return float(state.costs.seconds[1])
+    return float(state.costs.plausible(len(state.sizes.widths))[1])
 
 
 def _first_trial(sizes: StepSizes) -> tuple[int, ...]:
@@ -184,15 +216,14 @@ def _lengths(sizes: StepSizes, number: int) -> list[int]:
     return sorted(grid | {width - 1 for width in sizes.widths if width <= most})
 
 
-def _best(
-    state: AutoState, seen: tuple[bool, ...], rows: int, most_rounds: int
-) -> tuple[int, Rates, Int[np.ndarray, "A drafters"]]:
-    """Limits to consider, their rates, and the number of the best of those whose drafters ran.
+def _best(state: AutoState, outlook: Forecast, rows: int, most_rounds: int) -> tuple[int, Rates]:
+    """The number of the best limits of drafters that ran, and the rates of all considered.
 
     One drafter's limit after another is improved, from each drafter by itself and from none on.
     """
     count = len(state.sizes.drafters)
     grids = [_lengths(state.sizes, number) for number in range(count)]
+    ran = state.counts.rounds_ran > 0
     current = np.zeros(count, int)
     for turn in range(3):
         arms = [current]
@@ -201,48 +232,93 @@ def _best(
                 moved = np.repeat(base[None], len(grid), axis=0)
                 moved[:, number] = grid
                 arms.extend(moved)
-        candidates = np.unique(np.array(arms), axis=0)
-        rates = _rates(state, candidates, rows, most_rounds)
-        allowed = ~((candidates > 0) & ~np.array(seen)).any(axis=1)
+        rates = _rates(state, outlook, np.unique(np.array(arms), axis=0), rows, most_rounds)
+        allowed = ((rates.arms == 0) | ran).all(axis=1)
         best = int(np.argmax(np.where(allowed, rates.mean, 0)))
-        if turn and (candidates[best] == current).all():
+        if turn and (rates.arms[best] == current).all():
             break
-        current = candidates[best]
-    return best, rates, candidates
+        current = rates.arms[best]
+    return best, rates
 
 
 def _rates(
-    state: AutoState, arms: Int[np.ndarray, "A drafters"], rows: float, rounds: int
+    state: AutoState,
+    outlook: Forecast,
+    arms: Int[np.ndarray, "A drafters"],
+    rows: float,
+    rounds: int,
 ) -> Rates:
     """What rounds under each of the limits `arms` are expected to emit and cost.
 
     Drafters take turns: each drafts in the rows in which no earlier one did.
     """
-    outlook = forecast(state.counts)
     widths = np.array(state.sizes.widths)
-    shape = (len(arms), len(state.sizes.drafters))
-    waiting, tokens, deviation = np.ones(shape[0]), np.ones(shape[0]), np.zeros(shape[0])
-    ran, further = np.zeros(shape), np.zeros(shape)
-    narrower = np.ones((shape[0], len(widths)))  # the chance that a pass is no wider
     reached = np.pad(outlook.reaches, ((0, 0), (0, 1)))
-    most = reached.shape[1] - 1
+    most = outlook.reaches.shape[1]
+    waiting, tokens = np.ones(len(arms)), np.ones(len(arms))
+    ran, further, shares = np.zeros((3, *arms.shape))
+    narrower = np.ones((len(arms), len(widths)))  # the chance that a pass is no wider
     for number, drafter in enumerate(state.sizes.drafters):
         longest = arms[:, number]
-        runs = longest > 0
-        ran[:, number] = runs * (1 - (1 - waiting) ** rows)
+        ran[:, number] = (longest > 0) * (1 - (1 - waiting) ** rows)
         if drafter.stops:
-            sums = np.concatenate([[0, 0], np.cumsum(outlook.reaches[number])[:most]])
-            further[:, number] = ran[:, number] * sums[longest]
+            passes = np.concatenate([[0, 0], np.cumsum(outlook.reaches[number])])
+            further[:, number] = ran[:, number] * passes[longest]
         nodes = np.minimum(widths - 1, most)
         wider = reached[number][nodes] * (longest[:, None] > nodes)
         narrower *= 1 - ran[:, [number]] * wider
-        share = waiting * runs * outlook.drafts[number]
-        tokens += share * outlook.tokens[number][longest]
-        deviation += share * outlook.tokens_deviation[number][longest]
-        deviation += waiting * outlook.drafts_deviation[number] * outlook.tokens[number][longest]
-        waiting = waiting - share
+        shares[:, number] = waiting * (longest > 0) * outlook.drafts[number]
+        tokens += shares[:, number] * outlook.tokens[number][longest]
+        waiting = waiting - shares[:, number]
     passes = np.diff(narrower, axis=1, prepend=0)
-    work = count_work(np.full(shape[0], 1 / rounds), passes, ran, further)
-    variance = np.einsum("ai,ij,aj->a", work, state.costs.covariance, work)
-    seconds = work @ state.costs.seconds
-    return Rates(rows * tokens, rows * deviation, seconds, np.sqrt(np.maximum(variance, 0)))
+    work = count_work(np.full(len(arms), 1 / rounds), passes, ran, further)
+    return Rates(
+        arms, rows * tokens, work @ state.costs.plausible(len(widths)), work, rows * shares
+    )
+
+
+def _deviation(
+    state: AutoState, outlook: Forecast, rates: Rates, base: int, told: bool = False
+) -> Float[np.ndarray, "A"]:
+    """How uncertain it is by what factor each rate differs from that of `base`, relative.
+
+    Nodes that are drafted under both limits count for nothing, nor does the machine's speed. With
+    `told` that is the part of it that a step under those limits would tell.
+    """
+    work = rates.work / rates.seconds[:, None]
+    difference = work - work[base]
+    spread = difference @ state.costs.covariance
+    variance = (spread * difference).sum(axis=1)
+    if told:
+        measured = ((work @ state.costs.covariance) * work).sum(axis=1) + NOISE**2
+        variance = (spread * work).sum(axis=1) ** 2 / measured
+    tokens = np.zeros(len(rates.arms))
+    for number, longest in enumerate(rates.arms.T):
+        sums, shared = outlook.tokens_deviation[number], np.minimum(longest, longest[base])
+        own = sums[longest] - sums[shared]
+        own += (shared == 0) * outlook.drafts_deviation[number] * outlook.tokens[number][longest]
+        tokens += rates.shares[:, number] * own
+    return np.sqrt(np.maximum(variance, 0) + (tokens / rates.tokens) ** 2)
+
+
+def _confidence(state: AutoState, longest: tuple[int, ...], rows: int) -> tuple[float, ...]:
+    """The least confidence at which one more token pays for its pass and for a wider window.
+
+    A token counts only if those before it are accepted. What a limit changes in acceptance and in
+    lengths is learned under it, so there are few `_CONFIDENCES`.
+    """
+    sizes = state.sizes
+    limits = np.zeros(len(longest))
+    if not state.costs.known:
+        return tuple(limits.tolist())
+    outlook = forecast(state.counts)
+    pace = float(_rates(state, outlook, np.array([longest]), rows, 1).mean[0])
+    seconds = state.costs.plausible(len(sizes.widths))
+    slot = max(seconds[2 : len(sizes.widths) + 1].sum(), 0) / max(sizes.widths[-1] - 1, 1)
+    further = seconds[-len(longest) :]
+    for number, (drafter, length) in enumerate(zip(sizes.drafters, longest, strict=True)):
+        if drafter.stops and length > 1:
+            reached = (1 + outlook.tokens[number, length - 1]) / length
+            least = (further[number] + slot) * pace / (rows**2 * reached)
+            limits[number] = max(level for level in _CONFIDENCES if level <= max(least, 0))
+    return tuple(limits.tolist())

@@ -41,11 +41,15 @@ class DrafterSizes:
 
 @dataclass(frozen=True)
 class StepSizes:
-    """What a step program was compiled for: its drafters, window widths (ascending) and rows."""
+    """What a step program was compiled for: its drafters, window widths (ascending) and rows.
+
+    `dispatch_s` is about how many seconds a step takes beside its rounds on such a device.
+    """
 
     drafters: tuple[DrafterSizes, ...]
     widths: tuple[int, ...]
     num_rows: int
+    dispatch_s: float = 0.0
 
 
 @dataclass(frozen=True)

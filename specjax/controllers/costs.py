@@ -14,19 +14,22 @@ from jaxtyping import Float, Shaped
 from specjax.controllers.base import StepRecord, StepSizes
 
 # Before the first step, in plain passes: a mean and a standard deviation each.
-_CONSTANT = (0.05, 1.0)
+_CONSTANT = (0.0, 0.03)
+"""Beside `StepSizes.dispatch_s`, which may be off by as much again."""
 _PASS = (1.0, 1.0)
 _SLOT = (0.1, 0.1)
 """Each further slot of a pass."""
 _FIRST = (0.15, 0.5)
 _FURTHER = (0.1, 0.2)
 
-_NOISE = 0.07
+NOISE = 0.07
 """Of a step's seconds, relative."""
 _COMMON_DRIFT, _OWN_DRIFT = 0.03, 0.015
 """How much all costs together, and each by itself, may change from one step to the next."""
 _OUTLIER = 3.0
 """Deviations, in standard deviations, beyond which a step counts as no further off."""
+_WELL_KNOWN = 0.2
+"""The relative standard deviation below which a step's cost counts as known."""
 _LEAST, _MOST = 1e-7, 1e6
 """Seconds of a step that are believed."""
 
@@ -44,10 +47,24 @@ class Costs(NamedTuple):
     known: bool = False
     surprise: int = 0
 
-    @property
-    def constant(self) -> float:
-        """Seconds of a step beside its rounds."""
-        return float(self.seconds[0])
+    def plausible(self, num_widths: int) -> Float[np.ndarray, "unknowns"]:
+        """The estimates within what can be: no cost below 0, passes at least half of the first.
+
+        (On accelerators a pass over five slots took 0.86 of one over one.) What is corrected in one
+        changes the others as far as they are known together only. The estimates themselves are left
+        as they are, so that later steps correct them likewise.
+        """
+        values = self.seconds.copy()
+        drafters = range(num_widths + 1, len(values))
+        for number in (0, *drafters):
+            if values[number] < 0:
+                column = self.covariance[:, number]
+                values -= column * (values[number] / column[number])
+        passes = np.cumsum(values[1 : num_widths + 1])
+        passes[0] = max(passes[0], 1e-2 * np.abs(values).sum())
+        passes = np.diff(np.maximum(passes, passes[0] / 2), prepend=0)
+        values = np.maximum(values, 0)
+        return np.concatenate([values[:1], passes, values[num_widths + 1 :]])
 
 
 def initial_costs(sizes: StepSizes) -> Costs:
@@ -83,22 +100,35 @@ def learn_costs(costs: Costs, sizes: StepSizes, record: StepRecord) -> Costs:
     work = count_work(np.ones(()), record.passes, record.ran, record.further * stops)
     values, covariance = costs.seconds, costs.covariance
     if not costs.known:
-        unit = seconds / (work @ values)
-        values, covariance = values * unit, covariance * unit**2
+        values, covariance = _scaled(costs, sizes, seconds, work)
     drift = _COMMON_DRIFT**2 * np.outer(values, values) + np.diag((_OWN_DRIFT * values) ** 2)
-    expected = work @ values
+    expected = max(
+        work @ values, work @ costs._replace(seconds=values).plausible(len(sizes.widths)) / 2
+    )
     surprise = _outlier(work, covariance + drift, seconds - expected, expected)
     if surprise and surprise == costs.surprise:
         # Twice in the same direction: the machine's speed has changed, and with it all costs.
         drift += ((seconds - expected) / expected) ** 2 * np.outer(values, values)
     covariance = covariance + drift
-    variance = work @ covariance @ work + (_NOISE * expected) ** 2
+    variance = work @ covariance @ work + (NOISE * expected) ** 2
     bound = _OUTLIER * variance**0.5
     gain = covariance @ work / variance
     values = values + gain * np.clip(seconds - expected, -bound, bound)
     covariance = covariance - np.outer(gain, work @ covariance)
     covariance = (covariance + covariance.T) / 2
-    return Costs(_plausible(values, len(sizes.widths), expected), covariance, True, surprise)
+    return Costs(values, covariance, True, surprise)
+
+
+def _scaled(
+    costs: Costs, sizes: StepSizes, seconds: float, work: Float[np.ndarray, "unknowns"]
+) -> tuple[Float[np.ndarray, "unknowns"], Float[np.ndarray, "unknowns unknowns"]]:
+    """Values and covariance in seconds, of those in plain passes, by the first step's seconds."""
+    constant = min(sizes.dispatch_s, 0.75 * seconds)
+    unit = (seconds - constant) / (work @ costs.seconds)
+    values, covariance = costs.seconds * unit, costs.covariance * unit**2
+    values[0] += constant
+    covariance[0, 0] += constant**2
+    return values, covariance
 
 
 def _outlier(
@@ -107,17 +137,9 @@ def _outlier(
     deviation: float,
     expected: float,
 ) -> int:
-    """The sign of a deviation that is too large for chance, else 0."""
-    variance = work @ covariance @ work + (_NOISE * expected) ** 2
-    return int(np.sign(deviation)) if abs(deviation) > _OUTLIER * variance**0.5 else 0
-
-
-def _plausible(
-    values: Float[np.ndarray, "unknowns"], num_widths: int, expected: float
-) -> Float[np.ndarray, "unknowns"]:
-    """No cost below 0, and no pass below half of the narrowest (on accelerators 0.86 was seen)."""
-    passes = np.cumsum(values[1 : num_widths + 1])
-    passes[0] = max(passes[0], 1e-4 * expected)
-    passes = np.maximum(passes, passes[0] / 2)
-    others = np.maximum(values, 0)
-    return np.concatenate([others[:1], np.diff(passes, prepend=0), others[num_widths + 1 :]])
+    """The sign of a deviation that is too large for chance, else 0, as where little is known."""
+    variance = work @ covariance @ work
+    if variance > (_WELL_KNOWN * expected) ** 2:
+        return 0
+    bound = _OUTLIER * (variance + (NOISE * expected) ** 2) ** 0.5
+    return int(np.sign(deviation)) if abs(deviation) > bound else 0

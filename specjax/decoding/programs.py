@@ -19,7 +19,7 @@ from specjax.decoding.plan import Plan
 from specjax.decoding.round import one_round
 from specjax.decoding.rows import row_arguments
 from specjax.decoding.setup import Setup
-from specjax.decoding.state import State, admit
+from specjax.decoding.state import State, admit, take
 from specjax.distributed import device_memory
 from specjax.distributed.sharding import use
 from specjax.drafters.by_name.registry import all_registered
@@ -30,6 +30,12 @@ start = jax.jit(starting.start, static_argnums=0)
 """`starting.start`, compiled: for what follows the state of a batch itself."""
 run = jax.jit(loop.run, static_argnums=0, donate_argnums=2)
 """`loop.run`, compiled."""
+take_rows = jax.jit(take)
+"""`state.take`, compiled."""
+put_rows = jax.jit(admit, donate_argnums=0)
+"""`state.admit`, compiled."""
+_made: set[int] = set()
+"""The hashes of what `_compile` was called with."""
 
 
 class Programs(NamedTuple):
@@ -60,9 +66,9 @@ def compile_setup(setup: Setup, *, begun: bool = False) -> Programs:
     Raises InputError where they do not fit into memory, in which the state is already if it has
     `begun`, or a drafter of a user's own cannot be traced.
     """
-    shapes = [row_arguments(setup, [], rows) for rows in (setup.num_rows, setup.prefill_rows)]
-    leaves, tree = jax.tree.flatten((setup.params, *shapes))
-    programs = _compile(setup.plan, setup.mesh, tree, tuple(map(_Leaf.of, leaves)))
+    key = _key(setup)
+    programs = _compile(*key)
+    _made.add(hash(key))
     device_memory.check_fits(
         programs.sizes,
         "lower batch_size, max_length, max_new_tokens or num_speculative_tokens",
@@ -70,6 +76,18 @@ def compile_setup(setup: Setup, *, begun: bool = False) -> Programs:
         begun=begun,
     )
     return programs
+
+
+def is_compiled(setup: Setup) -> bool:
+    """Whether this process has compiled the setup's programs before."""
+    return hash(_key(setup)) in _made
+
+
+def _key(setup: Setup) -> tuple[Plan, Mesh | None, Any, tuple[_Leaf, ...]]:
+    """What the programs of a setup depend on."""
+    shapes = [row_arguments(setup, [], rows) for rows in (setup.num_rows, setup.prefill_rows)]
+    leaves, tree = jax.tree.flatten((setup.params, *shapes))
+    return setup.plan, setup.mesh, tree, tuple(map(_Leaf.of, leaves))
 
 
 class _Leaf(NamedTuple):

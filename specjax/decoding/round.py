@@ -87,6 +87,11 @@ def propose(plan: Plan, params: Any, state: State, limits: Limits) -> Proposal:
     within = draft.topology.row_depths[:, 1:] <= context.limit[:, None]
     # A token that the target does not know has no embedding, and would spoil the whole row.
     within &= (draft.tokens >= 0) & (draft.tokens < plan.target.vocab_size)
+    if draft.logq is not None and draft.logq.size:
+        # Nothing is drawn from logits of which all are -inf, or one is NaN or inf.
+        drawn = jnp.isfinite(jnp.max(draft.logq, axis=-1))
+        drawn = jnp.take_along_axis(drawn, jnp.maximum(draft.logq_row, 0), axis=1)
+        within &= drawn | (draft.logq_row < 0)
     valid = draft.topology.close(draft.valid & within)
     draft = draft.replace(valid=valid, tokens=jnp.where(valid, draft.tokens, 0))
     return proposal._replace(draft=draft)

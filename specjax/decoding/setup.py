@@ -237,7 +237,7 @@ def widths(most: int, platform: str) -> tuple[int, ...]:
 
 
 def _stop_ids(model: Model, request: SamplingParams) -> tuple[int, ...]:
-    own = model.tokenizer.eos_ids if model.tokenizer and not request.ignore_eos else ()
+    own = () if request.ignore_eos else model.ends
     return tuple(dict.fromkeys((*own, *request.stop_token_ids)))
 
 

@@ -121,6 +121,15 @@ def admit(state: State, slots: Int[Array, "A"], new: State) -> State:
     return jax.tree.map(put, state, new, is_leaf=knows_its_rows)
 
 
+def take(state: State, slots: Int[Array, "A"]) -> State:
+    """The state of the rows in A slots."""
+
+    def of(part: Any) -> Any:
+        return part.take(slots) if knows_its_rows(part) else part[slots]
+
+    return jax.tree.map(of, state, is_leaf=knows_its_rows)
+
+
 def release(state: State, slots: Int[Array, "A"]) -> State:
     """The state without the rows in `slots`: they are finished, and their caches are empty."""
     slots = _in_range(state, slots)

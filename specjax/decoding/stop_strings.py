@@ -5,7 +5,7 @@ The loop knows token ids only; the host looks for stop strings between two steps
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,34 +15,64 @@ from specjax.drafters.turns import NO_DRAFTER
 from specjax.loading.tokenizers.tokenizer import StreamDecoder, Tokenizer
 
 
-def first_stop(text: str, stops: Sequence[str]) -> int | None:
-    """The index in a text where the first stop string begins; None if it has none."""
-    starts = [start for start in (text.find(stop) for stop in stops) if start >= 0]
-    return min(starts, default=None)
+class OutputText:
+    """The text of an output that grows, up to the first of its stop strings.
 
+    A stop string is looked for in the text that is shown and in the text with special tokens, which
+    are not shown, so that it may be or contain one. A character that is unfinished so far is part
+    of none.
+    """
 
-class StopFinder:
-    """Looks for stop strings in an output that grows, at each token once."""
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
+        self.stopped = False
+        """Whether a stop string was there."""
+        self._decoder, self._special = StreamDecoder(tokenizer), tokenizer.detokenizer.special
+        self._stops = tuple(stops)
+        self._margin = max(map(len, self._stops), default=1) - 1
+        self._text, self._taken = "", 0
+        # The end of the text with special tokens: characters, each with its index in the shown one.
+        self._whole: list[tuple[str, int]] = []
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
-        self.count = 0
-        """Tokens so far."""
-        self._decoder, self._stops = StreamDecoder(tokenizer), stops
-        self._margin = max(map(len, stops)) - 1
-        self._end = ""
+    def feed(self, tokens: Sequence[int]) -> int:
+        """How many of these next tokens belong to the output: all, or those up to a stop string."""
+        if not self._stops:
+            self._text += self._decoder.feed(tokens)
+            return len(tokens)
+        for count, token in enumerate(tokens, 1):
+            fresh, shown = self._decoder.feed([token]), len(self._text)
+            self._text += fresh
+            self._whole += [(char, shown + at) for at, char in enumerate(fresh)]
+            self._whole += [(char, len(self._text)) for char in self._special.get(token, "")]
+            end = self._first_stop(len(fresh))
+            if end is not None:
+                self._text, self.stopped = self._text[:end], True
+                return count
+            del self._whole[: max(len(self._whole) - self._margin, 0)]
+        return len(tokens)
 
-    def find(self, tokens: Iterable[int]) -> int | None:
-        """After how many tokens in all, these being the next ones, the first stop string is there.
+    def _first_stop(self, fresh: int) -> int | None:
+        """Where in the shown text a stop string begins; its last `fresh` characters are new."""
+        first = max(len(self._text) - fresh - self._margin, 0)
+        whole = "".join(char for char, _ in self._whole)
+        starts = []
+        for stop in self._stops:
+            if (at := self._text.find(stop, first)) >= 0:
+                starts.append(at)
+            if (at := whole.find(stop)) >= 0:
+                starts.append(self._whole[at][1])
+        return min(starts, default=None)
 
-        None if it is not. A character that is unfinished so far is part of none.
+    def take(self, *, ended: bool) -> str:
+        """The text since the last call that is final; all that is left where the output `ended`.
+
+        Until then the last characters, which may begin a stop string, are kept back.
         """
-        for token in tokens:
-            self.count += 1
-            self._end += self._decoder.feed([token])
-            if first_stop(self._end, self._stops) is not None:
-                return self.count
-            self._end = self._end[max(len(self._end) - self._margin, 0) :]
-        return None
+        if ended and not self.stopped:
+            self._text += self._decoder.flush()
+        kept_back = 0 if ended or self.stopped else self._margin
+        text = self._text[self._taken : max(len(self._text) - kept_back, self._taken)]
+        self._taken += len(text)
+        return text
 
 
 def truncate_rounds(rounds: Rounds, kept: np.ndarray) -> Rounds:
@@ -57,14 +87,3 @@ def truncate_rounds(rounds: Rounds, kept: np.ndarray) -> Rounds:
     return rounds.replace(
         width=width, drafted=drafted, accepted=accepted, emitted=emitted, drafter=drafter
     )
-
-
-def final_length(text: str, stops: Sequence[str], *, ended: bool) -> int:
-    """How many characters of an output are final.
-
-    At its end those before a stop string; until then all but the last ones, which may begin one.
-    """
-    if not ended:
-        return len(text) - max(map(len, stops), default=1) + 1
-    end = first_stop(text, stops)
-    return len(text) if end is None else end

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
@@ -126,6 +127,17 @@ def _is_large(config: DecoderConfig) -> bool:
 DEFAULT_FORM = Form()
 EXPERTS = "experts"
 """The feature that says which experts tokens were sent to, of models that have some."""
+
+
+IMPOSSIBLE = -1e30
+"""The logit of a token that is never produced: finite, so that 0 times it is 0 in a loss."""
+
+
+def unused_mask(config: DecoderConfig) -> Bool[np.ndarray, "V"]:
+    """Which ids have no token."""
+    mask = np.zeros(config.vocab_size, np.bool_)
+    mask[list(config.unused_tokens)] = True
+    return mask
 
 
 @dataclass(frozen=True)
@@ -314,6 +326,8 @@ class Decoder:
         def project(states: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
             out = layer.project("btd,dv->btv", states, params["head"], jnp.float32)
             out = limited(out, config.logit_softcap)
+            if config.unused_tokens:
+                out = jnp.where(unused_mask(config), IMPOSSIBLE, out)
             return constrain(out, "batch", None, "vocab" if self.shards > 1 else None)
 
         if logits:

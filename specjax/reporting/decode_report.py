@@ -188,6 +188,11 @@ def _report(
         "dtype": setting.dtype,
         "versions": versions(),
         "prompts": _fingerprint(batches),
+        "step_limits": [
+            [list(limits.longest), list(limits.confidence), rounds]
+            for batch in batches
+            for limits, rounds in batch.ours.step_limits
+        ],
         "engines": [run.engines[turn] for turn in sorted(run.engines)],
         "config": run.config,
     }
@@ -252,9 +257,7 @@ def _rows(batch: Batch, drafter: str, setting: Setting) -> list[dict[str, Any]]:
             **dataclasses.asdict(batch.ours.times[index]),
             "plain": None if batch.plain is None else _plain(batch.plain, index),
             "identical": None if batch.differences is None else difference is None,
-            "first_difference": None if difference is None else difference.first,
-            "margin_at_difference": None if difference is None else difference.margin,
-            "resolution_at_difference": None if difference is None else difference.resolution,
+            **_closeness(difference),
         }
         if batch.ours.logprobs[index] is not None:
             row["logprobs"] = batch.ours.logprobs[index]
@@ -262,6 +265,18 @@ def _rows(batch: Batch, drafter: str, setting: Setting) -> list[dict[str, Any]]:
             row["turn"] = batch.turn
         rows.append(row)
     return rows
+
+
+def _closeness(difference: Difference | None) -> dict[str, Any]:
+    """Where a row differs from plain decoding, and how close the calls were there."""
+    decisive = None if difference is None else difference.decisive
+    near_ties = () if difference is None else difference.near_ties
+    return {
+        "first_difference": None if difference is None else difference.first,
+        "margin_at_difference": None if decisive is None else decisive.margin,
+        "resolution_at_difference": None if decisive is None else decisive.resolution,
+        "near_ties": [dataclasses.asdict(one) for one in near_ties],
+    }
 
 
 def _rounds(run: Generation, index: int) -> dict[str, list[int]]:

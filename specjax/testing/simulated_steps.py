@@ -18,7 +18,7 @@ from jaxtyping import Bool, Int
 
 from specjax.controllers.base import Controller, DrafterSizes, Limits, StepRecord, StepSizes
 
-_SAMPLE = 20_000
+_SAMPLE = 8_000
 """Row rounds that expectations are means of."""
 
 
@@ -61,10 +61,11 @@ class Machine:
     constant: float = 0.004
     rows: int = 1
     noise: float = 0.05
-    outliers: float = 0.03
+    outliers: float = 0.01
     outlier: float = 2.5
     later: float = 1.0
     drafting: float = 1.0
+    dispatch_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Simulation:
     def sizes(self) -> StepSizes:
         """What a controller may know of it."""
         parts = tuple(drafter.sizes for drafter in self.drafters)
-        return StepSizes(parts, self.machine.widths, self.machine.rows)
+        return StepSizes(parts, self.machine.widths, self.machine.rows, self.machine.dispatch_s)
 
     def over(self, rounds: int) -> Simulation:
         """The same over another number of rounds."""
@@ -286,7 +287,7 @@ def simulations() -> dict[str, Simulation]:
     flat, steep = (1.0, 1.15, 1.3), (1.0, 1.4, 1.8)
     cpu = Machine((1, 3, 5), flat)
     wide = Machine((1, 9, 33), (1.0, 1.7, 4.0))
-    gpu = Machine((1, 5), (1.0, 0.86), plain_s=0.0016, constant=3 / 1.6)
+    gpu = Machine((1, 5), (1.0, 0.86), plain_s=0.0016, constant=3 / 1.6, dispatch_s=0.005)
     kinds = {
         "eagle3, T5 = 1.3": (cpu, (eagle,)),
         "eagle3, T5 = 1.8": (replace(cpu, passes=steep), (eagle,)),

@@ -2,29 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 
 from specjax import controllers
-from specjax.decoding.programs import Programs, compile_setup
+from specjax.decoding.programs import (
+    Programs,
+    compile_setup,
+    is_compiled,
+    put_rows,
+    take_rows,
+)
 from specjax.decoding.rows import Row, RowArguments, row_arguments
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.setup import Setup, flags_of
-from specjax.decoding.state import Seen, State
+from specjax.decoding.state import Seen, State, release
+from specjax.distributed.sharding import first_device
 from specjax.drafters.base import Limits
 from specjax.errors import InputError
 
+_SAVED = 0.25
+"""The share of the time that decoding in half the rows is taken to save."""
+
 
 class DeviceRows:
-    """A setup with its programs and the arrays they work on; nothing here decides what is done."""
+    """A setup with its programs and the arrays they work on; nothing here decides what is done.
+
+    The rows of all slots are in one state, or those of few slots alone in a smaller one (`narrow`).
+    """
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
+        self._few: Setup | None = None
+        """The setup of fewer rows, while these decode alone."""
+        self._slots: tuple[int, ...] = ()
+        """Their slots then."""
         self._programs: Programs | None = None
         self._state: State | None = None
         self._new: State | None = None
@@ -52,6 +69,7 @@ class DeviceRows:
         setup = replace(self.setup, plan=able)
         if self._programs is not None:
             self._programs = self._compiled(setup)
+        self._widen()
         self.setup = setup
 
     def begin(self) -> None:
@@ -95,6 +113,7 @@ class DeviceRows:
         Where their prompts were `all_read`, those of aborted requests too, they serve more rows
         with the same ones.
         """
+        self._widen()
         out_of_range = self.setup.num_rows
         where = np.full(self.setup.prefill_rows, out_of_range, np.int32)
         where[: len(slots)] = slots
@@ -105,16 +124,23 @@ class DeviceRows:
     def step(
         self,
         limits: controllers.Limits,
-        ended: Bool[np.ndarray, "B"],
+        ended_slots: Collection[int],
         max_rounds: int,
         stop_after_finished: int,
     ) -> Seen:
-        """A few rounds, as `loop.step`; what the host will see of them is on its way."""
+        """A few rounds, as `loop.step`; what the host will see of them is on its way.
+
+        It is in the order of `by_row`.
+        """
+        setup = self._few or self.setup
+        programs = self.compile() if self._few is None else compile_setup(setup, begun=True)
+        ended = np.zeros(setup.num_rows, bool)
+        ended[[row for row, slot in enumerate(self._row_slots) if slot in ended_slots]] = True
         device_limits = Limits(
             np.array(limits.longest, np.int32), np.array(limits.confidence, np.float32)
         )
-        self._state, seen = self.compile().step(
-            self.setup.params,
+        self._state, seen = programs.step(
+            setup.params,
             self._state,
             device_limits,
             ended,
@@ -124,6 +150,52 @@ class DeviceRows:
         for part in jax.tree.leaves(seen):
             part.copy_to_host_async()
         return seen
+
+    @property
+    def _row_slots(self) -> Sequence[int]:
+        """The slot of each row."""
+        return range(self.setup.num_rows) if self._few is None else self._slots
+
+    def by_row(self, slots: Sequence[Any]) -> tuple[Any, ...]:
+        """What is in the slots, in the order of the rows; None for rows that no slot has."""
+        return tuple(slots[slot] if slot < len(slots) else None for slot in self._row_slots)
+
+    def narrow(self, slots: Sequence[int], seconds_left: float) -> None:
+        """Decode the rows in `slots` alone, in programs of half the rows or fewer, if that pays.
+
+        Others have ended. It pays on a CPU, where a pass over fewer rows takes less time, and where
+        what it saves of `seconds_left` is more than what compiling takes; on accelerators a pass
+        takes as long as reading the weights, and on a mesh rows belong to devices.
+        """
+        now = self._few or self.setup
+        placement = self.setup.placement
+        if self.setup.mesh is not None or first_device(placement).platform != "cpu":
+            return
+        few = replace(self.setup, batch_size=len(slots))
+        if 2 * few.num_rows > now.num_rows:
+            return
+        compile_s = 0.0 if is_compiled(few) else self.compile().seconds
+        if _SAVED * seconds_left <= compile_s:
+            return
+        compile_setup(few, begun=True)
+        rows = [self._row_slots.index(slot) for slot in slots]
+        # Those over are copies of the first, which are released at once.
+        rows += [rows[0]] * (few.num_rows - len(rows))
+        state = take_rows(self._state, np.array(rows, np.int32))
+        spare = np.arange(len(slots), few.num_rows, dtype=np.int32)
+        self._state = release(state, spare)
+        self._few, self._slots = few, tuple(slots)
+
+    def _widen(self) -> None:
+        """Have the rows of all slots in one state again."""
+        if self._few is None:
+            return
+        setup, few = self.setup, self._state
+        state = self.compile().empty(setup.params, *self._arguments([], setup.num_rows))
+        where = np.full(len(few.length), setup.num_rows, np.int32)
+        where[: len(self._slots)] = self._slots
+        self._state = put_rows(state, where, few)
+        self._few, self._slots = None, ()
 
     def update_params(self, params: Any, drafter_params: Any = None) -> None:
         """Decode with other parameters; what was learned with the old ones is dropped.
@@ -142,13 +214,14 @@ class DeviceRows:
         else:
             own = drafter_params
         drafter = drafter._replace(params=_in_place_of("drafter_params", drafter.params, own))
+        self._widen()
         self.setup = replace(setup, model=replace(setup.model, params=params), drafter=drafter)
         # Of a prompt that is being read as well, only its own rows continue with the old ones.
         self._prompts = []
 
     def free(self) -> None:
         """Keep no row on the devices."""
-        self._state = self._new = None
+        self._state = self._new = self._few = None
         self._prompts = []
 
     def _compiled(self, setup: Setup) -> Programs:

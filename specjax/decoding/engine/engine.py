@@ -111,9 +111,9 @@ class _Reading:
 
 @dataclass(frozen=True)
 class _Running:
-    """A step that is under way: the requests in the slots, and what the host will see of it."""
+    """A step that is under way: the requests of its rows, and what the host will see of it."""
 
-    slots: tuple[Request | None, ...]
+    rows: tuple[Request | None, ...]
     seen: Seen
     begun: float
     waiting: int
@@ -432,8 +432,6 @@ class Engine:
         if not any(slots):
             return False
         num_rows = self.setup.num_rows
-        ended = np.zeros(num_rows, bool)
-        ended[list(self._ended_slots)] = True
         rounds = self._schedule.rounds_per_step
         waiting, enough = self.num_waiting, num_rows + 1
         if self._reading or (waiting and self._scheduler.num_free):
@@ -441,6 +439,9 @@ class Engine:
         if waiting:
             free = num_rows - sum(request is not None for request in slots)
             enough = min(free + self._schedule.refill_rows, num_rows)
+        if not (waiting or self._reading):
+            kept = [slot for slot, request in enumerate(slots) if request is not None]
+            self._rows.narrow(kept, self._seconds_left(slots))
         unfinished = sum(request is not None for request in slots)
         controller = self.setup.controller
         *chosen, self._controller_state = controller.choose(
@@ -451,10 +452,22 @@ class Engine:
         self.step_limits.append((limits, rounds))
         begun = time.perf_counter()
         with self._as_a_whole():
-            seen = self._rows.step(limits, ended, rounds, enough)
+            seen = self._rows.step(limits, self._ended_slots, rounds, enough)
             self._ended_slots.clear()
-            self._under_way.append(_Running(slots, seen, begun, waiting, limits))
+            rows = self._rows.by_row(slots)
+            self._under_way.append(_Running(rows, seen, begun, waiting, limits))
         return True
+
+    def _seconds_left(self, slots: Sequence[Request | None]) -> float:
+        """Seconds until the last request in the slots has ended, as the last step went."""
+        if not self.statistics.steps:
+            return 0.0
+        last = self.statistics.steps[-1]
+        tokens = max(
+            one.row.sampling.max_new_tokens - len(one.follower.token_ids) for one in slots if one
+        )
+        pace = max(last.tokens / max(last.row_rounds, 1), 1.0)
+        return tokens / pace * last.seconds / last.rounds
 
     def _admitted(self) -> tuple[Request | None, ...]:
         """The requests in the slots, without those whose prompts are being read."""
@@ -556,23 +569,23 @@ class Engine:
         ran = np.flatnonzero(emitted.any(axis=0))
         rounds = int(ran[-1]) + 1 if len(ran) else 0
         tokens = row_rounds = 0
-        for slot, request in enumerate(step.slots):
+        for row, request in enumerate(step.rows):
             if request is not None and not request.ended:
-                tokens += self._follow(request, slot, seen, first)
-                row_rounds += int(emitted[slot].sum())
+                tokens += self._follow(request, row, seen, first)
+                row_rounds += int(emitted[row].sum())
         end_s = self._clock_s - self._start_s
         self.statistics.add_step(Step(end_s, seconds, rounds, row_rounds, tokens, step.waiting))
 
-    def _follow(self, request: Request, slot: int, seen: Seen, first_round: int) -> int:
-        """Make ready what a step added to the request in a slot; its new tokens."""
-        counts = jax.tree.map(lambda part: part[slot], seen.rounds)
-        new, status = int(np.maximum(counts.emitted, 0).sum()), int(seen.status[slot])
+    def _follow(self, request: Request, row: int, seen: Seen, first_round: int) -> int:
+        """Make ready what a step added to the request of a row; its new tokens."""
+        counts = jax.tree.map(lambda part: part[row], seen.rounds)
+        new, status = int(np.maximum(counts.emitted, 0).sum()), int(seen.status[row])
         if not new and status == RUNNING:
             return 0
-        logprobs = None if seen.logprobs is None else seen.logprobs[slot, :new]
+        logprobs = None if seen.logprobs is None else seen.logprobs[row, :new]
         try:
             fresh, drafted, text = request.follower.follow(
-                status, seen.tokens[slot, :new].tolist(), logprobs, counts, first_round
+                status, seen.tokens[row, :new].tolist(), logprobs, counts, first_round
             )
         except InputError as refused:  # its tokens have no text; the others' have
             request.follower.end_without_text(str(refused))
@@ -584,7 +597,7 @@ class Engine:
             self._ready.append(Delta(request.id, request.row.sample, fresh, drafted, text))
             return len(fresh)
         if status == RUNNING:
-            self._ended_slots.add(slot)
+            self._ended_slots.add(self._scheduler.slots.index(request))
         self._end(request, fresh, drafted, text)
         return len(fresh)
 
