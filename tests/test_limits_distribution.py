@@ -142,6 +142,8 @@ def rows_of(tables):
     @functools.cache
     def of(name, rule):
         make, length, variants, widths = DRAFTERS[name]
+        # Without distributions nothing that is drafted ties a row to anything.
+        variants = variants if RULES[rule].needs_logq else variants[:1]
 
         def change(draft, context):
             number = context.index[:, None] // ROWS % len(variants)

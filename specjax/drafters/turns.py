@@ -272,13 +272,18 @@ def _observe_missed(
     narrow = part.num_speculative_tokens + 1
     needed = wanted
     if part.features:
-        kept = next(iter(context.features.values())).shape[1]
-        needed |= kept - state.unobserved.max() < context.longest_commit
+        needed |= _would_lose_features(state, context)
     return lax.while_loop(
         lambda state: needed & jnp.any(state.unobserved > narrow),
         lambda state: _observe(part, params, state, context, _KEPT_ROUNDS * narrow),
         state,
     )
+
+
+def _would_lose_features(state: PartState, context: Context) -> Bool[Array, ""]:
+    """Whether a round might overwrite features that were not observed."""
+    kept = next(iter(context.features.values())).shape[1]
+    return kept - state.unobserved.max() < context.longest_commit
 
 
 def _observe(
