@@ -9,11 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-<<<<<<< HEAD
 from jaxtyping import Float, Num
-=======
-from jaxtyping import Float, Shaped
->>>>>>> tests2
 
 from specjax.controllers.base import StepRecord, StepSizes
 
@@ -86,15 +82,9 @@ def initial_costs(sizes: StepSizes) -> Costs:
 
 def count_work(
     steps: Float[np.ndarray, "*A"],
-<<<<<<< HEAD
     passes: Num[np.ndarray, "*A widths"],
     ran: Num[np.ndarray, "*A drafters"],
     further: Num[np.ndarray, "*A drafters"],
-=======
-    passes: Shaped[np.ndarray, "*A widths"],
-    ran: Shaped[np.ndarray, "*A drafters"],
-    further: Shaped[np.ndarray, "*A drafters"],
->>>>>>> tests2
 ) -> Float[np.ndarray, "*A unknowns"]:
     """How often each unknown occurs: the constant, passes at least so wide, drafters' passes."""
     at_least = np.cumsum(passes[..., ::-1], axis=-1)[..., ::-1]
