@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import specjax
 from specjax.decoding import programs
 from specjax.decoding.engine import device_rows
 from specjax.decoding.engine import engine as engine_module
+from specjax.decoding.engine.device_rows import DeviceRows
 from specjax.decoding.engine.engine import Engine, Schedule
 from specjax.decoding.engine.outputs import Follower
 from specjax.decoding.engine.scheduler import Request, Scheduler
@@ -156,6 +158,50 @@ def test_rows_that_come_and_go_give_what_they_give_alone(name, rule, tiny, unrel
             assert tokens == wanted[prompt][0][: len(tokens)]
         else:
             assert (tokens, reason, counts) == wanted[prompt]
+
+
+def rows_left(session, monkeypatch):
+    """What requests give of which one is left, and beside which another one is added then; and the
+    rows of each step.
+    """
+    engine, sizes, step = Engine.of(session, Schedule(rounds_per_step=2)), [], DeviceRows.step
+
+    def note(self, *arguments):
+        seen = step(self, *arguments)
+        sizes.append(len(seen.status))
+        return seen
+
+    found = {}
+    with monkeypatch.context() as patched:
+        patched.setattr(DeviceRows, "step", note)
+        for prompt in (2, 1):
+            engine.add_rows(prompt, [session_row(session, prompt)])
+        # Rows that lost their places may never end.
+        for _ in range(40):
+            outputs = [one.output for one in engine.step() if one.output is not None]
+            found |= {one.id: own_results(one) for one in outputs}
+            if sizes[-1] == 1 and 5 not in found and not engine._scheduler.has(5):
+                engine.add_rows(5, [session_row(session, 5)])
+    return found, [size for size, _ in itertools.groupby(sizes)]
+
+
+def test_rows_that_are_left_decode_without_the_others(tiny, unrelated, similar, monkeypatch):
+    """And go back to their slots when a row is added; whatever takes others' places is found."""
+    drafter = named("similar", tiny, unrelated, similar)
+    session = session_of(tiny, drafter, slots=2, num_speculative_tokens=1)
+    monkeypatch.setattr(device_rows, "_SAVED", 0.0)
+    engine = Engine.of(session, Schedule(rounds_per_step=2))
+    wanted = ended(engine, session, (2, 1, 5))
+    monkeypatch.setattr(device_rows, "_SAVED", 1e9)
+    assert rows_left(session, monkeypatch) == (wanted, [2, 1, 2, 1])
+    take, put = device_rows.take_rows, device_rows.put_rows
+    for name, broken in (
+        ("take_rows", lambda state, rows, spare: take(state, 1 - rows, spare)),
+        ("put_rows", lambda state, slots, few: put(state, 1 - slots, few)),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(device_rows, name, broken)
+            assert rows_left(session, monkeypatch)[0] != wanted
 
 
 @pytest.fixture(scope="module")

@@ -322,7 +322,7 @@ def test_recorded_limits_repeat_a_run(name, rule, controller, session_of, assert
 
 @dataclass(frozen=True)
 class Remembering:
-    """A controller that keeps the records of its steps: its state is (the controller's, records)."""
+    """A controller that keeps the records of its steps: its state is (its own, records)."""
 
     inner: object
 

@@ -19,7 +19,7 @@ from specjax.decoding.plan import Plan
 from specjax.decoding.round import one_round
 from specjax.decoding.rows import row_arguments
 from specjax.decoding.setup import Setup
-from specjax.decoding.state import State, admit, take
+from specjax.decoding.state import State, admit, release, take
 from specjax.distributed import device_memory
 from specjax.distributed.sharding import use
 from specjax.drafters.by_name.registry import all_registered
@@ -30,8 +30,6 @@ start = jax.jit(starting.start, static_argnums=0)
 """`starting.start`, compiled: for what follows the state of a batch itself."""
 run = jax.jit(loop.run, static_argnums=0, donate_argnums=2)
 """`loop.run`, compiled."""
-take_rows = jax.jit(take)
-"""`state.take`, compiled."""
 put_rows = jax.jit(admit, donate_argnums=0)
 """`state.admit`, compiled."""
 _made: set[int] = set()
@@ -144,6 +142,12 @@ def _compile(plan: Plan, mesh: Mesh | None, tree: Any, leaves: tuple[_Leaf, ...]
     sizes = tuple(program.memory_analysis() for program in (empty, read, step))
     seconds = time.perf_counter() - begin
     return Programs(empty, new, renew, read, put, step, sizes, seconds)
+
+
+@jax.jit
+def take_rows(state: State, rows: Int[Array, "A"], spare: Int[Array, "A"]) -> State:
+    """`state.take`, without those of the new rows that are `spare`."""
+    return release(take(state, rows), spare)
 
 
 def _renew(plan: Plan, params: Any, old: State, *arguments: Any) -> State:

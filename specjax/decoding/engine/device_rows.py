@@ -21,7 +21,7 @@ from specjax.decoding.programs import (
 from specjax.decoding.rows import Row, RowArguments, row_arguments
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.setup import Setup, flags_of
-from specjax.decoding.state import Seen, State, release
+from specjax.decoding.state import Seen, State
 from specjax.distributed.sharding import first_device
 from specjax.drafters.base import Limits
 from specjax.errors import InputError
@@ -181,9 +181,9 @@ class DeviceRows:
         rows = [self._row_slots.index(slot) for slot in slots]
         # Those over are copies of the first, which are released at once.
         rows += [rows[0]] * (few.num_rows - len(rows))
-        state = take_rows(self._state, np.array(rows, np.int32))
-        spare = np.arange(len(slots), few.num_rows, dtype=np.int32)
-        self._state = release(state, spare)
+        number = np.arange(few.num_rows, dtype=np.int32)
+        spare = np.where(number < len(slots), few.num_rows, number)
+        self._state = take_rows(self._state, np.array(rows, np.int32), spare.astype(np.int32))
         self._few, self._slots = few, tuple(slots)
 
     def _widen(self) -> None:
