@@ -336,6 +336,18 @@ def test_a_model_without_a_tokenizer_keeps_its_ends(plain, tmp_path):
         assert load_model(tmp_path / name).ends == (first[2],)
 
 
+def test_what_config_json_has_by_default_ends_nothing(tmp_path):
+    """GPT2Config states 50256, of whatever vocabulary the model is."""
+    write_directory(tmp_path, bos_token="", eos_token=TOKENS[5])
+    (tmp_path / "config.json").write_text('{"eos_token_id": [50256, 4]}')
+    with pytest.raises(InputError, match=r"config.json: eos_token_id=50256 is outside"):
+        huggingface_tokenizer.read_tokenizer(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 2}')
+    read = huggingface_tokenizer.read_tokenizer(tmp_path)
+    assert read.eos_ids[:3] == (5, 2, 4)
+    assert read.special_tokens == (("eos_token", TOKENS[5]),)
+
+
 def test_the_command_says_where_a_model_ends_and_begins(plain):
     line = _ends_and_beginning(plain)
     assert line == "ends at <|im_end|> (2), <|endoftext|> (0); nothing is added to raw text"
