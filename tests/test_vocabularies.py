@@ -86,6 +86,15 @@ def test_texts_are_split_as_in_llama_cpp(name):
     assert read_gguf(pre=name).encode(TEXTS[0]) == plain[0]
 
 
+@pytest.mark.parametrize(
+    ("name", "same"),
+    [("mellum", "gpt-2"), ("gigachat", "gpt-2"), ("a.x-4.0", "gpt-2"), ("kormo", "qwen2")],
+)
+def test_names_that_llama_cpp_splits_alike(name, same):
+    texts = [read_gguf(pre=name).encode(text) for text in TEXTS]
+    assert texts == LLAMA_CPP["splits"][same]
+
+
 @pytest.mark.parametrize("case", LLAMA_CPP["added"], ids=lambda case: str(case["keys"]))
 def test_gguf_texts_begin_and_end_as_in_llama_cpp(case):
     assert read_gguf(**case["keys"]).encode(TEXTS[0]) == case["ids"]
