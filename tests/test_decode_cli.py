@@ -67,6 +67,7 @@ SUMMARY = {
     "versions",
     "prompts",
     "engines",
+    "step_limits",
     "config",
 }
 DRAFTERS = {

@@ -177,13 +177,13 @@ def test_drafts_come_from_the_distributions_that_they_name(name, tiny, unrelated
         sampling=mixed(max_new_tokens=9),
         num_speculative_tokens=3,
     )
-    propose = jax.jit(propose_round, static_argnums=0)
+    propose, limits = jax.jit(propose_round, static_argnums=0), session.plan.drafter.full_limits()
     # After one-token prompts, and after rounds that ended in many ways.
     states = [first_state(session)]
     states += itertools.islice(rounds(session, states[0]), 2)
     warps = [state.rows.sampling for state in states]
     for state, warp in zip(states, warps, strict=True):
-        draft = propose(session.plan, session.params, state).draft
+        draft = propose(session.plan, session.params, state, limits).draft
         draft, state, warp = jax.device_get((draft, state, warp))
         limit = np.maximum(np.minimum(3, state.rows.max_length - state.length - 1), 0)
         counts = draft.valid.sum(axis=1)

@@ -52,7 +52,7 @@ def named(name, tiny, unrelated, similar):
 
 
 def session_of(tiny, drafter, rule="rejection", slots=3, **options):
-    options = {"num_speculative_tokens": 3 if drafter is not None else None} | options
+    options = ({} if drafter is None else {"num_speculative_tokens": 3}) | options
     return make_session(
         tiny,
         PROMPTS,
@@ -375,9 +375,9 @@ def test_the_loop_is_told_whether_anyone_waits(refill_rows, tiny, monkeypatch):
     engine = Engine(tiny, batch_size=2, refill_rows=refill_rows, rounds_per_step=2)
     seen, step = [], device_rows.DeviceRows.step
 
-    def note(self, ended, max_rounds, enough):
+    def note(self, limits, ended, max_rounds, enough):
         seen.append((engine.num_waiting > 0, enough > 2))
-        return step(self, ended, max_rounds, enough)
+        return step(self, limits, ended, max_rounds, enough)
 
     monkeypatch.setattr(device_rows.DeviceRows, "step", note)
     for new in (4, 8, 4):
@@ -632,14 +632,14 @@ def test_a_prompt_that_was_read_in_part_is_read_again(tiny):
 
 
 def test_what_cannot_be_compiled_changes_nothing(tiny, monkeypatch):
-    """A request whose filters need another program, added while a prompt is read in parts."""
+    """A request that needs another program, added while a prompt is read in parts."""
     long = np.random.default_rng(0).integers(61, size=300).tolist()
     wanted = read_alone(tiny, [[1, 2], long], greedy(max_new_tokens=9))
     engine = Engine(tiny, **IN_PARTS)
     engine.add([1, 2], greedy(max_new_tokens=9))
     engine.add(long, greedy(max_new_tokens=9))
     engine.step()
-    drawn = {"temperature": 1.0, "top_k": 5, "max_new_tokens": 3}
+    drawn = {"temperature": 1.0, "logprobs": True, "max_new_tokens": 3}
 
     def full(*arguments, **options):
         raise InputError("memory: too little")

@@ -251,7 +251,7 @@ def test_what_was_drafted(tiny, plain, right):
     )
     assert got.was_drafted(0) == [True] * 4 + [False] + [True] * 4 + [False] + [True, False]
     assert got.accepted[0, :3].tolist() == [4, 4, 1]
-    assert got.width[0, :3].tolist() == [5, 5, 4]
+    assert got.width[0, :3].tolist() == [5, 5, 3]
     assert (got.emitted[0, 3:] == -1).all()
     assert not any(plain.was_drafted(0))
 

@@ -70,7 +70,7 @@ def finish(run, params, state, counts=()):
     """The state at the end, and the counts of its rounds, `counts` before them."""
     counts = list(counts)
     while bool((state.status == RUNNING).any()):
-        state, new = run(params, state, jnp.int32(1))
+        state, new, _ = run(params, state, jnp.int32(1))
         counts.append(jax.tree.map(lambda part: part[:, :1], new))
     return state, jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *counts)
 
@@ -104,7 +104,7 @@ def test_a_row_admitted_in_a_later_round_decodes_as_alone(
     strangers = start(params, *batch_arguments(session, [0, 1, 2, 3]))
     late = start(params, *batch_arguments(session, [prompt]))
     alone = finish(run, params, late)
-    state, counts = run(params, strangers, jnp.int32(6))
+    state, counts, _ = run(params, strangers, jnp.int32(6))
     counts = [jax.tree.map(lambda part: part[:, :6], counts)]
     state = release(state, jnp.array([SLOT]))
     assert int(state.status[SLOT]) == STOPPED

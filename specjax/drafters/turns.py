@@ -236,10 +236,15 @@ def _take_turn(
     wanted = jnp.any(context.limit > 0)
     if part.observes:
         state = _observe_missed(part, params, state, context, wanted)
+        # Apart from `propose`: where one branch writes a cache and reads it in a loop, XLA copies.
+        state = lax.cond(
+            wanted,
+            lambda state: _observe(part, params, state, context, part.num_speculative_tokens + 1),
+            lambda state: state,
+            state,
+        )
 
     def propose(state: PartState) -> tuple[Draft, PartState]:
-        if part.observes:
-            state = _observe(part, params, state, context, part.num_speculative_tokens + 1)
         draft, inner = part.propose(params, state.drafter, context, noise)
         return draft, state.replace(drafter=inner)
 
