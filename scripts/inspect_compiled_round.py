@@ -189,7 +189,9 @@ def compile_round(devices: list[Any]) -> Any:
             state.out_info,
             placed,
         )
-        run = jax.jit(loop.run, static_argnums=0, donate_argnums=2, out_shardings=(placed, None))
+        run = jax.jit(
+            loop.run, static_argnums=0, donate_argnums=2, out_shardings=(placed, None, None)
+        )
         return run.lower(plan, params, state, jax.ShapeDtypeStruct((), np.int32)).compile()
 
 

@@ -23,6 +23,7 @@ from specjax.drafters import (
     Drafter,
     LoadedDrafter,
     TokenRecycling,
+    base,
     make_drafter,
     merge_drafters,
     take_turns,
@@ -158,14 +159,30 @@ def empty_state(session):
 
 
 def rounds(session, state, counts=None):
-    """The state after each round, until all rows are finished; `counts` gets each round's."""
-    while bool((state.status == RUNNING).any()):
+    """The state after each round, until all rows are finished; `counts` gets each round's.
+
+    The session's controller is asked before each of them, and learns nothing.
+    """
+    memory = session.controller.init(session.step_sizes)
+    while unfinished := int((state.status == RUNNING).sum()):
+        limits, _, memory = session.controller.choose(memory, unfinished, 1)
         # The program takes the state's buffers over; what a test holds is a copy.
         with use(session.mesh):
-            state, new, _ = run(session.plan, session.params, copied(state), jnp.int32(1))
+            state, new, _ = run(
+                session.plan,
+                session.params,
+                copied(state),
+                jnp.int32(1),
+                limits=device_limits(*limits),
+            )
         if counts is not None:
             counts.append(jax.tree.map(lambda part: np.asarray(part[:, 0]), new))
         yield state
+
+
+def device_limits(longest, confidence):
+    """Limits of a step as its program takes them."""
+    return base.Limits(np.array(longest, np.int32), np.array(confidence, np.float32))
 
 
 def columns(counts):

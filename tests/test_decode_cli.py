@@ -66,7 +66,6 @@ SUMMARY = {
     "dtype",
     "versions",
     "prompts",
-    "auto",
     "engines",
     "config",
 }
@@ -301,7 +300,7 @@ SEVERAL = [
 
 
 def test_several_drafters_beside_one_plain_decoding(run, monkeypatch, tmp_path, capsys):
-    """With `auto`: what it chose, and why, is in the table and in the report."""
+    """With `auto`: what it chose is in the table."""
     decoded, one_batch = [], decode_run._decode
 
     def decode_one(side, *rest, **options):
@@ -327,32 +326,18 @@ def test_several_drafters_beside_one_plain_decoding(run, monkeypatch, tmp_path, 
         for row in (ours, theirs):
             drafting = [one >= 0 for one in row["rounds"]["drafter"]]
             assert drafting == [count > 0 for count in row["rounds"]["drafted"]]
-    for one, parts, layer in zip(
-        runs, (["ngram"], ["ngram", "early_exit"]), (None, 2), strict=True
-    ):
+    for one, layer in zip(runs, (None, 2), strict=True):
         summary = one["summary"]
         assert set(summary) == SUMMARY
         assert summary["config"]["drafter"]["exit_layer"] == layer
         assert summary["config"]["drafter"]["prompt_lookup_min"] == 1
         assert 0 < summary["speedup_with_prefill"] < summary["speedup"] + 1
-        auto = summary["auto"]
-        assert auto["measure_s"] > 0
-        measured = sum(len(row["accept_lengths"]) for row in one["rows"]) > 3 * (5 + 3 * len(parts))
-        assert measured == (len(parts) == 1)
-        if not measured:
-            assert auto["start"] is auto["end"] is None
-            continue
-        for costs in (auto["start"], auto["end"]):
-            assert [part["drafter"] for part in costs["drafters"]] == parts
-            assert min(costs["width_s"].values()) > 0
-        assert auto["start"] != auto["end"]
     shown = capsys.readouterr().out
     assert shown.count("same tokens") == 6
     assert shown.count("    ngram: 12 tokens, ") == 3
     assert shown.count("    ngram+early_exit: ") == 3
-    for line in ("3 of 3 rows", "with prefill", "rounds by width", "break-even", "not known yet"):
+    for line in ("3 of 3 rows", "with prefill", "rounds by width"):
         assert line in shown
-    assert list((tmp_path.parent / "cache" / "specjax" / "costs").iterdir())
 
 
 def test_an_interrupted_batch_of_several_is_kept_for_none(run, monkeypatch):

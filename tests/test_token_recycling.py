@@ -16,7 +16,6 @@ from decoding import (
     mixed,
     observed,
 )
-from specjax.draft_length.limits import DraftLength
 from test_decoder import one_pass
 from test_drafters import context_of, silence
 
@@ -103,7 +102,7 @@ def test_rounds_fill_the_table(target):
     model, logits = target
     request = SamplingParams(temperature=1.0)
     drafter = take_turns(TokenRecycling(8, tree=TREE)).drafter
-    plan = make_plan(model, drafter, DraftLength(3), verify=Coupled(), request=request, capacity=24)
+    plan = make_plan(model, drafter, 3, verify=Coupled(), request=request, capacity=24)
     state, _ = decode_rows(plan, (logits, ((),)), [3], request, np.arange(50), 0, 4)
     table = np.asarray(state.drafter[0].drafter)
     right = np.argsort(-np.asarray(logits), axis=1, kind="stable")[:, :2]

@@ -12,7 +12,6 @@ import pytest
 from conftest import slow, tiny_config
 from decoding import PROMPTS, changed, greedy, random_distribution
 from heads import eagle_head, medusa_head, with_modules
-from specjax.draft_length.limits import DraftLength
 
 import specjax
 from specjax import sampling
@@ -265,7 +264,7 @@ def test_checks_name_what_a_drafter_does_wrong():
         ),
     ):
         with pytest.raises(InputError, match=said):
-            check_drafter(drafter, small, rows=100, draft_length=DraftLength(2))
+            check_drafter(drafter, small, rows=100)
 
 
 def test_a_draft_of_another_size_than_its_drafter_says_is_refused(tiny):

@@ -17,7 +17,7 @@ from accelerator.sizes import ITEMSIZE, Size, model_shape
 from accelerator.synthetic import random_cache
 from specjax import metrics
 from specjax.cache import KVCache
-from specjax.decoding import costs, loop
+from specjax.decoding import loop
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.rows import batch_arguments
 from specjax.decoding.sampling_params import SamplingParams
@@ -28,6 +28,7 @@ from specjax.drafters import LoadedDrafter, take_turns
 from specjax.drafters.none import NoDrafter
 from specjax.drafters.simulated import Simulated
 from specjax.loading.model import Model
+from specjax.tuning import costs
 
 
 class Loop:

@@ -21,7 +21,7 @@ from specjax.cli.measure_drafter import (
     decode_all,
     round_costs_table,
 )
-from specjax.decoding import costs, prompts
+from specjax.decoding import prompts
 from specjax.decoding.generate import open_engine
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.sampling_params import SamplingParams
@@ -31,6 +31,7 @@ from specjax.drafters import LoadedDrafter, make_drafter
 from specjax.loading.load import load_model
 from specjax.loading.model import Model
 from specjax.reporting.decode_report import device_name
+from specjax.tuning import costs
 
 
 @dataclass

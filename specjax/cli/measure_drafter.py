@@ -8,7 +8,6 @@ from statistics import median
 
 import numpy as np
 
-from specjax.decoding import costs
 from specjax.decoding.engine.engine import Engine
 from specjax.decoding.engine.outputs import failure_message
 from specjax.decoding.generate import Generation, decode_session, open_engine
@@ -18,6 +17,7 @@ from specjax.decoding.setup import Session, plan_session
 from specjax.drafters import LoadedDrafter
 from specjax.errors import InputError
 from specjax.loading.model import Model
+from specjax.tuning import costs
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Num
 
 from specjax.controllers.base import StepRecord, StepSizes
 
@@ -82,9 +82,9 @@ def initial_costs(sizes: StepSizes) -> Costs:
 
 def count_work(
     steps: Float[np.ndarray, "*A"],
-    passes: Shaped[np.ndarray, "*A widths"],
-    ran: Shaped[np.ndarray, "*A drafters"],
-    further: Shaped[np.ndarray, "*A drafters"],
+    passes: Num[np.ndarray, "*A widths"],
+    ran: Num[np.ndarray, "*A drafters"],
+    further: Num[np.ndarray, "*A drafters"],
 ) -> Float[np.ndarray, "*A unknowns"]:
     """How often each unknown occurs: the constant, passes at least so wide, drafters' passes."""
     at_least = np.cumsum(passes[..., ::-1], axis=-1)[..., ::-1]

@@ -106,7 +106,7 @@ class DecodeOptions:
         if by_batch and self.num_speculative_tokens == AUTO:
             raise InputError(
                 "num_speculative_tokens='auto': num_speculative_tokens_per_batch_size says how "
-                "much to draft; leave one of the two out"
+                'much to draft; use "fixed" or a number beside it'
             )
         if self.controller is not None and (by_batch or self.num_speculative_tokens == AUTO):
             raise InputError(

@@ -42,8 +42,8 @@ class DrafterRun:
 
     `config` is that of a command with this drafter alone, and `trees` are those that were chosen
     for it, by drafter, with what is expected of them where that is known. `expected` is the
-    acceptance that the distributions imply, turn by turn, where it is computed. `engines` are summaries (`engine_report.engine_summary`) of what decoded
-    each turn.
+    acceptance that the distributions imply, turn by turn, where it is computed. `engines` are
+    summaries (`engine_report.engine_summary`) of what decoded each turn.
     """
 
     drafter: str

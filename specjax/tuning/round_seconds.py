@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from specjax.cache import KVCache
-from specjax.decoding import costs
 from specjax.decoding.loop import run as run_rounds
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.plan import Plan
@@ -24,6 +23,7 @@ from specjax.drafters import Drafter
 from specjax.drafters.base import Context, Noise
 from specjax.loading.model import Model
 from specjax.trees import Draft, Topology
+from specjax.tuning import costs
 
 _ROUNDS = 4
 """Rounds that are timed together."""

@@ -58,8 +58,6 @@ _SLOTS = 8
 _MOST_ROUNDS = 10_000
 _ROUNDS_WHILE_READING = 4
 """Rounds between two parts of the prompts of waiting requests that have free slots."""
-_WARM_STEPS = 1
-"""The steps of an engine whose seconds say little of later ones."""
 _RUNNING_ROWS = Choice(("continue", "abort"))
 
 
@@ -206,6 +204,8 @@ class Engine:
         setup = replace(setup, plan=plan)
         self._rows, self._schedule = DeviceRows(setup), schedule
         self._controller_state = setup.controller.init(setup.step_sizes)
+        self._ran: set[int] = set()
+        """The widths, by index, and the drafters, from -1 down, that ran in some step."""
         self.step_limits: list[tuple[Limits, int]] = []
         """What each step could draft, and its most rounds."""
         self._scheduler = Scheduler(setup.batch_size)
@@ -558,9 +558,12 @@ class Engine:
             self._under_way.popleft()
             seconds = self._lap(one.begun)
             self._take(one, seen, seconds)
-        # The first steps after compiling take longer than others.
-        known = seconds if len(self.statistics.steps) > _WARM_STEPS else None
-        record = _record(self.setup, one.limits, seen, known)
+        record = _record(self.setup, one.limits, seen, seconds)
+        parts = {*np.flatnonzero(record.passes), *(-1 - np.flatnonzero(record.ran))}
+        if not parts <= self._ran:
+            # A width or a drafter takes twice as long when it runs for the first time.
+            record = replace(record, seconds=None)
+            self._ran |= parts
         self._controller_state = self.setup.controller.update(self._controller_state, record)
 
     def _take(self, step: _Running, seen: Seen, seconds: float) -> None:
@@ -636,7 +639,7 @@ class Engine:
         self._rows.free()
 
 
-def _record(setup: Setup, limits: Limits, seen: Seen, seconds: float | None) -> StepRecord:
+def _record(setup: Setup, limits: Limits, seen: Seen, seconds: float) -> StepRecord:
     """What a step did, for the length controller."""
     ran = seen.rounds.emitted >= 0
     widths = np.where(ran, seen.rounds.width, 0).max(axis=0)

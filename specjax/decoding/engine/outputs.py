@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float
 
+from specjax.decoding.engine.stop_strings import OutputText, truncate_rounds
 from specjax.decoding.state import FAILED, FULL, STOPPED, Rounds
-from specjax.decoding.stop_strings import OutputText, truncate_rounds
 from specjax.loading.model import Model
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 
