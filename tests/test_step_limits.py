@@ -20,7 +20,6 @@ from conftest import slow
 from decoding import (
     PROMPTS,
     Scripted,
-    copied,
     decode,
     draft_model,
     greedy,
@@ -161,25 +160,31 @@ def room_of_broken_rows():
 class Watched:
     """An engine of a session that compares each state after a step with fresh ones."""
 
-    def __init__(self, session, first_row=0, change=None, **programs):
-        self.session, self.engine = session, open_engine(session)
-        self.compiled = self.engine.compile()._replace(**programs)
-        self.engine._rows._programs = self.compiled._replace(step=self.step)
+    def __init__(self, session, first_row=0, change=None, admit=None, narrows=False):
+        self.session, self.engine, self.change = session, open_engine(session), change
+        self.compiled = self.engine.compile()
+        if admit is not None:
+            self.engine._rows._programs = self.compiled._replace(admit=admit)
         # Rows are admitted right after the step in which others ended.
         self.engine._ahead = lambda: 1
+        self.engine._seconds_left = lambda slots: np.inf if narrows else 0.0
         for prompt in range(len(session.prompts)):
             row = session_row(session, prompt)
             self.engine.add_rows(prompt, [replace(row, number=first_row + prompt)])
         self.steps = self.compared = self.most_unobserved = 0
-        self.change = change
 
-    def step(self, *arguments):
-        state, seen = self.compiled.step(*arguments)
-        state = self.change(state) if self.change else state
-        self.steps += 1
-        if self.steps <= 24 or conftest.full:
-            self.compare(copied(state))
-        return state, seen
+    def tokens(self):
+        """The output of all prompts."""
+        ended, rows = {}, self.engine._rows
+        while self.engine.num_unfinished:
+            ended |= {one.id: one.output for one in self.engine.step() if one.output is not None}
+            if rows._state is None:
+                continue
+            rows._state = self.change(rows._state) if self.change else rows._state
+            self.steps += 1
+            if self.steps <= 24 or conftest.full:
+                self.compare(rows._state)
+        return [ended[prompt].token_ids for prompt in range(len(ended))]
 
     def compare(self, state):
         """Each drafter's state, with what waits to be observed, is that of a fresh prompt."""
@@ -204,11 +209,6 @@ class Watched:
             return new
         read = self.compiled.read
         return read(self.session.params, new, np.int32(0), np.int32(len(tokens) - 1))[0]
-
-    def tokens(self):
-        """The output of all prompts."""
-        ended = {one.id: one.output for one in self.engine if one.output is not None}
-        return [ended[prompt].token_ids for prompt in range(len(ended))]
 
 
 def on_host(state):
