@@ -172,6 +172,7 @@ class Watched:
             row = session_row(session, prompt)
             self.engine.add_rows(prompt, [replace(row, number=first_row + prompt)])
         self.steps = self.compared = self.most_unobserved = 0
+        self.fewest_rows = session.num_rows
 
     def tokens(self):
         """The output of all prompts."""
@@ -182,6 +183,7 @@ class Watched:
                 continue
             rows._state = self.change(rows._state) if self.change else rows._state
             self.steps += 1
+            self.fewest_rows = min(self.fewest_rows, len(rows._state.length))
             if self.steps <= 24 or conftest.full:
                 self.compare(rows._state)
         return [ended[prompt].token_ids for prompt in range(len(ended))]
@@ -253,6 +255,13 @@ def test_drafters_that_sleep_and_wake(name, rule, session_of, assert_plain):
         assert watched.compared > 0
         kept = drafter.kept_features
         assert 0.5 * kept <= watched.most_unobserved <= kept
+
+
+@pytest.mark.slow  # programs of two rows and of one
+def test_states_stay_fresh_in_programs_of_fewer_rows(session_of, assert_plain):
+    watched = Watched(session_of(FEW), narrows=True)
+    assert_plain(watched.tokens())
+    assert watched.fewest_rows == 1
 
 
 def unobserved_plus(state, more):

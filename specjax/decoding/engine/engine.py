@@ -459,10 +459,10 @@ class Engine:
         return True
 
     def _seconds_left(self, slots: Sequence[Request | None]) -> float:
-        """Seconds until the last request in the slots has ended, as the last rounds went."""
-        last = next((step for step in reversed(self.statistics.steps) if step.rounds), None)
-        if last is None:
+        """Seconds until the last request in the slots has ended, as the last step went."""
+        if not self.statistics.steps:
             return 0.0
+        last = self.statistics.steps[-1]
         tokens = max(
             one.row.sampling.max_new_tokens - len(one.follower.token_ids) for one in slots if one
         )
