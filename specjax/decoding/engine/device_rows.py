@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
@@ -175,14 +176,14 @@ class DeviceRows:
         if 2 * few.num_rows > now.num_rows:
             return
         compile_s = 0.0 if is_compiled(few) else self.compile().seconds
-        if _SAVED * seconds_left <= compile_s:
+        if not _SAVED * seconds_left > compile_s:  # also where a clock gave no number
             return
         compile_setup(few, begun=True)
         rows = [self._row_slots.index(slot) for slot in slots]
         # Those over are copies of the first, which are released at once.
         rows += [rows[0]] * (few.num_rows - len(rows))
         state = take_rows(self._state, np.array(rows, np.int32))
-        spare = np.arange(len(slots), few.num_rows, dtype=np.int32)
+        spare = jnp.arange(len(slots), few.num_rows)
         self._state = release(state, spare)
         self._few, self._slots = few, tuple(slots)
 
