@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Real
 
 from specjax.controllers.base import StepRecord, StepSizes
 
@@ -81,11 +81,11 @@ def initial_costs(sizes: StepSizes) -> Costs:
 
 
 def count_work(
-    steps: Float[np.ndarray, "*A"],
-    passes: Float[np.ndarray, "*A widths"],
-    ran: Float[np.ndarray, "*A drafters"],
-    further: Float[np.ndarray, "*A drafters"],
-) -> Float[np.ndarray, "*A unknowns"]:
+    steps: Real[np.ndarray, "*A"],
+    passes: Real[np.ndarray, "*A widths"],
+    ran: Real[np.ndarray, "*A drafters"],
+    further: Real[np.ndarray, "*A drafters"],
+) -> Real[np.ndarray, "*A unknowns"]:
     """How often each unknown occurs: the constant, passes at least so wide, drafters' passes."""
     at_least = np.cumsum(passes[..., ::-1], axis=-1)[..., ::-1]
     return np.concatenate([np.asarray(steps)[..., None], at_least, ran, further], axis=-1)
