@@ -43,7 +43,7 @@ def get_config():
     # static: paths of ranks, as ((0,), (1,), (0, 0)), instead of the three numbers.
     config.tree.choices = config_dict.placeholder(tuple)
 
-    # auto: as many as are worth their measured costs | fixed: as each drafter has it | a number
+    # auto: as many as make decoding faster | fixed: as each drafter has it | a number
     config.num_speculative_tokens = "auto"
     # ((low, high, k), ...): with low..high unfinished rows at most k draft tokens.
     config.num_speculative_tokens_per_batch_size = ()

@@ -118,7 +118,6 @@ def compile_round(devices: list[Any]) -> Any:
     from specjax.decoding.setup import widths
     from specjax.decoding.state import Rows
     from specjax.distributed import sharding
-    from specjax.draft_length.limits import DraftLength
     from specjax.drafters import TreeOptions, Turns
     from specjax.drafters.base import Sampling
     from specjax.drafters.early_exit import EarlyExit
@@ -161,8 +160,7 @@ def compile_round(devices: list[Any]) -> Any:
         target=Decoder(config, jnp.dtype(jnp.bfloat16), model, form),
         drafter=Turns((drafter,)),
         rule=sampling.Rejection(),
-        draft_length=DraftLength(_TOKENS.value, ()),
-        widths=widths(drafter.num_nodes, lengths=drafter.lengths),
+        widths=widths(drafter.num_nodes, _PLATFORM.value),
         flags=sampling.WarpFlags(not sampled, sampled, False, False, False),
         capacity=_CAPACITY.value,
         chunks=(512,),
@@ -191,7 +189,9 @@ def compile_round(devices: list[Any]) -> Any:
             state.out_info,
             placed,
         )
-        run = jax.jit(loop.run, static_argnums=0, donate_argnums=2, out_shardings=(placed, None))
+        run = jax.jit(
+            loop.run, static_argnums=0, donate_argnums=2, out_shardings=(placed, None, None)
+        )
         return run.lower(plan, params, state, jax.ShapeDtypeStruct((), np.int32)).compile()
 
 

@@ -23,9 +23,8 @@ from lib.child_processes import INTERRUPTED
 from lib.model_cards import card, curve, table
 from specjax import report
 from specjax.cli import command
-from specjax.cli.decode_config import FIXED
 from specjax.cli.flags import Listed, Parser
-from specjax.decoding.options import BATCH_SIZE
+from specjax.decoding.options import BATCH_SIZE, FIXED
 from specjax.drafters import DRAFT_TOKENS
 from specjax.errors import InputError
 from specjax.fields import Flag, InputFile, InputFolder, Number, OutputFolder, Text, Whole, optional

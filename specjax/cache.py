@@ -28,6 +28,11 @@ class Window:
             self.positions if self.positions is None else _pad(self.positions, 1, slots),
         )
 
+    def take(self, rows: Int[Array, "A"]) -> Window:
+        """The window of some of the rows."""
+        positions = self.positions if self.positions is None else self.positions[rows]
+        return Window(self.k[:, rows], self.v[:, rows], positions)
+
     def admit(self, rows: Int[Array, "A"], new: Window) -> Window:
         """The window with the A rows of `new` at `rows`; those out of range are dropped."""
         positions = self.positions
@@ -56,6 +61,10 @@ class KVCache:
         """Number of tokens a row can hold (S)."""
         return self.k.shape[3]
 
+    def take(self, rows: Int[Array, "A"]) -> KVCache:
+        """The cache of some of the rows."""
+        return KVCache(self.k[:, rows], self.v[:, rows], self.length[rows])
+
     def admit(self, rows: Int[Array, "A"], new: KVCache) -> KVCache:
         """The cache with the A rows of `new` at `rows`; those out of range are dropped."""
         return KVCache(
@@ -64,23 +73,9 @@ class KVCache:
             self.length.at[rows].set(new.length, mode="drop"),
         )
 
-    def take(self, rows: Int[Array, "A"]) -> CacheRows:
-        """Some of the rows, to be read."""
-        return CacheRows(self.k, self.v, rows, self.length[rows])
-
     def release(self, rows: Int[Array, "A"]) -> KVCache:
         """The cache with nothing committed in `rows`."""
         return self.replace(length=self.length.at[rows].set(0, mode="drop"))
-
-
-@struct.dataclass
-class CacheRows:
-    """Some rows of a cache, read where they lie; `length` is theirs."""
-
-    k: Float[Array, "L B G S C"]
-    v: Float[Array, "L B G S C"]
-    rows: Int[Array, "A"]
-    length: Int[Array, "A"]
 
 
 def make_cache(

@@ -103,6 +103,7 @@ def decode(config: DecodeConfig) -> int:
     where = f"{setting.dtype}, {setting.device}"
     title = f"{config.target}, {where}, batch size {config.options.batch_size}{_lossy(config)}"
     screen.say(f"{model.num_params / 1e6:.1f}M parameters, {setting.dtype}, on {setting.device}")
+    screen.say(_ends_and_beginning(model))
     screen.legend(config.drafters[0].name)
     runs = [
         DrafterRun(one.name, config.written_for(one), made.trees)
@@ -158,6 +159,16 @@ def decode(config: DecodeConfig) -> int:
     differences = [one for totals in all_totals.values() for _, one in totals.differences]
     exact = all(one.excused for one in differences)
     return 0 if exact else DIFFERENT
+
+
+def _ends_and_beginning(model: Model) -> str:
+    """The tokens that end a sequence, and what is added to raw text."""
+    tokenizer = model.tokenizer
+    if tokenizer is None:
+        return f"ends at {', '.join(map(str, model.ends)) or 'no token'}; no tokenizer"
+    ends = ", ".join(f"{tokenizer.token(index)} ({index})" for index in model.ends)
+    added = "".join(map(tokenizer.token, tokenizer.encode(""))) or "nothing"
+    return f"ends at {ends or 'no token'}; {added} is added to raw text"
 
 
 def _largest_report(config: DecodeConfig, model: Model) -> int:

@@ -185,6 +185,11 @@ class Summary:
     mean_width: float | None
     rounds_by_width: Mapping[int, int]
 
+    @property
+    def drafted_per_round(self) -> float | None:
+        """Mean draft length, empty drafts counted; None without rounds."""
+        return self.num_draft_tokens / self.num_rounds if self.num_rounds else None
+
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON takes them: lists for tuples, strings for keys, None for undefined."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -9,20 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import trees
-from specjax.decoding import loop
-from specjax.decoding.generate import decode_session, open_engine
+from specjax.controllers import Fixed, Limits
+from specjax.decoding.generate import decode_session
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.programs import compile_setup, run, start
+from specjax.decoding.round import make_context
 from specjax.decoding.rows import batch_arguments, row_arguments
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.setup import plan_session
 from specjax.decoding.state import RUNNING
 from specjax.distributed.sharding import use
-from specjax.draft_length.limits import DraftLength
 from specjax.drafters import (
     Drafter,
     LoadedDrafter,
     TokenRecycling,
+    base,
     make_drafter,
     merge_drafters,
     take_turns,
@@ -71,10 +72,8 @@ def make_session(
     prompts,
     *,
     drafter=None,
-    draft_length=None,
     sampling=None,
     seed=0,
-    replay=None,
     every_width=False,
     **options,
 ):
@@ -92,25 +91,35 @@ def make_session(
         options=DecodeOptions(**options),
         requests=requests,
         seed=seed,
-        replay=replay,
     )
-    other = {} if draft_length is None else {"draft_length": draft_length}
-    fixed = session.plan.draft_length == DraftLength(session.plan.draft_length.max_tokens)
-    if fixed and draft_length is None and not (every_width or conftest.full):
-        other["widths"] = session.plan.widths[-1:]
-    return dataclasses.replace(session, plan=dataclasses.replace(session.plan, **other))
+    if session.controller != Fixed() or every_width or conftest.full:
+        return session
+    widest = dataclasses.replace(session.plan, widths=session.plan.widths[-1:])
+    return dataclasses.replace(session, plan=widest)
 
 
 def decode(target, prompts, **options):
-    """`generate`, with a `draft_length` that may be given outright."""
+    """`generate`, with the widths of `make_session`."""
     return decode_session(make_session(target, prompts, **options))
 
 
-def decode_at_costs(session, costs):
-    """The result of a session with "auto", and of costs that a test sets."""
-    engine = open_engine(session)
-    engine.costs = costs
-    return decode_session(session, engine=engine)
+@dataclasses.dataclass(frozen=True)
+class Scripted:
+    """A length controller: the limits and rounds of `steps`, (longest, confidence, rounds), again
+    and again.
+    """
+
+    steps: tuple
+
+    def init(self, sizes):
+        return 0
+
+    def choose(self, state, unfinished, most_rounds):
+        longest, confidence, rounds = self.steps[state % len(self.steps)]
+        return Limits(longest, confidence), min(rounds, most_rounds), state + 1
+
+    def update(self, state, record):
+        return state
 
 
 def assert_ends(target, drafter):
@@ -150,14 +159,30 @@ def empty_state(session):
 
 
 def rounds(session, state, counts=None):
-    """The state after each round, until all rows are finished; `counts` gets each round's."""
-    while bool((state.status == RUNNING).any()):
+    """The state after each round, until all rows are finished; `counts` gets each round's.
+
+    The session's controller is asked before each of them, and learns nothing.
+    """
+    memory = session.controller.init(session.step_sizes)
+    while unfinished := int((state.status == RUNNING).sum()):
+        limits, _, memory = session.controller.choose(memory, unfinished, 1)
         # The program takes the state's buffers over; what a test holds is a copy.
         with use(session.mesh):
-            state, new = run(session.plan, session.params, copied(state), jnp.int32(1))
+            state, new, _ = run(
+                session.plan,
+                session.params,
+                copied(state),
+                jnp.int32(1),
+                limits=device_limits(*limits),
+            )
         if counts is not None:
             counts.append(jax.tree.map(lambda part: np.asarray(part[:, 0]), new))
         yield state
+
+
+def device_limits(longest, confidence):
+    """Limits of a step as its program takes them."""
+    return base.Limits(np.array(longest, np.int32), np.array(confidence, np.float32))
 
 
 def columns(counts):
@@ -172,11 +197,16 @@ def copied(state):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _caught_up(plan, params, state):
-    context = loop.make_context(plan, params[0], state)
-    return tuple(
-        turns._catch_up(part, own, before, context, jnp.bool_(True))[0].drafter
-        for part, own, before in zip(plan.drafter.parts, params[1], state.drafter, strict=True)
-    )
+    context = make_context(plan, params[0], state)
+
+    def all_observed(part, own, before):
+        if not part.observes:
+            return before.drafter
+        missed = turns._observe_missed(part, own, before, context, jnp.bool_(True))
+        width = part.num_speculative_tokens + 1
+        return turns._observe(part, own, missed, context, width).drafter
+
+    return tuple(map(all_observed, plan.drafter.parts, params[1], state.drafter))
 
 
 def observed(session, state):
@@ -228,8 +258,7 @@ class Changed(Drafter):
     """Tells apart what is compiled."""
     features = property(lambda self: self.drafter.features)
     sampled = property(lambda self: self.drafter.sampled)
-    decides = property(lambda self: self.drafter.decides)
-    lengths = property(lambda self: self.drafter.lengths)
+    stops = property(lambda self: self.drafter.stops)
     num_nodes = property(lambda self: self.inner.num_nodes)
     branches = property(lambda self: self.inner.branches)
 

@@ -39,16 +39,6 @@ ROWS = [
 ]
 
 
-COSTS = {
-    "width_s": {"1": 0.1, "2": 0.11, "3": 0.12},
-    "drafters": [
-        {"drafter": "ngram", "num_speculative_tokens": 2, "first_s": 0.01, "further_s": 0.0},
-        {"drafter": "eagle3", "num_speculative_tokens": 1, "first_s": 0.15, "further_s": 0.0},
-    ],
-}
-AUTO = {"measure_s": 0.5, "start": COSTS, "end": COSTS}
-
-
 def content(name="ngram", length="2", rows=ROWS, prompts="abc", **config):
     return copy.deepcopy(
         {

@@ -10,10 +10,10 @@ from decoding import make_session
 
 from specjax import bench
 from specjax.cli import bench_run, measure_auto, measure_drafter
-from specjax.decoding import costs
 from specjax.decoding.generate import Generation
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.loading.load import save_model
+from specjax.tuning import costs
 
 
 def short(target):
@@ -60,7 +60,7 @@ def test_the_debug_size_reports_every_part(tmp_path, chatty, capsys):
     plainly, *drafted = report["auto"]
     assert [cell["drafter"] for cell in drafted] == ["test_bench:short", "test_bench:again"]
     assert (plainly["drafter"], plainly["acceptance_length"]) == ("plain, again", 1.0)
-    assert (plainly["mean_draft"], plainly["measure_s"]) == (0.0, 0.0)
+    assert plainly["mean_draft"] == 0.0
     for cell in report["auto"]:
         assert (cell["batch"], cell["identical"]) == (2, True)
         mean, low, high = cell["decoding"]
@@ -69,7 +69,7 @@ def test_the_debug_size_reports_every_part(tmp_path, chatty, capsys):
     assert len(plain) == 1  # decoded once, for all
 
 
-def test_passes_over_some_rows_have_times_of_their_own():
+def test_a_pass_is_as_wide_as_the_widest_of_its_rows():
     """Of three rows the second begins a round late, and the third ends after one round."""
     width = np.array([[1, 4, 4], [4, 1, -1], [1, -1, -1]])
     result = dataclasses.replace(took(1.0), width=width, first_round=np.array([0, 1, 0]))
@@ -80,16 +80,12 @@ def test_passes_over_some_rows_have_times_of_their_own():
     widths, rows = result.passes()
     assert widths.tolist() == [4, 4, 4]
     assert rows.tolist() == [3, 2, 1]
-    seconds = {1: {4: 1.0}, 3: {4: 10.0}}
-    assert measure_drafter.pass_seconds(result, 1, 3, seconds, 0.5) == 21 + 3 * 0.5
-    assert measure_drafter.pass_seconds(result, 0, 3, seconds, 0.0) == 30
+    assert measure_drafter.pass_seconds(result, {1: 1.0, 4: 10.0}, 0.5) == 30 + 3 * 0.5
 
 
 def test_the_prediction_is_the_ratio_of_two_rates(tiny, monkeypatch):
-    """Of three rows two end early, and a pass over the one that is left costs less."""
+    """Of passes over all slots, however many rows are left."""
     session = make_session(tiny, [[1, 2]] * 3, drafter=Ngram(num_speculative_tokens=2))
-    plan = dataclasses.replace(session.plan, partial_rows=1)
-    session = dataclasses.replace(session, plan=plan)
     asked = []
 
     def widths_seconds(target, params, widths, *, batch, committed, capacity):
@@ -103,13 +99,13 @@ def test_the_prediction_is_the_ratio_of_two_rates(tiny, monkeypatch):
         width = np.array(width)
         return dataclasses.replace(took(1.0), width=width, first_round=np.zeros(3, int))
 
-    # Both have ten tokens: 4 + 4 + 2 seconds plainly, and 6 + 4 with a draft of 0.5 in each round.
+    # Ten tokens each, in four slots: three passes of 5 s, and two of 7 s with drafts of 0.5 s.
     plain = generation([[1, 1, 1], [1, 1, -1], [1, -1, -1]])
     drafted = generation([[3, 3], [3, -1], [1, -1]])
     predicted, draft_s = measure_drafter._predict(session, plain, drafted, [[1, 2]] * 3, 8)
     assert draft_s == 0.5
-    assert predicted == pytest.approx((4 + 4 + 2) / (6 + 4 + 2 * 0.5))
-    assert asked == [(1, 6), (3, 6)]
+    assert predicted == pytest.approx(3 * 5 / (2 * 7 + 2 * 0.5))
+    assert asked == [(4, 6)]
 
 
 def took(decode_s):

@@ -24,10 +24,10 @@ from accelerator.rows import FAILED, MEASURED, NO_FIT, SKIPPED, Rows, read_rows
 from accelerator.sizes import SIZES, model_shape
 from accelerator.synthetic import random_cache, random_model
 from specjax import generate
-from specjax.decoding import costs
 from specjax.errors import InputError
 from specjax.models.decoder import Form
 from specjax.reporting.plots import Curve, draw_curves
+from specjax.tuning import costs
 
 DEBUG, FULL = SIZES["debug"], SIZES["full"]
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None

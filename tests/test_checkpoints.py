@@ -61,7 +61,7 @@ def test_a_model_comes_back_with_its_tokenizer(chatty, tmp_path):
     assert_same(loaded.params, chatty.params)
     assert (loaded.config, loaded.dtype) == (chatty.config, chatty.dtype)
     ours, theirs = loaded.tokenizer, chatty.tokenizer
-    for field in ("bos_id", "eos_ids", "add_bos", "chat_template", "special_tokens"):
+    for field in ("bos_id", "eos_ids", "chat_template", "special_tokens"):
         assert getattr(ours, field) == getattr(theirs, field)
     for text in ("Name three rivers.", " naïve \n\t日本 <|im_end|>", ""):
         assert ours.encode(text) == theirs.encode(text)

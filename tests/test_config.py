@@ -170,7 +170,7 @@ def test_one_line_and_exit_code(capsys):
 def test_auto_is_what_decode_begins_with_and_nothing_else():
     assert read().num_speculative_tokens == "auto"
     assert read_decode_config(read().to_dict()).options.num_speculative_tokens == "auto"
-    for given, length in (("fixed", None), ("3", 3)):
+    for given, length in (("fixed", "fixed"), ("3", 3)):
         config = read(f"--config.num_speculative_tokens={given}").to_dict()
         assert read_decode_config(config).options.num_speculative_tokens == length
     lengths = {

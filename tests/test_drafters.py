@@ -28,7 +28,7 @@ from test_decoder import one_pass
 
 import specjax
 from specjax import sampling, trees
-from specjax.decoding import loop
+from specjax.decoding.round import propose as propose_round
 from specjax.drafters import DRAFTERS, TRAINED, Drafter, drafter_options
 from specjax.drafters.base import Context, Sampling
 from specjax.drafters.lookup.ngram import Ngram, find_matches
@@ -128,7 +128,7 @@ def test_several_matches_make_a_tree():
     rows = [[1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 6, 1, 2], [1, 2, 3, 4, 1, 2], [1, 2, 7, 1, 2], [5, 6, 8]]
     context = context_of(rows, [3, 3, 1, 3])
     drafter = Ngram(num_speculative_tokens=3, num_matches=3)
-    assert (drafter.num_nodes, drafter.lengths) == (9, (3, 6))
+    assert drafter.num_nodes == 9
     draft = proposed(drafter, context)
     assert draft.valid.sum(axis=1).tolist() == [8, 3, 1, 0]
     # The latest match first; what follows the other two begins with the same token.
@@ -177,7 +177,7 @@ def test_drafts_come_from_the_distributions_that_they_name(name, tiny, unrelated
         sampling=mixed(max_new_tokens=9),
         num_speculative_tokens=3,
     )
-    propose = jax.jit(loop.propose, static_argnums=0)
+    propose = jax.jit(propose_round, static_argnums=0)
     # After one-token prompts, and after rounds that ended in many ways.
     states = [first_state(session)]
     states += itertools.islice(rounds(session, states[0]), 2)
@@ -308,7 +308,7 @@ def test_features_reach_the_drafter_at_the_right_positions(tiny):
         drafter=Watching(names),
         sampling=mixed(max_new_tokens=10),
     )
-    assert session.plan.draft_length.max_tokens == 3
+    assert session.plan.drafter.num_speculative_tokens == 3
     state = first_state(session)
     states = [state, *rounds(session, state)]
     for state in (states[0], states[1], states[-1]):

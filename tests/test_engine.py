@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import slow
-from decoding import PROMPTS, decode, drafters, greedy, make_session, mixed
+from decoding import PROMPTS, Scripted, decode, drafters, greedy, make_session, mixed
 from heads import eagle_drafter, medusa_head, mtp_drafter
 
 import specjax
@@ -433,9 +433,11 @@ def test_other_parameters(tiny, unrelated):
     another = Engine(other, batch_size=2)
     another.add([4, 5], greedy(max_new_tokens=8))
     (wanted,) = (one.output.token_ids for one in another if one.output is not None)
-    drafter, auto = Ngram(num_speculative_tokens=1), "auto"
     engine = Engine(
-        tiny, drafter=drafter, num_speculative_tokens=auto, batch_size=2, rounds_per_step=2
+        tiny,
+        drafter=Ngram(num_speculative_tokens=1),
+        controller=Scripted((((1,), (0.0,), 2),)),
+        batch_size=2,
     )
     before = programs._compile.cache_info().misses
     engine.add([1, 2], greedy(max_new_tokens=30), id="runs")
@@ -443,10 +445,10 @@ def test_other_parameters(tiny, unrelated):
     engine.step()
     compiled = programs._compile.cache_info().misses
     assert compiled >= before
+    assert engine._controller_state > 0
     engine.update_params(fresh, running="abort")
-    # Costs are measured anew, while others decode.
-    assert engine.costs.estimate is None
-    assert engine._rows._state.policy.survival.tested.sum() == 0
+    # What was learned of draft lengths is forgotten.
+    assert engine._controller_state == 0
     engine.add([4, 5], greedy(max_new_tokens=8), id="new")
     outputs = {one.id: one.output for one in engine if one.output is not None}
     assert outputs["runs"].finish_reason == outputs["waits"].finish_reason == "abort"

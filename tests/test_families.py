@@ -406,7 +406,6 @@ def edited(name, folder, change):
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True"),
         ("gpt2", {"activation_function": "relu"}, "activation_function='relu'"),
-        ("glm4", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers=1"),
         ("glm4", {"rope_parameters": {"partial_rotary_factor": 0.95}}, "rotary_width=11"),
         ("glm4", {"rope_parameters": {"partial_rotary_factor": 0.6}}, "rotary_width=7"),
         ("glm4", {"attention_bias": False}, "unexpected: model.layers."),

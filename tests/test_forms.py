@@ -17,6 +17,7 @@ from specjax.cache import KVCache
 from specjax.decoding import loop
 from specjax.decoding.programs import compile_setup
 from specjax.decoding.rows import batch_arguments
+from specjax.decoding.start import empty_state
 from specjax.distributed import sharding
 from specjax.drafters import head_drafter, make_drafter
 from specjax.errors import InputError
@@ -278,7 +279,7 @@ def a_round(target, drafter):
     """The function of a round, and its arguments."""
     session = make_session(target, PROMPTS, drafter=drafter, sampling=greedy(max_new_tokens=4))
     arguments = batch_arguments(session, range(session.batch_size))
-    empty = functools.partial(loop.empty_state, session.plan)
+    empty = functools.partial(empty_state, session.plan)
     state = jax.eval_shape(empty, session.params, *arguments)
     return functools.partial(loop.run, session.plan), session.params, state, jnp.int32(1)
 
@@ -401,7 +402,7 @@ def test_the_form_for_gpus_compiles_for_them_as_far_as_that_goes_without(width):
     model = random_model(config, 0, dtype="float32", form=form)
     session = make_session(model, PROMPTS, sampling=greedy(max_new_tokens=4))
     arguments = batch_arguments(session, range(session.batch_size))
-    empty = functools.partial(loop.empty_state, session.plan)
+    empty = functools.partial(empty_state, session.plan)
     state = jax.eval_shape(empty, session.params, *arguments)
     program = jax.jit(loop.run, static_argnums=0)
     traced = program.trace(session.plan, session.params, state, jnp.int32(1))

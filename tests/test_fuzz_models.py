@@ -16,9 +16,10 @@ from json_values import TEXTS, changed
 
 from specjax.errors import InputError
 from specjax.loading.formats import gguf
+from specjax.loading.formats.families import registry
 from specjax.loading.formats.gguf_file import open_gguf
 from specjax.loading.formats.gguf_parts import open_parts
-from specjax.loading.formats.huggingface import read_params
+from specjax.loading.formats.huggingface import read_headers, read_params
 from specjax.loading.formats.huggingface_config import read_config
 from specjax.loading.head_formats import read_foreign, write_foreign
 from specjax.loading.tokenizers.gguf_tokenizer import read_tokenizer
@@ -105,8 +106,9 @@ def test_random_bytes_after_a_gguf_preamble(tmp_path, tail, tensors, keys):
 
 def load_directory(path):
     tokenizer = read_directory_tokenizer(path)
-    config, mtp = read_config(path, None if tokenizer is None else tokenizer.vocab_size)
-    read_params(path, config, np.dtype(np.float32), mtp=mtp)
+    config, _ = read_config(path, None if tokenizer is None else tokenizer.vocab_size)
+    stored = read_headers(path, registry.family(config.family))
+    read_params(stored, config, np.dtype(np.float32))
     return tokenizer
 
 

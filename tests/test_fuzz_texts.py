@@ -81,7 +81,6 @@ BENCH = {
 def test_changed_reports(tmp_path, data):
     path = tmp_path / "a.json"
     auto = reports.content("ngram+eagle3", "auto")
-    auto["summary"]["auto"] = reports.AUTO
     good = [reports.content(), BENCH, {"runs": [reports.content(), auto]}]
     path.write_text(json.dumps(data.draw(st.sampled_from(good).flatmap(changed))))
     for report in outcome(lambda: read_reports(path), memory=8_000_000) or ():

@@ -185,6 +185,28 @@ def test_stop_strings_that_span_rounds(rounds, speaking, plain, right):
     assert list(map(len, flags)) == list(map(len, ids))
 
 
+def test_stop_strings_with_a_special_token(speaking, plain, right):
+    """It is not in the text, and ends the output all the same, alone or with what is around it."""
+    (tokens,) = plain.token_ids
+    index = next(i for i in range(2, LENGTH - 1) if tokens[i] not in tokens[:i])
+    written = spelled(tokens)
+    backend = tokenizers.Tokenizer.from_str(speaking.tokenizer.backend.to_str())
+    backend.add_special_tokens([written[index]])
+    model = dataclasses.replace(speaking, tokenizer=Tokenizer(backend))
+    cases = [case for case in stop_cases(written) if written[index] in case[0][0]]
+    assert len(cases) > 3
+    options = dict(
+        drafter=right,
+        verify="coupled",
+        sampling=[drawn(stop=stop) for stop, _, _ in cases],
+        num_speculative_tokens=4,
+        batch_size=11,
+    )
+    texts, ids, _ = streamed(model, [PROMPT] * len(cases), rounds_per_step=3, **options)
+    assert texts == [text for _, text, _ in cases]
+    assert ids == [tokens[:count] for _, _, count in cases]
+
+
 def streamed(model, prompts, **options):
     """Texts, token ids and flags of a stream, put together; the last delta alone has a reason."""
     texts = ["" for _ in prompts]

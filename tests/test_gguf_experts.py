@@ -138,6 +138,18 @@ def test_modules_are_whole_and_share_embedding_and_head(announced, tmp_path):
         load_model(write(tmp_path / "c.gguf", GLM, arrays))
 
 
+def test_modules_that_a_tool_dropped(announced, tmp_path, caplog):
+    directory, arrays = announced
+    without = {key: value for key, value in arrays.items() if not key.startswith("blk.4.")}
+    path = write(tmp_path / "a.gguf", GLM, without, MODULES)
+    model = load_model(path, dtype="float32")
+    assert model.mtp is None
+    (line,) = caplog.messages
+    assert line.startswith(f"{path}: MTP modules are announced (1), and their tensors are not")
+    theirs = load_model(directory, dtype="float32")
+    jax.tree.map(np.testing.assert_array_equal, model.params, theirs.params)
+
+
 def one_by_one(arrays):
     """As files were before llama.cpp merged experts."""
     merged = arrays.pop("blk.0.ffn_gate_exps.weight")

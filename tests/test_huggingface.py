@@ -233,9 +233,7 @@ def test_mtp_layers_are_refused(name, directory):
     save_file({**tensors, name: np.ones((2, 2), np.float32)}, path)
     assert f"{name} belongs to an MTP layer" in refusal(directory)
     edit(directory / "config.json", {"num_nextn_predict_layers": 1})
-    assert "num_nextn_predict_layers=1 is not supported for model_type='llama'" in refusal(
-        directory
-    )
+    assert "which model_type='llama' does not have" in refusal(directory)
     edit(directory / "config.json", {"num_nextn_predict_layers": 0})
     save_file(tensors, path)
     load_model(directory)

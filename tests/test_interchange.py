@@ -204,6 +204,51 @@ def test_a_padded_vocabulary_is_truncated(tiny, tmp_path):
     check_same(head, read_foreign(path, tiny), tiny, "truncated")
 
 
+PADDED = 64
+"""Rows of a target whose embedding is padded beyond its 61 tokens."""
+
+
+@pytest.mark.parametrize("form", ["eagle3", "speculators", "medusa"])
+def test_a_draft_vocabulary_may_name_padding(tiny, tmp_path, form):
+    """Too few tokens in the training data: the map is filled with rows that have no token."""
+    medusa = form == "medusa"
+    make = medusa_head if medusa else eagle_head
+    head = make(tiny, vocabulary=VOCABULARY)
+    path = written(tmp_path, head, form, tiny)
+    ids = np.concatenate([head.draft_ids[:-2], [62, 63]]).astype(np.int64)
+    maps = {"token_map": ids}
+    if not medusa:
+        known = np.zeros(PADDED, np.bool_)
+        known[ids] = True
+        maps = {"d2t": ids - np.arange(VOCABULARY), "t2d": known}
+    config = json.loads((path / "config.json").read_text())
+    layer = "transformer_layer_config"
+    changed = {layer: {**config[layer], "vocab_size": PADDED}} if layer in config else {}
+    edit(path, config=changed or {"vocab_size": PADDED}, tensors=maps)
+    again = read_foreign(path, tiny)
+    np.testing.assert_array_equal(again.draft_ids, head.draft_ids[:-2])
+    kernel, own = (np.asarray(one.params["head"]["kernel"]) for one in (again, head))
+    np.testing.assert_array_equal(kernel, own[..., :-2])
+    # Ids beyond the stated rows are still refused.
+    edit(path, tensors={next(iter(maps)): np.full(VOCABULARY, 99)})
+    with pytest.raises(InputError, match="out of range"):
+        read_foreign(path, tiny)
+
+
+def test_a_padded_medusa_head_need_not_state_its_rows(tiny, tmp_path):
+    head = medusa_head(tiny)
+    path = written(tmp_path, head, "medusa", tiny)
+    stored = load_file(next(path.glob("*.safetensors")))
+    wide = {
+        name: np.pad(value, ((0, PADDED - len(value)), (0, 0)), constant_values=9)
+        for name, value in stored.items()
+        if value.shape[0] == tiny.config.vocab_size
+    }
+    assert wide
+    edit(path, config={"vocab_size": None, "truncated_vocab_size": None}, tensors=wide)
+    check_same(head, read_foreign(path, tiny), tiny, "truncated")
+
+
 def test_an_embedding_that_is_the_targets_is_borrowed(tiny, tmp_path):
     path = written(tmp_path, eagle_head(tiny), "eagle3", tiny)
     embedding = shared_with_target.target_embedding(tiny)

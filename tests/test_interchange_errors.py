@@ -34,7 +34,11 @@ from specjax.loading.load import random_model
         (dict(config={"norm_before_fc": True}), "missing: input_norm.weight"),
         (dict(config={"norm_before_fc": True, "fc_norm": True}), "both true"),
         (dict(config={"hidden_act": "gelu"}), "hidden_act='gelu'"),
-        (dict(config={"num_hidden_layers": 40}), "num_hidden_layers=40.*only 1 is"),
+        (dict(config={"num_hidden_layers": "1"}), "num_hidden_layers='1': must be a number"),
+        (dict(tensors={"layers.1.mlp.up_proj.weight": np.ones((2, 2))}), "the file has 2 layers"),
+        (dict(config={"parallel_draft_step": 2}), "parallel_draft_step=2: is unknown"),
+        (dict(config={"eagle_config": {"use_mtp_layernorm": True}}), "use_mtp_layernorm=True"),
+        (dict(config={"quantization_config": {"bits": 4}}), "quantised weights"),
         (dict(config={"norm_twice": True}), "norm_twice=True: is unknown"),
         (dict(config={"norm_output": "yes"}), "norm_output='yes': must be true or false"),
         (dict(config={"vocab_size": 60}), "vocab_size=60: random-0 has 61 tokens"),
@@ -62,9 +66,12 @@ def test_an_eagle3_head_that_does_not_fit(change, message, tiny, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(config={"medusa_num_heads": 2}), "medusa_num_heads=2 disagrees"),
-        (dict(config={"num_heads": 2, "medusa_num_heads": 2}), "unexpected: 2.0.linear"),
-        (dict(config={"num_heads": 4, "medusa_num_heads": 4}), "missing: 3.0.linear.weight"),
+        (dict(drop=["1.0.linear.weight"]), "missing: 1.0.linear.weight"),
+        (
+            dict(tensors={"999999999.0.linear.bias": np.ones(24, np.float32)}),
+            "1000000000 heads of 1 blocks, and only 7 tensors are there",
+        ),
+        (dict(config={"residual": "none"}), "residual='none': is unknown"),
         (dict(config={"medusa_fc_bias": False}), "medusa_fc_bias=False: the file has biases"),
         (dict(drop=["token_map"]), "token_map is missing"),
         (dict(tensors={"token_map": np.arange(22, 62)}), r"token_map\[39\] is token 61"),

@@ -32,7 +32,7 @@ ORDER = [
     "specjax.distributed",
     "specjax.fields",
     "specjax.files specjax.theory",
-    "specjax.sampling specjax.draft_length specjax.cache specjax.trees specjax.metrics "
+    "specjax.sampling specjax.controllers specjax.cache specjax.trees specjax.metrics "
     "specjax.signals specjax.errors",
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names.split()}
@@ -54,6 +54,24 @@ def test_imports_go_down():
         if level(name) > level(other)
     ]
     assert not upward
+
+
+# A step is given its limits, and what chooses them knows nothing of a step.
+TRACED = {
+    f"specjax.decoding.{name}" for name in ("loop", "round", "start", "state", "plan", "verify")
+}
+
+
+def test_a_round_and_what_chooses_its_limits_do_not_know_each_other():
+    chosen_by = {name for name in GRAPH if name.startswith("specjax.controllers")}
+    assert {"specjax.controllers", "specjax.controllers.auto"} <= chosen_by
+    assert all(GRAPH[name] <= chosen_by for name in chosen_by)
+    assert GRAPH.keys() >= TRACED
+    reached = set(TRACED)
+    while new := set().union(*(GRAPH[name] for name in reached)) - reached:
+        reached |= new
+    assert reached > TRACED
+    assert not reached & chosen_by
 
 
 def test_no_circles():

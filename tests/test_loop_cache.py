@@ -19,7 +19,6 @@ from decoding import (
     rounds,
 )
 
-from specjax.draft_length.limits import DraftLength
 from specjax.drafters.none import NoDrafter
 from specjax.models.prefill import prefill
 
@@ -101,7 +100,6 @@ def laddered(tiny, similar):
 
     With all rows running nothing may be drafted; then, as rows finish, two, then three.
     """
-    ladder = DraftLength(3, by_batch=((8, 8, 0), (5, 7, 2)))
     sampling = [
         request.__class__(temperature=1.0, max_new_tokens=3 + 2 * row)
         for row, request in enumerate(mixed())
@@ -110,8 +108,8 @@ def laddered(tiny, similar):
         tiny,
         PROMPTS,
         drafter=draft_model(similar),
-        draft_length=ladder,
         num_speculative_tokens=3,
+        num_speculative_tokens_per_batch_size=((8, 8, 0), (5, 7, 2)),
         sampling=sampling,
     )
     counts, state = [], first_state(session)

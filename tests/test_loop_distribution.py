@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import row_count, slow, tiny_config
-from decoding import Deciding, changed, draft_model
+from decoding import Deciding, changed, device_limits, draft_model
 
 from specjax import sampling
-from specjax.decoding import loop
+from specjax.decoding import round as one_round
+from specjax.decoding import start as starting
 from specjax.decoding.sampling_params import SamplingParams
-from specjax.draft_length.limits import DraftLength
-from specjax.draft_length.policy import Costs
 from specjax.drafters import LoadedDrafter, take_turns
+from specjax.drafters.base import Limits
 from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.drafters.none import NoDrafter
@@ -118,20 +118,15 @@ def test_ngram(tables):
     assert check.acceptance_length > 1.03
 
 
-STEEP = Costs(
-    passes=np.asarray([1.0, 1.05], np.float32),
-    first=np.asarray([0.1], np.float32),
-    further=np.asarray([0.3], np.float32),
-    catch_up=np.asarray([0.0], np.float32),
-)
-"""Of rounds of widths 1 and 4: they make the third token pay in some rounds only."""
-
 EXACT = {
     "plain": (lambda draft: NoDrafter(), {}),
     "sampled": (draft_model, {}),
     "greedy_nodes": (functools.partial(draft_model, draft_sample_method="greedy"), {}),
     "p_min": (functools.partial(draft_model, draft_p_min=0.4), {}),
-    "auto": (draft_model, {"draft_length": DraftLength(3, auto=True), "costs": STEEP}),
+    "limits": (
+        functools.partial(draft_model, num_speculative_tokens=3),
+        {"num_speculative_tokens": 3, "limits": device_limits([2], [0.4])},
+    ),
 }
 
 
@@ -146,7 +141,7 @@ EXACT = {
         *slow(
             ("p_min", "block"),
             ("sampled", "rejection"),
-            ("auto", "rejection"),
+            ("limits", "rejection"),
             ("plain", "rejection"),
             ("greedy_nodes", "block"),
         ),
@@ -156,8 +151,6 @@ def test_tables(name, rule, tables):
     target, draft = tables
     make, options = EXACT[name]
     drafter = make(draft)
-    length = options["draft_length"].max_tokens if options else 2
-    options = dict(num_speculative_tokens=length, **options)
     rows = row_count(MANY if name == "sampled" else FEWER)
     check = check_drafter(drafter, target, rows, prompt=PROMPT, verify=rule, **options)
     assert check.passed, check
@@ -180,12 +173,11 @@ def test_a_length_that_follows_the_neighbours_is_exact(tables):
     """Rows of one batch end at a stop token of their own, and the others then draft more."""
     target, draft = tables
     drafter = draft_model(draft)
-    ladder = DraftLength(2, by_batch=((3, 3, 0), (2, 2, 1), (1, 1, 2)))
     model, params = target
     groups, batch, length = FEWER, 3, 3
     capacity = len(PROMPT) + length + 2
     turns, drafter_params = take_turns(drafter)
-    plan = make_plan(model, turns, ladder, verify=Rejection(), request=AS_IS, capacity=capacity)
+    plan = make_plan(model, turns, 2, verify=Rejection(), request=AS_IS, capacity=capacity)
 
     @jax.jit
     def one(group):
@@ -194,12 +186,18 @@ def test_a_length_that_follows_the_neighbours_is_exact(tables):
         # The first row continues; the others end where they emit an even token.
         stops = jnp.where(jnp.arange(batch)[:, None] == 0, -1, 2 * jnp.arange(VOCAB // 2)[None, :])
         rows = rows.replace(stop_ids=stops.astype(jnp.int32))
-        state = loop.start(plan, (params, drafter_params), tokens, rows, size, status)
-        state, counts = loop.run(plan, (params, drafter_params), state, jnp.int32(length))
-        return state.tokens[0], counts.drafted[0]
+        state = starting.start(plan, (params, drafter_params), tokens, rows, size, status)
+
+        def advance(state, _):
+            limits = Limits(batch - state.active.sum(keepdims=True), jnp.zeros(1))
+            state, counts, _ = one_round.one_round(plan, (params, drafter_params), state, limits)
+            return state, counts.drafted[0]
+
+        state, drafted = jax.lax.scan(advance, state, length=length)
+        return state.tokens[0], drafted
 
     tokens, drafted = jax.vmap(one)(jnp.arange(groups))
-    assert set(np.unique(drafted[:, :length])) == {0, 1, 2}
+    assert set(np.unique(drafted)) == {0, 1, 2}
     outputs = np.asarray(tokens)[:, len(PROMPT) : len(PROMPT) + length]
     code = np.ravel_multi_index(tuple(outputs.T), (VOCAB,) * length)
     found = chi_square(
@@ -248,9 +246,11 @@ def with_keys(change):
 
 
 def same_noise_every_round(monkeypatch):
-    real = loop.round_keys
+    real = one_round.round_keys
     monkeypatch.setattr(
-        loop, "round_keys", lambda plan, state: real(plan, state.replace(round=0 * state.round))
+        one_round,
+        "round_keys",
+        lambda plan, state: real(plan, state.replace(round=0 * state.round)),
     )
 
 
@@ -329,7 +329,7 @@ def test_the_three_tokens_come_from_as_many_rounds_as_is_said(length, rounds, ta
     plan = make_plan(
         model,
         turns,
-        DraftLength(length),
+        length,
         verify=Rejection(),
         request=AS_IS,
         capacity=len(PROMPT) + 2 * length + 2,

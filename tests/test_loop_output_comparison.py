@@ -9,7 +9,6 @@ from conftest import slow
 from decoding import PROMPTS, Deciding, decode, drafters, greedy, mixed, replay
 
 from specjax import sampling
-from specjax.draft_length.limits import DraftLength
 from specjax.drafters.early_exit import EarlyExit
 
 NEW = 32
@@ -216,7 +215,7 @@ def test_a_row_does_not_change_with_the_batch(rule, sizes, tiny, every, plain_mi
             assert (getattr(first, field) == getattr(other, field)).all()
 
 
-LADDER = DraftLength(4, by_batch=((1, 2, 4), (3, 5, 2), (6, 7, 1), (8, 8, 0)))
+LADDER = ((1, 2, 4), (3, 5, 2), (6, 7, 1), (8, 8, 0))
 
 
 @pytest.mark.slow  # as on a ladder of lookups (test_limits)
@@ -232,8 +231,7 @@ def test_lengths_that_follow_the_batch(tiny, every, plain_mixed):
         drafter=every["early_exit"],
         verify="coupled",
         sampling=requests,
-        num_speculative_tokens=4,
-        draft_length=LADDER,
+        num_speculative_tokens_per_batch_size=LADDER,
     )
     for row, tokens in enumerate(got.token_ids):
         assert tokens == plain_mixed.token_ids[row][: NEW - 3 * row]
@@ -242,8 +240,8 @@ def test_lengths_that_follow_the_batch(tiny, every, plain_mixed):
     assert len(drafted) >= 3, drafted
 
 
-@pytest.mark.slow  # as in test_draft_length, where costs are set
-def test_the_length_follows_measured_costs(tiny, every, plain_mixed):
+@pytest.mark.slow  # as lengths that a test sets (test_sleeping_steps)
+def test_lengths_that_auto_chooses(tiny, every, plain_mixed):
     got = decode(
         tiny,
         PROMPTS,

@@ -14,7 +14,6 @@ from test_loop_distribution import small_model
 from specjax import theory
 from specjax.decoding.generate import decode_session, expected_acceptance, open_engine
 from specjax.decoding.sampling_params import SamplingParams
-from specjax.draft_length.limits import DraftLength
 from specjax.drafters import take_turns
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.sampling import RULES
@@ -30,10 +29,9 @@ def counts(target, drafter, rule="rejection", prompt=(1, 2), length=LENGTH, roun
     """Accepted tokens of full drafts, [rows, rounds]."""
     model, params = target
     room = len(prompt) + (rounds + 1) * (length + 1)
-    lengths = DraftLength(length)
     turns, drafter_params = take_turns(drafter)
     verify = RULES[rule]
-    plan = make_plan(model, turns, lengths, verify=verify, request=AS_IS, capacity=room)
+    plan = make_plan(model, turns, length, verify=verify, request=AS_IS, capacity=room)
     params = params, drafter_params
     _, counted = decode_rows(plan, params, prompt, AS_IS, np.arange(ROWS), 0, rounds)
     assert (np.asarray(counted.drafted)[:, :rounds] == length).all()
@@ -158,7 +156,7 @@ def test_lengths_that_followed_other_rows_are_those_that_are_predicted(tiny):
         num_speculative_tokens_per_batch_size=[(1, 3, 2), (4, 8, 0)],
     )
     session = make_session(tiny, PROMPTS, batch_size=8, **options)
-    # What decodes with the lengths of the ladder, and what records without a replay, is one plan.
+    # What decodes and what records is one plan.
     session = dataclasses.replace(session, plan=dataclasses.replace(session.plan, overlaps=True))
     groups = session.groups(4)
     engine = open_engine(session, 2)

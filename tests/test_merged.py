@@ -51,7 +51,6 @@ def test_each_row_gets_what_all_say():
     drafter, params = merge_drafters(Ngram(num_matches=2), says(9, 3))
     assert drafter.name == "ngram|says 9"
     assert (drafter.num_speculative_tokens, drafter.num_nodes) == (8, 19)
-    assert drafter.lengths == (8, 3)
     shorter = dataclasses.replace(drafter, num_speculative_tokens=2)
     assert [part.num_speculative_tokens for part in shorter.parts] == [2, 2]
     # None gets longer than it is.
@@ -128,10 +127,9 @@ def broken(loaded, noises, merge):
 
 def without_any_duplicate(draft):
     """Drops what was drawn where a sibling before it has its token."""
-    rows = draft.logq_row.astype(jnp.float32)
-    all_alike = draft.replace(logq_row=jnp.full_like(draft.logq_row, -1), confidence=rows)
-    merged = trees.merge_duplicates(all_alike)
-    return merged.replace(logq_row=merged.confidence.astype(jnp.int32), confidence=None)
+    # Any number below 0 says that a node was not drawn.
+    merged = trees.merge_duplicates(draft.replace(logq_row=-2 - draft.logq_row))
+    return merged.replace(logq_row=-2 - merged.logq_row)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +226,8 @@ def test_merged_drafters_take_turns():
 
     @jax.jit
     def propose():
-        return turns.propose(params, turns.init(params, 3, 16), context, silence).draft
+        state = turns.init(params, 3, 16)
+        return turns.propose(params, state, context, silence, turns.full_limits()).draft
 
     draft = propose()
     assert draft.valid.sum(axis=1).tolist() == [4, 3, 0]

@@ -23,7 +23,7 @@ from decoding import (
 from heads import eagle_drafter, eagle_head, mtp_drafter
 from test_decoder import one_pass
 
-from specjax.decoding import loop
+from specjax.decoding.round import make_context
 from specjax.drafters import head_drafter
 from specjax.drafters.base import Accepted
 from specjax.errors import InputError
@@ -129,7 +129,7 @@ def test_a_row_does_not_depend_on_its_neighbours(form, rule, tiny):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def observe_all(plan, drafter, target_params, params, features, state):
-    context = loop.make_context(plan, target_params, state)
+    context = make_context(plan, target_params, state)
     following = jnp.pad(state.tokens[:, 1:], ((0, 0), (0, 1)))
     count = jnp.maximum(state.length - 1, 0)
     empty = drafter.init(params, *state.tokens.shape)

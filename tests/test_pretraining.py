@@ -313,7 +313,7 @@ def test_a_models_tokenizer(tmp_path, text, chatty):
     data = open_sources([tmp_path / "a" / "tokens"], target_metadata(chatty))
     kept = data.tokenizer()
     assert kept.first_difference(chatty.tokenizer) is None
-    for name in ("bos_id", "eos_ids", "add_bos", "chat_template", "special_tokens"):
+    for name in ("bos_id", "eos_ids", "chat_template", "special_tokens"):
         assert getattr(kept, name) == getattr(chatty.tokenizer, name)
     inside = data.parts[0].directory / "tokenizer"
     assert tokenize(text, tmp_path / "b", f"--config.tokenizer={inside}") == 0

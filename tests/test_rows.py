@@ -12,6 +12,7 @@ from heads import eagle_drafter, medusa_head, mtp_drafter
 
 from specjax.cache import KVCache, Window
 from specjax.decoding import loop
+from specjax.decoding import start as starting
 from specjax.decoding.rows import batch_arguments
 from specjax.decoding.state import RUNNING, STOPPED, admit, release
 from specjax.drafters import head_drafter, take_turns
@@ -97,7 +98,7 @@ def test_a_row_admitted_in_a_later_round_decodes_as_alone(
     name, rule, prompt, tiny, unrelated, similar
 ):
     session = session_for(tiny, drafter_of(name, tiny, unrelated, similar), rule)
-    start = jax.jit(functools.partial(loop.start, session.plan))
+    start = jax.jit(functools.partial(starting.start, session.plan))
     run = jax.jit(functools.partial(loop.run, session.plan))
     params = session.params
     strangers = start(params, *batch_arguments(session, [0, 1, 2, 3]))
@@ -122,7 +123,9 @@ def test_a_row_admitted_in_a_later_round_decodes_as_alone(
 def test_every_leaf_has_rows_first_or_belongs_to_a_cache(tiny, unrelated, similar):
     session = session_for(tiny, drafter_of("turns_model", tiny, unrelated, similar), "rejection")
     state = jax.eval_shape(
-        functools.partial(loop.start, session.plan), session.params, *batch_arguments(session, [0])
+        functools.partial(starting.start, session.plan),
+        session.params,
+        *batch_arguments(session, [0]),
     )
     leaves = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, KVCache | Window))
     assert sum(isinstance(leaf, KVCache) for leaf in leaves) == 2
@@ -132,7 +135,7 @@ def test_every_leaf_has_rows_first_or_belongs_to_a_cache(tiny, unrelated, simila
 
 def test_a_released_slot_holds_nothing(tiny, similar, unrelated):
     session = session_for(tiny, drafter_of("similar", tiny, unrelated, similar), "rejection")
-    state = loop.start(session.plan, session.params, *batch_arguments(session, [0, 1, 2, 3]))
+    state = starting.start(session.plan, session.params, *batch_arguments(session, [0, 1, 2, 3]))
     state = release(state, jnp.array([2]))
     assert state.cache.length.tolist()[2] == 0
     assert state.drafter[0].drafter.cache.length.tolist()[2] == 0

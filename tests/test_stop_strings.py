@@ -1,6 +1,4 @@
-"""Stop strings in an output that grows: as in all of its text, and at a cost that does not grow."""
-
-import dataclasses
+"""Stop strings in an output that grows: as in all of its text, special tokens included."""
 
 import pytest
 import tokenizers
@@ -8,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_tokenizer import sentencepiece, smollm2, tiny  # noqa: F401 - fixtures
 
-from specjax.decoding.stop_strings import StopFinder, first_stop
-from specjax.loading.tokenizers.tokenizer import Tokenizer
+from specjax.decoding.engine.stop_strings import OutputText
+from specjax.loading.tokenizers.detokenizer import Detokenizer
+from specjax.loading.tokenizers.tokenizer import StreamDecoder, Tokenizer
 
 TEXT = "The naïve café, 12 €: 日本語 👩‍👩‍👧 <|im_end|> é  end\n\nx"
 
@@ -32,65 +31,132 @@ def metaspace():
     return Tokenizer(backend)
 
 
-def by_full_decode(tokenizer, tokens, stops):
-    """The first number of tokens whose text has a stop string."""
-    for count in range(1, len(tokens) + 1):
-        if first_stop(tokenizer.decode(tokens[:count]), stops) is not None:
-            return count
-    return None
+def whole_texts(tokenizer, tokens):
+    """After each token: the text that is shown, and the one with special tokens, whose characters
+    have the index in the shown one."""
+    stream, shown, whole = StreamDecoder(tokenizer), "", []
+    for token in tokens:
+        fresh = stream.feed([token])
+        whole = whole + [(char, len(shown) + at) for at, char in enumerate(fresh)]
+        shown += fresh
+        if token in tokenizer.detokenizer.special:
+            whole += [(char, len(shown)) for char in tokenizer.token(token)]
+        yield shown, whole
+
+
+def characters_of(whole):
+    return "".join(char for char, _ in whole)
+
+
+def first_stop(tokenizer, tokens, stops):
+    """The first number of tokens whose text has a stop string, and the text before it."""
+    for count, (shown, whole) in enumerate(whole_texts(tokenizer, tokens), 1):
+        characters = characters_of(whole)
+        starts = [shown.find(stop) for stop in stops if stop in shown]
+        starts += [whole[characters.find(stop)][1] for stop in stops if stop in characters]
+        if starts:
+            return count, shown[: min(starts)]
+    return len(tokens), tokenizer.decode(tokens)
+
+
+def followed(tokenizer, tokens, stops, steps):
+    """Tokens that an output keeps, and the pieces of its text, given in steps."""
+    output, pieces, kept = OutputText(tokenizer, stops), [], 0
+    for step in steps:
+        part = tokens[kept : kept + step]
+        kept += output.feed(part)
+        pieces.append(output.take(ended=output.stopped))
+        if output.stopped or not part:
+            break
+    return kept, [*pieces, output.take(ended=True)]
 
 
 @pytest.mark.parametrize("name", ["smollm2", "sentencepiece", "tiny", "metaspace"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_found_where_the_whole_text_first_has_one(name, request, data):
     tokenizer = request.getfixturevalue(name)
-    some = tokenizer.encode(TEXT) + list(range(min(40, tokenizer.vocab_size)))
+    special = list(tokenizer.detokenizer.special)
+    some = tokenizer.encode(TEXT) + special + list(range(min(40, tokenizer.vocab_size)))
     ids = st.sampled_from(some) | st.integers(0, tokenizer.vocab_size - 1)
     tokens = data.draw(st.lists(ids, min_size=1, max_size=24))
     if data.draw(st.booleans()):
         tokens = tokenizer.encode(TEXT)[: len(tokens)]
-    text = tokenizer.decode(tokens)
+    *_, (shown, whole) = whole_texts(tokenizer, tokens)
+    text = data.draw(st.sampled_from([shown, characters_of(whole)]))
 
     def substring(start, length):
         return text[start : start + length]
 
-    found = st.builds(substring, st.integers(0, len(text)), st.integers(1, 5))
+    found = st.builds(substring, st.integers(0, len(text)), st.integers(1, 16))
     stops = data.draw(st.lists(found | st.text(min_size=1, max_size=2), min_size=1, max_size=3))
-    # What an unfinished character is shown as is no part of the output yet.
-    stops = [stop for stop in stops if stop and "\ufffd" not in stop]
-    if not stops:
-        return
+    stops = [stop for stop in stops if stop]
     steps = data.draw(st.lists(st.integers(1, 6), min_size=24, max_size=24))
-    finder, got, first = StopFinder(tokenizer, stops), None, 0
-    for step in steps:
-        got = finder.find(tokens[first : first + step])
-        first += step
-        if got is not None or first >= len(tokens):
-            break
-    assert got == by_full_decode(tokenizer, tokens, stops)
+    kept, pieces = followed(tokenizer, tokens, stops, steps)
+    assert (kept, "".join(pieces)) == first_stop(tokenizer, tokens, stops)
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "before"),
+    [
+        ("Fine.<|im_end|>\nmore", "<|im_end|>", "Fine."),
+        ("Fine.\n<|im_start|>user\nAnd", "\n<|im_start|>user", "Fine."),
+        ("Fine.<|im_end|>\n<|im_start|>user\n", "<|im_end|>\n<|im_start|>", "Fine."),
+        ("Fi<|im_start|>ne.", "ine", "F"),
+        ("Fine, |im_end", "im_end|", "Fine, |im_end"),
+        ("<|endoftext|>Fine.", "<|endoftext|>", ""),
+        ("Fi<|im_end|>ne.", "n", "Fi"),
+        ("12345678", "1234567", ""),
+    ],
+)
+def test_a_stop_string_may_be_or_contain_a_special_token(smollm2, text, stop, before):  # noqa: F811
+    tokens = smollm2.encode(text)
+    for steps in ([1] * len(tokens), [3] * len(tokens), [len(tokens)]):
+        kept, pieces = followed(smollm2, tokens, [stop, "never there"], steps)
+        assert "".join(pieces) == before
+        assert (kept == len(tokens)) == (before == smollm2.decode(tokens))
+
+
+def test_text_that_may_become_a_stop_string_is_kept_back(smollm2):  # noqa: F811
+    output, text = OutputText(smollm2, ["\n<|im_start|>user"]), ""
+    for token in smollm2.encode("Fine.\n<|im_start|>"):
+        assert output.feed([token]) == 1
+        text += output.take(ended=False)
+        assert "Fine.".startswith(text)
+    assert text + output.take(ended=True) == "Fine.\n"
 
 
 def test_a_character_of_several_tokens_completes_a_stop_string(smollm2):  # noqa: F811
     tokens = smollm2.encode("ok 日x")
-    assert len(tokens) > 4
-    whole = by_full_decode(smollm2, tokens, ["日"])
-    finder = StopFinder(smollm2, ["日"])
-    assert [finder.find([token]) for token in tokens[:whole]] == [None] * (whole - 1) + [whole]
+    output = OutputText(smollm2, ["日"])
+    stopped = []
+    for token in tokens[:-1]:
+        assert output.feed([token]) == 1
+        stopped.append(output.stopped)
+    assert stopped == [False] * (len(tokens) - 2) + [True]
+    assert output.take(ended=True) == "ok "
 
 
-def test_each_token_is_decoded_about_once(smollm2):  # noqa: F811
-    decoded = []
+def test_an_unfinished_character_is_part_of_no_stop_string(smollm2):  # noqa: F811
+    tokens = smollm2.encode("日")
+    output = OutputText(smollm2, ["\ufffd"])
+    assert output.feed(tokens[:-1]) == len(tokens) - 1
+    assert not output.stopped
+    assert output.take(ended=True) == "\ufffd"
 
-    class Counting(Tokenizer):
-        def decode(self, ids, **options):
-            ids = list(ids)
-            decoded.append(len(ids))
-            return super().decode(ids, **options)
 
-    fields = {one.name: getattr(smollm2, one.name) for one in dataclasses.fields(smollm2)}
-    finder = StopFinder(Counting(**fields), ["never there"])
-    tokens = smollm2.encode(TEXT * 20)
+def test_tokens_are_looked_up_once(smollm2, monkeypatch):  # noqa: F811
+    looked_up = []
+    piece = Detokenizer.piece
+
+    def counted(detokenizer, index, previous):
+        looked_up.append(index)
+        return piece(detokenizer, index, previous)
+
+    monkeypatch.setattr(Detokenizer, "piece", counted)
+    output = OutputText(smollm2, ["never there"])
+    tokens = smollm2.encode("a long text " * 200)
     for token in tokens:
-        assert finder.find([token]) is None
-    assert sum(decoded) < 8 * len(tokens)
+        output.feed([token])
+        assert len(output._whole) < len("never there")
+    assert looked_up == tokens

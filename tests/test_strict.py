@@ -18,6 +18,7 @@ import specjax
 from specjax import sampling
 from specjax.cache import KVCache, make_cache
 from specjax.decoding import loop
+from specjax.decoding import start as starting
 from specjax.decoding.programs import compile_setup
 from specjax.decoding.rows import batch_arguments
 from specjax.decoding.sampling_params import SamplingParams
@@ -95,7 +96,9 @@ CASES = {
 def lowered(session, donate=True):
     """The loop of a session, lowered for its first batch."""
     arguments = batch_arguments(session, range(session.batch_size))
-    state = jax.eval_shape(functools.partial(loop.start, session.plan), session.params, *arguments)
+    state = jax.eval_shape(
+        functools.partial(starting.start, session.plan), session.params, *arguments
+    )
     program = jax.jit(loop.run, static_argnums=0, donate_argnums=2 if donate else ())
     return state, program.lower(session.plan, session.params, state, jnp.int32(4))
 
@@ -167,7 +170,9 @@ def test_the_loop_exports_for_every_platform(name, models):
         every_width=True,
     )
     arguments = batch_arguments(session, range(session.batch_size))
-    state = jax.eval_shape(functools.partial(loop.start, session.plan), session.params, *arguments)
+    state = jax.eval_shape(
+        functools.partial(starting.start, session.plan), session.params, *arguments
+    )
     program = jax.jit(functools.partial(loop.run, session.plan))
     exported = jax.export.export(program, platforms=("cpu", "cuda", "tpu"))(
         session.params, state, jax.ShapeDtypeStruct((), jnp.int32)

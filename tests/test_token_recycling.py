@@ -22,7 +22,6 @@ from test_drafters import context_of, silence
 import specjax
 from specjax import trees
 from specjax.decoding.sampling_params import SamplingParams
-from specjax.draft_length.limits import DraftLength
 from specjax.drafters import TokenRecycling, TreeOptions, take_turns
 from specjax.drafters.base import TargetPass
 from specjax.errors import InputError
@@ -103,7 +102,7 @@ def test_rounds_fill_the_table(target):
     model, logits = target
     request = SamplingParams(temperature=1.0)
     drafter = take_turns(TokenRecycling(8, tree=TREE)).drafter
-    plan = make_plan(model, drafter, DraftLength(3), verify=Coupled(), request=request, capacity=24)
+    plan = make_plan(model, drafter, 3, verify=Coupled(), request=request, capacity=24)
     state, _ = decode_rows(plan, (logits, ((),)), [3], request, np.arange(50), 0, 4)
     table = np.asarray(state.drafter[0].drafter)
     right = np.argsort(-np.asarray(logits), axis=1, kind="stable")[:, :2]

@@ -34,27 +34,21 @@ def draft_of(batch):
     return Draft(
         tokens=tokens,
         valid=valid,
-        logq_row=jnp.where(drawn, node, -1),
+        # Any number below 0 says that a node was not drawn: it tells the nodes apart.
+        logq_row=jnp.where(drawn, node, -1 - node),
         logq=jnp.zeros((len(batch), NODES, 2)),
         topology=DynamicTopology(parents, DEPTH),
-        confidence=jnp.broadcast_to(node / 10, tokens.shape),
     )
 
 
-def nested(nodes):
-    """A tree of (token, logq_row, confidence, children), its siblings as they are tested."""
-    return [(token, row, sure, nested(below)) for token, row, sure, below in nodes]
-
-
 def as_nested(draft, row):
-    """A draft's valid nodes as `nested` has them."""
+    """A draft's valid nodes as a tree of (token, logq_row, children), siblings in their order."""
     slots = {0: []}
     parents = np.broadcast_to(draft.topology.row_parents, draft.tokens.shape)[row]
     for node in range(draft.tokens.shape[1]):
         if draft.valid[row, node] and int(parents[node]) in slots:
             slots[node + 1] = []
-            sure = round(float(draft.confidence[row, node]), 3)
-            entry = (int(draft.tokens[row, node]), int(draft.logq_row[row, node]), sure)
+            entry = (int(draft.tokens[row, node]), int(draft.logq_row[row, node]))
             slots[int(parents[node])].append((*entry, slots[node + 1]))
     return slots[0]
 
@@ -62,13 +56,13 @@ def as_nested(draft, row):
 def by_hand(siblings):
     """The rule, sibling by sibling: drawn ones first, and each deterministic token once."""
     left = []
-    for token, row, sure, below in sorted(siblings, key=lambda node: (node[1] < 0, node[2])):
+    for token, row, below in sorted(siblings, key=lambda node: (node[1] < 0, abs(node[1]))):
         same = [other for other in left if other[0] == token]
         if row < 0 and same:
-            same[0][3].extend(below)
+            same[0][2].extend(below)
         else:
-            left.append((token, row, sure, list(below)))
-    return [(*node[:3], by_hand(node[3])) for node in left]
+            left.append((token, row, list(below)))
+    return [(*node[:2], by_hand(node[2])) for node in left]
 
 
 @settings(max_examples=60, deadline=None)
@@ -105,7 +99,6 @@ def test_chains_with_a_common_beginning():
     )
     merged = jax.jit(merge)(first, second, third)
     assert merged.logq is None
-    assert merged.confidence is None
     assert merged.valid.sum() == 5
     assert merged.tokens[0, :5].tolist() == [1, 8, 2, 3, 4]
     assert merged.topology.row_parents[0, :5].tolist() == [0, 0, 1, 3, 3]
@@ -121,6 +114,3 @@ def test_trees_of_both_kinds_stand_side_by_side():
     both = trees.side_by_side(static, dynamic).topology
     assert both.row_parents.tolist() == [[0, 0, 1, 0, 4, 4]]
     assert trees.side_by_side(dynamic) is dynamic
-    sure = static.replace(confidence=jnp.full((1, 3), 0.5))
-    assert trees.side_by_side(sure, static).confidence is None
-    assert trees.side_by_side(sure, sure).confidence.shape == (1, 6)

@@ -13,7 +13,6 @@ from script_modules import script_module
 
 from specjax.cli.config_file import read_config
 from specjax.cli.decode_config import make_config_drafter, read_decode_config
-from specjax.decoding import costs
 from specjax.distributed.sharding import make_mesh
 from specjax.drafters import (
     TreeOptions,
@@ -32,6 +31,7 @@ from specjax.trees import FastestTree, best_tree, tree_of_choices
 from specjax.tuning import (
     TreeCosts,
     choose_tree,
+    costs,
     measure_ranks,
     measure_tree_costs,
     round_seconds,

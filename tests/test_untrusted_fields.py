@@ -75,7 +75,7 @@ def test_a_template_in_our_own_checkpoint_is_bounded(directory):
 @pytest.mark.parametrize("value", [2**31, 2**40, -1, 10**4000])
 def test_end_ids_beyond_the_vocabulary(directory, value):
     edit(directory / "generation_config.json", eos_token_id=value)
-    assert "eos_ids=" in refusal(directory)
+    assert "eos_token_id=" in refusal(directory)
 
 
 def test_numbers_that_no_float_holds(directory):

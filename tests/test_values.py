@@ -16,7 +16,6 @@ from heads import eagle_head, medusa_head, with_modules
 import specjax
 from specjax import sampling
 from specjax.decoding import programs
-from specjax.draft_length.limits import DraftLength
 from specjax.drafters import LoadedDrafter, Turns, head_drafter, make_drafter
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.errors import InputError
@@ -265,7 +264,7 @@ def test_checks_name_what_a_drafter_does_wrong():
         ),
     ):
         with pytest.raises(InputError, match=said):
-            check_drafter(drafter, small, rows=100, draft_length=DraftLength(2))
+            check_drafter(drafter, small, rows=100)
 
 
 def test_a_draft_of_another_size_than_its_drafter_says_is_refused(tiny):

@@ -242,7 +242,7 @@ def test_impossible_tokens_and_extreme_uniforms():
         assert accepted(rule, 2, half, half, 0.0) == 0  # p = q = 0
         assert accepted(rule, 0, sure, half, 0.0) == 0  # p = 0
         assert accepted(rule, 0, half, half, top) == 1  # p = q
-        assert accepted(rule, 0, half, sure, top) == 1  # q = 0 < p
+        assert accepted(rule, 0, half, sure, 0.0) == 0  # q = 0 < p: it was not drawn from q
         assert accepted(rule, 1, half, sure, 0.4999) == 1
         assert accepted(rule, 1, half, sure, 0.5) == 0  # u q < p, not <=
     tiny = jnp.array([[-200.0, 0.0, -jnp.inf]])

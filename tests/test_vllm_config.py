@@ -109,8 +109,51 @@ def test_modules_of_the_target(tiny):
 
 
 @pytest.mark.parametrize(
+    "method",
+    ["deepseek_mtp", "mimo_mtp", "glm4_moe_mtp", "qwen3_next_mtp", "ernie_mtp", "hy_v3_mtp"],
+)
+def test_the_older_names_of_mtp(method, tiny):
+    target = with_modules(tiny)
+    asked = specjax.from_vllm_speculative_config({"method": method}, target)
+    assert asked.drafter.name == "mtp"
+    assert asked.num_speculative_tokens == target.mtp.config.num_modules
+    asked = specjax.from_vllm_speculative_config(
+        {"model": target.name, "num_speculative_tokens": 2}, target
+    )
+    assert (asked.drafter.name, asked.num_speculative_tokens) == ("mtp", 2)
+
+
+@pytest.mark.parametrize("name", ["ngram", "[ngram]", "ngram_gpu", "prompt_lookup"])
+@pytest.mark.parametrize("key", ["method", "model"])
+def test_the_names_of_ngram(name, key, tiny):
+    config = {key: name, "num_speculative_tokens": 3, "disable_logprobs": True}
+    assert from_vllm_speculative_config(config, tiny).drafter.name == "ngram"
+
+
+@pytest.mark.parametrize(
+    "name", ["draft_model", "eagle", "eagle_foreign", "eagle3", "eagle3_foreign"]
+)
+def test_a_model_tells_its_method(name, tiny, heads):
+    config = {"model": str(heads / name), "num_speculative_tokens": 2}
+    asked = specjax.from_vllm_speculative_config(config, tiny)
+    assert asked.drafter.name == name.removesuffix("_foreign")
+
+
+@pytest.mark.parametrize(("rule", "drawn"), [("strict", False), ("probabilistic", True)])
+def test_earlier_names_of_rules(rule, drawn, tiny, heads):
+    config = {"model": str(heads / "eagle3"), "num_speculative_tokens": 2}
+    asked = specjax.from_vllm_speculative_config(config | {"rejection_sample_method": rule}, tiny)
+    assert (asked.verify, asked.drafter.drafter.sampled) == ("rejection", drawn)
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
+        *(
+            ({"method": name}, f"method='{name}': is not supported; use ngram, draft_model, medusa")
+            for name in ("mlp_speculator", "dflash", "dspark", "extract_hidden_states")
+        ),
+        ({"disable_by_batch_size": 4}, "disable_by_batch_size=4: is not supported"),
         (
             {"num_speculative_token": 5},
             "num_speculative_token=5: is unknown: did you mean num_spec",
@@ -123,7 +166,7 @@ def test_modules_of_the_target(tiny):
         ({"method": "mtp"}, "drafter.name=mtp: random-0 has no MTP modules"),
         ({"method": "eagle4"}, "method='eagle4': is unknown; use"),
         ({"method": None}, "method=None: is needed; use"),
-        ({"method": None, "model": "x"}, "method=None: is needed for a model"),
+        ({"method": None, "model": "no-such"}, "drafter.path='no-such': no such file"),
         ({"num_speculative_tokens": None}, "num_speculative_tokens=None: is needed"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens=0: use a whole number"),
         ({"num_speculative_tokens": True}, "num_speculative_tokens=True: use a whole number"),

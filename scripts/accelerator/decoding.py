@@ -17,16 +17,18 @@ from accelerator.sizes import ITEMSIZE, Size, model_shape
 from accelerator.synthetic import random_cache
 from specjax import metrics
 from specjax.cache import KVCache
-from specjax.decoding import costs, loop
+from specjax.decoding import loop
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.rows import batch_arguments
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.setup import plan_session
+from specjax.decoding.start import empty_state
 from specjax.decoding.state import Rounds, State
 from specjax.drafters import LoadedDrafter, take_turns
 from specjax.drafters.none import NoDrafter
 from specjax.drafters.simulated import Simulated
 from specjax.loading.model import Model
+from specjax.tuning import costs
 
 
 class Loop:
@@ -67,7 +69,7 @@ class Loop:
         length = jnp.full(batch, self.context, jnp.int32)
         tokens = tokens.at[:, self.context - 1].set(roots)
         params = (session.model.params, self.drafter.params)
-        state = loop.empty_state(plan, params, tokens, rows, length, status)
+        state = empty_state(plan, params, tokens, rows, length, status)
         rows = rows.replace(prompt_length=length)
         # The loop's state is donated, and no buffer may be given away twice.
         state = jax.tree.map(jnp.copy, state.replace(cache=None, rows=rows))
@@ -85,7 +87,7 @@ class Loop:
             self._run = run.lower(self.plan, params, state, np.int32(0)).compile()
         jax.block_until_ready(state)
         begin = time.perf_counter()
-        state, counts = jax.block_until_ready(self._run(params, state, np.int32(rounds)))
+        state, counts, _ = jax.block_until_ready(self._run(params, state, np.int32(rounds)))
         return time.perf_counter() - begin, state, counts
 
 

@@ -13,10 +13,10 @@ from accelerator import decoding, kernels
 from accelerator.rows import Cell, Rows
 from accelerator.sizes import ITEMSIZE, Size, cached_bytes
 from accelerator.synthetic import random_model
-from specjax.decoding import costs
 from specjax.loading.model import Model
 from specjax.models.config import DecoderConfig
 from specjax.models.decoder import Form
+from specjax.tuning import costs
 
 Measured = Iterator[tuple[Cell, dict[str, Any]]]
 

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from accelerator.rows import Cell
 from accelerator.sizes import ITEMSIZE, Size, cached_bytes
 from accelerator.synthetic import key, normal, random_cache
-from specjax.decoding import costs
 from specjax.models.config import DecoderConfig
 from specjax.models.kernels.attention_kernel import attend_cache_kernel
 from specjax.models.layers.attention import (
@@ -26,6 +25,7 @@ from specjax.models.layers.attention import (
     merge,
     ungroup,
 )
+from specjax.tuning import costs
 
 VARIANTS = ("blocks", "whole", "kernel", "library_xla", "library_cudnn")
 """The decoder's three, and `jax.nn.dot_product_attention` by XLA and by cuDNN.

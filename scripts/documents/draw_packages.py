@@ -29,7 +29,7 @@ NOTES = {
     "decoding": "the loop over rounds",
     "drafters": "one per file, registry",
     "loading": "models, heads, tokenizers",
-    "draft_length": "how long to draft",
+    "controllers": "how long to draft",
     "tuning": "the fastest tree",
     "models": "decoder, heads, kernels",
     "distributed": "meshes, processes",

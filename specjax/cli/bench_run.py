@@ -21,7 +21,7 @@ from specjax.cli.measure_drafter import (
     decode_all,
     round_costs_table,
 )
-from specjax.decoding import costs, prompts
+from specjax.decoding import prompts
 from specjax.decoding.generate import open_engine
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.sampling_params import SamplingParams
@@ -31,6 +31,7 @@ from specjax.drafters import LoadedDrafter, make_drafter
 from specjax.loading.load import load_model
 from specjax.loading.model import Model
 from specjax.reporting.decode_report import device_name
+from specjax.tuning import costs
 
 
 @dataclass
@@ -144,7 +145,6 @@ def measure_all(
         "plain",
         "decoding",
         "with prefill",
-        "measuring s",
         "same tokens",
     )
     for cell in _auto_cells(model, everything, config, console):
@@ -161,7 +161,6 @@ def measure_all(
             f"{cell.plain_tokens_per_second:.1f}",
             _interval(cell.decoding),
             _interval(cell.whole),
-            f"{cell.measure_s:.1f}",
             {None: "", True: "yes", False: "NO"}[cell.identical],
         )
     console.print(table)

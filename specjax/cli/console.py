@@ -9,7 +9,6 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from rich.console import Console
 from rich.control import Control
@@ -21,7 +20,6 @@ from specjax.decoding.engine.outputs import Delta
 from specjax.decoding.generate import Generation
 from specjax.decoding.prompts import Question
 from specjax.loading.tokenizers.tokenizer import StreamDecoder, Tokenizer
-from specjax.reporting.auto_lengths import AutoCosts, AutoLengths, PartCosts, drafted_per_round
 from specjax.reporting.decode_report import PLAIN, DrafterRun, Totals
 
 ACCEPTED = "green"
@@ -251,24 +249,29 @@ class Screen:
         self._console.print(table)
         if compared:
             self.say(
-                "speeds are without loading and compiling; measuring costs is part of decoding",
+                "speeds are without loading and compiling",
                 "dim",
             )
 
     def differences(self, totals: Totals, drafter: str = "") -> None:
-        """Print every row that differs from plain decoding, with the margin there.
+        """Print every row that differs from plain decoding, with the margins of its near-ties.
 
         `drafter` is its name where there are several.
         """
         for question, one in totals.differences:
-            verdict = f"not below {one.resolution:.3g}: NOT EXACT"
-            if one.excused:
-                verdict = f"excused: a near-tie, below {one.resolution:.3g}"
+            closeness = [
+                f"margin {tie.margin:.3g} at new token {tie.index} "
+                + (
+                    f"(excused: a near-tie, below {tie.resolution:.3g})"
+                    if tie.excused
+                    else f"(not below {tie.resolution:.3g}: NOT EXACT)"
+                )
+                for tie in one.near_ties
+            ]
             self.say(
-                f"{drafter}: "
-                * bool(drafter)
-                + f"question {question.question_id}: first difference at new token {one.first}, "
-                f"{one.measure} {one.margin:.3g} ({verdict})",
+                f"{drafter}: " * bool(drafter)
+                + f"question {question.question_id}: first difference at new token {one.first}; "
+                + ", ".join(closeness),
                 "" if one.excused else "bold red",
             )
 
@@ -276,25 +279,17 @@ class Screen:
 def _auto_rows(
     runs: Sequence[DrafterRun], all_totals: Sequence[Totals]
 ) -> Iterator[tuple[str, list[str]]]:
-    """The rows on what `auto` chose, and why; none where no draft length was chosen so."""
+    """The rows on what `auto` chose; none where no draft length was chosen so."""
     if not any(run.auto for run in runs):
         return
-
-    def of_costs(cell: Callable[[AutoCosts], str]) -> Callable[[AutoLengths, Any], str]:
-        return lambda auto, counts: "not known yet" if auto.end is None else cell(auto.end)
-
     for name, cell in (
-        ("measuring costs, s", lambda auto, counts: _number(auto.measure_s)),
-        ("draft tokens per round", lambda auto, counts: _number(drafted_per_round(counts))),
-        ("rounds by width", lambda auto, counts: _by_width(counts.rounds_by_width, "d")),
-        ("a round by width, ms", of_costs(lambda costs: _by_width(_ms(costs.width_s), ".0f"))),
-        ("a draft token, ms", of_costs(lambda costs: _each_part(costs, _draft_ms))),
-        ("break-even acceptance", of_costs(lambda costs: _each_part(costs, _break_even))),
+        ("draft tokens per round", lambda counts: _number(counts.drafted_per_round)),
+        ("rounds by width", lambda counts: _by_width(counts.rounds_by_width, "d")),
     ):
         yield (
             name,
             [
-                cell(run.auto, totals.metrics) if run.auto else ""
+                cell(totals.metrics) if run.auto else ""
                 for run, totals in zip(runs, all_totals, strict=True)
             ],
         )
@@ -318,25 +313,8 @@ def _expected(totals: Totals) -> str:
     return f"{_number(totals.expected.mean, 3)} +- {error:.3f}"
 
 
-def _ms(seconds: Mapping[int, float]) -> dict[int, float]:
-    return {width: 1e3 * value for width, value in seconds.items()}
-
-
 def _by_width(values: Mapping[int, float], form: str) -> str:
     return " ".join(f"{width}:{value:{form}}" for width, value in values.items())
-
-
-def _each_part(costs: AutoCosts, cell: Callable[[AutoCosts, PartCosts], str]) -> str:
-    """A value of each of the drafters in turn, or of the only one."""
-    return ", ".join(cell(costs, part) for part in costs.drafters)
-
-
-def _draft_ms(costs: AutoCosts, part: PartCosts) -> str:
-    return f"{1e3 * part.first_s:.1f}+{1e3 * part.further_s:.1f}"
-
-
-def _break_even(costs: AutoCosts, part: PartCosts) -> str:
-    return _number(costs.break_even(part))
 
 
 def _harmless(text: str) -> str:

@@ -56,8 +56,8 @@ from specjax.tuning import with_fastest_trees
 
 SIMULATED = "simulated"
 """The drafter that needs a plain run before it can be made."""
-FIXED = "fixed"
-"""The draft length of a command line that is each drafter's own."""
+_OPTIONS = tuple(name for name in fields_of(DecodeOptions) if name != "controller")
+"""Those of a call that a command line takes, too."""
 _MODEL = "draft_model"
 """The drafter that is a model, which each device may hold whole."""
 _THRESHOLD = Number(0.0, above=True, remedy="use a number above 0")
@@ -169,8 +169,8 @@ def decode_fields() -> Fields:
             **options,
         },
         "tree": {**tree, "kind": optional(tree["kind"])},
-        **fields_of(DecodeOptions),
-        "num_speculative_tokens": optional(DraftLengthText()),
+        **{name: kind for name, kind in fields_of(DecodeOptions).items() if name in _OPTIONS},
+        "num_speculative_tokens": DraftLengthText(),
         "verify": RULE_NAME,
         "typical": {"epsilon": optional(_THRESHOLD), "delta": optional(_THRESHOLD)},
         "batch_size": BATCH_SIZE,
@@ -187,10 +187,8 @@ def decode_fields() -> Fields:
 class DraftLengthText:
     """`num_speculative_tokens` of a command line: "auto", "fixed", or a whole number as a text."""
 
-    def check(self, name: str, value: Any) -> int | str | None:
-        """The number, or "auto"; None, each drafter's own length, for "fixed"."""
-        if value == FIXED:
-            return None
+    def check(self, name: str, value: Any) -> int | str:
+        """The number, "auto" or "fixed"."""
         number = re.fullmatch(r"[+-]?\d{1,9}", value) if isinstance(value, str) else None
         return DRAFT_LENGTH.check(name, int(value) if number else value)
 
@@ -207,7 +205,7 @@ def read_decode_config(written: Mapping[str, Any]) -> DecodeConfig:
         chat=values["chat"],
         drafters=drafters,
         options=DecodeOptions(
-            **{name: values[name] for name in fields_of(DecodeOptions) if name != "verify"},
+            **{name: values[name] for name in _OPTIONS if name != "verify"},
             verify=_rule(values["verify"], values["typical"]),
         ),
         sampling=SamplingParams(**values["sampling"]),

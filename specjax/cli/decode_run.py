@@ -32,10 +32,8 @@ from specjax.decoding.generate import (
     open_engine,
 )
 from specjax.decoding.setup import Session, plan_session
-from specjax.draft_length.policy import Costs
 from specjax.drafters import LoadedDrafter
 from specjax.loading.model import Model
-from specjax.reporting.auto_lengths import AutoCosts, AutoLengths, PartCosts
 from specjax.reporting.decode_report import PLAIN, Batch, Clock, DrafterRun
 from specjax.reporting.engine_report import engine_summary
 
@@ -69,41 +67,10 @@ class _Side:
     run: DrafterRun | None = None
     results: list[Generation] = field(default_factory=list)
     engine: Engine | None = None
-    noted_s: float = 0.0
-    """Seconds of measuring that the run's report has of it."""
 
     def note_engine(self, turn: int) -> None:
         """Put what the engine has done so far in a turn into the run's report."""
         self.run.engines[turn] = engine_summary(self.engine.statistics)
-        learned = None if self.engine is None else self.engine.costs
-        if learned is None:
-            return
-        before = self.run.auto or AutoLengths()
-        start, end = None, before.end
-        if learned.estimate is not None:
-            start, end = self._costs(learned.first_costs()), self._costs(learned.costs())
-        measure_s = before.measure_s + learned.measure_s - self.noted_s
-        self.run.auto = AutoLengths(measure_s, before.start or start, end)
-        self.noted_s = learned.measure_s
-
-    def _costs(self, costs: Costs) -> AutoCosts:
-        plan = self.session.plan
-        parts = costs.first, costs.further, costs.catch_up
-        seconds = zip(plan.drafter.parts, *(part.tolist() for part in parts), strict=True)
-        return AutoCosts(
-            dict(zip(plan.widths, costs.passes.tolist(), strict=True)),
-            tuple(
-                PartCosts(
-                    part.name,
-                    part.num_speculative_tokens,
-                    first,
-                    further,
-                    part.num_nodes if part.branches else None,
-                    catch_up,
-                )
-                for part, first, further, catch_up in seconds
-            ),
-        )
 
     @property
     def speed(self) -> float:

@@ -42,9 +42,8 @@ class Ratio(NamedTuple):
 class Cell:
     """How "auto" does against plain decoding with one drafter, batch size and temperature.
 
-    `decoding` is the ratio of tokens/s without prefill, `whole` with prefill. `measure_s` are the
-    seconds of the rounds that measured costs: of a first run, which neither ratio counts, or what
-    it was too short for. `identical` says whether greedy tokens are.
+    `decoding` is the ratio of tokens/s without prefill, `whole` with prefill. `identical` says
+    whether greedy tokens are.
     """
 
     drafter: str
@@ -56,7 +55,6 @@ class Cell:
     whole: Ratio
     acceptance_length: float
     mean_draft: float
-    measure_s: float
     identical: bool | None
 
 
@@ -112,9 +110,7 @@ def measure_cells(
     cells = []
     for way, label in enumerate(drafters, 1):
         pairs = [[(made[0], made[way]) for made in batch] for batch in batches]
-        costs = engines[way].costs
-        measure_s = costs.measure_s if costs is not None else 0.0
-        cells.append(_cell(pairs, label, batch_size, temperature, measure_s))
+        cells.append(_cell(pairs, label, batch_size, temperature))
     return cells
 
 
@@ -123,7 +119,6 @@ def _cell(
     label: str,
     batch_size: int,
     temperature: float,
-    measure_s: float,
 ) -> Cell:
     """The figures of one drafter, from the plain and its generation of each batch and repeat."""
     every = [pair for pairs in batches for pair in pairs]
@@ -139,7 +134,6 @@ def _cell(
         whole=_ratio(batches, whole=True),
         acceptance_length=sum(run.new_tokens for run in ours) / rounds,
         mean_draft=sum(int(run.drafted[run.drafted > 0].sum()) for run in ours) / rounds,
-        measure_s=measure_s,
         identical=(
             None if temperature else all(slow.token_ids == fast.token_ids for slow, fast in every)
         ),

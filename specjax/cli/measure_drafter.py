@@ -8,7 +8,6 @@ from statistics import median
 
 import numpy as np
 
-from specjax.decoding import costs
 from specjax.decoding.engine.engine import Engine
 from specjax.decoding.engine.outputs import failure_message
 from specjax.decoding.generate import Generation, decode_session, open_engine
@@ -18,6 +17,7 @@ from specjax.decoding.setup import Session, plan_session
 from specjax.drafters import LoadedDrafter
 from specjax.errors import InputError
 from specjax.loading.model import Model
+from specjax.tuning import costs
 
 
 @dataclass(frozen=True)
@@ -119,44 +119,28 @@ def _predict(
 ) -> tuple[float, float]:
     """The ratio of both results' tokens per second by the parts of a round, and T_draft.
 
-    T(width) is that of isolated passes at the mean length; those over some rows are timed before
-    those over all.
+    T(width) is that of isolated passes at the mean length.
     """
     committed, plan = int(np.mean([len(one) for one in ids]) + new_tokens / 2), session.plan
-    few = plan.partial_rows or 0
-    seconds = {
-        rows: costs.widths_seconds(
-            plan.target,
-            session.params[0],
-            sorted({1, *plan.widths}),
-            batch=rows,
-            committed=committed,
-            capacity=plan.capacity,
-        )
-        for rows in (few, session.num_rows)
-        if rows
-    }
+    seconds = costs.widths_seconds(
+        plan.target,
+        session.params[0],
+        sorted({1, *plan.widths}),
+        batch=session.num_rows,
+        committed=committed,
+        capacity=plan.capacity,
+    )
     draft = costs.propose_seconds(session)
     rates = [
-        one.new_tokens / pass_seconds(one, few, session.num_rows, seconds, draft_s)
+        one.new_tokens / pass_seconds(one, seconds, draft_s)
         for one, draft_s in ((result, draft), (plain, 0.0))
     ]
     return rates[0] / rates[1], draft
 
 
-def pass_seconds(
-    result: Generation,
-    few: int,
-    many: int,
-    seconds: Mapping[int, Mapping[int, float]],
-    draft_s: float,
-) -> float:
+def pass_seconds(result: Generation, seconds: Mapping[int, float], draft_s: float) -> float:
     """Seconds that a result's passes take in all, each with `draft_s` for its draft.
 
-    `seconds[rows][width]` is T(width) of `many` rows, and of `few`: those are the rows of a pass in
-    which at most that many participate.
+    `seconds[width]` is T(width).
     """
-    total = 0.0
-    for width, rows in zip(*result.passes(), strict=True):
-        total += draft_s + seconds[few if rows <= few else many][int(width)]
-    return total
+    return sum(draft_s + seconds[int(width)] for width in result.passes()[0])

@@ -22,7 +22,6 @@ from specjax.cli.decode_config import (
     turn_prompts,
 )
 from specjax.cli.mesh_config import open_mesh
-from specjax.decoding import costs
 from specjax.decoding.setup import Session, plan_session
 from specjax.distributed import sharding
 from specjax.errors import InputError, one_line
@@ -31,6 +30,7 @@ from specjax.loading.load import load_model
 from specjax.loading.model import Model
 from specjax.reporting import decode_report
 from specjax.reporting.runs import Run, batch_widths, summarize
+from specjax.tuning import costs
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,6 @@ def _session(run: Run, config: DecodeConfig, model: Model) -> Session:
     continuations = recorded if own.name == SIMULATED else None
     drafter = make_config_drafter(config, own, model, continuations).loaded
     seed, sampling = config.turn_seeds(0)
-    # Only planned: with "auto" the same widths, without measuring the costs that rows choose by.
     return plan_session(
         model,
         turn_prompts(config, model, 0, {}),

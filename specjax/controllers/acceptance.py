@@ -94,9 +94,7 @@ def forecast(counts: Acceptance) -> Forecast:
     chance = (counts.accepted + _WEIGHT * prior) / evidence
     deviation = np.sqrt(chance * (1 - chance) / evidence)
     reaches = (counts.drafted + _WEIGHT) / (counts.open_rounds + _WEIGHT)
-    return Forecast(
-        drafts, np.sqrt(drafts_variance), _sums(chance), _sums(deviation), reaches
-    )
+    return Forecast(drafts, np.sqrt(drafts_variance), _sums(chance), _sums(deviation), reaches)
 
 
 def _sums(by_node: Float[np.ndarray, "drafters N"]) -> Float[np.ndarray, "drafters N+1"]:

@@ -144,9 +144,7 @@ class Auto:
         """The rounds of a step of unknown cost: few, but more where steps cost by themselves."""
         return min(_FEW_ROUNDS, most_rounds) if state.sizes.dispatch_s else 1
 
-    def _trial(
-        self, state: AutoState, outlook: Forecast, rates: Rates, best: int
-    ) -> int | None:
+    def _trial(self, state: AutoState, outlook: Forecast, rates: Rates, best: int) -> int | None:
         """The limits that are worth a trial, if any, by number."""
         if any(planned.instead_of for planned in state.under_way):
             return None
@@ -218,9 +216,7 @@ def _lengths(sizes: StepSizes, number: int) -> list[int]:
     return sorted(grid | {width - 1 for width in sizes.widths if width <= most})
 
 
-def _best(
-    state: AutoState, outlook: Forecast, rows: int, most_rounds: int
-) -> tuple[int, Rates]:
+def _best(state: AutoState, outlook: Forecast, rows: int, most_rounds: int) -> tuple[int, Rates]:
     """The number of the best limits of drafters that ran, and the rates of all considered.
 
     One drafter's limit after another is improved, from each drafter by itself and from none on.
@@ -276,7 +272,9 @@ def _rates(
         waiting = waiting - shares[:, number]
     passes = np.diff(narrower, axis=1, prepend=0)
     work = count_work(np.full(len(arms), 1 / rounds), passes, ran, further)
-    return Rates(arms, rows * tokens, work @ state.costs.plausible(len(widths)), work, rows * shares)
+    return Rates(
+        arms, rows * tokens, work @ state.costs.plausible(len(widths)), work, rows * shares
+    )
 
 
 def _deviation(

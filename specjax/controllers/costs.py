@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Real
+from jaxtyping import Float, Num
 
 from specjax.controllers.base import StepRecord, StepSizes
 
@@ -81,11 +81,11 @@ def initial_costs(sizes: StepSizes) -> Costs:
 
 
 def count_work(
-    steps: Real[np.ndarray, "*A"],
-    passes: Real[np.ndarray, "*A widths"],
-    ran: Real[np.ndarray, "*A drafters"],
-    further: Real[np.ndarray, "*A drafters"],
-) -> Real[np.ndarray, "*A unknowns"]:
+    steps: Float[np.ndarray, "*A"],
+    passes: Num[np.ndarray, "*A widths"],
+    ran: Num[np.ndarray, "*A drafters"],
+    further: Num[np.ndarray, "*A drafters"],
+) -> Float[np.ndarray, "*A unknowns"]:
     """How often each unknown occurs: the constant, passes at least so wide, drafters' passes."""
     at_least = np.cumsum(passes[..., ::-1], axis=-1)[..., ::-1]
     return np.concatenate([np.asarray(steps)[..., None], at_least, ran, further], axis=-1)
@@ -102,7 +102,9 @@ def learn_costs(costs: Costs, sizes: StepSizes, record: StepRecord) -> Costs:
     if not costs.known:
         values, covariance = _scaled(costs, sizes, seconds, work)
     drift = _COMMON_DRIFT**2 * np.outer(values, values) + np.diag((_OWN_DRIFT * values) ** 2)
-    expected = max(work @ values, work @ costs._replace(seconds=values).plausible(len(sizes.widths)) / 2)
+    expected = max(
+        work @ values, work @ costs._replace(seconds=values).plausible(len(sizes.widths)) / 2
+    )
     surprise = _outlier(work, covariance + drift, seconds - expected, expected)
     if surprise and surprise == costs.surprise:
         # Twice in the same direction: the machine's speed has changed, and with it all costs.

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from specjax.controllers.base import Limits, StepRecord, StepSizes
 
+_ROUNDS = 4
+"""After so many rounds `ByBatch` looks again at how many rows are unfinished."""
+
 
 @dataclass(frozen=True)
 class Fixed:
@@ -47,11 +50,9 @@ class ByBatch:
     def choose(
         self, state: StepSizes, unfinished: int, most_rounds: int
     ) -> tuple[Limits, int, StepSizes]:
-        """The limits for so many rows."""
-        for low, high, longest in self.table:
-            if low <= unfinished <= high:
-                return up_to(state, longest), most_rounds, state
-        return up_to(state, self.longest), most_rounds, state
+        """The limits for so many rows, for a few rounds: rows may end in each."""
+        steps = (longest for low, high, longest in self.table if low <= unfinished <= high)
+        return up_to(state, next(steps, self.longest)), min(most_rounds, _ROUNDS), state
 
     def update(self, state: StepSizes, record: StepRecord) -> StepSizes:
         """The state as it is."""

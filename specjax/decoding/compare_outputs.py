@@ -1,9 +1,16 @@
-"""Whether two runs gave the same tokens, and how close the call was where they did not."""
+"""Whether two runs gave the same tokens, and how close the calls were where they did not.
+
+Passes of different widths round differently, so a speculative row may leave plain decoding's at a
+near-tie, and what follows has another prefix. Therefore a row that differs is not compared with
+plain decoding any further: each of its tokens from there on has to be the target's own choice
+after the row's own tokens, as far as the model's dtype can tell.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from specjax import sampling
+from specjax.cache import KVCache, commit
 from specjax.decoding.rows import session_row
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.setup import Session
@@ -21,32 +29,66 @@ from specjax.models.interface import LanguageModel
 from specjax.models.prefill import prefill
 
 EXCUSED_MARGIN = 1e-4
-"""In float32 a difference is a near-tie, and no error, where the two best scores are this close."""
-_ROUNDINGS = 2.0
-"""In a narrower dtype, where they are so many of its relative steps of the largest logit apart.
+"""In float32 a difference is a near-tie, and no error, where it is so close."""
+_DEVIATIONS = 4.0
+"""In a narrower dtype, where it is so many standard deviations of what two passes differ in."""
+_LEAST_STEPS, _MOST_STEPS = 0.75, 4.0
+"""But at least and at most so many of the dtype's relative steps of the largest logit.
 
-With SmolLM2, passes of 1, 4 and 8 tokens put the two best 0.2 steps closer or further apart (the
-median), 1.1 (the 99th percentile) and at most 1.7 (384 tokens in float16) or 1.6 (80 in bfloat16).
+Two passes of SmolLM2 in bfloat16 over 1, 4, 8 or 64 tokens put the two best logits 0.09 steps
+closer or further apart (the median), 0.7 (the 99th percentile) and at most 1.3. Of 1,728 such
+changes none was above the resolution that follows from these numbers, 0.93 steps on average.
 """
+_LIKELIEST = 64
+"""The tokens that the deviation is measured on."""
+_WIDE = 8
+"""The least width of a wide pass, where a drafter's windows are narrower."""
+_HALVINGS = 40
+
+
+@dataclass(frozen=True)
+class NearTie:
+    """A new token (its index) that the target would not have chosen in each of its passes.
+
+    `margin` is the least change of differences between logits, over the temperature, with which it
+    is chosen. Below `resolution` rounding may decide; where it is not, this is no near-tie.
+    """
+
+    index: int
+    margin: float
+    resolution: float = EXCUSED_MARGIN
+
+    @property
+    def excused(self) -> bool:
+        """Whether it says nothing against the method; a margin of NaN does."""
+        return self.margin < self.resolution
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first new token that differs (its index), and how close the call was there.
+    """How a row differs from plain decoding: the near-ties that were decided in another way.
 
-    `margin` is the smallest of the distances that decide there, `measure` says which, and
-    `resolution` is the margin below which rounding may decide.
+    They are the first token that differs, where plain decoding's has to be as close, and those
+    after it, given the row's own tokens. The last one may be a token that rounding does not
+    explain; what follows that is not looked at.
     """
 
-    first: int
-    margin: float
-    resolution: float = EXCUSED_MARGIN
-    measure: str = "top-2 margin"
+    near_ties: tuple[NearTie, ...]
+
+    @property
+    def first(self) -> int:
+        """The index of the first new token that differs."""
+        return self.near_ties[0].index
 
     @property
     def excused(self) -> bool:
-        """Whether it is a near-tie, which says nothing against the method; NaN is none."""
-        return self.margin < self.resolution
+        """Whether rounding explains the whole row."""
+        return all(one.excused for one in self.near_ties)
+
+    @property
+    def decisive(self) -> NearTie:
+        """The token that rounding does not explain; where it explains all, the first."""
+        return self.near_ties[0 if self.excused else -1]
 
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
@@ -60,102 +102,215 @@ def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
 def compare_row(
     session: Session, prompt: int, ours: Sequence[int], plain: Sequence[int]
 ) -> Difference | None:
-    """Where a row of a session differs from plain decoding; None where it does not."""
+    """How a row of a session differs from plain decoding; None where it does not."""
     first = first_difference(ours, plain)
     if first is None:
         return None
-    logits = _logits_after(session, prompt, ours[:first])
-    request = session.requests[prompt]
-    margins = {"top-2 margin": _top2_margin(session, prompt, logits, len(ours[:first]))}
-    if request.temperature > 0:
-        differing = [row[first] for row in (ours, plain) if first < len(row)]
-        margins |= _threshold_margins(logits, request, differing)
-    measure = min(margins, key=margins.get)
-    return Difference(
-        first, float(margins[measure]), _resolution(session, request, logits), measure
-    )
+    if first == min(len(ours), len(plain)):
+        # Rows of the same tokens end alike, however those are computed.
+        return Difference((NearTie(first, math.inf),))
+    near_ties, deviations = [], []
+    for index, passes in _logits_of_passes(session, prompt, ours):
+        deviations.append(_deviation(passes))
+        if index < first:
+            continue
+        tokens = [ours[index], plain[index]] if index == first else [ours[index]]
+        close = _near_tie(session, prompt, index, tokens, passes, deviations)
+        if index == first or close.margin != 0:
+            near_ties.append(close)
+        if not close.excused:
+            break
+    return Difference(tuple(near_ties))
 
 
-def _logits_after(session: Session, prompt: int, new_tokens: Sequence[int]) -> Float[Array, "1 V"]:
-    """The target's logits after a prompt and its first new tokens."""
-    plan = session.plan
-    ids = (*session.prompts[prompt], *new_tokens)
-    tokens = np.zeros((1, plan.capacity), np.int32)
-    tokens[0, : len(ids)] = ids
-    with use(session.mesh):
-        logits = _next_logits(
-            plan.target, plan.chunks, session.model.params, tokens, np.array([len(ids)], np.int32)
-        )
-    return jnp.asarray(fetch(logits))
+def _near_tie(
+    session: Session,
+    prompt: int,
+    index: int,
+    tokens: Sequence[int],
+    passes: Float[np.ndarray, "2 V"],
+    deviations: Sequence[float],
+) -> NearTie:
+    """How close each of some tokens is to being the choice of each pass at an index.
 
-
-def _top2_margin(
-    session: Session, prompt: int, logits: Float[Array, "1 V"], new_tokens: int
-) -> float:
-    """How far the best next token leads the second.
-
-    In units of logits; under `coupled` at a positive temperature, of log p plus the Gumbel noise
-    that decides there.
+    `deviations` are those of the passes there, the last, and at the row's tokens before.
     """
-    request, scores = session.requests[prompt], logits
+    request, noise = session.requests[prompt], np.zeros(passes.shape[1])
+    largest = max(np.abs(passes.max(axis=1)).max(), np.abs(passes[:, list(tokens)]).max())
+    step = float(jnp.finfo(session.model.dtype).eps) * largest
+    # Passes may happen to agree where others do not.
+    deviation = max(deviations[-1], float(np.sqrt(np.mean(np.square(deviations)))))
+    resolution = _DEVIATIONS * math.sqrt(2) * deviation
+    resolution = float(np.clip(resolution, _LEAST_STEPS * step, _MOST_STEPS * step))
     if request.temperature > 0:
-        warped = sampling.warp(
-            scores, request.temperature, request.top_k, request.top_p, request.min_p
-        )
+        passes, resolution = passes / request.temperature, resolution / request.temperature
         key = session_row(session, prompt).key(session.seed)[None]
-        position = jnp.asarray([len(session.prompts[prompt]) + new_tokens])
-        scores = warped + sampling.position_gumbel(key, position, scores.shape[1])
-    best = jax.lax.top_k(scores, 2)[0][0]
-    return float(best[0] - best[1])
-
-
-def _threshold_margins(
-    logits: Float[Array, "1 V"], request: SamplingParams, tokens: Sequence[int]
-) -> dict[str, float]:
-    """How close the tokens that differ are to being cut by top-k, top-p or min-p, or to be kept.
-
-    Distances of scaled logits, of mass, and of log-probabilities.
-    """
-    scores = np.asarray(logits, np.float64)[0] / request.temperature
-    scores -= scores.max()
-    order, found = np.sort(scores)[::-1], {}
-    if 0 < request.top_k < len(order):
-        last, following = order[request.top_k - 1], order[request.top_k]
-        found["distance of the k-th and next logit"] = min(
-            score - following if score >= last else last - score for score in scores[tokens]
-        )
-        scores = np.where(scores >= last, scores, -np.inf)
-    weights = np.exp(scores) / np.exp(scores).sum()
-    if request.top_p < 1:
-        found["distance of the cumulative mass from top_p"] = min(
-            abs(weights[weights > weights[token]].sum() - request.top_p) for token in tokens
-        )
-    if request.min_p > 0:
-        found["distance of the probability from min_p"] = min(
-            abs(scores[token] - np.log(request.min_p)) for token in tokens
-        )
-    return found
-
-
-def _resolution(session: Session, request: SamplingParams, logits: Float[Array, "1 V"]) -> float:
-    """The margin that the model's dtype can resolve."""
+        position = jnp.asarray([len(session.prompts[prompt]) + index])
+        noise = np.asarray(sampling.position_gumbel(key, position, len(noise))[0], np.float64)
+    else:
+        request = SamplingParams()
     if session.model.dtype == jnp.float32:
-        return EXCUSED_MARGIN
-    step = jnp.finfo(session.model.dtype).eps
-    return float(_ROUNDINGS * step * jnp.abs(logits).max()) / (request.temperature or 1.0)
+        resolution = EXCUSED_MARGIN
+    margins = [least_change(scores, noise, request, token) for scores in passes for token in tokens]
+    return NearTie(index, max(margins), resolution)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _next_logits(
+def least_change(
+    scores: Float[np.ndarray, "V"],
+    noise: Float[np.ndarray, "V"],
+    request: SamplingParams,
+    token: int,
+) -> float:
+    """How much differences of scores have to change for a token to be drawn with some noise.
+
+    `scores` are logits divided by the temperature. With the change, the token is kept by top-k,
+    top-p and min-p, and of those that are kept nonetheless none has more with the noise. It is 0
+    for the token that is drawn, and inf where no change is enough.
+    """
+    if not np.isfinite(scores[token]) or not np.isfinite(scores.max()):
+        return math.inf
+    kept = _Filters.of(scores, request)
+    noised = scores + noise
+
+    def drawn(change: float) -> bool:
+        rivals = scores[noised > noised[token] + change]
+        return kept.maybe(scores[token], change) and not kept.surely(rivals, change).any()
+
+    low, high = 0.0, scores.max() - scores[token] + noised.max() - noised[token]
+    if drawn(low):
+        return low
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if drawn(middle) else (middle, high)
+    return float(high)
+
+
+@dataclass(frozen=True)
+class _Filters:
+    """What top-k, top-p and min-p keep of scores whose differences may change a little."""
+
+    request: SamplingParams
+    order: Float[np.ndarray, "V"]
+    """The scores in descending order."""
+    mass: Float[np.ndarray, "V+1"]
+    """Of the first 0, 1, ... of them, after top-k."""
+
+    @classmethod
+    def of(cls, scores: Float[np.ndarray, "V"], request: SamplingParams) -> _Filters:
+        order = np.sort(scores)[::-1]
+        weights = np.exp(order - order[0])
+        if 0 < request.top_k < len(order):
+            weights[order < order[request.top_k - 1]] = 0
+        return cls(request, order, np.concatenate([[0.0], np.cumsum(weights) / weights.sum()]))
+
+    def maybe(self, score: float, change: float) -> bool:
+        """Whether a score may be kept."""
+        k, p = self.request.top_k, self.request.top_p
+        kept = not 0 < k < len(self.order) or score + change >= self.order[k - 1]
+        if self.request.min_p > 0:
+            kept &= score + change >= self.order[0] + np.log(self.request.min_p)
+        above = self.mass[self._count_above(score + change)]
+        return bool(kept and (p >= 1 or _changed(above, -change) < p))
+
+    def surely(self, scores: Float[np.ndarray, "N"], change: float) -> np.ndarray:
+        """Which scores are kept in any case."""
+        k, p = self.request.top_k, self.request.top_p
+        kept = np.ones(scores.shape, bool)
+        if 0 < k < len(self.order):
+            kept &= scores - change > self.order[k]
+        if self.request.min_p > 0:
+            kept &= scores - change >= self.order[0] + np.log(self.request.min_p)
+        if p < 1:
+            # All that may be likelier is, but for the token itself.
+            own = np.exp(scores - self.order[0]) * self.mass[1]
+            above = self.mass[self._count_above(scores - change, or_equal=True)] - own
+            kept &= _changed(above, change) < p
+        return kept
+
+    def _count_above(self, limit: Any, *, or_equal: bool = False) -> Any:
+        """How many scores are above a limit."""
+        side = "right" if or_equal else "left"
+        return np.searchsorted(-self.order, -limit, side=side)
+
+
+def _changed(mass: Any, change: float) -> Any:
+    """A mass whose tokens gain so much on all others, or lose it.
+
+    It is the sum of float32 numbers besides, which rounds as well.
+    """
+    moved = mass / (mass + (1 - mass) * np.exp(np.clip(-change, -700, 700)))
+    own = np.clip(change, -EXCUSED_MARGIN, EXCUSED_MARGIN)
+    return np.maximum(moved, mass + own) if change > 0 else np.minimum(moved, mass + own)
+
+
+def _deviation(passes: Float[np.ndarray, "2 V"]) -> float:
+    """The standard deviation of what two passes differ in, over the likeliest tokens."""
+    narrow, wide = passes
+    likeliest = np.argsort(narrow)[-_LIKELIEST:]
+    likeliest = likeliest[np.isfinite(narrow[likeliest])]
+    return float(np.std((wide - narrow)[likeliest])) if len(likeliest) else math.nan
+
+
+def _logits_of_passes(
+    session: Session, prompt: int, new_tokens: Sequence[int]
+) -> Iterator[tuple[int, Float[np.ndarray, "2 V"]]]:
+    """The target's logits before each new token, computed in two ways.
+
+    By passes over one token, as in plain decoding, and by passes over several, as in a round.
+    """
+    plan, params = session.plan, session.model.params
+    ids = (*session.prompts[prompt], *new_tokens)
+    begin, end = len(session.prompts[prompt]) - 1, len(ids) - 1
+    wide = max(_WIDE, plan.widths[-1])
+    tokens = np.zeros((1, plan.capacity + wide), np.int32)
+    tokens[0, : len(ids)] = ids
+    extend = functools.partial(_extend, plan.target)
+    with use(session.mesh):
+        length = np.array([begin + 1], np.int32)
+        cache = _read(plan.target, plan.chunks, plan.capacity, params, tokens, length)
+        caches = [cache, jax.tree.map(jnp.copy, cache)]
+    for at in range(begin, end, wide):
+        stop, logits = min(at + wide, end), []
+        for way, width in enumerate((1, wide)):
+            parts = []
+            for start in range(at, stop, width):
+                count = min(width, stop - start)
+                with use(session.mesh):
+                    caches[way], part = extend(width, params, tokens, start, count, caches[way])
+                parts.append(fetch(part)[:count])
+            logits.append(np.concatenate(parts).astype(np.float64))
+        for index, passes in enumerate(zip(*logits, strict=True), start=at - begin):
+            yield index, np.stack(passes)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _read(
     model: LanguageModel,
     chunks: tuple[int, ...],
+    capacity: int,
     params: Any,
-    tokens: Int[Array, "1 S"],
-    length: Int[Array, "1"],
-) -> Float[Array, "1 V"]:
-    cache = model.make_cache(1, tokens.shape[1])
-    cache, _ = prefill(model, params, tokens, length - 1, cache, chunks)
-    last = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)
-    window = model.make_window(1, 1)
-    seen = jnp.ones((1, 1, 1), bool)
-    return model.extend(params, last, length[:, None] - 1, cache, window, 0, seen).logits[:, 0]
+    tokens: Int[Array | np.ndarray, "1 S"],
+    length: Int[Array | np.ndarray, "1"],
+) -> KVCache:
+    """A cache with a prompt but for its last token."""
+    cache = model.make_cache(1, capacity)
+    return prefill(model, params, tokens, length - 1, cache, chunks)[0]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=6)
+def _extend(
+    model: LanguageModel,
+    width: int,
+    params: Any,
+    tokens: Int[Array | np.ndarray, "1 S"],
+    start: Int[Array, ""] | int,
+    count: Int[Array, ""] | int,
+    cache: KVCache,
+) -> tuple[KVCache, Float[Array, "T V"]]:
+    """A cache with `count` tokens more, those from `start` on, and the logits after each."""
+    step = jnp.arange(width)[None, :]
+    window = jax.lax.dynamic_slice(jnp.asarray(tokens), (0, start), (1, width))
+    positions = start + jnp.minimum(step, count - 1)
+    causal = jnp.tril(jnp.ones((1, width, width), bool))
+    result = model.extend(params, window, positions, cache, model.make_window(1, width), 0, causal)
+    return commit(cache, result.window, step, jnp.full(1, count)), result.logits[0]

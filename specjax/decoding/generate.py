@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specjax import metrics, sampling
+from specjax.controllers import Controller, Limits, Recorded
 from specjax.decoding.engine.engine import Engine, Schedule
 from specjax.decoding.engine.outputs import (
     Delta,
@@ -20,7 +21,7 @@ from specjax.decoding.engine.outputs import (
     failure_message,
     was_drafted,
 )
-from specjax.decoding.options import DecodeOptions
+from specjax.decoding.options import FIXED, DecodeOptions
 from specjax.decoding.prompts import Prompt
 from specjax.decoding.rows import session_row
 from specjax.decoding.sampling_params import SamplingParams
@@ -28,7 +29,7 @@ from specjax.decoding.setup import Session, plan_session
 from specjax.decoding.state import Rounds
 from specjax.drafters import Drafter, LoadedDrafter, make_drafter
 from specjax.drafters.turns import NO_DRAFTER
-from specjax.fields import INT32_MAX, Function, Instance, optional
+from specjax.fields import INT32_MAX, Function, optional
 from specjax.loading.load import place_model
 from specjax.loading.model import Model
 
@@ -71,6 +72,8 @@ class Generation:
     lossy: bool = False
     longest_path: int | None = None
     """Of a draft, in tokens."""
+    step_limits: tuple[tuple[Limits, int], ...] = field(default=(), repr=False)
+    """What each step could draft, and its rounds: `controllers.Recorded` repeats the run."""
     failed_rows: dict[int, Failure] = field(default_factory=dict)
     """Those that ended with the reason "error", and what went wrong."""
 
@@ -120,14 +123,14 @@ def generate(
     prompts: Sequence[Prompt] | str,
     *,
     drafter: LoadedDrafter | Drafter | str | None = None,
-    num_speculative_tokens: int | str | None = None,
+    num_speculative_tokens: int | str = FIXED,
     num_speculative_tokens_per_batch_size: Sequence[tuple[int, int, int]] = (),
     verify: str | sampling.Rule = "rejection",
     sampling: Requests = SamplingParams(),  # noqa: B008 - frozen
     seed: int = 0,
     batch_size: int | None = None,
     max_length: int | None = None,
-    replay: Generation | None = None,
+    controller: Controller | None = None,
     progress: Callable[[Progress], None] | None = None,
     mesh: Mesh | None = None,
 ) -> Generation:
@@ -136,12 +139,12 @@ def generate(
     Only `verify="typical"` changes the distribution, and the result then says `lossy`.
 
     A prompt is raw text, a list of messages (through the chat template) or a list of token ids.
-    `num_speculative_tokens` is the longest draft (K; the drafter's own by default), or "auto": up
-    to so many, as long as one more is worth what it is expected to cost, by measured times, the
-    drafter's confidence and acceptance so far (`draft_length.policy`). `replay` is an earlier
-    result for the same prompts: its draft lengths are used again, round by round.
-    `num_speculative_tokens_per_batch_size` caps it by the number of unfinished rows, as (low, high,
-    k). With either, a row of `rejection` or `block` may draw other tokens (of the same
+    `num_speculative_tokens` is the longest draft (K), "fixed" (the drafter's own K) or "auto": up
+    to that, as many as make decoding faster, by what steps have taken and what was accepted so far
+    (`specjax.controllers.Auto`). `num_speculative_tokens_per_batch_size` says how many with low to
+    high unfinished rows, as (low, high, k), and a `controller` is one of `specjax.controllers` or
+    your own: `Recorded(result.step_limits)` repeats a run. Unless lengths are fixed, a row of
+    `rejection` or `block` may draw other tokens (of the same
     distribution) beside other neighbours or on another machine. `verify` is "rejection", "block",
     "coupled" (the output depends on seed and prompt only, never on the drafter), "typical" (lossy),
     or a `sampling.Rule`, such as `Typical(epsilon, delta)` or one's own. `sampling` is one for all
@@ -153,15 +156,15 @@ def generate(
     other rows are not affected. Raises InputError for bad input.
     """
     optional(Function("use a function of a Progress")).check("progress", progress)
-    optional(Instance(Generation, "use an earlier result")).check("replay", replay)
     options = DecodeOptions(
         num_speculative_tokens=num_speculative_tokens,
         num_speculative_tokens_per_batch_size=num_speculative_tokens_per_batch_size,
         verify=verify,
         batch_size=batch_size,
         max_length=max_length,
+        controller=controller,
     )
-    session = _open(target, prompts, drafter, options, sampling, seed, mesh, replay)
+    session = _open(target, prompts, drafter, options, sampling, seed, mesh)
     result = decode_session(session, progress=progress)
     failed = {f"prompts[{row}]": failure for row, failure in result.failed_rows.items()}
     if failed:
@@ -182,11 +185,7 @@ def open_engine(session: Session, rounds_per_step: int | None = None) -> Engine:
         refill_rows=max(1, session.batch_size // _SLOTS_PER_REFILL),
         max_prefill_tokens=INT32_MAX,
     )
-    return Engine.of(session, schedule, _replayed_rounds(session))
-
-
-def _replayed_rounds(session: Session) -> int:
-    return 0 if session.replay is None else session.replay[0].shape[1]
+    return Engine.of(session, schedule)
 
 
 def add_prompts(engine: Engine, session: Session, index: Sequence[int]) -> None:
@@ -210,6 +209,7 @@ def decode_session(
     index = range(len(session.prompts)) if index is None else index
     engine = engine or open_engine(session, None if progress is None else 16)
     compile_s, before = engine.compile_s, replace(engine.statistics)
+    steps_before = len(engine.step_limits)
     add_prompts(engine, session, index)
     outputs: dict[int, Output] = {}
     new_tokens = 0
@@ -229,6 +229,7 @@ def decode_session(
         decode_s=statistics.decode_s - before.decode_s,
         first_round=before.rounds,
         compile_s=compile_s,
+        step_limits=tuple(engine.step_limits[steps_before:]),
     )
 
 
@@ -240,6 +241,7 @@ def collect(
     decode_s: float,
     first_round: int = 0,
     compile_s: float = 0.0,
+    step_limits: tuple[tuple[Limits, int], ...] = (),
 ) -> Generation:
     """The result of some outputs, in this order; `first_round` is the engine's before them."""
     return Generation(
@@ -259,6 +261,7 @@ def collect(
         compile_s=compile_s,
         lossy=session.lossy,
         longest_path=session.plan.drafter.num_speculative_tokens,
+        step_limits=step_limits,
         failed_rows={
             row: output.failure for row, output in enumerate(outputs) if output.failure is not None
         },
@@ -279,27 +282,26 @@ def expected_acceptance(
 ) -> metrics.ExpectedAcceptance:
     """The acceptance that this session's own distributions imply, with its standard error.
 
-    Decodes once more, recording sum_x min(p, q) at every node that `rejection` puts to the test.
-    Draft lengths are those of the session's `results`, where these are given: lengths that follow
-    the clock or other rows would not come again, and with others other tokens are drawn.
+    Decodes once more, recording sum_x min(p, q) at every node that `rejection` puts to the test,
+    with the limits of the session's `results`, one after the other, where these are given: limits
+    that follow the clock would not come again.
     """
-    plan = replace(session.plan, overlaps=True, plain_program=False)
-    recording = replace(session, plan=plan)
-    if results and (plan.draft_length.auto or plan.draft_length.by_batch):
-        drafted, drafter = (
-            _padded([row for result in results for row in getattr(result, name)])
-            for name in ("drafted", "drafter")
-        )
-        lengths = replace(plan.draft_length, auto=False, replayed=True)
-        plan = replace(plan, draft_length=lengths)
-        recording = replace(session, plan=plan, replay=(drafted, drafter))
-    engine = open_engine(recording)
-    add_prompts(engine, recording, range(len(session.prompts)))
-    ended = {delta.id: delta.output for delta in engine if delta.output is not None}
-    overlaps = [ended[prompt].rounds.overlaps for prompt in range(len(session.prompts))]
-    # A row whose first logits are not numbers has no round.
-    overlaps = [one for one in overlaps if one is not None] or [np.zeros((0, 1))]
-    return metrics.expected_acceptance(_padded(overlaps, np.nan))
+    recording = replace(session, plan=replace(session.plan, overlaps=True))
+    overlaps: list[np.ndarray] = []
+    begin = 0
+    for result in results or [None]:
+        index = range(begin, begin + len(result.token_ids) if result else len(session.prompts))
+        begin = index.stop
+        own = recording
+        if result is not None:
+            own = replace(recording, controller=Recorded(result.step_limits))
+        engine = open_engine(own)
+        add_prompts(engine, own, index)
+        ended = {delta.id: delta.output for delta in engine if delta.output is not None}
+        # A row whose first logits are not numbers has no round.
+        found = [ended[prompt].rounds.overlaps for prompt in index]
+        overlaps += [one for one in found if one is not None]
+    return metrics.expected_acceptance(_padded(overlaps or [np.zeros((0, 1))], np.nan))
 
 
 def stream(
@@ -310,7 +312,6 @@ def stream(
     drafter: LoadedDrafter | Drafter | str | None = None,
     sampling: Requests = SamplingParams(),  # noqa: B008 - frozen
     seed: int = 0,
-    replay: Generation | None = None,
     mesh: Mesh | None = None,
     **options: Any,
 ) -> Iterator[Delta]:
@@ -321,15 +322,14 @@ def stream(
     A row that fails ends with the reason "error", and a RuntimeWarning says why, as for `generate`.
     """
     schedule = Schedule(rounds_per_step=rounds_per_step)
-    optional(Instance(Generation, "use an earlier result")).check("replay", replay)
     decoding = DecodeOptions(**options)
-    session = _open(target, prompts, drafter, decoding, sampling, seed, mesh, replay)
+    session = _open(target, prompts, drafter, decoding, sampling, seed, mesh)
     return _stream(session, schedule)
 
 
 def _stream(session: Session, schedule: Schedule) -> Iterator[Delta]:
     """The deltas of a session; rows that ended with "error" also give `generate`'s warning."""
-    engine = Engine.of(session, schedule, _replayed_rounds(session))
+    engine = Engine.of(session, schedule)
     add_prompts(engine, session, range(len(session.prompts)))
     for delta in engine:
         yield delta
@@ -346,7 +346,6 @@ def _open(
     requests: Requests,
     seed: int,
     mesh: Mesh | None,
-    replay: Generation | None = None,
 ) -> Session:
     target = target if mesh is None else place_model(target, mesh)
     if isinstance(drafter, str):
@@ -358,5 +357,4 @@ def _open(
         options=options,
         requests=requests,
         seed=seed,
-        replay=None if replay is None else (replay.drafted, replay.drafter),
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from specjax import sampling
+from specjax.controllers import Auto, ByBatch, Controller, Fixed
 from specjax.drafters import DRAFT_TOKENS
 from specjax.errors import InputError, shown
 from specjax.fields import (
@@ -20,6 +21,8 @@ from specjax.fields import (
     optional,
 )
 
+AUTO, FIXED = "auto", "fixed"
+"""Draft lengths: as many tokens as make decoding faster, or as many as the drafter has."""
 _OWN_RULE = (
     "subclass specjax.sampling.UniformRule as a frozen dataclass with a method decide(self, "
     "tokens, num_valid, target, draft, uniforms) -> Decision, and pass an instance"
@@ -43,8 +46,11 @@ class RuleKind:
 
 
 RULE = RuleKind()
-DRAFT_LENGTH = Either((Choice(("auto",)), DRAFT_TOKENS), remedy=DRAFT_TOKENS.remedy)
+DRAFT_LENGTH = Either((Choice((AUTO, FIXED)), DRAFT_TOKENS), remedy=DRAFT_TOKENS.remedy)
 BATCH_SIZE = Whole(1)
+CONTROLLER = Instance(
+    Controller, "use one of specjax.controllers, or a frozen dataclass with init, choose and update"
+)
 _MAX_LENGTH = Whole(2, remedy="use at least 2, a prompt and a new token")
 
 
@@ -87,18 +93,46 @@ class DecodeOptions:
     Raises InputError for values out of range.
     """
 
-    num_speculative_tokens: Annotated[int | str | None, optional(DRAFT_LENGTH)] = None
+    num_speculative_tokens: Annotated[int | str, DRAFT_LENGTH] = FIXED
     num_speculative_tokens_per_batch_size: Annotated[Sequence[tuple[int, int, int]], Ladder()] = ()
     verify: Annotated[str | sampling.Rule, RULE] = "rejection"
     batch_size: Annotated[int | None, optional(BATCH_SIZE)] = None
     max_length: Annotated[int | None, optional(_MAX_LENGTH)] = None
+    controller: Annotated[Controller | None, optional(CONTROLLER)] = None
 
     def __post_init__(self) -> None:
         check_instance(self, "")
+        by_batch = self.num_speculative_tokens_per_batch_size
+        if by_batch and self.num_speculative_tokens == AUTO:
+            raise InputError(
+                "num_speculative_tokens='auto': num_speculative_tokens_per_batch_size says how "
+                'much to draft; use "fixed" or a number beside it'
+            )
+        if self.controller is not None and (by_batch or self.num_speculative_tokens == AUTO):
+            raise InputError(
+                f"controller={shown(self.controller)}: it chooses the lengths; leave out "
+                'num_speculative_tokens="auto" and num_speculative_tokens_per_batch_size'
+            )
 
     def without_drafts(self) -> DecodeOptions:
         """The same for plain decoding."""
-        return replace(self, num_speculative_tokens=None, num_speculative_tokens_per_batch_size=())
+        return replace(
+            self,
+            num_speculative_tokens=FIXED,
+            num_speculative_tokens_per_batch_size=(),
+            controller=None,
+        )
+
+    @property
+    def length_controller(self) -> Controller:
+        """What chooses each step's draft lengths."""
+        if self.controller is not None:
+            return self.controller
+        if self.num_speculative_tokens == AUTO:
+            return Auto()
+        if self.num_speculative_tokens_per_batch_size:
+            return ByBatch(self.num_speculative_tokens_per_batch_size)
+        return Fixed()
 
     @property
     def fixed_draft_length(self) -> int | None:

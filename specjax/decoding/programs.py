@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -13,33 +14,40 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Int
 
 from specjax.decoding import loop
+from specjax.decoding import start as starting
 from specjax.decoding.plan import Plan
+from specjax.decoding.round import one_round
 from specjax.decoding.rows import row_arguments
 from specjax.decoding.setup import Setup
-from specjax.decoding.state import State, admit
+from specjax.decoding.state import State, admit, take
 from specjax.distributed import device_memory
 from specjax.distributed.sharding import use
 from specjax.drafters.by_name.registry import all_registered
 from specjax.errors import InputError, one_line
 from specjax.files import compiled_programs
 
-start = jax.jit(loop.start, static_argnums=0)
-"""`loop.start`, compiled: for what follows the state of a batch itself."""
+start = jax.jit(starting.start, static_argnums=0)
+"""`starting.start`, compiled: for what follows the state of a batch itself."""
 run = jax.jit(loop.run, static_argnums=0, donate_argnums=2)
 """`loop.run`, compiled."""
+take_rows = jax.jit(take)
+"""`state.take`, compiled."""
+put_rows = jax.jit(admit, donate_argnums=0)
+"""`state.admit`, compiled."""
+_made: set[int] = set()
+"""The hashes of what `_compile` was called with."""
 
 
 class Programs(NamedTuple):
     """The compiled functions of a plan, and what compiling them took.
 
     `empty(params, *arguments)` and `new(params, *arguments)` make the state of all slots, and of
-    rows that are to be admitted, from `loop.start`'s arrays; nothing is read yet. `renew(params,
-    state, *arguments)` is the same as `new` in the memory of earlier rows. `read(params, state,
-    begin, end)` reads new rows' prompts, and `admit(state, slots, new)` puts them in; both also
-    return an array that is there when they are done. `step(params, state, ended, max_rounds,
-    enough)` is `loop.step`; `plain_step` and `look_ahead` are those of `loop`, or None unless the
-    plan has a plain program. The state that is changed is donated. `sizes` are the memory of
-    `empty`, `read` and `step`.
+    rows that are to be admitted, from `starting.start`'s arrays; nothing is read yet.
+    `renew(params, state, *arguments)` is the same as `new` in the memory of earlier rows.
+    `read(params, state, begin, end)` reads new rows' prompts, and `admit(state, slots, new)` puts
+    them in; both also return an array that is there when they are done.
+    `step(params, state, limits, host_ended, max_rounds, stop_after_finished)` is `loop.step`. The
+    state that is changed is donated. `sizes` are the memory of `empty`, `read` and `step`.
     """
 
     empty: Any
@@ -48,24 +56,19 @@ class Programs(NamedTuple):
     read: Any
     admit: Any
     step: Any
-    plain_step: Any | None
-    look_ahead: Any | None
     sizes: tuple[Any, ...]
     seconds: float
 
 
-def compile_setup(setup: Setup, replayed_rounds: int = 0, *, begun: bool = False) -> Programs:
+def compile_setup(setup: Setup, *, begun: bool = False) -> Programs:
     """The setup's programs, compiled now or earlier in this process.
 
     Raises InputError where they do not fit into memory, in which the state is already if it has
     `begun`, or a drafter of a user's own cannot be traced.
     """
-    shapes = [
-        row_arguments(setup, [], rows, replayed_rounds)
-        for rows in (setup.num_rows, setup.prefill_rows)
-    ]
-    leaves, tree = jax.tree.flatten((setup.params, *shapes))
-    programs = _compile(setup.plan, setup.mesh, tree, tuple(map(_Leaf.of, leaves)))
+    key = _key(setup)
+    programs = _compile(*key)
+    _made.add(hash(key))
     device_memory.check_fits(
         programs.sizes,
         "lower batch_size, max_length, max_new_tokens or num_speculative_tokens",
@@ -73,6 +76,18 @@ def compile_setup(setup: Setup, replayed_rounds: int = 0, *, begun: bool = False
         begun=begun,
     )
     return programs
+
+
+def is_compiled(setup: Setup) -> bool:
+    """Whether this process has compiled the setup's programs before."""
+    return hash(_key(setup)) in _made
+
+
+def _key(setup: Setup) -> tuple[Plan, Mesh | None, Any, tuple[_Leaf, ...]]:
+    """What the programs of a setup depend on."""
+    shapes = [row_arguments(setup, [], rows) for rows in (setup.num_rows, setup.prefill_rows)]
+    leaves, tree = jax.tree.flatten((setup.params, *shapes))
+    return setup.plan, setup.mesh, tree, tuple(map(_Leaf.of, leaves))
 
 
 class _Leaf(NamedTuple):
@@ -111,35 +126,28 @@ def _compile(plan: Plan, mesh: Mesh | None, tree: Any, leaves: tuple[_Leaf, ...]
             keep_unused=True,
             out_shardings=rows_placed,
         )
-        renew = renew.lower(plan, params, rows, *few).compile()
+        lowered = [renew.lower(plan, params, rows, *few)]
         out = None if mesh is None else (rows_placed, whole)
         read = jax.jit(_read, static_argnums=0, donate_argnums=2, out_shardings=out)
-        read = read.lower(plan, params, rows, number, number).compile()
+        lowered.append(read.lower(plan, params, rows, number, number))
         out = None if mesh is None else (placed, whole)
         put = jax.jit(_admit, donate_argnums=0, out_shardings=out)
-        put = put.lower(state, slots, rows).compile()
-        step, plain_step = (
-            jax.jit(function, static_argnums=0, donate_argnums=2, out_shardings=out)
-            for function in (loop.step, loop.plain_step)
+        lowered.append(put.lower(state, slots, rows))
+        step = jax.jit(loop.step, static_argnums=0, donate_argnums=2, out_shardings=out)
+        limits = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), plan.drafter.full_limits()
         )
-        arguments = plan, params, state, ended, number, number
-        step = step.lower(*arguments).compile()
-        if plan.plain_program:
-            plain_step = plain_step.lower(*arguments).compile()
-            shape = (ended.shape[0], plan.rounds_per_step)
-            emitted = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=whole)
-            out = None if mesh is None else (placed.policy, whole)
-            look_ahead = jax.jit(loop.look_ahead, static_argnums=0, out_shardings=out)
-            look_ahead = look_ahead.lower(plan, params, state, emitted, number).compile()
-        else:
-            plain_step = look_ahead = None
+        lowered.append(step.lower(plan, params, state, limits, ended, number, number))
+        # The compiler runs outside of Python's lock: the large ones side by side.
+        with ThreadPoolExecutor() as threads:
+            renew, read, put, step = threads.map(lambda one: one.compile(), lowered)
     sizes = tuple(program.memory_analysis() for program in (empty, read, step))
     seconds = time.perf_counter() - begin
-    return Programs(empty, new, renew, read, put, step, plain_step, look_ahead, sizes, seconds)
+    return Programs(empty, new, renew, read, put, step, sizes, seconds)
 
 
 def _renew(plan: Plan, params: Any, old: State, *arguments: Any) -> State:
-    """`loop.empty_state`, in the memory of an old state: new memory costs more than its zeros.
+    """`starting.empty_state`, in the memory of an old state: new memory costs more than its zeros.
 
     The caches are cleared: where a row had keys that are not numbers, masking them is not enough.
     """
@@ -148,13 +156,13 @@ def _renew(plan: Plan, params: Any, old: State, *arguments: Any) -> State:
 
 
 def _empty() -> Any:
-    """`loop.empty_state`, of which one trace serves all programs of the same rows."""
-    return jax.jit(loop.empty_state, static_argnums=0, inline=True)
+    """`starting.empty_state`, of which one trace serves all programs of the same rows."""
+    return jax.jit(starting.empty_state, static_argnums=0, inline=True)
 
 
 def _read(plan: Plan, params: Any, state: State, begin: Any, end: Any) -> tuple[State, Any]:
-    """`loop.read_prompts`, and a number that is there when it is done."""
-    return loop.read_prompts(plan, params, state, begin, end), end + 0
+    """`starting.read_prompts`, and a number that is there when it is done."""
+    return starting.read_prompts(plan, params, state, begin, end), end + 0
 
 
 def _admit(state: State, slots: Int[Array, "A"], new: State) -> tuple[State, Int[Array, "A"]]:
@@ -180,8 +188,8 @@ def _check_drafters(plan: Plan, params: Any, arguments: Sequence[Any]) -> None:
         return
 
     try:
-        started = jax.eval_shape(functools.partial(loop.start, plan), params, *arguments)
-        after, _ = jax.eval_shape(functools.partial(loop.one_round, plan), params, started)
+        started = jax.eval_shape(functools.partial(starting.start, plan), params, *arguments)
+        after, *_ = jax.eval_shape(functools.partial(one_round, plan), params, started)
     except InputError:
         raise
     except Exception as error:  # a drafter is the user's own code and may raise anything

@@ -44,12 +44,19 @@ def encode_prompt(model: Model, prompt: Prompt, name: str = "prompt") -> list[in
         ids = list(_TOKEN_IDS.check(name, prompt))
     if not ids:
         raise InputError(f"{name} is empty: give at least one token")
+    size = model.config.vocab_size
     for token in (min(ids), max(ids)):
-        if not 0 <= token < model.config.vocab_size:
+        if not 0 <= token < size:
+            known = model.tokenizer and model.tokenizer.name_beyond(token)
+            called = f" ({known!r:.60}, which has no row in the model's embedding)" if known else ""
             raise InputError(
-                f"{name}: token id {shown(token)} is outside the vocabulary of "
-                f"{model.config.vocab_size} tokens"
+                f"{name}: token id {shown(token)}{called} is outside the vocabulary of {size} "
+                "tokens; leave it out"
             )
+    if unused := set(model.config.unused_tokens).intersection(ids):
+        raise InputError(
+            f"{name}: token id {min(unused)} names no token of the tokenizer; leave it out"
+        )
     return ids
 
 

@@ -13,27 +13,22 @@ from jaxtyping import Array, Int, Key
 from specjax import sampling
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.setup import Session, Setup
-from specjax.decoding.state import RUNNING, STOPPED, Replay, Rows
+from specjax.decoding.state import RUNNING, STOPPED, Rows
 from specjax.distributed.sharding import place_keys, place_rows
 from specjax.drafters.base import Sampling
-from specjax.drafters.turns import NO_DRAFTER
 
 RowArguments = tuple[Int[Array, "B S"], Rows, Int[Array, "B"], Int[Array, "B"]]
-"""Tokens, what the caller fixed, lengths, status: `loop.start`'s arrays."""
+"""Tokens, what the caller fixed, lengths, status: `start.start`'s arrays."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What becomes one row: `number` counts requests, `sample` the samples of one request.
-
-    `replay` are the drafted tokens and the drafters of an earlier run's rounds.
-    """
+    """What becomes one row: `number` counts requests, `sample` the samples of one request."""
 
     number: int
     prompt: tuple[int, ...]
     sampling: SamplingParams
     sample: int = 0
-    replay: tuple[Int[np.ndarray, "R"], Int[np.ndarray, "R"]] | None = None
 
     def key(self, seed: int) -> Key[Array, ""]:
         """The key that all its draws come from."""
@@ -43,27 +38,17 @@ class Row:
 
 def session_row(session: Session, prompt: int) -> Row:
     """The row of one of a session's prompts."""
-    replay = None
-    if session.replay is not None:
-        drafted, drafter = session.replay
-        replay = drafted[prompt], drafter[prompt]
-    return Row(prompt, session.prompts[prompt], session.requests[prompt], replay=replay)
+    return Row(prompt, session.prompts[prompt], session.requests[prompt])
 
 
 def batch_arguments(session: Session, index: Sequence[int]) -> RowArguments:
     """The arrays of some prompts of a session, in as many rows as it has."""
     rows = [session_row(session, prompt) for prompt in index]
-    longest = 0 if session.replay is None else session.replay[0].shape[1]
-    return row_arguments(session, rows, session.num_rows, longest)
+    return row_arguments(session, rows, session.num_rows)
 
 
-def row_arguments(
-    setup: Setup, rows: Sequence[Row], batch: int, replayed_rounds: int = 0
-) -> RowArguments:
-    """The arrays of `batch` rows; those after `rows` have finished from the start.
-
-    `replayed_rounds` is room for the rounds of earlier runs, where the plan replays them.
-    """
+def row_arguments(setup: Setup, rows: Sequence[Row], batch: int) -> RowArguments:
+    """The arrays of `batch` rows; those after `rows` have finished from the start."""
     spare = batch - len(rows)
     prompts = [row.prompt for row in rows] + [(0,)] * spare
     requests = [row.sampling for row in rows] + [SamplingParams()] * spare
@@ -92,19 +77,5 @@ def row_arguments(
         ),
         max_length=placed(np.minimum(length + room, setup.max_length).astype(np.int32)),
         stop_ids=placed(stop_ids),
-        replay=_replay(setup, rows, batch, replayed_rounds),
     )
     return placed(tokens), fixed, placed(length), placed(status)
-
-
-def _replay(setup: Setup, rows: Sequence[Row], batch: int, rounds: int) -> Replay | None:
-    """The recorded rounds of rows, none in rows without any."""
-    if not setup.plan.draft_length.replayed:
-        return None
-    shape = batch, max(rounds, 1)
-    drafted, drafter = np.zeros(shape, np.int32), np.full(shape, NO_DRAFTER, np.int32)
-    for at, row in enumerate(rows):
-        count = len(row.replay[0])
-        # A row has no round after its last one; where it had one, it drafts nothing.
-        drafted[at, :count], drafter[at, :count] = row.replay
-    return Replay(*(place_rows(part, setup.placement) for part in (drafted, drafter)))

@@ -28,10 +28,10 @@ class SamplingParams:
 
     The distribution is warped by temperature, then top_k, top_p and min_p; temperature 0 is greedy.
     Output ends at an end-of-sequence token of the model (unless `ignore_eos`), at one of
-    `stop_token_ids`, where the text contains one of the `stop` strings (which is removed), or after
-    `max_new_tokens`. `seed` gives the request a key of its own; `logprobs` returns each token's
-    log-probability under the target's unwarped distribution. Raises InputError for values out of
-    range.
+    `stop_token_ids`, where the text contains one of the `stop` strings (which is removed, and may
+    be or contain a special token), or after `max_new_tokens`. `seed` gives the request a key of its
+    own; `logprobs` returns each token's log-probability under the target's unwarped distribution.
+    Raises InputError for values out of range.
     """
 
     temperature: Annotated[float, TEMPERATURE] = 0.0

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from jax.sharding import Mesh
 
 from specjax import sampling
+from specjax.controllers import Controller, DrafterSizes, StepSizes
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.plan import Plan
 from specjax.decoding.prompts import Prompt, encode_prompt
@@ -23,10 +23,8 @@ from specjax.distributed.sharding import (
     placement_of,
     spread,
 )
-from specjax.draft_length.limits import DraftLength
 from specjax.drafters import DRAFTER_KIND, Drafter, LoadedDrafter
 from specjax.drafters.none import NoDrafter
-from specjax.drafters.turns import NO_DRAFTER, Turns
 from specjax.errors import InputError, shown
 from specjax.loading.model import MODEL_KIND, Model
 from specjax.models.layers.attention import CACHE_BLOCK
@@ -36,13 +34,14 @@ MOST_ROWS = 16
 _PREFILL_CHUNKS = {"cpu": (256, 64)}
 """Prompt tokens of one forward, by platform; the smaller size is for what is left of a prompt."""
 _ACCELERATOR_CHUNKS = (256,)
+GREEDY = sampling.WarpFlags(sampled=False, top_k=False, top_p=False, min_p=False)
 _STOP_IDS = 8
 """Room for end-of-sequence and stop token ids of a row; more where a call needs more."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What rows are decoded with: a target, a drafter, and the plan of their loop.
+    """What rows are decoded with: a target, a drafter, the plan of their loop, and draft lengths.
 
     `batch_size` slots decode together. A row's prompt and output have at most `max_length` tokens,
     and at most `num_stop_ids` tokens end it.
@@ -51,6 +50,7 @@ class Setup:
     model: Model
     drafter: LoadedDrafter
     plan: Plan
+    controller: Controller
     batch_size: int
     seed: int
     num_stop_ids: int
@@ -73,8 +73,14 @@ class Setup:
 
     @property
     def num_rows(self) -> int:
-        """Rows on the devices (B): as many on each along `data`; those over `batch_size` idle."""
-        return _round_up(self.batch_size, axis_size(self.mesh, DATA))
+        """Rows on the devices (B): a power of two, as many on each along `data`; some idle."""
+        return _round_up(_power_of_two(self.batch_size), axis_size(self.mesh, DATA))
+
+    @property
+    def step_sizes(self) -> StepSizes:
+        """What a length controller has to know of the step program."""
+        drafters = [DrafterSizes(part.num_nodes, part.stops) for part in self.plan.drafter.parts]
+        return StepSizes(tuple(drafters), self.plan.widths, self.num_rows)
 
     @property
     def prefill_rows(self) -> int:
@@ -101,8 +107,6 @@ class Session(Setup):
 
     prompts: tuple[tuple[int, ...], ...] = ()
     requests: tuple[SamplingParams, ...] = ()
-    replay: tuple[np.ndarray, np.ndarray] | None = None
-    """[prompts, R] each: how much was drafted in every round of an earlier run, and by whom."""
 
     def groups(self, size: int) -> list[list[int]]:
         """The prompts' indices, in input order, `size` at a time."""
@@ -118,14 +122,12 @@ def plan_session(
     options: DecodeOptions = DecodeOptions(),  # noqa: B008 - frozen
     requests: Any = SamplingParams(),  # noqa: B008 - frozen
     seed: int = 0,
-    replay: tuple[np.ndarray, np.ndarray] | None = None,
     names: Sequence[str] | None = None,
 ) -> Session:
     """Check, encode and choose a program, without measuring anything; see `generate.generate`.
 
-    `requests` is one SamplingParams or dict for all prompts, or one for each. `replay` are the
-    counts `drafted` and `drafter` of an earlier result, `names` what errors call the prompts.
-    Raises InputError.
+    `requests` is one SamplingParams or dict for all prompts, or one for each; `names` are what
+    errors call the prompts. Raises InputError.
     """
     MODEL_KIND.check("target", target)
     if isinstance(prompts, str):
@@ -139,11 +141,6 @@ def plan_session(
     requests = one_per_prompt(requests, len(prompts))
     names = names or [f"prompts[{i}]" for i in range(len(prompts))]
     encoded = [encode_prompt(target, p, name) for p, name in zip(prompts, names, strict=True)]
-    if replay is not None and len(replay[0]) != len(prompts):
-        raise InputError(
-            f"replay has {len(replay[0])} rows for {len(prompts)} prompts: give the result of a "
-            "run with the same prompts"
-        )
     for request in requests:
         check_request(target, request)
     longest = longest_row(target, options.max_length)
@@ -164,12 +161,9 @@ def plan_session(
         flags=flags_of(requests),
         logprobs=any(request.logprobs for request in requests),
         num_stop_ids=max(_STOP_IDS, *(len(_stop_ids(target, request)) for request in requests)),
-        replay=replay,
     )
     fields = {name: getattr(setup, name) for name in Setup.__dataclass_fields__}
-    return Session(
-        **fields, prompts=tuple(map(tuple, encoded)), requests=tuple(requests), replay=replay
-    )
+    return Session(**fields, prompts=tuple(map(tuple, encoded)), requests=tuple(requests))
 
 
 def plan_setup(
@@ -184,7 +178,6 @@ def plan_setup(
     flags: sampling.WarpFlags,
     logprobs: bool = False,
     num_stop_ids: int = _STOP_IDS,
-    replay: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> Setup:
     """What decodes rows of up to `capacity` tokens: it is rounded up, so that programs are shared.
 
@@ -195,39 +188,23 @@ def plan_setup(
         params=spread(drafter.params, placement_of(target.params, target.mesh))
     )
     seed = SEED.check("seed", seed)
-    asked, ladder = options.num_speculative_tokens, options.num_speculative_tokens_per_batch_size
-    most = drafter.drafter.num_speculative_tokens if asked in (None, "auto") else asked
-    if ladder and asked is None:
-        most = max(most, *(count for _, _, count in ladder))
+    most, table = options.fixed_draft_length, options.num_speculative_tokens_per_batch_size
+    if most is None:
+        most = max(drafter.drafter.num_speculative_tokens, *(count for _, _, count in table), 0)
     # Of a longer draft no row could emit all, with the target's own token after it.
     turns = drafter.drafter.limited(min(most, max(max_length - 2, 1)))
-    most = turns.num_speculative_tokens
-    if replay is not None:
-        _check_replay(replay, turns)
     rule = options.verify
     capacity = _capacity(capacity, max_length)
     platform = first_device(placement_of(target.params, target.mesh)).platform
-    auto = asked == "auto" and most > 0 and replay is None
-    sizes = widths(turns.num_nodes, _lengths(turns, ladder, auto=asked == "auto"))
     plan = Plan(
         target=target.architecture,
         drafter=turns,
         rule=rule,
-        draft_length=DraftLength(
-            most,
-            ladder,
-            auto=auto,
-            replayed=replay is not None,
-        ),
-        widths=sizes,
+        widths=widths(turns.num_nodes, platform),
         flags=flags,
         capacity=capacity,
         chunks=_chunks(platform, capacity, axis_size(target.mesh, DATA)),
         logprobs=logprobs,
-        # XLA's CPU threads overlap more of a small program's work than of a large one's. A round of
-        # one row takes as long in both.
-        plain_program=auto and batch_size > 1 and platform == "cpu",
-        partial_rows=_partial_rows(target, batch_size),
     )
     for part in turns.parts:
         if part.branches and not rule.takes_trees:
@@ -236,9 +213,10 @@ def plan_setup(
                 "use rejection or coupled, or draft chains"
             )
     if type(rule) not in map(type, sampling.RULES.values()):
-        for rows in filter(None, (batch_size, plan.partial_rows)):
-            check_rule_shapes(rule, rows, plan.widths, target.config.vocab_size)
-    return Setup(target, drafter, plan, batch_size, seed, num_stop_ids, max_length)
+        check_rule_shapes(rule, batch_size, plan.widths, target.config.vocab_size)
+    return Setup(
+        target, drafter, plan, options.length_controller, batch_size, seed, num_stop_ids, max_length
+    )
 
 
 def check_request(target: Model, request: SamplingParams) -> None:
@@ -247,45 +225,19 @@ def check_request(target: Model, request: SamplingParams) -> None:
         raise InputError(f"sampling.stop: {target.name} has no tokenizer; use stop_token_ids")
 
 
-def _check_replay(replay: tuple[np.ndarray, np.ndarray], turns: Turns) -> None:
-    """Raise InputError for rounds that these drafters cannot draft again."""
-    drafted, drafter = replay
-    for number, part in enumerate(turns.parts):
-        longest = int(drafted[drafter == number].max(initial=0))
-        if longest > part.num_nodes:
-            raise InputError(
-                f"replay has a draft of {longest} tokens by {part.name}, which drafts at most "
-                f"{part.num_nodes} here: give what the run was given"
-            )
-    if int(drafter.max(initial=NO_DRAFTER)) >= len(turns.parts):
-        raise InputError(
-            f"replay has drafts of {int(drafter.max()) + 1} drafters, not of {turns.name} alone: "
-            "give what the run was given"
-        )
+def widths(most: int, platform: str) -> tuple[int, ...]:
+    """The window sizes that are compiled for drafts of up to `most` nodes, ascending.
 
-
-def _lengths(
-    turns: Turns, ladder: Sequence[tuple[int, int, int]], *, auto: bool
-) -> tuple[int, ...]:
-    """Draft lengths that get a compiled width of their own."""
-    lengths = turns.lengths + tuple(count for _, _, count in ladder)
-    if not auto:
-        return lengths
-    # Trees are large, and two or three of their nodes seldom worth a width of their own.
-    least = 2 if any(part.branches for part in turns.parts) else 0
-    return lengths + tuple(2**power for power in range(least, turns.num_nodes.bit_length()))
-
-
-def widths(most: int, lengths: Sequence[int] = ()) -> tuple[int, ...]:
-    """The window sizes that are compiled for drafts of up to `most` nodes, `lengths` among them.
-
-    A drafter that names no lengths gets one of three tokens.
+    On a CPU a pass costs more the wider it is, so that one of half the draft is worth its program.
+    On accelerators a wider pass costs nearly the same (EXPERIMENTS: 0.86 of a pass over one token
+    for eight, at Llama-8B's shape on an H100).
     """
-    return tuple(sorted({1, *(1 + min(length, most) for length in (*(lengths or (3,)), most))}))
+    half = {1 + -(-most // 2)} if platform == "cpu" else set()
+    return tuple(sorted({1, *half, 1 + most}))
 
 
 def _stop_ids(model: Model, request: SamplingParams) -> tuple[int, ...]:
-    own = model.tokenizer.eos_ids if model.tokenizer and not request.ignore_eos else ()
+    own = () if request.ignore_eos else model.ends
     return tuple(dict.fromkeys((*own, *request.stop_token_ids)))
 
 
@@ -321,20 +273,10 @@ def check_length(
 
 
 def flags_of(requests: Sequence[SamplingParams]) -> sampling.WarpFlags:
-    """What at least one request asks for."""
-    return sampling.WarpFlags.of(
-        np.array([r.temperature for r in requests]),
-        np.array([r.top_k for r in requests]),
-        np.array([r.top_p for r in requests]),
-        np.array([r.min_p for r in requests]),
-    )
-
-
-def _partial_rows(target: Model, batch_size: int) -> int | None:
-    """How many rows partial passes are over; None where a model gains nothing from them."""
-    if target.mesh is not None or not getattr(target.architecture, "takes_some_rows", False):
-        return None
-    return batch_size // 2 or None
+    """One of two sets, so that programs are shared: all requests are greedy, or anything."""
+    if all(request.temperature <= 0 for request in requests):
+        return GREEDY
+    return sampling.WarpFlags()
 
 
 def _capacity(longest: int, most: int) -> int:
@@ -361,3 +303,7 @@ def _chunks(platform: str, capacity: int, together: int) -> tuple[int, ...]:
 
 def _round_up(value: int, step: int) -> int:
     return -(-value // step) * step
+
+
+def _power_of_two(value: int) -> int:
+    return 1 << (value - 1).bit_length()

@@ -10,22 +10,12 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from specjax.cache import CacheRows, KVCache, Window
-from specjax.draft_length.policy import Policy
-from specjax.draft_length.survival import RowHistory
+from specjax.cache import KVCache, Window
 from specjax.drafters.base import Sampling
 
 RUNNING, STOPPED, FULL, FAILED = 0, 1, 2, 3
 """A row's status: not ended, ended at a stop token or string, at its longest length, or before a
 token whose logits are not numbers."""
-
-
-@struct.dataclass
-class Replay:
-    """The draft lengths of an earlier run, by the row's own rounds, and who drafted (-1: none)."""
-
-    drafted: Int[Array, "B R"]
-    drafter: Int[Array, "B R"]
 
 
 @struct.dataclass
@@ -38,7 +28,6 @@ class Rows:
     sampling: Sampling
     max_length: Int[Array, "B"]
     stop_ids: Int[Array, "B stops"]
-    replay: Replay | None = None
 
 
 @struct.dataclass
@@ -59,28 +48,41 @@ class Rounds:
 
 
 @struct.dataclass
+class Tally:
+    """What the drafters did in the rounds of a step, summed up over rounds and rows.
+
+    `ran` are the rounds in which each ran, `further` its passes after the first of a round.
+    `drafted[i, n]` counts the rounds in which drafter i drafted node n in some row, and
+    `accepted[i, n]` the rows' rounds in which it was accepted.
+    """
+
+    ran: Int[Array | np.ndarray, "drafters"]
+    further: Int[Array | np.ndarray, "drafters"]
+    drafted: Int[Array | np.ndarray, "drafters N"]
+    accepted: Int[Array | np.ndarray, "drafters N"]
+
+
+@struct.dataclass
 class State:
     """Everything that one round passes to the next.
 
     `tokens[b, :length[b]]` are committed, prompt first; `logprobs` are those of the committed
     tokens under the target, by position, where the plan asks for them. `round` counts each row's
     own rounds. `features` are those that drafters have yet to observe, as `Context.features` holds
-    them. `history` and `policy` decide draft lengths under "auto". `undrafted` rows draft no more:
-    the logits after a draft were not numbers, and only those without one say whether the row has
-    failed. Every leaf has rows as its first axis, or belongs to a cache, a window or the policy.
+    them. `undrafted` rows draft no more: the logits after a draft were not numbers, and only those
+    without one say whether the row has failed. Every leaf has rows as its first axis, or belongs to
+    a cache or a window.
     """
 
     tokens: Int[Array, "B S"]
     length: Int[Array, "B"]
     status: Int[Array, "B"]
     undrafted: Bool[Array, "B"]
-    cache: KVCache | CacheRows
+    cache: KVCache
     drafter: Any
     features: dict[str, Float[Array, "B M D"]]
     rows: Rows
     round: Int[Array, "B"]
-    history: RowHistory | None
-    policy: Policy | None
     logprobs: Float[Array, "B S"]
 
     @property
@@ -94,16 +96,14 @@ class Seen:
     """What the host sees of a step: the rows after it, and what it added to them.
 
     `tokens[b, i]` is the i-th new token of row b, if it had so many, and `logprobs` its
-    log-probability, where the plan asks for those. `drafts` and `room` say, where that was asked,
-    what the drafters would do in the next round (`turns.Intention`).
+    log-probability, where the plan asks for those.
     """
 
     status: Int[Array | np.ndarray, "B"]
     tokens: Int[Array | np.ndarray, "B M"]
     logprobs: Float[Array | np.ndarray, "B M"] | None
     rounds: Rounds
-    drafts: Bool[Array | np.ndarray, ""] | None = None
-    room: Int[Array | np.ndarray, ""] | None = None
+    tally: Tally
 
 
 def admit(state: State, slots: Int[Array, "A"], new: State) -> State:
@@ -121,14 +121,13 @@ def admit(state: State, slots: Int[Array, "A"], new: State) -> State:
     return jax.tree.map(put, state, new, is_leaf=knows_its_rows)
 
 
-def some_rows(state: State, rows: Int[Array, "A"]) -> State:
-    """Some rows of a state, without what drafters and "auto" know; their cache is only read."""
-    state = state.replace(drafter=(), features={}, history=None, policy=None)
+def take(state: State, slots: Int[Array, "A"]) -> State:
+    """The state of the rows in A slots."""
 
-    def take(part: Any) -> Any:
-        return part.take(rows) if knows_its_rows(part) else part[rows]
+    def of(part: Any) -> Any:
+        return part.take(slots) if knows_its_rows(part) else part[slots]
 
-    return jax.tree.map(take, state, is_leaf=knows_its_rows)
+    return jax.tree.map(of, state, is_leaf=knows_its_rows)
 
 
 def release(state: State, slots: Int[Array, "A"]) -> State:
@@ -155,5 +154,5 @@ def _in_range(state: State, slots: Int[Array, "A"]) -> Int[Array, "A"]:
 
 
 def knows_its_rows(node: Any) -> bool:
-    """Whether a part of a state is a cache, a window or a policy, not an array with rows first."""
-    return isinstance(node, KVCache | Window | Policy)
+    """Whether a part of a state is a cache or a window, not an array with rows first."""
+    return isinstance(node, KVCache | Window)

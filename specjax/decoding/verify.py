@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from specjax import sampling
 from specjax.cache import Window
 from specjax.decoding.plan import Plan
-from specjax.decoding.state import State, some_rows
+from specjax.decoding.state import State
 from specjax.distributed.sharding import constrain
 from specjax.drafters.base import TargetPass, warp_rows
 from specjax.errors import InputError, one_line, shown
@@ -184,30 +184,6 @@ def verify_draft(
         logprobs,
         _overlaps(tree, verification, target, longest) if plan.overlaps else None,
     )
-
-
-def verify_some_rows(
-    plan: Plan,
-    params: Any,
-    state: State,
-    draft: Draft,
-    keys: Key[Array, "B"],
-    width: int,
-    rows: Int[Array, "A"],
-) -> VerifiedDraft:
-    """`verify_draft` in a pass over some `rows`, all unfinished ones among them.
-
-    What it says of the others, which have finished, means nothing.
-    """
-    batch = keys.shape[0]
-    some = jax.tree.map(lambda part: part[rows], draft.replace(steps=None))
-    found = verify_draft(plan, params, some_rows(state, rows), some, keys[rows], width)
-    window = plan.target.make_window(batch, plan.widths[-1]).admit(rows, found.window)
-
-    def spread(part: Array) -> Array:
-        return jnp.zeros((batch, *part.shape[1:]), part.dtype).at[rows].set(part)
-
-    return jax.tree.map(spread, found._replace(window=None))._replace(window=window)
 
 
 def _drafted(draft: Draft, topology: AnyTopology) -> sampling.Drafted:

@@ -86,19 +86,14 @@ class ChainDrafter(Drafter):
         return self.num_speculative_tokens if self.tree is None else self.shape.num_nodes
 
     @property
-    def lengths(self) -> tuple[int, ...]:
-        """A tree is verified whole."""
-        return () if self.tree is None else (self.num_nodes,)
-
-    @property
     def branches(self) -> bool:
         """Whether it drafts a tree that is not known to be a chain."""
         shape = self.shape
         return isinstance(shape, DynamicTree) or (shape is not None and not shape.topology.is_chain)
 
     @property
-    def decides(self) -> bool:
-        """Before each token of a chain."""
+    def stops(self) -> bool:
+        """Chains are drafted token after token."""
         return self.tree is None
 
     @property

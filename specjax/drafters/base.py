@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from specjax.cache import KVCache
 from specjax.distributed.sharding import constrain
-from specjax.draft_length.policy import Decisions, LengthDecision
 from specjax.errors import InputError, shown
 from specjax.fields import Whole
 from specjax.loading.model import Model
@@ -42,11 +42,16 @@ class Sampling:
 
 
 @struct.dataclass
-class ReplayedRound:
-    """A round of an earlier run: how many nodes were drafted in each row, and by which drafter."""
+class Limits:
+    """What each of the drafters may draft in the rounds of a step, fixed before it begins.
 
-    drafted: Int[Array, "B"]
-    drafter: Int[Array, "B"]
+    `longest` are the tokens of a chain, or how many of a tree's first nodes are kept; a drafter
+    with 0 does not run. `confidence` is the least probability of the likeliest next token with
+    which a drafter that draws token after token continues.
+    """
+
+    longest: Int[Array | np.ndarray, "drafters"]
+    confidence: Float[Array | np.ndarray, "drafters"]
 
 
 @struct.dataclass
@@ -58,9 +63,8 @@ class Context:
     is the longest path each row may draft in this round: at most the drafter's
     `num_speculative_tokens`, and 0 in rows that are finished. `index` is the index of a row's
     prompt in the whole input. `features[name][b, t % M]` is the target's feature at position t, for
-    the last M positions before n - 1 at most: read it by `feature_from`. `length_decision`, where
-    there is one, says how much of the limit is worth drafting: a drafter whose `decides` is true
-    asks it.
+    the last M positions before n - 1 at most: read it by `feature_from`. A drafter that draws token
+    after token stops where the likeliest next one is less probable than `least_confidence`.
     """
 
     tokens: Int[Array, "B S"]
@@ -78,11 +82,7 @@ class Context:
     """Whether the rule reads q, so that a draft that was sampled must bring its distributions."""
     longest_commit: int = struct.field(pytree_node=False)
     """The most tokens that a round commits in a row."""
-    length_decision: LengthDecision | None = None
-    decisions: Decisions | None = None
-    """What the length decisions of drafters in turn are made from."""
-    replay: ReplayedRound | None = None
-    """What is drafted in each row, where that is prescribed."""
+    least_confidence: Float[Array, ""] | float = 0.0
 
     def token_at(self, position: Int[Array, "B"]) -> Int[Array, "B"]:
         """Each row's committed token at a position; positions below 0 give the first token."""
@@ -216,22 +216,9 @@ class Drafter:
         return False
 
     @property
-    def looks_up(self) -> bool:
-        """Whether drafting is a lookup: `propose` costs next to nothing and changes no state.
-
-        Such a drafter is also run to learn whether it has a draft, which is then dropped.
-        """
+    def stops(self) -> bool:
+        """Whether `propose` draws token after token, and heeds `context.least_confidence`."""
         return False
-
-    @property
-    def decides(self) -> bool:
-        """Whether `propose` asks `context.length_decision` before it draws a token."""
-        return False
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Drafts shorter than the longest that are worth a compiled width of their own."""
-        return ()
 
     @property
     def observes(self) -> bool:

@@ -25,7 +25,7 @@ from specjax.drafters.head_drafter import check_tokenizers, load_head
 from specjax.files.paths import user_path
 from specjax.loading.find_head import holds_head
 from specjax.loading.heads.head import Head
-from specjax.loading.load import load_model
+from specjax.loading.load import load_model, with_vocabulary
 from specjax.loading.model import Model
 from specjax.models.decoder import Decoder, Form
 from specjax.models.heads.draft_decoder import ReducedDecoder
@@ -55,7 +55,9 @@ class State:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftModel(ChainDrafter):
-    """A drafter that decodes with a model of its own, which must share the target's tokenizer.
+    """A drafter that decodes with a model of its own, whose tokens must be the target's.
+
+    One vocabulary may have more tokens at its end than the other: these are not drafted.
 
     `probabilistic` draws each token from the model's distribution under the row's own warp, which
     the rules then know exactly; `greedy` takes the likeliest. Where the model gives logits of a
@@ -79,6 +81,7 @@ class DraftModel(ChainDrafter):
         if not isinstance(path, Model):
             path = load_model(path, mesh=target.mesh, field="drafter.path")
         check_tokenizers(target, path)
+        path = with_vocabulary(path, target.config.vocab_size)
         return LoadedDrafter(cls(path.architecture, **options), path.params)
 
     @classmethod

@@ -45,16 +45,18 @@ def load_head(kind: str, path: Any, target: Model) -> tuple[Head, Any]:
 
 
 def check_tokenizers(target: Model, draft: Model) -> None:
-    """Raise InputError, with the first tokens that differ, unless both models share one."""
+    """Raise InputError, with the first tokens that differ, unless both models share one tokenizer.
+
+    Tokens of one alone are allowed: models of a family are published with different ones at the
+    end. Without a tokenizer only the number of tokens can be compared.
+    """
     if target.tokenizer is None or draft.tokenizer is None:
-        difference = None
+        sizes = (target.config.vocab_size, draft.config.vocab_size)
+        difference = None if sizes[0] == sizes[1] else f"{sizes[0]} against {sizes[1]} tokens"
     else:
-        difference = target.tokenizer.first_difference(draft.tokenizer)
-    sizes = (target.config.vocab_size, draft.config.vocab_size)
-    if difference is None and sizes[0] != sizes[1]:
-        difference = f"{sizes[0]} against {sizes[1]} tokens"
+        difference = target.tokenizer.first_difference(draft.tokenizer, shared=True)
     if difference is not None:
         raise InputError(
             f"drafter.path: the tokenizers of {target.name} and {draft.name} differ "
-            f"({difference}): use a draft model with the target's own tokenizer"
+            f"({difference}): use a draft model of the target's family, or train one on its tokens"
         )

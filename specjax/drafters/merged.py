@@ -20,7 +20,7 @@ from specjax.drafters.base import (
     Noise,
     TargetPass,
 )
-from specjax.drafters.turns import Turns, with_confidences
+from specjax.drafters.turns import Turns
 from specjax.errors import InputError, shown
 from specjax.sampling import drafter_noise
 from specjax.trees import Draft
@@ -32,8 +32,7 @@ class Merged(Drafter):
 
     `num_speculative_tokens` bounds each part's own, and is the largest of them. Exact if each part
     is: they draw from noise of their own, so that what one proposes is independent of what another
-    one draws, and a node that was drawn is never dropped (`trees.merge_duplicates`). Under "auto"
-    the length is decided before any part drafts.
+    one draws, and a node that was drawn is never dropped (`trees.merge_duplicates`).
     """
 
     parts: tuple[Drafter, ...]
@@ -77,18 +76,6 @@ class Merged(Drafter):
         return any(part.sampled for part in self.parts)
 
     @property
-    def looks_up(self) -> bool:
-        """Whether all of them do."""
-        return all(part.looks_up for part in self.parts)
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Each part's own, for rounds in which the others have nothing to say."""
-        return tuple(
-            length for part in self.parts for length in (part.lengths or (part.num_nodes,))
-        )
-
-    @property
     def observes(self) -> bool:
         """Whether any of them does."""
         return any(part.observes for part in self.parts)
@@ -115,15 +102,12 @@ class Merged(Drafter):
                 draft, after = part.propose(
                     params[number],
                     after,
-                    context.replace(
-                        limit=context.limit.clip(max=part.num_speculative_tokens),
-                        length_decision=None,
-                    ),
+                    context.replace(limit=context.limit.clip(max=part.num_speculative_tokens)),
                     drafter_noise(noise, number, len(self.parts)) if context.needs_logq else noise,
                 )
                 drafts.append(draft)
             states.append(after)
-        return trees.merge(*with_confidences(drafts)), tuple(states)
+        return trees.merge(*drafts), tuple(states)
 
     def observe(self, params: tuple, state: tuple, context: Context, accepted: Accepted) -> tuple:
         """Each part's state after further committed tokens."""

@@ -73,11 +73,6 @@ class Simulated(Drafter):
             replay[row] = np.where(wrong, (replay[row] + 1) % vocab_size, replay[row])
         return jnp.asarray(replay)
 
-    @property
-    def looks_up(self) -> bool:
-        """It finds what was recorded."""
-        return True
-
     def propose(self, params: Any, state: Any, context: Context, noise: Noise) -> tuple[Draft, Any]:
         """The next tokens of the row's replay."""
         del noise

@@ -1,8 +1,8 @@
 """Drafters that take turns, and that sleep while they do not draft.
 
-In each row the first drafter with a draft has the turn. A drafter works only in rounds in which
-some row may draft with it: what was committed meanwhile is observed before it proposes again, or
-when no more of the target's features can be kept. A single drafter is a tuple of one.
+In each row the first drafter with a draft has the turn. A drafter runs only in rounds in which some
+row may draft with it: what was committed meanwhile is observed before it proposes again, or when no
+more of the target's features can be kept. A single drafter is a tuple of one.
 """
 
 from __future__ import annotations
@@ -20,8 +20,15 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from specjax.distributed.sharding import constrain
-from specjax.draft_length.survival import UNKNOWN
-from specjax.drafters.base import Accepted, Context, Drafter, LoadedDrafter, Noise, TargetPass
+from specjax.drafters.base import (
+    Accepted,
+    Context,
+    Drafter,
+    Limits,
+    LoadedDrafter,
+    Noise,
+    TargetPass,
+)
 from specjax.drafters.none import empty_draft
 from specjax.errors import InputError
 from specjax.sampling import drafter_noise
@@ -29,7 +36,6 @@ from specjax.trees import Draft, DynamicTopology, chain_topology
 
 NO_DRAFTER = -1
 """The number of the drafter of a row without a draft."""
-INT32_MAX = np.iinfo(np.int32).max
 _KEPT_ROUNDS = 8
 """Rounds of full drafts whose features are kept for drafters that sleep."""
 
@@ -45,31 +51,15 @@ class PartState:
 class Proposal(NamedTuple):
     """What drafters in turn propose.
 
-    `drafter` is the number of the one that drafted in each row, or `NO_DRAFTER`. `first` says which
-    drafters ran, `further` how often each ran after its first token, and `catch_up` how many wide
-    passes each made over what it had missed.
+    `drafter` is the number of the one that drafted in each row, or `NO_DRAFTER`. `ran` says which
+    drafters ran, and `further` how often each ran after its first token.
     """
 
     draft: Draft
     state: tuple[PartState, ...]
     drafter: Int[Array, "B"]
-    first: Int[Array, "drafters"]
-    further: Int[Array, "drafters"]
-    catch_up: Int[Array, "drafters"]
-
-
-class Intention(NamedTuple):
-    """What the drafters would do in the next round.
-
-    `drafts` says whether any of them would draft. Lookups are run to find out: `ran` are those that
-    were, and `found` those of them that have a draft. `room` is how many tokens each row may commit
-    before a drafter has to observe them, or it loses features.
-    """
-
-    drafts: Bool[Array, ""]
-    room: Int[Array, ""]
     ran: Bool[Array, "drafters"]
-    found: Bool[Array, "drafters"]
+    further: Int[Array, "drafters"]
 
 
 @dataclass(frozen=True)
@@ -113,15 +103,6 @@ class Turns:
     def sampled(self) -> bool:
         """Whether any of them draws its drafts."""
         return any(part.sampled for part in self.parts)
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Draft lengths worth a compiled width; empty where a single drafter names none."""
-        if len(self.parts) == 1:
-            return self.parts[0].lengths
-        return tuple(
-            length for part in self.parts for length in (part.lengths or (part.num_nodes,))
-        )
 
     @property
     def kept_features(self) -> int:
@@ -181,124 +162,41 @@ class Turns:
             for part, before in zip(self.parts, state, strict=True)
         )
 
+    def full_limits(self) -> Limits:
+        """Limits that let each drafter draft all that it can."""
+        longest = np.array([part.num_nodes for part in self.parts], np.int32)
+        return Limits(longest, np.zeros(len(self.parts), np.float32))
+
     def propose(
-        self, params: tuple, state: tuple[PartState, ...], context: Context, noise: Noise
+        self,
+        params: tuple,
+        state: tuple[PartState, ...],
+        context: Context,
+        noise: Noise,
+        limits: Limits,
     ) -> Proposal:
         """Each row's draft from the first drafter that has one, and the states.
 
         `noise` is asked at a depth of its own for each drafter, so that none knows what another
         one draws from; where a rule reads no distributions, all share the target's own.
         """
+        limits = jax.tree.map(jnp.asarray, limits)
         drafter = jnp.full(context.length.shape, NO_DRAFTER, jnp.int32)
-        decided = jnp.int32(0)
-        draft, states, first, further, catch_up = None, [], [], [], []
+        draft, states, ran, further = None, [], [], []
+        shares = context.needs_logq
         for number, part in enumerate(self.parts):
-            limit = jnp.minimum(context.limit, part.num_speculative_tokens)
-            limit = jnp.where(drafter == NO_DRAFTER, limit, 0)
-            if context.replay is not None:
-                limit = jnp.where(context.replay.drafter == number, limit, 0)
-                if not part.branches:
-                    limit = jnp.minimum(limit, context.replay.drafted)
-            own = context.replace(limit=limit)
-            if context.decisions is not None:
-                missed = _wide_passes(part, state[number])
-                own = _decided_before(part, number, own, decided, missed)
-            ran = jnp.any(own.limit > 0)
-            new, after, passes = _take_turn(
-                part, params[number], state[number], own, self._noise(number, noise, context)
-            )
-            new = new.replace(valid=new.topology.close(new.valid))
-            if context.replay is not None:
-                kept = jnp.cumsum(new.valid, axis=1) <= context.replay.drafted[:, None]
-                new = new.replace(valid=new.valid & kept)
-            if context.decisions is not None:
-                new, length = _decided_after(part, own, new)
-                # Whether there is a draft at all is known before any token of it is drawn.
-                decided = jnp.maximum(decided, jnp.where(new.valid.any(), length, 0))
-            drafted = new.valid.any(axis=1)
-            drafter = jnp.where(drafted & (drafter == NO_DRAFTER), number, drafter)
+            waiting = drafter == NO_DRAFTER
+            own = _own_context(part, context, waiting, limits, number)
+            own_noise = drafter_noise(noise, number, len(self.parts)) if shares else noise
+            new, after = _take_turn(part, params[number], state[number], own, own_noise)
+            kept = jnp.arange(part.num_nodes)[None, :] < limits.longest[number]
+            new = new.replace(valid=new.topology.close(new.valid & kept))
+            drafter = jnp.where(new.valid.any(axis=1) & waiting, number, drafter)
             states.append(after)
-            first.append(ran)
-            # All of a tree is drafted, however many nodes of it are kept.
-            more = new.steps
-            if more is None:
-                more = jnp.maximum(new.valid.sum(axis=1).max() - 1, 0)
-            further.append(jnp.int32(0) if part.branches else more)
-            catch_up.append(passes)
+            ran.append(jnp.any(own.limit > 0))
+            further.append(_further_passes(part, new))
             draft = new if draft is None else joined(draft, new, self.num_nodes)
-        return Proposal(
-            draft,
-            tuple(states),
-            drafter,
-            jnp.stack(first).astype(jnp.int32),
-            jnp.stack(further).astype(jnp.int32),
-            jnp.stack(catch_up),
-        )
-
-    def intend(
-        self, params: tuple, state: tuple[PartState, ...], context: Context, noise: Noise
-    ) -> Intention:
-        """Whether any drafter would draft now; lookups are run to find out, others are not.
-
-        The states do not change.
-        """
-        drafts, ran, found = jnp.bool_(False), [], []
-        for number, part in enumerate(self.parts):
-            limit = jnp.minimum(context.limit, part.num_speculative_tokens)
-            missed = _wide_passes(part, state[number])
-            own = context.replace(limit=limit)
-            own = _decided_before(part, number, own, jnp.int32(0), missed)
-            runs = jnp.any(own.limit > 0)
-            if part.looks_up:
-                draft, *_ = _take_turn(part, params[number], state[number], own, noise)
-                draft = draft.replace(valid=draft.topology.close(draft.valid))
-                has_draft = jnp.any(_decided_after(part, own, draft)[0].valid)
-            else:
-                has_draft = runs & (own.length_decision.planned > 0)
-            drafts |= has_draft
-            ran.append(runs & part.looks_up)
-            found.append(has_draft & part.looks_up)
-        return Intention(drafts, self.room(state, context), jnp.stack(ran), jnp.stack(found))
-
-    def room(self, state: tuple[PartState, ...], context: Context) -> Int[Array, ""]:
-        """How many tokens each row may commit before a drafter has to observe them.
-
-        `INT32_MAX` where none reads features, and 0 where one would observe in the next round.
-        """
-        room = jnp.int32(INT32_MAX)
-        for part, own in zip(self.parts, state, strict=True):
-            if part.features and part.num_speculative_tokens:
-                left = _room(own, context)
-                left = jnp.where(left < context.longest_commit, 0, left)
-                room = jnp.minimum(room, left)
-        return room
-
-    def _noise(self, number: int, noise: Noise, context: Context) -> Noise:
-        return drafter_noise(noise, number, len(self.parts)) if context.needs_logq else noise
-
-
-@dataclass(frozen=True)
-class SleepingTurns(Turns):
-    """The same drafters with the same states in rounds that nobody drafts in."""
-
-    @property
-    def num_speculative_tokens(self) -> int:
-        """Nothing is drafted."""
-        return 0
-
-    @property
-    def num_nodes(self) -> int:
-        """Nothing is drafted."""
-        return 0
-
-    def propose(
-        self, params: tuple, state: tuple[PartState, ...], context: Context, noise: Noise
-    ) -> Proposal:
-        """No draft, and the states as they are."""
-        del params, noise
-        batch, parts = context.length.shape[0], jnp.zeros(len(self.parts), jnp.int32)
-        nobody = jnp.full(batch, NO_DRAFTER, jnp.int32)
-        return Proposal(empty_draft(batch, 0), state, nobody, parts, parts, parts)
+        return Proposal(draft, tuple(states), drafter, jnp.stack(ran), jnp.stack(further))
 
 
 def take_turns(*drafters: LoadedDrafter | Drafter) -> LoadedDrafter:
@@ -313,80 +211,95 @@ def take_turns(*drafters: LoadedDrafter | Drafter) -> LoadedDrafter:
     return LoadedDrafter(Turns(parts), params)
 
 
-def _decided_before(
-    part: Drafter,
-    number: int,
-    context: Context,
-    decided: Int[Array, ""],
-    catch_up: Int[Array, ""],
+def _own_context(
+    part: Drafter, context: Context, waiting: Bool[Array, "B"], limits: Limits, number: int
 ) -> Context:
-    """A drafter's context with its length decision, and limits that this allows before any draft.
-
-    `decided` is the longest draft that was decided on in other rows, `catch_up` the wide passes
-    that the drafter has to make over what it missed.
-    """
-    decisions = context.decisions
-    nodes = part.num_nodes if part.branches else None
-    decision = decisions.decide_length(number, context.limit, decided, catch_up, tree_nodes=nodes)
-    if part.branches:
-        limit = jnp.where(decision.worth_running, context.limit, 0)
-    elif part.decides:
-        limit = jnp.where(decision.planned > 0, context.limit, 0)
-    elif part.sampled:
-        limit = jnp.minimum(context.limit, decision.planned)
-    else:
-        limit = jnp.where(decision.worth_running, context.limit, 0)
-    return context.replace(limit=limit, length_decision=decision.replace(limit=limit))
-
-
-def _decided_after(part: Drafter, context: Context, draft: Draft) -> tuple[Draft, Int[Array, ""]]:
-    """The draft, and the length that was decided on before any of its tokens was drawn.
-
-    Of a draft that nothing was drawn for only what pays is kept, and of a drawn tree what was
-    planned: a chain is not drawn further than that. Without confidences the nodes of a tree differ
-    by their numbers, the tokens of a chain by nothing.
-    """
-    decision, count = context.length_decision, draft.topology.num_nodes
-    if not count or (not part.branches and (part.decides or part.sampled)):
-        return draft, decision.planned
-    if draft.logq is not None:
-        length = decision.planned
-    else:
-        confidence = draft.confidence
-        if confidence is None and not part.branches:
-            confidence = jnp.full(draft.valid.shape, UNKNOWN)
-        length = decision.best_of_draft(confidence, draft.valid, draft.topology)
-    return draft.replace(valid=draft.valid & (jnp.arange(count)[None, :] < length)), length
+    """The context of drafter `number`, whose draft only rows take that are still `waiting`."""
+    longest = limits.longest[number]
+    if part.branches:  # its paths are as long as ever, if it runs
+        longest = jnp.where(longest > 0, part.num_speculative_tokens, 0)
+    limit = jnp.minimum(context.limit, jnp.minimum(longest, part.num_speculative_tokens))
+    return context.replace(
+        limit=jnp.where(waiting, limit, 0), least_confidence=limits.confidence[number]
+    )
 
 
 def _take_turn(
     part: Drafter, params: Any, state: PartState, context: Context, noise: Noise
-) -> tuple[Draft, PartState, Int[Array, ""]]:
-    """What a drafter proposes, its state, and the wide passes over what it had missed.
+) -> tuple[Draft, PartState]:
+    """What a drafter proposes, and its state; where no row may draft it sleeps.
 
-    Where no row may draft it proposes nothing, and is not run.
     Raises InputError for a draft of another size than the drafter says.
     """
-    passes = jnp.int32(0)
     if not part.num_speculative_tokens:
-        return empty_draft(context.length.shape[0], 0), state, passes
+        return empty_draft(context.length.shape[0], 0), state
     wanted = jnp.any(context.limit > 0)
     if part.observes:
-        state, passes = _catch_up(part, params, state, context, wanted)
+        state = _observe_missed(part, params, state, context, wanted)
 
-    # Compiled as a part of the whole, but traced once for both uses.
-    @functools.partial(jax.jit, inline=True)
-    def propose(inner: Any) -> tuple[Draft, Any]:
-        return part.propose(params, inner, context, noise)
+    def propose(state: PartState) -> tuple[Draft, PartState]:
+        if part.observes:
+            state = _observe(part, params, state, context, part.num_speculative_tokens + 1)
+        draft, inner = part.propose(params, state.drafter, context, noise)
+        return draft, state.replace(drafter=inner)
 
-    shapes, _ = jax.eval_shape(propose, state.drafter)
+    propose = jax.jit(propose, inline=True)  # traced once for both uses
+    shapes, _ = jax.eval_shape(propose, state)
     check_size(part, shapes)
 
-    def sleep(inner: Any) -> tuple[Draft, Any]:
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes), inner
+    def sleep(state: PartState) -> tuple[Draft, PartState]:
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes), state
 
-    draft, inner = lax.cond(wanted, propose, sleep, state.drafter)
-    return draft, state.replace(drafter=inner), passes
+    return lax.cond(wanted, propose, sleep, state)
+
+
+def _further_passes(part: Drafter, draft: Draft) -> Int[Array, ""]:
+    """How often a drafter ran after its first token; a tree counts as one pass."""
+    if part.branches:
+        return jnp.int32(0)
+    if draft.steps is not None:
+        return draft.steps
+    return jnp.maximum(draft.valid.sum(axis=1).max() - 1, 0)
+
+
+def _observe_missed(
+    part: Drafter, params: Any, state: PartState, context: Context, wanted: Bool[Array, ""]
+) -> PartState:
+    """The state after wide passes over what a drafter missed while it slept, but for one round's.
+
+    They are made if the drafter is `wanted`, or would lose features otherwise.
+    """
+    narrow = part.num_speculative_tokens + 1
+    needed = wanted
+    if part.features:
+        needed |= _would_lose_features(state, context)
+    return lax.while_loop(
+        lambda state: needed & jnp.any(state.unobserved > narrow),
+        lambda state: _observe(part, params, state, context, _KEPT_ROUNDS * narrow),
+        state,
+    )
+
+
+def _would_lose_features(state: PartState, context: Context) -> Bool[Array, ""]:
+    """Whether a round might overwrite features that were not observed."""
+    kept = next(iter(context.features.values())).shape[1]
+    return kept - state.unobserved.max() < context.longest_commit
+
+
+def _observe(
+    part: Drafter, params: Any, state: PartState, context: Context, width: int
+) -> PartState:
+    """The state after one pass over the oldest `width` tokens that were not observed."""
+    first = context.length - 1 - state.unobserved
+    count = jnp.minimum(state.unobserved, width)
+    accepted = Accepted(
+        context.tokens_from(first + 1, width),
+        count,
+        {name: context.feature_from(name, first, width) for name in part.features},
+    )
+    after = context.replace(length=first + 1 + count)
+    inner = part.observe(params, state.drafter, after, accepted)
+    return PartState(inner, constrain(state.unobserved - count, "batch"))
 
 
 def check_size(part: Drafter, draft: Draft) -> None:
@@ -399,67 +312,12 @@ def check_size(part: Drafter, draft: Draft) -> None:
         )
 
 
-def _widths(part: Drafter) -> tuple[int, int]:
-    """Tokens of a wide pass over what a drafter missed, and of one over a round's."""
-    narrow = part.num_speculative_tokens + 1
-    return _KEPT_ROUNDS * narrow, narrow
-
-
-def _wide_passes(part: Drafter, state: PartState) -> Int[Array, ""]:
-    """The wide passes that a drafter would have to make before it drafts."""
-    wide, narrow = _widths(part)
-    return -(-jnp.maximum(state.unobserved.max() - narrow, 0) // wide)
-
-
-def _room(state: PartState, context: Context) -> Int[Array, ""]:
-    """How many tokens each row may commit before the drafter loses features."""
-    kept = next(iter(context.features.values())).shape[1]
-    return kept - state.unobserved.max()
-
-
-def _catch_up(
-    part: Drafter, params: Any, state: PartState, context: Context, wanted: Bool[Array, ""]
-) -> tuple[PartState, Int[Array, ""]]:
-    """The state with all observed if the drafter is wanted, else as much as could be lost soon.
-
-    And the number of wide passes that this took.
-    """
-    wide, narrow = _widths(part)
-    needed = wanted
-    if part.features:
-        needed |= _room(state, context) < context.longest_commit
-
-    def observed(state: PartState, width: int) -> PartState:
-        first = context.length - 1 - state.unobserved
-        count = jnp.minimum(state.unobserved, width)
-        accepted = Accepted(
-            context.tokens_from(first + 1, width),
-            count,
-            {name: context.feature_from(name, first, width) for name in part.features},
-        )
-        after = context.replace(length=first + 1 + count)
-        inner = part.observe(params, state.drafter, after, accepted)
-        return PartState(inner, constrain(state.unobserved - count, "batch"))
-
-    # What a drafter missed while it slept is read in few wide passes; a round's tokens in one.
-    passes = needed * _wide_passes(part, state)
-    for width, left in ((wide, narrow), (narrow, 0)):
-        state = lax.while_loop(
-            lambda state, left=left: needed & jnp.any(state.unobserved > left),
-            functools.partial(observed, width=width),
-            state,
-        )
-    return state, passes
-
-
 def joined(first: Draft, second: Draft, length: int) -> Draft:
     """A draft of `length` nodes: each row's from the first draft that proposes any."""
     distributions = [draft.logq for draft in (first, second) if draft.logq is not None]
     offset = 0 if first.logq is None else first.logq.shape[1]
     second = second.replace(logq_row=jnp.where(second.logq_row < 0, -1, second.logq_row + offset))
     here = first.valid.any(axis=1, keepdims=True)
-    first, second = with_confidences((first, second))
-    known = first.confidence is not None
 
     def chosen(parts: Sequence[Array | np.ndarray], filler: float | bool) -> Array:
         room = [((0, 0), (0, length - part.shape[1])) for part in parts]
@@ -481,17 +339,4 @@ def joined(first: Draft, second: Draft, length: int) -> Draft:
         logq_row=either("logq_row", -1),
         logq=jnp.concatenate(distributions, axis=1) if distributions else None,
         topology=topology,
-        confidence=either("confidence", UNKNOWN) if known else None,
     )
-
-
-def with_confidences(drafts: Sequence[Draft]) -> list[Draft]:
-    """The drafts; where any has confidences, those that have none get `UNKNOWN`."""
-    if all(draft.confidence is None for draft in drafts):
-        return list(drafts)
-    return [
-        draft.replace(confidence=jnp.full(draft.valid.shape, UNKNOWN))
-        if draft.confidence is None
-        else draft
-        for draft in drafts
-    ]

@@ -31,6 +31,7 @@ _MODEL_METADATA = {
     "scan_layers": bool,
     "tokenizer": dict | None,
     "mtp": dict | None,
+    "ends": list[int],
 }
 
 
@@ -52,6 +53,7 @@ def save_checkpoint(model: Model, directory: str | Path, *, overwrite: bool = Fa
         "scan_layers": scan_layers,
         "tokenizer": model.tokenizer and model_metadata.tokenizer_metadata(model.tokenizer),
         "mtp": modules and model_metadata.head_metadata(modules),
+        "ends": list(model.stated_ends),
     }
     orbax_checkpoint.save(path, "model", model.arrays, metadata, overwrite)
 
@@ -62,13 +64,15 @@ def read_model(
     mesh: Mesh | None = None,
     shards: int = 1,
     stacks: Callable[[DecoderConfig], bool] = lambda config: True,
-) -> tuple[DecoderConfig, Tokenizer | None, dict[str, Any], MtpModules | None]:
+    tell_narrow: Callable[[DecoderConfig, MtpConfig | None], None] = lambda config, mtp: None,
+) -> tuple[DecoderConfig, Tokenizer | None, tuple[int, ...], dict[str, Any], MtpModules | None]:
     """The parts of a saved model, each device reading its own part of each array.
 
-    The last part are its MTP modules. Every process makes the call. `stacks` says by the config
-    whether layers are to be stacked, however they were saved. Raises InputError for a checkpoint
-    that is damaged, not a model's, or does not fit its config, for a mesh that does not fit the
-    model, and where `stacks` does, before arrays are read.
+    The third part are its `stated_ends`, the last its MTP modules. Every process makes the call.
+    `stacks` says by the config whether layers are to be stacked, however they were saved;
+    `tell_narrow` is called before arrays are read that were saved in 16 bits. Raises InputError for
+    a checkpoint that is damaged, not a model's, or does not fit its config, for a mesh that does
+    not fit the model, and where `stacks` does, before arrays are read.
     """
     path = user_path("directory", directory)
 
@@ -80,6 +84,8 @@ def read_model(
         return found
 
     found, config, tokenizer, modules = processes.together(look)
+    if found.metadata["dtype"] != "float32":
+        tell_narrow(config, modules)
     orbax_checkpoint.verify(found)
     stacked = found.metadata["scan_layers"]
     placed = _placed_arrays(config, modules, dtype, mesh, shards, stacked)
@@ -89,7 +95,7 @@ def read_model(
         wanted = _placed_arrays(config, None, dtype, mesh, shards, scan_layers)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted)
         params = (split_layers if stacked else stack_layers)(params, shardings, config)
-    return config, tokenizer, params, mtp
+    return config, tokenizer, tuple(found.metadata.get("ends", ())), params, mtp
 
 
 def save_drafter(
@@ -138,14 +144,18 @@ class _Model(NamedTuple):
 def _look_at_model(path: Path) -> _Model:
     """A checkpoint's index, configs and tokenizer, checked against the arrays it lists."""
     found = orbax_checkpoint.look(path, "model")
-    metadata = model_metadata.check_fields("metadata", found.metadata, _MODEL_METADATA, ("mtp",))
+    metadata = model_metadata.check_fields(
+        "metadata", found.metadata, _MODEL_METADATA, ("mtp", "ends")
+    )
     config, tokenizer = model_metadata.read_config(metadata["config"]), None
     if metadata["tokenizer"] is not None:
         tokenizer = model_metadata.read_tokenizer(metadata["tokenizer"])
-        if tokenizer.vocab_size > config.vocab_size:
+        tokenizer = tokenizer.limited(config.vocab_size, "vocab_size")
+    for end in metadata.get("ends", ()):
+        if not 0 <= end < config.vocab_size:
             raise InputError(
-                f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, the model "
-                f"{config.vocab_size}; save the model with its own tokenizer"
+                f"{path}: ends={end} is outside the vocabulary of {config.vocab_size} tokens; "
+                "save the model again"
             )
     if metadata["dtype"] not in _DTYPES:
         raise InputError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 import re
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from specjax.distributed import sharding
+from specjax.distributed import device_memory, sharding
 from specjax.errors import InputError, one_line, shown
 from specjax.fields import Choice, Flag, Instance, Text, optional
 from specjax.files.paths import input_file, output_folder, user_path
@@ -26,17 +27,20 @@ from specjax.loading.formats import (
     gguf,
     huggingface,
     huggingface_config,
+    mtp_layers,
     parameter_names,
 )
 from specjax.loading.formats.families import registry
 from specjax.loading.formats.gguf_parts import open_parts
 from specjax.loading.layer_layout import stack_layers
 from specjax.loading.model import MODEL_KIND, Model, array_table, split_arrays
+from specjax.loading.notes import note
 from specjax.loading.tokenizers import huggingface_tokenizer as files
 from specjax.loading.tokenizers.gguf_tokenizer import read_tokenizer
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from specjax.models.config import DecoderConfig
 from specjax.models.decoder import Form
+from specjax.models.heads.mtp import MtpConfig
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 """The model that comes as a package: SmolLM2-135M-Instruct (Apache-2.0), Q4_1."""
@@ -70,7 +74,7 @@ def load_model(
     sharding.MESH_KIND.check("mesh", mesh)
     optional(Instance(Form, "use a Form")).check("form", form)
     Text().check("field", field)
-    target = _Target(resolve_dtype(dtype), mesh, _shards(mesh, replicated), form)
+    target = _Target(resolve_dtype(dtype), mesh, _shards(mesh, replicated), form, dtype == "auto")
     if name_or_path == DEFAULT_MODEL:
         return _load_gguf(DEFAULT_MODEL, default_model_file(), target)
     path, name = user_path(field, name_or_path), str(name_or_path)
@@ -114,6 +118,35 @@ def place_model(model: Model, mesh: Mesh | None, *, replicated: bool = False) ->
     return replace(model, params=params, mtp=mtp, mesh=mesh, shards=shards, form=form)
 
 
+def with_vocabulary(model: Model, size: int) -> Model:
+    """A loaded model with the logits of a vocabulary of `size` tokens, for a target that has it.
+
+    Tokens that it has beyond are dropped; those that it lacks are never drafted, and read as zeros.
+    """
+    have = model.config.vocab_size
+    if size == have:
+        return model
+
+    def fitted(value: jax.Array, axis: int) -> jax.Array:
+        if size < have:
+            return jax.lax.slice_in_dim(value, 0, size, axis=axis)
+        widths = [(0, size - have if own == axis else 0) for own in range(value.ndim)]
+        return jnp.pad(value, widths)
+
+    params = dict(model.params)
+    for name, leaf, axis in (("embed", "embedding", 0), ("head", "kernel", 1)):
+        if name in params:
+            params[name] = {**params[name], leaf: fitted(params[name][leaf], axis)}
+    unused = [token for token in (*model.config.unused_tokens, *range(have, size)) if token < size]
+    config = replace(model.config, vocab_size=size, unused_tokens=tuple(unused))
+    # Its own modules for multi-token prediction are those of its own vocabulary.
+    changed = replace(model, config=config, params=params, mtp=None)
+    if model.mesh is None:
+        return changed
+    table = _shardings(changed, model.form, model.mesh, model.shards)
+    return replace(changed, params=jax.device_put(params, table))
+
+
 def _shardings(model: Model, form: Form, mesh: Mesh, shards: int) -> dict[str, Any]:
     """Those of a model's arrays on a mesh, in a form."""
     table = array_table(model.config, model.mtp and model.mtp.config, form.stacked)
@@ -138,7 +171,9 @@ def save_model(model: Model, directory: str | Path) -> None:
             f"{path}: the model is spread over processes, and one cannot write it; "
             "use specjax.save_checkpoint"
         )
-    huggingface.save(path, model.config, model.params, model.tokenizer, np.dtype(model.dtype))
+    huggingface.save(
+        path, model.config, model.params, model.tokenizer, model.ends, np.dtype(model.dtype)
+    )
 
 
 def random_model(
@@ -183,6 +218,7 @@ class _Target(NamedTuple):
     mesh: Mesh | None
     shards: int
     asked: Form | None
+    auto: bool = False
 
     def form(self, config: DecoderConfig) -> Form:
         """The form of a model of that config; raises InputError for one that is not for it."""
@@ -199,6 +235,22 @@ class _Target(NamedTuple):
         """The arguments of a reader of parameters: dtype, mesh, shards, stacked layers."""
         return self.dtype, self.mesh, self.shards, self.stacks(config)
 
+    def say_size(self, name: str, config: DecoderConfig, mtp: MtpConfig | None) -> None:
+        """Say what the weights will take, where `auto` makes more of them than their file holds."""
+        if not (self.auto and self.dtype == np.float32) or name == DEFAULT_MODEL:
+            return
+        table = jax.tree.leaves(array_table(config, mtp, scan_layers=True))
+        wide, narrow = (
+            sum(math.prod(entry.shape) * entry.dtype(np.dtype(dtype)).itemsize for entry in table)
+            for dtype in (jnp.float32, jnp.bfloat16)
+        )
+        free = device_memory.free_bytes()
+        short = "" if free is None or wide < free else f", and {_size(free)} are free"
+        note(
+            f"{name}: the weights take {_size(wide)} in float32 (dtype=auto on a CPU){short}; "
+            f"dtype=bfloat16 takes {_size(narrow)}"
+        )
+
     def model(
         self, name: str, config: DecoderConfig, params: dict[str, Any], tokenizer: Tokenizer | None
     ) -> Model:
@@ -208,6 +260,14 @@ class _Target(NamedTuple):
 
 def _shards(mesh: Mesh | None, replicated: bool) -> int:
     return 1 if replicated else sharding.axis_size(mesh, sharding.MODEL)
+
+
+def _size(number: int) -> str:
+    """A number of bytes in the largest unit of which it has one."""
+    for unit, divisor in (("GB", 10**9), ("MB", 10**6)):
+        if number >= divisor:
+            return f"{number / divisor:.1f} {unit}"
+    return f"{number / 1000:.1f} kB"
 
 
 def resolve_dtype(dtype: str) -> np.dtype:
@@ -221,7 +281,11 @@ def _load_gguf(name: str, path: Path, target: _Target) -> Model:
     with _naming(path), open_parts(path) as file:
         gguf.family_of(file)
         tokenizer = read_tokenizer(str(path), file.metadata)
-        config, modules = gguf.read_config(file, tokenizer.vocab_size)
+        if (rows := gguf.embedding_rows(file)) is not None:
+            tokenizer = tokenizer.limited(rows, "rows of token_embd.weight")
+        config, modules = gguf.read_config(file, tokenizer.vocab_size, tokenizer.unused_ids)
+        if any(tensor.kind.name != "F32" for tensor in file.tensors.values()):
+            target.say_size(name, config, modules)
         arrays = gguf.read_params(file, config, *target.layout(config), mtp=modules)
         params, mtp = split_arrays(arrays, modules)
     return replace(target.model(name, config, params, tokenizer), mtp=mtp)
@@ -229,20 +293,36 @@ def _load_gguf(name: str, path: Path, target: _Target) -> Model:
 
 def _load_checkpoint(name: str, path: Path, target: _Target) -> Model:
     with _naming(path):
-        config, tokenizer, params, mtp = checkpoints.read_model(
-            path, target.dtype, target.mesh, target.shards, target.stacks
+        config, tokenizer, ends, params, mtp = checkpoints.read_model(
+            path,
+            target.dtype,
+            target.mesh,
+            target.shards,
+            target.stacks,
+            functools.partial(target.say_size, name),
         )
-    return replace(target.model(name, config, params, tokenizer), mtp=mtp)
+    model = target.model(name, config, params, tokenizer)
+    return replace(model, mtp=mtp, stated_ends=ends)
 
 
 def _load_directory(name: str, path: Path, target: _Target) -> Model:
     with _naming(path):
-        tokenizer = files.read_tokenizer(path)
-        size = None if tokenizer is None else tokenizer.vocab_size
-        config, modules = huggingface_config.read_config(path, size)
-        arrays = huggingface.read_params(path, config, *target.layout(config), mtp=modules)
+        tokenizer, rows = files.read_tokenizer(path), huggingface_config.embedding_rows(path)
+        if tokenizer is not None and rows is not None:
+            tokenizer = tokenizer.limited(rows, "vocab_size")
+        vocabulary = tokenizer and (tokenizer.vocab_size, tokenizer.unused_ids)
+        config, announced = huggingface_config.read_config(path, *(vocabulary or (None,)))
+        ends = files.stated_ends(path, config.vocab_size) if tokenizer is None else ()
+        family = registry.family(config.family)
+        stored = huggingface.read_headers(path, family)
+        count = mtp_layers.stored(str(path), announced, config, family.mtp, stored.tensors)
+        modules = mtp_layers.module_config(config, count, family.mtp)
+        if stored.is_narrow:
+            target.say_size(name, config, modules)
+        arrays = huggingface.read_params(stored, config, *target.layout(config), mtp=modules)
         params, mtp = split_arrays(arrays, modules)
-    return replace(target.model(name, config, params, tokenizer), mtp=mtp)
+    model = target.model(name, config, params, tokenizer)
+    return replace(model, mtp=mtp, stated_ends=tuple(ends))
 
 
 @contextmanager

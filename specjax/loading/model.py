@@ -26,7 +26,8 @@ class Model:
 
     `params` is a plain nested dict of arrays. On a `mesh` they are split over `shards` devices, or
     whole on each of them (1). `form` says how its layers are laid out for the backend. `mtp` are
-    its own modules for multi-token prediction, if it has any. Raises InputError for modules of
+    its own modules for multi-token prediction, if it has any. `stated_ends` are ids that end a
+    sequence by its config, of a model without a tokenizer. Raises InputError for modules of
     another model.
     """
 
@@ -39,10 +40,16 @@ class Model:
     shards: int = 1
     form: Form = DEFAULT_FORM
     mtp: MtpModules | None = None
+    stated_ends: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.mtp is not None:
             self.mtp.config.check_target(self.config)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The ids that end a sequence, whichever file states them; the first is the model's own."""
+        return self.stated_ends if self.tokenizer is None else self.tokenizer.eos_ids
 
     @property
     def activation_dtype(self) -> jnp.dtype:

@@ -20,10 +20,13 @@ _TOKENIZER = {
     "backend": str,
     "bos_id": int | None,
     "eos_ids": list[int],
-    "add_bos": bool,
     "chat_template": str | None,
     "special_tokens": dict[str, str],
+    "rows": int | None,
+    "add_bos": bool,
 }
+_NOT_ALWAYS = ("rows", "add_bos")
+"""Fields of the tokenizer that came later, and one that is no more: its backend says it."""
 
 
 def config_metadata(config: DecoderConfig) -> dict[str, Any]:
@@ -76,15 +79,15 @@ def tokenizer_metadata(tokenizer: Tokenizer) -> dict[str, Any]:
         "backend": tokenizer.backend.to_str(),
         "bos_id": tokenizer.bos_id,
         "eos_ids": list(tokenizer.eos_ids),
-        "add_bos": tokenizer.add_bos,
         "chat_template": tokenizer.chat_template,
         "special_tokens": dict(tokenizer.special_tokens),
+        "rows": tokenizer.rows,
     }
 
 
 def read_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
     """The tokenizer; raises InputError for invalid fields or an unreadable backend."""
-    fields = check_fields("tokenizer", metadata, _TOKENIZER)
+    fields = check_fields("tokenizer", metadata, _TOKENIZER, _NOT_ALWAYS)
     with refused("tokenizer: not one that can be read", "save the model again"):
         backend = tokenizers.Tokenizer.from_str(fields["backend"])
     template = fields["chat_template"]
@@ -92,11 +95,11 @@ def read_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
         backend,
         fields["bos_id"],
         tuple(fields["eos_ids"]),
-        fields["add_bos"],
         None
         if template is None
         else chat_templates.check_template("tokenizer: chat_template", template),
         tuple(fields["special_tokens"].items()),
+        fields.get("rows"),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -155,7 +156,8 @@ class DecoderConfig:
     `max_positions` the number of tokens of the longest context, `rms_norm_eps` the epsilon of norms
     of either kind. `logit_softcap` limits logits to c tanh(logit/c). `family` names the table that
     has the names of its tensors and of its config's fields in files; it changes nothing in the
-    arithmetic. Raises InputError for sizes that do not fit together.
+    arithmetic. `unused_tokens` are ids, ascending, for which the tokenizer has no token: their
+    probability is 0. Raises InputError for sizes that do not fit together.
     """
 
     vocab_size: int
@@ -180,6 +182,7 @@ class DecoderConfig:
     logit_softcap: float | None = None
     experts: Experts | None = None
     family: str = "llama"
+    unused_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for field, largest in _LARGEST.items():
@@ -205,6 +208,7 @@ class DecoderConfig:
             )
         if self.rope_scaling is not None:
             _check_scaling(self.rope_scaling, self.rotary_width)
+        _check_unused(self.unused_tokens, self.vocab_size)
         _check_parts(self)
 
     @property
@@ -293,6 +297,15 @@ _LLAMA: dict[str, Any] = {
     "experts": None,
 }
 """The fields in which families differ, with Llama's values."""
+
+
+def _check_unused(ids: tuple[int, ...], vocab_size: int) -> None:
+    ascending = all(one < other for one, other in itertools.pairwise(ids))
+    if ids and not (ascending and ids[0] >= 0 and ids[-1] < vocab_size and len(ids) < vocab_size):
+        raise InputError(
+            f"unused_tokens: must be ascending ids below vocab_size={vocab_size}, and not all; "
+            "repair the config"
+        )
 
 
 def _check_parts(config: DecoderConfig) -> None:

@@ -15,10 +15,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from specjax.cache import CacheRows, KVCache, Window, make_cache
+from specjax.cache import KVCache, Window, make_cache
 from specjax.distributed.sharding import constrain
 from specjax.errors import InputError
 from specjax.models.config import DecoderConfig, LayerRun
@@ -128,6 +129,17 @@ EXPERTS = "experts"
 """The feature that says which experts tokens were sent to, of models that have some."""
 
 
+IMPOSSIBLE = -1e30
+"""The logit of a token that is never produced: finite, so that 0 times it is 0 in a loss."""
+
+
+def unused_mask(config: DecoderConfig) -> Bool[np.ndarray, "V"]:
+    """Which ids have no token."""
+    mask = np.zeros(config.vocab_size, np.bool_)
+    mask[list(config.unused_tokens)] = True
+    return mask
+
+
 @dataclass(frozen=True)
 class Decoder:
     """A decoder as plain functions of its parameters; implements `interface.LanguageModel`.
@@ -162,11 +174,6 @@ class Decoder:
     def cached_heads(self) -> int:
         """Key/value heads in caches and windows (G): the model's, or one per shard if more."""
         return max(self.config.num_kv_heads, self.shards)
-
-    @property
-    def takes_some_rows(self) -> bool:
-        """Whether a pass may read some rows of a cache: it is much the quicker for it on CPUs."""
-        return self.form == Form("apart", "rows")
 
     @property
     def arithmetic(self) -> DecoderLayer:
@@ -210,7 +217,7 @@ class Decoder:
         params: dict[str, Any],
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
-        cache: KVCache | CacheRows | None,
+        cache: KVCache | None,
         window: Window | None,
         start: Int[Array, ""] | int,
         visible: Bool[Array, "#B T W"],
@@ -319,6 +326,8 @@ class Decoder:
         def project(states: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
             out = layer.project("btd,dv->btv", states, params["head"], jnp.float32)
             out = limited(out, config.logit_softcap)
+            if config.unused_tokens:
+                out = jnp.where(unused_mask(config), IMPOSSIBLE, out)
             return constrain(out, "batch", None, "vocab" if self.shards > 1 else None)
 
         if logits:
@@ -340,7 +349,7 @@ class Decoder:
 
 
 def cache_attention(
-    form: Form, config: DecoderConfig, cache: KVCache | CacheRows, tokens: int, split: bool
+    form: Form, config: DecoderConfig, cache: KVCache, tokens: int, split: bool
 ) -> Callable[..., Partial]:
     """`attend(query, cache, layer, start=...)` over the committed tokens, in the form's way.
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.cache import CacheRows, KVCache, Window
+from specjax.cache import KVCache, Window
 
 
 @struct.dataclass
@@ -42,7 +42,7 @@ class LanguageModel(Protocol):
         params: Any,
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
-        cache: KVCache | CacheRows | None,
+        cache: KVCache | None,
         window: Window | None,
         start: Int[Array, ""] | int,
         visible: Bool[Array, "#B T W"],
@@ -52,9 +52,6 @@ class LanguageModel(Protocol):
         num_layers: int | None = None,
     ) -> Extension:
         """Run T tokens through the model; the cache is only read.
-
-        Some rows of a cache (`CacheRows`) are given only to a model that `takes_some_rows`, an
-        attribute that others need not have.
 
         The tokens fill the window's slots start..start+T and see each row's committed tokens and
         the window slots that `visible` allows, their own included. With `num_layers`, only that

@@ -44,7 +44,6 @@ def _csv_row(entry: Entry, task: str, longest: int) -> dict[str, Any]:
         if name != "counts":
             row[name] = getattr(figures, name)
     whole = task == OVERALL
-    row["measure_s"] = run.auto.measure_s if whole and run.auto else None
     row["predicted_speedup"] = entry.predicted if whole else None
     row["efficiency"] = entry.efficiency if whole else None
     for name in ("acceptance_at_pos", "cond_acceptance_at_pos"):

@@ -17,7 +17,6 @@ from specjax.decoding.compare_outputs import Difference
 from specjax.decoding.generate import Generation
 from specjax.decoding.prompts import Question
 from specjax.files.environment import versions
-from specjax.reporting.auto_lengths import AutoLengths
 from specjax.trees import FastestTree, RankedTree
 
 
@@ -43,9 +42,8 @@ class DrafterRun:
 
     `config` is that of a command with this drafter alone, and `trees` are those that were chosen
     for it, by drafter, with what is expected of them where that is known. `expected` is the
-    acceptance that the distributions imply, turn by turn, where it is computed; `auto` is None for
-    other draft lengths. `engines` are summaries (`engine_report.engine_summary`) of what decoded
-    each turn.
+    acceptance that the distributions imply, turn by turn, where it is computed. `engines` are
+    summaries (`engine_report.engine_summary`) of what decoded each turn.
     """
 
     drafter: str
@@ -53,8 +51,12 @@ class DrafterRun:
     trees: Mapping[str, FastestTree | RankedTree] = field(default_factory=dict)
     batches: list[Batch] = field(default_factory=list)
     expected: list[metrics.ExpectedAcceptance] = field(default_factory=list)
-    auto: AutoLengths | None = None
     engines: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def auto(self) -> bool:
+        """Whether draft lengths are chosen while decoding."""
+        return self.config.get("num_speculative_tokens") == "auto"
 
     def total(self) -> Totals:
         """The totals of the finished batches."""
@@ -186,7 +188,11 @@ def _report(
         "dtype": setting.dtype,
         "versions": versions(),
         "prompts": _fingerprint(batches),
-        "auto": run.auto.content() if run.auto else None,
+        "step_limits": [
+            [list(limits.longest), list(limits.confidence), rounds]
+            for batch in batches
+            for limits, rounds in batch.ours.step_limits
+        ],
         "engines": [run.engines[turn] for turn in sorted(run.engines)],
         "config": run.config,
     }
@@ -251,9 +257,7 @@ def _rows(batch: Batch, drafter: str, setting: Setting) -> list[dict[str, Any]]:
             **dataclasses.asdict(batch.ours.times[index]),
             "plain": None if batch.plain is None else _plain(batch.plain, index),
             "identical": None if batch.differences is None else difference is None,
-            "first_difference": None if difference is None else difference.first,
-            "margin_at_difference": None if difference is None else difference.margin,
-            "resolution_at_difference": None if difference is None else difference.resolution,
+            **_closeness(difference),
         }
         if batch.ours.logprobs[index] is not None:
             row["logprobs"] = batch.ours.logprobs[index]
@@ -261,6 +265,18 @@ def _rows(batch: Batch, drafter: str, setting: Setting) -> list[dict[str, Any]]:
             row["turn"] = batch.turn
         rows.append(row)
     return rows
+
+
+def _closeness(difference: Difference | None) -> dict[str, Any]:
+    """Where a row differs from plain decoding, and how close the calls were there."""
+    decisive = None if difference is None else difference.decisive
+    near_ties = () if difference is None else difference.near_ties
+    return {
+        "first_difference": None if difference is None else difference.first,
+        "margin_at_difference": None if decisive is None else decisive.margin,
+        "resolution_at_difference": None if decisive is None else decisive.resolution,
+        "near_ties": [dataclasses.asdict(one) for one in near_ties],
+    }
 
 
 def _rounds(run: Generation, index: int) -> dict[str, list[int]]:

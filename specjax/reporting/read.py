@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType
@@ -11,7 +10,6 @@ from typing import Any
 from specjax.decoding.prompts import LARGEST_ID
 from specjax.errors import InputError, one_line, shown
 from specjax.files.json_files import read_json_file
-from specjax.reporting.auto_lengths import AutoCosts, AutoLengths, PartCosts
 from specjax.reporting.runs import Bench, Row, Run, Timing, summarize
 
 _NUMBER = (int, float)
@@ -22,7 +20,6 @@ _CONFIG = {"target": (str,), "batch_size": (int,), "drafter": (dict,), "sampling
 _MAY_BE = {
     "versions": (dict, NoneType),
     "interrupted": (bool, NoneType),
-    "auto": (dict, NoneType),
     "refused": (str, NoneType),
     "lossy": (bool, NoneType),
 }
@@ -45,17 +42,7 @@ _ROW = {
 }
 _ROW_MAY_BE = {"resolution_at_difference": (*_NUMBER, NoneType), "first_round": (int,)}
 _COUNTS = {"drafted": (list,), "accepted": (list,), "width": (list,)}
-_AUTO = {"measure_s": _NUMBER, "start": (dict, NoneType), "end": (dict, NoneType)}
-_COSTS = {"width_s": (dict,), "drafters": (list,)}
-_PART = {
-    "drafter": (str,),
-    "num_speculative_tokens": (int,),
-    "first_s": _NUMBER,
-    "further_s": _NUMBER,
-}
-_PART_MAY_BE = {"num_nodes": (int, NoneType), "catch_up_s": _NUMBER}
-_MEASURED = ("num_speculative_tokens", "first_s", "further_s", "catch_up_s")
-_MOST_SLOTS, _MOST_PARTS, _MOST_ROUNDS = 4096, 16, 1_000_000
+_MOST_ROUNDS = 1_000_000
 _PLAIN = {"new_tokens": (int,), "prefill_s": _NUMBER, "decode_s": _NUMBER}
 _COMPARISON = {
     "drafter": (str,),
@@ -157,49 +144,12 @@ def _run(path: Path, content: Any) -> Run:
         raise _Misfit("it holds no rows")
     if len(rows) * max(len(row.emitted) for row in rows) > _MOST_COUNTS:
         raise _Misfit("one row has so many rounds that a table of all rows is too large")
-    run = Run(path, rows, summary, _auto(summary.get("auto")))
+    run = Run(path, rows, summary)
     try:
         summarize(rows)
     except ValueError as error:
         raise _Misfit(f"its counts do not fit together ({one_line(error)})") from None
     return run
-
-
-def _auto(auto: Any) -> AutoLengths | None:
-    if auto is None:
-        return None
-    _check(auto, _AUTO, "summary.auto")
-    if auto["measure_s"] < 0:
-        raise _Misfit(f"summary.auto.measure_s is {shown(auto['measure_s'])}")
-    start, end = (_costs(auto[name], f"summary.auto.{name}") for name in ("start", "end"))
-    return AutoLengths(auto["measure_s"], start, end)
-
-
-def _costs(costs: Mapping[str, Any] | None, where: str) -> AutoCosts | None:
-    if costs is None:
-        return None
-    _check(costs, _COSTS, where)
-    seconds = costs["width_s"]
-    widths = [int(one) for one in seconds if re.fullmatch(r"[1-9]\d{0,3}", one, re.ASCII)]
-    fine = len(widths) == len(seconds) and 1 in widths
-    if not fine or sum(widths) > _MOST_SLOTS or len(costs["drafters"]) > _MOST_PARTS:
-        raise _Misfit(f"{where} must have seconds of a few widths, 1 among them, and drafters")
-    _check(seconds, dict.fromkeys(seconds, _NUMBER), f"{where}.width_s")
-    for index, part in enumerate(costs["drafters"]):
-        _check(part, _PART, f"{where}.drafters[{index}]")
-        there = {name: _PART_MAY_BE[name] for name in _PART_MAY_BE if name in part}
-        _check(part, there, f"{where}.drafters[{index}]")
-    measured = (part.get(name, 0) for part in costs["drafters"] for name in _MEASURED)
-    numbers = [*seconds.values(), *measured]
-    if min(numbers) < 0 or not seconds["1"]:
-        raise _Misfit(f"{where} must have no number below 0, and seconds of width 1 above it")
-    return AutoCosts(
-        {int(width): value for width, value in seconds.items()},
-        tuple(
-            PartCosts(**{name: part[name] for name in (*_PART, *_PART_MAY_BE) if name in part})
-            for part in costs["drafters"]
-        ),
-    )
 
 
 def _row(row: Any, where: str) -> Row:

@@ -14,7 +14,6 @@ from specjax.decoding.compare_outputs import EXCUSED_MARGIN
 from specjax.decoding.prompts import task_of
 from specjax.errors import InputError
 from specjax.fields import dotted
-from specjax.reporting.auto_lengths import AutoLengths
 
 
 @dataclass(frozen=True)
@@ -61,12 +60,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Run:
-    """What a report says of one drafter; `auto` is None for other draft lengths."""
+    """What a report says of one drafter."""
 
     path: Path
     rows: tuple[Row, ...]
     summary: Mapping[str, Any]
-    auto: AutoLengths | None = None
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -119,6 +117,11 @@ class Run:
             temperature=float(sampling["temperature"]),
             max_new_tokens=sampling["max_new_tokens"],
         )
+
+    @property
+    def auto(self) -> bool:
+        """Whether draft lengths were chosen while decoding."""
+        return self.config.get("num_speculative_tokens") == "auto"
 
     @property
     def draft_length(self) -> int | None:
@@ -243,8 +246,7 @@ def _distinguishing_fields(run: Run) -> dict[str, Any]:
     # Prompts are compared by content: two paths may name the same ones.
     elsewhere += ("target", "prompt", "prompts", "limit", "per_task", "num_speculative_tokens")
     fields = {name: value for name, value in dotted(run.config).items() if name not in elsewhere}
-    asked = run.config.get("num_speculative_tokens")
-    return {"K": "auto" if asked == "auto" else run.draft_length, **fields}
+    return {"K": "auto" if run.auto else run.draft_length, **fields}
 
 
 def _padded(rows: Iterable[Sequence[int]]) -> np.ndarray:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from specjax.reporting.auto_lengths import AutoCosts, drafted_per_round
 from specjax.reporting.runs import Bench, Conditions, Run
 from specjax.reporting.statistics import OVERALL, Entry, Figures, by_conditions, heading, tasks_of
 
@@ -95,61 +94,22 @@ def _section(group: Sequence[Entry]) -> list[str]:
         _positions(group),
     ]
     if chosen := [entry for entry in group if entry.run.auto]:
-        parts += ["### What `auto` chose\n", _auto(chosen), _AUTO_NOTE]
+        parts += ["### What `auto` chose\n", _auto(chosen)]
     return parts
 
 
-_AUTO_NOTE = (
-    "Rounds of all rows. Costs were measured by the run's first rounds, in `measuring` seconds of "
-    "its decoding, or kept from an earlier run, and corrected while decoding: at the start and at "
-    "the end. To draft is to observe what was committed and draft a token, and + each token more. "
-    "Break-even is the least acceptance of each draft token at which a draft is no slower than "
-    "none, at the costs of the end.\n"
-)
-
-
 def _auto(group: Sequence[Entry]) -> str:
-    head = ["Drafter", "draft tokens per round", "rounds by width"]
-    head += [f"{what}, {when}" for what in _COSTS for when in ("start", "end")]
-    head += ["break-even acceptance", "measuring, s"]
     rows = []
     for entry in group:
-        counts, auto = entry.figures[OVERALL].counts, entry.run.auto
+        counts = entry.figures[OVERALL].counts
         rows.append(
             [
                 _plain_text(entry.label),
-                _cell(drafted_per_round(counts), _number),
+                _cell(counts.drafted_per_round, _number),
                 _by_width(counts.rounds_by_width, "d"),
-                *(
-                    _cell(costs, form)
-                    for form in _COSTS.values()
-                    for costs in (auto.start, auto.end)
-                ),
-                _cell(auto.end, _break_even),
-                f"{auto.measure_s:.1f}",
             ]
         )
-    return _table(head, rows)
-
-
-def _width_ms(costs: AutoCosts) -> str:
-    return _by_width({width: 1e3 * one for width, one in costs.width_s.items()}, ".1f")
-
-
-def _draft_ms(costs: AutoCosts) -> str:
-    return ", ".join(
-        f"{1e3 * part.first_s:.1f} + {1e3 * part.further_s:.1f}" for part in costs.drafters
-    )
-
-
-def _break_even(costs: AutoCosts) -> str:
-    return ", ".join(_cell(costs.break_even(part), _number) for part in costs.drafters)
-
-
-_COSTS: Mapping[str, Callable[[AutoCosts], str]] = {
-    "ms of a round by width": _width_ms,
-    "ms to draft": _draft_ms,
-}
+    return _table(["Drafter", "draft tokens per round", "rounds by width"], rows)
 
 
 def _by_width(values: Mapping[int, float], form: str) -> str:

@@ -53,8 +53,9 @@ def rejection(
     """Token-wise rejection sampling (Leviathan et al. 2211.17192; Chen et al. 2302.01318).
 
     Row b drafted `num_valid[b]` tokens, each from `draft` of the slot before it. They are accepted
-    up to the first with u q >= p, where the distribution of the next token is norm(max(0, p - q));
-    where all are accepted it is p. It visits one slot more than the most that any row accepts.
+    up to the first with u q >= p, or with q = 0, where the distribution of the next token is
+    norm(max(0, p - q)); where all are accepted it is p. It visits one slot more than the most that
+    any row accepts.
     """
 
     def visit(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -62,9 +63,10 @@ def rejection(
         logp = target(slots)
         token = pick(tokens, slots)
         odds = log_ratio(pick(logp, token), pick(draft(slots), token))
-        # In logarithms neither u q nor p / q can underflow; p = 0 is refused even at u = 0.
+        # In logarithms neither u q nor p / q can underflow; p = 0 is refused even at u = 0. So is
+        # q = 0, which nothing is drawn from: where all of q is 0, what p has left is p.
         step = walking & (slots < num_valid) & (jnp.log(pick(uniforms, slots)) < odds)
-        step &= odds > -jnp.inf
+        step &= jnp.isfinite(odds)
         return slots + step.astype(slots.dtype), step, logp
 
     slots, logp = _start(num_valid, target)
@@ -110,7 +112,7 @@ def block(
         here = jnp.where((last | ~some_left)[:, None], logp, after)
         token = pick(tokens, slots)
         odds = log_ratio(pick(logp, token), pick(logq, token))
-        alive = (logw > -jnp.inf) & (odds > -jnp.inf)
+        alive = (logw > -jnp.inf) & jnp.isfinite(odds)
         logw = jnp.where(alive, jnp.minimum(jnp.where(alive, logw + odds, 0), 0), -jnp.inf)
         return (
             slot + 1,

@@ -173,8 +173,8 @@ def recursion(drafted: Drafted, target: Distributions, uniforms: Float[Array, "B
         token = pick(drafted.tokens, node)
         logq = node_distribution(drafted, node, logp.shape[1], logp.dtype)
         odds = log_ratio(pick(logp, token), pick(logq, token))
-        # In logarithms neither u q nor p / q can underflow; p = 0 is refused even at u = 0.
-        accept = waiting & (jnp.log(pick(uniforms, node)) < odds) & (odds > -jnp.inf)
+        # As on chains: p = 0 is refused even at u = 0, and so is what no q has.
+        accept = waiting & (jnp.log(pick(uniforms, node)) < odds) & jnp.isfinite(odds)
         refuse = waiting & ~accept
         path = _extended(path, depth, child, accept)
         slots = jnp.where(accept, child, slots)

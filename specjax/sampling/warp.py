@@ -191,11 +191,15 @@ def _in_top_k(
     """Which tokens are among the k of least depth under the largest score; ties count as in."""
     depths = jnp.abs(depths)  # -0.0 has the bits of a negative number
     wanted = jnp.where(top_k > 0, top_k, depths.shape[-1])
+    everything = jnp.full_like(depths[..., :1], jnp.inf)
 
     def fewer(limit: Float[Array, "*rows 1"]) -> Bool[Array, "*rows 1"]:
         return jnp.sum(depths < limit, axis=-1, keepdims=True, dtype=jnp.int32) < wanted
 
-    return depths <= _last_float(fewer, depths[..., :1], jnp.inf)
+    def search() -> Float[Array, "*rows 1"]:
+        return _last_float(fewer, depths[..., :1], jnp.inf)
+
+    return depths <= lax.cond((top_k > 0).any(), search, lambda: everything)
 
 
 def _in_top_p(
@@ -208,7 +212,10 @@ def _in_top_p(
         mass = jnp.sum(jnp.where(weights >= limit, weights, 0), axis=-1, keepdims=True)
         return mass >= wanted
 
-    limit = _last_float(enough, weights[..., :1], 1.0)
+    def search() -> Float[Array, "*rows 1"]:
+        return _last_float(enough, weights[..., :1], 1.0)
+
+    limit = lax.cond((top_p < 1).any(), search, lambda: jnp.zeros_like(weights[..., :1]))
     return weights >= jnp.where(top_p < 1, limit, 0)
 
 

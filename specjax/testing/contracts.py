@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from specjax.decoding import loop
 from specjax.decoding.plan import Plan
 from specjax.decoding.programs import start
+from specjax.decoding.round import draft_noise, make_context, round_keys
 from specjax.decoding.state import State, knows_its_rows
 from specjax.drafters.turns import check_size
 from specjax.errors import InputError
@@ -25,7 +25,7 @@ def check_contract(plan: Plan, params: tuple[Any, Any], arguments: tuple) -> Non
     Every leaf of its state has rows as its first axis or belongs to a cache or a window; a draft
     has `num_nodes` nodes; in no row does it propose a path longer than `context.limit`; valid nodes
     come after their parents, and have valid ancestors.
-    `arguments` are those of `loop.start`, of which each row gets another limit.
+    `arguments` are those of `start.start`, of which each row gets another limit.
     """
     for part, own in zip(plan.drafter.parts, params[1], strict=True):
         for rows in (3, 5):
@@ -48,10 +48,10 @@ def _propose(
 ) -> tuple[Draft, Int[Array, "B"]]:
     """The first draft of a plan's drafter, by its number, and the limits that rows were given."""
     part = plan.drafter.parts[number]
-    context = loop.make_context(plan, params[0], state)
+    context = make_context(plan, params[0], state)
     limit = jnp.arange(len(context.limit)) % (1 + part.num_speculative_tokens)
     context = context.replace(limit=jnp.minimum(limit, context.limit))
-    noise = loop.draft_noise(plan, state, loop.round_keys(plan, state))
+    noise = draft_noise(plan, state, round_keys(plan, state))
     own = state.drafter[number].drafter
     return part.propose(params[1][number], own, context, noise)[0], context.limit
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -21,10 +21,8 @@ from specjax.decoding.programs import run, start
 from specjax.decoding.sampling_params import SEED, SamplingParams
 from specjax.decoding.setup import widths
 from specjax.decoding.state import RUNNING, Rounds, Rows, State
-from specjax.draft_length.limits import DraftLength
-from specjax.draft_length.policy import Costs
 from specjax.drafters import DRAFT_TOKENS, DRAFTER_KIND, Drafter, LoadedDrafter, Turns
-from specjax.drafters.base import Sampling, warp_rows
+from specjax.drafters.base import Limits, Sampling, warp_rows
 from specjax.errors import InputError
 from specjax.fields import Instance, Items, Whole, optional
 from specjax.loading.model import Model
@@ -82,8 +80,7 @@ def check_drafter(
     *,
     prompt: Sequence[int] = (1, 2, 3, 1, 2),
     num_speculative_tokens: int = 2,
-    draft_length: DraftLength | None = None,
-    costs: Costs | None = None,
+    limits: Limits | None = None,
     verify: str | sampling.Rule = "rejection",
     request: SamplingParams = SamplingParams(temperature=1.0),  # noqa: B008 - frozen
     seed: int = 0,
@@ -95,11 +92,11 @@ def check_drafter(
     never comes from the first round; the three come from one round (if K > 1), two or three,
     as drafts are accepted. The distribution is enumerated, so the target must be small: a
     `specjax.loading.load.random_model` or a `Tabular` with its logits, of at most 16 tokens.
-    `draft_length` lets the length adapt, to `costs` where it is `auto`, and `request` says how rows
-    are warped. Give the drafter a distribution that differs from the target's by a total variation
-    of 0.2 to 0.6, so that accepting and refusing both count. An exact drafter fails once in a
-    million seeds. Raises InputError for a drafter that breaks its contract
-    (`contracts.check_contract`), for a target that is too large, or bad sizes.
+    `limits` are those of each round, and `request` says how rows are warped. Give the drafter a
+    distribution that differs from the target's by a total variation of 0.2 to 0.6, so that
+    accepting and refusing both count. An exact drafter fails once in a million seeds. Raises
+    InputError for a drafter that breaks its contract (`contracts.check_contract`), for a target
+    that is too large, or bad sizes.
     """
     loaded = DRAFTER_KIND.check("drafter", drafter)
     if isinstance(target, Model):
@@ -108,10 +105,7 @@ def check_drafter(
     rows = Whole(1).check("rows", rows)
     prompt = Items(Whole(), least=1).check("prompt", prompt)
     DRAFT_TOKENS.check("num_speculative_tokens", num_speculative_tokens)
-    optional(Instance(DraftLength, "use a DraftLength")).check("draft_length", draft_length)
-    optional(Instance(Costs, "use draft_length.policy.Costs")).check("costs", costs)
-    if costs is not None and not (draft_length and draft_length.auto):
-        raise InputError("costs are given: they need a draft_length with auto=True")
+    optional(Instance(Limits, "use drafters.base.Limits")).check("limits", limits)
     rule = RULE.check("verify", verify)
     Instance(SamplingParams, "use SamplingParams").check("request", request)
     seed = SEED.check("seed", seed)
@@ -120,16 +114,11 @@ def check_drafter(
     plan = make_plan(
         model,
         loaded.drafter,
-        draft_length or DraftLength(num_speculative_tokens),
+        num_speculative_tokens,
         verify=rule,
         request=request,
         capacity=len(prompt) + length + num_speculative_tokens,
     )
-    if costs is not None and len(costs.passes) != len(plan.widths):
-        raise InputError(
-            f"costs.passes has {len(costs.passes)} figures: give one for each of the widths "
-            f"{plan.widths}"
-        )
     # Batches of one size, so that one program decodes them all.
     batch = math.ceil(rows / math.ceil(rows / _BATCH))
     some = first_rows(plan, prompt, request, np.arange(max(batch, length)), seed)
@@ -138,7 +127,7 @@ def check_drafter(
     for first in range(0, rows, batch):
         index = np.arange(first, first + batch)
         state, rounds = decode(
-            plan, (params, loaded.params), prompt, request, index, seed, length, costs
+            plan, (params, loaded.params), prompt, request, index, seed, length, limits
         )
         wanted, end = index < rows, len(prompt) + length
         outputs = np.asarray(state.tokens)[wanted, end - 3 : end]
@@ -162,21 +151,19 @@ def check_drafter(
 def make_plan(
     model: LanguageModel,
     drafter: Turns,
-    draft_length: DraftLength,
+    num_speculative_tokens: int,
     *,
     verify: sampling.Rule,
     request: SamplingParams,
     capacity: int,
 ) -> Plan:
     """The plan of a loop over short rows that all make the same request."""
-    drafter = drafter.limited(draft_length.max_tokens)
-    draft_length = replace(draft_length, max_tokens=drafter.num_speculative_tokens)
+    drafter = drafter.limited(num_speculative_tokens)
     return Plan(
         target=model,
         drafter=drafter,
         rule=verify,
-        draft_length=draft_length,
-        widths=widths(drafter.num_nodes, drafter.lengths),
+        widths=widths(drafter.num_nodes, "cpu"),
         flags=_flags(request),
         capacity=capacity,
         chunks=(capacity,),
@@ -192,16 +179,14 @@ def decode(
     index: Int[Array | np.ndarray, "B"],
     seed: int,
     rounds: int,
-    costs: Costs | None = None,
+    limits: Limits | None = None,
 ) -> tuple[State, Rounds]:
-    """The state after some rounds of rows with one prompt, and their counts.
+    """The state after some rounds of rows with one prompt, within `limits`, and their counts.
 
     `index` tells the rows apart.
     """
     state = start(plan, params, *first_rows(plan, prompt, request, index, seed))
-    if costs is not None:
-        state = state.replace(policy=state.policy.replace(costs=costs))
-    return run(plan, params, state, jnp.int32(rounds))
+    return run(plan, params, state, jnp.int32(rounds), limits=limits)[:2]
 
 
 def first_rows(
@@ -211,7 +196,7 @@ def first_rows(
     index: Int[Array | np.ndarray, "B"],
     seed: int,
 ) -> tuple[Int[Array, "B S"], Rows, Int[Array, "B"], Int[Array, "B"]]:
-    """`loop.start`'s arrays for rows with one prompt, a key of its own for each."""
+    """`start.start`'s arrays for rows with one prompt, a key of its own for each."""
     batch = len(index)
 
     def every(value: float, dtype: type) -> Array:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 
 from specjax.controllers.base import Controller, DrafterSizes, Limits, StepRecord, StepSizes
 
@@ -82,9 +82,7 @@ class Simulation:
     def sizes(self) -> StepSizes:
         """What a controller may know of it."""
         parts = tuple(drafter.sizes for drafter in self.drafters)
-        return StepSizes(
-            parts, self.machine.widths, self.machine.rows, self.machine.dispatch_s
-        )
+        return StepSizes(parts, self.machine.widths, self.machine.rows, self.machine.dispatch_s)
 
     def over(self, rounds: int) -> Simulation:
         """The same over another number of rounds."""
@@ -196,9 +194,7 @@ def expected_round(
     return tokens / rounds, seconds / rounds
 
 
-def _seconds(
-    drafters: tuple[SimulatedDrafter, ...], machine: Machine, record: StepRecord
-) -> float:
+def _seconds(drafters: tuple[SimulatedDrafter, ...], machine: Machine, record: StepRecord) -> float:
     """What a step costs."""
     first = np.array([drafter.first for drafter in drafters])
     further = np.array([drafter.further for drafter in drafters])
@@ -224,7 +220,9 @@ def _draw_step(
         if not limit:
             continue
         runs = waiting.any(axis=1)
-        length, made, accepted = _draw_drafts(drafter, limit, limits.confidence[number], waiting, rng)
+        length, made, accepted = _draw_drafts(
+            drafter, limit, limits.confidence[number], waiting, rng
+        )
         turn = waiting & (length > 0)
         drafted = (np.arange(most) < length[..., None]) & turn[..., None]
         counts[0, number] = drafted.any(axis=1).sum(axis=0)

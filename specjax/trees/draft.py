@@ -15,10 +15,9 @@ class Draft:
 
     A row's node that is not `valid` was never proposed; `valid` is closed under ancestors, which
     the loop sees to. `logq_row` names the row of `logq` a node was drawn from, before any sibling
-    was removed; -1 says the node is deterministic (q is one-hot). `confidence` is how sure the
-    drafter was of a node before its token was drawn, from 0 to 1, where it says so. `steps` is how
-    often the drafter ran after its first token, where that is not once for each further token of
-    the longest row: it may have looked at what comes next, and stopped.
+    was removed; -1 says the node is deterministic (q is one-hot). `steps` is how often the
+    drafter ran after its first token, where that is not once for each further token of the longest
+    row: it may have looked at what comes next, and stopped.
     """
 
     tokens: Int[Array, "B N"]
@@ -26,7 +25,6 @@ class Draft:
     logq_row: Int[Array, "B N"]
     logq: Float[Array, "B Q V"] | None
     topology: AnyTopology
-    confidence: Float[Array, "B N"] | None = None
     steps: Int[Array, ""] | None = None
 
 
@@ -34,7 +32,6 @@ def chain(
     tokens: Int[Array, "B K"],
     num_valid: Int[Array, "B"],
     logq: Float[Array, "B K V"] | None = None,
-    confidence: Float[Array, "B K"] | None = None,
 ) -> Draft:
     """A draft without branches: row b proposes its first `num_valid[b]` tokens.
 
@@ -48,5 +45,4 @@ def chain(
         logq_row=jnp.full_like(step, -1) if logq is None else step,
         logq=logq,
         topology=chain_topology(length),
-        confidence=confidence,
     )

@@ -21,7 +21,7 @@ from specjax.trees.topology import AnyTopology, DynamicTopology, Topology
 def merge(*drafts: Draft) -> Draft:
     """The drafts as one tree under their common root, without duplicates (`merge_duplicates`).
 
-    N is the sum of theirs. Confidences are kept if every draft has them.
+    N is the sum of theirs.
     """
     return merge_duplicates(side_by_side(*drafts))
 
@@ -36,15 +36,12 @@ def side_by_side(*drafts: Draft) -> Draft:
         if draft.logq is not None:
             distributions.append(draft.logq)
             offset += draft.logq.shape[1]
-    confidences = [draft.confidence for draft in drafts if draft.confidence is not None]
-    known = len(confidences) == len(drafts)
     return Draft(
         tokens=jnp.concatenate([draft.tokens for draft in drafts], axis=1),
         valid=jnp.concatenate([draft.valid for draft in drafts], axis=1),
         logq_row=jnp.concatenate(logq_rows, axis=1),
         logq=jnp.concatenate(distributions, axis=1) if distributions else None,
         topology=_one_root([draft.topology for draft in drafts], drafts[0].tokens.shape[0]),
-        confidence=jnp.concatenate(confidences, axis=1) if known else None,
     )
 
 
@@ -97,7 +94,6 @@ def merge_duplicates(draft: Draft) -> Draft:
         logq_row=sorted_(draft.logq_row),
         logq=draft.logq,
         topology=DynamicTopology(sorted_(above), draft.topology.depth),
-        confidence=None if draft.confidence is None else sorted_(draft.confidence),
     )
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from specjax.decoding import costs
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.setup import plan_session
@@ -30,7 +29,7 @@ from specjax.files.measured_seconds import keep_seconds, read_seconds, seconds_f
 from specjax.loading.acceptance_rates import known_acceptance
 from specjax.loading.model import Model
 from specjax.trees import FastestTree, RankedTree, Rates, best_tree, fastest_tree
-from specjax.tuning import round_seconds
+from specjax.tuning import costs, round_seconds
 
 _WIDTHS = (1, 2, 3, 5, 9, 17, 33)
 """Slots of the passes that are timed; those between take what the next wider one does."""

@@ -13,11 +13,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax import sampling
-from specjax.decoding import loop
 from specjax.decoding.generate import generate
 from specjax.decoding.options import DecodeOptions
+from specjax.decoding.plan import Plan
 from specjax.decoding.programs import run, start
 from specjax.decoding.prompts import Prompt
+from specjax.decoding.round import make_context
 from specjax.decoding.rows import batch_arguments
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.setup import Session, plan_session
@@ -94,13 +95,13 @@ def measure_ranks(
         while bool(jnp.any(state.active)):
             new_tested, new_hits = count(session.params, state, truth, known)
             tested, hits = tested + np.asarray(new_tested), hits + np.asarray(new_hits)
-            state, _ = run(session.plan, session.params, state, np.int32(1))
+            state, *_ = run(session.plan, session.params, state, np.int32(1))
         done += len(index)
         tell(done, len(prompts))
     return RankCounts(tested, hits)
 
 
-def _sampled(session: Session) -> loop.Plan:
+def _sampled(session: Session) -> Plan:
     """The session's plan where rows are sampled, so that drafts bring their distributions."""
     flags = sampling.WarpFlags.of(*(np.array([value]) for value in (1.0, 0, 1.0, 0.0)))
     return replace(session.plan, flags=flags)
@@ -119,7 +120,7 @@ def _truth(
 
 
 def _count(
-    plan: loop.Plan,
+    plan: Plan,
     candidates: int,
     params: Any,
     state: State,
@@ -130,7 +131,7 @@ def _count(
     rows = state.length.shape[0]
     ones = jnp.ones(rows)
     warp = Sampling(ones, jnp.zeros(rows, jnp.int32), ones, jnp.zeros(rows))
-    context = loop.make_context(plan, params[0], state).replace(sampling=warp)
+    context = make_context(plan, params[0], state).replace(sampling=warp)
 
     def right(depth: Int[Array, ""] | int) -> Int[Array, "B"]:
         return jnp.take_along_axis(truth, (state.length + depth)[:, None], axis=1, mode="clip")[
@@ -141,7 +142,9 @@ def _count(
         hit = jnp.arange(plan.target.vocab_size)[None, :] == right(depth)[:, None]
         return jnp.where(hit, _CERTAIN, 0.0)
 
-    draft = plan.drafter.propose(params[1], state.drafter, context, noise).draft
+    draft = plan.drafter.propose(
+        params[1], state.drafter, context, noise, plan.drafter.full_limits()
+    ).draft
     longest = draft.tokens.shape[1]
     wanted = jnp.stack([right(depth) for depth in range(longest)], axis=1)
     own = jnp.take_along_axis(draft.logq, wanted[:, :, None], axis=2)

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from specjax.cache import KVCache
-from specjax.decoding import costs, loop
+from specjax.decoding.loop import run as run_rounds
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.plan import Plan
 from specjax.decoding.rows import batch_arguments
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.setup import plan_session
+from specjax.decoding.start import empty_state
 from specjax.decoding.state import Rounds
 from specjax.drafters import Drafter
 from specjax.drafters.base import Context, Noise
 from specjax.loading.model import Model
 from specjax.trees import Draft, Topology
+from specjax.tuning import costs
 
 _ROUNDS = 4
 """Rounds that are timed together."""
@@ -75,7 +77,8 @@ def rounds_seconds(
             options=DecodeOptions(batch_size=batch_size),
             requests=requests,
         )
-        plan, params = session.plan, session.params
+        # One program for each width: only that one and plain decoding's are compiled.
+        plan, params = replace(session.plan, widths=tuple(sorted({1, width}))), session.params
         rows = batch_arguments(session, range(batch_size))
 
         def run() -> Rounds:
@@ -95,9 +98,9 @@ def rounds_seconds(
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _run(plan: Plan, params: Any, cache: KVCache, *rows: Any) -> tuple[KVCache, Rounds]:
     """The cache after the rounds, and their counts, of rows whose prompts it is taken to hold."""
-    state = loop.empty_state(plan, params, *rows)
+    state = empty_state(plan, params, *rows)
     state = state.replace(cache=cache.replace(length=state.length - 1))
-    state, rounds = loop.run(plan, params, state, jnp.int32(_ROUNDS))
+    state, rounds, _ = run_rounds(plan, params, state, jnp.int32(_ROUNDS))
     return state.cache, rounds
 
 
@@ -130,11 +133,6 @@ class FreeTree(Drafter):
     def pass_features(self) -> tuple[str, ...]:
         """Those of whole passes."""
         return self.computed
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Every draft has all nodes."""
-        return (self.num_nodes,)
 
     def propose(self, params: Any, state: Any, context: Context, noise: Noise) -> tuple[Draft, Any]:
         """All nodes within each row's limit; siblings, and nodes of different rows, differ."""

@@ -16,7 +16,7 @@ from specjax.cli.mesh_config import DistributedConfig, MeshConfig
 from specjax.decoding.engine.engine import Engine
 from specjax.decoding.engine.outputs import Output
 from specjax.decoding.generate import open_engine
-from specjax.decoding.options import BATCH_SIZE, EXACT_RULE_NAME, DecodeOptions
+from specjax.decoding.options import BATCH_SIZE, EXACT_RULE_NAME, FIXED, DecodeOptions
 from specjax.decoding.prompts import CHAT
 from specjax.decoding.rows import session_row
 from specjax.decoding.sampling_params import MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P, SamplingParams
@@ -138,8 +138,9 @@ class AnswersConfig:
     @property
     def options(self) -> DecodeOptions:
         """How the prompts are decoded."""
+        length = self.num_speculative_tokens
         return DecodeOptions(
-            num_speculative_tokens=self.num_speculative_tokens,
+            num_speculative_tokens=FIXED if length is None else length,
             verify=self.verify,
             batch_size=self.batch_size,
         )

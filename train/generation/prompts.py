@@ -13,6 +13,7 @@ from specjax.fields import Text
 from specjax.files.json_files import read_json_lines
 from specjax.files.paths import input_file
 from specjax.loading.model import Model
+from specjax.loading.tokenizers.chat_templates import check_messages, texts_of
 from train.data.tfds_files import FieldNames, open_texts
 
 _FORMS = ("prompt", "messages", "turns")
@@ -24,9 +25,9 @@ _NOTES = ("category", "source", "licence")
 class Request:
     """A prompt with a number of its own and what is noted of it.
 
-    `prompt` is a text, or a conversation of {"role", "content"} messages whose next turn is the
-    target's. `left_out` counts later turns, which have no answer to follow. `where` is what errors
-    call it: file and line, where it is of a file.
+    `prompt` is a text, or a conversation of messages whose next turn is the target's. `left_out`
+    counts later turns, which have no answer to follow. `where` is what errors call it: file and
+    line, where it is of a file.
     """
 
     id: int
@@ -60,16 +61,16 @@ def _request(row: dict[str, Any], number: int, name: str, where: str) -> Request
         good = isinstance(value, list) and value and all(isinstance(one, str) for one in value)
         value, left_out = (value[0], len(value) - 1) if good else (None, 0)
     elif forms[0] == "messages":
-        value = _messages(value)
+        check_messages(value, f"{where}: messages")
+        value = None if value[-1]["role"] == "assistant" else value
     elif not isinstance(value, str):
         value = None
     if not value:
         raise InputError(
-            f"{where}: {forms[0]}={shown(row[forms[0]])} is of no use; give a text, messages with "
-            "role and content that end with the user's, or a list of texts"
+            f"{where}: {forms[0]}={shown(row[forms[0]])} is of no use; give a text, messages whose "
+            "last one is not the assistant's, or a list of texts"
         )
-    texts = [value] if isinstance(value, str) else [t for one in value for t in one.values()]
-    for text in texts:
+    for text in [value] if isinstance(value, str) else [t for one in value for t in texts_of(one)]:
         Text(empty=True).check(f"{where}: {forms[0]}", text)
     notes = {name: row[name] for name in _NOTES if name in row}
     for note, text in notes.items():
@@ -77,22 +78,6 @@ def _request(row: dict[str, Any], number: int, name: str, where: str) -> Request
             raise InputError(f"{where}: {note}={shown(text)} must be a text")
         Text(empty=True).check(f"{where}: {note}", text)  # they are stored as UTF-8
     return Request(number, value, **{"source": name} | notes, left_out=left_out, where=where)
-
-
-def _messages(value: Any) -> list[dict[str, str]] | None:
-    """The conversation, where it is one that the target can continue."""
-    good = (
-        isinstance(value, list)
-        and value
-        and all(
-            isinstance(one, dict)
-            and one.keys() == {"role", "content"}
-            and all(isinstance(text, str) for text in one.values())
-            for one in value
-        )
-        and value[-1]["role"] != "assistant"
-    )
-    return value if good else None
 
 
 def read_dataset(

@@ -70,6 +70,8 @@ def encode_document(tokenizer: Tokenizer, text: str) -> list[int]:
     before = backend.encode_special_tokens
     backend.encode_special_tokens = True
     try:
-        return [*tokenizer.encode(text), tokenizer.eos_ids[0]]
+        ids, end = tokenizer.encode(text), tokenizer.eos_ids[0]
+        # Some tokenizers end every text themselves.
+        return ids if ids[-1:] == [end] else [*ids, end]
     finally:
         backend.encode_special_tokens = before

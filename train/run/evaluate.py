@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from specjax.decoding.generate import generate
+from specjax.decoding.options import FIXED
 from specjax.drafters import head_drafter
 from specjax.loading.model import Model
 from train.data.batches import Batch, build
@@ -80,7 +81,7 @@ class Evaluation:
                 target,
                 self.prompts,
                 new_tokens=self.config.new_tokens,
-                num_speculative_tokens=self.config.num_speculative_tokens,
+                num_speculative_tokens=self.config.num_speculative_tokens or FIXED,
                 temperature=temperature,
             )
             numbers |= {f"eval/{name}{suffix}": value for name, value in found.items()}
@@ -93,7 +94,7 @@ def measure_tau(
     prompts: Sequence[Sequence[int]],
     *,
     new_tokens: int = 64,
-    num_speculative_tokens: int | None = None,
+    num_speculative_tokens: int | str = FIXED,
     temperature: float = 0.0,
     seed: int = 0,
     make_drafter: Callable[[Any, Model], Any] = head_drafter,

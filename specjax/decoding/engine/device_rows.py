@@ -2,36 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 
-from specjax.decoding.engine.learned_costs import LearnedCosts, costs_key
-from specjax.decoding.programs import Programs, compile_setup
+from specjax import controllers
+from specjax.decoding.programs import (
+    Programs,
+    compile_setup,
+    is_compiled,
+    put_rows,
+    take_rows,
+)
 from specjax.decoding.rows import Row, RowArguments, row_arguments
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.setup import Setup, flags_of
-from specjax.decoding.state import Seen, State
+from specjax.decoding.state import Seen, State, release
+from specjax.distributed.sharding import first_device
+from specjax.drafters.base import Limits
 from specjax.errors import InputError
+
+_SAVED = 0.25
+"""The share of the time that decoding in half the rows is taken to save."""
 
 
 class DeviceRows:
     """A setup with its programs and the arrays they work on; nothing here decides what is done.
 
-    `costs` is what "auto" knows of costs, once it decodes. `replayed_rounds` is room for the rounds
-    of earlier runs, where the plan replays them.
+    The rows of all slots are in one state, or those of few slots alone in a smaller one (`narrow`).
     """
 
-    def __init__(self, setup: Setup, replayed_rounds: int = 0) -> None:
+    def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        self.costs: LearnedCosts | None = None
-        self._other_costs: dict[tuple[Any, ...], LearnedCosts] = {}
-        """Those of what was decoded before, by their keys."""
-        self._replayed_rounds = replayed_rounds
+        self._few: Setup | None = None
+        """The setup of fewer rows, while these decode alone."""
+        self._slots: tuple[int, ...] = ()
+        """Their slots then."""
         self._programs: Programs | None = None
         self._state: State | None = None
         self._new: State | None = None
@@ -59,9 +69,8 @@ class DeviceRows:
         setup = replace(self.setup, plan=able)
         if self._programs is not None:
             self._programs = self._compiled(setup)
+        self._widen()
         self.setup = setup
-        if self.costs is not None:
-            self._choose_costs(self.costs.committed)
 
     def begin(self) -> None:
         """Make room for all rows, unless it is there."""
@@ -69,8 +78,6 @@ class DeviceRows:
             return
         setup = self.setup
         self._state = self.compile().empty(setup.params, *self._arguments([], setup.num_rows))
-        if self.costs is not None:
-            self._state = self.costs.begin(self._state)
 
     def new_rows(self, rows: Sequence[Row]) -> bool:
         """Begin new rows; whether their prompts are read, since the rows before had the same.
@@ -100,55 +107,95 @@ class DeviceRows:
         )
         return ready
 
-    def admit(self, slots: Sequence[int], committed: int, *, all_read: bool) -> jax.Array:
+    def admit(self, slots: Sequence[int], *, all_read: bool) -> jax.Array:
         """Put the new rows into `slots`; an array that is there when done.
 
         Where their prompts were `all_read`, those of aborted requests too, they serve more rows
-        with the same ones. The longest prompt of all rows that decode next has `committed` tokens.
+        with the same ones.
         """
-        if self.setup.plan.draft_length.auto:
-            self._choose_costs(committed)
+        self._widen()
         out_of_range = self.setup.num_rows
         where = np.full(self.setup.prefill_rows, out_of_range, np.int32)
         where[: len(slots)] = slots
         self._all_read = all_read
-        if self.costs is not None:
-            self.costs.next_step.rows_admitted()
         self._state, ready = self.compile().admit(self._state, where, self._new)
         return ready
 
-    def step(self, ended: Bool[np.ndarray, "B"], max_rounds: int, enough: int) -> Seen:
+    def step(
+        self,
+        limits: controllers.Limits,
+        ended_slots: Collection[int],
+        max_rounds: int,
+        stop_after_finished: int,
+    ) -> Seen:
         """A few rounds, as `loop.step`; what the host will see of them is on its way.
 
-        Where "auto" says that no drafter would draft, they are those of `loop.plain_step`.
+        It is in the order of `by_row`.
         """
-        programs, params = self.compile(), self.setup.params
-        numbers = np.int32(max_rounds), np.int32(enough)
-        if programs.look_ahead is None:
-            self._state, seen = programs.step(params, self._state, ended, *numbers)
-        else:
-            plain = self.costs.next_step.plain
-            run = programs.plain_step if plain else programs.step
-            self._state, seen = run(params, self._state, ended, *numbers)
-            emitted = seen.rounds.emitted
-            unknown = emitted if plain else np.full(emitted.shape, -1, np.int32)
-            policy, intention = programs.look_ahead(params, self._state, unknown, numbers[1])
-            self._state = self._state.replace(policy=policy)
-            seen = seen.replace(drafts=intention.drafts, room=intention.room)
+        setup = self._few or self.setup
+        programs = self.compile() if self._few is None else compile_setup(setup, begun=True)
+        ended = np.zeros(setup.num_rows, bool)
+        ended[[row for row, slot in enumerate(self._row_slots) if slot in ended_slots]] = True
+        device_limits = Limits(
+            np.array(limits.longest, np.int32), np.array(limits.confidence, np.float32)
+        )
+        self._state, seen = programs.step(
+            setup.params,
+            self._state,
+            device_limits,
+            ended,
+            np.int32(max_rounds),
+            np.int32(stop_after_finished),
+        )
         for part in jax.tree.leaves(seen):
             part.copy_to_host_async()
         return seen
 
-    def rounds(self, most: int) -> int:
-        """How many rounds a step may have: fewer where costs are learned from it."""
-        return most if self.costs is None else self.costs.rounds(most)
+    @property
+    def _row_slots(self) -> Sequence[int]:
+        """The slot of each row."""
+        return range(self.setup.num_rows) if self._few is None else self._slots
 
-    def learn(self, seconds: float, seen: Seen) -> None:
-        """Correct the costs by the last step, which took `seconds`. Raises InputError."""
-        if self.costs is not None:
-            drafts = None if seen.drafts is None else bool(seen.drafts)
-            has_room = seen.room is not None and bool(seen.room > 0)
-            self._state = self.costs.after_step(self._state, seconds, drafts, has_room)
+    def by_row(self, slots: Sequence[Any]) -> tuple[Any, ...]:
+        """What is in the slots, in the order of the rows; None for rows that no slot has."""
+        return tuple(slots[slot] if slot < len(slots) else None for slot in self._row_slots)
+
+    def narrow(self, slots: Sequence[int], seconds_left: float) -> None:
+        """Decode the rows in `slots` alone, in programs of half the rows or fewer, if that pays.
+
+        Others have ended. It pays on a CPU, where a pass over fewer rows takes less time, and where
+        what it saves of `seconds_left` is more than what compiling takes; on accelerators a pass
+        takes as long as reading the weights, and on a mesh rows belong to devices.
+        """
+        now = self._few or self.setup
+        placement = self.setup.placement
+        if self.setup.mesh is not None or first_device(placement).platform != "cpu":
+            return
+        few = replace(self.setup, batch_size=len(slots))
+        if 2 * few.num_rows > now.num_rows:
+            return
+        compile_s = 0.0 if is_compiled(few) else self.compile().seconds
+        if _SAVED * seconds_left <= compile_s:
+            return
+        compile_setup(few, begun=True)
+        rows = [self._row_slots.index(slot) for slot in slots]
+        # Those over are copies of the first, which are released at once.
+        rows += [rows[0]] * (few.num_rows - len(rows))
+        state = take_rows(self._state, np.array(rows, np.int32))
+        spare = np.arange(len(slots), few.num_rows, dtype=np.int32)
+        self._state = release(state, spare)
+        self._few, self._slots = few, tuple(slots)
+
+    def _widen(self) -> None:
+        """Have the rows of all slots in one state again."""
+        if self._few is None:
+            return
+        setup, few = self.setup, self._state
+        state = self.compile().empty(setup.params, *self._arguments([], setup.num_rows))
+        where = np.full(len(few.length), setup.num_rows, np.int32)
+        where[: len(self._slots)] = self._slots
+        self._state = put_rows(state, where, few)
+        self._few, self._slots = None, ()
 
     def update_params(self, params: Any, drafter_params: Any = None) -> None:
         """Decode with other parameters; what was learned with the old ones is dropped.
@@ -167,49 +214,21 @@ class DeviceRows:
         else:
             own = drafter_params
         drafter = drafter._replace(params=_in_place_of("drafter_params", drafter.params, own))
+        self._widen()
         self.setup = replace(setup, model=replace(setup.model, params=params), drafter=drafter)
         # Of a prompt that is being read as well, only its own rows continue with the old ones.
         self._prompts = []
-        self._other_costs.clear()
-        if self.costs is not None:
-            self.costs = LearnedCosts.of_setup(self.setup, self.costs.committed)
-            if self._state is not None:
-                self._state = self.costs.begin_anew(self._state)
 
-    def free(self, *, keep_costs: bool) -> None:
-        """Keep no row on the devices; what was learned of costs is kept for later processes."""
-        if self._state is not None and self.costs is not None:
-            self.costs.end(self._state)
-            if keep_costs:
-                self.costs.save()
-        self._state = self._new = None
+    def free(self) -> None:
+        """Keep no row on the devices."""
+        self._state = self._new = self._few = None
         self._prompts = []
 
-    def _choose_costs(self, committed: int) -> None:
-        """Have the costs of what is decoded next, with a longest prompt of `committed` tokens.
-
-        Those of other work are kept as they are: what follows does not correct them.
-        """
-        before, key = self.costs, costs_key(self.setup, committed)
-        if before is not None and before.key in (None, key):
-            return
-        if before is not None and self._state is not None:
-            before.end(self._state)
-            before.save()
-        self.costs = self._other_costs.pop(key, None)
-        if self.costs is None:
-            self.costs = LearnedCosts.of_setup(self.setup, committed, before)
-        if before is not None:
-            self._other_costs[before.key] = before
-            self.costs.take_over(before)
-        if self._state is not None:
-            self._state = self.costs.begin(self._state)
-
     def _compiled(self, setup: Setup) -> Programs:
-        return compile_setup(setup, self._replayed_rounds, begun=self._state is not None)
+        return compile_setup(setup, begun=self._state is not None)
 
     def _arguments(self, rows: Sequence[Row], count: Int[Any, ""] | int) -> RowArguments:
-        return row_arguments(self.setup, rows, count, self._replayed_rounds)
+        return row_arguments(self.setup, rows, count)
 
 
 def _in_place_of(name: str, old: Any, new: Any) -> Any:

@@ -21,8 +21,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specjax import sampling
+from specjax.controllers import Controller, Limits, StepRecord
 from specjax.decoding.engine.device_rows import DeviceRows
-from specjax.decoding.engine.learned_costs import LearnedCosts
 from specjax.decoding.engine.outputs import (
     ABORTED,
     Delta,
@@ -32,7 +32,7 @@ from specjax.decoding.engine.outputs import (
 )
 from specjax.decoding.engine.scheduler import Request, Scheduler
 from specjax.decoding.engine.statistics import Statistics, Step
-from specjax.decoding.options import BATCH_SIZE, DecodeOptions
+from specjax.decoding.options import BATCH_SIZE, FIXED, DecodeOptions
 from specjax.decoding.programs import Programs
 from specjax.decoding.prompts import Prompt, encode_prompt
 from specjax.decoding.rows import Row
@@ -45,6 +45,7 @@ from specjax.decoding.setup import (
     plan_setup,
 )
 from specjax.decoding.state import RUNNING, Seen
+from specjax.distributed import processes
 from specjax.drafters import Drafter, LoadedDrafter, make_drafter
 from specjax.errors import InputError, shown
 from specjax.fields import Choice, Whole
@@ -108,12 +109,13 @@ class _Reading:
 
 @dataclass(frozen=True)
 class _Running:
-    """A step that is under way: the requests in the slots, and what the host will see of it."""
+    """A step that is under way: the requests of its rows, and what the host will see of it."""
 
-    slots: tuple[Request | None, ...]
+    rows: tuple[Request | None, ...]
     seen: Seen
     begun: float
     waiting: int
+    limits: Limits
 
 
 class Engine:
@@ -135,8 +137,9 @@ class Engine:
         target: Model,
         *,
         drafter: LoadedDrafter | Drafter | str | None = None,
-        num_speculative_tokens: int | str | None = None,
+        num_speculative_tokens: int | str = FIXED,
         num_speculative_tokens_per_batch_size: Sequence[tuple[int, int, int]] = (),
+        controller: Controller | None = None,
         verify: str | sampling.Rule = "rejection",
         batch_size: int = _SLOTS,
         max_length: int | None = None,
@@ -159,6 +162,7 @@ class Engine:
             verify=verify,
             batch_size=BATCH_SIZE.check("batch_size", batch_size),
             max_length=max_length,
+            controller=controller,
         )
         if isinstance(drafter, str):
             drafter = make_drafter(
@@ -175,7 +179,7 @@ class Engine:
             batch_size=batch_size,
             capacity=longest,
             max_length=longest,
-            flags=sampling.WarpFlags(top_k=False, top_p=False, min_p=False),
+            flags=sampling.WarpFlags(),
         )
         self._open(setup, Schedule(rounds_per_step, refill_rows, max_prefill_tokens))
 
@@ -184,14 +188,13 @@ class Engine:
         cls,
         setup: Setup,
         schedule: Schedule = Schedule(),
-        replayed_rounds: int = 0,
     ) -> Engine:
-        """An engine of a setup; `replayed_rounds` as for `rows.row_arguments`."""
+        """An engine of a setup."""
         engine = cls.__new__(cls)
-        engine._open(setup, schedule, replayed_rounds)
+        engine._open(setup, schedule)
         return engine
 
-    def _open(self, setup: Setup, schedule: Schedule, replayed_rounds: int = 0) -> None:
+    def _open(self, setup: Setup, schedule: Schedule) -> None:
         plan = setup.plan
         plan = replace(
             plan,
@@ -199,7 +202,12 @@ class Engine:
             chunks=schedule.chunks(plan.chunks),
         )
         setup = replace(setup, plan=plan)
-        self._rows, self._schedule = DeviceRows(setup, replayed_rounds), schedule
+        self._rows, self._schedule = DeviceRows(setup), schedule
+        self._controller_state = setup.controller.init(setup.step_sizes)
+        self._ran: set[int] = set()
+        """The widths, by index, and the drafters, from -1 down, that ran in some step."""
+        self.step_limits: list[tuple[Limits, int]] = []
+        """What each step could draft, and its most rounds."""
         self._scheduler = Scheduler(setup.batch_size)
         self.statistics = Statistics(setup.batch_size)
         self._reading: _Prompts | None = None
@@ -214,15 +222,6 @@ class Engine:
     def setup(self) -> Setup:
         """What it decodes with."""
         return self._rows.setup
-
-    @property
-    def costs(self) -> LearnedCosts | None:
-        """What "auto" knows of costs, once it decodes."""
-        return self._rows.costs
-
-    @costs.setter
-    def costs(self, costs: LearnedCosts) -> None:
-        self._rows.costs = costs
 
     @property
     def num_unfinished(self) -> int:
@@ -308,9 +307,8 @@ class Engine:
         """Decode for a few rounds; what that added, request by request.
 
         Prompts of waiting requests are read first where slots are free. Without unfinished requests
-        there is nothing to do and nothing to return. Raises InputError where the clock that "auto"
-        needs does not move, programs do not fit into memory, or an earlier step was not completed
-        and its tokens are lost by that.
+        there is nothing to do and nothing to return. Raises InputError where programs do not
+        fit into memory, or an earlier step was not completed and its tokens are lost by that.
         """
         self._check_open()
         self._advance()
@@ -349,14 +347,15 @@ class Engine:
         What the old ones have still under way is in the next step's deltas. Those of the drafter
         (`LoadedDrafter.params`) stay where none are given, but for what a trained head takes from
         its target. Rows that are `running`, or being read, continue with what was read of them by
-        the old parameters, or "abort". What was learned of acceptance is dropped, and costs are as
-        at the start. Raises InputError unless trees, shapes and dtypes are as they were.
+        the old parameters, or "abort". What was learned of draft lengths is dropped. Raises
+        InputError unless trees, shapes and dtypes are as they were.
         """
         self._check_open()
         running = _RUNNING_ROWS.check("running", running)
         while self._under_way:
             self._look()
         self._rows.update_params(params, drafter_params)
+        self._controller_state = self.setup.controller.init(self.setup.step_sizes)
         if running == "abort":
             self._abort([request for request in self._scheduler.slots if request is not None])
 
@@ -369,8 +368,7 @@ class Engine:
         self._closed = True
         self._scheduler = Scheduler(self.setup.batch_size)
         self._ready.clear()
-        # A few rounds of rows that are dropped say little of costs.
-        self._rest(keep_costs=False)
+        self._rest()
 
     def __enter__(self) -> Engine:
         """The engine, which is closed at the end of the block."""
@@ -409,11 +407,11 @@ class Engine:
         return sum(isinstance(one, _Running) for one in self._under_way)
 
     def _ahead(self) -> int:
-        """How many steps may be under way: one where the host decides something between them."""
-        decides = self.setup.plan.draft_length.auto or any(
+        """How many steps may be under way: one where the host may end rows between them."""
+        looks = any(
             request is not None and request.row.sampling.stop for request in self._scheduler.slots
         )
-        return 1 if decides else 2
+        return 1 if looks else 2
 
     def _advance(self) -> None:
         """Begin what can be begun, and look at the oldest step that is under way."""
@@ -434,8 +432,6 @@ class Engine:
         if not any(slots):
             return False
         num_rows = self.setup.num_rows
-        ended = np.zeros(num_rows, bool)
-        ended[list(self._ended_slots)] = True
         rounds = self._schedule.rounds_per_step
         waiting, enough = self.num_waiting, num_rows + 1
         if self._reading or (waiting and self._scheduler.num_free):
@@ -443,12 +439,35 @@ class Engine:
         if waiting:
             free = num_rows - sum(request is not None for request in slots)
             enough = min(free + self._schedule.refill_rows, num_rows)
-        rounds, begun = self._rows.rounds(rounds), time.perf_counter()
+        if not (waiting or self._reading):
+            kept = [slot for slot, request in enumerate(slots) if request is not None]
+            self._rows.narrow(kept, self._seconds_left(slots))
+        unfinished = sum(request is not None for request in slots)
+        controller = self.setup.controller
+        *chosen, self._controller_state = controller.choose(
+            self._controller_state, unfinished, rounds
+        )
+        (longest, confidence), rounds = processes.from_first(chosen)
+        limits = Limits(tuple(longest), tuple(confidence))
+        self.step_limits.append((limits, rounds))
+        begun = time.perf_counter()
         with self._as_a_whole():
-            seen = self._rows.step(ended, rounds, enough)
+            seen = self._rows.step(limits, self._ended_slots, rounds, enough)
             self._ended_slots.clear()
-            self._under_way.append(_Running(slots, seen, begun, waiting))
+            rows = self._rows.by_row(slots)
+            self._under_way.append(_Running(rows, seen, begun, waiting, limits))
         return True
+
+    def _seconds_left(self, slots: Sequence[Request | None]) -> float:
+        """Seconds until the last request in the slots has ended, as the last step went."""
+        if not self.statistics.steps:
+            return 0.0
+        last = self.statistics.steps[-1]
+        tokens = max(
+            one.row.sampling.max_new_tokens - len(one.follower.token_ids) for one in slots if one
+        )
+        pace = max(last.tokens / max(last.row_rounds, 1), 1.0)
+        return tokens / pace * last.seconds / last.rounds
 
     def _admitted(self) -> tuple[Request | None, ...]:
         """The requests in the slots, without those whose prompts are being read."""
@@ -510,12 +529,10 @@ class Engine:
     def _admit(self) -> None:
         """Put the rows whose prompts were read into their slots."""
         taken, begun = self._reading.taken, time.perf_counter()
-        next_rows = itertools.islice(self._scheduler, self.setup.batch_size)
-        longest = max(len(request.row.prompt) for request in next_rows)
         read = all(len(request.row.prompt) <= self._reading.position + 1 for _, request in taken)
         slots = [slot for slot, _ in taken]
         with self._as_a_whole():
-            ready = self._rows.admit(slots, longest, all_read=read)
+            ready = self._rows.admit(slots, all_read=read)
             self._under_way.append(_Reading(ready, begun))
             # Those that were aborted meanwhile have no slot any more, but are in one.
             for slot, request in taken:
@@ -541,7 +558,13 @@ class Engine:
             self._under_way.popleft()
             seconds = self._lap(one.begun)
             self._take(one, seen, seconds)
-        self._rows.learn(seconds, seen)
+        record = _record(self.setup, one.limits, seen, seconds)
+        parts = {*np.flatnonzero(record.passes), *(-1 - np.flatnonzero(record.ran))}
+        if not parts <= self._ran:
+            # A width or a drafter takes twice as long when it runs for the first time.
+            record = replace(record, seconds=None)
+            self._ran |= parts
+        self._controller_state = self.setup.controller.update(self._controller_state, record)
 
     def _take(self, step: _Running, seen: Seen, seconds: float) -> None:
         """Make ready what a step added to each of its requests."""
@@ -549,23 +572,23 @@ class Engine:
         ran = np.flatnonzero(emitted.any(axis=0))
         rounds = int(ran[-1]) + 1 if len(ran) else 0
         tokens = row_rounds = 0
-        for slot, request in enumerate(step.slots):
+        for row, request in enumerate(step.rows):
             if request is not None and not request.ended:
-                tokens += self._follow(request, slot, seen, first)
-                row_rounds += int(emitted[slot].sum())
+                tokens += self._follow(request, row, seen, first)
+                row_rounds += int(emitted[row].sum())
         end_s = self._clock_s - self._start_s
         self.statistics.add_step(Step(end_s, seconds, rounds, row_rounds, tokens, step.waiting))
 
-    def _follow(self, request: Request, slot: int, seen: Seen, first_round: int) -> int:
-        """Make ready what a step added to the request in a slot; its new tokens."""
-        counts = jax.tree.map(lambda part: part[slot], seen.rounds)
-        new, status = int(np.maximum(counts.emitted, 0).sum()), int(seen.status[slot])
+    def _follow(self, request: Request, row: int, seen: Seen, first_round: int) -> int:
+        """Make ready what a step added to the request of a row; its new tokens."""
+        counts = jax.tree.map(lambda part: part[row], seen.rounds)
+        new, status = int(np.maximum(counts.emitted, 0).sum()), int(seen.status[row])
         if not new and status == RUNNING:
             return 0
-        logprobs = None if seen.logprobs is None else seen.logprobs[slot, :new]
+        logprobs = None if seen.logprobs is None else seen.logprobs[row, :new]
         try:
             fresh, drafted, text = request.follower.follow(
-                status, seen.tokens[slot, :new].tolist(), logprobs, counts, first_round
+                status, seen.tokens[row, :new].tolist(), logprobs, counts, first_round
             )
         except InputError as refused:  # its tokens have no text; the others' have
             request.follower.end_without_text(str(refused))
@@ -577,7 +600,7 @@ class Engine:
             self._ready.append(Delta(request.id, request.row.sample, fresh, drafted, text))
             return len(fresh)
         if status == RUNNING:
-            self._ended_slots.add(slot)
+            self._ended_slots.add(self._scheduler.slots.index(request))
         self._end(request, fresh, drafted, text)
         return len(fresh)
 
@@ -605,7 +628,7 @@ class Engine:
         self._clock_s = now
         return seconds
 
-    def _rest(self, *, keep_costs: bool = True) -> None:
+    def _rest(self) -> None:
         """Without requests: wait for what is under way, and keep nothing on the devices."""
         while self._under_way:
             one = self._under_way[0]
@@ -613,7 +636,25 @@ class Engine:
             self._under_way.popleft()
         self._reading = None
         self._ended_slots.clear()
-        self._rows.free(keep_costs=keep_costs)
+        self._rows.free()
+
+
+def _record(setup: Setup, limits: Limits, seen: Seen, seconds: float) -> StepRecord:
+    """What a step did, for the length controller."""
+    ran = seen.rounds.emitted >= 0
+    widths = np.where(ran, seen.rounds.width, 0).max(axis=0)
+    drafters = np.arange(len(setup.plan.drafter.parts))
+    return StepRecord(
+        limits=limits,
+        seconds=seconds,
+        passes=(widths[:, None] == np.array(setup.plan.widths)).sum(axis=0),
+        ran=seen.tally.ran,
+        further=seen.tally.further,
+        drafted=seen.tally.drafted,
+        accepted=seen.tally.accepted,
+        turns=(seen.rounds.drafter[..., None] == drafters).sum(axis=(0, 1)),
+        row_rounds=int(ran.sum()),
+    )
 
 
 def _round_up(value: int, step: int) -> int:

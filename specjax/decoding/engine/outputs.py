@@ -10,10 +10,10 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float
 
+from specjax.decoding.engine.stop_strings import OutputText, truncate_rounds
 from specjax.decoding.state import FAILED, FULL, STOPPED, Rounds
-from specjax.decoding.stop_strings import StopFinder, final_length, truncate_rounds
 from specjax.loading.model import Model
-from specjax.loading.tokenizers.tokenizer import StreamDecoder, Tokenizer
+from specjax.loading.tokenizers.tokenizer import Tokenizer
 
 REASONS = {STOPPED: "stop", FULL: "length", FAILED: "error"}
 ABORTED = "abort"
@@ -142,10 +142,8 @@ class Follower:
         self.first_round: int | None = None
         self.text_error: str | None = None
         self._rounds: list[Rounds] = []
-        self._tokenizer, self._stops = tokenizer, stops
-        self._decoder = None if tokenizer is None else StreamDecoder(tokenizer)
-        self._finder = StopFinder(tokenizer, stops) if stops else None
-        self._text, self._shown = "", 0
+        self._text = None if tokenizer is None else OutputText(tokenizer, stops)
+        self._shown: list[str] = []
 
     def follow(
         self,
@@ -166,16 +164,14 @@ class Follower:
             self.first_round = first_round + int(np.argmax(participated))
         rounds = _columns(rounds, participated)
         reason = REASONS.get(status)
-        if self._finder is not None:
-            kept = self._finder.find(tokens)
-            if kept is not None:
-                reason = REASONS[STOPPED]
-                fresh = kept - len(self.token_ids)
-                tokens = tokens[:fresh]
-                rounds = _first_tokens(rounds, fresh)
         fresh = list(tokens)
         # First, since it may raise: then nothing of the step is in the output.
-        text = self.end(reason, fresh)
+        if self._text is not None:
+            fresh = fresh[: self._text.feed(fresh)]
+            if self._text.stopped:
+                reason = REASONS[STOPPED]
+                rounds = _first_tokens(rounds, len(fresh))
+        text = self.end(reason)
         self.token_ids += fresh
         if self.logprobs is not None:
             self.logprobs += logprobs[: len(fresh)].tolist()
@@ -183,35 +179,25 @@ class Follower:
             self._rounds.append(rounds)
         return fresh, was_drafted(rounds), text
 
-    def end(self, reason: str | None, fresh: Sequence[int] = ()) -> str:
-        """The final text that `fresh` tokens add; all that is left where there is a reason."""
+    def end(self, reason: str | None) -> str:
+        """The final text since the last call; all that is left where there is a reason to end."""
         self.finish_reason = reason
-        if self._decoder is None:
-            return ""
-        ended = reason is not None
-        self._text += self._decoder.feed(list(fresh))
-        if ended:
-            self._text += self._decoder.flush()
-        last = max(final_length(self._text, self._stops, ended=ended), self._shown)
-        text, self._shown = self._text[self._shown : last], last
+        text = "" if self._text is None else self._text.take(ended=reason is not None)
+        self._shown.append(text)
         return text
 
     def end_without_text(self, why: str) -> None:
         """The output ends with what it has, since the tokens that follow have no text."""
-        self._decoder = self._finder = None
+        self._text = None
         self.finish_reason, self.text_error = REASONS[FAILED], why
 
     def output(self, id: RequestId, sample: int, times: Times) -> Output:
-        """The whole output; the text is that of all tokens decoded at once."""
-        text = ""
-        if self._tokenizer is not None:
-            text = self._tokenizer.decode(self.token_ids)
-            text = text[: final_length(text, self._stops, ended=True)]
+        """The whole output; its text is that of all deltas."""
         return Output(
             id,
             sample,
             self.token_ids,
-            text,
+            "".join(self._shown),
             self.finish_reason,
             self.logprobs,
             _joined(self._rounds),

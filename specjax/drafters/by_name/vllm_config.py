@@ -18,14 +18,30 @@ from specjax.files.json_files import parse_json
 from specjax.files.paths import user_path
 from specjax.loading.checkpoint_directory import is_checkpoint
 from specjax.loading.find_head import holds_head
-from specjax.loading.head_formats import read_foreign
+from specjax.loading.head_formats import KINDS, head_format, read_foreign
 from specjax.loading.heads.head import read_head
 from specjax.loading.model import Model
 
 METHODS = ("ngram", "draft_model", "medusa", "eagle", "eagle3", "mtp")
-_OTHER_METHODS = ("suffix", "dflash", "dspark", "ngram_gpu", "mlp_speculator")
-_NGRAM_MODELS = ("ngram", "[ngram]")
-_RULES = {"standard": "rejection", "block": "block"}
+_OTHER_METHODS = (
+    "suffix",
+    "dflash",
+    "dspark",
+    "mlp_speculator",
+    "extract_hidden_states",
+    "custom_class",
+)
+_NGRAM = ("ngram", "[ngram]", "ngram_gpu", "prompt_lookup")
+"""Names of looking up n-grams, as a method or in place of a model."""
+_MTP_OF_A_MODEL = "_mtp"
+"""What vLLM's older names of `mtp` end with: deepseek_mtp, mimo_mtp, glm4_moe_mtp and others."""
+_RULES = {
+    "standard": "rejection",
+    "block": "block",
+    # Earlier names: drafts are greedy and equal to the target's token, or drawn.
+    "strict": "rejection",
+    "probabilistic": "rejection",
+}
 _SAMPLE_METHODS = ("greedy", "probabilistic")
 _KEYS = (
     "method",
@@ -38,9 +54,13 @@ _KEYS = (
     "draft_sample_method",
 )
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "acceptance_method": ("rejection_sampler",),
     "attention_backend": ("auto",),
     "code_revision": (),
+    "disable_by_batch_size": (),
     "disable_eagle_block_drop": (False,),
+    "disable_logprobs": (True, False),
+    "disable_mqa_scorer": (True, False),
     "disable_padded_drafter_batch": (False,),
     "draft_load_config": (),
     "draft_tensor_parallel_size": (1,),
@@ -54,12 +74,14 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "parallel_drafting": (False,),
     "quantization": (),
     "revision": (),
+    "speculative_token_tree": (),
     "suffix_decoding_max_cached_requests": (10000,),
     "suffix_decoding_max_spec_factor": (1.0,),
     "suffix_decoding_max_tree_depth": (24,),
     "suffix_decoding_min_token_prob": (0.1,),
     "synthetic_acceptance_length": (),
     "synthetic_acceptance_rates": (),
+    "tensor_parallel_size": (1,),
     "use_heterogeneous_vocab": (False,),
     "use_local_argmax_reduction": (False,),
 }
@@ -85,24 +107,29 @@ class Speculation:
 def from_vllm_speculative_config(config: Mapping[str, Any] | str, target: Model) -> Speculation:
     """The drafter and options of `generate` that a vLLM speculative config asks for.
 
-    `config` is a dict or its JSON. Methods are `METHODS`; `model` is a directory that specjax wrote
-    or one in a layout of `loading.head_formats`, and for draft_model anything `load_model` takes;
-    for mtp it may be left out, or name the target, whose own modules then draft.
-    As in vLLM, drafts are greedy unless `draft_sample_method` says otherwise. Raises InputError,
+    `config` is a dict or its JSON. Methods are `METHODS`, also under vLLM's other names of them;
+    `model` is a directory that specjax wrote or one in a layout of `loading.head_formats`, and for
+    draft_model anything `load_model` takes; for mtp it may be left out, or name the target, whose
+    own modules then draft. As in vLLM a model tells the method where none is given, mtp drafts as
+    many tokens as there are modules, and drafts are greedy unless `draft_sample_method` says
+    otherwise. Raises InputError,
     by name, for keys and values that are unknown, unsupported or do not fit the method.
     """
     given = _parse(config)
-    method = _method(given)
+    method = _method(given, target)
     length = _whole(given, "num_speculative_tokens")
+    if length is None and method == "mtp" and target.mtp is not None:
+        length = target.mtp.config.num_modules
     if length is None:
         raise _fail(given, "num_speculative_tokens", "is needed")
     schedule = _schedule(given)
     rule = given.get("rejection_sample_method") or "standard"
-    if rule not in _RULES:
+    if rule not in tuple(_RULES):
         hint = "; for given acceptance rates there is the drafter 'simulated'"
-        remedy = f"use {' or '.join(_RULES)}{hint if rule == 'synthetic' else ''}"
+        remedy = f"use {' or '.join(list(_RULES)[:2])}{hint if rule == 'synthetic' else ''}"
         raise _fail(given, "rejection_sample_method", remedy)
-    sample = given.get("draft_sample_method") or "greedy"
+    drawn = "probabilistic" if rule == "probabilistic" else "greedy"
+    sample = given.get("draft_sample_method") or drawn
     if sample not in _SAMPLE_METHODS:
         raise _fail(given, "draft_sample_method", f"use {' or '.join(_SAMPLE_METHODS)}")
     if method == "ngram":
@@ -142,21 +169,36 @@ def _whole(given: dict[str, Any], key: str) -> int | None:
     return value
 
 
-def _method(given: dict[str, Any]) -> str:
+def _method(given: dict[str, Any], target: Model) -> str:
     """The method asked for; as in vLLM one may leave it out where the model tells."""
     method, model = given.get("method"), given.get("model")
     if method is None:
         if model is None:
             raise _fail(given, "method", f"is needed; use {', '.join(METHODS)}")
-        if model in _NGRAM_MODELS:
-            return "ngram"
-        raise _fail(given, "method", f"is needed for a model; use {', '.join(METHODS[1:])}")
-    if method in _NGRAM_MODELS:
+        return _method_of(model, target)
+    if method in _NGRAM:
         return "ngram"
+    if isinstance(method, str) and method.endswith(_MTP_OF_A_MODEL):
+        return "mtp"
     if method not in METHODS:
         known = "is not supported" if method in _OTHER_METHODS else "is unknown"
         raise _fail(given, "method", f"{known}; use {', '.join(METHODS)}")
     return method
+
+
+def _method_of(model: Any, target: Model) -> str:
+    """The method of a model alone: n-grams, the target's own modules, a head, or a draft model."""
+    if model in _NGRAM:
+        return "ngram"
+    if target.mtp is not None and model == target.name:
+        return "mtp"
+    path = user_path("speculative_config.model", model) if isinstance(model, str) else None
+    if path is not None and path.is_dir():
+        if holds_head(path):
+            return read_head(path, target.mesh).kind
+        if (form := head_format(path)) is not None:
+            return KINDS[form]
+    return "draft_model"
 
 
 def _schedule(given: dict[str, Any]) -> tuple[tuple[int, int, int], ...]:
@@ -174,7 +216,7 @@ def _schedule(given: dict[str, Any]) -> tuple[tuple[int, int, int], ...]:
 
 def _ngram(given: dict[str, Any], target: Model) -> LoadedDrafter:
     """As in vLLM, the earliest of the longest matches counts, and bounds not given are 5."""
-    if given.get("model", "ngram") not in _NGRAM_MODELS:
+    if given.get("model", "ngram") not in _NGRAM:
         raise _fail(given, "model", "ngram takes no model; leave it out")
     if given.get("draft_sample_method", "greedy") != "greedy":
         raise _fail(

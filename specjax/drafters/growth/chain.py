@@ -1,4 +1,4 @@
-"""Chains: one token after another, as long as it pays."""
+"""Chains: one token after another, as long as the drafter is confident."""
 
 from __future__ import annotations
 
@@ -38,37 +38,26 @@ def draft_chain(
     """A chain of up to `longest` tokens per row, drawn from their distributions, or the likeliest.
 
     `logits` are those after the root, and `step` gives those after the token of each further level.
-    A row stops at its limit, or where the likeliest next token has a probability below `p_min`
-    (before any warp, and before the token is drawn: the draft stays exact); all rows stop where
-    `context.length_decision` says that more would not be worth its cost. The loop ends with its
-    longest row. Where logits are of a part of the vocabulary, `draft_ids` say which.
+    A row stops at its limit, or where the likeliest next token has a probability below `p_min` or
+    `context.least_confidence` (before any warp, and before the token is drawn: the draft stays
+    exact). The loop ends with its longest row. Where logits are of a part of the vocabulary,
+    `draft_ids` say which.
     """
-    batch, most, decision = context.length.shape[0], longest, context.length_decision
-    keeps_logq = sampled and context.needs_logq and most > 0
+    batch = context.length.shape[0]
+    keeps_logq = sampled and context.needs_logq and longest > 0
+    least = jnp.maximum(p_min, context.least_confidence)
     root = context.token_at(context.length - 1)
     slots = len(level_sizes(longest))
 
     def grow(depth: Int[Array, ""] | int, logits: Float[Array, "B Vd"], chain: _Chain) -> _Chain:
         wanted = (chain.count == depth) & (depth < context.limit)
-        if p_min > 0 or decision is not None:
-            confidence = likeliest_probability(logits)
-        if p_min > 0:
-            wanted &= confidence >= p_min
-        if decision is not None and most:
-            survived = chain.survived * decision.chance(depth, confidence)
-            best = decision.best_length(depth, survived, wanted)
-            wanted &= depth < best
-            chain = chain.replace(
-                survived=survived,
-                best=best,
-                confidence=_put(chain.confidence, confidence, depth),
-            )
+        wanted &= likeliest_probability(logits) >= least
         token, distribution = _choose(
             logits, context, noise, depth, sampled=sampled, draft_ids=draft_ids
         )
         if keeps_logq:
             chain = chain.replace(distributions=_put(chain.distributions, distribution, depth))
-        if most:
+        if longest:
             chain = chain.replace(tokens=_put(chain.tokens, token, depth))
         return chain.replace(token=token, count=jnp.where(wanted, depth + 1, chain.count))
 
@@ -78,20 +67,17 @@ def draft_chain(
         _Chain(
             token=root,
             count=jnp.zeros(batch, jnp.int32),
-            tokens=jnp.zeros((batch, most), jnp.int32),
+            tokens=jnp.zeros((batch, longest), jnp.int32),
             distributions=(
-                jnp.zeros((batch, most, context.target.vocab_size)) if keeps_logq else None
+                jnp.zeros((batch, longest, context.target.vocab_size)) if keeps_logq else None
             ),
             carry=carry,
-            best=jnp.int32(most),
-            survived=None if decision is None else jnp.ones(batch),
-            confidence=None if decision is None else jnp.zeros((batch, most)),
         ),
     )
 
     def going(loop: tuple[Array, _Chain]) -> Array:
         depth, chain = loop
-        return (depth < chain.best) & jnp.any(chain.count == depth)
+        return jnp.any((chain.count == depth) & (depth < context.limit))
 
     def more(loop: tuple[Array, _Chain]) -> tuple[Array, _Chain]:
         depth, chain = loop
@@ -102,7 +88,7 @@ def draft_chain(
         return depth + 1, grow(depth, logits[:, 0], chain.replace(carry=carry))
 
     depth, chain = lax.while_loop(going, more, (jnp.int32(1), chain))
-    draft = trees.chain(chain.tokens, chain.count, chain.distributions, chain.confidence)
+    draft = trees.chain(chain.tokens, chain.count, chain.distributions)
     return draft.replace(steps=depth - 1), chain.carry
 
 
@@ -110,8 +96,7 @@ def draft_chain(
 class _Chain:
     """A chain while it is drafted.
 
-    `token` is the latest one, `count` how many each row has, `best` how many are worth drafting as
-    it looks now, `survived` the chance that all so far are accepted.
+    `token` is the latest one, `count` how many each row has.
     """
 
     token: Int[Array, "B"]
@@ -119,9 +104,6 @@ class _Chain:
     tokens: Int[Array, "B K"]
     distributions: Float[Array, "B K V"] | None
     carry: Any
-    best: Int[Array, ""]
-    survived: Float[Array, "B"] | None
-    confidence: Float[Array, "B K"] | None
 
 
 def _put(into: Array, new: Array, depth: Int[Array, ""] | int) -> Array:

@@ -16,13 +16,12 @@ from specjax.trees import Draft, DynamicTopology, DynamicTree
 
 
 class _Candidates(NamedTuple):
-    """Candidates of one level: their values, log-probabilities given their parents, and tokens.
+    """Candidates of one level: their values and tokens.
 
     `parents` are indices among the candidates of all levels, and -1 for the root.
     """
 
     value: Float[Array, "B candidates"]
-    logp: Float[Array, "B candidates"]
     tokens: Int[Array, "B candidates"]
     parents: Int[Array, "B candidates"]
 
@@ -47,9 +46,8 @@ def draft_dynamic_tree(
     The value of a candidate is its probability and that of all before it, by the draft's logits
     without a temperature; `logits` are those after the root. Nodes are sorted by value, of equal
     ones the shallower first, so that parents precede children and the first n nodes are the best
-    tree of n nodes. `confidence` is a node's probability given its parent. Candidates deeper than
-    a row's limit do not count, nor do those after a token whose likeliest successor has a
-    probability below `p_min`.
+    tree of n nodes. Candidates deeper than a row's limit do not count, nor do those after a token
+    whose likeliest successor has a probability below `p_min`.
     """
     batch, topk, slots = context.length.shape[0], tree.topk, sum(level_sizes(tree))
 
@@ -64,7 +62,7 @@ def draft_dynamic_tree(
 
     logp, tokens = candidates(logits)
     # `best` are the candidates of the latest level that are run, `parents` those before them.
-    found = [_Candidates(logp[:, 0], logp[:, 0], tokens[:, 0], jnp.full((batch, topk), -1))]
+    found = [_Candidates(logp[:, 0], tokens[:, 0], jnp.full((batch, topk), -1))]
     best = jnp.broadcast_to(jnp.arange(topk), (batch, topk))
     parents = jnp.zeros((batch, topk), jnp.int32)
     visible = (jnp.arange(slots) == 0)[None, None, :]
@@ -89,7 +87,6 @@ def draft_dynamic_tree(
         found.append(
             _Candidates(
                 (above[:, :, None] + logp).reshape(batch, -1),
-                jnp.broadcast_to(logp, shape).reshape(batch, -1),
                 jnp.broadcast_to(tokens, shape).reshape(batch, -1),
                 jnp.repeat(first + best, topk, axis=1),
             )
@@ -102,9 +99,7 @@ def draft_dynamic_tree(
 def _best_nodes(tree: DynamicTree, levels: list[_Candidates], context: Context) -> Draft:
     """The `num_nodes` best of all candidates within each row's limit."""
     depths = np.repeat(np.arange(len(levels)) + 1, [one.value.shape[1] for one in levels])
-    value, logp, tokens, parents = (
-        jnp.concatenate(part, axis=1) for part in zip(*levels, strict=True)
-    )
+    value, tokens, parents = (jnp.concatenate(part, axis=1) for part in zip(*levels, strict=True))
     value = jnp.where(depths[None, :] <= context.limit[:, None], value, -jnp.inf)
     # Of equal ones the first is taken first, and a parent's index is below its children's.
     value, nodes = lax.top_k(value, tree.num_nodes)
@@ -117,5 +112,4 @@ def _best_nodes(tree: DynamicTree, levels: list[_Candidates], context: Context) 
         logq_row=jnp.full(nodes.shape, -1),
         logq=None,
         topology=DynamicTopology(slots.astype(jnp.int32), tree.depth),
-        confidence=jnp.exp(jnp.take_along_axis(logp, nodes, axis=1)),
     )

@@ -55,19 +55,6 @@ class Ngram(Drafter):
         """N: a chain of K tokens for each match."""
         return self.num_matches * self.num_speculative_tokens
 
-    @property
-    def looks_up(self) -> bool:
-        """It finds what stands there."""
-        return True
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Widths of their own for one branch, two, four, ..., as far as they differ."""
-        if self.num_matches == 1:
-            return ()
-        branches = (2**power for power in range((self.num_matches - 1).bit_length()))
-        return tuple(count * self.num_speculative_tokens for count in branches)
-
     def propose(self, params: Any, state: Any, context: Context, noise: Noise) -> tuple[Draft, Any]:
         """What followed the latest or earliest matches, in rows that have one."""
         del params, noise
@@ -92,10 +79,7 @@ class Ngram(Drafter):
         step = jnp.arange(self.num_speculative_tokens)[None, :] % period[:, None]
         tokens = jnp.take_along_axis(context.tokens, end[:, None] + 1 + step, axis=1)
         count = jnp.where(matched > 0, context.limit, 0)
-        if context.length_decision is None:
-            return trees.chain(tokens, count)
-        confidence = jnp.broadcast_to((matched / self.prompt_lookup_max)[:, None], tokens.shape)
-        return trees.chain(tokens, count, confidence=confidence)
+        return trees.chain(tokens, count)
 
 
 def find_matches(

@@ -122,19 +122,9 @@ class TokenRecycling(Drafter):
         return self.shape.num_nodes
 
     @property
-    def lengths(self) -> tuple[int, ...]:
-        """A tree is verified whole."""
-        return (self.num_nodes,)
-
-    @property
     def num_candidates(self) -> int:
         """How many successors of a token the table holds (k)."""
         return max(self.shape.most_candidates, 1)
-
-    @property
-    def looks_up(self) -> bool:
-        """Drafts are read from the table."""
-        return True
 
     @property
     def pass_features(self) -> tuple[str, ...]:

@@ -50,11 +50,10 @@ class Family:
     """A family by its `model_type` in config.json, with the class of transformers that runs it.
 
     `read` returns fields of `DecoderConfig`, all but the vocabulary and the family, and raises
-    InputError for what the decoder does not have; fields that it does not ask for are refused.
-    `write` returns the fields of config.json that `read` reads. `optional_prefix` begins all names
-    of `tensors` but is missing in some checkpoints; names that match the pattern `ignored` may be
-    there. A family without `gguf` is not read from such files, and none without `mtp` has modules
-    for multi-token prediction.
+    InputError for what the decoder does not have; `unread_fields` judges what it does not ask for.
+    `write` returns the fields of config.json that `read` reads. Names that match the pattern
+    `ignored` may be there beside those of `tensors`. A family without `gguf` is not read from such
+    files, and none without `mtp` has modules for multi-token prediction.
     """
 
     model_type: str
@@ -62,7 +61,6 @@ class Family:
     read: Callable[[Fields], dict[str, Any]]
     write: Callable[[DecoderConfig], Mapping[str, Any]]
     tensors: tuple[TensorEntry, ...]
-    optional_prefix: str = ""
     ignored: str = ""
     gguf: GgufLayout | None = None
     mtp: MtpLayout | None = None

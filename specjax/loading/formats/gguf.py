@@ -38,20 +38,32 @@ def family_of(file: GgufFile) -> Family:
     return (fitting or families)[0]
 
 
-def read_config(file: GgufFile, vocab_size: int) -> tuple[DecoderConfig, MtpConfig | None]:
+def embedding_rows(file: GgufFile) -> int | None:
+    """The number of tokens that the embedding has; None where there is no such matrix."""
+    tensor = file.tensors.get("token_embd.weight")
+    return tensor.shape[0] if tensor is not None and len(tensor.shape) == 2 else None
+
+
+def read_config(
+    file: GgufFile, vocab_size: int, unused_tokens: tuple[int, ...] = ()
+) -> tuple[DecoderConfig, MtpConfig | None]:
     """The decoder that a file describes, and the modules for multi-token prediction in it.
 
-    V is truncated to `vocab_size`. Raises InputError for another architecture and for settings that
-    the decoder does not have.
+    V is truncated to `vocab_size`, of which `unused_tokens` name no token. Raises InputError for
+    another architecture and for settings that the decoder does not have.
     """
     family = family_of(file)
     assert family.gguf is not None
     keys = GgufKeys(file, family.gguf.architecture)
     config = DecoderConfig(
-        vocab_size=vocab_size, family=family.model_type, **family.gguf.read(keys)
+        vocab_size=vocab_size,
+        family=family.model_type,
+        unused_tokens=unused_tokens,
+        **family.gguf.read(keys),
     )
     modules = 0 if family.gguf.mtp is None else keys.whole(MTP_MODULES, 0)
     keys.check_asked()
+    modules = mtp_layers.stored(str(file.path), modules, config, family.gguf.mtp, file.tensors)
     return config, mtp_layers.module_config(config, modules, family.gguf.mtp)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
@@ -39,10 +40,8 @@ _READ_IF_THERE = (
 )
 """Files that change what a model says."""
 
-_OF_MTP = re.compile(
-    r"(model\.)?mtp(_layers)?\.|model\.layers\.\d+\.(enorm|hnorm|eh_proj|shared_head)\."
-)
-"""Names of tensors of DeepSeek's, GLM's, MiMo's, Qwen's and Step's MTP layers."""
+BUFFERS = re.compile(r".*\.rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)")
+"""Names of buffers that old checkpoints kept."""
 
 _FLOATS = ("F32", "F16", "BF16", "F64")
 PRODUCER = {"format": "pt", "producer": "specjax"}
@@ -102,34 +101,81 @@ def _open_shard(path: Path) -> Iterator[Any]:
         yield file
 
 
-def _read_headers(shards: dict[Path, list[str] | None]) -> tuple[dict[str, Path], dict[str, Any]]:
-    """Where each tensor is, and its shape; the files are checked against the index."""
-    where: dict[str, Path] = {}
-    shapes: dict[str, Any] = {}
-    for path, listed in shards.items():
-        with _open_shard(path) as file:
-            present = set(file.keys())
-            lacking = sorted(set(listed or ()) - present)
-            if lacking:
-                raise InputError(
-                    f"{path}: lacks {lacking[0]}, which the index puts there "
-                    f"({len(lacking)} tensors in all); download it again"
-                )
-            for name in present if listed is None else listed:
-                entry = file.get_slice(name)
-                if name.endswith(".rotary_emb.inv_freq"):  # a buffer that old checkpoints kept
-                    continue
-                if entry.get_dtype() not in _FLOATS:
-                    raise InputError(
-                        f"{path}: {name} has the type {entry.get_dtype()}, which is not "
-                        f"supported; use a checkpoint in {', '.join(_FLOATS)}"
-                    )
-                where[name], shapes[name] = path, tuple(entry.get_shape())
-    return where, shapes
+class StoredTensor(NamedTuple):
+    """A tensor in a file: its file, its name there, its shape and type."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What the weight files of a directory hold, by the names of the family's table."""
+
+    directory: Path
+    tensors: dict[str, StoredTensor]
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether some numbers are stored in 16 bits."""
+        return any(tensor.dtype in ("F16", "BF16") for tensor in self.tensors.values())
+
+
+def read_headers(directory: Path, family: Family) -> Stored:
+    """The tensors of model.safetensors or its shards, whose numbers are not read yet.
+
+    Tools put names in front of the family's, or leave its first part out: both are undone. Raises
+    InputError for missing shards, damaged files, pickles, and a directory that is not what `save`
+    wrote there.
+    """
+    shards = _find_shards(directory)
+    read = [*(path.name for path in shards), "config.json"]
+    read += [name for name in _READ_IF_THERE if (directory / name).exists()]
+    folder_marker.verify(directory, ("model",), any(map(is_ours, shards)), read)
+    found = [
+        tensor
+        for path, listed in shards.items()
+        for tensor in _read_header(path, listed)
+        if not BUFFERS.fullmatch(tensor.name)
+    ]
+    for path, name, _, dtype in found:
+        if dtype not in _FLOATS:
+            raise InputError(
+                f"{path}: {name} has the type {dtype}, which is not supported; use a checkpoint "
+                f"in {', '.join(_FLOATS)}"
+            )
+    names = parameter_names.canonical(family.tensors, [tensor.name for tensor in found])
+    tensors: dict[str, StoredTensor] = {}
+    for tensor in found:
+        name = names[tensor.name]
+        if name in tensors:
+            raise InputError(
+                f"{directory}: {tensor.name} and {tensors[name].name} have the same meaning; "
+                "delete one of them"
+            )
+        tensors[name] = tensor
+    return Stored(directory, tensors)
+
+
+def _read_header(path: Path, listed: list[str] | None) -> Iterator[StoredTensor]:
+    """A file's tensors, after comparing them with those that the index puts there."""
+    with _open_shard(path) as file:
+        present = set(file.keys())
+        lacking = sorted(set(listed or ()) - present)
+        if lacking:
+            raise InputError(
+                f"{path}: lacks {lacking[0]}, which the index puts there "
+                f"({len(lacking)} tensors in all); download it again"
+            )
+        for name in present if listed is None else listed:
+            entry = file.get_slice(name)
+            yield StoredTensor(path, name, tuple(entry.get_shape()), entry.get_dtype())
 
 
 def read_params(
-    directory: Path,
+    stored: Stored,
     config: DecoderConfig,
     dtype: np.dtype,
     mesh: Mesh | None = None,
@@ -137,56 +183,50 @@ def read_params(
     scan_layers: bool = True,
     mtp: MtpConfig | None = None,
 ) -> dict[str, Any]:
-    """The parameter tree of `parameter_names.param_shapes`, from model.safetensors or its shards.
+    """The parameter tree of `parameter_names.param_shapes`, from the files of a directory.
 
-    With the modules `mtp` theirs are under "mtp". Raises InputError for missing shards, damaged
-    files, pickles, tensors that are missing, unexpected or mis-shaped, and a directory that is not
-    what `save` wrote there.
+    With the modules `mtp` theirs are under "mtp". Raises InputError for tensors that are missing,
+    unexpected or mis-shaped.
     """
-    shards_found = _find_shards(directory)
-    read = [*(path.name for path in shards_found), "config.json"]
-    read += [name for name in _READ_IF_THERE if (directory / name).exists()]
-    folder_marker.verify(directory, ("model",), any(map(is_ours, shards_found)), read)
-    where, shapes = _read_headers(shards_found)
-    if mtp is None:
-        _check_mtp(directory, where)
-    family = registry.family(config.family)
-    stored = _stored_names(family, where)
-    table = [slot._replace(name=stored(slot.name)) for slot in family.tensors]
+    family, directory = registry.family(config.family), stored.directory
     head, embedding = (
-        next(
-            stored(slot.name)
-            for slot in family.tensors
-            if slot.path[0] == path and slot.tied == tied
-        )
+        next(slot.name for slot in family.tensors if slot.path[0] == path and slot.tied == tied)
         for path, tied in (("head", False), ("head", True))
     )
-    tied_copy = config.tie_word_embeddings and head in where
-    ignored = [name for name in where if family.ignored and re.fullmatch(family.ignored, name)]
+    tensors = dict(stored.tensors)
+    copies = mtp_layers.copies(config, mtp, family.mtp)
+    if config.tie_word_embeddings and head in tensors:
+        if embedding in tensors:
+            copies[head] = embedding
+        else:
+            # Of tensors that share their memory, safetensors stores one, which may be the head.
+            tensors[embedding] = tensors.pop(head)
+    copies = {name: original for name, original in copies.items() if name in tensors}
+    ignored = [name for name in tensors if family.ignored and re.fullmatch(family.ignored, name)]
     modules = mtp_layers.locations(config, mtp, family.mtp, family.tensors)
-    copies = {
-        name: of for name, of in mtp_layers.copies(config, mtp, family.mtp).items() if name in where
-    }
-    ignored += [*copies, *([head] if tied_copy else [])]
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
     locations = parameter_names.match(
-        str(directory), table, config, shapes, others=modules, ignored=ignored
+        str(directory), family.tensors, config, shapes, others=modules, ignored=[*copies, *ignored]
     )
-    if tied_copy:
-        _check_equal(directory, where, head, embedding, _UNTIE)
-    for name, original in copies.items():
-        # A tied head is stored as the embedding.
-        original = original if original in where else embedding
-        _check_equal(directory, where, name, original, "modules of this kind share it")
     # In the order of the shards, so that each is opened once.
-    locations.sort(key=lambda location: str(where[location.name]))
+    locations.sort(key=lambda location: str(tensors[location.name].path))
     with ExitStack() as stack:
-        files = {path: stack.enter_context(_open_shard(path)) for path in set(where.values())}
+        paths = {tensor.path for tensor in tensors.values()}
+        files = {path: stack.enter_context(_open_shard(path)) for path in paths}
+
+        def read(name: str) -> np.ndarray:
+            return files[tensors[name].path].get_tensor(tensors[name].name)
+
+        for name, original in copies.items():
+            # A tied head is stored as the embedding.
+            original = original if original in tensors else embedding
+            why = _UNTIE if name == head else "modules of this kind share it"
+            if not tensor_layout.same_numbers(read(name), read(original), config.vocab_size):
+                raise InputError(f"{directory}: {name} differs from {original}; {why}")
 
         def fill(location: parameter_names.Location, target: np.ndarray) -> None:
-            stored = files[where[location.name]].get_tensor(location.name)[
-                : location.stored_shape[0]
-            ]
-            target[...] = tensor_layout.from_stored(stored, location).astype(target.dtype)
+            rows = read(location.name)[: location.stored_shape[0]]
+            target[...] = tensor_layout.from_stored(rows, location).astype(target.dtype)
 
         params = build_parameters.build(
             config, dtype, locations, fill, mesh, shards, scan_layers, threads=1
@@ -196,38 +236,7 @@ def read_params(
         return params
 
 
-def _check_mtp(directory: Path, names: Iterable[str]) -> None:
-    """Raise InputError where a checkpoint holds layers for multi-token prediction."""
-    found = [name for name in sorted(names) if _OF_MTP.match(name)]
-    if found:
-        raise InputError(
-            f"{directory}: {found[0]} belongs to an MTP layer ({len(found)} tensors in all), which "
-            "config.json does not announce; set num_nextn_predict_layers there, or delete its "
-            "tensors to use the model without"
-        )
-
-
-def _stored_names(family: Family, names: Collection[str]) -> Callable[[str], str]:
-    """How a checkpoint spells the family's names: with the optional prefix or without."""
-    prefix = family.optional_prefix
-    if not prefix or any(name.startswith(prefix) for name in names):
-        return lambda name: name
-    return lambda name: name.removeprefix(prefix)
-
-
 _UNTIE = "tie_word_embeddings is true: set it to false in config.json"
-
-
-def _check_equal(
-    directory: Path, where: dict[str, Path], copy: str, original: str, why: str
-) -> None:
-    """Raise InputError where a tensor is not the one that it ought to repeat; `why` it ought to."""
-    both = []
-    for name in (copy, original):
-        with _open_shard(where[name]) as file:
-            both.append(file.get_tensor(name))
-    if not np.array_equal(*both):
-        raise InputError(f"{directory}: {copy} differs from {original}; {why}")
 
 
 def write_params(params: dict[str, Any], config: DecoderConfig, path: Path) -> None:
@@ -255,15 +264,17 @@ def save(
     config: DecoderConfig,
     params: dict[str, Any],
     tokenizer: Tokenizer | None,
+    ends: Sequence[int],
     dtype: np.dtype,
 ) -> None:
     """Write a model directory that `load_model` and transformers read, whole or not at all.
 
-    An earlier save is replaced. Raises InputError where `directory` holds anything else.
+    `ends` are the ids that end a sequence. An earlier save is replaced. Raises InputError where
+    `directory` holds anything else.
     """
 
     def write(part: Path) -> None:
-        write_config(config, tokenizer, dtype, part)
+        write_config(config, tokenizer, ends, dtype, part)
         write_params(params, config, part / _WEIGHTS)
         if tokenizer is not None:
             write_tokenizer(tokenizer, part, config.max_positions)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from specjax.errors import InputError, shown
-from specjax.loading.formats.json_fields import LARGEST
+from specjax.loading.formats.json_fields import LARGEST, is_empty
 from specjax.models.config import DecoderConfig, RopeScaling
 
 _KNOWN = {
@@ -58,12 +58,12 @@ def read_rope(
     theta = 10000.0 if theta is None else theta
     if type(theta) not in (int, float) or abs(theta) > LARGEST:
         raise InputError(f"{path}: rope_theta={shown(theta)}: must be a number; repair config.json")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+    if rope.get("partial_rotary_factor") not in (None, 1.0):
         raise fail("partial_rotary_factor must be 1")
-    unknown = sorted(rope.keys() - _KNOWN)
+    unknown = sorted(name for name in rope.keys() - _KNOWN if not is_empty(rope[name]))
     if unknown:
         raise fail(f"{unknown[0]} is unknown; use a model without it")
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return float(theta), None
     if kind == "linear":

@@ -61,10 +61,7 @@ class Fields:
         value = self.get(name)
         if value is not None and value not in allowed:
             raise self.fail(
-                name,
-                f"is not supported; the decoder supports only {shown(allowed[0])}"
-                if allowed
-                else "is not supported; leave it out",
+                name, f"is not supported; the decoder supports only {shown(allowed[0])}"
             )
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -91,11 +88,6 @@ class Fields:
             raise self.fail(name, "must list layers; repair config.json")
         return value
 
-    def check_asked(self, inert: Collection[str]) -> None:
-        """Raise InputError for a field that nobody has read, unless it is null or `inert`."""
-        known = {name for name, value in self.values.items() if value is None}
-        self.check_known({*self.asked, *inert, *known})
-
     def check_known(self, known: Collection[str]) -> None:
         """Raise InputError for a field that is not among the known ones."""
         unknown = sorted(self.values.keys() - set(known))
@@ -105,3 +97,8 @@ class Fields:
                 f"is unknown ({len(unknown)} such in all: {', '.join(unknown[:8])}); take out of "
                 "config.json what does not change what is computed",
             )
+
+
+def is_empty(value: Any) -> bool:
+    """Whether a value says nothing: null, false, 0, "", [] or {}."""
+    return value is None or value in (False, 0, "", [], {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -11,24 +12,75 @@ from jax.sharding import Mesh
 
 from specjax.errors import InputError
 from specjax.loading.formats.build_parameters import table_shardings
-from specjax.loading.formats.family import Family, MtpLayout
+from specjax.loading.formats.family import MtpLayout
 from specjax.loading.formats.json_fields import Fields
 from specjax.loading.formats.parameter_names import Location, TensorEntry, lookup, of_entry
+from specjax.loading.notes import note
 from specjax.models.config import DecoderConfig
 from specjax.models.heads.mtp import MtpConfig
 
-_FIELD = "num_nextn_predict_layers"
+_COUNTS = (
+    "num_nextn_predict_layers",
+    "mtp_num_hidden_layers",
+    "num_mtp_layers",
+    "num_mtp_modules",
+    "mtp_num_layers",
+    "n_predict",
+)
+"""What config.json calls the number of modules: DeepSeek, GLM and MiMo; Qwen; other tools."""
+
+_MOST_MODULES = 64
+_OF_MODULE = re.compile(
+    r"(model\.)?mtp(_layers)?\.|model\.layers\.\d+\.(enorm|hnorm|eh_proj|shared_head)\."
+)
+"""Names of tensors of DeepSeek's, GLM's, MiMo's, Qwen's and Step's modules."""
 
 
-def count_modules(fields: Fields, family: Family) -> int:
-    """How many modules config.json announces; raises InputError for a family that has none."""
-    count = 0 if fields.get(_FIELD) is None else fields.integer(_FIELD)
-    if count and family.mtp is None:
-        raise InputError(
-            f"{_FIELD}={count} is not supported for model_type={family.model_type!r}; remove the "
-            "field and its tensors to use the model without MTP modules"
+def announced(fields: Fields) -> int:
+    """How many modules config.json announces; raises InputError where it says two numbers."""
+    counts = {name: fields.integer(name) for name in _COUNTS if fields.get(name) is not None}
+    if len(set(counts.values())) > 1:
+        raise fields.fail(min(counts), f"disagrees with {max(counts)}; repair config.json")
+    return max(0, *counts.values()) if counts else 0
+
+
+def stored(
+    source: str,
+    count: int,
+    config: DecoderConfig,
+    layout: MtpLayout | None,
+    names: Collection[str],
+) -> int:
+    """How many modules to read from a checkpoint with tensors of these names: all announced, or 0.
+
+    Tools drop modules whole and leave the announcement, which is said in a line; a checkpoint with
+    some of the tensors is cut off, which reading them finds. Raises InputError for tensors of
+    modules that are not announced, or that the family does not have.
+    """
+    starts: tuple[str, ...] = ()
+    if layout is not None:
+        modules = range(min(count, _MOST_MODULES))
+        starts = tuple(_prefix(layout, config, module) + "." for module in modules)
+    found = [name for name in sorted(names) if _OF_MODULE.match(name) or name.startswith(starts)]
+    if found and (layout is None or not count):
+        remedy = (
+            f"model_type={config.family!r} does not have; use a checkpoint without it"
+            if layout is None
+            else "config.json does not announce; set num_nextn_predict_layers there, or delete its "
+            "tensors to use the model without"
         )
-    return count
+        raise InputError(
+            f"{source}: {found[0]} belongs to an MTP layer ({len(found)} tensors in all), which "
+            f"{remedy}"
+        )
+    if found:
+        return count
+    if count:
+        note(
+            f"{source}: MTP modules are announced ({count}), and their tensors are not there; "
+            "loaded without them"
+        )
+    return 0
 
 
 def module_config(config: DecoderConfig, count: int, layout: MtpLayout | None) -> MtpConfig | None:

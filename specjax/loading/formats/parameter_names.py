@@ -8,6 +8,7 @@ nested dict; layers are stacked on the first axis, head axes are their own dimen
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -182,6 +183,34 @@ def allocate(config: DecoderConfig, dtype: np.dtype, scan_layers: bool = True) -
     return jax.tree.map(empty, parameter_table(config, scan_layers))
 
 
+def canonical(table: Collection[TensorEntry], names: Collection[str]) -> dict[str, str]:
+    """The table's name of each of a checkpoint's tensors, as far as it is only spelled otherwise.
+
+    Tools leave out what the table's names of layers begin with ("model."), or put names of wrapping
+    modules before or in place of it ("language_model.model.", "model.language_model.", "module.").
+    The first layer's norm tells which; a head may have all or some of the wrapping modules.
+    """
+    names_of = {entry.path: entry.name for entry in table}
+    norm = names_of["layers", "attention_norm", "scale"]
+    head = next(entry.name for entry in table if entry.path[0] == "head" and entry.tied is False)
+    base, dot, rest = norm.replace("{layer}", "0").partition(".")
+    base += dot
+    prefixes = {
+        name.removesuffix(rest) for name in names if name == rest or name.endswith("." + rest)
+    }
+    prefix = base if base in prefixes or not prefixes else min(prefixes, key=len)
+    modules = prefix.split(".")[:-1]
+    heads = {".".join([*modules[:count], head]) for count in range(len(modules) + 1)}
+    return {
+        name: head
+        if name in heads
+        else base + name.removeprefix(prefix)
+        if name.startswith(prefix)
+        else name
+        for name in names
+    }
+
+
 def match(
     source: str,
     table: Iterable[TensorEntry],
@@ -200,7 +229,7 @@ def match(
     if config.num_layers > len(found):
         raise InputError(
             f"{source}: the config asks for {config.num_layers} layers, the file holds only "
-            f"{len(found)} tensors; use an intact checkpoint"
+            f"{len(found)} tensors; one of the two is another model's, or the file is cut off"
         )
     expected = list(locations(table, config))
     wanted = {location.name: location for location in (*expected, *others)}
@@ -224,9 +253,29 @@ def match(
     if problems:
         raise InputError(
             f"{source}: the tensors do not fit the config ({'; '.join(problems)}); "
-            f"use an intact checkpoint of the family {config.family!r}"
+            f"{_remedy(config, missing, unexpected)}"
         )
     return expected
+
+
+def _remedy(config: DecoderConfig, missing: list[str], unexpected: list[str]) -> str:
+    """What the user of a checkpoint can do whose tensors are not those of its config."""
+    if any(_ADAPTER.search(name) for name in unexpected):
+        return "merge the adapter into the model first (merge_and_unload in peft)"
+    if any(_QUANTISED.search(name) for name in unexpected):
+        return "its weights are quantised; use the model in bfloat16 or float32, or a GGUF of it"
+    if not unexpected and missing and all(name.startswith("lm_head.") for name in missing):
+        return "if the embedding is the head, set tie_word_embeddings to true in config.json"
+    if missing and not unexpected:
+        return "download the file again if it is cut off; otherwise the config is another model's"
+    return (
+        f"the family {config.family!r} is read as transformers and llama.cpp write it, and by the "
+        "sizes in the config: one of the two is of another kind"
+    )
+
+
+_ADAPTER = re.compile(r"\.(lora_\w+|base_layer)\.")
+_QUANTISED = re.compile(r"\.(qweight|qzeros|scales|absmax|\w+_scale(_inv)?|g_idx)$|quant_state")
 
 
 def _some(names: list[str], limit: int = 8) -> str:

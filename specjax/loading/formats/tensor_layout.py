@@ -88,6 +88,18 @@ def _joined(entries: Sequence[tuple[Location, np.ndarray]]) -> np.ndarray:
     return np.ascontiguousarray(joined.reshape(ordered[0][0].stored_shape))
 
 
+def same_numbers(one: np.ndarray, other: np.ndarray, rows: int | None = None) -> bool:
+    """Whether two arrays, or their first `rows`, are equal in the coarser of their types."""
+    one, other = one[:rows], other[:rows]
+    if one.shape != other.shape:
+        return False
+    with np.errstate(over="ignore"):
+        return np.array_equal(
+            one.astype(other.dtype).astype(np.float32),
+            other.astype(one.dtype).astype(other.dtype).astype(np.float32),
+        )
+
+
 def _unpair(stored: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
     """Rows 0, 1, 2, 3, ... of each head, where (0, 1) is a pair, to 0, 2, ..., 1, 3, ..."""
     return _reordered(stored, location, lambda width: np.arange(width).reshape(-1, 2).T)

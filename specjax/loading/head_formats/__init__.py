@@ -4,6 +4,12 @@ Tensors are read from and written to safetensors. Every name, shape and flag is 
 is missing or unexpected is an error that lists it.
 """
 
-from specjax.loading.head_formats.read_write import FORMATS, read_foreign, write_foreign
+from specjax.loading.head_formats.read_write import (
+    FORMATS,
+    KINDS,
+    head_format,
+    read_foreign,
+    write_foreign,
+)
 
-__all__ = ["FORMATS", "read_foreign", "write_foreign"]
+__all__ = ["FORMATS", "KINDS", "head_format", "read_foreign", "write_foreign"]

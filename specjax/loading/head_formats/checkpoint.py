@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,14 @@ from safetensors import SafetensorError, safe_open
 from specjax.errors import InputError, one_line
 from specjax.files import folder_marker, folders
 from specjax.files.open_files import regular_file
-from specjax.loading.formats.huggingface import PICKLES, PRODUCER, write_tensors
+from specjax.loading.formats.huggingface import BUFFERS, PICKLES, PRODUCER, write_tensors
 from specjax.loading.tokenizers.huggingface_tokenizer import read_json, write_json
 
 _CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
 WEIGHTS, MEDUSA_WEIGHTS = "model.safetensors", "medusa_lm_head.safetensors"
+_WRAPPERS = re.compile(r"^((model|module|_orig_mod|draft_model|eagle_module)\.)+")
+"""Names of modules around a head, which tools put in front of its tensors' names."""
+
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -51,24 +56,50 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     tensors: dict[str, np.ndarray] = {}
     notes: dict[str, str] = {}
     for path in files:
-        regular_file(path, "download it again")
-        try:
-            with safe_open(path, framework="numpy") as file:
-                notes |= file.metadata() or {}
-                tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError, TypeError) as error:
-            raise InputError(
-                f"{path}: not safetensors that can be read ({one_line(error)}); download it again"
-            ) from None
+        with _open(path) as file:
+            notes |= file.metadata() or {}
+            for name, short in _names(file).items():
+                if short in tensors:
+                    raise InputError(
+                        f"{path}: {name} is there twice, once without its prefix; delete one"
+                    )
+                tensors[short] = file.get_tensor(name)
     found = Checkpoint(directory, config, tensors, notes)
     read = [_CONFIG, *(path.name for path in files)]
     folder_marker.verify(directory, ("head",), found.is_ours, read)
     for name, tensor in tensors.items():
         if tensor.dtype.kind not in "iub" and not np.isfinite(tensor.astype(np.float32)).all():
             raise InputError(
-                f"{directory}: {name} holds numbers that are not finite; use an intact head"
+                f"{directory}: {name} holds numbers that are not finite; download it again"
             )
     return found
+
+
+def tensor_names(directory: Path) -> set[str]:
+    """The names of a directory's tensors, as `read_checkpoint` gives them."""
+    names: set[str] = set()
+    for path in _weight_files(directory):
+        with _open(path) as file:
+            names |= set(_names(file).values())
+    return names
+
+
+def _names(file: Any) -> dict[str, str]:
+    """The tensors of a file, by their names there, with those that a head has for them."""
+    names = [name for name in file.keys() if not BUFFERS.fullmatch(name)]  # noqa: SIM118
+    return {name: _WRAPPERS.sub("", name) for name in names}
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[Any]:
+    regular_file(path, "download it again")
+    try:
+        with safe_open(path, framework="numpy") as file:
+            yield file
+    except (SafetensorError, OSError, TypeError) as error:
+        raise InputError(
+            f"{path}: not safetensors that can be read ({one_line(error)}); download it again"
+        ) from None
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -158,7 +189,8 @@ def match(
     if listed:
         raise InputError(
             f"{where}: the tensors do not fit the config ({'; '.join(listed)}); "
-            "use an intact head with its own config.json"
+            "download it again if it is cut off; otherwise it is in a layout that is not read, or "
+            "config.json is another head's"
         )
 
 

@@ -1,98 +1,53 @@
-"""A head's config.json: the fields of its one Llama layer; unknown fields are errors."""
+"""A head's config.json: the fields of its one Llama layer."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from specjax.errors import InputError
 from specjax.loading.formats.huggingface_rope import read_rope, write_rope
 from specjax.loading.formats.json_fields import Fields
+from specjax.loading.formats.unread_fields import check_unread, implied
 from specjax.loading.model import Model
+from specjax.loading.notes import note
 from specjax.models.config import DecoderConfig
 
-IDLE = frozenset(
-    {
-        "_name_or_path",
-        "architectures",
-        "attention_dropout",
-        "auto_map",
-        "bos_token_id",
-        "chunk_size_feed_forward",
-        "dtype",
-        "eos_token_id",
-        "has_no_defaults_at_init",
-        "id2label",
-        "initializer_range",
-        "is_encoder_decoder",
-        "label2id",
-        "max_window_layers",
-        "model_type",
-        "output_attentions",
-        "output_hidden_states",
-        "pad_token_id",
-        "pretraining_tp",
-        "problem_type",
-        "return_dict",
-        "tie_word_embeddings",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-    }
-)
-"""Fields that do not change what a head computes."""
-
-_NEUTRAL = {
-    "hidden_act": "silu",
-    "sliding_window": None,
-    "use_sliding_window": False,
-    "layer_types": ["full_attention"],
-    "partial_rotary_factor": 1.0,
-    "quantization_config": None,
-    "rope_interleaved": False,
-    "logit_scale": 1.0,
-    "num_hidden_layers": 1,
-}
-"""Fields that would change it, each with the one value that is supported."""
-
-_DECODER = (
-    "attention_bias",
-    "head_dim",
-    "hidden_size",
-    "intermediate_size",
-    "max_position_embeddings",
-    "mlp_bias",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "rms_norm_eps",
-    "rope_parameters",
-    "rope_scaling",
-    "rope_theta",
-    "vocab_size",
-)
+_LAYERS = re.compile(r"layers\.(\d+)\.")
 
 
-def read_decoder(fields: Fields, target: Model, extra: Collection[str] = ()) -> DecoderConfig:
+def read_decoder(
+    fields: Fields, target: Model, names: Iterable[str], extra: Collection[str] = ()
+) -> DecoderConfig:
     """The one Llama layer that a config describes, with the target's vocabulary.
 
+    `names` are those of the tensors, which tell the number of layers whatever the config states;
     `extra` fields are read by the caller. A vocabulary padded beyond the target's is truncated.
-    Raises InputError for another kind of layer and for unknown fields.
+    Raises InputError for another kind of layer and for fields that would change it.
     """
-    fields.check_known({*_DECODER, *_NEUTRAL, *IDLE, *extra})
-    if fields.values.get("model_type") not in (None, "llama"):
+    if fields.get("model_type") not in (None, "llama"):
         raise fields.fail("model_type", "use a head whose layer is Llama's")
-    for name, value in _NEUTRAL.items():
-        if fields.values.get(name) not in (value, None):
-            raise fields.fail(name, f"is not supported; only {value!r} is")
+    layers = max((int(found[1]) for found in map(_LAYERS.match, names) if found), default=0) + 1
+    if layers > 1:
+        raise InputError(
+            f"{fields.where}: the file has {layers} layers, and heads of one layer are supported; "
+            "use such a head"
+        )
+    say_count(fields, "num_hidden_layers", layers)
+    for name in ("tie_word_embeddings", *extra):
+        fields.get(name)
     stated, known = fields.whole("vocab_size"), target.config.vocab_size
     if stated < known:
         raise fields.fail("vocab_size", f"{target.name} has {known} tokens; use a head made for it")
     heads, width = fields.whole("num_attention_heads"), fields.whole("hidden_size")
     positions = fields.whole("max_position_embeddings", 2048)
-    theta, scaling = read_rope(Path(fields.where), dict(fields.values), positions)
-    return DecoderConfig(
+    rope = {name: fields.get(name) for name in ("rope_theta", "rope_scaling", "rope_parameters")}
+    theta, scaling = read_rope(Path(fields.where), rope, positions)
+    decoder = DecoderConfig(
         vocab_size=known,
         hidden_size=width,
         intermediate_size=fields.whole("intermediate_size"),
@@ -106,9 +61,19 @@ def read_decoder(fields: Fields, target: Model, extra: Collection[str] = ()) -> 
         rope_scaling=scaling,
         # The target's value: the field is about its embedding and head.
         tie_word_embeddings=target.config.tie_word_embeddings,
-        attention_bias=fields.flag("attention_bias"),
+        attention_bias=fields.flag("attention_bias", fields.flag("qkv_bias")),
         mlp_bias=fields.flag("mlp_bias"),
     )
+    check_unread(fields, implied(decoder), "a head's layer")
+    return decoder
+
+
+def say_count(fields: Fields, name: str, found: int) -> None:
+    """Say in a line where a config states another number of something than its file has."""
+    stated = fields.get(name)
+    if stated not in (None, found):
+        fields.integer(name)
+        note(f"{fields.where}: {name}={stated}, and the file has {found}: these are used")
 
 
 def decoder_fields(config: DecoderConfig, dtype: np.dtype) -> dict[str, Any]:

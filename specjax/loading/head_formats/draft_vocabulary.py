@@ -30,12 +30,12 @@ def read_offsets(
     d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
     if d2t is None:
         if t2d is not None:
-            raise InputError(f"{where}: has t2d but no d2t; use an intact head")
+            raise InputError(f"{where}: has t2d but no d2t; download it again")
         return None
     if d2t.shape != (size,) or d2t.dtype.kind not in "iu":
         raise InputError(
             f"{where}: d2t is {d2t.dtype}{list(d2t.shape)}, not whole numbers "
-            f"[draft_vocab_size={size}]; use an intact head"
+            f"[draft_vocab_size={size}]; the file contradicts itself, and cannot be used"
         )
     ids = check_ids(where, "d2t", d2t.astype(np.int64) + np.arange(size), vocab_size)
     if t2d is None:
@@ -47,9 +47,34 @@ def read_offsets(
         differing = np.setxor1d(known, ids)
         raise InputError(
             f"{where}: t2d and d2t disagree about {len(differing)} tokens, such as "
-            f"{differing[0]}; use an intact head"
+            f"{differing[0]}; the file contradicts itself, and cannot be used"
         )
     return ids
+
+
+def without_padding(ids: np.ndarray, stated: int, vocab_size: int) -> np.ndarray:
+    """Which ids are not those of padding: rows of the target's embedding that have no token.
+
+    A map over the `stated` rows may name some where its training data had too few tokens.
+    """
+    return (ids < vocab_size) | (ids >= stated)
+
+
+def drop_padding(
+    tensors: dict[str, np.ndarray], stated: int, vocab_size: int
+) -> dict[str, np.ndarray]:
+    """The tensors of a head without what `d2t` maps to padding."""
+    d2t, head = tensors.get("d2t"), tensors.get("lm_head.weight")
+    if d2t is None or d2t.ndim != 1 or d2t.dtype.kind not in "iu":
+        return tensors
+    ids = d2t.astype(np.int64) + np.arange(len(d2t))
+    kept = without_padding(ids, stated, vocab_size)
+    if kept.all():
+        return tensors
+    tensors = {**tensors, "d2t": ids[kept] - np.arange(kept.sum())}
+    if head is not None and len(head) == len(kept):
+        tensors["lm_head.weight"] = head[kept]
+    return tensors
 
 
 def check_ids(where: Path, name: str, ids: np.ndarray, vocab_size: int) -> np.ndarray:
@@ -64,7 +89,8 @@ def check_ids(where: Path, name: str, ids: np.ndarray, vocab_size: int) -> np.nd
     unique, counts = np.unique(ids, return_counts=True)
     if (counts > 1).any():
         raise InputError(
-            f"{where}: {name} names token {unique[np.argmax(counts > 1)]} twice; use an intact head"
+            f"{where}: {name} names token {unique[np.argmax(counts > 1)]} twice; the file "
+            "contradicts itself, and cannot be used"
         )
     return ids
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from specjax.errors import InputError
 from specjax.loading.formats.json_fields import Fields
+from specjax.loading.formats.unread_fields import check_unread
 from specjax.loading.head_formats import draft_vocabulary, taps
 from specjax.loading.head_formats.checkpoint import Checkpoint
 from specjax.loading.head_formats.config_fields import decoder_fields, read_decoder
@@ -30,7 +31,25 @@ from specjax.models.heads.eagle import EagleConfig
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Flags of EAGLE-3 under the names that all tools use; missing ones are false."""
 
-_EAGLE3_FIELDS = (*FLAGS, "draft_vocab_size", "target_hidden_size", "eagle_config", *taps.KEYS)
+_EAGLE3_FIELDS = (
+    *FLAGS,
+    "draft_vocab_size",
+    "target_hidden_size",
+    "eagle_config",
+    # Of a stored head of no effect: whose the numbers were when training began.
+    "reuse_target_lm_head",
+    "target_model_type",
+    *taps.KEYS,
+)
+_EAGLE_CONFIG = {
+    "use_aux_hidden_state": (True,),
+    "use_input_layernorm_in_first_layer": (True,),
+    "use_last_layernorm": (True,),
+    "next_layer_regular": (True,),
+    "parallel_draft_step": (1,),
+    "parallel_draft_heads_num_layers": (1,),
+}
+"""Fields of `eagle_config`, which tools of vLLM and ModelOpt write, with what is supported."""
 
 
 class Flags(NamedTuple):
@@ -50,7 +69,7 @@ def read_eagle1(
     Raises InputError for flags, names or shapes that do not fit.
     """
     fields = Fields(str(checkpoint.directory / "config.json"), checkpoint.config)
-    decoder = read_decoder(fields, target, ("bias",))
+    decoder = read_decoder(fields, target, checkpoint.tensors, ("bias",))
     bias = "fc.bias" in checkpoint.tensors
     if fields.flag("bias", bias) != bias:
         raise fields.fail(
@@ -69,7 +88,8 @@ def read_eagle1(
         if name in tensors and not is_targets(name, tensors, target):
             raise InputError(
                 f"{checkpoint.directory}: {name} differs from the {own} of {target.name}, which "
-                "EAGLE-1 uses; use a head that was made for this target"
+                "EAGLE-1 uses; use the weights that the head was trained for (those of a quantised "
+                "file are others)"
             )
     extra = ("embed_tokens.weight", "lm_head.weight")
     params = read_params(checkpoint.directory, tensors, config, "layers.0", extra)
@@ -103,11 +123,11 @@ def read_eagle3(
 ) -> Head:
     """An EAGLE-3 head in SafeAILab's layout. Raises InputError for fields that do not fit."""
     fields = Fields(str(checkpoint.directory / "config.json"), checkpoint.config)
-    decoder = read_decoder(fields, target, _EAGLE3_FIELDS)
+    decoder = read_decoder(fields, target, checkpoint.tensors, _EAGLE3_FIELDS)
     inner = fields.section("eagle_config")
-    inner.check_known(("use_aux_hidden_state", "norm_before_fc", *taps.KEYS))
-    if not inner.flag("use_aux_hidden_state", True):
-        raise inner.fail("use_aux_hidden_state", "is not supported; only true is")
+    for name in ("norm_before_fc", *taps.KEYS):
+        inner.get(name)
+    check_unread(inner, _EAGLE_CONFIG, "an EAGLE-3 head")
     norms = {flag: fields.flag(flag) for flag in FLAGS}
     # vLLM reads this flag here first.
     norms["norm_before_fc"] = inner.flag("norm_before_fc", norms["norm_before_fc"])
@@ -163,8 +183,11 @@ def build_eagle3(
             f"{target.config.hidden_size}; use a head that was made for this target"
         )
     tensors = without_padding(checkpoint.tensors, fields.whole("vocab_size"), target)
-    size = flags.draft_vocab_size
-    size = vocab_size if size == fields.whole("vocab_size") else size
+    size, stated = flags.draft_vocab_size, fields.whole("vocab_size")
+    size = vocab_size if size == stated else size
+    mapped = len(tensors.get("d2t", ()))
+    tensors = draft_vocabulary.drop_padding(tensors, stated, vocab_size)
+    size -= mapped - len(tensors.get("d2t", ()))
     ids = draft_vocabulary.read_offsets(where, tensors, size, vocab_size)
     if ids is None and size != vocab_size:
         raise InputError(

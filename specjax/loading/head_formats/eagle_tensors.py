@@ -95,7 +95,7 @@ def is_targets(
         else shared_with_target.target_head(target)
     )
     stored = tensors[name].astype(target.dtype) if exactly else tensors[name]
-    return shared_with_target.same_numbers(stored, own)
+    return tensor_layout.same_numbers(stored, own)
 
 
 def read_params(

@@ -12,42 +12,30 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from specjax.errors import InputError
+from specjax.loading.formats import tensor_layout
 from specjax.loading.formats.json_fields import Fields
+from specjax.loading.formats.unread_fields import check_unread, implied
 from specjax.loading.head_formats import draft_vocabulary, shared_with_target
 from specjax.loading.head_formats.checkpoint import Checkpoint, match
-from specjax.loading.head_formats.config_fields import IDLE
+from specjax.loading.head_formats.config_fields import say_count
 from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.model import Model
 from specjax.models.heads.medusa import MedusaConfig
 
 _BLOCK = re.compile(
-    r"\d+\.\d+\.linear\.(weight|bias)"
+    r"(?P<h>\d+)\.(?P<l>\d+)\.linear\.(weight|bias)"
     r"|blocks\.(?P<bh>\d+)\.layers\.(?P<bl>\d+)\.(?P<bp>weight|bias)"
 )
 _HEAD = re.compile(r"lm_heads\.(\d+)\.weight")
-_FIELDS = (
-    "base_model_name_or_path",
-    "hidden_size",
-    "max_paths",
-    "medusa_choices",
-    "medusa_fc_bias",
-    "medusa_num_heads",
-    "medusa_num_layers",
-    "model_name",
-    "num_heads",
-    "num_hidden_layers",
-    "original_lm_head",
-    "topk",
-    "truncated_vocab_size",
-    "version",
-    "vocab_size",
-)
+_IDLE = re.compile(r"medusa_\w+|max_paths|topk|max_medusa_\w+")
+"""Names of fields about training or trees."""
 
 
 def is_medusa(names: Iterable[str]) -> bool:
@@ -74,24 +62,30 @@ def read(checkpoint: Checkpoint, target: Model, metadata: TargetMetadata, traini
     """The head in a checkpoint. Raises InputError for fields or tensors that do not fit."""
     where = checkpoint.directory
     fields = Fields(str(where / "config.json"), checkpoint.config)
-    fields.check_known({*_FIELDS, *IDLE, "logit_scale"})
-    if fields.values.get("logit_scale") not in (None, 1, 1.0):
-        raise fields.fail("logit_scale", "is not supported; only 1 is")
     width, vocab_size = target.config.hidden_size, target.config.vocab_size
     if fields.whole("hidden_size", width) != width:
         raise fields.fail("hidden_size", f"{target.name} has {width}; use a head made for it")
-    stated = fields.whole("vocab_size", vocab_size)
-    if stated < vocab_size:
-        raise fields.fail("vocab_size", f"{target.name} has {vocab_size} tokens")
-    heads = _either(fields, "num_heads", "medusa_num_heads")
-    layers = _either(fields, "num_hidden_layers", "medusa_num_layers", 1)
+    heads, layers = _counts(where, checkpoint.tensors)
+    for name, found in (
+        ("num_heads", heads),
+        ("medusa_num_heads", heads),
+        ("medusa_num_layers", layers),
+    ):
+        say_count(fields, name, found)
     original = fields.flag("original_lm_head")
     tensors = {_published(name, layers): value for name, value in checkpoint.tensors.items()}
     if len(tensors) != len(checkpoint.tensors):
-        raise InputError(f"{where}: two tensors have the same meaning; use an intact head")
-    ids = _read_ids(checkpoint, fields, tensors, vocab_size)
-    rows = vocab_size if ids is None else len(ids)
+        raise InputError(f"{where}: two tensors have the same meaning; delete one of each pair")
     head_names = [f"{head}.{layers}.weight" for head in range(heads)]
+    stated = _stated_tokens(fields, tensors.get(head_names[0]), vocab_size)
+    if stated < vocab_size:
+        raise fields.fail("vocab_size", f"{target.name} has {vocab_size} tokens")
+    ids = _read_ids(fields, tensors, stated)
+    kept = None
+    if ids is not None:
+        kept = draft_vocabulary.without_padding(ids, stated, vocab_size)
+        ids = draft_vocabulary.check_ids(where, "token_map", ids[kept], vocab_size)
+    rows = vocab_size if ids is None else len(ids)
     if original and head_names[0] in tensors:
         # vLLM uses the first head's for all of them.
         tensors["lm_head.weight"] = tensors.pop(head_names[0])
@@ -100,6 +94,8 @@ def read(checkpoint: Checkpoint, target: Model, metadata: TargetMetadata, traini
             tensors[name] = shared_with_target.drop_padding(tensors[name], stated, vocab_size)
             if ids is not None and tensors[name].shape[0] == vocab_size != rows:
                 tensors[name] = tensors[name][ids]
+            elif kept is not None and tensors[name].shape[0] == len(kept):
+                tensors[name] = tensors[name][kept]
     blocks = [f"{head}.{layer}.linear" for head in range(heads) for layer in range(layers)]
     wanted: dict[str, tuple[int, ...]] = {f"{name}.weight": (width, width) for name in blocks}
     biased = any(name.endswith(".bias") for name in tensors)
@@ -112,6 +108,7 @@ def read(checkpoint: Checkpoint, target: Model, metadata: TargetMetadata, traini
     match(where, tensors, wanted, ["token_map", *(["lm_head.weight"] if original else [])])
     if "lm_head.weight" in tensors:
         _check_original(checkpoint, tensors["lm_head.weight"], ids, target)
+    _check_fields(fields, target)
     draft_ids, order = draft_vocabulary.ascending(ids)
     kernels = np.stack([tensors[f"{name}.weight"].T for name in blocks])
     zeros = np.zeros(width, kernels.dtype)
@@ -128,19 +125,47 @@ def read(checkpoint: Checkpoint, target: Model, metadata: TargetMetadata, traini
     return Head("medusa", config, params, draft_ids, metadata, training)
 
 
-def _either(fields: Fields, vllm: str, published: str, default: int | None = None) -> int:
-    """A count under vLLM's name and under the published one, which must agree."""
-    given = {fields.whole(name) for name in (vllm, published) if fields.values.get(name)}
-    if len(given) > 1:
-        raise fields.fail(vllm, f"{published}={fields.values[published]!r} disagrees")
-    return given.pop() if given else fields.whole(published, default)
+def _counts(where: Path, names: Iterable[str]) -> tuple[int, int]:
+    """How many heads and how many blocks of each a file has, by the largest numbers in its names.
+
+    What a config states may be another head's: published ones say 2 of 5. Raises InputError for
+    numbers beyond what is there.
+    """
+    blocks = [found for name in names if (found := _BLOCK.fullmatch(_short(name)))]
+    heads = max(int(found["h"] or found["bh"]) for found in blocks) + 1
+    layers = max(int(found["l"] or found["bl"]) for found in blocks) + 1
+    if heads * layers > len(blocks):
+        raise InputError(
+            f"{where}: names of tensors number {heads} heads of {layers} blocks, and only "
+            f"{len(blocks)} tensors are there; download it again"
+        )
+    return heads, layers
 
 
-def _read_ids(
-    checkpoint: Checkpoint, fields: Fields, tensors: dict[str, np.ndarray], vocab_size: int
-) -> np.ndarray | None:
-    where, ids = checkpoint.directory, tensors.get("token_map")
-    stated = fields.whole("vocab_size", vocab_size)
+def _check_fields(fields: Fields, target: Model) -> None:
+    """Raise InputError for a field that would change the head; a base model's fields do not."""
+    base = {*implied(target.config), "max_position_embeddings", "tie_word_embeddings"}
+    base |= {"rope_theta", "rope_scaling", "rope_parameters", "num_hidden_layers"}
+    for name in fields.values:
+        if name in base - {"logit_scale"} or _IDLE.fullmatch(name):
+            fields.get(name)
+    check_unread(fields, implied(target.config), "a Medusa head")
+
+
+_MOST_PADDING = 1024
+"""More rows than the target has tokens are another vocabulary's."""
+
+
+def _stated_tokens(fields: Fields, head: np.ndarray | None, vocab_size: int) -> int:
+    """The number of tokens, padding included, by the config, else by the first head's rows."""
+    rows = 0 if head is None else len(head)
+    padded = vocab_size < rows <= vocab_size + _MOST_PADDING
+    return fields.whole("vocab_size", rows if padded else vocab_size)
+
+
+def _read_ids(fields: Fields, tensors: dict[str, np.ndarray], stated: int) -> np.ndarray | None:
+    """The token ids of `token_map`, not checked; None for a head of all tokens."""
+    ids = tensors.get("token_map")
     size = fields.whole("truncated_vocab_size", stated)
     if ids is None:
         if size < stated:
@@ -151,7 +176,7 @@ def _read_ids(
             "truncated_vocab_size",
             f"the tensor token_map is {ids.dtype}{list(ids.shape)}, not as many token ids",
         )
-    return draft_vocabulary.check_ids(where, "token_map", ids.astype(np.int64), vocab_size)
+    return ids.astype(np.int64)
 
 
 def _check_original(
@@ -159,10 +184,11 @@ def _check_original(
 ) -> None:
     own = shared_with_target.target_head(target)
     own = own if ids is None else own[ids]
-    if not shared_with_target.same_numbers(stored, own):
+    if not tensor_layout.same_numbers(stored, own):
         raise InputError(
             f"{checkpoint.directory}: original_lm_head is true, but lm_head.weight differs from "
-            f"the head of {target.name}; use a head that was made for this target"
+            f"the head of {target.name}; use the weights that the head was trained for (those of a "
+            "quantised file are others)"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,18 +18,20 @@ from specjax.loading.head_formats.checkpoint import (
     Checkpoint,
     check_target,
     read_checkpoint,
+    tensor_names,
     write_checkpoint,
 )
 from specjax.loading.head_formats.compare_logits import check_same
 from specjax.loading.heads.head import Head, TargetMetadata, check_head
 from specjax.loading.model import Model
 from specjax.loading.model_metadata import check_fields, dataclass_fields
+from specjax.loading.tokenizers.huggingface_tokenizer import read_json
 from specjax.models.heads.medusa import MedusaConfig
 
 Format = Literal["medusa", "eagle", "eagle3", "speculators"]
 FORMATS = ("medusa", "eagle", "eagle3", "speculators")
 
-_KINDS = {"medusa": "medusa", "eagle": "eagle", "eagle3": "eagle3", "speculators": "eagle3"}
+KINDS = {"medusa": "medusa", "eagle": "eagle", "eagle3": "eagle3", "speculators": "eagle3"}
 _NOTES = "specjax"
 _NOTED = {"target": dict, "training": dict, "layer_ids": taps.Convention}
 
@@ -121,8 +124,8 @@ def check_format(head: Head, format: str) -> None:
     """Raise InputError unless a format is known and for such heads."""
     if format not in FORMATS:
         raise InputError(f"format={format!r} is unknown; use {', '.join(FORMATS)}")
-    if head.kind != _KINDS[format]:
-        fitting = [name for name, kind in _KINDS.items() if kind == head.kind]
+    if head.kind != KINDS[format]:
+        fitting = [name for name, kind in KINDS.items() if kind == head.kind]
         remedy = f"use {' or '.join(fitting)}" if fitting else "no other tool has a layout for it"
         raise InputError(f"format={format!r}: this head is {head.kind}; {remedy}")
 
@@ -146,22 +149,37 @@ def whole_vocabulary(head: Head) -> Head:
     return dataclasses.replace(head, config=config, draft_ids=None)
 
 
+def head_format(directory: Path) -> Format | None:
+    """The format of a directory's head, by names alone; None where it holds none."""
+    try:
+        return _format(read_json(directory / "config.json"), tensor_names(directory))
+    except InputError:  # whatever reads the directory says what is wrong
+        return None
+
+
 def detect(checkpoint: Checkpoint) -> Format:
     """The format of a checkpoint; raises InputError where it is none of them."""
     names = checkpoint.tensors.keys()
-    if "speculators_model_type" in checkpoint.config:
-        return "speculators"
-    if medusa.is_medusa(names):
-        return "medusa"
-    if any(name.startswith("midlayer.") or name.endswith(".hidden_norm.weight") for name in names):
-        return "eagle3"
-    if any(name.startswith("layers.0.") for name in names):
-        return "eagle"
+    if (form := _format(checkpoint.config, names)) is not None:
+        return form
     some = ", ".join(sorted(names)[:4]) or "none"
     raise InputError(
         f"{checkpoint.directory}: its tensors ({some}, ...) are in no known layout; use Medusa's "
         "medusa_lm_head, EAGLE's or the speculators library's"
     )
+
+
+def _format(config: Mapping[str, Any], names: Collection[str]) -> Format | None:
+    if "speculators_model_type" in config:
+        return "speculators"
+    if medusa.is_medusa(names):
+        return "medusa"
+    if any(name.startswith("midlayer.") or name.endswith(".hidden_norm.weight") for name in names):
+        return "eagle3"
+    # A whole model has such layers too.
+    if "fc.weight" in names and any(name.startswith("layers.0.") for name in names):
+        return "eagle"
+    return None
 
 
 def _notes(

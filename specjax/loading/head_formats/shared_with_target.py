@@ -19,17 +19,6 @@ def target_head(target: Model) -> np.ndarray:
     return np.asarray(target.params["head"]["kernel"]).T
 
 
-def same_numbers(stored: np.ndarray, own: np.ndarray) -> bool:
-    """Whether two arrays are equal in the coarser of their types."""
-    if stored.shape != own.shape:
-        return False
-    with np.errstate(over="ignore"):
-        return np.array_equal(
-            stored.astype(own.dtype).astype(np.float32),
-            own.astype(stored.dtype).astype(own.dtype).astype(np.float32),
-        )
-
-
 def drop_padding(tensor: np.ndarray, stated: int, vocab_size: int) -> np.ndarray:
     """A tensor truncated to `vocab_size` rows if it has one for each of `stated` tokens."""
     if tensor.ndim and tensor.shape[0] == stated:

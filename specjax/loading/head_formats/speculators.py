@@ -12,25 +12,16 @@ import numpy as np
 
 from specjax.errors import InputError
 from specjax.loading.formats.json_fields import Fields
+from specjax.loading.formats.unread_fields import check_unread
 from specjax.loading.head_formats import eagle, taps
 from specjax.loading.head_formats.checkpoint import Checkpoint
-from specjax.loading.head_formats.config_fields import IDLE, decoder_fields, read_decoder
+from specjax.loading.head_formats.config_fields import decoder_fields, read_decoder
 from specjax.loading.head_formats.eagle_tensors import named_tensors
 from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.model import Model
 
 _SPECULATIVE_TOKENS = 4
-_FIELDS = (
-    *eagle.FLAGS,
-    "draft_vocab_size",
-    "eagle_aux_hidden_state_layer_ids",
-    "embed_requires_grad",
-    "speculators_config",
-    "speculators_model_type",
-    "speculators_version",
-    "target_hidden_size",
-    "transformer_layer_config",
-)
+_IDLE = ("speculators_model_type", "tie_word_embeddings", "mask_token_id")
 
 
 def read(
@@ -44,20 +35,22 @@ def read(
     fields = Fields(str(checkpoint.directory / "config.json"), checkpoint.config)
     if fields.values.get("speculators_model_type") != "eagle3":
         raise fields.fail("speculators_model_type", "is not supported; only 'eagle3' is")
-    fields.check_known({*_FIELDS, *IDLE})
     if type(fields.values.get("norm_before_residual")) is not bool:
         raise fields.fail(
             "norm_before_residual",
             "must be true or false: speculators takes a missing one for false, vLLM for true",
         )
     inner = fields.section("transformer_layer_config")
-    decoder = read_decoder(inner, target, taps.KEYS[1:])
+    decoder = read_decoder(inner, target, checkpoint.tensors, taps.KEYS[1:])
+    for name in ("norm_before_residual", "speculators_config", *taps.KEYS, *_IDLE):
+        fields.get(name)
     flags = eagle.Flags(
         fields.whole("draft_vocab_size"),
         fields.whole("target_hidden_size", decoder.hidden_size),
         taps.read([fields, inner], target, layer_ids),
         {flag: fields.flag(flag) for flag in eagle.FLAGS},
     )
+    check_unread(fields, {}, "a head of speculators")
     return eagle.build_eagle3(
         checkpoint, inner, target, decoder, flags, "layers.0", metadata, training
     )

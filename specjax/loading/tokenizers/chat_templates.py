@@ -15,6 +15,10 @@ from specjax.loading.tokenizers import template_process
 
 _LARGEST_TEMPLATE = 1 << 20
 """Characters; the longest template in use has some 20,000."""
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning, as transformers looks for them."""
+_MARK = "~#"
+_INSTEAD_OF_CONTENT = ("tool_calls", "function_call", *_REASONING)
 
 
 def check_template(where: str, value: Any) -> str:
@@ -38,21 +42,61 @@ def check_template(where: str, value: Any) -> str:
     return value
 
 
-def check_messages(messages: Any) -> None:
-    """Raise InputError unless `messages` is a non-empty list of {"role", "content"} strings."""
+def check_messages(messages: Any, where: str = "messages") -> None:
+    """Raise InputError unless `messages` is a non-empty list of messages; `where` names it.
+
+    A message is a dict with a "role" and its "content": a text, or a list of parts
+    {"type": "text", "text": ...}. It may lack the content where it has tool calls or reasoning.
+    Other fields are the template's business.
+    """
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
         raise InputError(
-            f"messages={shown(messages)}: must be a non-empty list of "
-            '{"role": ..., "content": ...} dicts'
+            f'{where}={shown(messages)}: must be a non-empty list of {{"role": ..., "content": '
+            "...} dicts"
         )
     for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not all(
-            isinstance(message.get(field), str) for field in ("role", "content")
-        ):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise InputError(
-                f"messages[{index}]={shown(message)}: must be a dict with string 'role' and "
+                f"{where}[{index}]={shown(message)}: must be a dict with string 'role', and "
                 "'content'"
             )
+        calls, name = message.get("tool_calls"), f"{where}[{index}]"
+        if calls is not None and not (
+            isinstance(calls, list | tuple) and all(isinstance(call, Mapping) for call in calls)
+        ):
+            raise InputError(f"{name}.tool_calls={shown(calls)}: must be a list of dicts")
+        _check_content(message, name)
+
+
+def _check_content(message: Mapping[str, Any], name: str) -> None:
+    content = message.get("content")
+    if content is None:
+        if not any(message.get(field) for field in _INSTEAD_OF_CONTENT):
+            raise InputError(
+                f"{name}.content is missing: give a text, or a list of text parts; only a message "
+                "with tool_calls may lack it"
+            )
+    elif isinstance(content, list | tuple):
+        for index, part in enumerate(content):
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if kind != "text" or not isinstance(part.get("text"), str):
+                wrong = f".type={shown(kind)}" if isinstance(kind, str) and kind != "text" else ""
+                raise InputError(
+                    f"{name}.content[{index}]{wrong or f'={shown(part)}'}: must be a text part, "
+                    '{"type": "text", "text": ...}'
+                )
+    elif not isinstance(content, str):
+        raise InputError(
+            f"{name}.content={shown(content)}: must be a text, or a list of text parts "
+            '{"type": "text", "text": ...}'
+        )
+
+
+def texts_of(message: Mapping[str, Any]) -> list[str]:
+    """The role of a checked message, and its text or the texts of its parts."""
+    content = message.get("content") or ""
+    texts = [content] if isinstance(content, str) else [part["text"] for part in content]
+    return [message["role"], *texts]
 
 
 def render(
@@ -64,23 +108,85 @@ def render(
 ) -> str:
     """The prompt text that `template` renders for `messages`, whose values must be JSON.
 
+    It is what transformers makes of them. Content in parts goes to the template as it is where the
+    template prints the parts, and else as one text, a line for each part, as in vLLM.
     `special_tokens` are names such as `bos_token` that the template may print. Raises InputError
     where the messages are malformed, the template fails on them, or it takes more time or memory
     than `template_process.LIMITS` allow.
     """
     check_messages(messages)
+    chat = [_as_in_transformers(message) for message in messages]
     variables = {
-        "messages": [dict(message) for message in messages],
         "tools": None,
         "documents": None,
         "add_generation_prompt": add_generation_prompt,
         **special_tokens,
     }
+    return _render(template, variables, _with_printed_parts(template, variables, chat))
+
+
+def _render(template: str, variables: Mapping[str, Any], chat: Sequence[dict[str, Any]]) -> str:
     try:
-        request = json.dumps([template, variables], ensure_ascii=False)
+        request = json.dumps([template, {"messages": chat, **variables}], ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(
             f"messages: they hold values that are not JSON ({one_line(error):.160}); "
             "use texts, numbers, lists and dicts"
         ) from None
     return template_process.render(request.encode("utf-8", "surrogatepass"))
+
+
+def _as_in_transformers(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message without fields that are None, and its reasoning by the names templates know."""
+    message = {name: value for name, value in message.items() if value is not None}
+    reasoning = next((message[name] for name in _REASONING if name in message), None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _with_printed_parts(
+    template: str, variables: Mapping[str, Any], chat: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The chat, with parts only in the messages of roles whose parts the template prints.
+
+    A template may also fail on a list, leave it out, or print it as Python writes it. Which it is
+    shows in what it makes of the chat where each part's text ends with a mark.
+    """
+    joined = [_with_joined_parts(message) for message in chat]
+    chosen = list(joined)
+    lists = [index for index, message in enumerate(chat) if joined[index] is not message]
+    for role in dict.fromkeys(chat[index]["role"] for index in lists):
+        asked = [index for index in lists if chat[index]["role"] == role and chat[index]["content"]]
+        marked = list(joined)
+        for index in asked:
+            marked[index] = _with_marks(chat[index], index)
+        try:
+            text = _render(template, variables, marked)
+        except InputError:
+            continue
+        parts = [part for index in asked for part in marked[index]["content"]]
+        if all(_mark_of(part) in text and str(part) not in text for part in parts):
+            for index in asked:
+                chosen[index] = chat[index]
+    return chosen
+
+
+def _mark_of(part: Mapping[str, Any]) -> str:
+    return part["text"][part["text"].rindex(_MARK) :]
+
+
+def _with_joined_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    if not isinstance(content, list | tuple):
+        return message
+    return {**message, "content": "\n".join(texts_of(message)[1:])}
+
+
+def _with_marks(message: dict[str, Any], number: int) -> dict[str, Any]:
+    """The message with a mark of its own at the end of each part."""
+    marked = [
+        {**part, "text": f"{part['text']}{_MARK}{number}.{index}~"}
+        for index, part in enumerate(message["content"])
+    ]
+    return {**message, "content": marked}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,38 +12,67 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from specjax.errors import InputError, shown
 from specjax.loading.tokenizers import chat_templates
-from specjax.loading.tokenizers.tokenizer import Tokenizer, refused, set_bos
+from specjax.loading.tokenizers.ends import named_ends
+from specjax.loading.tokenizers.tokenizer import Tokenizer, frame, is_filler, refused
 
-_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
+_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 _LONGEST = 1000  # characters; every way to split a SentencePiece token in two is tried
-_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end_of_turn|>", "<end_of_turn>", "<|end|>")
+_ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+"""Keys of tokens at which llama.cpp ends."""
+
+_INSTEAD = "load the model from a directory with its tokenizer.json"
 
 _QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _LLAMA3 = _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 class _Splitting(NamedTuple):
-    """How a byte-level vocabulary splits text before merging; without a pattern, as GPT-2 does."""
+    """How a byte-level vocabulary splits text before merging.
 
-    digits: bool = False
-    pattern: str | None = None
+    Each pattern splits the pieces that the ones before it left.
+    """
+
+    patterns: tuple[str, ...]
     whole_words: bool = False  # a piece that is a token is taken without merging
     add_bos: bool = False
 
 
-# Keys are the names that llama.cpp gives to what the models were trained with.
+_DEFAULT = _Splitting((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))
+"""llama.cpp's for a file that does not name any, or "default"."""
+
 _SPLITTINGS = {
-    "gpt-2": _Splitting(),
-    "default": _Splitting(),
-    "smollm": _Splitting(digits=True),
-    "qwen2": _Splitting(pattern=_QWEN2),
-    "llama3": _Splitting(pattern=_LLAMA3, whole_words=True, add_bos=True),
-    "llama-v3": _Splitting(pattern=_LLAMA3, whole_words=True, add_bos=True),
-    "llama-bpe": _Splitting(pattern=_LLAMA3, whole_words=True, add_bos=True),
+    name: splitting
+    for splitting, names in (
+        (_DEFAULT, ("default",)),
+        (_Splitting((_GPT2,)), ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion")),
+        (
+            _Splitting((r"\p{N}", _GPT2)),
+            ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
+        ),
+        (
+            _Splitting((_QWEN2,)),
+            ("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan", "solar-open"),
+        ),
+        (_Splitting((_LLAMA3,)), ("smaug-bpe", "dbrx", "chatglm-bpe")),
+        (_Splitting((_LLAMA3,), whole_words=True), ("glm4",)),
+        (
+            _Splitting((_LLAMA3,), whole_words=True, add_bos=True),
+            ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2"),
+        ),
+        (_Splitting((_TEKKEN,), whole_words=True, add_bos=True), ("tekken",)),
+    )
+    for name in names
 }
+"""By the names that llama.cpp gives to what the models were trained with."""
 
 
 class _Metadata:
@@ -81,16 +111,21 @@ class _Metadata:
 def read_tokenizer(source: str, metadata: dict[str, Any]) -> Tokenizer:
     """The tokenizer of a GGUF file; `source` names the file in errors.
 
-    Raises InputError for a tokenizer model or pre-tokenizer that is not supported, by its name,
-    and for metadata that contradict each other.
+    Entries for rows of the embedding that have no token (padding) are no tokens of it. Raises
+    InputError for a tokenizer model or pre-tokenizer that is not supported, by its name, and for
+    metadata that contradict each other.
     """
     keys = _Metadata(source, metadata)
     tokens = keys.strings("ggml.tokens")
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    if len(vocabulary) < len(tokens):
-        twice = next(token for index, token in enumerate(tokens) if vocabulary[token] != index)
-        raise keys.fail(f"the token {twice[:40]!r} appears twice; convert the model again")
-    kinds = keys.numbers("ggml.token_type", len(tokens), np.integer)
+    kinds = np.full(len(tokens), _NORMAL)
+    if "tokenizer.ggml.token_type" in metadata:
+        kinds = keys.numbers("ggml.token_type", len(tokens), np.integer)
+    vocabulary: dict[str, int] = {}
+    for index, (token, kind) in enumerate(zip(tokens, kinds.tolist(), strict=True)):
+        if kind == _UNUSED or is_filler(token, index):
+            continue
+        if vocabulary.setdefault(token, index) != index:
+            raise keys.fail(f"the token {token[:40]!r} appears twice; convert the model again")
     model = keys.get("ggml.model", str)
     with refused(f"{source}: the tokenizer is inconsistent", "convert the model again"):
         if model == "gpt2":
@@ -99,20 +134,24 @@ def read_tokenizer(source: str, metadata: dict[str, Any]) -> Tokenizer:
             backend, add_bos = _sentencepiece(keys, tokens, vocabulary, kinds), True
         else:
             raise keys.fail(
-                f"tokenizer.ggml.model={shown(model)} is not supported; use gpt2 or llama"
+                f"tokenizer.ggml.model={shown(model)} is not supported (only gpt2 and llama are); "
+                f"{_INSTEAD}"
             )
-        _add_tokens(backend, tokens, kinds)
-        return _assemble(keys, backend, tokens, kinds, add_bos)
+        plain_text = {token for token, index in vocabulary.items() if kinds[index] == _USER_DEFINED}
+        ends = named_ends(vocabulary, plain_text)
+        special = {*ends, *(index for index in vocabulary.values() if kinds[index] == _CONTROL)}
+        _add_tokens(backend, vocabulary, special, plain_text)
+        return _assemble(keys, backend, tokens, ends, add_bos)
 
 
 def _byte_level(keys: _Metadata, vocabulary: dict[str, int]) -> tuple[tokenizers.Tokenizer, bool]:
     """The byte-level BPE tokenizer, and whether its family starts text with bos."""
-    name = keys.get("ggml.pre", str)
-    splitting = _SPLITTINGS.get(name or "")
+    name = keys.get("ggml.pre", str, "default")
+    splitting = _SPLITTINGS.get(name)
     if splitting is None:
         raise keys.fail(
-            f"tokenizer.ggml.pre={shown(name)} is not supported; "
-            f"use one of {', '.join(_SPLITTINGS)}"
+            f"tokenizer.ggml.pre={shown(name)} is not supported (only {', '.join(_SPLITTINGS)}); "
+            f"{_INSTEAD}"
         )
     merges = [tuple(merge.split(" ")) for merge in keys.strings("ggml.merges")]
     if any(len(merge) != 2 for merge in merges):
@@ -120,12 +159,11 @@ def _byte_level(keys: _Metadata, vocabulary: dict[str, int]) -> tuple[tokenizers
     backend = tokenizers.Tokenizer(
         models.BPE(vocabulary, merges, ignore_merges=splitting.whole_words)
     )
-    steps: list[pre_tokenizers.PreTokenizer] = []
-    if splitting.digits:
-        steps.append(pre_tokenizers.Digits(individual_digits=True))
-    if splitting.pattern:
-        steps.append(pre_tokenizers.Split(tokenizers.Regex(splitting.pattern), "isolated"))
-    steps.append(pre_tokenizers.ByteLevel(False, use_regex=splitting.pattern is None))
+    steps: list[pre_tokenizers.PreTokenizer] = [
+        pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+        for pattern in splitting.patterns
+    ]
+    steps.append(pre_tokenizers.ByteLevel(False, use_regex=False))
     backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
     backend.decoder = decoders.ByteLevel()
     return backend, splitting.add_bos
@@ -142,7 +180,7 @@ def _sentencepiece(
     if max(map(len, tokens)) > _LONGEST:
         raise keys.fail(f"a token is longer than {_LONGEST} characters; convert the model again")
     merged = (_NORMAL, _USER_DEFINED)
-    plain = {token for token, kind in zip(tokens, kinds.tolist(), strict=True) if kind in merged}
+    plain = {token for token, index in vocabulary.items() if kinds[index] in merged}
     ranked = []
     for token in plain:
         for split in range(1, len(token)):
@@ -166,30 +204,40 @@ def _sentencepiece(
     return backend
 
 
-def _add_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[str], kinds: np.ndarray) -> None:
-    """Control and user-defined tokens are found whole in text, before any splitting."""
-    for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
+def _add_tokens(
+    backend: tokenizers.Tokenizer,
+    vocabulary: dict[str, int],
+    special: Collection[int],
+    plain_text: Collection[str],
+) -> None:
+    """Special and user-defined tokens are found whole in text, before any splitting."""
+    in_order = sorted(vocabulary.items(), key=operator.itemgetter(1))
+    specials = [token for token, index in in_order if token and index in special]
+    others = [token for token, index in in_order if token in plain_text and index not in special]
+    for tokens, is_special in ((specials, True), (others, False)):
         added = [
-            tokenizers.AddedToken(tokens[index], normalized=False, special=special)
-            for index in np.flatnonzero(kinds == kind)
-            if tokens[index]
+            tokenizers.AddedToken(token, normalized=False, special=is_special) for token in tokens
         ]
-        if special:
-            backend.add_special_tokens(added)
-        else:
-            backend.add_tokens(added)
+        (backend.add_special_tokens if is_special else backend.add_tokens)(added)
 
 
 def _assemble(
     keys: _Metadata,
     backend: tokenizers.Tokenizer,
     tokens: Sequence[str],
-    kinds: np.ndarray,
+    named: Sequence[int],
     add_bos: bool,
 ) -> Tokenizer:
+    """The tokenizer with the ids that the file names, and what it adds to a text.
+
+    `named` are the ends by their names; `add_bos` is what its kind does by default.
+    """
+    # llama.cpp's own ids for a SentencePiece file that does not state them.
+    spm = keys.metadata.get("tokenizer.ggml.model") == "llama"
+    defaults = {"bos": 1, "eos": 2} if spm and len(tokens) > 2 else {}
     ids: dict[str, int] = {}
-    for name in ("bos", "eos", "eot", "eom", "unknown", "padding"):
-        index = keys.get(f"ggml.{name}_token_id", int)
+    for name in ("bos", "unknown", "padding", *_ENDS):
+        index = keys.get(f"ggml.{name}_token_id", int, defaults.get(name))
         if index is not None:
             if not 0 <= index < len(tokens):
                 raise keys.fail(
@@ -197,11 +245,12 @@ def _assemble(
                     "tokens; convert the model again"
                 )
             ids[name] = index
-    ends = [ids[name] for name in ("eos", "eot", "eom") if name in ids]
-    ends += [index for index in np.flatnonzero(kinds == _CONTROL) if tokens[index] in _TURN_ENDS]
-    add_bos = keys.get("ggml.add_bos_token", bool, add_bos) and "bos" in ids
-    if add_bos:
-        set_bos(backend, (tokens[ids["bos"]], ids["bos"]))
+    ends = dict.fromkeys([*(ids[name] for name in _ENDS if name in ids), *named])
+    around = []
+    for name, default in (("bos", add_bos), ("eos", False)):
+        adds = keys.get(f"ggml.add_{name}_token", bool, default) and name in ids
+        around.append((tokens[ids[name]], ids[name]) if adds else None)
+    frame(backend, *around)
     template = keys.metadata.get("tokenizer.chat_template")
     if template is not None:
         template = chat_templates.check_template(
@@ -211,11 +260,8 @@ def _assemble(
     return Tokenizer(
         backend=backend,
         bos_id=ids.get("bos"),
-        eos_ids=tuple(dict.fromkeys(int(index) for index in ends)),
-        add_bos=add_bos,
-        chat_template=None
-        if template is None
-        else chat_templates.check_template(f"{keys.source}: tokenizer.chat_template", template),
+        eos_ids=tuple(ends),
+        chat_template=template,
         special_tokens=tuple(
             (f"{short}_token", tokens[ids[name]]) for name, short in names.items() if name in ids
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,13 @@ from specjax.errors import InputError, one_line, shown
 from specjax.files import json_files
 from specjax.files.open_files import open_regular, regular_file
 from specjax.loading.tokenizers import chat_templates
-from specjax.loading.tokenizers.tokenizer import Tokenizer, refused, set_bos
+from specjax.loading.tokenizers.ends import named_ends
+from specjax.loading.tokenizers.tokenizer import Tokenizer, refused
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+_AGAIN = "download it again, or update the package tokenizers if another version wrote it"
+_ROWS = "embedding_rows"
+"""Our field of tokenizer_config.json for `Tokenizer.rows`."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -46,35 +51,42 @@ def read_tokenizer(directory: Path) -> Tokenizer | None:
                 )
         return None
     regular_file(path, "download it again")
-    with refused(f"{path}: not a tokenizer", "download it again"):
-        backend = tokenizers.Tokenizer.from_file(str(path))
-        backend.no_padding()
-        backend.no_truncation()
-        start = backend.encode("", add_special_tokens=True).ids[:1]
     settings = read_json(directory / "tokenizer_config.json")
     settings = read_json(directory / "special_tokens_map.json") | settings
     names = {name: text for name in _NAMES if (text := _text(settings.get(name))) is not None}
-    ids = {name: backend.token_to_id(text) for name, text in names.items()}
+    with refused(f"{path}: not a tokenizer", _AGAIN):
+        backend = tokenizers.Tokenizer.from_file(str(path))
+        backend.no_padding()
+        backend.no_truncation()
+        ids = {name: backend.token_to_id(text) for name, text in names.items()}
+        added = {token.content for token in backend.get_added_tokens_decoder().values()}
+        # As in transformers, tokens with a role are found whole in a text.
+        named = [text for name, text in names.items() if ids[name] is not None]
+        backend.add_special_tokens([text for text in named if text not in added])
+        added_tokens = backend.get_added_tokens_decoder().values()
     for name in ("bos_token", "eos_token"):
         if name in ids and ids[name] is None:
             raise InputError(
-                f"{directory}: {name}={shown(names[name])} is not in tokenizer.json; "
-                "use the model's own tokenizer files"
+                f"{directory}: {name}={shown(names[name])} is not in tokenizer.json; name a token "
+                "of it in tokenizer_config.json"
             )
-    bos = ids.get("bos_token")
-    adds = bos is not None and start == [bos]
-    asked = settings.get("add_bos_token")
-    if isinstance(asked, bool) and asked != adds and bos is not None:
-        set_bos(backend, (names["bos_token"], bos) if asked else None)
-        adds = asked
-    return Tokenizer(
+    plain_text = {token.content for token in added_tokens if not token.special}
+    ends = [ids["eos_token"]] if "eos_token" in ids else []
+    vocabulary = backend.get_vocab()
+    ends += stated_ends(directory, max(vocabulary.values(), default=-1) + 1)
+    ends += named_ends(vocabulary, plain_text)
+    rows = settings.get(_ROWS)
+    # What the tokenizer adds to a text is its post-processor's alone: transformers 5 ignores
+    # add_bos_token and add_eos_token beside a tokenizer.json.
+    tokenizer = Tokenizer(
         backend=backend,
-        bos_id=bos,
-        eos_ids=_end_ids(directory, ids.get("eos_token")),
-        add_bos=adds,
+        bos_id=ids.get("bos_token"),
+        eos_ids=tuple(dict.fromkeys(ends)),
         chat_template=_template(directory, settings),
         special_tokens=tuple(names.items()),
     )
+    valid = type(rows) is int and rows > 0
+    return tokenizer.limited(rows, _ROWS) if valid else tokenizer
 
 
 def _text(token: Any) -> str | None:
@@ -88,20 +100,27 @@ def _is_text(value: str) -> bool:
     return not any("\ud800" <= char <= "\udfff" for char in value)
 
 
-def _end_ids(directory: Path, own: int | None) -> tuple[int, ...]:
-    ids = [] if own is None else [own]
+def stated_ends(directory: Path, vocab_size: int) -> list[int]:
+    """The ids that end a sequence by generation_config.json and by config.json.
+
+    Raises InputError for values that are not ids of so many tokens.
+    """
+    ids: list[int] = []
     for name in ("generation_config.json", "config.json"):
         value = read_json(directory / name).get("eos_token_id")
-        if value is None:
-            continue
-        listed = value if isinstance(value, list) else [value]
+        listed = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(index) is int for index in listed):
             raise InputError(
                 f"{directory / name}: eos_token_id={shown(value)}: must be token ids; repair it"
             )
+        for index in listed:
+            if not 0 <= index < vocab_size:
+                raise InputError(
+                    f"{directory / name}: eos_token_id={shown(index)} is outside the vocabulary "
+                    f"of {vocab_size} tokens; name one of them"
+                )
         ids += listed
-        break
-    return tuple(dict.fromkeys(ids))
+    return list(dict.fromkeys(ids))
 
 
 def _template(directory: Path, settings: dict[str, Any]) -> str | None:
@@ -140,24 +159,23 @@ def write_tokenizer(
         "tokenizer_class": "PreTrainedTokenizerFast",
         **({} if max_positions is None else {"model_max_length": max_positions}),
         "clean_up_tokenization_spaces": False,
-        "add_bos_token": tokenizer.add_bos,
+        **({} if tokenizer.rows is None else {_ROWS: tokenizer.rows}),
         **dict(tokenizer.special_tokens),
     }
     write_json(directory / "tokenizer_config.json", settings)
-    write_json(directory / "generation_config.json", end_fields(tokenizer))
+    write_json(directory / "generation_config.json", end_fields(tokenizer, tokenizer.eos_ids))
     if tokenizer.chat_template is not None:
         path = directory / "chat_template.jinja"
         path.write_text(tokenizer.chat_template, encoding="utf-8", newline="")
 
 
-def end_fields(tokenizer: Tokenizer | None) -> dict[str, Any]:
+def end_fields(tokenizer: Tokenizer | None, ends: Sequence[int]) -> dict[str, Any]:
     """The begin and end ids as config.json and generation_config.json name them."""
     fields: dict[str, Any] = {}
     if tokenizer is not None and tokenizer.bos_id is not None:
         fields["bos_token_id"] = tokenizer.bos_id
-    if tokenizer is not None and tokenizer.eos_ids:
-        ids = list(tokenizer.eos_ids)
-        fields["eos_token_id"] = ids[0] if len(ids) == 1 else ids
+    if ends:
+        fields["eos_token_id"] = ends[0] if len(ends) == 1 else list(ends)
     return fields
 
 

@@ -26,7 +26,7 @@ from specjax.errors import InputError
 
 _PROGRAM = Path(__file__).with_name("template_renderer.py")
 _START_SECONDS = 60.0
-_REMEDY = "use chat=false or another template"
+_REMEDY = "give the prompt as raw text (chat=false for a command)"
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ def render(request: bytes, limits: Limits = LIMITS) -> str:
             raise
     if kind == "error":
         raise InputError(
-            f"chat template: it fails on these messages ({text}); change the roles or use raw text"
+            f"chat template: it fails on these messages ({text}); change them to what it "
+            "takes, or give the prompt as raw text (chat=false for a command)"
         )
     return text
 
@@ -99,7 +100,7 @@ class _Child:
                 self.connection.close()
                 raise InputError(
                     f"chat template: no process can be started for it "
-                    f"({error.strerror or error}); use chat=false"
+                    f"({error.strerror or error}); {_REMEDY}"
                 ) from None
         try:
             self._receive(time.monotonic() + _START_SECONDS)
@@ -107,7 +108,7 @@ class _Child:
             self.close()
             raise InputError(
                 f"chat template: the process that renders it does not start; see what "
-                f"`{sys.executable} {_PROGRAM}` says, or use chat=false"
+                f"`{sys.executable} {_PROGRAM}` says, or {_REMEDY}"
             ) from None
 
     def ask(self, request: bytes) -> tuple[str, str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,8 +16,20 @@ from tokenizers import processors
 
 from specjax.errors import InputError, shown
 from specjax.loading.tokenizers import chat_templates
+from specjax.loading.tokenizers.detokenizer import Detokenizer, TextStream
 
-_REPLACEMENT = "\ufffd"
+_FILLER = re.compile(r"\[PAD(\d+)\]|<dummy\d{5}>")
+
+
+def is_filler(token: str, index: int) -> bool:
+    """Whether a token is what converters write for a row of the embedding that has none.
+
+    Some of these names hold the row's id.
+    """
+    if not token.startswith(("[PAD", "<dummy")):
+        return False
+    match = _FILLER.fullmatch(token)
+    return match is not None and match[1] in (None, str(index))
 
 
 @contextmanager
@@ -37,43 +50,74 @@ def refused(problem: str, remedy: str) -> Iterator[None]:
 class Tokenizer:
     """A vocabulary, its segmentation rules, and its special ids.
 
-    `eos_ids` end a sequence: end of text and end of turn; the first is the model's own. `add_bos`
-    says that plain text starts with `bos_id`; a chat template writes its own. `special_tokens`
-    are the names (`bos_token`, ...) that templates may print.
+    What raw text begins and ends with is the backend's post-processor; a chat template writes its
+    own. `eos_ids` end a sequence: end of text and end of turn; the first is the model's own.
+    `special_tokens` are the names (`bos_token`, ...) that templates may print. `rows` is the number
+    of tokens that the model's embedding has, where the tokenizer has more: the others are no part
+    of the vocabulary.
     """
 
     backend: tokenizers.Tokenizer
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
-    add_bos: bool = False
     chat_template: str | None = None
     special_tokens: tuple[tuple[str, str], ...] = ()
+    rows: int | None = None
 
     def __post_init__(self) -> None:
-        if self.add_bos and self.bos_id is None:
-            raise InputError("tokenizer: add_bos needs a bos token; name one in the metadata")
+        if self.rows is not None and self.rows < 1:
+            raise InputError(f"tokenizer: rows={shown(self.rows)}: must be at least 1")
         for name, ids in (("bos_id", (self.bos_id,)), ("eos_ids", self.eos_ids)):
             for index in ids:
                 if index is not None and not 0 <= index < self.vocab_size:
                     raise InputError(
                         f"tokenizer: {name}={shown(index)} is outside the vocabulary of "
-                        f"{self.vocab_size} tokens; use the model's own tokenizer"
+                        f"{self.vocab_size} tokens; name one of its tokens"
                     )
 
     @cached_property
     def _strings(self) -> tuple[str | None, ...]:
+        """The token of each id; None for an id without one."""
         vocabulary = self.backend.get_vocab(with_added_tokens=True)
         size = max(vocabulary.values(), default=-1) + 1
         # Ids may have gaps, but a table of all ids must not be far larger than the file.
         if size > 4 * len(vocabulary) + 65536:
             raise InputError(
-                f"tokenizer: {len(vocabulary)} tokens have ids up to {size - 1}; use the model's "
-                "own tokenizer"
+                f"tokenizer: {len(vocabulary)} tokens have ids up to {size - 1}; number them "
+                "without such a gap"
             )
         strings: list[str | None] = [None] * size
         for string, index in vocabulary.items():
-            strings[index] = string
+            if not is_filler(string, index):
+                strings[index] = string
+        strings = strings[: self.rows]
+        while strings and strings[-1] is None:
+            strings.pop()
         return tuple(strings)
+
+    def limited(self, rows: int, what: str) -> Tokenizer:
+        """The tokenizer of a model whose embedding has so many rows; `what` states their number.
+
+        Only tokens that were added to the vocabulary may lack a row (Gemma 3 up to 1B has one for
+        images). Raises InputError for others, whose tokenizer is another model's.
+        """
+        if self.vocab_size <= rows:
+            return self
+        added = self.backend.get_added_tokens_decoder()
+        for index in range(rows, self.vocab_size):
+            if self._strings[index] is not None and index not in added:
+                raise InputError(
+                    f"{what}={rows}, but the tokenizer has {self.vocab_size} tokens, and "
+                    f"{self._strings[index]!r:.40} ({index}) is none that was added to a model's; "
+                    "take weights and tokenizer from one model"
+                )
+        # What cannot be produced ends nothing.
+        return replace(self, rows=rows, eos_ids=tuple(end for end in self.eos_ids if end < rows))
+
+    @property
+    def unused_ids(self) -> tuple[int, ...]:
+        """The ids below `vocab_size` that name no token, ascending."""
+        return tuple(index for index, string in enumerate(self._strings) if string is None)
 
     @property
     def vocab_size(self) -> int:
@@ -94,23 +138,33 @@ class Tokenizer:
             )
         return self._strings[index] or ""
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of raw text; special tokens written in it are recognised as such.
+    def name_beyond(self, index: int) -> str | None:
+        """What the backend calls an id that is not in the vocabulary; None for other ids."""
+        known = 0 <= index < self.vocab_size and self._strings[index] is not None
+        return None if known or not 0 <= index < 2**31 else self.backend.id_to_token(index)
 
-        Raises InputError for text that is not Unicode (half of a surrogate pair).
+    def encode(self, text: str) -> list[int]:
+        """Token ids of raw text, with what the tokenizer adds before and after it.
+
+        Special tokens written in it are recognised as such. Raises InputError for text that is not
+        Unicode (half of a surrogate pair), and for a token without a row in the model's embedding.
         """
-        ids = self._segment(text)
-        return [self.bos_id, *ids] if self.add_bos and self.bos_id is not None else ids
+        return self._segment(text, add_special_tokens=True)
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; bytes that are not UTF-8 become U+FFFD."""
-        with refused("tokenizer: it cannot decode", "use the model's own tokenizer"):
-            return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        stream = StreamDecoder(self, skip_special_tokens=skip_special_tokens)
+        return stream.feed(ids) + stream.flush()
+
+    @cached_property
+    def detokenizer(self) -> Detokenizer:
+        """How its tokens become text."""
+        return Detokenizer(self.backend)
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
     ) -> str:
-        """The prompt text of a conversation of {"role", "content"} messages.
+        """The prompt text of a conversation, as `chat_templates.render` makes it.
 
         Raises InputError where the model has no template or the template fails.
         """
@@ -127,12 +181,12 @@ class Tokenizer:
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a conversation, up to where the assistant's turn begins."""
-        return self._segment(self.apply_chat_template(messages))
+        return self._segment(self.apply_chat_template(messages), add_special_tokens=False)
 
-    def _segment(self, text: str) -> list[int]:
+    def _segment(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:
-            with refused("text: the tokenizer cannot encode it", "use the model's own tokenizer"):
-                return self.backend.encode(text, add_special_tokens=False).ids
+            with refused("text: the tokenizer cannot encode it", "change the text"):
+                ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except InputError:
             # For half of a surrogate pair the package's own error only says that it is not text.
             halves = [at for at, char in enumerate(text) if "\ud800" <= char <= "\udfff"]
@@ -142,14 +196,24 @@ class Tokenizer:
                 f"text: character {halves[0]} is {text[halves[0]]!r}, half of a surrogate pair; "
                 "repair the text's encoding"
             ) from None
+        for index in ids:
+            if (name := self.name_beyond(index)) is not None:
+                raise InputError(
+                    f"text: the token {name!r:.60} ({index}) has no row in the model's embedding; "
+                    "take it out of the text"
+                )
+        return ids
 
-    def first_difference(self, other: Tokenizer) -> str | None:
-        """Where two vocabularies first differ, in words; None where every id means the same."""
+    def first_difference(self, other: Tokenizer, *, shared: bool = False) -> str | None:
+        """Where two vocabularies first differ, in words; None where every id means the same.
+
+        With `shared` only ids that name a token in both are compared.
+        """
         for index, (mine, theirs) in enumerate(zip(self._strings, other._strings, strict=False)):
-            if mine != theirs:
+            if mine != theirs and not (shared and None in (mine, theirs)):
                 return f"token {index} is {mine!r} against {theirs!r}"
         shorter, longer = sorted((self, other), key=lambda tokenizer: tokenizer.vocab_size)
-        if shorter.vocab_size == longer.vocab_size:
+        if shared or shorter.vocab_size == longer.vocab_size:
             return None
         first = shorter.vocab_size
         return (
@@ -158,45 +222,27 @@ class Tokenizer:
         )
 
 
-def set_bos(backend: tokenizers.Tokenizer, bos: tuple[str, int] | None) -> None:
-    """Make the saved tokenizer start text with `bos`, or with nothing, in every other reader."""
-    start = f"{bos[0]} " if bos else ""
+def frame(
+    backend: tokenizers.Tokenizer, first: tuple[str, int] | None, last: tuple[str, int] | None
+) -> None:
+    """Make a backend add a token and its id before every raw text, and one after it."""
+    around = [f"{token[0]} " if token else "" for token in (first, last)]
+    one = f"{around[0]}$A {around[1]}".strip()
     backend.post_processor = processors.TemplateProcessing(
-        f"{start}$A", f"{start}$A $B:1", [bos] if bos else []
+        one, f"{one} $B:1", [token for token in (first, last) if token]
     )
 
 
-class StreamDecoder:
-    """Decodes tokens that arrive a few at a time into text that later tokens do not change.
+class StreamDecoder(TextStream):
+    """Decodes an output that grows.
 
     Joined, the pieces of `feed` and the last one of `flush` equal `Tokenizer.decode` of all ids.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._window: list[int] = []
-        self._given = ""
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        super().__init__(tokenizer.detokenizer, skip_special_tokens=skip_special_tokens)
 
     def feed(self, ids: Iterable[int]) -> str:
-        """The text that these ids complete; an unfinished character waits for the next call."""
-        self._window.extend(ids)
-        whole = self._tokenizer.decode(self._window)
-        final = whole.rstrip(_REPLACEMENT)
-        fresh = final[len(self._given) :]
-        self._given = final if len(final) > len(self._given) else self._given
-        if final == whole:
-            self._forget()
-        return fresh
-
-    def flush(self) -> str:
-        """What is left at the end, unfinished characters as U+FFFD."""
-        rest = self._tokenizer.decode(self._window)[len(self._given) :]
-        self._window, self._given = [], ""
-        return rest
-
-    def _forget(self) -> None:
-        # The last token stays as context, since some decoders drop a leading space; one that
-        # shows nothing, or part of a character, would not be context.
-        last = self._tokenizer.decode(self._window[-1:])
-        if last and _REPLACEMENT not in last:
-            self._window, self._given = self._window[-1:], last
+        """As of a `TextStream`. Raises InputError for what cannot be an id."""
+        with refused("token ids: the tokenizer cannot decode them", "use ids of its vocabulary"):
+            return super().feed(ids)

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.cache import CacheRows, KVCache
+from specjax.cache import KVCache
 from specjax.distributed.sharding import DATA, partition
 from specjax.models.layers.matmul import full_precision
 
@@ -221,7 +221,7 @@ def attend_cache(
 
 def attend_rows(
     query: Float[Array, "B G X C"],
-    cache: KVCache | CacheRows,
+    cache: KVCache,
     layer: Int[Array, ""] | int,
     start: Partial,
     oldest: Int[Array, "B X"] | None = None,
@@ -230,25 +230,22 @@ def attend_rows(
 ) -> Partial:
     """`attend_cache`, one row after the other, so that each pays for its own length alone.
 
-    Of a cache's rows, `CacheRows` are those of the queries; the others are not looked at.
     On a mesh each device goes through its own rows; heads are `split` over `model`, or whole on
     each device.
     """
-    rows = cache.rows if isinstance(cache, CacheRows) else None
-    own = functools.partial(_attend_rows, rows=rows, softcap=softcap)
+    own = functools.partial(_attend_rows, softcap=softcap)
     return on_each_device(own, query, cache, split, layer, start, oldest)
 
 
 def _attend_rows(
-    query: Float[Array, "A G X C"],
+    query: Float[Array, "B G X C"],
     keys: Float[Array, "L B G S C"],
     values: Float[Array, "L B G S C"],
-    length: Int[Array, "A"],
+    length: Int[Array, "B"],
     layer: Int[Array, ""] | int,
     start: Partial,
-    oldest: Int[Array, "A X"] | None = None,
+    oldest: Int[Array, "B X"] | None = None,
     *,
-    rows: Int[Array, "A"] | None,
     softcap: float | None,
 ) -> Partial:
     batch, kv_heads, _, width = query.shape
@@ -272,14 +269,13 @@ def _attend_rows(
         total = lax.fori_loop(first_block, (length[0] + step - 1) // step, block, start)
         return jax.tree.map(lambda part: part[0], total)
 
-    rows = jnp.arange(batch) if rows is None else rows
-    return lax.map(one, (rows, query, length, start, oldest))
+    return lax.map(one, (jnp.arange(batch), query, length, start, oldest))
 
 
 def on_each_device(
     attend: Callable[..., Partial],
     query: Float[Array, "B G X C"],
-    cache: KVCache | CacheRows,
+    cache: KVCache,
     split: bool,
     layer: Int[Array, ""] | int | None = None,
     start: Partial | None = None,

@@ -183,6 +183,12 @@ def read_sizes(
     }
 
 
+def count_experts(fields: Fields, name: str) -> int:
+    """The number of experts under the family's own name, or else under that of transformers 5."""
+    stated = fields.values.get(name) is not None
+    return fields.integer(name if stated else "num_local_experts", 128)
+
+
 def write_sizes(config: DecoderConfig) -> dict[str, Any]:
     """The fields that `read_sizes` reads."""
     return {

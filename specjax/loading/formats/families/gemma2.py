@@ -39,8 +39,6 @@ def read_shared(fields: Fields, max_positions: int) -> dict[str, Any]:
     """What Gemma 2 and 3 have in common, but for rotary bases and windows."""
     # `hidden_act` is a leftover that transformers does not read.
     fields.get("hidden_act")
-    fields.only("hidden_activation", _ACTIVATION)
-    fields.only("use_bidirectional_attention", False)
     sizes = common.read_sizes(fields, head_dim=256, max_positions=max_positions, tied=True)
     return {
         **sizes,
@@ -88,7 +86,6 @@ def _read(fields: Fields) -> dict[str, Any]:
     read = read_shared(fields, 8192)
     num_layers = read["num_layers"]
     size = fields.integer("sliding_window", 4096)
-    fields.only("sliding_window_size", size)
     alternating = [layer % 2 == 0 for layer in common.layers(num_layers)]
     return {
         **read,

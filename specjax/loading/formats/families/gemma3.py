@@ -47,8 +47,6 @@ def _read_ropes(fields: Fields, max_positions: int) -> tuple[float, RopeScaling 
 
 def _read(fields: Fields) -> dict[str, Any]:
     read = gemma2.read_shared(fields, 131072)
-    # transformers does not limit this model's scores.
-    fields.only("attn_logit_softcapping")
     num_layers = read["num_layers"]
     size, period = fields.integer("sliding_window", 4096), _PERIOD
     for name in ("_sliding_window_pattern", "sliding_window_pattern"):

@@ -20,7 +20,6 @@ def _attention(rotary_width: int) -> Attention:
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    fields.only("hidden_act", "silu")
     sizes = common.read_sizes(fields, max_positions=131072, epsilon=1.5625e-7)
     rope = common.read_one_rope(fields, sizes["max_positions"], partial=0.5)
     return {

@@ -14,8 +14,6 @@ from specjax.models.config import Attention, DecoderConfig, Experts
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    fields.only("hidden_act", "silu")
-    fields.get("output_router_logits")
     sizes = common.read_sizes(fields, max_positions=131072, epsilon=1e-5)
     rope = common.read_one_rope(fields, sizes["max_positions"], partial=0.5)
     width = fields.integer("moe_intermediate_size", 1408)
@@ -29,7 +27,7 @@ def _read(fields: Fields) -> dict[str, Any]:
         ),
         **rope,
         "experts": Experts(
-            num_experts=fields.integer("n_routed_experts", fields.get("num_local_experts") or 128),
+            num_experts=common.count_experts(fields, "n_routed_experts"),
             per_token=fields.integer("num_experts_per_tok", 8),
             intermediate_size=width,
             router="sigmoid",

@@ -16,18 +16,6 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu": "gelu",
 }
-_INERT = (
-    "attn_pdrop",
-    "embd_pdrop",
-    "n_ctx",
-    "reorder_and_upcast_attn",
-    "resid_pdrop",
-    "summary_activation",
-    "summary_first_dropout",
-    "summary_proj_to_labels",
-    "summary_type",
-    "summary_use_proj",
-)
 _FUSED = (("query", "key", "value"),)
 
 
@@ -43,11 +31,6 @@ def _structure(activation: str) -> dict[str, Any]:
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    for name in _INERT:
-        fields.get(name)
-    fields.only("scale_attn_weights", True)
-    fields.only("scale_attn_by_inverse_layer_idx", False)
-    fields.only("add_cross_attention", False)
     activation = fields.get("activation_function") or "gelu_new"
     if activation not in _ACTIVATIONS:
         raise fields.fail("activation_function", f"is not supported; use {', '.join(_ACTIVATIONS)}")
@@ -108,9 +91,8 @@ FAMILY = Family(
     write=_write,
     # Its Conv1D modules store kernels [in, out].
     tensors=common.table(_NAMES, transposed=True, fused=_FUSED),
-    optional_prefix="transformer.",
     # Causal masks that old checkpoints kept.
-    ignored=r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias",
+    ignored=r"transformer\.h\.\d+\.attn\.(masked_)?bias",
     gguf=GgufLayout(
         "gpt2",
         _read_gguf,

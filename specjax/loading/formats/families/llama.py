@@ -13,11 +13,7 @@ from specjax.models.config import DecoderConfig
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    fields.only("hidden_act", "silu")
-    fields.only("sliding_window")
-    fields.only("rope_interleaved", False)
     sizes = common.read_sizes(fields)
-    fields.only("layer_types", ["full_attention" for _ in common.layers(sizes["num_layers"])])
     return {
         **sizes,
         **common.read_full_rope(fields, sizes["max_positions"]),

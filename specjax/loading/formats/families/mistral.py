@@ -14,15 +14,11 @@ from specjax.models.config import DecoderConfig, SlidingWindow
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    fields.only("hidden_act", "silu")
     sizes = common.read_sizes(fields, max_positions=131072)
     window = None
     # Of a config without the field, transformers has 4096.
     if fields.get("sliding_window") is not None or "sliding_window" not in fields.values:
         window = SlidingWindow(fields.integer("sliding_window", 4096))
-    # transformers does not read it; where it says something else, the model is not this one.
-    kind = "full_attention" if window is None else "sliding_attention"
-    fields.only("layer_types", [kind for _ in common.layers(sizes["num_layers"])])
     return {
         **sizes,
         **common.read_full_rope(fields, sizes["max_positions"]),

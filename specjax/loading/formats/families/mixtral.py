@@ -16,11 +16,6 @@ from specjax.models.config import DecoderConfig, Experts
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    fields.only("hidden_act", "silu")
-    # Of no consequence without training it in transformers.
-    for name in ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"):
-        fields.get(name)
-    fields.only("sliding_window")
     sizes = common.read_sizes(fields, max_positions=131072, epsilon=1e-5)
     return {
         **sizes,

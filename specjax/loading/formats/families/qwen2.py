@@ -37,8 +37,6 @@ def write_layers(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    fields.only("hidden_act", "silu")
-    fields.only("use_mrope", False)
     sizes = common.read_sizes(fields, max_positions=32768)
     return {
         **sizes,

@@ -16,7 +16,6 @@ _ATTENTION = Attention(qk_norm=True)
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    fields.only("hidden_act", "silu")
     sizes = common.read_sizes(fields, head_dim=128, max_positions=32768)
     return {
         **sizes,

@@ -15,13 +15,8 @@ _ATTENTION = Attention(qk_norm=True)
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    fields.only("hidden_act", "silu")
-    for name in ("output_router_logits", "router_aux_loss_coef", "max_window_layers"):
-        fields.get(name)
     fields.only("use_sliding_window", False)
     fields.get("sliding_window")  # of no effect then
-    fields.only("decoder_sparse_step", 1)
-    fields.only("mlp_only_layers", [])
     sizes = common.read_sizes(fields, max_positions=32768)
     return {
         **sizes,
@@ -29,7 +24,7 @@ def _read(fields: Fields) -> dict[str, Any]:
         "attention_bias": fields.flag("attention_bias"),
         "attention": _ATTENTION,
         "experts": Experts(
-            num_experts=fields.integer("num_experts", fields.get("num_local_experts") or 128),
+            num_experts=common.count_experts(fields, "num_experts"),
             per_token=fields.integer("num_experts_per_tok", 8),
             intermediate_size=fields.integer("moe_intermediate_size", 768),
             normalize=fields.flag("norm_topk_prob"),

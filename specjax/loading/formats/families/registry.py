@@ -39,10 +39,11 @@ FAMILIES: dict[str, Family] = {
     )
 }
 _REFUSED = {
+    "gemma3": "images beside the text (of 'gemma3_text', such as 1B, they are not there)",
     "deepseek_v3": "multi-head latent attention",
     "qwen3_next": "linear attention",
 }
-"""Families with MTP modules, and what of them the decoder does not have."""
+"""Families that are often asked for, and what of them the decoder does not have."""
 
 
 def family(model_type: object) -> Family:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -18,10 +17,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from specjax.decoding import loop
+from specjax.decoding.plan import Plan
 from specjax.decoding.programs import start
+from specjax.decoding.round import propose
 from specjax.decoding.rows import batch_arguments
 from specjax.decoding.setup import Session
+from specjax.decoding.state import State
 from specjax.models.interface import LanguageModel
 from specjax.models.layers.matmul import full_precision
 from specjax.sampling import argmax
@@ -74,24 +75,24 @@ def widths_seconds(
 
 def propose_seconds(session: Session) -> float:
     """`draft_seconds` on the session's first batch after its prompts."""
-    plan = replace(session.plan, draft_length=replace(session.plan.draft_length, auto=False))
     index = range(min(session.batch_size, len(session.prompts)))
-    state = start(plan, session.params, *batch_arguments(session, index))
-    return draft_seconds(plan, session.params, state)
+    state = start(session.plan, session.params, *batch_arguments(session, index))
+    return draft_seconds(session.plan, session.params, state)
 
 
-def draft_seconds(plan: loop.Plan, params: Any, state: loop.State) -> float:
+def draft_seconds(plan: Plan, params: Any, state: State) -> float:
     """The median seconds of observing a token per row and drafting in full in a state.
 
     `params` are (target's, drafter's).
     """
+    limits = plan.drafter.full_limits()
 
-    def once(turn: Int[Array, ""], tokens: Array, params: Any, state: loop.State) -> Array:
+    def once(turn: Int[Array, ""], tokens: Array, params: Any, state: State) -> Array:
         # Each turn's draft depends on the one before, so that none is moved out of the loop.
         last = state.tokens.at[:, -1].set(tokens[:, -1])
         waiting = plan.drafter.commit(state.drafter, jnp.ones_like(state.length))
         again = state.replace(tokens=last, round=jnp.full_like(state.round, turn), drafter=waiting)
-        draft = loop.propose(plan, params, again).draft
+        draft = propose(plan, params, again, limits).draft
         return tokens.at[:, -1].add(draft.tokens.sum(axis=1) % 2)
 
     return loop_seconds(once, state.tokens, params, state)

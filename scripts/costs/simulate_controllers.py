@@ -1,6 +1,6 @@
 """What `Auto` loses to the best fixed limits, on a simulated clock.
 
-    python scripts/simulate_controllers.py --seeds=20
+    python scripts/costs/simulate_controllers.py --seeds=20
 
 Each line is a drafter on a machine: the regret over 64 and over 512 rounds from the first step on,
 in percent, as a mean over seeds (and the worst tenth), and the speed over plain decoding.

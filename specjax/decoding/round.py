@@ -1,0 +1,214 @@
+"""One speculative round: observe, propose, extend, verify, commit.
+
+Everything here is traced: arrays in, arrays out, no host. Plain decoding is the same round with a
+drafter that proposes nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Int, Key
+
+from specjax import sampling
+from specjax.cache import commit, put
+from specjax.decoding.plan import Plan
+from specjax.decoding.state import FAILED, FULL, RUNNING, STOPPED, Rounds, State, Tally
+from specjax.decoding.verify import VerifiedDraft, verify_draft
+from specjax.drafters.base import Context, Limits, Noise
+from specjax.drafters.turns import Proposal
+
+
+def one_round(
+    plan: Plan, params: Any, state: State, limits: Limits | None = None
+) -> tuple[State, Rounds, Tally]:
+    """Observe, propose, extend, verify, commit: e tokens are committed in each unfinished row.
+
+    Returns the state after it, and the round's counts. Without `limits` drafts are as long as the
+    drafters have them.
+    """
+    target_params, draft_params = params
+    limits = plan.drafter.full_limits() if limits is None else limits
+    proposal = propose(plan, params, state, limits)
+    draft = proposal.draft
+    drafted = draft.valid.sum(axis=1, dtype=jnp.int32)
+
+    # The narrowest compiled width that holds every row's draft, up to its last node.
+    slots = jnp.arange(1, draft.topology.width)[None, :]
+    last = jnp.where(draft.valid, slots, 0).max(initial=0)
+    branch = jnp.searchsorted(np.asarray(plan.widths), 1 + last)
+    arguments = plan, target_params, state, draft, round_keys(plan, state)
+    branches = [functools.partial(verify_draft, *arguments, width) for width in plan.widths]
+    verified = lax.switch(branch, branches)
+
+    count, status, undrafted = _truncate(state, verified, drafted)
+    participated = count > 0
+    column = {
+        "width": jnp.broadcast_to(jnp.asarray(plan.widths, jnp.int32)[branch], count.shape),
+        "drafted": drafted,
+        "accepted": verified.verification.num_accepted,
+        "emitted": count,
+        "drafter": proposal.drafter,
+    }
+    rounds = Rounds(**{name: jnp.where(participated, new, -1) for name, new in column.items()})
+    if plan.overlaps:
+        overlaps = jnp.where(participated[:, None], verified.overlaps, jnp.nan)
+        rounds = rounds.replace(overlaps=overlaps)
+    drafter_state = proposal.state
+    if verified.target_pass is not None:
+        drafter_state = plan.drafter.observe_pass(draft_params, drafter_state, verified.target_pass)
+    after = _commit(state, verified, count, status).replace(
+        undrafted=undrafted,
+        drafter=plan.drafter.commit(drafter_state, count),
+        round=state.round + participated,
+    )
+    return after, rounds, _tally(plan, proposal, verified, participated)
+
+
+def propose(plan: Plan, params: Any, state: State, limits: Limits) -> Proposal:
+    """The drafters' proposal for this round, within the limits, and their new states.
+
+    Raises ValueError for a tree under a rule that verifies chains.
+    """
+    target_params, draft_params = params
+    context = make_context(plan, target_params, state)
+    noise = draft_noise(plan, state, round_keys(plan, state))
+    proposal = plan.drafter.propose(draft_params, state.drafter, context, noise, limits)
+    draft = proposal.draft
+    if not (draft.topology.is_chain or plan.rule.takes_trees):
+        raise ValueError(
+            f"drafter {plan.drafter.name!r} proposes a tree: {plan.rule.name} verifies chains, so "
+            "build drafts with trees.chain"
+        )
+    within = draft.topology.row_depths[:, 1:] <= context.limit[:, None]
+    # A token that the target does not know has no embedding, and would spoil the whole row.
+    within &= (draft.tokens >= 0) & (draft.tokens < plan.target.vocab_size)
+    if draft.logq is not None and draft.logq.size:
+        # Nothing is drawn from logits of which all are -inf, or one is NaN or inf.
+        drawn = jnp.isfinite(jnp.max(draft.logq, axis=-1))
+        drawn = jnp.take_along_axis(drawn, jnp.maximum(draft.logq_row, 0), axis=1)
+        within &= drawn | (draft.logq_row < 0)
+    valid = draft.topology.close(draft.valid & within)
+    draft = draft.replace(valid=valid, tokens=jnp.where(valid, draft.tokens, 0))
+    return proposal._replace(draft=draft)
+
+
+def _truncate(
+    state: State, verified: VerifiedDraft, drafted: Int[Array, "B"]
+) -> tuple[Int[Array, "B"], Int[Array, "B"], Bool[Array, "B"]]:
+    """How many tokens each row commits, its status then, and whether it drafts no more.
+
+    The path ends after the first stop token, at the row's longest length, and before the first
+    token whose logits are not numbers. A draft may be what spoiled these, also where it is refused:
+    in attention even a weight of 0 times NaN is NaN. So the row fails without a draft only.
+    """
+    step = jnp.arange(verified.tokens.shape[1])[None, :]
+    count = verified.verification.num_accepted + 1
+    stops = (verified.tokens[:, :, None] == state.rows.stop_ids[:, None, :]).any(axis=2)
+    stops &= step < count[:, None]
+    count = jnp.where(stops.any(axis=1), jnp.argmax(stops, axis=1) + 1, count)
+    count = jnp.minimum(count, state.rows.max_length - state.length)
+    stopped = (stops & (step < count[:, None])).any(axis=1)
+    full = state.length + count >= state.rows.max_length
+    status = jnp.where(stopped, STOPPED, jnp.where(full, FULL, RUNNING))
+    broken = ~verified.numbers & (step < count[:, None])
+    failed = broken.any(axis=1)
+    count = jnp.where(failed, jnp.argmax(broken, axis=1), count)
+    status = jnp.where(failed, jnp.where(drafted > 0, RUNNING, FAILED), status)
+    return (
+        jnp.where(state.active, count, 0).astype(jnp.int32),
+        jnp.where(state.active, status, state.status),
+        state.undrafted | (failed & state.active),
+    )
+
+
+def _commit(
+    state: State, verified: VerifiedDraft, count: Int[Array, "B"], status: Int[Array, "B"]
+) -> State:
+    """Append the root's and the path's keys to the cache, and the new tokens to the row."""
+    step = jnp.arange(verified.tokens.shape[1])[None, :]
+    where = jnp.where(step < count[:, None], state.length[:, None] + step, state.tokens.shape[1])
+    slots = jnp.pad(jnp.maximum(verified.verification.path_slots, 0), ((0, 0), (1, 0)))
+    logprobs = state.logprobs
+    if verified.logprobs is not None:
+        logprobs = put(logprobs, where, verified.logprobs)
+    features = {}
+    for name, kept in state.features.items():
+        # The root's feature, and those of the path, at their positions modulo M.
+        at = (state.length[:, None] - 1 + step) % kept.shape[1]
+        at = jnp.where(step < count[:, None], at, kept.shape[1])
+        features[name] = put(kept, at, verified.features[name])
+    return state.replace(
+        features=features,
+        tokens=put(state.tokens, where, verified.tokens),
+        length=state.length + count,
+        status=status,
+        cache=commit(state.cache, verified.window, slots, count),
+        logprobs=logprobs,
+    )
+
+
+def no_tally(plan: Plan) -> Tally:
+    """The tally before the first round."""
+    drafters, nodes = len(plan.drafter.parts), plan.drafter.num_nodes
+    none, of_nodes = jnp.zeros(drafters, jnp.int32), jnp.zeros((drafters, nodes), jnp.int32)
+    return Tally(none, none, of_nodes, of_nodes)
+
+
+def _tally(
+    plan: Plan, proposal: Proposal, verified: VerifiedDraft, participated: Bool[Array, "B"]
+) -> Tally:
+    """What the drafters did in one round."""
+    valid = proposal.draft.valid
+    numbers = jnp.arange(len(plan.drafter.parts))
+    turn = (proposal.drafter[None, :] == numbers[:, None]) & participated[None, :]
+    slots = jnp.arange(1, valid.shape[1] + 1)[None, None, :]
+    accepted = (verified.verification.path_slots[:, :, None] == slots).any(axis=1)
+    return Tally(
+        ran=proposal.ran.astype(jnp.int32),
+        further=proposal.further.astype(jnp.int32),
+        drafted=(turn[:, :, None] & valid[None]).any(axis=1).astype(jnp.int32),
+        accepted=(turn[:, :, None] & (accepted & valid)[None]).sum(axis=1, dtype=jnp.int32),
+    )
+
+
+def make_context(plan: Plan, params: Any, state: State) -> Context:
+    """What drafters may look at in a state; `params` are the target's."""
+    # A draft longer than what the row may still emit, less the target's own token, is waste.
+    room = state.rows.max_length - state.length - 1
+    drafts = state.active & ~state.undrafted
+    limit = jnp.where(drafts, jnp.clip(room, 0, plan.drafter.num_speculative_tokens), 0)
+    return Context(
+        tokens=state.tokens,
+        length=state.length,
+        limit=limit,
+        prompt_length=state.rows.prompt_length,
+        index=state.rows.index,
+        sampling=state.rows.sampling,
+        cache=state.cache,
+        params=params,
+        features=state.features,
+        target=plan.target,
+        flags=plan.flags,
+        needs_logq=plan.flags.sampled and plan.rule.needs_logq,
+        longest_commit=plan.drafter.num_speculative_tokens + 1,
+    )
+
+
+def round_keys(plan: Plan, state: State) -> Key[Array, "B"]:
+    """Each row's key for its own next round; with noise by position, the key of the whole row."""
+    if plan.rule.position_noise:
+        return state.rows.key
+    return sampling.fold_round(state.rows.key, state.round)
+
+
+def draft_noise(plan: Plan, state: State, keys: Key[Array, "B"]) -> Noise:
+    """The noise that drafts of a round are drawn with; `keys` are `round_keys`."""
+    vocab = plan.target.vocab_size
+    if plan.rule.position_noise:
+        return sampling.coupled_noise(keys, state.length, vocab)
+    return sampling.draft_noise(keys, vocab)

@@ -1,0 +1,150 @@
+"""The state before the first round: empty rows, and prompts that are read into them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from specjax.cache import KVCache
+from specjax.decoding.plan import Plan
+from specjax.decoding.round import make_context
+from specjax.decoding.state import Rows, State
+from specjax.distributed.sharding import constrain_rows
+from specjax.drafters.base import Accepted, TargetPass
+from specjax.models.prefill import prefill
+
+_ROWS_FIRST = ("tokens", "length", "status", "undrafted", "features", "rows", "round", "logprobs")
+"""The parts of a state that are spread over devices by their first axis."""
+
+
+def start(
+    plan: Plan,
+    params: Any,
+    tokens: Int[Array, "B S"],
+    rows: Rows,
+    length: Int[Array, "B"],
+    status: Int[Array, "B"],
+) -> State:
+    """The state before the first round: prompts prefilled but for their last token.
+
+    `params` is (target's, drafter's).
+    """
+    return read_prompts(plan, params, empty_state(plan, params, tokens, rows, length, status))
+
+
+def read_prompts(
+    plan: Plan,
+    params: Any,
+    state: State,
+    begin: Int[Array, ""] | int = 0,
+    end: Int[Array, ""] | int | None = None,
+) -> State:
+    """The state after target and drafter have read the prompts' positions from `begin` to `end`.
+
+    Those before `begin` were read earlier. `end` is rounded up to whole chunks of the smallest
+    size; without it, the prompts are read but for their last token.
+    """
+    target_params, draft_params = params
+    drafter, length = plan.drafter, state.length
+
+    def observe(
+        carry: Any,
+        cache: KVCache,
+        first: Int[Array, ""],
+        count: Int[Array, "B"],
+        features: dict[str, Array],
+        size: int,
+    ) -> Any:
+        # What has been read of each row, and the token after it.
+        known = jnp.clip(length - 1, 0, first + count) + 1
+        context = make_context(plan, target_params, state.replace(length=known, cache=cache))
+        following = context.tokens_from(jnp.broadcast_to(first + 1, count.shape), size)
+        if drafter.pass_features:
+            chunk = context.tokens_from(jnp.broadcast_to(first, count.shape), size)
+            read = jnp.arange(size)[None, :] < count[:, None]
+            carry = drafter.observe_pass(
+                draft_params,
+                carry,
+                TargetPass(chunk, read, _named(features, drafter.pass_features)),
+            )
+        accepted = Accepted(following, count, _named(features, drafter.features))
+        return drafter.observe_prompt(draft_params, carry, context, accepted)
+
+    cache, drafter_state = prefill(
+        plan.target,
+        target_params,
+        state.tokens,
+        length - 1,
+        state.cache,
+        plan.chunks,
+        (*drafter.features, *drafter.pass_features),
+        observe,
+        state.drafter,
+        begin,
+        end,
+    )
+    return state.replace(cache=cache, drafter=drafter_state)
+
+
+def _named(features: dict[str, Array], names: tuple[str, ...]) -> dict[str, Array]:
+    """Those of the features that have these names."""
+    return {name: features[name] for name in names}
+
+
+def empty_state(
+    plan: Plan,
+    params: Any,
+    tokens: Int[Array, "B S"],
+    rows: Rows,
+    length: Int[Array, "B"],
+    status: Int[Array, "B"],
+) -> State:
+    """The state of rows whose tokens neither the target nor the drafter has read."""
+    batch = tokens.shape[0]
+    target_params, draft_params = params
+    target, drafter = plan.target, plan.drafter
+    kept = drafter.kept_features
+    shapes = _feature_shapes(plan, target_params, tokens)
+    state = State(
+        tokens=tokens,
+        length=length,
+        status=status,
+        undrafted=jnp.zeros(batch, bool),
+        cache=target.make_cache(batch, plan.capacity),
+        drafter=drafter.init(draft_params, batch, plan.capacity),
+        features={
+            name: jnp.zeros((batch, kept, shape.shape[2]), shape.dtype)
+            for name, shape in shapes.items()
+        },
+        rows=rows,
+        round=jnp.zeros(batch, jnp.int32),
+        logprobs=jnp.zeros(tokens.shape, jnp.float32),
+    )
+    return state.replace(**{name: constrain_rows(getattr(state, name)) for name in _ROWS_FIRST})
+
+
+def _feature_shapes(
+    plan: Plan, params: Any, tokens: Int[Array, "B S"]
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of the features that the drafters read, of one token per row."""
+    if not plan.drafter.features:
+        return {}
+    batch = tokens.shape[0]
+
+    def extend(params: Any) -> dict[str, Array]:
+        return plan.target.extend(
+            params,
+            tokens[:, :1],
+            jnp.zeros((batch, 1), jnp.int32),
+            plan.target.make_cache(batch, plan.capacity),
+            plan.target.make_window(batch, 1),
+            0,
+            jnp.ones((1, 1, 1), bool),
+            features=plan.drafter.features,
+            logits=False,
+        ).features
+
+    return jax.eval_shape(extend, params)

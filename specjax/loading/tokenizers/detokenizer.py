@@ -1,0 +1,176 @@
+"""Token ids to text: one mechanism for whole outputs and for those that grow.
+
+A decoder of the tokenizers package is given a whole output at once, and what a token adds to the
+text can depend on later ones. Here every token has bytes of its own, and text is those bytes one
+after the other, read as UTF-8; so text that was given out never changes. It is the package's own
+text of byte-level vocabularies for all tokens. In SentencePiece's vocabularies tokens such as
+`<0x0A>` stand for bytes: a valid character stays what it is, whatever bytes follow it, as in
+SentencePiece and llama.cpp, where the package replaces a whole run of such tokens in which
+anything is invalid.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import tokenizers
+
+from specjax.files.json_files import parse_json
+
+_REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_EACH_BYTE = "specjax.each_byte"
+"""Errors of UTF-8 where each invalid byte becomes U+FFFD, not each invalid sequence."""
+_METASPACE_KEPT = "never"
+
+
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return _REPLACEMENT * (error.end - error.start), error.end
+
+
+codecs.register_error(_EACH_BYTE, _replace_each_byte)
+
+
+def _byte_characters() -> dict[str, int]:
+    """The characters that stand for bytes in byte-level vocabularies, as GPT-2 chose them."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + n): b for n, b in enumerate(hidden)}
+
+
+_BYTES = _byte_characters()
+
+
+@dataclass(frozen=True, eq=False)
+class Detokenizer:
+    """How the tokens of a vocabulary become text."""
+
+    backend: tokenizers.Tokenizer
+
+    @cached_property
+    def special(self) -> Mapping[int, str]:
+        """The special tokens' own text, by id; a reader of the output does not see them."""
+        added = self.backend.get_added_tokens_decoder()
+        return {index: token.content for index, token in added.items() if token.special}
+
+    @cached_property
+    def _steps(self) -> list[dict[str, Any]]:
+        decoder = self.backend.decoder
+        if decoder is None:
+            return []
+        return _flat(parse_json(decoder.__getstate__(), "the tokenizer's decoder"))
+
+    @cached_property
+    def _byte_level(self) -> bool:
+        return [step["type"] for step in self._steps if step["type"] != "Fuse"] == ["ByteLevel"]
+
+    @cached_property
+    def _piecewise(self) -> bool:
+        """Whether pieces are decoded one by one, joined, and stripped at the beginning."""
+        names = [step["type"] for step in self._steps]
+        fuse = names.index("Fuse") if "Fuse" in names else len(names)
+        return (
+            bool(names)
+            and all(_is_local(step) for step in self._steps[:fuse])
+            and all(_is_strip_of_beginning(step) for step in self._steps[fuse + 1 :])
+            and len(names) <= fuse + 2
+        )
+
+    @cached_property
+    def errors(self) -> str:
+        """What invalid bytes become: the name of an error handler."""
+        return _EACH_BYTE if any(s["type"] == "ByteFallback" for s in self._steps) else "replace"
+
+    @cached_property
+    def stripped(self) -> tuple[str, int]:
+        """The character that the text does not begin with, and how many of it are removed."""
+        last = self._steps[-1] if self._piecewise else {}
+        return last.get("content", "") if last.get("type") == "Strip" else "", last.get("start", 0)
+
+    def piece(self, index: int, previous: int | None) -> bytes | None:
+        """The bytes that a token adds to the text; None for an id that names no token.
+
+        `previous` is the token before it, None at the beginning of the text.
+        """
+        if index in self.special:
+            return self.special[index].encode()
+        token = self.backend.id_to_token(index)
+        if token is None:
+            return None
+        if self._byte_level:
+            if all(char in _BYTES for char in token):
+                return bytes(_BYTES[char] for char in token)
+            return token.encode()
+        if self._piecewise:
+            return self._piece(token, first=previous is None)
+        before = "" if previous is None else self.backend.decode([previous], False)
+        both = [index] if previous is None else [previous, index]
+        return self.backend.decode(both, False).removeprefix(before).encode()
+
+    def _piece(self, token: str, *, first: bool) -> bytes:
+        for step in self._steps:
+            if step["type"] == "Replace":
+                token = token.replace(step["pattern"]["String"], step["content"])
+            elif step["type"] == "Metaspace":
+                drops = first and step.get("prepend_scheme") != _METASPACE_KEPT
+                token = token.replace(step["replacement"], "" if drops else " ")
+            elif step["type"] == "ByteFallback" and (byte := _BYTE_TOKEN.fullmatch(token)):
+                return bytes([int(byte[1], 16)])
+        return token.encode()
+
+
+class TextStream:
+    """Text of tokens that arrive a few at a time; later tokens do not change what was given out."""
+
+    def __init__(self, detokenizer: Detokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._detokenizer = detokenizer
+        self._skipped = detokenizer.special if skip_special_tokens else {}
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(detokenizer.errors)
+        self._previous: int | None = None
+        self._stripped, self._to_strip = detokenizer.stripped
+
+    def feed(self, ids: Iterable[int]) -> str:
+        """The text that these ids complete; an unfinished character waits for the next call."""
+        pieces = []
+        for index in ids:
+            if index in self._skipped:
+                continue
+            piece = self._detokenizer.piece(index, self._previous)
+            if piece is not None:
+                pieces.append(piece)
+                self._previous = index
+        return self._strip(self._utf8.decode(b"".join(pieces)))
+
+    def flush(self) -> str:
+        """What is left at the end: the bytes of an unfinished character as U+FFFD."""
+        return self._strip(self._utf8.decode(b"", True))
+
+    def _strip(self, text: str) -> str:
+        while self._to_strip and text:
+            if text[0] != self._stripped:
+                self._to_strip = 0
+                break
+            text, self._to_strip = text[1:], self._to_strip - 1
+        return text
+
+
+def _flat(decoder: dict[str, Any]) -> list[dict[str, Any]]:
+    if decoder["type"] != "Sequence":
+        return [decoder]
+    return [step for inner in decoder["decoders"] for step in _flat(inner)]
+
+
+def _is_local(step: dict[str, Any]) -> bool:
+    """Whether a step changes each token by itself, but for the first one."""
+    plain = step["type"] == "Replace" and "String" in step["pattern"]
+    return plain or step["type"] in ("ByteFallback", "Metaspace")
+
+
+def _is_strip_of_beginning(step: dict[str, Any]) -> bool:
+    return step["type"] == "Strip" and not step["stop"]

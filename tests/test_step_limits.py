@@ -1,0 +1,417 @@
+"""Steps under limits that change: drafters sleep and wake, runs are repeated, clocks mislead.
+
+A drafter whose limit is 0 sleeps: what was committed meanwhile waits to be observed. Its state,
+with what waits, is that of a fresh prompt, and no limits change a token of plain decoding.
+"""
+
+import functools
+import itertools
+import json
+import math
+import types
+from dataclasses import dataclass, replace
+
+import conftest
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import slow
+from decoding import (
+    PROMPTS,
+    Scripted,
+    copied,
+    decode,
+    draft_model,
+    greedy,
+    make_session,
+    mixed,
+    observed,
+)
+from heads import eagle_head, medusa_head, mtp_head
+
+from specjax.cache import KVCache, Window
+from specjax.controllers import Auto, ByBatch, Fixed, Recorded
+from specjax.decoding.engine import engine as engines
+from specjax.decoding.generate import decode_session, expected_acceptance, generate, open_engine
+from specjax.decoding.rows import Row, row_arguments, session_row
+from specjax.decoding.sampling_params import SamplingParams
+from specjax.decoding.state import admit
+from specjax.distributed import processes
+from specjax.drafters import TreeOptions, head_drafter, merge_drafters, take_turns, turns
+from specjax.drafters import draft_model as draft_models
+from specjax.drafters.early_exit import EarlyExit
+from specjax.drafters.lookup.ngram import Ngram
+from specjax.drafters.lookup.token_recycling import TokenRecycling
+
+NEW = 72
+"""Enough that features would be lost if nobody observed."""
+BUSHY = TreeOptions(kind="static", choices=((0,), (1,), (0, 0), (1, 0)))
+REQUESTS = [
+    replace(request, max_new_tokens=NEW if number < 2 else NEW - 8 * number)
+    for number, request in enumerate(mixed(top_k=0, top_p=1.0, min_p=0.0))
+]
+"""Rows that end one after another, so that others are admitted while drafters sleep."""
+OPTIONS = dict(batch_size=4, sampling=REQUESTS, max_length=40 + NEW)
+
+
+def made(name, tiny, similar):
+    """A drafter by name; those that are joined, by +, draft in one program."""
+    two = dict(num_speculative_tokens=2)
+    dynamic = TreeOptions(kind="dynamic", topk=2, depth=2, num_nodes=5)
+    parts = {
+        "ngram": lambda: Ngram(prompt_lookup_min=1, **two),
+        "draft_model": lambda: draft_model(similar, **two),
+        "early_exit": lambda: EarlyExit(3, exit_layer=2, **two),
+        "medusa": lambda: head_drafter(medusa_head(tiny), tiny, **two),
+        "eagle3": lambda: head_drafter(eagle_head(tiny, spread=0.3), tiny, **two),
+        "mtp": lambda: head_drafter(mtp_head(tiny, 2, spread=0.3), tiny, **two),
+        "token_recycling": lambda: TokenRecycling(61, tree=BUSHY),
+        "medusa_static": lambda: head_drafter(medusa_head(tiny), tiny, tree=BUSHY),
+        "eagle3_dynamic": lambda: head_drafter(eagle_head(tiny, spread=0.3), tiny, tree=dynamic),
+        "eagle3_static": lambda: head_drafter(eagle_head(tiny, spread=0.3), tiny, tree=BUSHY),
+        "early_exit_static": lambda: EarlyExit(3, exit_layer=2, tree=BUSHY),
+        "merged": lambda: merge_drafters(parts["ngram"](), parts["eagle3"]()),
+    }
+    return take_turns(*(parts[one]() for one in name.split("+")))
+
+
+FEW = "draft_model+eagle3_static"
+"""A chain that is drawn and a static tree, with caches and features."""
+CHAINS = "ngram+draft_model+medusa+eagle3+mtp"
+TREES = "ngram+token_recycling+medusa_static+eagle3_dynamic"
+ALONE = (
+    *("ngram", "draft_model", "early_exit", "medusa", "eagle3", "mtp", "token_recycling"),
+    *("medusa_static", "eagle3_dynamic", "early_exit_static", "merged", "merged+draft_model"),
+)
+
+
+def scripted(drafter):
+    """All draft, none, each alone, one token each, and none for longer than features are kept."""
+    most = tuple(part.num_nodes for part in drafter.drafter.parts)
+    sure = tuple(0.2 * (number % 2) for number in range(len(most)))
+    none, one, any_ = (0,) * len(most), (1,) * len(most), (0.0,) * len(most)
+    alone = [
+        tuple(count * (other == number) for other in range(len(most)))
+        for number, count in enumerate(most)
+    ]
+    return Scripted(
+        (
+            (most, any_, 2),
+            (none, any_, 3),
+            *((each, sure, 1 + number % 5) for number, each in enumerate(alone)),
+            (one, any_, 1),
+            *[(none, any_, 5)] * 7,
+            *((each, any_, 2) for each in reversed(alone)),
+            (most, sure, 4),
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def session_of(tiny, similar):
+    def of(name, rule="rejection", controller=None):
+        drafter = drafters(name)
+        options = dict(controller=controller or scripted(drafter), **OPTIONS)
+        session = make_session(tiny, PROMPTS, drafter=drafter, verify=rule, **options)
+        # Passes of several widths are in test_loop_output_comparison.
+        widths = session.plan.widths if conftest.full else session.plan.widths[-1:]
+        overlaps = name == FEW and rule == "rejection"
+        return replace(session, plan=replace(session.plan, widths=widths, overlaps=overlaps))
+
+    drafters = functools.cache(lambda name: made(name, tiny, similar))
+    return of
+
+
+@pytest.fixture(scope="module")
+def assert_plain(tiny):
+    """Compares tokens with those of plain decoding: of greedy rows, or all under `coupled`."""
+
+    @functools.cache
+    def plain(rule):
+        requests = [replace(request, temperature=0.0) for request in REQUESTS]
+        options = OPTIONS if rule == "coupled" else {**OPTIONS, "sampling": requests}
+        return decode(tiny, PROMPTS, verify=rule, **options).token_ids
+
+    def compare(tokens, rule="rejection"):
+        for got, wanted, request in zip(tokens, plain(rule), REQUESTS, strict=True):
+            if rule == "coupled" or request.temperature == 0:
+                assert got == wanted
+
+    return compare
+
+
+BROKEN = 1000
+"""Added to the numbers of rows in which nobody observes before features have no room."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def room_of_broken_rows():
+    """The number of a row says whether it is one, so that a program serves both."""
+    would_lose = turns._would_lose_features
+
+    def by_number(state, context):
+        return would_lose(state, context) & ~(context.index >= BROKEN).any()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(turns, "_would_lose_features", by_number)
+        yield
+
+
+class Watched:
+    """An engine of a session that compares each state after a step with fresh ones."""
+
+    def __init__(self, session, first_row=0, change=None, **programs):
+        self.session, self.engine = session, open_engine(session)
+        self.compiled = self.engine.compile()._replace(**programs)
+        self.engine._rows._programs = self.compiled._replace(step=self.step)
+        for prompt in range(len(session.prompts)):
+            row = session_row(session, prompt)
+            self.engine.add_rows(prompt, [replace(row, number=first_row + prompt)])
+        self.steps = self.compared = self.most_unobserved = 0
+        self.change = change
+
+    def step(self, *arguments):
+        state, seen = self.compiled.step(*arguments)
+        state = self.change(state) if self.change else state
+        self.steps += 1
+        if self.steps <= 24 or conftest.full:
+            self.compare(copied(state))
+        return state, seen
+
+    def compare(self, state):
+        """Each drafter's state, with what waits to be observed, is that of a fresh prompt."""
+        parts = self.session.plan.drafter.parts
+        for part, before in zip(parts, state.drafter, strict=True):
+            if part.features:
+                self.most_unobserved = max(self.most_unobserved, int(before.unobserved.max()))
+        got = on_host(observed(self.session, state))
+        for slot in np.flatnonzero(np.asarray(state.active)):
+            fresh = self.fresh(np.asarray(state.tokens)[slot, : int(state.length[slot])])
+            for part, mine, wanted in zip(parts, got, on_host(fresh.drafter), strict=True):
+                if not part.pass_features:
+                    assert_alike(mine, wanted.drafter, slot)
+                    self.compared += 1
+
+    def fresh(self, tokens):
+        """The state of a row whose prompt is `tokens`."""
+        row = Row(0, tuple(tokens.tolist()), SamplingParams(max_new_tokens=1))
+        arguments = row_arguments(self.session, [row], self.session.prefill_rows)
+        new = self.compiled.new(self.session.params, *arguments)
+        if len(tokens) == 1:
+            return new
+        read = self.compiled.read
+        return read(self.session.params, new, np.int32(0), np.int32(len(tokens) - 1))[0]
+
+    def tokens(self):
+        """The output of all prompts."""
+        ended = {one.id: one.output for one in self.engine if one.output is not None}
+        return [ended[prompt].token_ids for prompt in range(len(ended))]
+
+
+def on_host(state):
+    return jax.tree.map(np.asarray, state)
+
+
+def own_nodes(state):
+    """What of a drafter's state is compared: not what a draft model was fed in the last round."""
+    if isinstance(state, draft_models.State):
+        state = state.cache
+    return jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, KVCache | Window))
+
+
+def assert_alike(got, wanted, slot):
+    """A row of a state is that of a state of one row."""
+    for mine, other in zip(own_nodes(got), own_nodes(wanted), strict=True):
+        if isinstance(mine, Window):
+            continue
+        if not isinstance(mine, KVCache):
+            np.testing.assert_allclose(mine[slot], other[0], atol=3e-5, rtol=1e-4)
+            continue
+        assert int(mine.length[slot]) == int(other.length[0])
+        held = int(other.length[0])
+        for one, same in ((mine.k, other.k), (mine.v, other.v)):
+            np.testing.assert_allclose(
+                one[:, slot, :, :held], same[:, 0, :, :held], atol=3e-5, rtol=1e-4
+            )
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [(FEW, "rejection"), *slow(*((name, "coupled") for name in (FEW, CHAINS, TREES, *ALONE)))],
+)
+def test_drafters_that_sleep_and_wake(name, rule, session_of, assert_plain):
+    """Their states are fresh after each step, and tokens those of plain decoding."""
+    watched = Watched(session_of(name, rule))
+    assert_plain(watched.tokens(), rule)
+    slept = [not any(limits.longest) for limits, _ in watched.engine.step_limits]
+    assert {True, False} <= set(slept)
+    drafter = watched.session.plan.drafter
+    if any(part.observes for part in drafter.parts):
+        assert watched.compared > 0
+        kept = drafter.kept_features
+        assert 0.5 * kept <= watched.most_unobserved <= kept
+
+
+def unobserved_plus(state, more):
+    """A state in which more, or fewer, of each row's tokens wait to be observed."""
+    parts = (
+        part.replace(unobserved=jnp.maximum(part.unobserved + more, 0)) for part in state.drafter
+    )
+    return state.replace(drafter=tuple(parts))
+
+
+@jax.jit
+def admit_with_old_counts(state, slots, new):
+    admitted = admit(state, slots, new)
+    pairs = zip(admitted.drafter, state.drafter, strict=True)
+    parts = tuple(part.replace(unobserved=old.unobserved) for part, old in pairs)
+    return admitted.replace(drafter=parts), slots
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        dict(first_row=BROKEN),
+        dict(change=functools.partial(unobserved_plus, more=1)),
+        dict(change=functools.partial(unobserved_plus, more=-1)),
+        dict(admit=admit_with_old_counts),
+    ],
+    ids=["loses_features", "observes_twice", "misses_a_token", "keeps_counts_on_admission"],
+)
+def test_broken_states_are_found(broken, session_of):
+    with pytest.raises(AssertionError):
+        Watched(session_of(FEW), **broken).tokens()
+
+
+COUNTS = ("width", "drafted", "accepted", "emitted", "drafter", "first_round")
+
+
+def assert_same_run(one, other):
+    assert one.token_ids == other.token_ids
+    for name in COUNTS:
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+
+
+CONTROLLERS = {
+    "scripted": None,
+    "by_batch": ByBatch(((1, 1, 4), (2, 3, 3), (4, 4, 1))),
+    "auto": Auto(),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "controller"),
+    [
+        *((FEW, "rejection", controller) for controller in CONTROLLERS),
+        *slow(*itertools.product((CHAINS, TREES), ("rejection",), CONTROLLERS)),
+        *slow(*((CHAINS, "block", controller) for controller in CONTROLLERS)),
+    ],
+)
+def test_recorded_limits_repeat_a_run(name, rule, controller, session_of, assert_plain):
+    """Tokens, counts and draws, whatever chose the limits: no clock is asked."""
+    session = session_of(name, rule, CONTROLLERS[controller])
+    first = decode_session(session)
+    assert_plain(first.token_ids)
+    assert len(set(first.step_limits)) > 1
+    again = replace(session, controller=Recorded(first.step_limits))
+    assert_same_run(decode_session(again), first)
+    # The limits are what makes it the same.
+    assert decode_session(replace(session, controller=Fixed())).token_ids != first.token_ids
+
+
+@dataclass(frozen=True)
+class Remembering:
+    """A controller that keeps the records of its steps: its state is (the controller's, records)."""
+
+    inner: object
+
+    def init(self, sizes):
+        return self.inner.init(sizes), ()
+
+    def choose(self, state, unfinished, most_rounds):
+        *chosen, after = self.inner.choose(state[0], unfinished, most_rounds)
+        return *chosen, (after, state[1])
+
+    def update(self, state, record):
+        return self.inner.update(state[0], record), (*state[1], record)
+
+
+@pytest.mark.parametrize("controller", ["scripted", "by_batch"])
+def test_expected_acceptance_is_that_of_the_limits(controller, session_of):
+    """By the first candidate of each node that was reached: its q is what is recorded."""
+    session = session_of(FEW)
+    inner = CONTROLLERS[controller] or Scripted(session.controller.steps[:5])
+    session = replace(session, controller=Remembering(inner))
+    engine = open_engine(session)
+    result = decode_session(session, engine=engine)
+    accepted = sum(record.accepted for record in engine._controller_state[1])
+    tree = session.plan.drafter.parts[1].tree
+    firsts = accepted[0].sum() + accepted[1][: tree.num_nodes][np.array(tree.ranks) == 0].sum()
+    expected = expected_acceptance(session, [result])
+    rate = firsts / expected.num_nodes
+    assert abs(rate - expected.mean) < 5 * expected.decision_error
+    # Other limits have another expectation.
+    assert expected_acceptance(replace(session, controller=Fixed())).num_nodes != expected.num_nodes
+
+
+CLOCKS = {
+    "stops": lambda: itertools.repeat(7.0),
+    "jumps": lambda: itertools.cycle([0.0, 1e12, -1e12, 1.0, math.inf]),
+    "is_no_number": lambda: itertools.chain([0.0, 1.0], itertools.repeat(math.nan)),
+    "runs_backwards": lambda: itertools.count(0.0, -1.0),
+}
+
+
+@pytest.mark.parametrize("clock", CLOCKS)
+def test_a_clock_changes_no_greedy_token(clock, session_of, assert_plain, monkeypatch):
+    ticks = CLOCKS[clock]()
+    monkeypatch.setattr(engines, "time", types.SimpleNamespace(perf_counter=lambda: next(ticks)))
+    session = session_of(FEW, controller=Auto())
+    first = decode_session(session)
+    assert_plain(first.token_ids)
+    again = decode_session(replace(session, controller=Recorded(first.step_limits)))
+    assert_same_run(again, first)
+
+
+def test_all_processes_take_the_limits_of_the_first(session_of, assert_plain, monkeypatch):
+    """What a process chooses is replaced by what the first one says, which comes as JSON."""
+    session = session_of(FEW)
+    first = decode_session(session)
+    said = iter(first.step_limits)
+    monkeypatch.setattr(processes, "from_first", lambda _: json.loads(json.dumps(next(said))))
+    other = decode_session(replace(session, controller=Fixed()))
+    assert_same_run(other, first)
+    assert other.step_limits == first.step_limits
+
+
+def programs_made():
+    return conftest.made[conftest.PROGRAM]
+
+
+def test_equal_programs_serve_other_requests(tiny):
+    """Other temperatures, three prompts for four, more tokens, and the first row with a top-p."""
+    prompts = [list(range(1, 50))] * 4
+    drafter = Ngram(num_speculative_tokens=2)
+
+    def run(prompts, new_tokens, **fields):
+        requests = SamplingParams(max_new_tokens=new_tokens, **fields)
+        got = generate(tiny, prompts, drafter=drafter, sampling=requests)
+        assert {len(tokens) for tokens in got.token_ids} == {new_tokens}
+
+    run(prompts, 100, temperature=0.8)
+    made = programs_made()
+    run(prompts, 100, temperature=1.2)
+    run(prompts[:3], 100, temperature=0.8)
+    run(prompts, 150, temperature=0.8, top_p=0.9, top_k=9, min_p=0.01)
+    assert programs_made() == made
+
+
+def test_an_engine_serves_its_first_top_p_at_once(tiny):
+    engine = engines.Engine(tiny, drafter=Ngram(num_speculative_tokens=2), batch_size=2)
+    engine.add(PROMPTS[0], greedy(max_new_tokens=40))
+    engine.step()
+    made = programs_made()
+    engine.add(PROMPTS[1], SamplingParams(temperature=0.8, top_p=0.9, max_new_tokens=20))
+    assert len([one for one in engine if one.output is not None]) == 2
+    assert programs_made() == made

@@ -1,0 +1,279 @@
+"""Checkpoints as tools write them: other names, parts twice or left out, counts that are wrong."""
+
+import json
+import shutil
+from pathlib import Path
+
+import gguf_files
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from exports import VOCABULARY, eagle_head, edit, medusa_head, written
+from safetensors.numpy import load_file, save_file
+
+from specjax.errors import InputError
+from specjax.loading.checkpoints import save_checkpoint
+from specjax.loading.head_formats import read_foreign
+from specjax.loading.head_formats.compare_logits import draft_logits
+from specjax.loading.load import load_model
+
+GOLDENS = Path(__file__).parent / "goldens"
+GLM, MIMO, GPT2 = (GOLDENS / "families" / name for name in ("glm4_moe", "mimo", "gpt2"))
+TIED, LLAMA = GOLDENS / "grouped_tied", GOLDENS / "llama3"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@pytest.fixture
+def said(caplog):
+    """The lines that loading says, as a function."""
+    return lambda: [record.message for record in caplog.records if record.name == "specjax"]
+
+
+def changed(source, folder, tensors=lambda tensors: tensors, **fields):
+    """A copy of a checkpoint with a single file, its tensors and config changed."""
+    path = Path(shutil.copytree(source, folder / "model"))
+    stored = load_file(path / "model.safetensors")
+    save_file(tensors(dict(stored)), path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text()) | fields
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def same(one, other):
+    return jax.tree.all(jax.tree.map(np.array_equal, one.params, other.params))
+
+
+def without(*starts):
+    return lambda tensors: {
+        name: value for name, value in tensors.items() if not name.startswith(starts)
+    }
+
+
+def dropped_line(path, count):
+    return (
+        f"{path}: MTP modules are announced ({count}), and their tensors are not there; "
+        "loaded without them"
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "dropped"), [(GLM, "model.layers.3."), (MIMO, "model.mtp_layers.")]
+)
+def test_modules_that_a_tool_dropped(source, dropped, tmp_path, said):
+    path = changed(source, tmp_path, without(dropped))
+    model = load_model(path, dtype="float32")
+    assert said() == [dropped_line(path, 1)]
+    assert model.mtp is None
+    assert same(model, load_model(source, dtype="float32"))
+
+
+def test_what_transformers_writes_of_a_model_with_modules(said):
+    load_model(GOLDENS / "variants" / "glm4_moe", dtype="float32")
+    assert said() == [dropped_line(GOLDENS / "variants" / "glm4_moe", 1)]
+
+
+@pytest.mark.parametrize("count", ["num_nextn_predict_layers", "mtp_num_hidden_layers"])
+def test_a_family_without_modules_that_announces_some(count, tmp_path, said):
+    path = changed(TIED, tmp_path, **{count: 2})
+    assert same(load_model(path, dtype="float32"), load_model(TIED, dtype="float32"))
+    assert said() == [dropped_line(path, 2)]
+
+
+def test_modules_that_are_cut_off_are_an_error(tmp_path):
+    path = changed(GLM, tmp_path, without("model.layers.3.mlp.", "model.layers.3.eh_proj"))
+    with pytest.raises(InputError, match=r"missing: model.layers.3.eh_proj.weight.*cut off"):
+        load_model(path)
+    path = changed(MIMO, tmp_path / "two", num_nextn_predict_layers=2)
+    with pytest.raises(InputError, match=r"missing: model.mtp_layers.1"):
+        load_model(path)
+    path = changed(GLM, tmp_path / "other", mtp_num_hidden_layers=3)
+    with pytest.raises(InputError, match="mtp_num_hidden_layers=3: disagrees with num_nextn"):
+        load_model(path)
+
+
+WRAPPED = {
+    "base class": ("", ""),
+    "part of a multimodal model": ("language_model.model.", "language_model."),
+    "the same in transformers 5": ("model.language_model.", ""),
+    "data parallel": ("module.model.", "module."),
+    "compiled": ("_orig_mod.model.", "_orig_mod."),
+    "peft": ("base_model.model.model.", "base_model.model."),
+    "fsdp": ("_fsdp_wrapped_module.model.", ""),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+@pytest.mark.parametrize("source", [LLAMA, GPT2])
+def test_names_in_other_modules(source, name, tmp_path):
+    base = "transformer." if source == GPT2 else "model."
+    inside, before_head = (part.replace("model.model.", f"model.{base}") for part in WRAPPED[name])
+
+    def renamed(tensors):
+        return {
+            before_head + key if key == HEAD else inside + key.removeprefix(base): value
+            for key, value in tensors.items()
+        }
+
+    path = changed(source, tmp_path, renamed)
+    assert same(load_model(path, dtype="float32"), load_model(source, dtype="float32"))
+
+
+def test_a_name_with_and_without_its_module(tmp_path):
+    def twice(tensors):
+        tensors = {f"module.{name}": value for name, value in tensors.items()}
+        return {**tensors, HEAD: tensors[f"module.{EMBEDDING}"].copy()} | {
+            f"module.{HEAD}": tensors[f"module.{EMBEDDING}"].copy()
+        }
+
+    with pytest.raises(InputError, match="have the same meaning; delete one of them"):
+        load_model(changed(TIED, tmp_path, twice))
+
+
+def stored_head(dtype=None, drop=False, change=0.0):
+    def change_tensors(tensors):
+        head = tensors[EMBEDDING].astype(np.float32) + np.float32(change)
+        tensors[HEAD] = head.astype(dtype or tensors[EMBEDDING].dtype)
+        return without(EMBEDDING)(tensors) if drop else tensors
+
+    return change_tensors
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        stored_head(),
+        stored_head(np.float32),
+        stored_head(ml_dtypes.bfloat16),
+        stored_head(drop=True),
+        stored_head(np.float32, drop=True),
+    ],
+)
+def test_a_tied_head_that_is_stored(tensors, tmp_path):
+    path = changed(TIED, tmp_path, tensors)
+    assert same(load_model(path, dtype="float32"), load_model(TIED, dtype="float32"))
+
+
+def test_a_tied_head_of_other_numbers_is_an_error(tmp_path):
+    with pytest.raises(InputError, match=r"lm_head.weight differs.*set it to false"):
+        load_model(changed(TIED, tmp_path, stored_head(change=1.0)))
+
+
+def extra(name, shape=(2, 2)):
+    return lambda tensors: {**tensors, name: np.ones(shape, np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "fields", "remedy"),
+    [
+        (extra("model.layers.0.self_attn.q_proj.lora_A.weight"), {}, "merge the adapter"),
+        (extra("model.layers.0.self_attn.q_proj.weight_scale_inv"), {}, "quantised; use the model"),
+        (extra("vision_tower.weight"), {}, "one of the two is of another kind"),
+        (without("model.norm"), {}, "download the file again if it is cut off"),
+        (without(), {"tie_word_embeddings": False}, "set tie_word_embeddings to true"),
+    ],
+)
+def test_remedies_name_what_can_be_done(tensors, fields, remedy, tmp_path):
+    with pytest.raises(InputError, match=remedy):
+        load_model(changed(TIED, tmp_path, tensors, **fields))
+
+
+def test_an_adapter_alone(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(InputError, match="an adapter without its model; merge it"):
+        load_model(tmp_path)
+
+
+def test_old_buffers_are_left_out(tmp_path):
+    name = "model.layers.0.self_attn.rotary_emb."
+    path = changed(
+        TIED,
+        tmp_path,
+        lambda tensors: extra(name + "inv_freq")(extra(name + "cos_cached")(tensors)),
+    )
+    assert same(load_model(path, dtype="float32"), load_model(TIED, dtype="float32"))
+
+
+def test_what_auto_takes_is_said_before_loading(tmp_path, said, monkeypatch):
+    model = load_model(TIED)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    (line,) = said()
+    assert line == (
+        f"{TIED}: the weights take {size / 1000:.1f} kB in float32 (dtype=auto on a CPU); "
+        f"dtype=bfloat16 takes {size / 2000:.1f} kB"
+    )
+    for dtype in ("float32", "bfloat16"):
+        load_model(TIED, dtype=dtype)
+    assert len(said()) == 1
+    monkeypatch.setattr("specjax.loading.load.device_memory.free_bytes", lambda: 1000)
+    path = gguf_files.write(tmp_path / "a.gguf", gguf_files.metadata(), gguf_files.tensors(), "F16")
+    load_model(path)
+    assert "(dtype=auto on a CPU), and 1.0 kB are free; dtype=bfloat16 takes" in said()[1]
+    save_checkpoint(load_model(TIED, dtype="bfloat16"), tmp_path / "orbax")
+    load_model(tmp_path / "orbax")
+    assert said()[2].startswith(f"{tmp_path / 'orbax'}: the weights take")
+    # It is said before a weight is read.
+    path = changed(TIED, tmp_path, without("model.norm"))
+    with pytest.raises(InputError, match="missing"):
+        load_model(path)
+    assert "in float32 (dtype=auto on a CPU)" in said()[3]
+
+
+def test_an_eagle3_head_with_what_tools_add(tiny, tmp_path, said):
+    """Another number of layers, fields of SpecForge and ModelOpt, names inside a module."""
+    head = eagle_head(tiny, vocabulary=VOCABULARY)
+    path = written(tmp_path, head, "eagle3", tiny)
+    stored = load_file(path / "model.safetensors")
+    config = {
+        "num_hidden_layers": 40,
+        "sliding_window": 512,
+        "use_sliding_window": False,
+        "max_window_layers": 48,
+        "additional_fc": False,
+        "reuse_target_lm_head": True,
+        "target_model_type": "llama",
+        "pretraining_tp": 1,
+        "layer_types": ["full_attention"],
+        "qkv_bias": False,
+        "unsloth_version": "2025.3",
+        "eagle_config": {
+            **json.loads((path / "config.json").read_text())["eagle_config"],
+            "use_aux_hidden_state": True,
+            "use_input_layernorm_in_first_layer": True,
+            "use_last_layernorm": True,
+            "use_mtp_layernorm": False,
+            "next_layer_regular": True,
+            "parallel_draft_step": 1,
+        },
+    }
+    edit(path, config, {f"model.{name}": value for name, value in stored.items()}, drop=stored)
+    again = read_foreign(path, tiny)
+    np.testing.assert_array_equal(draft_logits(again, tiny), draft_logits(head, tiny))
+    assert said() == [
+        f"{path / 'config.json'}: num_hidden_layers=40, and the file has 1: these are used"
+    ]
+
+
+@pytest.mark.parametrize("stated", [2, 5])
+def test_medusa_heads_of_another_number(stated, tiny, tmp_path, said):
+    """With the fields of the base model, as FasterDecoding writes them."""
+    head = medusa_head(tiny, VOCABULARY)
+    path = written(tmp_path, head, "medusa", tiny)
+    config = {
+        "medusa_num_heads": stated,
+        "num_heads": None,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "intermediate_size": 11008,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 4096,
+        "rope_scaling": None,
+        "medusa_decay_coefficient": 0.8,
+        "tie_word_embeddings": False,
+        "model_type": "llama",
+    }
+    edit(path, config)
+    again = read_foreign(path, tiny)
+    np.testing.assert_array_equal(draft_logits(again, tiny), draft_logits(head, tiny))
+    assert [line for line in said() if f"medusa_num_heads={stated}, and the file has 3" in line]
