@@ -159,10 +159,12 @@ def test_a_clock_that_stops_or_jumps_changes_speed_only(seconds, when):
     for number in range(60):
         limits, rounds, state = auto.choose(state, 1, 16)
         assert 1 <= rounds <= 16
-        assert all(0 <= k <= one.num_nodes for k, one in zip(limits.longest, SIZES.drafters))
+        assert all(
+            0 <= k <= one.num_nodes for k, one in zip(limits.longest, SIZES.drafters, strict=True)
+        )
         jumps = when <= number < when + 3
         state = auto.update(state, make_record(limits, rounds, seconds if jumps else rounds * 0.1))
-        assert np.isfinite(state.costs.seconds).all()
+        assert np.isfinite(state.estimates.costs.seconds).all()
         assert np.isfinite(state.credit)
     assert limits.longest == (0, 0)
 
@@ -209,8 +211,10 @@ def test_costs_are_told_apart():
         )
         work = count_work(np.ones(()), record.passes, record.ran, record.further)
         seconds = float(work @ truth) * np.exp(0.02 * rng.normal())
-        costs = learn_costs(costs, replace(sizes, dispatch_s=0.01), replace(record, seconds=seconds))
-    np.testing.assert_allclose(costs.plausible(3), truth, atol=0.004)
+        costs = learn_costs(
+            costs, replace(sizes, dispatch_s=0.01), replace(record, seconds=seconds)
+        )
+    np.testing.assert_allclose(costs.seconds, truth, atol=0.004)
 
 
 def test_passes_that_never_ran_follow_those_that_did():
@@ -230,7 +234,7 @@ def test_passes_that_never_ran_follow_those_that_did():
             row_rounds=10,
         )
         costs = learn_costs(costs, sizes, record)
-    passes = np.cumsum(costs.plausible(3)[1:4])
+    passes = np.cumsum(costs.seconds[1:4])
     assert abs(passes[1] / passes[0] - 0.86) < 0.02
     assert passes[2] > passes[1]
 
