@@ -54,6 +54,11 @@ class AutoState(NamedTuple):
     credit: float
     under_way: tuple[Planned, ...] = ()
 
+    @property
+    def tries(self) -> tuple[int, ...] | None:
+        """The limits of a trial that is under way."""
+        return next((step.longest for step in self.under_way if step.instead_of), None)
+
 
 @dataclass(frozen=True)
 class Auto:
@@ -112,12 +117,18 @@ class Auto:
         if not any(one.num_nodes for one in sizes.drafters):
             return Planned(none), most_rounds
         if not costs.known:
-            first = Planned(_first_trial(sizes), none) if state.under_way else Planned(none)
+            # Plain steps tell what a pass costs; one that drafts is tried beside the first of them.
+            number = next(number for number, one in enumerate(sizes.drafters) if one.num_nodes)
+            trial = (*none[:number], _first_trial(sizes)[number], *none[number + 1 :])
+            tried = state.tries is not None or state.counts.asked.any()
+            first = Planned(none) if tried or not state.under_way else Planned(trial, none)
             return first, first_rounds
         rates, best = _best(state.estimates, rows, most_rounds)
         best_limits = tuple(rates.arms[best].tolist())
         trial = self._trial(state, rates, best)
         if trial is None:
+            unknown = state.tries and (costs.rounds[np.array(state.tries) > 0] == 0).any()
+            most_rounds = first_rounds if unknown else most_rounds
             return Planned(best_limits), self._rounds(state, rates, best, most_rounds)
         rounds = self._rounds(state, rates, trial, most_rounds, best)
         if (costs.rounds[rates.arms[trial] > 0] == 0).any():
@@ -126,7 +137,7 @@ class Auto:
 
     def _trial(self, state: AutoState, rates: Rates, best: int) -> int | None:
         """The limits that are worth a trial, if any, by number."""
-        if any(planned.instead_of for planned in state.under_way):
+        if state.tries is not None:
             return None
         sizes, costs, _ = state.estimates
         # The more may be spent, the more is hoped for.
