@@ -369,7 +369,9 @@ def loop_program(session):
     arguments = row_arguments(session, [], session.num_rows)
     with sharding.use(session.mesh):
         _, state, placed = programs._first(session.plan, session.params, arguments, session.mesh)
-        run = jax.jit(loop.run, static_argnums=0, donate_argnums=2, out_shardings=(placed, *[None] * 2))
+        run = jax.jit(
+            loop.run, static_argnums=0, donate_argnums=2, out_shardings=(placed, *[None] * 2)
+        )
         return run.lower(session.plan, session.params, state, jnp.int32(4)).compile()
 
 
