@@ -135,7 +135,7 @@ EXACT = {
     [
         ("sampled", "block"),
         ("greedy_nodes", "rejection"),
-        # Pairs of rows have a test of their own (test_draft_length_distribution).
+        # Pairs of rows have a test of their own (test_limits_distribution).
         # What broken variants are compared with drafts as the first (below).
         # A bar of confidence is in the test of a warp (above).
         *slow(

@@ -240,7 +240,7 @@ def test_lengths_that_follow_the_batch(tiny, every, plain_mixed):
     assert len(drafted) >= 3, drafted
 
 
-@pytest.mark.slow  # as lengths that a test sets (test_sleeping_steps)
+@pytest.mark.slow  # as lengths that a test sets (test_step_limits)
 def test_lengths_that_auto_chooses(tiny, every, plain_mixed):
     got = decode(
         tiny,

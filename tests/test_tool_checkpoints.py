@@ -277,3 +277,78 @@ def test_medusa_heads_of_another_number(stated, tiny, tmp_path, said):
     again = read_foreign(path, tiny)
     np.testing.assert_array_equal(draft_logits(again, tiny), draft_logits(head, tiny))
     assert [line for line in said() if f"medusa_num_heads={stated}, and the file has 3" in line]
+
+
+def as_vllm(config, **fields):
+    """The config as vLLM's EAGLEConfig keeps it."""
+    return {"model_type": "eagle", "model": config, **fields}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda config: as_vllm({**config, "eagle_fc_bias": False}),
+        lambda config: as_vllm(
+            {**config, "skip_prenorm": True, "skip_output_norm": True, "add_para_norm": False},
+            architectures=["EAGLEModel"],
+            truncated_vocab_size=config["vocab_size"],
+            method="eagle",
+            num_lookahead_tokens=5,
+        ),
+    ],
+)
+def test_an_eagle_head_with_the_config_of_vllm(change, tiny, tmp_path):
+    head = eagle_head(tiny, version=1)
+    path = written(tmp_path, head, "eagle", tiny)
+    config = json.loads((path / "config.json").read_text())
+    edit(path)
+    (path / "config.json").write_text(json.dumps(change(config)))
+    np.testing.assert_array_equal(
+        draft_logits(read_foreign(path, tiny), tiny), draft_logits(head, tiny)
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"truncated_vocab_size": 40}, "truncated_vocab_size=40: is not supported"),
+        ({"add_para_norm": True}, "add_para_norm=True"),
+        ({"skip_prenorm": False}, "skip_prenorm=False: is not supported"),
+        ({"eagle_fc_bias": True}, "eagle_fc_bias=True: the file has no fc.bias"),
+    ],
+)
+def test_what_only_vllm_can_do_is_named(fields, message, tiny, tmp_path):
+    path = written(tmp_path, eagle_head(tiny, version=1), "eagle", tiny)
+    config = json.loads((path / "config.json").read_text())
+    edit(path)
+    (path / "config.json").write_text(json.dumps(as_vllm(config, **fields)))
+    with pytest.raises(InputError, match=message):
+        read_foreign(path, tiny)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_an_eagle_head_of_qwen2(biased, tiny, tmp_path):
+    """Its config is a copy of the target's, and the file tells whether there are biases."""
+    path = written(tmp_path, eagle_head(tiny, version=1), "eagle", tiny)
+    config = json.loads((path / "config.json").read_text())
+    del config["attention_bias"]
+    window = {"use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 28}
+    stored = load_file(path / "model.safetensors")
+    biases = {
+        f"layers.0.self_attn.{part}_proj.bias": np.ones(
+            len(stored[f"layers.0.self_attn.{part}_proj.weight"]), np.float32
+        )
+        for part in "qkv"
+    }
+    edit(path, tensors=biases if biased else None)
+    (path / "config.json").write_text(json.dumps({**config, "model_type": "qwen2", **window}))
+    layer = read_foreign(path, tiny).params["layer"]["attention"]
+    assert ("bias" in layer["query"]) == biased
+
+
+def test_no_layer_ids_are_the_published_ones(tiny, tmp_path):
+    """ModelOpt writes an empty list; the target here has too few layers for them."""
+    path = written(tmp_path, eagle_head(tiny, vocabulary=VOCABULARY), "eagle3", tiny)
+    edit(path, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}})
+    with pytest.raises(InputError, match="must name layers of a target that has only 3"):
+        read_foreign(path, tiny)

@@ -249,7 +249,7 @@ def small_drafter(name, target, tree):
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        # Drawn trees that grow step by step: test_draft_length_distribution.
+        # Drawn trees that grow step by step: test_limits_distribution.
         # Trees of likeliest tokens: test_token_recycling.
         ("medusa", "static"),
         *slow(("early_exit", "dynamic"), ("early_exit", "static"), ("medusa", "dynamic")),

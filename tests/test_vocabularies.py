@@ -86,6 +86,15 @@ def test_texts_are_split_as_in_llama_cpp(name):
     assert read_gguf(pre=name).encode(TEXTS[0]) == plain[0]
 
 
+@pytest.mark.parametrize(
+    ("name", "same"),
+    [("mellum", "gpt-2"), ("gigachat", "gpt-2"), ("a.x-4.0", "gpt-2"), ("kormo", "qwen2")],
+)
+def test_names_that_llama_cpp_splits_alike(name, same):
+    texts = [read_gguf(pre=name).encode(text) for text in TEXTS]
+    assert texts == LLAMA_CPP["splits"][same]
+
+
 @pytest.mark.parametrize("case", LLAMA_CPP["added"], ids=lambda case: str(case["keys"]))
 def test_gguf_texts_begin_and_end_as_in_llama_cpp(case):
     assert read_gguf(**case["keys"]).encode(TEXTS[0]) == case["ids"]
@@ -334,6 +343,18 @@ def test_a_model_without_a_tokenizer_keeps_its_ends(plain, tmp_path):
     save_checkpoint(model, tmp_path / "checkpoint")
     for name in ("saved", "checkpoint"):
         assert load_model(tmp_path / name).ends == (first[2],)
+
+
+def test_what_config_json_has_by_default_ends_nothing(tmp_path):
+    """GPT2Config states 50256, of whatever vocabulary the model is."""
+    write_directory(tmp_path, bos_token="", eos_token=TOKENS[5])
+    (tmp_path / "config.json").write_text('{"eos_token_id": [50256, 4]}')
+    with pytest.raises(InputError, match=r"config.json: eos_token_id=50256 is outside"):
+        huggingface_tokenizer.read_tokenizer(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 2}')
+    read = huggingface_tokenizer.read_tokenizer(tmp_path)
+    assert read.eos_ids[:3] == (5, 2, 4)
+    assert read.special_tokens == (("eos_token", TOKENS[5]),)
 
 
 def test_the_command_says_where_a_model_ends_and_begins(plain):

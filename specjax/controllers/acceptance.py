@@ -14,10 +14,10 @@ _MEMORY = 400.0
 _FIRST_NODE = 0.55
 """The chance of a first node that nothing is known of; that of node n is taken to be 1/(n+1) of
 it, which lies between chains and trees."""
-_WEIGHT = 4.0
-"""Row rounds that these count as."""
 _DRAFTS = 0.7
 """The chance that a drafter drafts when it has its turn, likewise."""
+_WEIGHT = 4.0
+"""Row rounds that these count as."""
 
 
 class Acceptance(NamedTuple):
@@ -25,8 +25,8 @@ class Acceptance(NamedTuple):
 
     `asked` are the row rounds in which no earlier drafter drafted, `turns` those in which it did.
     Of each node: `open_turns` are the turns whose limit let it be drafted, `accepted` those in
-    which it was, `open_rounds` the rounds in which the drafter ran with such a limit, `drafted`
-    those in which some row drafted it. `rounds_ran` are rounds, never forgotten.
+    which it was accepted, `open_rounds` the rounds in which the drafter ran with such a limit,
+    `drafted` those in which some row drafted it.
     """
 
     asked: Float[np.ndarray, "drafters"]
@@ -35,21 +35,22 @@ class Acceptance(NamedTuple):
     accepted: Float[np.ndarray, "drafters N"]
     open_rounds: Float[np.ndarray, "drafters N"]
     drafted: Float[np.ndarray, "drafters N"]
-    rounds_ran: Float[np.ndarray, "drafters"]
 
 
 class Forecast(NamedTuple):
     """What to expect of drafters that run: means and standard deviations.
 
-    `drafts` is the chance that a drafter drafts when it has its turn, `tokens[:, k]` what it then
-    adds under limit k, and `reaches[:, n]` the chance that node n is drafted in some row.
+    `drafts` is the chance that a drafter drafts when it has its turn, and `tokens[:, k]` what it
+    then adds under limit k. `reaches[:, n]` is the chance that node n is drafted in some row (0 for
+    n = N), and `passes[:, k]` the further passes of a drafter that `stops` under limit k.
     """
 
     drafts: Float[np.ndarray, "drafters"]
     drafts_deviation: Float[np.ndarray, "drafters"]
     tokens: Float[np.ndarray, "drafters N+1"]
     tokens_deviation: Float[np.ndarray, "drafters N+1"]
-    reaches: Float[np.ndarray, "drafters N"]
+    reaches: Float[np.ndarray, "drafters N+1"]
+    passes: Float[np.ndarray, "drafters N+1"]
 
 
 def no_counts(sizes: StepSizes) -> Acceptance:
@@ -57,46 +58,47 @@ def no_counts(sizes: StepSizes) -> Acceptance:
     count = len(sizes.drafters)
     by_drafter = np.zeros(count)
     by_node = np.zeros((count, max((one.num_nodes for one in sizes.drafters), default=0)))
-    return Acceptance(by_drafter, by_drafter, by_node, by_node, by_node, by_node, by_drafter)
+    return Acceptance(by_drafter, by_drafter, by_node, by_node, by_node, by_node)
 
 
 def learn_acceptance(counts: Acceptance, record: StepRecord) -> Acceptance:
     """The counts after a step."""
-    longest = np.array(record.limits.longest)
-    runs = longest > 0
+    longest = np.array(record.limits.longest, int)
     opened = np.arange(counts.accepted.shape[1])[None, :] < longest[:, None]
     earlier = np.cumsum(record.turns) - record.turns
     new = Acceptance(
-        asked=(record.row_rounds - earlier) * runs,
-        turns=record.turns * runs,
+        asked=(record.row_rounds - earlier) * (longest > 0),
+        turns=record.turns * (longest > 0),
         open_turns=record.turns[:, None] * opened,
         accepted=record.accepted * opened,
         open_rounds=record.ran[:, None] * opened,
         drafted=record.drafted * opened,
-        rounds_ran=record.ran,
     )
     kept = np.exp(-record.row_rounds / _MEMORY)
-    sums = [kept * old + more for old, more in zip(counts, new, strict=True)]
-    return Acceptance(*sums)._replace(rounds_ran=counts.rounds_ran + record.ran)
+    return Acceptance(*(kept * old + more for old, more in zip(counts, new, strict=True)))
 
 
 def forecast(counts: Acceptance) -> Forecast:
     """What the counts say, and what is taken to be so where they say little."""
     drafts = (counts.turns + _WEIGHT * _DRAFTS) / (counts.asked + _WEIGHT)
-    drafts_variance = drafts * (1 - drafts) / (counts.asked + _WEIGHT)
+    drafts_deviation = np.sqrt(drafts * (1 - drafts) / (counts.asked + _WEIGHT))
     weights = 1 / np.arange(1, counts.accepted.shape[1] + 1)
-    shape = _FIRST_NODE * weights
-    # One factor says how much better or worse than that a drafter is; early nodes say most.
-    expected, accepted = (counts.open_turns * shape) @ weights, counts.accepted @ weights
-    factor = ((accepted + _WEIGHT) / (expected + _WEIGHT))[:, None]
-    prior = np.minimum(factor * shape, 0.95)
+    # One factor says how much better or worse than the prior a drafter is; early nodes say most.
+    expected = _FIRST_NODE * (counts.open_turns * weights) @ weights
+    factor = (counts.accepted @ weights + _WEIGHT) / (expected + _WEIGHT)
+    prior = np.minimum(factor[:, None] * _FIRST_NODE * weights, 0.95)
     evidence = counts.open_turns + _WEIGHT
     chance = (counts.accepted + _WEIGHT * prior) / evidence
     deviation = np.sqrt(chance * (1 - chance) / evidence)
     reaches = (counts.drafted + _WEIGHT) / (counts.open_rounds + _WEIGHT)
-    return Forecast(drafts, np.sqrt(drafts_variance), _sums(chance), _sums(deviation), reaches)
-
-
-def _sums(by_node: Float[np.ndarray, "drafters N"]) -> Float[np.ndarray, "drafters N+1"]:
-    """Sums over the first 0, 1, ..., N nodes."""
-    return np.pad(np.cumsum(by_node, axis=1), ((0, 0), (1, 0)))
+    none = np.zeros((len(drafts), 1))
+    # A pass follows each token but the last that the limit allows.
+    passes = np.concatenate([none, none, np.cumsum(reaches[:, :-1], axis=1)], axis=1)
+    return Forecast(
+        drafts,
+        drafts_deviation,
+        np.concatenate([none, np.cumsum(chance, axis=1)], axis=1),
+        np.concatenate([none, np.cumsum(deviation, axis=1)], axis=1),
+        np.concatenate([reaches, none], axis=1),
+        passes[:, : reaches.shape[1] + 1],
+    )

@@ -1,8 +1,9 @@
 """The controller that learns: limits by expected tokens per second.
 
 It keeps two estimates from ordinary steps: what things cost (`costs.py`) and what drafts bring
-(`acceptance.py`). Each step takes the limits with most expected tokens per second, unless others
-might be better, for all that is known, and trying them costs no more than what may be spent on it.
+(`acceptance.py`). Each step takes the limits with most expected tokens per second (`rates.py`),
+unless others might be better, for all that is known, and trying them costs no more than may be
+spent on it.
 """
 
 from __future__ import annotations
@@ -11,31 +12,28 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
-from specjax.controllers.acceptance import (
-    Acceptance,
-    Forecast,
-    forecast,
-    learn_acceptance,
-    no_counts,
-)
+from specjax.controllers.acceptance import Acceptance, forecast, learn_acceptance, no_counts
 from specjax.controllers.base import Limits, StepRecord, StepSizes
-from specjax.controllers.costs import NOISE, Costs, count_work, initial_costs, learn_costs
+from specjax.controllers.costs import initial_costs, learn_costs
+from specjax.controllers.rates import Estimates, Rates, deviation, expected_rates
 
 _SHORT_TRIAL = 2
 """Tokens of the first draft of a drafter whose every token costs a pass."""
+_FIRST_ROUNDS = 8
+"""Rounds of a step of unknown cost where steps have a cost of their own; else one."""
 _WORTH_A_TRIAL = 1.01
 """How much better than the best limits others have to be, if all goes well, to be tried."""
 _LEAST_CREDIT = 0.5
 """Plain rounds that a step of the best limits may lose in any case."""
-_CONFIDENCES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
+_LEAST_HOPE = 0.7
+"""The least factor of `optimism`, where the credit is spent."""
 _DOUBTFUL_ROUNDS = 8
 """Rounds of a drafter after which it is tried again half as often, if it did not pay."""
-_LEAST_HOPE = 0.7
-_FEW_ROUNDS = 8
 _ALL_LENGTHS = 8
 """Drafters of more nodes are tried with some numbers of them only."""
+_CONFIDENCES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
 
 
 class Planned(NamedTuple):
@@ -51,30 +49,15 @@ class AutoState(NamedTuple):
     `credit` are the plain rounds that trials may cost.
     """
 
-    sizes: StepSizes
-    costs: Costs
+    estimates: Estimates
     counts: Acceptance
     credit: float
     under_way: tuple[Planned, ...] = ()
 
-
-class Rates(NamedTuple):
-    """What a round is expected to emit and cost under several limits, the `arms`.
-
-    `work` says how often each unknown of the costs occurs in a round, and `shares` in what share of
-    the rows each drafter drafts.
-    """
-
-    arms: Int[np.ndarray, "A drafters"]
-    tokens: Float[np.ndarray, "A"]
-    seconds: Float[np.ndarray, "A"]
-    work: Float[np.ndarray, "A unknowns"]
-    shares: Float[np.ndarray, "A drafters"]
-
     @property
-    def mean(self) -> Float[np.ndarray, "A"]:
-        """Tokens per second."""
-        return self.tokens / self.seconds
+    def tries(self) -> tuple[int, ...] | None:
+        """The limits of a trial that is under way."""
+        return next((step.longest for step in self.under_way if step.instead_of), None)
 
 
 @dataclass(frozen=True)
@@ -92,7 +75,9 @@ class Auto:
 
     def init(self, sizes: StepSizes) -> AutoState:
         """Nothing is known but the sizes."""
-        return AutoState(sizes, initial_costs(sizes), no_counts(sizes), self.first_credit)
+        counts = no_counts(sizes)
+        estimates = Estimates(sizes, initial_costs(sizes), forecast(counts))
+        return AutoState(estimates, counts, self.first_credit)
 
     def choose(
         self, state: AutoState, unfinished: int, most_rounds: int
@@ -100,76 +85,80 @@ class Auto:
         """The next step's limits and rounds."""
         rows = max(unfinished, 1)
         planned, rounds = self._plan(state, rows, most_rounds)
-        limits = Limits(planned.longest, _confidence(state, planned.longest, rows))
+        limits = Limits(planned.longest, _confidence(state.estimates, planned.longest, rows))
         return limits, rounds, state._replace(under_way=(*state.under_way, planned))
 
     def update(self, state: AutoState, record: StepRecord) -> AutoState:
         """The state after a step, whose cost is charged if it was a trial."""
-        costs = learn_costs(state.costs, state.sizes, record)
-        state = state._replace(costs=costs, counts=learn_acceptance(state.counts, record))
-        planned, under_way = state.under_way[0], state.under_way[1:]
-        rounds = record.rounds
-        if not rounds:
-            return state._replace(under_way=under_way)
-        none = (0,) * len(planned.longest)
-        arms = np.array([planned.longest, planned.instead_of or planned.longest, none])
-        rates = _rates(state, forecast(state.counts), arms, record.row_rounds / rounds, rounds)
-        plain_rounds = rounds * rates.seconds / rates.seconds[2]
-        loss = plain_rounds[0] * (1 - min(rates.mean[0] / rates.mean[1], 1))
-        credit = state.credit + self.trial_share * plain_rounds[0] - loss
-        return state._replace(credit=float(credit), under_way=under_way)
+        longest, rounds = record.limits.longest, record.rounds
+        under_way = list(state.under_way)
+        planned = Planned(longest)
+        while under_way:  # steps that were given up are not reported
+            planned = under_way.pop(0)
+            if planned.longest == longest:
+                break
+        sizes, costs, _ = state.estimates
+        counts = learn_acceptance(state.counts, record)
+        estimates = Estimates(sizes, learn_costs(costs, sizes, record), forecast(counts))
+        credit = state.credit
+        if rounds:
+            arms = np.array([longest, planned.instead_of or longest, (0,) * len(longest)], int)
+            rates = expected_rates(estimates, arms, record.row_rounds / rounds, rounds)
+            plain_rounds = float(rounds * rates.seconds[0] / rates.seconds[2])
+            lost = max(1 - float(rates.mean[0] / rates.mean[1]), 0)
+            credit += (self.trial_share - lost) * plain_rounds
+        return AutoState(estimates, counts, credit, tuple(under_way))
 
     def _plan(self, state: AutoState, rows: int, most_rounds: int) -> tuple[Planned, int]:
         """What to do next, and for how many rounds."""
-        sizes = state.sizes
+        sizes, costs, _ = state.estimates
         none = (0,) * len(sizes.drafters)
+        first_rounds = min(_FIRST_ROUNDS, most_rounds) if sizes.dispatch_s else 1
         if not any(one.num_nodes for one in sizes.drafters):
             return Planned(none), most_rounds
-        if not state.costs.known:
-            first = Planned(_first_trial(sizes), none) if state.under_way else Planned(none)
-            return first, self._first_rounds(state, most_rounds)
-        outlook = forecast(state.counts)
-        best, rates = _best(state, outlook, rows, most_rounds)
+        if not costs.known:
+            # Plain steps tell what a pass costs; one that drafts is tried beside the first of them.
+            number = next(number for number, one in enumerate(sizes.drafters) if one.num_nodes)
+            trial = (*none[:number], _first_trial(sizes)[number], *none[number + 1 :])
+            tried = state.tries is not None or state.counts.asked.any()
+            first = Planned(none) if tried or not state.under_way else Planned(trial, none)
+            return first, first_rounds
+        rates, best = _best(state.estimates, rows, most_rounds)
         best_limits = tuple(rates.arms[best].tolist())
-        trial = self._trial(state, outlook, rates, best)
+        trial = self._trial(state, rates, best)
         if trial is None:
-            return Planned(best_limits), self._rounds(state, outlook, rates, best, most_rounds)
-        limits = tuple(rates.arms[trial].tolist())
-        rounds = self._rounds(state, outlook, rates, trial, most_rounds, best)
-        if (state.counts.rounds_ran[rates.arms[trial] > 0] == 0).any():
-            rounds = self._first_rounds(state, most_rounds)
-        return Planned(limits, best_limits), rounds
+            unknown = state.tries and (costs.rounds[np.array(state.tries) > 0] == 0).any()
+            most_rounds = first_rounds if unknown else most_rounds
+            return Planned(best_limits), self._rounds(state, rates, best, most_rounds)
+        rounds = self._rounds(state, rates, trial, most_rounds, best)
+        if (costs.rounds[rates.arms[trial] > 0] == 0).any():
+            rounds = first_rounds
+        return Planned(tuple(rates.arms[trial].tolist()), best_limits), rounds
 
-    def _first_rounds(self, state: AutoState, most_rounds: int) -> int:
-        """The rounds of a step of unknown cost: few, but more where steps cost by themselves."""
-        return min(_FEW_ROUNDS, most_rounds) if state.sizes.dispatch_s else 1
-
-    def _trial(self, state: AutoState, outlook: Forecast, rates: Rates, best: int) -> int | None:
+    def _trial(self, state: AutoState, rates: Rates, best: int) -> int | None:
         """The limits that are worth a trial, if any, by number."""
-        if any(planned.instead_of for planned in state.under_way):
+        if state.tries is not None:
             return None
-        told = _deviation(state, outlook, rates, best, told=True)
+        sizes, costs, _ = state.estimates
         # The more may be spent, the more is hoped for.
         optimism = self.optimism * max(state.credit / self.first_credit, _LEAST_HOPE)
+        told = deviation(state.estimates, rates, best, told=True)
         hopes = rates.mean * np.exp(optimism * told)
         loss = rates.seconds * (1 - rates.mean / rates.mean[best])
-        credit = state.credit * _plain_seconds(state)
+        credit = state.credit * state.estimates.plain_s
         allowed = (loss <= credit) & (hopes > rates.mean[best] * _WORTH_A_TRIAL)
         # Drafters that did not pay are tried again in any case: one step may have been misleading.
         woken = (rates.arms > 0) & (rates.arms[best] == 0)
-        doubts = _DOUBTFUL_ROUNDS / (woken @ state.counts.rounds_ran + _DOUBTFUL_ROUNDS)
+        doubts = _DOUBTFUL_ROUNDS / (woken @ costs.rounds + _DOUBTFUL_ROUNDS)
         allowed |= woken.any(axis=1) & (2 * loss <= credit * doubts)
-        unknown = state.counts.rounds_ran == 0
-        allowed &= (~unknown | (rates.arms <= np.array(_first_trial(state.sizes)))).all(axis=1)
+        short = rates.arms <= np.array(_first_trial(sizes))
+        allowed &= ((costs.rounds > 0) | short).all(axis=1)
         allowed[best] = False
-        if not allowed.any():
-            return None
-        return int(np.argmax(np.where(allowed, hopes, 0)))
+        return int(np.argmax(np.where(allowed, hopes, 0))) if allowed.any() else None
 
     def _rounds(
         self,
         state: AutoState,
-        outlook: Forecast,
         rates: Rates,
         number: int,
         most_rounds: int,
@@ -186,139 +175,76 @@ class Auto:
             others = ((rates.arms > 0) != (rates.arms[number] > 0)).any(axis=1)
             rival = int(np.argmax(np.where(others, rates.mean, 0)))
             credit = max(credit, _LEAST_CREDIT)
-        deviation = _deviation(state, outlook, rates, rival)[number]
-        fear = rates.mean[number] * np.exp(-self.optimism * deviation) / rates.mean[rival]
-        loss = rates.seconds[number] * max(1 - fear, 1e-9)
-        budget = credit * _plain_seconds(state) + max(float(state.costs.seconds[0]), 0)
-        return int(np.clip(budget / loss, 1, most_rounds))
-
-
-def _plain_seconds(state: AutoState) -> float:
-    """Seconds of a plain pass."""
-    return float(state.costs.plausible(len(state.sizes.widths))[1])
+        fear = self.optimism * deviation(state.estimates, rates, rival)[number]
+        share = 1 - rates.mean[number] * np.exp(-fear) / rates.mean[rival]
+        budget = credit * state.estimates.plain_s + state.estimates.costs.seconds[0]
+        return int(np.clip(budget / (rates.seconds[number] * max(share, 1e-9)), 1, most_rounds))
 
 
 def _first_trial(sizes: StepSizes) -> tuple[int, ...]:
     """Short drafts: as wide as the narrowest pass for drafts."""
-    width = next((width for width in sizes.widths if width > 1), sizes.widths[-1])
+    width = next((width for width in sizes.widths if width > 1), 1)
     return tuple(
         min(one.num_nodes, width - 1, _SHORT_TRIAL if one.stops else width)
         for one in sizes.drafters
     )
 
 
-def _lengths(sizes: StepSizes, number: int) -> list[int]:
-    """The limits that are considered for a drafter: all, or a grid and what fills each width."""
-    most = sizes.drafters[number].num_nodes
+def _lengths(sizes: StepSizes, most: int) -> list[int]:
+    """The limits that are considered for a drafter of `most` nodes: all, or some of them."""
     if most <= _ALL_LENGTHS:
         return list(range(most + 1))
-    grid = {0, most, *(2**power for power in range(most.bit_length()))}
-    return sorted(grid | {width - 1 for width in sizes.widths if width <= most})
+    powers = {2**power for power in range(most.bit_length())}
+    return sorted({0, most} | powers | {width - 1 for width in sizes.widths if width <= most})
 
 
-def _best(state: AutoState, outlook: Forecast, rows: int, most_rounds: int) -> tuple[int, Rates]:
-    """The number of the best limits of drafters that ran, and the rates of all considered.
+def _best(estimates: Estimates, rows: int, most_rounds: int) -> tuple[Rates, int]:
+    """The rates of all limits considered, and the number of the best of drafters that were timed.
 
     One drafter's limit after another is improved, from each drafter by itself and from none on.
     """
-    count = len(state.sizes.drafters)
-    grids = [_lengths(state.sizes, number) for number in range(count)]
-    ran = state.counts.rounds_ran > 0
-    current = np.zeros(count, int)
-    for turn in range(3):
-        arms = [current]
-        for number, grid in enumerate(grids):
-            for base in (current, np.zeros(count, int)):
-                moved = np.repeat(base[None], len(grid), axis=0)
-                moved[:, number] = grid
-                arms.extend(moved)
-        rates = _rates(state, outlook, np.unique(np.array(arms), axis=0), rows, most_rounds)
-        allowed = ((rates.arms == 0) | ran).all(axis=1)
+    sizes, costs, _ = estimates
+    grids = [_lengths(sizes, one.num_nodes) for one in sizes.drafters]
+    current = none = np.zeros(len(grids), int)
+    for _ in range(3):
+        arms = np.concatenate([_neighbours(base, grids) for base in (current, none)])
+        rates = expected_rates(estimates, arms, rows, most_rounds)
+        allowed = ((arms == 0) | (costs.rounds > 0)).all(axis=1)
         best = int(np.argmax(np.where(allowed, rates.mean, 0)))
-        if turn and (rates.arms[best] == current).all():
+        if (arms[best] == current).all():
             break
-        current = rates.arms[best]
-    return best, rates
+        current = arms[best]
+    return rates, best
 
 
-def _rates(
-    state: AutoState,
-    outlook: Forecast,
-    arms: Int[np.ndarray, "A drafters"],
-    rows: float,
-    rounds: int,
-) -> Rates:
-    """What rounds under each of the limits `arms` are expected to emit and cost.
-
-    Drafters take turns: each drafts in the rows in which no earlier one did.
-    """
-    widths = np.array(state.sizes.widths)
-    reached = np.pad(outlook.reaches, ((0, 0), (0, 1)))
-    most = outlook.reaches.shape[1]
-    waiting, tokens = np.ones(len(arms)), np.ones(len(arms))
-    ran, further, shares = np.zeros((3, *arms.shape))
-    narrower = np.ones((len(arms), len(widths)))  # the chance that a pass is no wider
-    for number, drafter in enumerate(state.sizes.drafters):
-        longest = arms[:, number]
-        ran[:, number] = (longest > 0) * (1 - (1 - waiting) ** rows)
-        if drafter.stops:
-            passes = np.concatenate([[0, 0], np.cumsum(outlook.reaches[number])])
-            further[:, number] = ran[:, number] * passes[longest]
-        nodes = np.minimum(widths - 1, most)
-        wider = reached[number][nodes] * (longest[:, None] > nodes)
-        narrower *= 1 - ran[:, [number]] * wider
-        shares[:, number] = waiting * (longest > 0) * outlook.drafts[number]
-        tokens += shares[:, number] * outlook.tokens[number][longest]
-        waiting = waiting - shares[:, number]
-    passes = np.diff(narrower, axis=1, prepend=0)
-    work = count_work(np.full(len(arms), 1 / rounds), passes, ran, further)
-    return Rates(
-        arms, rows * tokens, work @ state.costs.plausible(len(widths)), work, rows * shares
-    )
+def _neighbours(
+    base: Int[np.ndarray, "drafters"], grids: list[list[int]]
+) -> Int[np.ndarray, "A drafters"]:
+    """Limits that differ from `base` in those of one drafter."""
+    arms = np.repeat(base[None], sum(map(len, grids)), axis=0)
+    arms[np.arange(len(arms)), np.repeat(np.arange(len(grids)), list(map(len, grids)))] = [
+        length for grid in grids for length in grid
+    ]
+    return arms
 
 
-def _deviation(
-    state: AutoState, outlook: Forecast, rates: Rates, base: int, told: bool = False
-) -> Float[np.ndarray, "A"]:
-    """How uncertain it is by what factor each rate differs from that of `base`, relative.
-
-    Nodes that are drafted under both limits count for nothing, nor does the machine's speed. With
-    `told` that is the part of it that a step under those limits would tell.
-    """
-    work = rates.work / rates.seconds[:, None]
-    difference = work - work[base]
-    spread = difference @ state.costs.covariance
-    variance = (spread * difference).sum(axis=1)
-    if told:
-        measured = ((work @ state.costs.covariance) * work).sum(axis=1) + NOISE**2
-        variance = (spread * work).sum(axis=1) ** 2 / measured
-    tokens = np.zeros(len(rates.arms))
-    for number, longest in enumerate(rates.arms.T):
-        sums, shared = outlook.tokens_deviation[number], np.minimum(longest, longest[base])
-        own = sums[longest] - sums[shared]
-        own += (shared == 0) * outlook.drafts_deviation[number] * outlook.tokens[number][longest]
-        tokens += rates.shares[:, number] * own
-    return np.sqrt(np.maximum(variance, 0) + (tokens / rates.tokens) ** 2)
-
-
-def _confidence(state: AutoState, longest: tuple[int, ...], rows: int) -> tuple[float, ...]:
+def _confidence(estimates: Estimates, longest: tuple[int, ...], rows: int) -> tuple[float, ...]:
     """The least confidence at which one more token pays for its pass and for a wider window.
 
-    A token counts only if those before it are accepted. What a limit changes in acceptance and in
-    lengths is learned under it, so there are few `_CONFIDENCES`.
+    A token counts only if those before it are accepted, and where several rows draft, the others
+    mostly continue anyway. What a limit changes in acceptance and in lengths is learned under it,
+    so there are few `_CONFIDENCES`.
     """
-    sizes = state.sizes
-    limits = np.zeros(len(longest))
-    if not state.costs.known:
-        return tuple(limits.tolist())
-    outlook = forecast(state.counts)
-    pace = float(_rates(state, outlook, np.array([longest]), rows, 1).mean[0])
-    seconds = state.costs.plausible(len(sizes.widths))
-    slot = max(seconds[2 : len(sizes.widths) + 1].sum(), 0) / max(sizes.widths[-1] - 1, 1)
-    further = seconds[-len(longest) :]
+    sizes, costs, outlook = estimates
+    limits = [0.0] * len(longest)
+    if not costs.known or not any(longest):
+        return tuple(limits)
+    pace = float(expected_rates(estimates, np.array([longest]), rows, 1).mean[0])
+    slot = costs.seconds[2 : len(sizes.widths) + 1].sum() / (sizes.widths[-1] - 1)
+    further = costs.seconds[-len(longest) :]
     for number, (drafter, length) in enumerate(zip(sizes.drafters, longest, strict=True)):
         if drafter.stops and length > 1:
             reached = (1 + outlook.tokens[number, length - 1]) / length
             least = (further[number] + slot) * pace / (rows**2 * reached)
             limits[number] = max(level for level in _CONFIDENCES if level <= max(least, 0))
-    return tuple(limits.tolist())
+    return tuple(limits)

@@ -77,6 +77,8 @@ class Simulation:
     rounds: int = 512
     most_rounds: int = 16
     later: tuple[SimulatedDrafter, ...] | None = None
+    cold: bool = False
+    """Whether the first run of a width or a drafter has no seconds, as in the engine."""
 
     @property
     def sizes(self) -> StepSizes:
@@ -120,6 +122,7 @@ def simulate(
     """Steps under a controller; `ahead` more are chosen before a step's record is known."""
     rng = np.random.default_rng(seed)
     state, done, steps, records = controller.init(simulation.sizes), 0, [], []
+    seen: set[int] = set()
     while done < simulation.rounds:
         half = int(2 * done >= simulation.rounds)
         drafters, dearer = simulation.halves[half]
@@ -131,7 +134,10 @@ def simulate(
         clock_s = true_s * np.exp(machine.noise * rng.normal())
         if rng.random() < machine.outliers:
             clock_s *= machine.outlier
-        records.append(replace(record, seconds=clock_s))
+        parts = {*np.flatnonzero(record.passes), *(-1 - np.flatnonzero(record.ran))}
+        known = not simulation.cold or parts <= seen
+        seen |= parts
+        records.append(replace(record, seconds=float(clock_s) if known else None))
         tokens, seconds = expected_round(drafters, machine, limits)
         seconds = dearer * machine.plain_s * (machine.constant + rounds * seconds)
         steps.append(Step(limits, rounds, rounds * tokens, seconds, half))

@@ -175,7 +175,7 @@ class DeviceRows:
         if 2 * few.num_rows > now.num_rows:
             return
         compile_s = 0.0 if is_compiled(few) else self.compile().seconds
-        if _SAVED * seconds_left <= compile_s:
+        if not _SAVED * seconds_left > compile_s:  # also where a clock gave no number
             return
         compile_setup(few, begun=True)
         rows = [self._row_slots.index(slot) for slot in slots]

@@ -80,11 +80,11 @@ class Fields:
         return Fields(f"{self.where}: {name}", value or {})
 
     def layer_ids(self, name: str) -> list[int] | None:
-        """A list of whole numbers, or None where the field is missing or null."""
+        """A list of whole numbers, or None where the field is missing, null or an empty list."""
         value = self.get(name)
-        if value is None:
+        if value is None or value == []:
             return None
-        if not isinstance(value, list) or not value or any(type(one) is not int for one in value):
+        if not isinstance(value, list) or any(type(one) is not int for one in value):
             raise self.fail(name, "must list layers; repair config.json")
         return value
 

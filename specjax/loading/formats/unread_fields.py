@@ -27,6 +27,7 @@ _INERT = re.compile(
             # transformers' own notes, tools' marks, and where a model came from
             r"_\w+|architectures|auto_map|model_type|is_llama_config|\w+_version|version",
             r"transformers\.js_config|transformers_weights|unsloth_\w+|tags|license|language",
+            r"library_name|pipeline_tag|datasets?",
             r"(base_)?model_name(_or_path)?|name_or_path|base_model|name|author|description",
             # numbers of weights as stored, and how they are computed
             r"(torch_)?dtype|fp16|bf16|fp32|use_bfloat16|torchscript|reorder_and_upcast_attn",
@@ -39,7 +40,8 @@ _INERT = re.compile(
             r"has_no_defaults_at_init|pruned_heads|neftune\w*|seq_aux|\w+_update_(rate|speed)",
             # tokens and texts, which the tokenizer's files state
             r"\w+_token_(id|ids|index)|\w+_token|tokenizer_\w+|prefix|add_(bos|eos)_\w+",
-            r"(model_)?max_(sequence_|seq_)?len(gth)?|max_seq\w*|seq_?len\w*|n_ctx",
+            r"(model_)?max_(sequence_|seq_)?len(gth)?|max_seq\w*|seq_?len\w*|sequence_length|n_ctx",
+            r"(max_)?context_len(gth)?",
             r"chat_format|chat_template|max_window_size",
             # heads for other tasks, and outputs beside the logits
             r"id2label|label2id|_?num_labels|problem_type|finetuning_task|task_specific_params",

@@ -64,7 +64,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
                         f"{path}: {name} is there twice, once without its prefix; delete one"
                     )
                 tensors[short] = file.get_tensor(name)
-    found = Checkpoint(directory, config, tensors, notes)
+    found = Checkpoint(directory, _with_layers_fields(config), tensors, notes)
     read = [_CONFIG, *(path.name for path in files)]
     folder_marker.verify(directory, ("head",), found.is_ours, read)
     for name, tensor in tensors.items():
@@ -73,6 +73,15 @@ def read_checkpoint(directory: Path) -> Checkpoint:
                 f"{directory}: {name} holds numbers that are not finite; download it again"
             )
     return found
+
+
+def _with_layers_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """The config with the fields of the head's layer, which vLLM's EAGLEConfig keeps in "model"."""
+    inner = config.get("model")
+    if config.get("model_type") != "eagle" or not isinstance(inner, dict):
+        return config
+    outer = {name: value for name, value in config.items() if name not in ("model", "model_type")}
+    return {**inner, **outer}
 
 
 def tensor_names(directory: Path) -> set[str]:

@@ -25,11 +25,14 @@ def read_decoder(
 ) -> DecoderConfig:
     """The one Llama layer that a config describes, with the target's vocabulary.
 
-    `names` are those of the tensors, which tell the number of layers whatever the config states;
-    `extra` fields are read by the caller. A vocabulary padded beyond the target's is truncated.
+    `names` are those of the tensors, which tell the number of layers whatever the config states,
+    and where it states nothing whether queries, keys and values have biases; `extra` fields are
+    read by the caller. A vocabulary padded beyond the target's is truncated.
     Raises InputError for another kind of layer and for fields that would change it.
     """
-    if fields.get("model_type") not in (None, "llama"):
+    names = list(names)
+    # EAGLE's code for Qwen2 copies the target's type; its layer is Llama's with biases.
+    if fields.get("model_type") not in (None, "llama", "qwen2"):
         raise fields.fail("model_type", "use a head whose layer is Llama's")
     layers = max((int(found[1]) for found in map(_LAYERS.match, names) if found), default=0) + 1
     if layers > 1:
@@ -43,6 +46,7 @@ def read_decoder(
     stated, known = fields.whole("vocab_size"), target.config.vocab_size
     if stated < known:
         raise fields.fail("vocab_size", f"{target.name} has {known} tokens; use a head made for it")
+    biased = fields.flag("qkv_bias", any(name.endswith(".q_proj.bias") for name in names))
     heads, width = fields.whole("num_attention_heads"), fields.whole("hidden_size")
     positions = fields.whole("max_position_embeddings", 2048)
     rope = {name: fields.get(name) for name in ("rope_theta", "rope_scaling", "rope_parameters")}
@@ -61,7 +65,7 @@ def read_decoder(
         rope_scaling=scaling,
         # The target's value: the field is about its embedding and head.
         tie_word_embeddings=target.config.tie_word_embeddings,
-        attention_bias=fields.flag("attention_bias", fields.flag("qkv_bias")),
+        attention_bias=fields.flag("attention_bias", biased),
         mlp_bias=fields.flag("mlp_bias"),
     )
     check_unread(fields, implied(decoder), "a head's layer")

@@ -31,6 +31,10 @@ from specjax.models.heads.eagle import EagleConfig
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Flags of EAGLE-3 under the names that all tools use; missing ones are false."""
 
+_FC_BIAS = ("bias", "eagle_fc_bias")
+_VLLM_FIELDS = {"method": "eagle", "skip_prenorm": True, "skip_output_norm": True}
+"""Fields of EAGLE-1 in vLLM's EAGLEConfig, with what is supported."""
+
 _EAGLE3_FIELDS = (
     *FLAGS,
     "draft_vocab_size",
@@ -69,12 +73,15 @@ def read_eagle1(
     Raises InputError for flags, names or shapes that do not fit.
     """
     fields = Fields(str(checkpoint.directory / "config.json"), checkpoint.config)
-    decoder = read_decoder(fields, target, checkpoint.tensors, ("bias",))
+    for name, value in (*_VLLM_FIELDS.items(), ("truncated_vocab_size", fields.get("vocab_size"))):
+        fields.only(name, value)
+    decoder = read_decoder(fields, target, checkpoint.tensors, (*_FC_BIAS, "num_lookahead_tokens"))
     bias = "fc.bias" in checkpoint.tensors
-    if fields.flag("bias", bias) != bias:
-        raise fields.fail(
-            "bias", f"the file has {'' if bias else 'no '}fc.bias; repair config.json"
-        )
+    for name in _FC_BIAS:
+        if fields.flag(name, bias) != bias:
+            raise fields.fail(
+                name, f"the file has {'' if bias else 'no '}fc.bias; repair config.json"
+            )
     config = EagleConfig(
         decoder=decoder,
         version=1,

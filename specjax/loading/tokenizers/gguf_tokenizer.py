@@ -53,14 +53,17 @@ _SPLITTINGS = {
     name: splitting
     for splitting, names in (
         (_DEFAULT, ("default",)),
-        (_Splitting((_GPT2,)), ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion")),
+        (
+            _Splitting((_GPT2,)),
+            ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "mellum", "gigachat", "a.x-4.0"),
+        ),
         (
             _Splitting((r"\p{N}", _GPT2)),
             ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
         ),
         (
             _Splitting((_QWEN2,)),
-            ("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan", "solar-open"),
+            ("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan", "solar-open", "kormo"),
         ),
         (_Splitting((_LLAMA3,)), ("smaug-bpe", "dbrx", "chatglm-bpe")),
         (_Splitting((_LLAMA3,), whole_words=True), ("glm4",)),

@@ -90,10 +90,10 @@ def read_tokenizer(directory: Path) -> Tokenizer | None:
 
 
 def _text(token: Any) -> str | None:
-    """A special token is its text, or an object that holds it."""
+    """A special token is its text, or an object that holds it; an empty text is none."""
     token = token.get("content") if isinstance(token, dict) else token
     # JSON can spell half of a surrogate pair, which is not text.
-    return token if isinstance(token, str) and _is_text(token) else None
+    return token if isinstance(token, str) and token and _is_text(token) else None
 
 
 def _is_text(value: str) -> bool:
@@ -103,7 +103,8 @@ def _is_text(value: str) -> bool:
 def stated_ends(directory: Path, vocab_size: int) -> list[int]:
     """The ids that end a sequence by generation_config.json and by config.json.
 
-    Raises InputError for values that are not ids of so many tokens.
+    Raises InputError for values that are not ids of so many tokens. Where generation_config.json
+    states ends, others in config.json may be what a family has by default, of another vocabulary.
     """
     ids: list[int] = []
     for name in ("generation_config.json", "config.json"):
@@ -113,6 +114,8 @@ def stated_ends(directory: Path, vocab_size: int) -> list[int]:
             raise InputError(
                 f"{directory / name}: eos_token_id={shown(value)}: must be token ids; repair it"
             )
+        if ids:
+            listed = [index for index in listed if 0 <= index < vocab_size]
         for index in listed:
             if not 0 <= index < vocab_size:
                 raise InputError(
