@@ -84,7 +84,7 @@ def test_rows_end_where_plain_decoding_ends_them(name, rule, value, tiny, plain,
         drafter=DRAFTERS[name](tiny),
         verify=rule,
         sampling=requests(),
-        num_speculative_tokens=3 if name != "plain" else None,
+        num_speculative_tokens=3 if name != "plain" else "fixed",
     )
     tokens, reasons = expected(plain, token)
     assert set(reasons) == {"length", "error"}
