@@ -165,7 +165,8 @@ def test_a_clock_that_stops_or_jumps_changes_speed_only(seconds, when):
             0 <= k <= one.num_nodes for k, one in zip(limits.longest, SIZES.drafters, strict=True)
         )
         jumps = when <= number < when + 3
-        state = auto.update(state, make_record(limits, rounds, seconds if jumps else rounds * 0.1))
+        usual = rounds * (0.2 if any(limits.longest) else 0.1)
+        state = auto.update(state, make_record(limits, rounds, seconds if jumps else usual))
         assert np.isfinite(state.estimates.costs.seconds).all()
         assert np.isfinite(state.credit)
     assert sum(drafted[-20:]) <= 10
@@ -216,7 +217,7 @@ def test_costs_are_told_apart():
         costs = learn_costs(
             costs, replace(sizes, dispatch_s=0.01), replace(record, seconds=seconds)
         )
-    # A drafter runs where passes are wide: what is its own and what is the pass's is not told apart.
+    # A drafter runs where passes are wide: its own cost and the pass's are not told apart.
     assert costs.seconds[:2] == pytest.approx(truth[:2], abs=0.004)
     for longest, width, further in ((0, 0, 0), (1, 1, 0), (2, 1, 1), (4, 2, 3)):
         drafts = np.array([longest > 0], float)

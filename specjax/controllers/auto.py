@@ -27,6 +27,8 @@ _WORTH_A_TRIAL = 1.01
 """How much better than the best limits others have to be, if all goes well, to be tried."""
 _LEAST_CREDIT = 0.5
 """Plain rounds that a step of the best limits may lose in any case."""
+_MOST_HOPE = 10.0
+"""The logarithm of the most that others are hoped to be better."""
 _LEAST_HOPE = 0.7
 """The least factor of `optimism`, where the credit is spent."""
 _DOUBTFUL_ROUNDS = 8
@@ -143,7 +145,7 @@ class Auto:
         # The more may be spent, the more is hoped for.
         optimism = self.optimism * max(state.credit / self.first_credit, _LEAST_HOPE)
         told = deviation(state.estimates, rates, best, told=True)
-        hopes = rates.mean * np.exp(optimism * told)
+        hopes = rates.mean * np.exp(np.minimum(optimism * told, _MOST_HOPE))
         loss = rates.seconds * (1 - rates.mean / rates.mean[best])
         credit = state.credit * state.estimates.plain_s
         allowed = (loss <= credit) & (hopes > rates.mean[best] * _WORTH_A_TRIAL)

@@ -25,6 +25,8 @@ _FIRST = (0.15, 0.5)
 _FURTHER = (0.1, 0.2)
 _COMMON_DRIFT, _OWN_DRIFT = 0.03, 0.015
 """How much all costs together, and each by itself, may change from one step to the next."""
+_JUMP = 30.0
+"""The factor by which a clock may jump before its first reading is ignored."""
 _OUTLIER = 3.0
 """Standard deviations beyond which a step counts as no further off."""
 _WELL_KNOWN = 0.2
@@ -79,6 +81,12 @@ def learn_costs(costs: Costs, sizes: StepSizes, record: StepRecord) -> Costs:
         return costs
     stops = np.array([drafter.stops for drafter in sizes.drafters], int)
     work = count_work(np.ones(()), record.passes, record.ran, record.further * stops)
+    if costs.known:
+        sign = _jump(seconds, float(work @ costs.seconds))
+        if sign and sign != costs.surprise:
+            return costs._replace(surprise=sign)
+        if sign:  # twice in the same direction: all begins anew
+            costs = initial_costs(sizes)
     if not costs.known:
         costs = _in_seconds(costs, seconds, sizes.dispatch_s, work)
     values, covariance = costs.estimates, costs.covariance
@@ -101,6 +109,11 @@ def learn_costs(costs: Costs, sizes: StepSizes, record: StepRecord) -> Costs:
     covariance = (covariance + covariance.T) / 2
     plausible = _plausible(values, covariance, len(sizes.widths))
     return Costs(values, covariance, plausible, costs.rounds + record.ran, True, surprise)
+
+
+def _jump(seconds: float, expected: float) -> int:
+    """The sign of a deviation that no change of load explains, such as that of a clock; else 0."""
+    return int(seconds > _JUMP * expected) - int(seconds * _JUMP < expected)
 
 
 def _in_seconds(
