@@ -146,7 +146,7 @@ BROKEN = 1000
 
 
 @pytest.fixture(scope="module", autouse=True)
-def room_of_broken_rows():
+def one_program():
     """The number of a row says whether it is one, so that a program serves both."""
     would_lose = turns._would_lose_features
 
@@ -155,6 +155,8 @@ def room_of_broken_rows():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(turns, "_would_lose_features", by_number)
+        # Programs of fewer rows are for one test to compile.
+        patch.setattr(engines.Engine, "_seconds_left", lambda *_: 0.0)
         yield
 
 
@@ -168,7 +170,8 @@ class Watched:
             self.engine._rows._programs = self.compiled._replace(admit=admit)
         # Rows are admitted right after the step in which others ended.
         self.engine._ahead = lambda: 1
-        self.engine._seconds_left = lambda slots: np.inf if narrows else 0.0
+        if narrows:
+            self.engine._seconds_left = lambda slots: np.inf
         for prompt in range(len(session.prompts)):
             row = session_row(session, prompt)
             self.engine.add_rows(prompt, [replace(row, number=first_row + prompt)])
