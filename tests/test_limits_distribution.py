@@ -247,7 +247,6 @@ def test_pairs_of_rows_are_exact_and_independent(name, rule, tables, rows_of):
 )
 def test_choices_that_look_at_the_drafts_are_found(name, rule, variant, tables, rows_of):
     found = joint(tables, rows_of(name, rule)[variant][0])
-    print(name, rule, variant, shown(found))
     assert found.statistic > 1.5 * found.threshold, shown(found)
 
 
@@ -259,5 +258,4 @@ def test_only_both_rows_together_show_what_ties_them(rule, tables, rows_of):
         alone = joint(tables, tokens, rows=(row,))
         assert alone.statistic < alone.threshold, shown(alone)
     found = joint(tables, tokens)
-    print(shown(found))
     assert found.statistic > found.threshold, shown(found)
