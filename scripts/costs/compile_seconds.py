@@ -1,6 +1,6 @@
 """CPU-seconds of compiling, by program, of this checkout and of an earlier commit beside it.
 
-    python scripts/compile_seconds.py --commit=HEAD~5 --drafters=none,ngram,eagle3 --auto
+    python scripts/costs/compile_seconds.py --commit=HEAD~5 --drafters=none,ngram,eagle3 --auto
 
 Each measurement is a process of its own without a cache of compiled programs: it compiles what
 `specjax.generate` runs of the default model (`--toy`: a random model of three layers). Seconds are
@@ -69,7 +69,7 @@ print(json.dumps({"all": whole, **seconds}))
 def main(argv: list[str]) -> None:
     """Measure, and print a table for each drafter."""
     del argv
-    here = Path(__file__).resolve().parent.parent
+    here = Path(__file__).resolve().parents[2]
     with tempfile.TemporaryDirectory() as folder:
         checkouts = {"this checkout": here}
         if _COMMIT.value is not None:
