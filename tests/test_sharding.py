@@ -418,7 +418,7 @@ def test_the_sampled_round_gathers_the_logits_once(eight, draft):
 def test_rows_on_other_devices_exchange_only_whether_they_are_done(sampling, eight, draft):
     """Over `data` a number a decision: the width, the blocks of each width, who is finished.
 
-    And what a length controller learns from: which nodes of which drafter were drafted and accepted.
+    And what a length controller learns from: which nodes were drafted, and which accepted.
     """
     session = round_session(place_model(eight, mesh_of(2, 1)), draft, "ngram", sampling)
     found = collections.Counter(shape for _, shape in collectives(loop_program(session)))
