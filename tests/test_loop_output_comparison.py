@@ -222,7 +222,7 @@ LADDER = ((1, 2, 4), (3, 5, 2), (6, 7, 1), (8, 8, 0))
 def test_lengths_that_follow_the_batch(tiny, every, plain_mixed):
     # Rows end one after the other, so that all steps of the ladder are used.
     requests = [
-        dataclasses.replace(request, max_new_tokens=NEW - 3 * row)
+        dataclasses.replace(request, max_new_tokens=NEW - 4 * row)
         for row, request in enumerate(mixed())
     ]
     got = decode(
@@ -234,7 +234,7 @@ def test_lengths_that_follow_the_batch(tiny, every, plain_mixed):
         num_speculative_tokens_per_batch_size=LADDER,
     )
     for row, tokens in enumerate(got.token_ids):
-        assert tokens == plain_mixed.token_ids[row][: NEW - 3 * row]
+        assert tokens == plain_mixed.token_ids[row][: NEW - 4 * row]
     assert_counts(got)
     drafted = set(got.drafted[got.emitted > 0].tolist())
     assert len(drafted) >= 3, drafted
