@@ -55,7 +55,7 @@ BAD = {
     "drafter": [3, "nosuch", "", "os:getcwd", "sys:exit", "os:nosuch", "nosuch:f", "ngram+ngram"],
     "verify": ["nosuch", 3, None],
     "seed": ["a", -1, 2**32, 1.5, None, True],
-    "batch_size": ["a", 0, 2**63, 1.5, True],
+    "batch_size": ["a", 0, 2**63, 1.5, True, None],
     "max_length": ["a", 0, 1, 2**63, 10**6],
     "num_speculative_tokens": ["a", -1, 10**6, 1.5, True],
     "num_speculative_tokens_per_batch_size": [
@@ -68,7 +68,7 @@ BAD = {
         [(4, 2, 1)],
     ],
     "rounds_per_step": [0, "a", None, 2**63],
-    "refill_rows": [0, "a", None, 1.5],
+    "refill_rows": [0, "a", 1.5],
     "max_prefill_tokens": [0, "a", None, 1.5],
     "id": [2.5, True, b"x"],
     "n": [0, "a", None, 1.5],

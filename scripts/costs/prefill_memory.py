@@ -12,7 +12,7 @@ import sys
 
 from absl import app, flags
 
-from specjax.decoding.programs import compile_setup
+from specjax.decoding.programs import compile_session
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.setup import plan_session
 from specjax.drafters import make_drafter
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
             drafter=make_drafter(name, model),
             requests=SamplingParams(max_new_tokens=16),
         )
-        memory = compile_setup(session).read.memory_analysis()
+        memory = compile_session(session).read.memory_analysis()
         sizes = (memory.temp_size_in_bytes / 1e6, memory.output_size_in_bytes / 1e6)
         plain = plain or sizes
         print(

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from specjax import metrics, sampling
-from specjax.controllers import Controller, Limits, Recorded
-from specjax.decoding.engine.engine import Engine, Schedule
+from specjax import metrics
+from specjax.controllers import Limits, Recorded
+from specjax.decoding.engine.engine import Engine
 from specjax.decoding.engine.outputs import (
     Delta,
     Failure,
@@ -21,7 +21,7 @@ from specjax.decoding.engine.outputs import (
     failure_message,
     was_drafted,
 )
-from specjax.decoding.options import FIXED, DecodeOptions
+from specjax.decoding.options import DecodeOptions, takes_options
 from specjax.decoding.prompts import Prompt
 from specjax.decoding.rows import session_row
 from specjax.decoding.sampling_params import SamplingParams
@@ -29,14 +29,10 @@ from specjax.decoding.setup import Session, plan_session
 from specjax.decoding.state import Rounds
 from specjax.drafters import Drafter, LoadedDrafter, make_drafter
 from specjax.drafters.turns import NO_DRAFTER
-from specjax.fields import INT32_MAX, Function, optional
+from specjax.fields import Function, optional
 from specjax.loading.load import place_model
 from specjax.loading.model import Model
 
-_ROUNDS_PER_STOP = 8
-"""Rounds between two looks for stop strings."""
-_SLOTS_PER_REFILL = 16
-"""A refill waits for one row to end in so many slots: fewer, longer steps where there are many."""
 Requests = SamplingParams | Mapping[str, Any] | Sequence[SamplingParams | Mapping[str, Any]]
 
 
@@ -118,53 +114,33 @@ class Progress:
     new_tokens: int
 
 
+@takes_options
 def generate(
     target: Model,
     prompts: Sequence[Prompt] | str,
     *,
     drafter: LoadedDrafter | Drafter | str | None = None,
-    num_speculative_tokens: int | str = FIXED,
-    num_speculative_tokens_per_batch_size: Sequence[tuple[int, int, int]] = (),
-    verify: str | sampling.Rule = "rejection",
     sampling: Requests = SamplingParams(),  # noqa: B008 - frozen
-    seed: int = 0,
-    batch_size: int | None = None,
-    max_length: int | None = None,
-    controller: Controller | None = None,
     progress: Callable[[Progress], None] | None = None,
     mesh: Mesh | None = None,
+    **options: Any,
 ) -> Generation:
     """Decode prompts with a drafter; the output has exactly the target's distribution.
 
     Only `verify="typical"` changes the distribution, and the result then says `lossy`.
 
     A prompt is raw text, a list of messages (through the chat template) or a list of token ids.
-    `num_speculative_tokens` is the longest draft (K), "fixed" (the drafter's own K) or "auto": up
-    to that, as many as make decoding faster, by what steps have taken and what was accepted so far
-    (`specjax.controllers.Auto`). `num_speculative_tokens_per_batch_size` says how many with low to
-    high unfinished rows, as (low, high, k), and a `controller` is one of `specjax.controllers` or
-    your own: `Recorded(result.step_limits)` repeats a run. Unless lengths are fixed, a row of
-    `rejection` or `block` may draw other tokens (of the same
-    distribution) beside other neighbours or on another machine. `verify` is "rejection", "block",
-    "coupled" (the output depends on seed and prompt only, never on the drafter), "typical" (lossy),
-    or a `sampling.Rule`, such as `Typical(epsilon, delta)` or one's own. `sampling` is one for all
-    prompts or one per prompt. `batch_size` rows decode together (at most 16, by default);
-    `max_length` bounds prompt and output.
-    `progress` is called between steps. On a `mesh` (`sharding.make_mesh`; by default where the
-    target was loaded) rows are spread over `data`, weights, caches and logits over `model`. Where
-    the target's logits are not numbers, that row ends with the reason "error" and a RuntimeWarning;
-    other rows are not affected. Raises InputError for bad input.
+    `sampling` is one for all prompts or one per prompt; `options` are the fields of DecodeOptions,
+    of which `max_prefill_tokens` has no use here: prompts are read as soon as slots are free.
+    Unless lengths are fixed, a row of `rejection` or `block` may draw other tokens (of the same
+    distribution) beside other neighbours or on another machine. `progress` is called between steps.
+    On a `mesh` (`sharding.make_mesh`; by default where the target was loaded) rows are spread over
+    `data`, weights, caches and logits over `model`. Where the target's logits are not numbers, that
+    row ends with the reason "error" and a RuntimeWarning; other rows are not affected. Raises
+    InputError for bad input.
     """
     optional(Function("use a function of a Progress")).check("progress", progress)
-    options = DecodeOptions(
-        num_speculative_tokens=num_speculative_tokens,
-        num_speculative_tokens_per_batch_size=num_speculative_tokens_per_batch_size,
-        verify=verify,
-        batch_size=batch_size,
-        max_length=max_length,
-        controller=controller,
-    )
-    session = _open(target, prompts, drafter, options, sampling, seed, mesh)
+    session = _open(target, prompts, drafter, sampling, mesh, options)
     result = decode_session(session, progress=progress)
     failed = {f"prompts[{row}]": failure for row, failure in result.failed_rows.items()}
     if failed:
@@ -173,19 +149,14 @@ def generate(
 
 
 def open_engine(session: Session, rounds_per_step: int | None = None) -> Engine:
-    """An engine for a session's rows that wants all of them soon, and none of them first.
+    """An engine for a session's prompts, all of which are wanted soon, and none of them first.
 
-    Without `rounds_per_step` it seldom looks at them. It fills all free slots before it continues.
+    It takes other `rounds_per_step` than the session's options where they are given.
     """
-    rounds = rounds_per_step or session.plan.rounds_per_step
-    if rounds_per_step is None and any(request.stop for request in session.requests):
-        rounds = _ROUNDS_PER_STOP
-    schedule = Schedule(
-        rounds_per_step=rounds,
-        refill_rows=max(1, session.batch_size // _SLOTS_PER_REFILL),
-        max_prefill_tokens=INT32_MAX,
-    )
-    return Engine.of(session, schedule)
+    options = session.options.offline()
+    if rounds_per_step is not None:
+        options = replace(options, rounds_per_step=rounds_per_step)
+    return Engine.of(replace(session, options=options))
 
 
 def add_prompts(engine: Engine, session: Session, index: Sequence[int]) -> None:
@@ -207,7 +178,7 @@ def decode_session(
     `progress` is called after every step, and `follow` with its deltas.
     """
     index = range(len(session.prompts)) if index is None else index
-    engine = engine or open_engine(session, None if progress is None else 16)
+    engine = engine or open_engine(session)
     compile_s, before = engine.compile_s, replace(engine.statistics)
     steps_before = len(engine.step_limits)
     add_prompts(engine, session, index)
@@ -294,7 +265,7 @@ def expected_acceptance(
         begin = index.stop
         own = recording
         if result is not None:
-            own = replace(recording, controller=Recorded(result.step_limits))
+            own = recording.controlled_by(Recorded(result.step_limits))
         engine = open_engine(own)
         add_prompts(engine, own, index)
         ended = {delta.id: delta.output for delta in engine if delta.output is not None}
@@ -304,32 +275,29 @@ def expected_acceptance(
     return metrics.expected_acceptance(_padded(overlaps or [np.zeros((0, 1))], np.nan))
 
 
+@takes_options
 def stream(
     target: Model,
     prompts: Sequence[Prompt] | str,
     *,
-    rounds_per_step: int = 1,
     drafter: LoadedDrafter | Drafter | str | None = None,
     sampling: Requests = SamplingParams(),  # noqa: B008 - frozen
-    seed: int = 0,
     mesh: Mesh | None = None,
     **options: Any,
 ) -> Iterator[Delta]:
-    """`generate`, yielding each prompt's new tokens and text after every few rounds.
+    """`generate`, yielding each prompt's new tokens and text after every step.
 
-    Takes what `generate` takes but `progress`; a delta comes after `rounds_per_step` rounds, and
-    also says which of its tokens were drafted. Raises InputError for bad input, when it is called.
-    A row that fails ends with the reason "error", and a RuntimeWarning says why, as for `generate`.
+    Takes what `generate` takes but `progress`; a step has one round unless `rounds_per_step` says
+    otherwise. A delta also says which of its tokens were drafted. Raises InputError for bad input,
+    when it is called. A row that fails ends with the reason "error", and a RuntimeWarning says why.
     """
-    schedule = Schedule(rounds_per_step=rounds_per_step)
-    decoding = DecodeOptions(**options)
-    session = _open(target, prompts, drafter, decoding, sampling, seed, mesh)
-    return _stream(session, schedule)
+    options = {"rounds_per_step": 1, **options}
+    return _stream(_open(target, prompts, drafter, sampling, mesh, options))
 
 
-def _stream(session: Session, schedule: Schedule) -> Iterator[Delta]:
+def _stream(session: Session) -> Iterator[Delta]:
     """The deltas of a session; rows that ended with "error" also give `generate`'s warning."""
-    engine = Engine.of(session, schedule)
+    engine = Engine.of(session)
     add_prompts(engine, session, range(len(session.prompts)))
     for delta in engine:
         yield delta
@@ -342,19 +310,12 @@ def _open(
     target: Model,
     prompts: Sequence[Prompt] | str,
     drafter: LoadedDrafter | Drafter | str | None,
-    options: DecodeOptions,
-    requests: Requests,
-    seed: int,
+    sampling: Requests,
     mesh: Mesh | None,
+    options: Mapping[str, Any],
 ) -> Session:
+    options = DecodeOptions(**options)
     target = target if mesh is None else place_model(target, mesh)
     if isinstance(drafter, str):
         drafter = make_drafter(drafter, target, num_speculative_tokens=options.fixed_draft_length)
-    return plan_session(
-        target,
-        prompts,
-        drafter=drafter,
-        options=options,
-        requests=requests,
-        seed=seed,
-    )
+    return plan_session(target, prompts, drafter=drafter, options=options, requests=sampling)

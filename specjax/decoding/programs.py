@@ -18,7 +18,7 @@ from specjax.decoding import start as starting
 from specjax.decoding.plan import Plan
 from specjax.decoding.round import one_round
 from specjax.decoding.rows import row_arguments
-from specjax.decoding.setup import Setup
+from specjax.decoding.setup import Session
 from specjax.decoding.state import State, admit, release, take
 from specjax.distributed import device_memory
 from specjax.distributed.sharding import use
@@ -58,34 +58,34 @@ class Programs(NamedTuple):
     seconds: float
 
 
-def compile_setup(setup: Setup, *, begun: bool = False) -> Programs:
-    """The setup's programs, compiled now or earlier in this process.
+def compile_session(session: Session, *, begun: bool = False) -> Programs:
+    """The session's programs, compiled now or earlier in this process.
 
     Raises InputError where they do not fit into memory, in which the state is already if it has
     `begun`, or a drafter of a user's own cannot be traced.
     """
-    key = _key(setup)
+    key = _key(session)
     programs = _compile(*key)
     _made.add(hash(key))
     device_memory.check_fits(
         programs.sizes,
         "lower batch_size, max_length, max_new_tokens or num_speculative_tokens",
-        setup.mesh,
+        session.mesh,
         begun=begun,
     )
     return programs
 
 
-def is_compiled(setup: Setup) -> bool:
-    """Whether this process has compiled the setup's programs before."""
-    return hash(_key(setup)) in _made
+def is_compiled(session: Session) -> bool:
+    """Whether this process has compiled the session's programs before."""
+    return hash(_key(session)) in _made
 
 
-def _key(setup: Setup) -> tuple[Plan, Mesh | None, Any, tuple[_Leaf, ...]]:
-    """What the programs of a setup depend on."""
-    shapes = [row_arguments(setup, [], rows) for rows in (setup.num_rows, setup.prefill_rows)]
-    leaves, tree = jax.tree.flatten((setup.params, *shapes))
-    return setup.plan, setup.mesh, tree, tuple(map(_Leaf.of, leaves))
+def _key(session: Session) -> tuple[Plan, Mesh | None, Any, tuple[_Leaf, ...]]:
+    """What the programs of a session depend on."""
+    shapes = [row_arguments(session, [], rows) for rows in (session.num_rows, session.prefill_rows)]
+    leaves, tree = jax.tree.flatten((session.params, *shapes))
+    return session.plan, session.mesh, tree, tuple(map(_Leaf.of, leaves))
 
 
 class _Leaf(NamedTuple):
