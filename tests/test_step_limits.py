@@ -169,7 +169,7 @@ class Watched:
         if admit is not None:
             self.engine._rows._programs = self.compiled._replace(admit=admit)
         # Rows are admitted right after the step in which others ended.
-        self.engine._ahead = lambda: 1
+        self.engine._most_under_way = lambda: 1
         if narrows:
             self.engine._seconds_left = lambda slots: np.inf
         for prompt in range(len(session.prompts)):

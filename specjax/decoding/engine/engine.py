@@ -345,10 +345,13 @@ class Engine:
             request is not None and request.row.sampling.stop for request in self._scheduler.slots
         )
 
+    def _most_under_way(self) -> int:
+        """How many steps may be under way: one where the host may end rows between them."""
+        return 1 if self._host_may_end_rows() else 2
+
     def _advance(self) -> None:
         """Begin what can be begun, and look at the oldest step that is under way."""
-        most_steps = 1 if self._host_may_end_rows() else 2
-        while self._steps_under_way() < most_steps and self._dispatch():
+        while self._steps_under_way() < self._most_under_way() and self._dispatch():
             pass
         if self._under_way:
             self._look()

@@ -75,7 +75,7 @@ class LayerPass:
         index: Int[Array, ""] | int,
         view: LayerView,
         window: Window | None,
-        query: Float[Array, "B T H C"],
+        query: Float[Array, "B G X C"],
         key: Float[Array, "B T G C"],
         value: Float[Array, "B T G C"],
     ) -> tuple[Partial, Window | None]:
