@@ -21,19 +21,17 @@ from specjax.decoding.engine.outputs import (
     failure_message,
     was_drafted,
 )
-from specjax.decoding.options import DecodeOptions, takes_options
+from specjax.decoding.options import DecodeOptions, Sampling, read_arguments, takes_options
 from specjax.decoding.prompts import Prompt
 from specjax.decoding.rows import session_row
-from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.setup import Session, plan_session
+from specjax.decoding.sampling_params import SamplingParams, one_per_prompt
+from specjax.decoding.setup import Session, plan_rows, plan_session
 from specjax.decoding.state import Rounds
 from specjax.drafters import Drafter, LoadedDrafter, make_drafter
 from specjax.drafters.turns import NO_DRAFTER
-from specjax.fields import Function, optional
+from specjax.fields import Function, Whole, optional
 from specjax.loading.load import place_model
 from specjax.loading.model import Model
-
-Requests = SamplingParams | Mapping[str, Any] | Sequence[SamplingParams | Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -46,9 +44,9 @@ class Generation:
     each row's own rounds, -1 after its last one; `drafter` is the number of the drafter whose turn
     it was, in the order of their names, -1 where none drafted; `first_round` [B] are the rounds of
     the whole call before a row's first, and `times` each row's own seconds. `prefill_s` and
-    `decode_s` are the seconds in which prompts were read and rounds ran; `compile_s` is outside of
-    them. `lossy` says that the rule, as `typical` does, changed the distribution that the tokens
-    come from.
+    `decode_s` are the seconds in which prompts were read and rounds ran; `compile_s` are those of
+    compiling in this call, outside of them. `lossy` says that the rule, as `typical` does, changed
+    the distribution that the tokens come from.
     """
 
     token_ids: list[list[int]]
@@ -114,13 +112,13 @@ class Progress:
     new_tokens: int
 
 
-@takes_options
+@takes_options(DecodeOptions, SamplingParams)
 def generate(
     target: Model,
-    prompts: Sequence[Prompt] | str,
+    prompts: Sequence[Prompt] | Prompt,
     *,
     drafter: LoadedDrafter | Drafter | str | None = None,
-    sampling: Requests = SamplingParams(),  # noqa: B008 - frozen
+    sampling: Sampling = SamplingParams(),  # noqa: B008 - frozen
     progress: Callable[[Progress], None] | None = None,
     mesh: Mesh | None = None,
     **options: Any,
@@ -129,9 +127,10 @@ def generate(
 
     Only `verify="typical"` changes the distribution, and the result then says `lossy`.
 
-    A prompt is raw text, a list of messages (through the chat template) or a list of token ids.
-    `sampling` is one for all prompts or one per prompt; `options` are the fields of DecodeOptions,
-    of which `max_prefill_tokens` has no use here: prompts are read as soon as slots are free.
+    A prompt is raw text, a list of messages (through the chat template) or a list of token ids; one
+    may be given alone. `sampling` is one for all prompts or one per prompt; `options` are its
+    fields, for all prompts (`max_new_tokens=100`), and those of DecodeOptions, of which
+    `max_prefill_tokens` has no use here: prompts are read as soon as slots are free.
     Unless lengths are fixed, a row of `rejection` or `block` may draw other tokens (of the same
     distribution) beside other neighbours or on another machine. `progress` is called between steps.
     On a `mesh` (`sharding.make_mesh`; by default where the target was loaded) rows are spread over
@@ -146,6 +145,32 @@ def generate(
     if failed:
         warnings.warn(failure_message(session.model, failed), RuntimeWarning, stacklevel=2)
     return result
+
+
+@takes_options(DecodeOptions, SamplingParams)
+def compile(
+    target: Model,
+    drafter: LoadedDrafter | Drafter | str | None = None,
+    *,
+    num_tokens: int = 256,
+    sampling: SamplingParams | Mapping[str, Any] = SamplingParams(),  # noqa: B008 - frozen
+    mesh: Mesh | None = None,
+    **options: Any,
+) -> float:
+    """Compile what `generate` needs for rows of up to `num_tokens` tokens, prompt and output.
+
+    Later calls of `generate` with this target, drafter and `options` start at once for as many
+    prompts as `batch_size`, or so many that the next power of two is the same. Greedy decoding has
+    programs of its own; any temperature, top-k, top-p and min-p share others. Return the seconds
+    that it took: next to none where the programs were there. Raises InputError for bad input.
+    """
+    num_tokens = Whole(2).check("num_tokens", num_tokens)
+    options, sampling = read_arguments(options, sampling)
+    requests = one_per_prompt(sampling, 1)
+    target, drafter = _loaded(target, drafter, mesh, options)
+    with Engine.of(plan_rows(target, drafter, options, num_tokens, requests)) as engine:
+        engine.compile()
+        return engine.statistics.compile_s
 
 
 def open_engine(session: Session, rounds_per_step: int | None = None) -> Engine:
@@ -179,7 +204,9 @@ def decode_session(
     """
     index = range(len(session.prompts)) if index is None else index
     engine = engine or open_engine(session)
-    compile_s, before = engine.compile_s, replace(engine.statistics)
+    compile_s_before = engine.statistics.compile_s
+    engine.compile()
+    before = replace(engine.statistics)
     steps_before = len(engine.step_limits)
     add_prompts(engine, session, index)
     outputs: dict[int, Output] = {}
@@ -199,7 +226,7 @@ def decode_session(
         prefill_s=statistics.prefill_s - before.prefill_s,
         decode_s=statistics.decode_s - before.decode_s,
         first_round=before.rounds,
-        compile_s=compile_s,
+        compile_s=statistics.compile_s - compile_s_before,
         step_limits=tuple(engine.step_limits[steps_before:]),
     )
 
@@ -275,13 +302,13 @@ def expected_acceptance(
     return metrics.expected_acceptance(_padded(overlaps or [np.zeros((0, 1))], np.nan))
 
 
-@takes_options
+@takes_options(DecodeOptions, SamplingParams)
 def stream(
     target: Model,
-    prompts: Sequence[Prompt] | str,
+    prompts: Sequence[Prompt] | Prompt,
     *,
     drafter: LoadedDrafter | Drafter | str | None = None,
-    sampling: Requests = SamplingParams(),  # noqa: B008 - frozen
+    sampling: Sampling = SamplingParams(),  # noqa: B008 - frozen
     mesh: Mesh | None = None,
     **options: Any,
 ) -> Iterator[Delta]:
@@ -308,14 +335,25 @@ def _stream(session: Session) -> Iterator[Delta]:
 
 def _open(
     target: Model,
-    prompts: Sequence[Prompt] | str,
+    prompts: Sequence[Prompt] | Prompt,
     drafter: LoadedDrafter | Drafter | str | None,
-    sampling: Requests,
+    sampling: Sampling,
     mesh: Mesh | None,
-    options: Mapping[str, Any],
+    arguments: Mapping[str, Any],
 ) -> Session:
-    options = DecodeOptions(**options)
+    options, sampling = read_arguments(arguments, sampling)
+    target, drafter = _loaded(target, drafter, mesh, options)
+    return plan_session(target, prompts, drafter=drafter, options=options, requests=sampling)
+
+
+def _loaded(
+    target: Model,
+    drafter: LoadedDrafter | Drafter | str | None,
+    mesh: Mesh | None,
+    options: DecodeOptions,
+) -> tuple[Model, LoadedDrafter | Drafter | None]:
+    """The target on the mesh, if one is given, and the drafter of a name."""
     target = target if mesh is None else place_model(target, mesh)
     if isinstance(drafter, str):
         drafter = make_drafter(drafter, target, num_speculative_tokens=options.fixed_draft_length)
-    return plan_session(target, prompts, drafter=drafter, options=options, requests=sampling)
+    return target, drafter

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 from specjax import sampling
 from specjax.controllers import Auto, ByBatch, Controller, Fixed
-from specjax.decoding.sampling_params import SEED
+from specjax.decoding.sampling_params import SEED, SamplingParams
 from specjax.drafters import DRAFT_TOKENS
 from specjax.errors import InputError, shown
 from specjax.fields import (
@@ -190,19 +191,69 @@ class DecodeOptions:
         return tuple(size for size in sizes if size <= self.max_prefill_tokens) or sizes[-1:]
 
 
-_F = TypeVar("_F", bound=Callable[..., Any])
+Sampling = SamplingParams | Mapping[str, Any] | Sequence[SamplingParams | Mapping[str, Any]]
+"""How all prompts are sampled, or each of them."""
+_SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams) if field.name != "seed")
+"""Those that `generate` also takes as arguments; its `seed` is that of DecodeOptions."""
 
 
-def takes_options(function: _F) -> _F:
-    """Show the fields of DecodeOptions as keyword arguments where a function has `**options`.
+def read_arguments(
+    arguments: Mapping[str, Any], sampling: Sampling | None = None
+) -> tuple[DecodeOptions, Sampling | None]:
+    """The options among keyword arguments, and `sampling` with the fields of its own among them.
+
+    Without `sampling` none of its fields may be given. Raises TypeError for another argument,
+    InputError for a value out of range.
+    """
+    sampling_fields = () if sampling is None else _SAMPLING_FIELDS
+    known = (*inspect.signature(DecodeOptions).parameters, *sampling_fields)
+    for name in arguments:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise TypeError(f"unexpected argument {name!r}{hint}")
+    changes = {name: value for name, value in arguments.items() if name in _SAMPLING_FIELDS}
+    options = DecodeOptions(
+        **{name: value for name, value in arguments.items() if name not in changes}
+    )
+    if not changes:
+        return options, sampling
+    if isinstance(sampling, SamplingParams | Mapping):
+        return options, _changed(sampling, changes)
+    if isinstance(sampling, Sequence) and not isinstance(sampling, str | bytes):
+        return options, [_changed(each, changes) for each in sampling]
+    return options, sampling  # refused where it is read
+
+
+def _changed(sampling: Any, changes: Mapping[str, Any]) -> Any:
+    if isinstance(sampling, Mapping):
+        sampling = SamplingParams.of(sampling)
+    if not isinstance(sampling, SamplingParams):
+        return sampling  # refused where it is read
+    return replace(sampling, **changes)
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def takes_options(*classes: type) -> Callable[[_Function], _Function]:
+    """Show the fields of dataclasses as the keyword arguments of a function with `**options`.
 
     Editors, notebooks and `help` read the signature that this sets.
     """
-    signature = inspect.signature(function)
-    *given, _ = signature.parameters.values()
-    fields = [
-        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for parameter in inspect.signature(DecodeOptions).parameters.values()
-    ]
-    function.__signature__ = signature.replace(parameters=[*given, *fields])
-    return function
+
+    def decorate(function: _Function) -> _Function:
+        signature = inspect.signature(function)
+        *own, _ = signature.parameters.values()
+        shown = {parameter.name: parameter for parameter in own}
+        for each in classes:
+            types = get_type_hints(each)
+            for name, parameter in inspect.signature(each).parameters.items():
+                option = parameter.replace(
+                    kind=inspect.Parameter.KEYWORD_ONLY, annotation=types[name]
+                )
+                shown.setdefault(name, option)
+        function.__signature__ = signature.replace(parameters=list(shown.values()))
+        return function
+
+    return decorate

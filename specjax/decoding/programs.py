@@ -25,6 +25,7 @@ from specjax.distributed.sharding import use
 from specjax.drafters.by_name.registry import all_registered
 from specjax.errors import InputError, one_line
 from specjax.files import compiled_programs
+from specjax.log import LOGGER
 
 start = jax.jit(starting.start, static_argnums=0)
 """`starting.start`, compiled: for what follows the state of a batch itself."""
@@ -108,6 +109,12 @@ def _compile(plan: Plan, mesh: Mesh | None, tree: Any, leaves: tuple[_Leaf, ...]
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in leaves
     ]
     params, every, few = jax.tree.unflatten(tree, shapes)
+    LOGGER.info(
+        "compiling %s, %d row(s) of up to %d tokens; kept for later calls",
+        "plain decoding" if not plan.drafter.num_nodes else plan.drafter.name,
+        every[2].shape[0],
+        plan.capacity,
+    )
     _check_drafters(plan, params, every)
     number = jax.ShapeDtypeStruct((), jnp.int32)
     ended = jax.ShapeDtypeStruct(every[2].shape, bool)

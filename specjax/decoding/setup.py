@@ -12,7 +12,7 @@ from specjax import sampling
 from specjax.controllers import Controller, DrafterSizes, StepSizes
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.plan import Plan
-from specjax.decoding.prompts import Prompt, encode_prompt
+from specjax.decoding.prompts import Prompt, as_prompts, encode_prompt
 from specjax.decoding.sampling_params import SamplingParams, one_per_prompt
 from specjax.decoding.verify import check_rule_shapes
 from specjax.distributed.sharding import (
@@ -25,7 +25,7 @@ from specjax.distributed.sharding import (
 )
 from specjax.drafters import DRAFTER_KIND, Drafter, LoadedDrafter
 from specjax.drafters.none import NoDrafter
-from specjax.errors import InputError, shown
+from specjax.errors import InputError
 from specjax.loading.model import MODEL_KIND, Model
 from specjax.models.layers.attention import CACHE_BLOCK
 
@@ -135,7 +135,7 @@ class Session:
 
 def plan_session(
     target: Model,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[Prompt] | Prompt,
     *,
     drafter: LoadedDrafter | Drafter | None = None,
     options: DecodeOptions = DecodeOptions(),  # noqa: B008 - frozen
@@ -148,14 +148,7 @@ def plan_session(
     errors call the prompts. Raises InputError.
     """
     MODEL_KIND.check("target", target)
-    if isinstance(prompts, str):
-        prompts = [prompts]
-    if getattr(prompts, "ndim", None) == 2:
-        prompts = list(prompts)
-    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
-        raise InputError(f"prompts={shown(prompts)}: give a list of prompts")
-    if not len(prompts):
-        raise InputError("prompts is empty: give at least one")
+    prompts = as_prompts(prompts)
     requests = one_per_prompt(requests, len(prompts))
     names = names or [f"prompts[{i}]" for i in range(len(prompts))]
     encoded = [encode_prompt(target, p, name) for p, name in zip(prompts, names, strict=True)]
@@ -168,17 +161,33 @@ def plan_session(
         min(len(ids) + request.max_new_tokens, longest)
         for ids, request in zip(encoded, requests, strict=True)
     ]
-    slots = min(options.batch_size, len(prompts))
-    session = _plan(
+    options = replace(options, batch_size=min(options.batch_size, len(prompts)))
+    session = plan_rows(target, drafter, options, max(totals), requests)
+    return replace(session, prompts=tuple(map(tuple, encoded)), requests=tuple(requests))
+
+
+def plan_rows(
+    target: Model,
+    drafter: LoadedDrafter | Drafter | None,
+    options: DecodeOptions,
+    num_tokens: int,
+    requests: Sequence[SamplingParams],
+) -> Session:
+    """The session of any prompts whose rows have up to `num_tokens` tokens, output included.
+
+    `requests` say what is asked for. Raises InputError.
+    """
+    MODEL_KIND.check("target", target)
+    longest = longest_row(target, options.max_length)
+    return _plan(
         target,
         drafter,
-        replace(options, batch_size=slots, max_length=longest),
-        capacity=max(totals),
+        replace(options, max_length=longest),
+        capacity=min(num_tokens, longest),
         flags=flags_of(requests),
         logprobs=any(request.logprobs for request in requests),
         num_stop_ids=max(_STOP_IDS, *(len(_stop_ids(target, request)) for request in requests)),
     )
-    return replace(session, prompts=tuple(map(tuple, encoded)), requests=tuple(requests))
 
 
 def plan_engine(

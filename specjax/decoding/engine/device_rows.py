@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -39,6 +40,7 @@ class DeviceRows:
     def __init__(self, session: Session) -> None:
         self.session = session
         self._few: Session | None = None
+        self._few_programs: Programs | None = None
         """The session of fewer rows, while these decode alone."""
         self._slots: tuple[int, ...] = ()
         """Their slots then."""
@@ -48,6 +50,8 @@ class DeviceRows:
         self._prompts: list[tuple[int, ...]] = []
         """Those of the new rows."""
         self._all_read = False
+        self.compile_s = 0.0
+        """Seconds spent on making programs; next to nothing where they were there."""
 
     def compile(self) -> Programs:
         """The compiled programs; made now if they are not yet. Raises InputError."""
@@ -133,7 +137,7 @@ class DeviceRows:
         It is in the order of `by_row`.
         """
         session = self._few or self.session
-        programs = self.compile() if self._few is None else compile_session(session, begun=True)
+        programs = self.compile() if self._few is None else self._few_programs
         ended = np.zeros(session.num_rows, bool)
         ended[[row for row, slot in enumerate(self._row_slots) if slot in ended_slots]] = True
         device_limits = Limits(
@@ -177,7 +181,7 @@ class DeviceRows:
         compile_s = 0.0 if is_compiled(few) else self.compile().seconds
         if not _SAVED * seconds_left > compile_s:  # also where a clock gave no number
             return
-        compile_session(few, begun=True)
+        self._few_programs = self._compiled(few)
         rows = [self._row_slots.index(slot) for slot in slots]
         # Those over are copies of the first, which are released at once.
         rows += [rows[0]] * (few.num_rows - len(rows))
@@ -227,7 +231,10 @@ class DeviceRows:
         self._prompts = []
 
     def _compiled(self, session: Session) -> Programs:
-        return compile_session(session, begun=self._state is not None)
+        begin = time.perf_counter()
+        programs = compile_session(session, begun=self._state is not None)
+        self.compile_s += time.perf_counter() - begin
+        return programs
 
     def _arguments(self, rows: Sequence[Row], count: Int[Any, ""] | int) -> RowArguments:
         return row_arguments(self.session, rows, count)

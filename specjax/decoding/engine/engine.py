@@ -31,7 +31,7 @@ from specjax.decoding.engine.outputs import (
 )
 from specjax.decoding.engine.scheduler import Request, Scheduler
 from specjax.decoding.engine.statistics import Statistics, Step
-from specjax.decoding.options import DecodeOptions, takes_options
+from specjax.decoding.options import DecodeOptions, read_arguments, takes_options
 from specjax.decoding.programs import Programs
 from specjax.decoding.prompts import Prompt, encode_prompt
 from specjax.decoding.rows import Row
@@ -105,7 +105,7 @@ class Engine:
     processes, each makes the same calls in the same order.
     """
 
-    @takes_options
+    @takes_options(DecodeOptions)
     def __init__(
         self,
         target: Model,
@@ -120,7 +120,7 @@ class Engine:
         """
         MODEL_KIND.check("target", target)
         target = target if mesh is None else place_model(target, mesh)
-        options = DecodeOptions(**options)
+        options, _ = read_arguments(options)
         if isinstance(drafter, str):
             drafter = make_drafter(
                 drafter, target, num_speculative_tokens=options.fixed_draft_length
@@ -166,14 +166,23 @@ class Engine:
         """Samples that wait for a slot."""
         return self._scheduler.num_waiting
 
-    @property
-    def compile_s(self) -> float:
-        """Seconds that compiling took."""
-        return self.compile().seconds
-
     def compile(self) -> Programs:
         """The compiled programs; made now if they are not yet. Raises InputError."""
-        return self._rows.compile()
+        with self._compiling():
+            return self._rows.compile()
+
+    @contextlib.contextmanager
+    def _compiling(self) -> Iterator[None]:
+        """Around what may compile: its seconds are in `statistics.compile_s` and nowhere else."""
+        before = self._rows.compile_s
+        yield
+        seconds = self._rows.compile_s - before
+        if not seconds:
+            return
+        self.statistics.compile_s += seconds
+        self._clock_s += seconds
+        for request in self._scheduler:
+            request.leave_out(seconds)
 
     def add(
         self,
@@ -211,7 +220,8 @@ class Engine:
                 f"sampling.stop_token_ids: request {shown(name)} has {stops} tokens that end it, "
                 f"the model's own included; use at most {session.num_stop_ids}"
             )
-        self._rows.serve(sampling)
+        with self._compiling():
+            self._rows.serve(sampling)
         ids = tuple(ids)
         rows = [Row(self._number, ids, sampling, sample) for sample in range(n)]
         self.add_rows(name, rows)
@@ -379,7 +389,8 @@ class Engine:
             enough = min(free + options.rows_per_refill, num_rows)
         if not (waiting or self._reading):
             kept = [slot for slot, request in enumerate(slots) if request is not None]
-            self._rows.narrow(kept, self._seconds_left(slots))
+            with self._compiling():
+                self._rows.narrow(kept, self._seconds_left(slots))
         unfinished = sum(request is not None for request in slots)
         controller = self.session.controller
         *chosen, self._controller_state = controller.choose(
