@@ -34,7 +34,7 @@ from specjax.loading.load import place_model
 from specjax.loading.model import Model
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Generation:
     """What was generated: one list entry, or one row of an array, per prompt.
 
@@ -53,23 +53,30 @@ class Generation:
     texts: list[str]
     finish_reasons: list[str]
     logprobs: list[list[float] | None]
-    width: np.ndarray = field(repr=False)
-    drafted: np.ndarray = field(repr=False)
-    accepted: np.ndarray = field(repr=False)
-    emitted: np.ndarray = field(repr=False)
-    drafter: np.ndarray = field(repr=False)
-    first_round: np.ndarray = field(repr=False)
-    times: list[Times] = field(repr=False)
+    width: np.ndarray
+    drafted: np.ndarray
+    accepted: np.ndarray
+    emitted: np.ndarray
+    drafter: np.ndarray
+    first_round: np.ndarray
+    times: list[Times]
     prefill_s: float
     decode_s: float
     compile_s: float = 0.0
     lossy: bool = False
     longest_path: int | None = None
     """Of a draft, in tokens."""
-    step_limits: tuple[tuple[Limits, int], ...] = field(default=(), repr=False)
+    step_limits: tuple[tuple[Limits, int], ...] = ()
     """What each step could draft, and its rounds: `controllers.Recorded` repeats the run."""
     failed_rows: dict[int, Failure] = field(default_factory=dict)
     """Those that ended with the reason "error", and what went wrong."""
+
+    def __repr__(self) -> str:
+        """How much was generated, how fast, and with how many tokens per pass of the target."""
+        rows, tau = len(self.token_ids), self.summary().acceptance_length
+        per_pass = "" if tau is None else f", {tau:.2f} tokens per pass"
+        speed = f", {self.tokens_per_second:.1f} tokens/s" if self.decode_s else ""
+        return f"Generation({rows} row(s), {self.new_tokens} new tokens{speed}{per_pass})"
 
     @property
     def new_tokens(self) -> int:
