@@ -559,11 +559,11 @@ def test_seconds_of_compiling_are_told_once(tiny, caplog):
     """By the call that compiled; requests' times are without them."""
     options = dict(batch_size=2, num_speculative_tokens=3, max_new_tokens=4)
     with caplog.at_level("INFO", "specjax"):
-        seconds = specjax.compile(tiny, Ngram(5), **options)
+        seconds = specjax.compile(tiny, Ngram(prompt_lookup_max=5), **options)
         engine = Engine(tiny, batch_size=2, max_length=64, max_prefill_tokens=64)
         engine.add([1, 2, 3])
         (output,) = [delta.output for delta in engine if delta.output is not None]
     assert [record.args[:2] for record in caplog.records] == [("ngram", 2), ("plain decoding", 2)]
-    result = specjax.generate(tiny, [[1, 2, 3], [4]], drafter=Ngram(5), **options)
+    result = specjax.generate(tiny, [[1, 2, 3], [4]], drafter=Ngram(prompt_lookup_max=5), **options)
     assert 0 < 20 * result.compile_s < seconds
     assert output.times.total_s < engine.statistics.compile_s

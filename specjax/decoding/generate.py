@@ -22,7 +22,7 @@ from specjax.decoding.engine.outputs import (
     was_drafted,
 )
 from specjax.decoding.options import DecodeOptions, Sampling, read_arguments, takes_options
-from specjax.decoding.prompts import Prompt
+from specjax.decoding.prompts import Prompts
 from specjax.decoding.rows import session_row
 from specjax.decoding.sampling_params import SamplingParams, one_per_prompt
 from specjax.decoding.setup import Session, plan_rows, plan_session
@@ -122,7 +122,7 @@ class Progress:
 @takes_options(DecodeOptions, SamplingParams)
 def generate(
     target: Model,
-    prompts: Sequence[Prompt] | Prompt,
+    prompts: Prompts,
     *,
     drafter: LoadedDrafter | Drafter | str | None = None,
     sampling: Sampling = SamplingParams(),  # noqa: B008 - frozen
@@ -312,7 +312,7 @@ def expected_acceptance(
 @takes_options(DecodeOptions, SamplingParams)
 def stream(
     target: Model,
-    prompts: Sequence[Prompt] | Prompt,
+    prompts: Prompts,
     *,
     drafter: LoadedDrafter | Drafter | str | None = None,
     sampling: Sampling = SamplingParams(),  # noqa: B008 - frozen
@@ -342,7 +342,7 @@ def _stream(session: Session) -> Iterator[Delta]:
 
 def _open(
     target: Model,
-    prompts: Sequence[Prompt] | Prompt,
+    prompts: Prompts,
     drafter: LoadedDrafter | Drafter | str | None,
     sampling: Sampling,
     mesh: Mesh | None,

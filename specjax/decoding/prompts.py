@@ -22,13 +22,15 @@ _TOKEN_IDS = Items(
 )
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Raw text, token ids, or a conversation for the chat template."""
+Prompts = Sequence[Prompt] | Prompt | np.ndarray
+"""Prompts, or one alone; an array has the token ids of one, or of one in each row."""
 
 LARGEST_ID = 2**63 - 1
 """The largest whole number that a question's id may be."""
 _LONGEST_NAME = 1000
 
 
-def as_prompts(prompts: Any) -> Sequence[Prompt]:
+def as_prompts(prompts: Prompts) -> Sequence[Prompt]:
     """A list of prompts; a single one (a text, token ids or a conversation) as a list of itself.
 
     Raises InputError where there is none.

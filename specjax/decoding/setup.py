@@ -12,7 +12,7 @@ from specjax import sampling
 from specjax.controllers import Controller, DrafterSizes, StepSizes
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.plan import Plan
-from specjax.decoding.prompts import Prompt, as_prompts, encode_prompt
+from specjax.decoding.prompts import Prompts, as_prompts, encode_prompt
 from specjax.decoding.sampling_params import SamplingParams, one_per_prompt
 from specjax.decoding.verify import check_rule_shapes
 from specjax.distributed.sharding import (
@@ -135,7 +135,7 @@ class Session:
 
 def plan_session(
     target: Model,
-    prompts: Sequence[Prompt] | Prompt,
+    prompts: Prompts,
     *,
     drafter: LoadedDrafter | Drafter | None = None,
     options: DecodeOptions = DecodeOptions(),  # noqa: B008 - frozen
