@@ -255,7 +255,7 @@ class Changed(Drafter):
     identity: object = None
     """Tells apart what is compiled."""
     features = property(lambda self: self.drafter.features)
-    sampled = property(lambda self: self.drafter.sampled)
+    sampled = True
     stops = property(lambda self: self.drafter.stops)
     num_nodes = property(lambda self: self.inner.num_nodes)
     branches = property(lambda self: self.inner.branches)

@@ -134,6 +134,14 @@ class Forgetful(Drafter):
     """Without `propose`."""
 
 
+class Undeclared(Ngram):
+    """With distributions, though it does not say that it draws."""
+
+    def propose(self, params, state, context, noise):
+        draft, state = super().propose(params, state, context, noise)
+        return draft.replace(logq=jax.numpy.zeros((*draft.tokens.shape, 61))), state
+
+
 def proposing(change):
     """A lookup whose draft and state are changed by a function, before they are returned."""
     return changed(Ngram(), propose=lambda real, *rest: change(*real(*rest)))
@@ -157,18 +165,13 @@ def with_tokens(draft, dtype):
         ),
         (
             lambda: proposing(lambda draft, state: (with_tokens(draft, "float32"), state)),
-            r"returned tokens of float32\[1, 4\]; return int32\[B, N\], by jnp.argmax",
+            r"returned tokens of float32\[1, 8\]; return int32\[B, N\], by jnp.argmax",
         ),
         (
             lambda: proposing(lambda draft, state: (draft.replace(valid=draft.tokens), state)),
-            r"returned valid of int32\[1, 4\]; return bool",
+            r"returned valid of int32\[1, 8\]; return bool",
         ),
-        (
-            lambda: proposing(
-                lambda draft, state: (draft.replace(logq=jax.numpy.zeros((1, 4, 61))), state)
-            ),
-            "returned logq.*but its `sampled` is False; override",
-        ),
+        (lambda: Undeclared(), "returned logq.*but its `sampled` is False; override"),
         (
             lambda: changed(TokenRecycling(61), observe=lambda real, *rest: None),
             "observe returned the state None where init made .*return one of the same arrays",

@@ -20,9 +20,9 @@ CHAT = Choice(("auto", "true", "false"))
 _TOKEN_IDS = Items(
     Whole(-INT32_MAX), remedy="use text, token ids, or messages with role and content"
 )
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+Prompt = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, Any]]
 """Raw text, token ids, or a conversation for the chat template."""
-Prompts = Sequence[Prompt] | Prompt | np.ndarray
+Prompts = Sequence[Prompt] | Prompt
 """Prompts, or one alone; an array has the token ids of one, or of one in each row."""
 
 LARGEST_ID = 2**63 - 1
