@@ -1,0 +1,74 @@
+"""`python -m specjax`, or `specjax`: list the commands, or run one by its name."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import runpy
+import sys
+from collections.abc import Sequence
+
+COMMANDS = (
+    "decode",
+    "bench",
+    "report",
+    "export",
+    "train.corpus",
+    "train.generate",
+    "train.import_responses",
+    "train.features",
+    "train.medusa",
+    "train.eagle",
+    "train.distill",
+    "train.mtp",
+)
+"""The commands, in the order in which a newcomer meets them."""
+
+
+def module_of(command: str) -> str:
+    """The module that `python -m` runs for a command."""
+    return command if command.startswith("train.") else f"specjax.{command}"
+
+
+def summary(command: str) -> str:
+    """The first line of a command's documentation; nothing is imported for it."""
+    found = importlib.util.find_spec(module_of(command))
+    with open(found.origin, encoding="utf-8") as source:
+        documentation = ast.get_docstring(ast.parse(source.read())) or ""
+    return documentation.splitlines()[0]
+
+
+def usage() -> str:
+    """The list of commands, each with its first line."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {command:<{width}}  {summary(command)}" for command in COMMANDS]
+    return "\n".join(
+        [
+            "usage: specjax COMMAND [--config=FILE] [--config.FIELD=VALUE ...]",
+            "",
+            *lines,
+            "",
+            "specjax COMMAND --help says what a command takes.",
+        ]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that the first argument names; return the exit code."""
+    command, *arguments = (sys.argv[1:] if argv is None else argv) or [""]
+    if command in ("", "-h", "--help"):
+        print(usage())
+        return 0
+    if command not in COMMANDS:
+        near = difflib.get_close_matches(command, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        print(f"error: no command {command!r}: {hint}use {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    sys.argv = [command, *arguments]
+    runpy.run_module(module_of(command), run_name="__main__", alter_sys=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,49 @@
+"""`python -m specjax`: every command is listed, and runs by its name."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specjax import __main__ as commands
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_every_command_is_listed(capsys):
+    """Those modules that `python -m` can run."""
+    runnable = [
+        path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
+        for folder in ("specjax", "train")
+        for path in (ROOT / folder).glob("*.py")
+        if '__name__ == "__main__"' in path.read_text() and path.stem != "__main__"
+    ]
+    assert sorted(map(commands.module_of, commands.COMMANDS)) == sorted(runnable)
+    assert commands.main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name in commands.COMMANDS:
+        (line,) = [line for line in lines if line.split()[:1] == [name]]
+        assert line.endswith(".")
+
+
+def test_an_unknown_command(capsys):
+    assert commands.main(["decod"]) == 2
+    assert "no command 'decod': did you mean decode? use decode, bench" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["report", "train.eagle"])
+def test_a_command_by_its_name(command):
+    """Its own help, its own exit code, without the others imported."""
+    done = subprocess.run(
+        [sys.executable, "-m", "specjax", command, "--help"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+    )
+    assert done.stdout.startswith(("usage: ", commands.summary(command)))
+    failed = subprocess.run(
+        [sys.executable, "-m", "specjax", "report", "nowhere"], capture_output=True, cwd=ROOT
+    )
+    assert failed.returncode == 2
