@@ -120,7 +120,7 @@ def draft_noise(keys: Key[Array, "B"], vocab: int) -> NoiseAt:
 
 
 def drafter_noise(noise: NoiseAt, number: int, count: int) -> NoiseAt:
-    """Return the noise by depth of drafter `number` (0, 1, ...) of the `count` that share a draft."""
+    """Return the noise by depth for drafter `number` (0, 1, ...) of `count` that share a draft."""
     return lambda depth: noise(count * depth + number)
 
 
