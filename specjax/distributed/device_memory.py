@@ -20,15 +20,15 @@ def check_fits(
 ) -> None:
     """Raise InputError, with the remedy, unless compiled programs that run in turn fit into memory.
 
-    `sizes` are their `memory_analysis()`. The first one's outputs are assumed to stay, and to be
-    there already where the programs have `begun`; arguments that exist do not count. Nothing is
-    checked where free memory is unknown, or where processes might get different results.
+    `sizes` are their `memory_analysis()`. The outputs of the first one are kept, and are allocated
+    already if the programs have `begun`; existing arguments do not count. Nothing is checked if
+    free memory is unknown, or if processes might get different results.
     """
     free = free_bytes()
     if free is None or None in sizes or processes.count() > 1:
         return
-    given = 0 if begun else sizes[0].output_size_in_bytes - sizes[0].alias_size_in_bytes
-    needed = given + max(size.temp_size_in_bytes for size in sizes)
+    output_bytes = 0 if begun else sizes[0].output_size_in_bytes - sizes[0].alias_size_in_bytes
+    needed = output_bytes + max(size.temp_size_in_bytes for size in sizes)
     if mesh is not None and jax.default_backend() == "cpu":
         # Simulated devices of one host share its memory.
         needed *= mesh.size
@@ -40,14 +40,14 @@ def check_fits(
 
 
 def free_bytes() -> int | None:
-    """Free bytes of the device, or of the host where the CPU is the device; None if unknown."""
+    """Return the free bytes of the device, or of the host if that is a CPU; None if unknown."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
     if jax.default_backend() != "cpu":
         return None
-    found = [_available(), _left_in_group()]
-    return min((one for one in found if one is not None), default=None)
+    limits = [_available(), _left_in_group()]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _available() -> int | None:
@@ -59,7 +59,7 @@ def _available() -> int | None:
 
 
 def _left_in_group(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Free bytes below a container's limit (cgroup v2); cached files count as free."""
+    """Return the free bytes below a container's limit (cgroup v2); cached files count as free."""
     try:
         limit = int((folder / "memory.max").read_text(encoding="utf-8"))
         used = int((folder / "memory.current").read_text(encoding="utf-8"))

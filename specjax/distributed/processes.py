@@ -38,28 +38,28 @@ def join(
     MPI), as `jax.distributed.initialize` finds them. Without it and without an address nothing is
     done. Raises InputError where an argument is missing, or a process does not join in time.
     """
-    given = {
+    arguments = {
         "coordinator_address": coordinator_address,
         "num_processes": num_processes,
         "process_id": process_id,
     }
     if timeout_s <= 0:
         raise InputError(f"distributed.timeout_s={timeout_s}: use seconds above 0")
-    named = [name for name, value in given.items() if value is not None]
+    set_names = [name for name, value in arguments.items() if value is not None]
     if cluster:
-        if named:
+        if set_names:
             raise InputError(
-                f"distributed.{named[0]}={given[named[0]]!r}: the cluster says this itself; "
-                "leave it out, or set distributed.cluster=false"
+                f"distributed.{set_names[0]}={arguments[set_names[0]]!r}: the cluster says this "
+                "itself; leave it out, or set distributed.cluster=false"
             )
         _initialize({}, timeout_s)
         return
-    if not named:
+    if not set_names:
         return
-    missing = [name for name, value in given.items() if value is None]
-    if missing:
+    missing_names = [name for name, value in arguments.items() if value is None]
+    if missing_names:
         raise InputError(
-            f"distributed.{missing[0]} is missing: give coordinator_address=HOST:PORT, "
+            f"distributed.{missing_names[0]} is missing: give coordinator_address=HOST:PORT, "
             "num_processes and process_id, or distributed.cluster=true under a scheduler"
         )
     if num_processes < 1 or not 0 <= process_id < num_processes:
@@ -79,12 +79,12 @@ def join(
             _gather(coordinator_address, int(port), num_processes, deadline, timeout_s)
         else:
             _report(coordinator_address, (host, int(port)), process_id, deadline, timeout_s)
-    _initialize(given, timeout_s)
+    _initialize(arguments, timeout_s)
 
 
-def _initialize(given: Mapping[str, Any], timeout_s: float) -> None:
+def _initialize(arguments: Mapping[str, Any], timeout_s: float) -> None:
     try:
-        jax.distributed.initialize(**given, initialization_timeout=max(1, round(timeout_s)))
+        jax.distributed.initialize(**arguments, initialization_timeout=max(1, round(timeout_s)))
         # JAX takes SIGTERM for itself, as the notice of a preemption.
         signals.installed_again()
     except (RuntimeError, ValueError) as error:
@@ -96,7 +96,7 @@ def _initialize(given: Mapping[str, Any], timeout_s: float) -> None:
 
 
 def _gather(address: str, port: int, count: int, deadline: float, timeout_s: float) -> None:
-    """On process 0: wait for each of the others, then let all of them continue."""
+    """On process 0: wait for all other processes, then let them continue."""
     waiting: dict[int, socket.socket] = {}
     with contextlib.ExitStack() as opened:
         try:
@@ -132,7 +132,7 @@ def _gather(address: str, port: int, count: int, deadline: float, timeout_s: flo
 
 
 def _number(peer: socket.socket, deadline: float) -> int | None:
-    """The number that a peer sends; None for one that is not of this run."""
+    """Return the process number that a peer sends; None for a peer that is not of this run."""
     peer.settimeout(min(max(deadline - time.monotonic(), 0.01), 5))
     try:
         name, _, number = peer.recv(64).decode(errors="replace").rpartition(" ")
@@ -144,17 +144,17 @@ def _number(peer: socket.socket, deadline: float) -> int | None:
 def _report(
     address: str, target: tuple[str, int], number: int, deadline: float, timeout_s: float
 ) -> None:
-    """On the others: send the number to process 0, and wait until all have done so."""
+    """On another process: send its number to process 0, and wait until all have done so."""
     while True:
-        left = deadline - time.monotonic()
-        if left <= 0:
+        seconds_left = deadline - time.monotonic()
+        if seconds_left <= 0:
             raise InputError(
                 f"distributed.coordinator_address={address!r}: process 0 did not answer there "
                 f"within {timeout_s:g} s; start it, check the address, or raise "
                 "distributed.timeout_s"
             )
         try:
-            with socket.create_connection(target, timeout=min(left, 5)) as peer:
+            with socket.create_connection(target, timeout=min(seconds_left, 5)) as peer:
                 peer.sendall(f"{_HELLO} {number}".encode())
                 peer.settimeout(max(deadline - time.monotonic(), 0.01))
                 if peer.recv(len(_GO)) == _GO:
@@ -180,9 +180,9 @@ def is_first() -> bool:
 
 
 def together(work: Callable[[], Result], values: Mapping[str, Any] | None = None) -> Result:
-    """The result of `work`, called on every process.
+    """Call `work` on every process and return its result.
 
-    Raises InputError on all processes where it raises one on any, or where `values` differ.
+    Raises InputError on all processes if it raises one on any, or if `values` differ.
     """
     result, error = None, None
     try:
@@ -200,37 +200,37 @@ class _Agreed(InputError):
 
 
 def agree(values: Mapping[str, Any], error: str | None = None) -> None:
-    """Raise InputError on every process where the (JSON-ready) values of two of them differ.
+    """Raise InputError on every process if the (JSON-ready) values of two processes differ.
 
-    A process with an error of its own passes it as `error`, which is then raised on all of them.
+    A process that has met an error passes it as `error`; it is then raised on all processes.
     """
     if count() == 1:
         if error is not None:
             raise InputError(error)
         return
     everyone = _exchange({"values": dict(values), "error": error})
-    first = everyone[0]["values"]
-    for number, said in enumerate(everyone):
-        for name in first.keys() & said["values"].keys():
-            mine, other = first[name], said["values"][name]
-            if mine != other:
+    first_values = everyone[0]["values"]
+    for process, report in enumerate(everyone):
+        for name in first_values.keys() & report["values"].keys():
+            value, other_value = first_values[name], report["values"][name]
+            if value != other_value:
                 raise _Agreed(
-                    f"{name}={mine!r} on process 0, {other!r} on process {number}: "
+                    f"{name}={value!r} on process 0, {other_value!r} on process {process}: "
                     "start all processes with the same command and files"
                 )
-    for number, said in enumerate(everyone):
-        if said["error"] is not None:
-            prefix = "" if said["error"] == error else f"process {number}: "
-            raise _Agreed(prefix + said["error"])
+    for process, report in enumerate(everyone):
+        if report["error"] is not None:
+            prefix = "" if report["error"] == error else f"process {process}: "
+            raise _Agreed(prefix + report["error"])
 
 
 def from_first(value: Any) -> Any:
-    """The first process's value (JSON-ready), on every process; such as a measured time."""
+    """Return process 0's value (JSON-ready) on every process, for example a measured time."""
     return value if count() == 1 else _exchange(value)[0]
 
 
 def _exchange(value: Any) -> list[Any]:
-    """The values of all processes, in their order, on every process."""
+    """Return the values of all processes, ordered by process, on every process."""
     from jax.experimental import multihost_utils
 
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)

@@ -33,7 +33,7 @@ LOGICAL_AXES = {
 
 MESH_KIND = optional(Instance(Mesh, "use a mesh, as sharding.make_mesh gives it"))
 DEVICES = Whole(1, 1 << 20)
-"""How many devices an axis may have."""
+"""The number of devices along a mesh axis."""
 
 Axes = Sequence[str | None]
 Placement = Mesh | jax.Device | None
@@ -41,9 +41,9 @@ Placement = Mesh | jax.Device | None
 
 
 def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh of data x model devices; `devices` are by default all of them.
+    """Return a mesh of data x model devices; by default of all devices.
 
-    Raises InputError where the product is not the number of devices.
+    Raises InputError if the product is not the number of devices.
     """
     devices = jax.devices() if devices is None else list(devices)
     for name, size in (("data", data), ("model", model)):
@@ -59,12 +59,12 @@ def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | Non
 
 
 def axis_size(mesh: Mesh | None, name: str) -> int:
-    """The number of devices along an axis; 1 without a mesh."""
+    """Return the number of devices along an axis; 1 without a mesh."""
     return 1 if mesh is None else mesh.shape[name]
 
 
 def placement_of(tree: Any, mesh: Mesh | None) -> Placement:
-    """Where arrays are: the mesh, or without one the device that all of them are on."""
+    """Return the mesh, or without one the device that all arrays of a tree are on, if any."""
     devices = {
         device
         for leaf in jax.tree.leaves(tree)
@@ -75,21 +75,21 @@ def placement_of(tree: Any, mesh: Mesh | None) -> Placement:
 
 
 def first_device(where: Placement) -> jax.Device:
-    """One of the devices where arrays are; the default one if that is not known."""
+    """Return one device of a placement; the default device if it names none."""
     device = where.devices.flat[0] if isinstance(where, Mesh) else where
     return jax.devices()[0] if device is None else device
 
 
 def use(mesh: Mesh | None) -> contextlib.AbstractContextManager:
-    """The context in which programs for a mesh are traced; without a mesh it changes nothing."""
+    """Return the context in which programs for a mesh are traced; it has no effect without one."""
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 def partition(axes: Axes, shape: Sequence[int], mesh: Any) -> PartitionSpec:
-    """How an array with these logical axes is split.
+    """Return how an array with these logical axes is split.
 
-    An axis that does not divide stays whole. Of several for one mesh axis, such as experts and
-    their width, the first that divides is split.
+    An axis whose size the devices do not divide is not split. If several logical axes belong to one
+    mesh axis, such as experts and their width, the first that can be is split.
     """
     split: list[str | None] = []
     for name, size in zip(axes, shape, strict=True):
@@ -100,9 +100,9 @@ def partition(axes: Axes, shape: Sequence[int], mesh: Any) -> PartitionSpec:
 
 
 def num_parts(axis: str, size: int) -> int:
-    """The parts of a logical axis of that size, on the mesh that a program is traced for.
+    """Return into how many parts a logical axis is split on the mesh a program is traced for.
 
-    1 without a mesh, and where the axis stays whole, as `partition` says.
+    1 without a mesh, and for an axis that `partition` does not split.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -112,7 +112,7 @@ def num_parts(axis: str, size: int) -> int:
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """The array, constrained by its logical axes while a program for a mesh is traced."""
+    """Return the array, constrained by its logical axes if a program for a mesh is traced."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
@@ -120,7 +120,7 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
 
 def constrain_rows(tree: Any) -> Any:
-    """A tree of arrays whose first axis is the batch, split over `data` and otherwise whole."""
+    """Return a tree of arrays whose first axis is the batch, constrained to be split over `data`."""
 
     def rows(leaf: jax.Array) -> jax.Array:
         return constrain(leaf, "batch", *[None] * (leaf.ndim - 1)) if leaf.ndim else leaf
@@ -129,20 +129,20 @@ def constrain_rows(tree: Any) -> Any:
 
 
 def place(array: np.ndarray, axes: Axes, where: Placement) -> jax.Array:
-    """A host array as a device array with these logical axes; every process makes the call."""
+    """Return a host array as a device array with these logical axes; called on every process."""
     if not isinstance(where, Mesh):
         return jax.device_put(array, where)
     sharding = NamedSharding(where, partition(axes, array.shape, where))
-    return jax.make_array_from_callback(array.shape, sharding, lambda part: array[part])
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
 def place_rows(array: np.ndarray, where: Placement) -> jax.Array:
-    """A host array whose first axis is the batch as a device array, split over `data`."""
+    """Return a host array whose first axis is the batch as a device array, split over `data`."""
     return place(array, ("batch", *[None] * (array.ndim - 1)), where)
 
 
 def place_keys(keys: Sequence[jax.Array], where: Placement) -> jax.Array:
-    """A batch of keys, one per row, split over `data`."""
+    """Return the keys of a batch, one per row, as one array that is split over `data`."""
     if not isinstance(where, Mesh):
         return jax.device_put(jax.numpy.stack(list(keys)), where)
     data = place_rows(np.stack([np.asarray(jax.random.key_data(key)) for key in keys]), where)
@@ -151,7 +151,7 @@ def place_keys(keys: Sequence[jax.Array], where: Placement) -> jax.Array:
 
 
 def fetch(tree: Any) -> Any:
-    """Device arrays as NumPy arrays on every process: each makes the call, in the same order."""
+    """Return device arrays as NumPy arrays; every process makes the call, in the same order."""
     if all(leaf.is_fully_addressable for leaf in jax.tree.leaves(tree)):
         return jax.tree.map(np.asarray, tree)
     from jax.experimental import multihost_utils
@@ -160,16 +160,19 @@ def fetch(tree: Any) -> Any:
 
 
 def spread(tree: Any, where: Placement) -> Any:
-    """The tree with all arrays there; those that were not are whole on each device of a mesh."""
+    """Return the tree with all arrays on the devices of a placement.
+
+    Arrays that have to be moved are replicated over the devices of a mesh.
+    """
     if where is None:
         return tree
-    devices, whole = {where}, where
+    devices, replicated = {where}, where
     if isinstance(where, Mesh):
-        devices, whole = set(where.devices.flat), NamedSharding(where, PartitionSpec())
+        devices, replicated = set(where.devices.flat), NamedSharding(where, PartitionSpec())
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, jax.Array) and leaf.sharding.device_set == devices:
             return leaf
-        return jax.device_put(leaf, whole)
+        return jax.device_put(leaf, replicated)
 
     return jax.tree.map(move, tree)

@@ -25,7 +25,7 @@ Distributions = Callable[[Int[Array, "B"]], Float[Array, "B V"]]
 
 
 class Verification(NamedTuple):
-    """What verification says of a draft.
+    """The result of verifying a draft.
 
     `path_slots` are the window slots of the accepted nodes in order, -1 after them; `num_accepted`
     counts them; `next_token` is the target's own token that follows the last of them.
@@ -54,8 +54,8 @@ def rejection(
 
     Row b drafted `num_valid[b]` tokens, each from `draft` of the slot before it. They are accepted
     up to the first with u q >= p, or with q = 0, where the distribution of the next token is
-    norm(max(0, p - q)); where all are accepted it is p. It visits one slot more than the most that
-    any row accepts.
+    norm(max(0, p - q)); where all are accepted it is p. The loop visits one slot more than the row
+    with the most accepted tokens accepts.
     """
 
     def visit(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -94,56 +94,60 @@ def block(
     """
 
     def visit(state: tuple[Array, ...]) -> tuple[Array, ...]:
-        slot, logw, accepted, distribution = state
+        slot, logw, accepted, next_logp = state
         slots = jnp.full_like(num_valid, slot)
         logp, logq = target(slots), draft(slots)
-        left = excess(logp + logw[:, None], logq)
-        logr = logsumexp(left, axis=-1)
-        some_left = logr > -jnp.inf
+        weighted_excess = excess(logp + logw[:, None], logq)
+        log_mass = logsumexp(weighted_excess, axis=-1)
+        has_mass = log_mass > -jnp.inf
         last = slots == num_valid
-
-        r, lost = jnp.exp(logr), -jnp.expm1(logw)  # lost = 1 - w
-        inner = jnp.where(lost > 0, r / jnp.where(lost > 0, r + lost, 1), 1)
-        height = jnp.where(last, jnp.exp(logw), inner)
-        accept = (slot == 0) | (pick(uniforms, slots - 1) < height)
+        accept = (slot == 0) | (pick(uniforms, slots - 1) < _block_height(log_mass, logw, last))
         accept &= slots <= num_valid
 
-        after = left - jnp.where(some_left, logr, 0)[:, None]
-        here = jnp.where((last | ~some_left)[:, None], logp, after)
+        residual_logp = weighted_excess - jnp.where(has_mass, log_mass, 0)[:, None]
+        logp_if_last_accepted = jnp.where((last | ~has_mass)[:, None], logp, residual_logp)
         token = pick(tokens, slots)
         odds = log_ratio(pick(logp, token), pick(logq, token))
-        alive = (logw > -jnp.inf) & jnp.isfinite(odds)
-        logw = jnp.where(alive, jnp.minimum(jnp.where(alive, logw + odds, 0), 0), -jnp.inf)
         return (
             slot + 1,
-            logw,
+            _next_block_weight(logw, odds),
             jnp.where(accept, slots, accepted),
-            jnp.where(accept[:, None], here, distribution),
+            jnp.where(accept[:, None], logp_if_last_accepted, next_logp),
         )
 
-    def going(state: tuple[Array, ...]) -> Bool[Array, ""]:
+    def unfinished(state: tuple[Array, ...]) -> Bool[Array, ""]:
         slot, logw, _, _ = state
         return jnp.any((slot <= num_valid) & (logw > -jnp.inf))
 
-    slots, distribution = _start(num_valid, target)
-    state = (
-        jnp.zeros((), slots.dtype),
-        jnp.zeros(slots.shape, distribution.dtype),
-        slots,
-        distribution,
-    )
-    _, _, accepted, distribution = lax.while_loop(going, visit, state)
-    return Decision(accepted, distribution)
+    slots, next_logp = _start(num_valid, target)
+    slot, logw = jnp.zeros((), slots.dtype), jnp.zeros(slots.shape, next_logp.dtype)
+    _, _, accepted, next_logp = lax.while_loop(unfinished, visit, (slot, logw, slots, next_logp))
+    return Decision(accepted, next_logp)
+
+
+def _block_height(
+    log_mass: Float[Array, "B"], logw: Float[Array, "B"], last: Bool[Array, "B"]
+) -> Float[Array, "B"]:
+    """Return h_i, from the logarithms of r and w_i; `last` marks rows at their last token."""
+    mass, lost = jnp.exp(log_mass), -jnp.expm1(logw)  # lost = 1 - w
+    inner = jnp.where(lost > 0, mass / jnp.where(lost > 0, mass + lost, 1), 1)
+    return jnp.where(last, jnp.exp(logw), inner)
+
+
+def _next_block_weight(logw: Float[Array, "B"], odds: Float[Array, "B"]) -> Float[Array, "B"]:
+    """Return log w_i from log w_{i-1} and the logarithm of p(x_i) / q(x_i)."""
+    alive = (logw > -jnp.inf) & jnp.isfinite(odds)
+    return jnp.where(alive, jnp.minimum(jnp.where(alive, logw + odds, 0), 0), -jnp.inf)
 
 
 def conclude(decision: Decision, gumbel: Float[Array, "B V"], longest: int) -> Verification:
-    """Draw the next token of a decision with Gumbel noise; `longest` is the P of `path_slots`."""
+    """Draw a decision's next token with Gumbel noise; `longest` is the length P of `path_slots`."""
     next_token = argmax(decision.next_logp + gumbel)
     return _verification(decision.num_accepted, next_token, longest)
 
 
 def pick(rows: Shaped[Array, "B N *rest"], index: Int[Array, "B"]) -> Shaped[Array, "B *rest"]:
-    """Entry `rows[b, index[b]]` of each row; what an index out of range gives means nothing."""
+    """Return `rows[b, index[b]]` of each row b; an index out of range gives an arbitrary entry."""
     batch, count, *rest = rows.shape
     if not count:
         return jnp.zeros((batch, *rest), rows.dtype)
@@ -152,19 +156,22 @@ def pick(rows: Shaped[Array, "B N *rest"], index: Int[Array, "B"]) -> Shaped[Arr
 
 
 def by_slot(rows: Float[Array, "B N V"]) -> Distributions:
-    """Distributions that are kept in an array, one per slot."""
+    """Return the distributions by slot that an array holds."""
     return lambda slots: pick(rows, slots)
 
 
 def draft_distributions(
     tokens: Int[Array, "B K"], logq_row: Int[Array, "B K"], logq: Float[Array, "B Q V"]
 ) -> Distributions:
-    """The distributions of a chain: node i has row `logq_row[:, i]` of `logq`, -1 being one-hot."""
+    """Return a chain's distributions by slot.
+
+    Node i was drawn from row `logq_row[:, i]` of `logq`; -1 stands for the one-hot distribution.
+    """
 
     def distributions(slots: Int[Array, "B"]) -> Float[Array, "B V"]:
-        which = pick(logq_row, slots)
+        row = pick(logq_row, slots)
         certain = _one_hot(pick(tokens, slots), logq.shape[-1], logq.dtype)
-        return jnp.where((which < 0)[:, None], certain, pick(logq, jnp.maximum(which, 0)))
+        return jnp.where((row < 0)[:, None], certain, pick(logq, jnp.maximum(row, 0)))
 
     return distributions
 
@@ -172,13 +179,13 @@ def draft_distributions(
 def one_hot_distributions(
     tokens: Int[Array, "B K"], vocab: int, dtype: jnp.dtype | type
 ) -> Distributions:
-    """The distributions of deterministic drafts: each token is certain."""
+    """Return the distributions by slot of deterministic drafts: each token has probability 1."""
     return lambda slots: _one_hot(pick(tokens, slots), vocab, jnp.dtype(dtype))
 
 
 def _one_hot(tokens: Int[Array, "B"], vocab: int, dtype: jnp.dtype) -> Float[Array, "B V"]:
-    hit = jnp.arange(vocab)[None, :] == tokens[:, None]
-    return jnp.where(hit, 0.0, -jnp.inf).astype(dtype)
+    is_token = jnp.arange(vocab)[None, :] == tokens[:, None]
+    return jnp.where(is_token, 0.0, -jnp.inf).astype(dtype)
 
 
 def _start(

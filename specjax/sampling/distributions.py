@@ -1,4 +1,4 @@
-"""Two distributions of one token, the target's p and the draft's q: overlap, ratio, residual."""
+"""Overlap, ratio and residual of two distributions of a token: the target's p, the draft's q."""
 
 from __future__ import annotations
 
@@ -10,39 +10,40 @@ from jaxtyping import Array, Float
 def acceptance_probability(
     logp: Float[Array, "*rows V"], logq: Float[Array, "*rows V"]
 ) -> Float[Array, "*rows V"]:
-    """min(1, p/q) of each token: how often a draft of it is accepted (Leviathan et al. 2211.17192).
+    """Return min(1, p/q) of each token: how often a draft of it is accepted.
 
-    A token that the target never emits (p = 0) has 0, whatever q is; else one that the draft never
-    proposes (q = 0) has 1.
+    It is 0 where p = 0, and otherwise 1 where q = 0. (Leviathan et al. 2211.17192.)
     """
     return jnp.exp(jnp.minimum(log_ratio(logp, logq), 0))
 
 
 def overlap(logp: Float[Array, "*rows V"], logq: Float[Array, "*rows V"]) -> Float[Array, "*rows"]:
-    """The sum of min(p, q) = 1 - TV(p, q): the chance that a token drawn from q is accepted."""
+    """Return the sum of min(p, q) = 1 - TV(p, q): how often a token drawn from q is accepted."""
     return jnp.sum(jnp.exp(jnp.minimum(logp, logq)), axis=-1)
 
 
 def residual(
     logp: Float[Array, "*rows V"], logq: Float[Array, "*rows V"]
 ) -> Float[Array, "*rows V"]:
-    """The log-probabilities norm(max(0, p - q)) of the token that follows a rejected draft.
+    """Return the log-probabilities norm(max(0, p - q)) of the token after a rejected draft.
 
-    Where nothing is left (p = q) it is p.
+    Where p = q, p itself is returned.
     """
-    left = excess(logp, logq)
-    mass = logsumexp(left, axis=-1, keepdims=True)
-    return jnp.where(mass > -jnp.inf, left - jnp.where(mass > -jnp.inf, mass, 0), logp)
+    excess_logp = excess(logp, logq)
+    log_mass = logsumexp(excess_logp, axis=-1, keepdims=True)
+    return jnp.where(
+        log_mass > -jnp.inf, excess_logp - jnp.where(log_mass > -jnp.inf, log_mass, 0), logp
+    )
 
 
 def log_ratio(logp: Float[Array, "*rows"], logq: Float[Array, "*rows"]) -> Float[Array, "*rows"]:
-    """log(p / q): -inf where p = 0, else +inf where q = 0."""
+    """Return log(p / q): -inf where p = 0, and otherwise +inf where q = 0."""
     possible = logp > -jnp.inf
     return jnp.where(possible, jnp.where(possible, logp, 0) - logq, -jnp.inf)
 
 
 def excess(logp: Float[Array, "*rows V"], logq: Float[Array, "*rows V"]) -> Float[Array, "*rows V"]:
-    """The logarithm of max(0, p - q), of distributions that need not be normalised."""
+    """Return the logarithm of max(0, p - q); neither p nor q has to be normalised."""
     above = logp > logq
     gap = jnp.where(above, logq - jnp.where(above, logp, 0), -1)
     return jnp.where(above, logp + jnp.log(-jnp.expm1(gap)), -jnp.inf)

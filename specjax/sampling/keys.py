@@ -44,19 +44,19 @@ class RoundKeys(NamedTuple):
 
 
 def derived_seed(seed: int, number: int) -> int:
-    """The seed of the `number`-th turn or prompt of something that has a seed."""
+    """Return the seed of turn or prompt `number` of a conversation or list that has a seed."""
     return int(np.random.SeedSequence((seed, number)).generate_state(1)[0])
 
 
 def row_key(seed: int, index: Int[Array, ""] | int, own: int | None = None) -> Key[Array, ""]:
-    """The key that all draws of a row come from; `own` is the seed of the request itself."""
+    """Return the key from which all draws of a row are derived; `own` is the request's own seed."""
     if own is not None:
         return jax.random.key(own)
     return jax.random.fold_in(jax.random.key(seed), index)
 
 
 def sample_key(row_key: Key[Array, ""], sample: int) -> Key[Array, ""]:
-    """The row key of a request's sample 0, 1, ...: that of the first one is the request's own."""
+    """Return the row key of a request's sample 0, 1, ...; sample 0 uses the request's own key."""
     if not sample:
         return row_key
     # No round and no position has this number, so that nothing else is drawn from these keys.
@@ -66,18 +66,18 @@ def sample_key(row_key: Key[Array, ""], sample: int) -> Key[Array, ""]:
 def fold_round(
     row_keys: Key[Array, "B"], number: Int[Array, ""] | Int[Array, "B"]
 ) -> Key[Array, "B"]:
-    """Each row's key for round `number` (0, 1, ...; one for all rows, or one per row)."""
+    """Return each row's key for round `number` (0, 1, ...; one for all rows, or one per row)."""
     return jax.vmap(jax.random.fold_in)(row_keys, jnp.broadcast_to(number, row_keys.shape))
 
 
 def split_keys(keys: Key[Array, "B"]) -> RoundKeys:
-    """The three keys of a round, from keys that nothing else is drawn from."""
-    parts = jax.vmap(lambda key: jax.random.split(key, 3))(keys)
-    return RoundKeys(parts[:, 0], parts[:, 1], parts[:, 2])
+    """Return the three keys of a round, split from keys that are used for nothing else."""
+    three_keys = jax.vmap(lambda key: jax.random.split(key, 3))(keys)
+    return RoundKeys(three_keys[:, 0], three_keys[:, 1], three_keys[:, 2])
 
 
 def round_keys(row_keys: Key[Array, "B"], number: Int[Array, ""] | Int[Array, "B"]) -> RoundKeys:
-    """The three keys of round `number`, from row keys."""
+    """Return the three keys of round `number`, derived from the row keys."""
     return split_keys(fold_round(row_keys, number))
 
 
@@ -87,7 +87,7 @@ def position_gumbel(
     vocab: int,
     dtype: jnp.dtype | type = jnp.float32,
 ) -> Float[Array, "B V"]:
-    """Standard Gumbel noise of each row at one position: argmax(logp + noise) is a draw from p.
+    """Return each row's standard Gumbel noise at a position: argmax(logp + noise) is drawn from p.
 
     With a row's own key and absolute positions it is the noise that `coupled` decoding shares with
     plain decoding; with a round's keys and depths it serves the other draws of that round.
@@ -106,28 +106,33 @@ def coupled_noise(
     vocab: int,
     dtype: jnp.dtype | type = jnp.float32,
 ) -> NoiseAt:
-    """The noise of `coupled` at 0, 1, ... tokens after position `first`, for drafts and target."""
+    """Return the noise of `coupled`, as a function of the number of tokens after `first`.
+
+    Drafts and target share it.
+    """
     return lambda offset: position_gumbel(row_keys, first + offset, vocab, dtype)
 
 
 def draft_noise(keys: Key[Array, "B"], vocab: int) -> NoiseAt:
-    """The noise of a draft at each depth under the other rules; `keys` are `fold_round`'s."""
+    """Return the noise of a draft by depth, under the other rules; `keys` are from `fold_round`."""
     draft = split_keys(keys).draft
     return lambda depth: position_gumbel(draft, jnp.broadcast_to(depth, draft.shape), vocab)
 
 
 def drafter_noise(noise: NoiseAt, number: int, count: int) -> NoiseAt:
-    """The part of a draft's noise that drafter `number` (0, 1, ...) of `count` drafters sees."""
+    """Return the noise by depth for drafter `number` (0, 1, ...) of `count` that share a draft."""
     return lambda depth: noise(count * depth + number)
 
 
 def uniforms(
     keys: Key[Array, "B"], count: int, dtype: jnp.dtype | type = jnp.float32
 ) -> Float[Array, "B K"]:
-    """`count` uniforms in [0, 1) per row; the i-th depends on the row's key and on i alone."""
+    """Return `count` uniforms in [0, 1) per row; the i-th depends on the row's key and i only."""
 
     def draw(key: Key[Array, ""]) -> Float[Array, "K"]:
-        each = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(count, dtype=jnp.uint32))
-        return jax.vmap(lambda one: jax.random.uniform(one, (), dtype))(each)
+        token_keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(
+            jnp.arange(count, dtype=jnp.uint32)
+        )
+        return jax.vmap(lambda token_key: jax.random.uniform(token_key, (), dtype))(token_keys)
 
     return jax.vmap(draw)(keys)

@@ -36,28 +36,29 @@ class Rule:
     """Verifies a draft; subclass it as a frozen dataclass, or subclass `UniformRule`."""
 
     name: ClassVar[str] = "own"
-    """What messages and the command line call it."""
+    """Its name in messages and on the command line."""
     description: ClassVar[str] = ""
-    """What it does, in words."""
+    """A phrase for help texts and tables."""
     position_noise: ClassVar[bool] = False
-    """Whether draws at absolute position t use the row's own key and t alone, as do its drafters'.
+    """Whether its draws, and those of drafters, use only the row's key and the absolute position.
 
-    Else every round has keys of its own, and drafters draw from noise that the rule never sees.
+    Otherwise every round has keys of its own, and drafters draw from noise that the rule never
+    sees.
     """
     needs_logq: ClassVar[bool] = True
-    """Whether a drafter that samples has to bring the distributions it drew from."""
+    """Whether a drafter that samples has to return the distributions it drew from."""
     greedy_walk: ClassVar[bool] = False
-    """Whether it emits the target's likeliest tokens wherever p is one-hot, as exact rules do."""
+    """Whether it emits the target's likeliest tokens where p is one-hot, as exact rules do."""
     takes_trees: ClassVar[bool] = False
-    """Whether it verifies every topology, rather than chains alone."""
+    """Whether it verifies every topology, rather than chains only."""
     exact: ClassVar[bool] = True
-    """Whether what comes out has the target's distribution."""
+    """Whether the output has the target's distribution."""
 
     def verify(self, keys: Key[Array, "B"], drafted: Drafted, target: Target) -> Verification:
         """Accept a path of each row's tree, and draw the token that follows it.
 
-        `keys` are the rows' own where `position_noise` is set, and else one key per row that
-        nothing else draws from.
+        `keys` are the rows' own if `position_noise` is set, and otherwise one key per row that is
+        used for this call only.
         """
         raise NotImplementedError
 
@@ -69,12 +70,12 @@ class UniformRule(Rule):
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Raises TypeError for noise by position, with which uniforms would repeat."""
+        """Raise TypeError if `position_noise` is set, with which uniforms would repeat."""
         super().__init_subclass__(**options)
         if cls.position_noise:
             raise TypeError(f"{cls.__name__}.position_noise: uniforms have a key per round")
         if "decide" in vars(cls) and "greedy_walk" not in vars(cls):
-            # What a rule of one's own does with greedy rows is its own.
+            # A new `decide` may treat greedy rows in another way than the class it inherits from.
             cls.greedy_walk = False
             cls.name = vars(cls).get("name", "own")
 
@@ -86,11 +87,11 @@ class UniformRule(Rule):
         draft: Distributions,
         uniforms: Float[Array, "B K"],
     ) -> Decision:
-        """How many tokens of each row are accepted, and log-probabilities of the next one."""
+        """Return how many tokens of each row are accepted, and the next one's log-probabilities."""
         raise NotImplementedError
 
     def verify(self, keys: Key[Array, "B"], drafted: Drafted, target: Target) -> Verification:
-        """`decide`, on uniforms and with a last draw from keys of their own."""
+        """Call `decide` with uniforms, and draw the next token; each has a key of its own."""
         _, accept, final = split_keys(keys)
         tokens, num_valid = drafted.tokens, drafted.num_valid
         length, vocab, dtype = tokens.shape[1], target.vocab, target.dtype
@@ -115,9 +116,9 @@ class Rejection(UniformRule):
     decide = staticmethod(chain.rejection)
 
     def verify(self, keys: Key[Array, "B"], drafted: Drafted, target: Target) -> Verification:
-        """`decide` on a chain, and `tree.recursion` on a tree.
+        """Verify a chain by `decide` and a tree by `tree.recursion`.
 
-        Deterministic drafts are compared with the target's own draws instead.
+        Deterministic drafts are compared with the target's own draws instead (`tree.walk`).
         """
         _, accept, final = split_keys(keys)
         if drafted.logq is None:
@@ -130,11 +131,11 @@ class Rejection(UniformRule):
         if drafted.is_chain:
             return super().verify(keys, drafted, target)
         draws = uniforms(accept, drafted.tokens.shape[1], target.dtype)
-        found = tree.recursion(drafted, target.distributions, draws)
-        nothing = jnp.zeros_like(found.num_accepted)
-        noise = position_gumbel(final, nothing, target.vocab, target.dtype)
-        next_token = argmax(found.next_logp + noise).astype(jnp.int32)
-        return Verification(found.path_slots, found.num_accepted, next_token)
+        decision = tree.recursion(drafted, target.distributions, draws)
+        zero_depth = jnp.zeros_like(decision.num_accepted)
+        noise = position_gumbel(final, zero_depth, target.vocab, target.dtype)
+        next_token = argmax(decision.next_logp + noise).astype(jnp.int32)
+        return Verification(decision.path_slots, decision.num_accepted, next_token)
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ class Coupled(Rule):
     takes_trees: ClassVar[bool] = True
 
     def verify(self, keys: Key[Array, "B"], drafted: Drafted, target: Target) -> Verification:
-        """The walk along the draft with the noise of each position."""
+        """Walk along the draft with the noise of each position."""
         noise = coupled_noise(keys, target.positions, target.vocab, target.dtype)
         return tree.walk(
             drafted, lambda slots, depth: argmax(target.distributions(slots) + noise(depth))
@@ -194,7 +195,7 @@ class Typical(Rule):
                 raise ValueError(f"Typical.{name}={getattr(self, name)!r}: must be above 0")
 
     def verify(self, keys: Key[Array, "B"], drafted: Drafted, target: Target) -> Verification:
-        """The longest accepted path, and a draw from the target after it."""
+        """Accept the longest path of likely tokens, and draw the next token from the target."""
         final = split_keys(keys).final
         path, accepted, last = tree.typical(drafted, target.distributions, self.epsilon, self.delta)
         noise = position_gumbel(final, jnp.zeros_like(accepted), target.vocab, target.dtype)

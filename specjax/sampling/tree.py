@@ -52,17 +52,17 @@ class Drafted(NamedTuple):
 
     @property
     def num_valid(self) -> Int[Array, "B"]:
-        """How many nodes of each row were proposed; in a chain they are its first."""
+        """The number of proposed nodes per row; in a chain these are the first ones."""
         return self.valid.sum(axis=1, dtype=jnp.int32)
 
     @property
     def is_chain(self) -> bool:
-        """Whether the shape is known, and is a chain."""
+        """Whether the shape is static, and a chain."""
         return isinstance(self.parents, tuple) and self.parents == tuple(range(len(self.parents)))
 
     @property
     def parent_slots(self) -> Int[Array, "B N"]:
-        """`parents` of every row."""
+        """The window slot of each node's parent, for every row."""
         parents = jnp.asarray(self.parents, jnp.int32)
         return jnp.broadcast_to(jnp.atleast_2d(parents), self.tokens.shape)
 
@@ -76,7 +76,7 @@ class Drafted(NamedTuple):
 def chain_drafted(
     tokens: Int[Array, "B K"], num_valid: Int[Array, "B"], logq: Float[Array, "B K V"] | None = None
 ) -> Drafted:
-    """A chain of which row b proposes its first `num_valid[b]` tokens.
+    """Return a chain of which row b proposes its first `num_valid[b]` tokens.
 
     With `logq`, node i was drawn from `logq[:, i]`; without it every node is deterministic.
     """
@@ -87,12 +87,12 @@ def chain_drafted(
 
 
 def walk(drafted: Drafted, choose: Choose) -> Verification:
-    """Let the target draw its own token at each slot, and step to the child with that token.
+    """Draw the target's own token at each slot, and step to the child with that token.
 
     Exact for any tree whose tokens do not depend on the noise of those draws, and also where they
     share it (`coupled`, Daliri et al. 2408.07978): there the noise belongs to the position, so the
-    output is what plain decoding with it gives, whatever was drafted. It visits one slot more than
-    the most that any row accepts.
+    output is that of plain decoding with the same noise, whatever was drafted. The loop visits one
+    slot more than the row with the most accepted tokens accepts.
     """
 
     def visit(state: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -104,42 +104,45 @@ def walk(drafted: Drafted, choose: Choose) -> Verification:
         path = _extended(path, depth, child, step)
         return jnp.where(step, child, slots), depth + step, step, choice, path
 
-    nothing = jnp.zeros(drafted.tokens.shape[0], jnp.int32)
-    path = jnp.full((len(nothing), drafted.depth), -1, jnp.int32)
-    state = (nothing, nothing, jnp.ones(len(nothing), bool), nothing, path)
+    zeros = jnp.zeros(drafted.tokens.shape[0], jnp.int32)
+    path = jnp.full((len(zeros), drafted.depth), -1, jnp.int32)
+    state = (zeros, zeros, jnp.ones(len(zeros), bool), zeros, path)
     _, accepted, _, choice, path = lax.while_loop(lambda state: jnp.any(state[2]), visit, state)
     return Verification(path, accepted, choice.astype(jnp.int32))
 
 
 def walk_greedy(drafted: Drafted, choices: Int[Array, "B W"]) -> Verification:
-    """The walk where every row is greedy; `choices` are the target's likeliest tokens by slot.
+    """`walk` for greedy rows only; `choices` are the target's likeliest tokens by slot.
 
-    All slots are looked at together: no loop waits for what was accepted.
+    All slots are compared at once, instead of in a loop that ends with the accepted path.
     """
     batch, slots = choices.shape
     parents = drafted.parent_slots
     agrees = drafted.tokens == jnp.take_along_axis(choices, parents, axis=1)
     accept = jnp.pad(agrees & drafted.valid, ((0, 0), (1, 0)), constant_values=True)
     # Each slot looks at its parent, then two, four, ... steps up; the root's parent is itself.
-    above = jnp.pad(parents, ((0, 0), (1, 0)))
+    ancestors = jnp.pad(parents, ((0, 0), (1, 0)))
     depth = jnp.broadcast_to(jnp.minimum(jnp.arange(slots, dtype=jnp.int32), 1), (batch, slots))
     for _ in range(drafted.depth.bit_length()):
-        accept &= jnp.take_along_axis(accept, above, axis=1)
-        depth += jnp.take_along_axis(depth, above, axis=1)
-        above = jnp.take_along_axis(above, above, axis=1)
+        accept &= jnp.take_along_axis(accept, ancestors, axis=1)
+        depth += jnp.take_along_axis(depth, ancestors, axis=1)
+        ancestors = jnp.take_along_axis(ancestors, ancestors, axis=1)
     accepted = jnp.max(jnp.where(accept, depth, 0), axis=1)
     step = jnp.arange(1, drafted.depth + 1)
-    here = accept[:, None, :] & (depth[:, None, :] == step[None, :, None])
+    on_path_at_depth = accept[:, None, :] & (depth[:, None, :] == step[None, :, None])
     # Siblings with one token make the same path: the first is as good.
-    path = jnp.where(here.any(axis=2), jnp.argmax(here, axis=2), -1).astype(jnp.int32)
+    path = jnp.where(on_path_at_depth.any(axis=2), jnp.argmax(on_path_at_depth, axis=2), -1).astype(
+        jnp.int32
+    )
     last = pick(jnp.pad(path, ((0, 0), (1, 0))), accepted)
     return Verification(path, accepted, pick(choices, last))
 
 
 class Recursion(NamedTuple):
-    """What `recursion` decides; `next_logp` are log-probabilities of the token after the path.
+    """The result of `recursion`.
 
-    `path_slots` are the accepted nodes in order, -1 after them.
+    `path_slots` are the accepted nodes in order, -1 after them; `next_logp` are log-probabilities
+    of the token after the path.
     """
 
     path_slots: Int[Array, "B P"]
@@ -154,15 +157,15 @@ def recursion(drafted: Drafted, target: Distributions, uniforms: Float[Array, "B
     there. Else p becomes norm(max(0, p - q)), q loses x and is normalised again, and the next child
     is tested; where none is left, the next token is drawn from what p has become. A deterministic
     child has one-hot q. Without branches that is `chain.rejection`. (SpecInfer, 2305.09781, section
-    4.3, with children drawn without replacement as in Sequoia, 2402.12374, section 3.2.) As many
-    children are tested as in the row with the most tests.
+    4.3, with children drawn without replacement as in Sequoia, 2402.12374, section 3.2.) The loop
+    ends with the row that tests the most children.
     """
     batch = drafted.tokens.shape[0]
     nodes = jnp.arange(1, drafted.tokens.shape[1] + 1)[None, :]
     parents = drafted.parent_slots
 
     def next_child(slots: Int[Array, "B"], tested: Int[Array, "B"]) -> Int[Array, "B"]:
-        """The slot of the first child that was not tested yet; 0 where there is none."""
+        """Return the slot of the first child that was not tested yet; 0 where there is none."""
         children = drafted.valid & (parents == slots[:, None])
         return _first_slot(children & (nodes > tested[:, None]))
 
@@ -173,12 +176,12 @@ def recursion(drafted: Drafted, target: Distributions, uniforms: Float[Array, "B
         token = pick(drafted.tokens, node)
         logq = node_distribution(drafted, node, logp.shape[1], logp.dtype)
         odds = log_ratio(pick(logp, token), pick(logq, token))
-        # As on chains: p = 0 is refused even at u = 0, and so is what no q has.
+        # As on chains: p = 0 is refused even at u = 0, and so is q = 0.
         accept = waiting & (jnp.log(pick(uniforms, node)) < odds) & jnp.isfinite(odds)
         refuse = waiting & ~accept
         path = _extended(path, depth, child, accept)
         slots = jnp.where(accept, child, slots)
-        # A warp and a residual take passes over the vocabulary: only where some row wants one.
+        # A warp and a residual read the whole vocabulary: computed only if some row needs one.
         logp = lax.cond(
             jnp.any(refuse),
             lambda: jnp.where(refuse[:, None], residual(logp, logq), logp),
@@ -193,9 +196,9 @@ def recursion(drafted: Drafted, target: Distributions, uniforms: Float[Array, "B
         child = jnp.where(waiting, next_child(slots, tested), 0)
         return slots, child, depth + accept, path, logp
 
-    nothing = jnp.zeros(batch, jnp.int32)
+    zeros = jnp.zeros(batch, jnp.int32)
     path = jnp.full((batch, drafted.depth), -1, jnp.int32)
-    state = (nothing, next_child(nothing, nothing), nothing, path, target(nothing))
+    state = (zeros, next_child(zeros, zeros), zeros, path, target(zeros))
     _, _, accepted, path, logp = lax.while_loop(lambda state: jnp.any(state[1] > 0), visit, state)
     return Recursion(path, accepted, logp)
 
@@ -203,22 +206,27 @@ def recursion(drafted: Drafted, target: Distributions, uniforms: Float[Array, "B
 def node_distribution(
     drafted: Drafted, node: Int[Array, "B"], vocab: int, dtype: jnp.dtype | type = jnp.float32
 ) -> Float[Array, "B V"]:
-    """What a node of each row was drawn from: its row of logq without the siblings before it."""
+    """Return the log-probabilities that a node of each row was drawn from.
+
+    That is its row of `logq`, without the siblings drawn before it and normalised again.
+    """
     certain = one_hot_distributions(drafted.tokens, vocab, dtype)(node)
     if drafted.logq is None:
         return certain
     row = pick(drafted.logq_row, node)
     logq = pick(drafted.logq, jnp.maximum(row, 0))
-    before = jnp.arange(drafted.tokens.shape[1])[None, :] < node[:, None]
-    before &= drafted.parent_slots == pick(drafted.parent_slots, node)[:, None]
-    before &= drafted.valid & (drafted.logq_row == row[:, None])
-    gone = jnp.where(before, drafted.tokens, vocab)
-    left = logq.at[jnp.arange(len(gone))[:, None], gone].set(-jnp.inf, mode="drop")
-    mass = logsumexp(left, axis=-1, keepdims=True)
-    left -= jnp.where(mass > -jnp.inf, mass, 0)
-    # The first is as it was drawn, without the rounding of a sum that is 1.
-    left = jnp.where(before.any(axis=1, keepdims=True), left, logq)
-    return jnp.where((row < 0)[:, None], certain, left)
+    earlier_siblings = jnp.arange(drafted.tokens.shape[1])[None, :] < node[:, None]
+    earlier_siblings &= drafted.parent_slots == pick(drafted.parent_slots, node)[:, None]
+    earlier_siblings &= drafted.valid & (drafted.logq_row == row[:, None])
+    removed_tokens = jnp.where(earlier_siblings, drafted.tokens, vocab)
+    remaining = logq.at[jnp.arange(len(removed_tokens))[:, None], removed_tokens].set(
+        -jnp.inf, mode="drop"
+    )
+    log_mass = logsumexp(remaining, axis=-1, keepdims=True)
+    remaining -= jnp.where(log_mass > -jnp.inf, log_mass, 0)
+    # The first sibling keeps `logq` as it is: dividing by a sum of 1 would round it.
+    remaining = jnp.where(earlier_siblings.any(axis=1, keepdims=True), remaining, logq)
+    return jnp.where((row < 0)[:, None], certain, remaining)
 
 
 def typical(
@@ -227,62 +235,67 @@ def typical(
     """Typical acceptance: the longest path of nodes that are likely enough. It is not exact.
 
     A node x after p is accepted where p(x) > min(epsilon, delta exp(-H(p))), H the entropy in nats
-    (Medusa, 2401.10774, section 2.3.1). Of paths of one length the likeliest counts. Every slot's p
-    is computed. The result is the path's slots, its length, and its last slot.
+    (Medusa, 2401.10774, section 2.3.1). Among the longest paths the likeliest is taken. p is
+    computed for every slot. Returns the slots of the path, its length, and its last slot.
     """
     batch, count = drafted.tokens.shape
     parents, root = drafted.parent_slots, jnp.zeros(batch, jnp.int32)
     if not count:
         return jnp.full((batch, drafted.depth), -1, jnp.int32), root, root
 
-    def at(slot: Int[Array, ""], found: Float[Array, "B N"]) -> Float[Array, "B N"]:
+    def accept_children(
+        slot: Int[Array, ""], logp_so_far: Float[Array, "B N"]
+    ) -> Float[Array, "B N"]:
         logp = target(jnp.broadcast_to(slot, (batch,)))
         entropy = -jnp.sum(jnp.where(logp > -jnp.inf, jnp.exp(logp) * logp, 0.0), axis=-1)
         least = jnp.minimum(math.log(epsilon), math.log(delta) - entropy)
-        each = jnp.take_along_axis(logp, drafted.tokens, axis=1)
-        accept = drafted.valid & (each > least[:, None])
-        return jnp.where(parents == slot, jnp.where(accept, each, -jnp.inf), found)
+        drafted_logp = jnp.take_along_axis(logp, drafted.tokens, axis=1)
+        accept = drafted.valid & (drafted_logp > least[:, None])
+        return jnp.where(parents == slot, jnp.where(accept, drafted_logp, -jnp.inf), logp_so_far)
 
-    own = lax.fori_loop(0, count, at, jnp.full((batch, count), -jnp.inf))
+    node_logp = lax.fori_loop(0, count, accept_children, jnp.full((batch, count), -jnp.inf))
 
-    def below(node: Int[Array, ""], state: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Depth and log-probability of the path to each slot; -inf where it is not accepted."""
+    def extend_path(node: Int[Array, ""], state: tuple[Array, Array]) -> tuple[Array, Array]:
+        """Return depth and log-probability of the path to each slot; -inf where not accepted."""
         depth, logp = state
         parent = parents[:, node]
-        here = pick(logp, parent) + own[:, node]
+        path_logp = pick(logp, parent) + node_logp[:, node]
         return (
             depth.at[:, node + 1].set(pick(depth, parent) + 1),
-            logp.at[:, node + 1].set(here),
+            logp.at[:, node + 1].set(path_logp),
         )
 
     depth = jnp.zeros((batch, count + 1), jnp.int32)
     logp = jnp.full((batch, count + 1), -jnp.inf).at[:, 0].set(0.0)
-    depth, logp = lax.fori_loop(0, count, below, (depth, logp))
+    depth, logp = lax.fori_loop(0, count, extend_path, (depth, logp))
     depth = jnp.where(logp > -jnp.inf, depth, -1)
     accepted = depth.max(axis=1)
     last = jnp.argmax(jnp.where(depth == accepted[:, None], logp, -jnp.inf), axis=1)
     path = jnp.full((batch, drafted.depth), -1, jnp.int32)
 
-    def up(step: Int[Array, ""], state: tuple[Array, Array]) -> tuple[Array, Array]:
+    def step_up(step: Int[Array, ""], state: tuple[Array, Array]) -> tuple[Array, Array]:
         slot, path = state
         path = _extended(path, accepted - 1 - step, slot, slot > 0)
         return jnp.where(slot > 0, pick(parents, jnp.maximum(slot - 1, 0)), 0), path
 
     last = last.astype(jnp.int32)
-    _, path = lax.fori_loop(0, drafted.depth, up, (last, path))
+    _, path = lax.fori_loop(0, drafted.depth, step_up, (last, path))
     return path, accepted, last
 
 
 def _first_slot(nodes: Bool[Array, "B N"]) -> Int[Array, "B"]:
-    """The slot of each row's first node of those that are marked; 0 where there is none."""
+    """Return the slot of each row's first marked node; 0 where no node is marked."""
     if not nodes.shape[1]:
         return jnp.zeros(nodes.shape[0], jnp.int32)
     return jnp.where(nodes.any(axis=1), 1 + jnp.argmax(nodes, axis=1), 0).astype(jnp.int32)
 
 
 def _extended(
-    path: Int[Array, "B P"], depth: Int[Array, "B"], slot: Int[Array, "B"], where: Bool[Array, "B"]
+    path: Int[Array, "B P"],
+    depth: Int[Array, "B"],
+    slot: Int[Array, "B"],
+    extended_rows: Bool[Array, "B"],
 ) -> Int[Array, "B P"]:
-    """A path with one more slot in some rows."""
-    here = where[:, None] & (jnp.arange(path.shape[1])[None, :] == depth[:, None])
-    return jnp.where(here, slot[:, None], path)
+    """Return the paths with `slot` entered at `depth` in some rows."""
+    new_entry = extended_rows[:, None] & (jnp.arange(path.shape[1])[None, :] == depth[:, None])
+    return jnp.where(new_entry, slot[:, None], path)

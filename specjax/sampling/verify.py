@@ -1,4 +1,4 @@
-"""Verification of arrays: a drafted chain, its distributions and the target's, from keys."""
+"""Verification of a drafted chain, given its distributions and the target's as arrays."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def verify_chain(
             f"({batch}, {length + 1}, V), one distribution per token and one for the next"
         )
     if logq is not None and logq.shape != (batch, length, logp.shape[2]):
-        wanted = (batch, length, logp.shape[2])
         raise ValueError(
-            f"logq has shape {logq.shape}: it must be {wanted}, one distribution for each token"
+            f"logq has shape {logq.shape}: it must be {(batch, length, logp.shape[2])}, one "
+            "distribution for each token"
         )
     if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) or keys.shape not in ((), (batch,)):
         raise ValueError(

@@ -16,15 +16,15 @@ from jaxtyping import Array, Bool, Float, Int, Real
 Parameter = Real[Array | np.ndarray, "*#rows"] | float | int
 
 _BLOCK = 128
-"""Values whose largest is looked for first, in `top_k`: a row of a TPU's registers."""
+"""Values per block of `top_k`: a row of a TPU's registers."""
 
 
 @dataclass(frozen=True)
 class WarpFlags:
-    """What at least one row asks for, known before compiling; the rest stays out of the program.
+    """Which sampling parameters at least one row uses; code for the others is not compiled.
 
     `greedy` says that some row has temperature 0, `sampled` that some row has not. A flag that is
-    True without need costs time; one that is False against the parameters gives wrong
+    True without need costs time; one that is False although a row uses the parameter gives wrong
     distributions, so let `of` derive them.
     """
 
@@ -42,24 +42,24 @@ class WarpFlags:
         top_p: Parameter = 1.0,
         min_p: Parameter = 0.0,
     ) -> WarpFlags:
-        """The flags of parameters that live on the host; of a JAX array it assumes every need."""
+        """Return the flags for parameters on the host; for a JAX array every flag is set."""
 
-        def some(value: Any, asks: Callable[[Any], Any]) -> bool:
+        def any_row(value: Any, needs: Callable[[Any], Any]) -> bool:
             # Reading a device array here would make the host wait for it.
-            return not isinstance(value, np.ndarray | float | int) or bool(np.any(asks(value)))
+            return not isinstance(value, np.ndarray | float | int) or bool(np.any(needs(value)))
 
         return cls(
-            greedy=some(temperature, lambda t: t <= 0),
-            sampled=some(temperature, lambda t: t > 0),
-            top_k=some(top_k, lambda k: k > 0),
-            top_p=some(top_p, lambda p: p < 1),
-            min_p=some(min_p, lambda p: p > 0),
+            greedy=any_row(temperature, lambda t: t <= 0),
+            sampled=any_row(temperature, lambda t: t > 0),
+            top_k=any_row(top_k, lambda k: k > 0),
+            top_p=any_row(top_p, lambda p: p < 1),
+            min_p=any_row(min_p, lambda p: p > 0),
         )
 
     def union(self, other: WarpFlags) -> WarpFlags:
-        """The flags of both sets of rows."""
-        mine, others = astuple(self), astuple(other)
-        return WarpFlags(*(one or two for one, two in zip(mine, others, strict=True)))
+        """Return the flags for the rows of both."""
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return WarpFlags(*(flag or other_flag for flag, other_flag in pairs))
 
 
 def warp(
@@ -71,9 +71,10 @@ def warp(
     *,
     flags: WarpFlags | None = None,
 ) -> Float[Array, "*rows V"]:
-    """Log-probabilities of the distribution that these sampling parameters make of `logits`.
+    """Return the log-probabilities of `logits` under the sampling parameters.
 
-    Applied in this order, each to what the one before has left: temperature, top-k, top-p, min-p.
+    They are applied in this order, each to what the one before has kept: temperature, top-k, top-p,
+    min-p.
     Each parameter is one number or an array with one entry per row. `temperature` 0 is greedy: 0.0
     at the first argmax and -inf elsewhere, and the other parameters do not matter. `top_k` 0,
     `top_p` 1 and `min_p` 0 mean off. top-k keeps the k largest, top-p the smallest set of likeliest
@@ -103,10 +104,10 @@ def warp(
             )
         return jnp.broadcast_to(array, rows)[..., None]
 
-    heat = column("temperature", temperature, logits.dtype)
+    temperature_column = column("temperature", temperature, logits.dtype)
     # Shifting before dividing keeps the largest at exactly 0 for any temperature, however small.
     shifted = logits - jnp.where(largest > -jnp.inf, largest, 0)
-    scores = shifted / jnp.where(heat > 0, heat, 1)
+    scores = shifted / jnp.where(temperature_column > 0, temperature_column, 1)
     weights = jnp.exp(scores)  # the probabilities, times a factor that makes the largest 1
     kept = jnp.ones(logits.shape, bool)
 
@@ -122,15 +123,15 @@ def warp(
     logp = jnp.where(kept, scores, -jnp.inf) - jnp.log(jnp.where(total > 0, total, 1))
     if not flags.greedy:
         return logp
-    return jnp.where(heat > 0, logp, _greedy(logits, largest))
+    return jnp.where(temperature_column > 0, logp, _greedy(logits, largest))
 
 
 def argmax(
     values: Real[Array, "*rows V"], largest: Real[Array, "*rows 1"] | None = None
 ) -> Int[Array, "*rows"]:
-    """The first position of the largest value, as int32; on CPU twice as fast as `jnp.argmax`.
+    """Return the first index of the largest value, as int32; on CPU twice as fast as `jnp.argmax`.
 
-    `largest` are those values, where they are known.
+    `largest` are the largest values, if they are known already.
     """
     return _first(values, jnp.max(values, axis=-1, keepdims=True) if largest is None else largest)
 
@@ -138,10 +139,11 @@ def argmax(
 def top_k(
     values: Float[Array, "*rows V"], count: int
 ) -> tuple[Float[Array, "*rows k"], Int[Array, "*rows k"]]:
-    """The `count` largest of numbers and their positions, of equal ones the first; as `lax.top_k`.
+    """Return the `count` largest values and their indices, lower indices first among equal values.
 
-    The largest are in the blocks with the largest maxima, so no more is sorted than a maximum of
-    each block, and `count` blocks. (TPUs sort copies of everything for `lax.top_k`.)
+    The result is that of `lax.top_k`. The largest are in the blocks with the largest maxima, so
+    only the maxima of all blocks, and `count` blocks, are sorted. (TPUs sort copies of everything
+    for `lax.top_k`.)
     """
     *rows, vocab = values.shape
     blocks = -(-vocab // _BLOCK)
@@ -149,22 +151,24 @@ def top_k(
         return tuple(lax.top_k(values, count))
     # Windows and slices, since a reshape into blocks is another layout, and so a copy, on TPUs.
     window = (*[1] * len(rows), _BLOCK)
-    room = (*[(0, 0)] * len(rows), (0, blocks * _BLOCK - vocab))
-    maxima = lax.reduce_window(values, -jnp.inf, lax.max, window, window, room)
+    padding = (*[(0, 0)] * len(rows), (0, blocks * _BLOCK - vocab))
+    maxima = lax.reduce_window(values, -jnp.inf, lax.max, window, window, padding)
     # In the order of their positions, so that of equal values the first is found.
-    first = _BLOCK * jnp.sort(lax.top_k(maxima, count)[1], axis=-1)
-    start = jnp.minimum(first, vocab - _BLOCK)
-    found = _blocks_of(values, start)
-    positions = start[..., None] + lax.broadcasted_iota(start.dtype, found.shape, found.ndim - 1)
-    # The last block is shorter: what comes before it is another's.
-    found = jnp.where(positions >= first[..., None], found, -jnp.inf)
-    best, index = lax.top_k(found.reshape(*rows, -1), count)
-    return best, jnp.take_along_axis(positions.reshape(*rows, -1), index, axis=-1)
+    block_starts = _BLOCK * jnp.sort(lax.top_k(maxima, count)[1], axis=-1)
+    slice_starts = jnp.minimum(block_starts, vocab - _BLOCK)
+    block_values = _blocks_of(values, slice_starts)
+    positions = slice_starts[..., None] + lax.broadcasted_iota(
+        slice_starts.dtype, block_values.shape, block_values.ndim - 1
+    )
+    # The slice of the shorter last block begins in the block before it.
+    block_values = jnp.where(positions >= block_starts[..., None], block_values, -jnp.inf)
+    best_values, best_index = lax.top_k(block_values.reshape(*rows, -1), count)
+    return best_values, jnp.take_along_axis(positions.reshape(*rows, -1), best_index, axis=-1)
 
 
 @partial(jnp.vectorize, signature="(v),(k)->(k,b)")
 def _blocks_of(row: Float[Array, "V"], starts: Int[Array, " k"]) -> Float[Array, "k block"]:
-    """A block of each row from each of its starts on."""
+    """Return the block of each row that begins at each of `starts`."""
     take = partial(lax.dynamic_slice_in_dim, row, slice_size=_BLOCK)
     return jax.vmap(take)(starts)
 
@@ -188,32 +192,35 @@ def _greedy(
 def _in_top_k(
     depths: Float[Array, "*rows V"], top_k: Int[Array, "*rows 1"]
 ) -> Bool[Array, "*rows V"]:
-    """Which tokens are among the k of least depth under the largest score; ties count as in."""
-    depths = jnp.abs(depths)  # -0.0 has the bits of a negative number
-    wanted = jnp.where(top_k > 0, top_k, depths.shape[-1])
-    everything = jnp.full_like(depths[..., :1], jnp.inf)
+    """Return which tokens are among the k whose scores are the least below the largest; with ties.
 
-    def fewer(limit: Float[Array, "*rows 1"]) -> Bool[Array, "*rows 1"]:
-        return jnp.sum(depths < limit, axis=-1, keepdims=True, dtype=jnp.int32) < wanted
+    `depths` are these distances.
+    """
+    depths = jnp.abs(depths)  # -0.0 has the bits of a negative number
+    k_by_row = jnp.where(top_k > 0, top_k, depths.shape[-1])
+    no_limit = jnp.full_like(depths[..., :1], jnp.inf)
+
+    def fewer_than_k_below(limit: Float[Array, "*rows 1"]) -> Bool[Array, "*rows 1"]:
+        return jnp.sum(depths < limit, axis=-1, keepdims=True, dtype=jnp.int32) < k_by_row
 
     def search() -> Float[Array, "*rows 1"]:
-        return _last_float(fewer, depths[..., :1], jnp.inf)
+        return _last_float(fewer_than_k_below, depths[..., :1], jnp.inf)
 
-    return depths <= lax.cond((top_k > 0).any(), search, lambda: everything)
+    return depths <= lax.cond((top_k > 0).any(), search, lambda: no_limit)
 
 
 def _in_top_p(
     weights: Float[Array, "*rows V"], top_p: Float[Array, "*rows 1"]
 ) -> Bool[Array, "*rows V"]:
-    """Which tokens make up the likeliest `top_p` of the mass; ties count as in."""
-    wanted = top_p * jnp.sum(weights, axis=-1, keepdims=True)
+    """Return which tokens are in the smallest likeliest set of mass `top_p`, ties included."""
+    wanted_mass = top_p * jnp.sum(weights, axis=-1, keepdims=True)
 
-    def enough(limit: Float[Array, "*rows 1"]) -> Bool[Array, "*rows 1"]:
+    def reaches_top_p(limit: Float[Array, "*rows 1"]) -> Bool[Array, "*rows 1"]:
         mass = jnp.sum(jnp.where(weights >= limit, weights, 0), axis=-1, keepdims=True)
-        return mass >= wanted
+        return mass >= wanted_mass
 
     def search() -> Float[Array, "*rows 1"]:
-        return _last_float(enough, weights[..., :1], 1.0)
+        return _last_float(reaches_top_p, weights[..., :1], 1.0)
 
     limit = lax.cond((top_p < 1).any(), search, lambda: jnp.zeros_like(weights[..., :1]))
     return weights >= jnp.where(top_p < 1, limit, 0)
@@ -224,12 +231,12 @@ def _last_float(
     like: Float[Array, "*rows 1"],
     top: float,
 ) -> Float[Array, "*rows 1"]:
-    """The largest float in [0, top] at which `holds` is true.
+    """Return the largest float in [0, top] at which `holds` is true, for each row of `like`.
 
-    It holds at 0 and, once false, stays false. Non-negative floats are ordered as their bits are,
-    so bisecting the bits finds it exactly, in as many steps as there are bits, where a sort would
-    cost twenty times as much. The number of steps is fixed: a loop that waits for data would stall
-    an accelerator in each.
+    `holds` is true at 0 and, once false, stays false. Non-negative floats are ordered as their bits
+    are, so bisecting the bits finds it exactly, in as many steps as there are bits, where a sort
+    would cost twenty times as much. The number of steps is fixed: a loop whose end depends on data
+    would stall an accelerator in each step.
     """
     dtype = like.dtype
     bits = {4: np.int32, 8: np.int64}[dtype.itemsize]
@@ -239,19 +246,19 @@ def _last_float(
     def halve(_: Int[Array, ""] | int, bracket: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bracket
         middle = low + (high - low) // 2
-        ok = holds(lax.bitcast_convert_type(middle, dtype))
-        return jnp.where(ok, middle, low), jnp.where(ok, high, middle)
+        still_holds = holds(lax.bitcast_convert_type(middle, dtype))
+        return jnp.where(still_holds, middle, low), jnp.where(still_holds, high, middle)
 
     low, _ = lax.fori_loop(0, end.bit_length(), halve, (low, high))
     return lax.bitcast_convert_type(low, dtype)
 
 
 def _check_numbers(temperature: Any, top_k: Any, top_p: Any, min_p: Any) -> None:
-    for name, value, good, wanted in (
+    for name, value, is_valid, remedy in (
         ("temperature", temperature, lambda t: t >= 0, "0 (greedy) or more"),
         ("top_k", top_k, lambda k: k >= 0, "0 (off) or more"),
         ("top_p", top_p, lambda p: 0 < p <= 1, "in (0, 1]; 1 is off"),
         ("min_p", min_p, lambda p: 0 <= p <= 1, "in [0, 1]; 0 is off"),
     ):
-        if isinstance(value, float | int) and not good(value):
-            raise ValueError(f"{name}={value!r}: it must be {wanted}")
+        if isinstance(value, float | int) and not is_valid(value):
+            raise ValueError(f"{name}={value!r}: it must be {remedy}")

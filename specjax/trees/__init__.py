@@ -4,7 +4,7 @@ A `Topology` is a shape that is known when programs are compiled, a `DynamicTopo
 row that is chosen on the device, and a `Draft` one round's tokens in either. A `RankedTree` also
 says which candidate each node is, the likeliest or one of the next: from a list of choices like
 Medusa's, or built from measured acceptance (`best_tree`, `sequoia_tree`; `fastest_tree` also knows
-what passes cost). A `DynamicTree` says how far drafters look for the best tree of each round.
+what passes cost). A `DynamicTree` has the sizes of trees that are chosen anew in each round.
 `merge` makes one tree of several drafts. `draw` shows trees as text, `svg` as a picture.
 """
 

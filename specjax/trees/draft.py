@@ -13,11 +13,11 @@ from specjax.trees.topology import AnyTopology, chain_topology
 class Draft:
     """Up to N nodes of a token tree under the root (the last committed token).
 
-    A row's node that is not `valid` was never proposed; `valid` is closed under ancestors, which
-    the loop sees to. `logq_row` names the row of `logq` a node was drawn from, before any sibling
-    was removed; -1 says the node is deterministic (q is one-hot). `steps` is how often the
-    drafter ran after its first token, where that is not once for each further token of the longest
-    row: it may have looked at what comes next, and stopped.
+    A node that is not `valid` in a row was not proposed; the loop makes `valid` closed under
+    ancestors. `logq_row` is the row of `logq` that a node was drawn from, before any sibling was
+    removed; -1 means the node is deterministic (q is one-hot). `steps` counts the drafter's runs
+    after its first token, if that is not the number of further tokens in the longest row: a run may
+    have been followed by no token.
     """
 
     tokens: Int[Array, "B N"]
@@ -33,7 +33,7 @@ def chain(
     num_valid: Int[Array, "B"],
     logq: Float[Array, "B K V"] | None = None,
 ) -> Draft:
-    """A draft without branches: row b proposes its first `num_valid[b]` tokens.
+    """Return a draft without branches, of which row b proposes its first `num_valid[b]` tokens.
 
     With `logq`, node i was drawn from `logq[:, i]`; without it every node is deterministic.
     """

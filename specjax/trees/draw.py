@@ -12,10 +12,10 @@ from specjax.trees.topology import Topology
 def draw(
     tree: Topology | RankedTree, labels: Sequence[str] | None = None, root: str = "root"
 ) -> str:
-    """A tree's nodes, one per line, each under its parent.
+    """Return a tree as text: one node per line, each under its parent.
 
-    `labels` are those of the nodes, such as their tokens; without them the ranks of a `RankedTree`
-    and the slots of a `Topology`. Raises InputError unless there is one for each node.
+    `labels` are the texts of the nodes, such as their tokens; by default the ranks of a
+    `RankedTree` and the slots of a `Topology`. Raises InputError unless there is one per node.
     """
     topology = tree.topology if isinstance(tree, RankedTree) else tree
     if labels is None:
@@ -28,11 +28,11 @@ def draw(
         children[parent].append(slot)
     lines = [root]
 
-    def below(slot: int, indent: str) -> None:
+    def add_children(slot: int, indent: str) -> None:
         for child in children[slot]:
             last = child == children[slot][-1]
             lines.append(f"{indent}{'└─ ' if last else '├─ '}{labels[child - 1]}")
-            below(child, indent + ("   " if last else "│  "))
+            add_children(child, indent + ("   " if last else "│  "))
 
-    below(0, "")
+    add_children(0, "")
     return "\n".join(lines)

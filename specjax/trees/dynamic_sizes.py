@@ -1,4 +1,4 @@
-"""How far drafters look for the best tree of a round (EAGLE-2, Li et al. 2406.16858)."""
+"""The sizes of trees that are chosen anew in each round (EAGLE-2, Li et al. 2406.16858)."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class DynamicTree:
 
     @property
     def num_candidates(self) -> int:
-        """The candidates of all levels."""
+        """The number of candidates on all levels."""
         return self.topk + (self.depth - 1) * self.topk**2 if self.depth else 0
 
     def limited(self, depth: int) -> DynamicTree:
-        """The tree without levels below a depth."""
+        """Return the tree without levels below a depth."""
         shallow = replace(self, depth=min(self.depth, depth), num_nodes=0)
         return replace(shallow, num_nodes=min(self.num_nodes, shallow.num_candidates))

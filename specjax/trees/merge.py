@@ -2,12 +2,13 @@
 
 Several drafters propose for one round (SpecInfer, 2305.09781, section 3), or one proposes several
 continuations. What two of them have in common is verified once, as far as the output's distribution
-allows: a node that was drawn is a test of its own, also where a sibling has its token, while a
-deterministic node adds nothing to a sibling before it with the same token.
+allows: a node that was drawn is tested also where a sibling has the same token, while a
+deterministic node adds nothing to an earlier sibling with the same token.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -19,15 +20,15 @@ from specjax.trees.topology import AnyTopology, DynamicTopology, Topology
 
 
 def merge(*drafts: Draft) -> Draft:
-    """The drafts as one tree under their common root, without duplicates (`merge_duplicates`).
+    """Return the drafts as one tree under their common root, without duplicates.
 
-    N is the sum of theirs.
+    N is the sum of the drafts' N; see `merge_duplicates`.
     """
     return merge_duplicates(side_by_side(*drafts))
 
 
 def side_by_side(*drafts: Draft) -> Draft:
-    """The drafts under their common root, their nodes one draft after another."""
+    """Return the drafts as one tree under their common root, the nodes one draft after another."""
     if len(drafts) == 1:
         return drafts[0]
     logq_rows, distributions, offset = [], [], 0
@@ -46,15 +47,15 @@ def side_by_side(*drafts: Draft) -> Draft:
 
 
 def merge_duplicates(draft: Draft) -> Draft:
-    """The draft without deterministic nodes that say what an earlier sibling says.
+    """Return the draft without deterministic nodes whose token an earlier sibling has.
 
     Siblings are tested in the order of their nodes, which becomes: those that were drawn, in the
-    order drawn, then the deterministic ones. A drawn node always stays. A deterministic one goes
-    where a sibling before it has its token, and its children become that sibling's, where they may
-    be duplicates in turn. The nodes that are left come first, sorted by depth, so that a row that
-    has few runs at a narrow width; the others are not valid. Of one depth the drawn ones come
-    first: whether one is among the first n nodes depends on tokens above its depth alone, and a
-    tree may be truncated to n without a bias.
+    order drawn, then the deterministic ones. A drawn node is always kept. A deterministic one is
+    removed if an earlier sibling has its token, and its children become that sibling's, where they
+    may be duplicates in turn. The nodes that are kept come first, sorted by depth, so that a row
+    with few of them runs at a narrow width; the others are not valid. Within a depth the drawn ones
+    come first: whether one is among the first n nodes then depends on tokens above its depth only,
+    and truncating a tree to n nodes adds no bias.
 
     Drawn nodes whose parents are deterministic duplicates must not share a row of `logq`.
     """
@@ -63,54 +64,55 @@ def merge_duplicates(draft: Draft) -> Draft:
     valid = draft.topology.close(draft.valid)
     drawn = draft.logq_row >= 0
     count = parents.shape[1]
-    own = jnp.arange(1, count + 1, dtype=jnp.int32)[None, :]
-    turn = jnp.where(drawn, 0, count) + own
-    agree = draft.tokens[:, :, None] == draft.tokens[:, None, :]
-    agree &= valid[:, :, None] & valid[:, None, :]
+    slots = jnp.arange(1, count + 1, dtype=jnp.int32)[None, :]
+    test_order = jnp.where(drawn, 0, count) + slots
+    same_token = draft.tokens[:, :, None] == draft.tokens[:, None, :]
+    same_token &= valid[:, :, None] & valid[:, None, :]
 
     def level(depth: Int[Array, ""], stands_for: Int[Array, "B W"]) -> Int[Array, "B W"]:
-        """For each slot the one that is left of its duplicates, known down to `depth`."""
-        above = jnp.take_along_axis(stands_for, parents, axis=1)
-        same = agree & (above[:, :, None] == above[:, None, :])
-        first = 1 + jnp.argmin(jnp.where(same, turn[:, None, :], 3 * count), axis=2)
-        found = (depths == depth) & valid & ~drawn
-        return stands_for.at[:, 1:].set(jnp.where(found, first, stands_for[:, 1:]))
+        """Return the slot that stands for each slot, with duplicates at `depth` resolved too."""
+        kept_parents = jnp.take_along_axis(stands_for, parents, axis=1)
+        duplicates = same_token & (kept_parents[:, :, None] == kept_parents[:, None, :])
+        first = 1 + jnp.argmin(jnp.where(duplicates, test_order[:, None, :], 3 * count), axis=2)
+        replaceable = (depths == depth) & valid & ~drawn
+        return stands_for.at[:, 1:].set(jnp.where(replaceable, first, stands_for[:, 1:]))
 
-    itself = jnp.broadcast_to(jnp.arange(count + 1, dtype=jnp.int32), (len(parents), count + 1))
-    stands_for = lax.fori_loop(1, draft.topology.depth + 1, level, itself)
-    kept = valid & (stands_for[:, 1:] == own)
+    unmerged = jnp.broadcast_to(jnp.arange(count + 1, dtype=jnp.int32), (len(parents), count + 1))
+    stands_for = lax.fori_loop(1, draft.topology.depth + 1, level, unmerged)
+    kept = valid & (stands_for[:, 1:] == slots)
     rank = jnp.where(kept, 2 * depths + ~drawn, 2 * count + 2)
     order = jnp.argsort(rank, axis=1, stable=True)
     new_slots = jnp.pad(1 + jnp.argsort(order, axis=1), ((0, 0), (1, 0)))
-    above = jnp.take_along_axis(stands_for, parents, axis=1)
-    above = jnp.where(kept, jnp.take_along_axis(new_slots, above, axis=1), 0).astype(jnp.int32)
+    kept_parents = jnp.take_along_axis(stands_for, parents, axis=1)
+    new_parents = jnp.where(kept, jnp.take_along_axis(new_slots, kept_parents, axis=1), 0)
+    new_parents = new_parents.astype(jnp.int32)
 
-    def sorted_(nodes: Array) -> Array:
+    def in_new_order(nodes: Array) -> Array:
         return jnp.take_along_axis(nodes, order, axis=1)
 
     return Draft(
-        tokens=sorted_(draft.tokens),
-        valid=sorted_(kept),
-        logq_row=sorted_(draft.logq_row),
+        tokens=in_new_order(draft.tokens),
+        valid=in_new_order(kept),
+        logq_row=in_new_order(draft.logq_row),
         logq=draft.logq,
-        topology=DynamicTopology(sorted_(above), draft.topology.depth),
+        topology=DynamicTopology(in_new_order(new_parents), draft.topology.depth),
     )
 
 
 def _one_root(topologies: Sequence[AnyTopology], batch: int) -> AnyTopology:
-    """Trees under one root, their nodes one tree after another; static if all of them are."""
-    offsets = [sum(one.num_nodes for one in topologies[:i]) for i in range(len(topologies))]
+    """Return the trees under one root, their nodes one tree after another; static if all are."""
+    offsets = itertools.accumulate((tree.num_nodes for tree in topologies[:-1]), initial=0)
     pairs = list(zip(topologies, offsets, strict=True))
-    if all(isinstance(one, Topology) for one in topologies):
+    if all(isinstance(tree, Topology) for tree in topologies):
         return Topology(
-            tuple(parent and parent + offset for one, offset in pairs for parent in one.parents)
+            tuple(parent and parent + offset for tree, offset in pairs for parent in tree.parents)
         )
     parents = [
         jnp.broadcast_to(
-            jnp.where(one.row_parents == 0, 0, one.row_parents + offset), (batch, one.num_nodes)
+            jnp.where(tree.row_parents == 0, 0, tree.row_parents + offset), (batch, tree.num_nodes)
         )
-        for one, offset in pairs
+        for tree, offset in pairs
     ]
     return DynamicTopology(
-        jnp.concatenate(parents, axis=1).astype(jnp.int32), max(one.depth for one in topologies)
+        jnp.concatenate(parents, axis=1).astype(jnp.int32), max(tree.depth for tree in topologies)
     )

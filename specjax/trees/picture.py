@@ -22,22 +22,26 @@ def svg(
     root: str = "root",
     title: str = "A token tree",
 ) -> str:
-    """A picture of a tree from left to right, a column for each depth, as the text of an SVG file.
+    """Return an SVG picture of a tree from left to right, with one column per depth.
 
-    `labels` are those of the nodes, such as their tokens, and `colours` (CSS) of what is behind
-    them, grey by default. Raises InputError unless there is one of each for each node.
+    `labels` are the texts of the nodes, such as their tokens, and `colours` (CSS) the backgrounds,
+    grey by default. Raises InputError unless there is one of each per node.
     """
     topology = tree.topology if isinstance(tree, RankedTree) else tree
     colours = [_PLAIN] * topology.num_nodes if colours is None else colours
-    for name, given in (("labels", labels), ("colours", colours)):
-        if len(given) != topology.num_nodes:
-            raise InputError(f"{name}: {len(given)} for {topology.num_nodes} nodes; give each one")
+    for name, texts_of_nodes in (("labels", labels), ("colours", colours)):
+        if len(texts_of_nodes) != topology.num_nodes:
+            raise InputError(
+                f"{name}: {len(texts_of_nodes)} for {topology.num_nodes} nodes; give each one"
+            )
     texts = [root, *labels]
     widths = [max(len(text), 1) * _LETTER + 12 for text in texts]
     depths = topology.depths.tolist()
     lefts = [8.0]
     for depth in range(topology.depth):
-        column = [width for width, at in zip(widths, depths, strict=True) if at == depth]
+        column = [
+            width for width, slot_depth in zip(widths, depths, strict=True) if slot_depth == depth
+        ]
         lefts.append(lefts[-1] + max(column, default=0) + _GAP)
     rows = _rows(topology)
     last = [lefts[depth] + width for depth, width in zip(depths, widths, strict=True)]
@@ -69,7 +73,7 @@ def svg(
 
 
 def _rows(topology: Topology) -> list[float]:
-    """Each slot's row: leaves stand one below another, parents in the middle of their children."""
+    """Return each slot's row: one per leaf, and for parents the middle of their children."""
     children: list[list[int]] = [[] for _ in range(topology.width)]
     for slot, parent in enumerate(topology.parents, start=1):
         children[parent].append(slot)

@@ -57,7 +57,7 @@ class RankedTree:
             known.add(path)
 
     def __str__(self) -> str:
-        """What it is, in a few words."""
+        """Its size, in words."""
         shape = self.topology
         if not self.choices:
             return "no draft"
@@ -78,11 +78,11 @@ class RankedTree:
 
     @property
     def depth(self) -> int:
-        """The nodes of its longest path (P)."""
+        """The number of nodes on its longest path (P)."""
         return max(map(len, self.choices), default=0)
 
     def limited(self, depth: int) -> RankedTree:
-        """The tree without its nodes below a depth."""
+        """Return the tree without its nodes below a depth."""
         return RankedTree(tuple(path for path in self.choices if len(path) <= depth))
 
     @property
@@ -92,11 +92,11 @@ class RankedTree:
 
     @property
     def most_candidates(self) -> int:
-        """How many candidates a drafter has to name after a token."""
+        """How many candidates after a token a drafter has to propose."""
         return max(self.ranks, default=-1) + 1
 
     def expected_tokens(self, acceptance: Rates) -> float:
-        """Tokens per round to expect, the target's own included.
+        """Return the expected tokens per round, the target's own included.
 
         `acceptance[d][r]` is the chance that the candidate of rank r at depth d (from 0) is the
         target's, given that its parent is. Raises InputError where a node has none.
@@ -106,7 +106,7 @@ class RankedTree:
 
 
 def tree_of_choices(choices: Iterable[Sequence[int]]) -> RankedTree:
-    """The tree of a list of paths in any order, such as `medusa_choices`, its nodes by depth.
+    """Return the tree of a list of paths in any order, such as `medusa_choices`; nodes by depth.
 
     Raises InputError for paths that are no tree: where one is given twice, skips a rank, or lacks
     its parent.
@@ -116,7 +116,7 @@ def tree_of_choices(choices: Iterable[Sequence[int]]) -> RankedTree:
 
 
 def expansion_tree(expansion: Sequence[int]) -> RankedTree:
-    """The tree whose nodes of depth d (from 0, the root) each have `expansion[d]` children.
+    """Return the tree whose nodes of depth d (from 0, the root) have `expansion[d]` children each.
 
     SpecInfer's expansion (2305.09781, section 3): (1, 1, 3, 1) is a chain of two tokens, three
     candidates after it, and one more after each. Raises InputError for a level without nodes.
@@ -130,12 +130,12 @@ def expansion_tree(expansion: Sequence[int]) -> RankedTree:
 
 
 def best_tree(acceptance: Rates, num_nodes: int, max_depth: int | None = None) -> RankedTree:
-    """The tree of `num_nodes` nodes with the most accepted tokens to expect (Medusa's rule).
+    """Return the tree of `num_nodes` nodes with the most expected accepted tokens (Medusa's rule).
 
-    Adds the node with the largest chance, the product of `acceptance[d][r]` along its path, again
-    and again; of equal ones the shallower. That is best where a lower rank is never accepted more
-    often than a higher one, as measured rates are. Smaller where there are no more candidates.
-    Raises InputError for numbers that are no rates.
+    It repeatedly adds the node with the largest chance, the product of `acceptance[d][r]` along its
+    path; among equal ones the shallower. That is optimal if acceptance falls with the rank, as
+    measured rates do. The tree is smaller if there are no more candidates. Raises InputError for
+    numbers that are no rates.
     """
     _check_size(num_nodes)
     rates = _rates(acceptance)
@@ -157,30 +157,30 @@ def best_tree(acceptance: Rates, num_nodes: int, max_depth: int | None = None) -
 
 
 def sequoia_tree(acceptance: Sequence[float], num_nodes: int, max_depth: int) -> RankedTree:
-    """The tree with the most accepted tokens to expect, by Sequoia's dynamic programme.
+    """Return the tree with the most expected accepted tokens, by Sequoia's dynamic programme.
 
-    `acceptance[r]` is the chance that the r-th of siblings is accepted, at any depth. Nothing is
-    taken for granted of its order. At most `num_nodes` nodes and `max_depth` levels. Raises
+    `acceptance[r]` is the chance that the r-th of siblings is accepted, at any depth; the rates may
+    be in any order. The tree has at most `num_nodes` nodes and `max_depth` levels. Raises
     InputError for numbers that are no rates, and for a depth below 1.
     """
     _check_size(num_nodes)
     if max_depth < 1:
         raise InputError(f"max_depth={max_depth} must be at least 1")
     (rates,) = _rates([acceptance])
-    # `below[n]`: tokens to expect below a node, of at most n nodes in as many levels as were done.
+    # `below[n]`: expected tokens below a node, with at most n nodes in the levels done so far.
     below = np.zeros(num_nodes + 1)
     levels = []
     for _ in range(max_depth):
-        # `value[c, n]`: the same of exactly n nodes under the first c children, none of them left
-        # out; `size[c, n]` of these nodes are the last child and what comes below it.
+        # `value[c, n]`: the same, with exactly n nodes under the first c children, none of them left
+        # out; `size[c, n]` of these nodes are the last child and its descendants.
         value = np.full((len(rates) + 1, num_nodes + 1), -np.inf)
         size = np.zeros(value.shape, int)
         value[0, 0] = 0.0
         for child, rate in enumerate(rates):
-            own = rate * (1.0 + below[:-1])
+            last_child_value = rate * (1.0 + below[:-1])
             for nodes in range(1, num_nodes + 1):
                 # The last child has 1, 2, ... nodes, the ones before it the rest.
-                each = value[child, :nodes][::-1] + own[:nodes]
+                each = value[child, :nodes][::-1] + last_child_value[:nodes]
                 size[child + 1, nodes] = 1 + np.argmax(each)
                 value[child + 1, nodes] = each.max()
         levels.append((value, size))
@@ -188,23 +188,23 @@ def sequoia_tree(acceptance: Sequence[float], num_nodes: int, max_depth: int) ->
 
     chosen: list[Path] = []
 
-    def add(path: Path, most: int, level: int) -> None:
+    def add(path: Path, max_nodes: int, level: int) -> None:
         if level < 0:
             return
         value, size = levels[level]
-        nodes = int(np.argmax(value.max(axis=0)[: most + 1]))
+        nodes = int(np.argmax(value.max(axis=0)[: max_nodes + 1]))
         for child in reversed(range(int(np.argmax(value[:, nodes])))):
-            own = int(size[child + 1, nodes])
+            child_nodes = int(size[child + 1, nodes])
             chosen.append((*path, child))
-            add((*path, child), own - 1, level - 1)
-            nodes -= own
+            add((*path, child), child_nodes - 1, level - 1)
+            nodes -= child_nodes
 
     add((), num_nodes, max_depth - 1)
     return tree_of_choices(chosen)
 
 
 def _chance(path: Path, rates: Sequence[Float[np.ndarray, "..."]]) -> float:
-    """The chance that all tokens of a path are the target's."""
+    """Return the chance that all tokens of a path are the target's."""
     chance = 1.0
     for depth, rank in enumerate(path):
         if depth >= len(rates) or rank >= len(rates[depth]):

@@ -85,17 +85,17 @@ class Topology:
         return self.depths[None]
 
     def first(self, num_nodes: int) -> Topology:
-        """The tree of the first nodes alone."""
+        """Return the tree of the first `num_nodes` nodes."""
         return Topology(self.parents[:num_nodes])
 
     def close(self, valid: Bool[Array, "B N"]) -> Bool[Array, "B N"]:
-        """The nodes that are valid with all of their ancestors."""
+        """Return which nodes are valid together with all of their ancestors."""
         if self.is_chain:
             return jnp.cumprod(valid, axis=1, dtype=jnp.int32).astype(bool)
         return _closed(valid, self.row_ancestors)
 
     def along_paths(self, each: Float[Array, "B N"]) -> Float[Array, "B N"]:
-        """The product of what each node and its ancestors have, numbers from 0 to 1."""
+        """Return the product of the numbers, from 0 to 1, of each node and its ancestors."""
         if self.is_chain:
             return jnp.cumprod(each, axis=1)
         return _along_paths(each, self.row_ancestors)
@@ -106,7 +106,7 @@ class DynamicTopology:
     """A shape of its own for each row: `row_parents[b, i]` is the slot of node i's parent in row b.
 
     Slots are those of `Topology`, and parents come before children here, too. `depth` (P) bounds
-    the nodes on a path. What stands at nodes that are not valid means nothing.
+    the nodes on a path. The entries of nodes that are not valid are arbitrary.
     """
 
     row_parents: Int[Array, "B N"]
@@ -124,41 +124,41 @@ class DynamicTopology:
 
     @property
     def is_chain(self) -> bool:
-        """False: nothing is known of the shape before it is there."""
+        """False: the shape is not known when programs are compiled."""
         return False
 
     @property
     def row_ancestors(self) -> Bool[Array, "B W W"]:
         """Whether slot j of a row is slot i or one of its ancestors, the root included."""
         slots = jnp.arange(self.width)
-        at, seen = self._upwards(), jnp.zeros((1, 1, 1), bool)
-        for slot in at:
+        ancestors_by_step, seen = self._ancestors_by_step(), jnp.zeros((1, 1, 1), bool)
+        for slot in ancestors_by_step:
             seen = seen | (slot[:, :, None] == slots[None, None, :])
         return seen
 
     @property
     def row_depths(self) -> Int[Array, "B W"]:
         """Each slot's distance from the root, in tokens."""
-        return sum((slot > 0).astype(jnp.int32) for slot in self._upwards())
+        return sum((slot > 0).astype(jnp.int32) for slot in self._ancestors_by_step())
 
-    def _upwards(self) -> list[Int[Array, "B W"]]:
-        """Each slot, its parent, and so on up to the root, whose parent is itself."""
+    def _ancestors_by_step(self) -> list[Int[Array, "B W"]]:
+        """Return each slot, then its parent, and so on to the root, which is its own parent."""
         parents = jnp.pad(self.row_parents, ((0, 0), (1, 0)))
-        at = [jnp.broadcast_to(jnp.arange(self.width), parents.shape)]
+        ancestors_by_step = [jnp.broadcast_to(jnp.arange(self.width), parents.shape)]
         for _ in range(self.depth):
-            at.append(jnp.take_along_axis(parents, at[-1], axis=1))
-        return at
+            ancestors_by_step.append(jnp.take_along_axis(parents, ancestors_by_step[-1], axis=1))
+        return ancestors_by_step
 
     def first(self, num_nodes: int) -> DynamicTopology:
-        """The tree of the first nodes alone."""
+        """Return the tree of the first `num_nodes` nodes."""
         return DynamicTopology(self.row_parents[:, :num_nodes], min(self.depth, num_nodes))
 
     def close(self, valid: Bool[Array, "B N"]) -> Bool[Array, "B N"]:
-        """The nodes that are valid with all of their ancestors."""
+        """Return which nodes are valid together with all of their ancestors."""
         return _closed(valid, self.row_ancestors)
 
     def along_paths(self, each: Float[Array, "B N"]) -> Float[Array, "B N"]:
-        """The product of what each node and its ancestors have, numbers from 0 to 1."""
+        """Return the product of the numbers, from 0 to 1, of each node and its ancestors."""
         return _along_paths(each, self.row_ancestors)
 
 
@@ -166,7 +166,7 @@ AnyTopology = Topology | DynamicTopology
 
 
 def chain_topology(length: int) -> Topology:
-    """The topology of a chain of `length` nodes."""
+    """Return the topology of a chain of `length` nodes."""
     return Topology(tuple(range(length)))
 
 

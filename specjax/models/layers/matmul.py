@@ -46,7 +46,7 @@ def product(
         return jnp.einsum(
             equation, x, kernel, precision=full_precision(x.dtype), preferred_element_type=out
         )
-    result = _rounded(equation, jnp.dtype(multiply), x, kernel)
+    result = _einsum_rounded(equation, jnp.dtype(multiply), x, kernel)
     return result.astype(x.dtype if out is None else out)
 
 
@@ -126,15 +126,15 @@ def full_precision(dtype: Any) -> lax.Precision | None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _rounded(equation: str, dtype: Any, x: jax.Array, kernel: jax.Array) -> jax.Array:
+def _einsum_rounded(equation: str, dtype: Any, x: jax.Array, kernel: jax.Array) -> jax.Array:
     return _einsum(equation, dtype, x, kernel)
 
 
-def _forward(equation: str, dtype: Any, x: jax.Array, kernel: jax.Array) -> tuple:
+def _einsum_rounded_forward(equation: str, dtype: Any, x: jax.Array, kernel: jax.Array) -> tuple:
     return _einsum(equation, dtype, x, kernel), (x, kernel)
 
 
-def _backward(equation: str, dtype: Any, kept: tuple, gradient: jax.Array) -> tuple:
+def _einsum_rounded_backward(equation: str, dtype: Any, kept: tuple, gradient: jax.Array) -> tuple:
     x, kernel = kept
     inputs, result = equation.split("->")
     left, right = inputs.split(",")
@@ -143,7 +143,7 @@ def _backward(equation: str, dtype: Any, kept: tuple, gradient: jax.Array) -> tu
     return to_x.astype(x.dtype), to_kernel.astype(kernel.dtype)
 
 
-_rounded.defvjp(_forward, _backward)
+_einsum_rounded.defvjp(_einsum_rounded_forward, _einsum_rounded_backward)
 
 
 def _einsum(equation: str, dtype: Any, x: jax.Array, y: jax.Array) -> jax.Array:
