@@ -31,9 +31,22 @@ class Verification(NamedTuple):
     counts them; `next_token` is the target's own token that follows the last of them.
     """
 
-    path_slots: Int[Array, "B P"]
-    num_accepted: Int[Array, "B"]
-    next_token: Int[Array, "B"]
+    path_slots: Int[Array, "*B P"]
+    num_accepted: Int[Array, "*B"]
+    next_token: Int[Array, "*B"]
+
+    def tokens(self, drafted: Int[Array, "*B N"]) -> Int[Array, "*B P+1"]:
+        """Return what is emitted: the accepted ones of the `drafted` tokens, and the next token.
+
+        Entries after them are -1.
+        """
+        path_slots = jnp.concatenate([self.path_slots, self.path_slots[..., :1] * 0 - 1], axis=-1)
+        index = jnp.maximum(path_slots - 1, 0)
+        accepted = jnp.take_along_axis(jnp.asarray(drafted), index, axis=-1)
+        accepted = jnp.where(path_slots > 0, accepted, -1)
+        position = jnp.broadcast_to(jnp.arange(path_slots.shape[-1]), path_slots.shape)
+        is_next = position == self.num_accepted[..., None]
+        return jnp.where(is_next, self.next_token[..., None], accepted)
 
 
 class Decision(NamedTuple):

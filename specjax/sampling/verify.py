@@ -3,71 +3,74 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+import numpy as np
+from jaxtyping import Array, Float, Int, Key, UInt
 
 from specjax.sampling.chain import Verification, by_slot
 from specjax.sampling.rules import RULES, Rule, Target
 from specjax.sampling.tree import chain_drafted
 
+Keys = Key[Array, "..."] | UInt[Array, "..."] | np.integer | int
+_NORMALISED = 1e-2
+"""How far from 1 the sum of probabilities may be, in half precision too."""
+
 
 def verify_chain(
-    keys: Key[Array, "B"] | Key[Array, ""],
-    tokens: Int[Array, "B K"],
-    logq: Float[Array, "B K V"] | None,
-    logp: Float[Array, "B K+1 V"],
+    keys: Keys,
+    tokens: Int[Array | np.ndarray, "*B K"],
+    logq: Float[Array | np.ndarray, "*B K V"] | None,
+    logp: Float[Array | np.ndarray, "*B K+1 V"],
     *,
-    positions: Int[Array, "B"] | None = None,
+    positions: Int[Array | np.ndarray, "*B"] | int | None = None,
     rule: str | Rule = "rejection",
-    num_valid: Int[Array, "B"] | None = None,
+    num_valid: Int[Array | np.ndarray, "*B"] | int | None = None,
 ) -> Verification:
-    """Accept a prefix of each row's drafted chain and draw the token after it, exactly from p.
+    """Accept a prefix of a drafted chain and draw the token after it, exactly from p.
 
-    `logq[:, i]` is the log-probabilities that `tokens[:, i]` was drawn from, after all warping;
-    None says the tokens are deterministic. `logp[:, i]` is the target's warped log-probabilities of
-    the token at the position of `tokens[:, i]`, and `logp[:, K]` of the one after it.
-    `num_valid[b]` (K by default) of row b's tokens were really drafted. `keys` are one per row,
-    used for this call alone by every rule but `coupled`; a single key is split.
+    Arrays are of one chain, or have B of them as their first axis: one call verifies [K] tokens or
+    [B, K]. `logq[..., i, :]` is the log-probabilities that `tokens[..., i]` was drawn from, after
+    all warping; None says the tokens are deterministic. `logp[..., i, :]` is the target's warped
+    log-probabilities of the token at the position of `tokens[..., i]`, and `logp[..., K, :]` of the
+    one after it. `num_valid` (K by default) of a chain's tokens were really drafted.
+
+    `keys` are one per chain, used for this call alone by every rule but `coupled`; a single key is
+    split. A key is what `jax.random.key` makes, an old one of two words, or a whole number.
 
     `rule` is a `Rule` or the name of one in `RULES`. `coupled` needs `positions`, the absolute
-    position of each row's first drafted token: its noise there is `position_gumbel(keys, position,
-    V)`, so plain decoding with those keys gives the same tokens.
+    position of each chain's first drafted token: its noise there is `position_gumbel(keys,
+    position, V)`, so plain decoding with those keys gives the same tokens.
 
-    Raises ValueError for an unknown rule, missing positions, or shapes that do not fit.
+    Return `num_accepted`, `next_token` and `path_slots`; `Verification.tokens(tokens)` are the
+    tokens to emit. Raises ValueError for an unknown rule, missing positions, shapes that do not
+    fit, keys that are none, and, unless it is being traced, for distributions that are not
+    log-probabilities.
     """
-    batch, length = tokens.shape
-    if isinstance(rule, str):
-        if rule not in RULES:
-            raise ValueError(f"rule={rule!r} is unknown: use one of {', '.join(RULES)}, or a Rule")
-        rule = RULES[rule]
-    if rule.position_noise and positions is None:
-        raise ValueError(
-            f"rule={rule.name!r} needs positions: pass those of the first drafted tokens"
-        )
-    if logp.ndim != 3 or logp.shape[:2] != (batch, length + 1):
-        raise ValueError(
-            f"logp has shape {logp.shape} for tokens {tokens.shape}: it must be "
-            f"({batch}, {length + 1}, V), one distribution per token and one for the next"
-        )
-    if logq is not None and logq.shape != (batch, length, logp.shape[2]):
-        raise ValueError(
-            f"logq has shape {logq.shape}: it must be {(batch, length, logp.shape[2])}, one "
-            "distribution for each token"
-        )
-    if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) or keys.shape not in ((), (batch,)):
-        raise ValueError(
-            f"keys have dtype {keys.dtype} and shape {keys.shape}: pass {batch} keys made by "
-            "jax.random.key and jax.random.split, or one key"
-        )
-    if keys.ndim == 0:
-        keys = jax.random.split(keys, batch)
-    if num_valid is None:
-        num_valid = jnp.full(batch, length, jnp.int32)
-    if positions is None:
-        positions = jnp.zeros(batch, jnp.int32)
-    return _verify_arrays(keys, tokens, logq, logp, positions, num_valid, rule=rule)
+    tokens, logp = jnp.asarray(tokens), jnp.asarray(logp)
+    logq = None if logq is None else jnp.asarray(logq)
+    rule = _rule(rule, positions)
+    _check_shapes(tokens, logq, logp)
+    for name, distributions in (("logq", logq), ("logp", logp)):
+        if distributions is not None:
+            _check_log_probabilities(name, distributions)
+    one_chain = tokens.ndim == 1
+    batch, length = (1, len(tokens)) if one_chain else tokens.shape
+    keys = _one_key_per_chain(keys, batch)
+    num_valid = length if num_valid is None else num_valid
+    positions = 0 if positions is None else positions
+    result = _verify_arrays(
+        keys,
+        tokens.reshape(batch, length),
+        None if logq is None else logq.reshape(batch, length, -1),
+        logp.reshape(batch, length + 1, -1),
+        jnp.broadcast_to(jnp.asarray(positions, jnp.int32), batch),
+        jnp.broadcast_to(jnp.asarray(num_valid, jnp.int32), batch),
+        rule=rule,
+    )
+    return jax.tree.map(lambda part: part[0], result) if one_chain else result
 
 
 @functools.partial(jax.jit, static_argnames="rule")
@@ -83,3 +86,69 @@ def _verify_arrays(
 ) -> Verification:
     drafted = chain_drafted(tokens, num_valid, logq)
     return rule.verify(keys, drafted, Target(by_slot(logp), positions, logp.shape[2], logp.dtype))
+
+
+def _rule(rule: str | Rule, positions: Any) -> Rule:
+    """The rule of that name, or the rule itself."""
+    if isinstance(rule, str):
+        if rule not in RULES:
+            raise ValueError(f"rule={rule!r} is unknown: use one of {', '.join(RULES)}, or a Rule")
+        rule = RULES[rule]
+    if rule.position_noise and positions is None:
+        raise ValueError(
+            f"rule={rule.name!r} needs positions: pass those of the first drafted tokens"
+        )
+    return rule
+
+
+def _check_shapes(tokens: Array, logq: Array | None, logp: Array) -> None:
+    if tokens.ndim not in (1, 2) or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(
+            f"tokens are {tokens.dtype}{list(tokens.shape)}: pass whole numbers [K], or [B, K]"
+        )
+    *batch, length = tokens.shape
+    if logp.ndim != tokens.ndim + 1 or logp.shape[:-1] != (*batch, length + 1):
+        wanted = ", ".join(map(str, (*batch, length + 1, "V")))
+        raise ValueError(
+            f"logp has shape {logp.shape} for tokens {tokens.shape}: it must be ({wanted}), one "
+            "distribution per token and one for the next"
+        )
+    if logq is not None and logq.shape != (*batch, length, logp.shape[-1]):
+        raise ValueError(
+            f"logq has shape {logq.shape}: it must be {(*batch, length, logp.shape[-1])}, one "
+            "distribution for each token"
+        )
+
+
+def _check_log_probabilities(name: str, values: Array) -> None:
+    """Raise ValueError for numbers that are no log-probabilities; a row of -inf has none at all."""
+    if not jnp.issubdtype(values.dtype, jnp.floating):
+        raise ValueError(f"{name} is of {values.dtype}: pass log-probabilities, such as warp(...)")
+    if isinstance(values, jax.core.Tracer) or not values.size:
+        return
+    with np.errstate(over="ignore"):
+        mass = np.exp(np.asarray(values).astype(np.float32)).sum(axis=-1)
+    off = ~((np.abs(mass - 1) < _NORMALISED) | (mass == 0))
+    if off.any():
+        index = tuple(np.argwhere(off)[0].tolist())
+        raise ValueError(
+            f"{name}[{', '.join(map(str, index))}]: its probabilities sum to {mass[index]:.4g}; "
+            "pass log-probabilities, such as warp(logits, temperature) or jax.nn.log_softmax"
+        )
+
+
+def _one_key_per_chain(keys: Any, batch: int) -> Key[Array, "B"]:
+    """The keys of B chains, from one key or as many, in any form that JAX takes."""
+    given = keys
+    if isinstance(keys, int | np.integer) and not isinstance(keys, bool):
+        keys = jax.random.key(keys)
+    keys = jnp.asarray(keys)
+    if keys.dtype == jnp.uint32 and keys.shape[-1:] == jax.random.PRNGKey(0).shape:
+        keys = jax.random.wrap_key_data(keys)
+    if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) or keys.shape not in ((), (batch,)):
+        kind = getattr(given, "dtype", type(given).__name__)
+        raise ValueError(
+            f"keys are {kind}{list(jnp.shape(given))}: pass one key, made by jax.random.key, or "
+            f"{batch} of them, made by jax.random.split"
+        )
+    return keys if keys.ndim else jax.random.split(keys, batch)

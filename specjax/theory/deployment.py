@@ -294,7 +294,7 @@ def roofline(
     chip: Chip | str,
     batch: Count,
     context: Count,
-    k: int,
+    k: Count,
     alpha: Real,
     *,
     draft_cost: Real | ModelShape = 0.0,
@@ -304,7 +304,7 @@ def roofline(
 
     `context` is the number of committed tokens per row.
     `draft_cost` is one draft step in plain target passes, or the shape of a draft model: then k of
-    its one-token passes are timed on the same chip, batch and context. `batch`, `context` and
+    its one-token passes are timed on the same chip, batch and context. `batch`, `context`, `k` and
     `alpha` broadcast: `roofline(shape, "h100-sxm", batch[:, None], context[None], 4, 0.8)` is a
     table. tokens/s are of all rows together. For n chips multiply the figures of `Chip` by n.
     """

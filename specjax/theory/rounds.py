@@ -8,21 +8,20 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from specjax.errors import InputError
-from specjax.theory.checks import Real, Result, checked, checked_count, unwrap
+from specjax.theory.checks import Count, Real, Result, checked, checked_count, unwrap
 
 
-def expected_tokens(alpha: Real, k: int) -> Result:
+def expected_tokens(alpha: Real, k: Count) -> Result:
     """Mean tokens that a round emits with k drafts, the target's own token included.
 
     (1 - alpha^(k+1)) / (1 - alpha), or k + 1 at alpha = 1 (Leviathan et al. 2023, equation 1). It
     already counts the bonus token: do not add one.
     """
-    alpha = checked("alpha", alpha, high=1.0)
-    checked_count("k", k, 0)
+    alpha, k = np.broadcast_arrays(checked("alpha", alpha, high=1.0), checked_count("k", k, 0))
     # Horner's rule on 1 + alpha + ... + alpha^k stays exact where the quotient cancels.
     tokens = np.ones_like(alpha)
-    for _ in range(k):
-        tokens = 1.0 + alpha * tokens
+    for power in range(k.max(initial=0)):
+        tokens = np.where(power < k, 1.0 + alpha * tokens, tokens)
     return unwrap(tokens)
 
 
@@ -36,7 +35,7 @@ def acceptance_from_tv(tv: Real) -> Result:
 
 
 def speedup(
-    alpha: Real, k: int, c: Real, *, convention: str = "per_step", verify_cost: Real = 1.0
+    alpha: Real, k: Count, c: Real, *, convention: str = "per_step", verify_cost: Real = 1.0
 ) -> Result:
     """Speed-up over plain decoding with k drafts per round, in terms of one plain target pass.
 
@@ -74,34 +73,34 @@ def optimal_k(
 
 
 def break_even_alpha(
-    k: int, c: float | int, *, convention: str = "per_step", verify_cost: float | int = 1.0
-) -> float:
+    k: Count, c: Real, *, convention: str = "per_step", verify_cost: Real = 1.0
+) -> Result:
     """The least acceptance probability at which k drafts per round are no slower than none.
 
     The alpha in [0, 1] with `speedup` = 1, by bisection; 0 where a round costs no more than a plain
     pass. For k = 1 it is c itself (Leviathan et al. 2023, corollary 3.9). Raises InputError where a
     round costs more than the k + 1 plain passes that it can replace at best.
     """
-    cost = float(_round_cost(k, c, convention, verify_cost))
-    if cost <= 1.0:
-        return 0.0
-    if cost > k + 1:
+    cost, k = np.broadcast_arrays(_round_cost(k, c, convention, verify_cost), k)
+    if (dear := cost > k + 1).any():
+        c = np.broadcast_to(c, cost.shape)[dear].flat[0]
         raise InputError(
-            f"k = {k}, c = {c}: a round costs {cost:.4g} plain passes and emits at most {k + 1}"
-            " tokens, so no alpha breaks even; give a cheaper draft"
+            f"k = {k[dear].flat[0]}, c = {c}: a round costs {cost[dear].flat[0]:.4g} plain passes "
+            "and emits at most k + 1 tokens, so no alpha breaks even; give a cheaper draft"
         )
-    low, high = 0.0, 1.0
-    while low < (middle := (low + high) / 2) < high:
-        low, high = (low, middle) if expected_tokens(middle, k) >= cost else (middle, high)
-    return high
+    low, high = np.zeros_like(cost), np.ones_like(cost)
+    while ((low < (middle := (low + high) / 2)) & (middle < high)).any():
+        pays = np.asarray(expected_tokens(middle, k)) >= cost
+        low, high = np.where(pays, low, middle), np.where(pays, middle, high)
+    return unwrap(np.where(cost <= 1.0, 0.0, high))
 
 
-def _round_cost(k: int, c: Real, convention: str, verify_cost: Real) -> Float[np.ndarray, "..."]:
+def _round_cost(k: Count, c: Real, convention: str, verify_cost: Real) -> Float[np.ndarray, "..."]:
     """What a round costs, in plain target passes."""
-    checked_count("k", k, 0)
+    k = checked_count("k", k, 0)
     c = checked("c", c)
     verify_cost = checked("verify_cost", verify_cost, above=True)
     if convention not in ("per_step", "per_draft"):
         raise InputError(f"convention = {convention!r}: give 'per_step' or 'per_draft'")
-    drafts = k if convention == "per_step" else min(k, 1)
+    drafts = k if convention == "per_step" else np.minimum(k, 1)
     return np.asarray(drafts * c + verify_cost)

@@ -1,0 +1,108 @@
+"""`specjax.sampling` and `specjax.theory` on arrays alone, as a notebook calls them."""
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+
+from specjax import sampling, theory
+
+CHAINS, LENGTH, VOCAB = 4, 3, 7
+KEY = jax.random.key(0)
+LOGP = jax.nn.log_softmax(jax.random.normal(KEY, (CHAINS, LENGTH + 1, VOCAB)))
+LOGQ = jax.nn.log_softmax(jax.random.normal(jax.random.key(1), (CHAINS, LENGTH, VOCAB)))
+TOKENS = jax.random.categorical(jax.random.key(2), LOGQ)
+KEYS = jax.random.split(KEY, CHAINS)
+
+
+@pytest.mark.parametrize("rule", sampling.RULES)
+def test_one_chain_is_a_batch_of_one(rule):
+    every = sampling.verify_chain(KEYS, TOKENS, LOGQ, LOGP, rule=rule, positions=5)
+    emitted = every.tokens(TOKENS)
+    for chain in range(CHAINS):
+        given = KEYS[chain : chain + 1], TOKENS[chain], LOGQ[chain], LOGP[chain]
+        one = sampling.verify_chain(*given, rule=rule, positions=5)
+        assert one.num_accepted.shape == ()
+        np.testing.assert_array_equal(one.tokens(TOKENS[chain]), emitted[chain])
+        accepted = int(every.num_accepted[chain])
+        wanted = [*TOKENS[chain, :accepted], every.next_token[chain]]
+        assert emitted[chain].tolist() == [*map(int, wanted), *[-1] * (LENGTH - accepted)]
+
+
+@pytest.mark.parametrize(
+    "keys", [0, np.int64(0), jax.random.PRNGKey(0), jax.random.key_data(KEYS), KEYS]
+)
+def test_forms_of_keys(keys):
+    """A whole number, old keys and new ones; of one key the chains' own are split."""
+    found = sampling.verify_chain(keys, TOKENS, LOGQ, LOGP)
+    wanted = sampling.verify_chain(KEY, TOKENS, LOGQ, LOGP)
+    np.testing.assert_array_equal(found.next_token, wanted.next_token)
+
+
+def test_inside_jit_and_vmap():
+    wanted = sampling.verify_chain(KEYS, TOKENS, LOGQ, LOGP).tokens(TOKENS)
+
+    def emitted(keys, tokens, logq, logp):
+        return sampling.verify_chain(keys, tokens, logq, logp).tokens(tokens)
+
+    np.testing.assert_array_equal(jax.jit(emitted)(KEYS, TOKENS, LOGQ, LOGP), wanted)
+    assert jax.vmap(emitted)(KEYS, TOKENS, LOGQ, LOGP).shape == wanted.shape
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(logp=LOGP + 1), r"logp\[0, 0\]: its probabilities sum to 2.718; pass log-prob"),
+        (dict(logq=jnp.exp(LOGQ)), r"logq\[0, 0\]: its probabilities sum to .*warp\(logits"),
+        (dict(logp=TOKENS), "logp has shape"),
+        (dict(logp=LOGP[:, :-1]), r"logp has shape \(4, 3, 7\) .*: it must be \(4, 4, V\)"),
+        (dict(logq=LOGQ[:, :-1]), r"logq has shape \(4, 2, 7\): it must be \(4, 3, 7\)"),
+        (dict(logp=LOGP.astype(int)), "logp is of int32: pass log-probabilities"),
+        (
+            dict(keys=KEYS[:3]),
+            r"keys are key<fry>\[3\]: pass one key, made by jax.random.key, or 4",
+        ),
+        (dict(keys=1.5), r"keys are float\[\]: pass one key"),
+        (
+            dict(tokens=LOGP),
+            r"tokens are float32\[4, 4, 7\]: pass whole numbers \[K\], or \[B, K\]",
+        ),
+        (dict(rule="nosuch"), "rule='nosuch' is unknown: use one of rejection, block"),
+        (dict(rule="coupled"), "rule='coupled' needs positions"),
+    ],
+)
+def test_mistakes_are_named(changes, message, monkeypatch):
+    # As for users: without a type checker in front of specjax's own messages.
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    given = {"keys": KEY, "tokens": TOKENS, "logq": LOGQ, "logp": LOGP, **changes}
+    with pytest.raises(ValueError, match=message):
+        sampling.verify_chain(**given)
+
+
+def test_theory_broadcasts_in_every_argument():
+    alpha, k = np.array([[0.5], [0.8], [1.0]]), np.arange(6)
+    pairs = [(a, int(b)) for a in alpha[:, 0] for b in k]
+
+    def table(function, **more):
+        return np.reshape([function(a, b, **more) for a, b in pairs], (3, 6))
+
+    np.testing.assert_array_equal(theory.expected_tokens(alpha, k), table(theory.expected_tokens))
+    for convention in ("per_step", "per_draft"):
+        cost = dict(c=0.1, convention=convention, verify_cost=1.2)
+        np.testing.assert_array_equal(
+            theory.speedup(alpha, k, **cost), table(theory.speedup, **cost)
+        )
+    least = theory.break_even_alpha(k[1:], np.array([[0.1], [0.4]]))
+    for row, c in enumerate((0.1, 0.4)):
+        for column, length in enumerate(k[1:]):
+            assert least[row, column] == theory.break_even_alpha(int(length), c)
+    shape = theory.ModelShape(2, 8, 16, 2, 2, 4, 32)
+    table_of_k = theory.roofline(shape, "h200", 1, 64, k, 0.8).speedup
+    single = [theory.roofline(shape, "h200", 1, 64, int(length), 0.8).speedup for length in k]
+    np.testing.assert_allclose(table_of_k, single, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("alpha", "k", "tokens"), [(0.8, 5, 3.69), (0.9, 8, 6.13), (0.7, 4, 2.77)])
+def test_published_numbers_that_count_the_bonus_once(alpha, k, tokens):
+    assert round(theory.expected_tokens(alpha, k), 2) == tokens
