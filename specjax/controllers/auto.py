@@ -21,8 +21,10 @@ from specjax.controllers.rates import Estimates, Rates, arms_of, deviations, exp
 
 _SHORT_TRIAL = 2
 """Tokens of the first draft of a drafter whose every token costs a pass."""
-_FIRST_ROUNDS = (8, 4)
+_FIRST_ROUNDS = (4, 2)
 """Rounds of the first step and of the second where steps have a cost of their own; else one."""
+_ROUNDS_TO_CONSTANT = 2.0
+"""How long the rounds of a step take, at least, beside what it costs by itself."""
 _WORTH_A_TRIAL = 1.01
 """How much better than the best limits others have to be, if all goes well, to be tried."""
 _LEAST_CREDIT = 0.5
@@ -40,6 +42,7 @@ class Planned(NamedTuple):
     """A step that was chosen: the limits, and those it is tried instead of (None: the best)."""
 
     longest: tuple[int, ...]
+    most_rounds: int
     instead_of: tuple[int, ...] | None = None
 
 
@@ -96,14 +99,14 @@ class Auto:
         longest = tuple(rates.arms[arm].tolist())
         instead_of = None if arm == base else tuple(rates.arms[base].tolist())
         limits = Limits(longest, _confidence(state.estimates, rates, arm, rows))
-        under_way = (*state.under_way, Planned(longest, instead_of))
+        under_way = (*state.under_way, Planned(longest, most_rounds, instead_of))
         return limits, rounds, state._replace(under_way=under_way, chosen=state.chosen + 1)
 
     def update(self, state: AutoState, record: StepRecord) -> AutoState:
         """The state after a step, whose cost is charged if it was a trial."""
         longest, rounds = record.limits.longest, record.rounds
         under_way = list(state.under_way)
-        planned = Planned(longest)
+        planned = Planned(longest, max(rounds, 1))
         while under_way:  # steps that were given up are not reported
             planned = under_way.pop(0)
             if planned.longest == longest:
@@ -114,56 +117,51 @@ class Auto:
         credit = state.credit
         if rounds:
             arms = np.array([longest, planned.instead_of or longest, (0,) * len(longest)], int)
-            rates = expected_rates(estimates, arms, record.row_rounds / rounds, rounds)
-            plain_rounds = float(rounds * rates.seconds[0] / rates.seconds[2])
-            lost = max(1 - float(rates.mean[0] / rates.mean[1]), 0)
-            credit += (self.trial_share - lost) * plain_rounds
+            rates = expected_rates(estimates, arms, record.row_rounds / rounds, planned.most_rounds)
+            seconds = rates.round_s[0] * rounds + estimates.costs.seconds[0]
+            worth = rates.tokens[0] * rounds / rates.mean[1]
+            lost = max(seconds - worth, 0) if planned.instead_of else 0
+            credit += float((self.trial_share * seconds - lost) / rates.seconds[2])
         return state._replace(
             estimates=estimates, counts=counts, credit=credit, under_way=tuple(under_way)
         )
 
     def _plan(self, state: AutoState, rates: Rates, most_rounds: int) -> tuple[int, int, int]:
         """What to do next, by number, what is best, and for how many rounds."""
-        costs = state.estimates.costs
-        timed = ((rates.arms == 0) | (costs.rounds > 0)).all(axis=1)
+        timed = ((rates.arms == 0) | (state.estimates.costs.rounds > 0)).all(axis=1)
         best = int(np.argmax(np.where(timed, rates.mean, 0)))
         ratio = rates.mean / rates.mean[best]
-        full, told = deviations(state.estimates, rates, best)
-        # A step should cost little beside its rounds.
-        least = np.ceil(costs.seconds[0] / rates.round_s)
-        least = np.clip(least, 1, most_rounds)
-        # The more may be spent, the more is hoped for.
-        optimism = self.optimism * max(state.credit / self.first_credit, _LEAST_HOPE)
-        hopes = ratio * np.exp(np.minimum(optimism * told, _MOST_HOPE))
-        tried = None if state.tries else self._trial(state, rates, best, ratio, hopes, least, timed)
-        arm = best if tried is None else tried
-        if tried is None:
-            hope = ratio * np.exp(np.minimum(self.optimism * full, _MOST_HOPE))
-            hope[best] = 0
-            share = float(hope.max()) - 1
-            credit = max(state.credit, _LEAST_CREDIT)
-        else:
-            share = 1 - float(ratio[arm] * np.exp(-self.optimism * full[arm]))
-            credit = state.credit
-        budget = credit * state.estimates.plain_s + costs.seconds[0]
-        rounds = int(min(budget / (rates.round_s[arm] * max(share, 1e-9)), most_rounds))
-        if not timed[arm]:
-            rounds = 1
-        return arm, best, max(rounds, int(least[arm]))
+        deviation, told = deviations(state.estimates, rates, best)
+        # A step's own cost should be small beside its rounds.
+        constant = float(state.estimates.costs.seconds[0])
+        least = np.clip(np.ceil(_ROUNDS_TO_CONSTANT * constant / rates.round_s), 1, most_rounds)
+        if not state.tries:
+            trial = self._trial(state, rates, best, timed, told, least, most_rounds)
+            if trial is not None:
+                return trial[0], best, trial[1]
+        hope = ratio * np.exp(np.minimum(self.optimism * deviation, _MOST_HOPE))
+        return best, best, self._rounds(state, rates, best, hope, int(least[best]), most_rounds)
 
     def _trial(
         self,
         state: AutoState,
         rates: Rates,
         best: int,
-        ratio: Float[np.ndarray, "A"],
-        hopes: Float[np.ndarray, "A"],
-        least: Float[np.ndarray, "A"],
         timed: Bool[np.ndarray, "A"],
-    ) -> int | None:
-        """The limits that are worth a trial, if any, by number."""
+        told: Float[np.ndarray, "A"],
+        least: Float[np.ndarray, "A"],
+        most_rounds: int,
+    ) -> tuple[int, int] | None:
+        """The limits that are worth a trial, if any, by number, and its rounds."""
         sizes, costs, _ = state.estimates
-        loss = least * rates.round_s * (1 - ratio)
+        ratio, constant = rates.mean / rates.mean[best], costs.seconds[0]
+        # The more may be spent, the more is hoped for.
+        optimism = self.optimism * max(state.credit / self.first_credit, _LEAST_HOPE)
+        hopes = ratio * np.exp(np.minimum(optimism * told, _MOST_HOPE))
+        # A short step loses less in its rounds, and a part of what a step costs by itself.
+        lost = rates.round_s * (1 - ratio)
+        rounds = np.where(timed & (lost * most_rounds < constant), most_rounds, least)
+        loss = lost * rounds + constant * (1 - rounds / most_rounds)
         credit = state.credit * state.estimates.plain_s
         allowed = (loss <= credit) & (hopes > _WORTH_A_TRIAL)
         # Drafters that did not pay are tried again in any case: one step may have been misleading.
@@ -172,22 +170,48 @@ class Auto:
         allowed |= woken.any(axis=1) & (2 * loss <= credit * doubts)
         allowed &= timed | (rates.arms <= _first_trial(sizes)).all(axis=1)
         allowed[best] = False
-        return int(np.argmax(np.where(allowed, hopes, 0))) if allowed.any() else None
+        if not allowed.any():
+            return None
+        arm = int(np.argmax(np.where(allowed, hopes, 0)))
+        return arm, int(rounds[arm])
+
+    def _rounds(
+        self,
+        state: AutoState,
+        rates: Rates,
+        best: int,
+        hope: Float[np.ndarray, "A"],
+        least: int,
+        most_rounds: int,
+    ) -> int:
+        """As many rounds under the best limits as cost little if others are better."""
+        costs = state.estimates.costs
+        runs = rates.arms[best] > 0
+        if not runs.any() and not state.tries:
+            return most_rounds
+        hope[best] = 0
+        share = max(float(hope.max()) - 1, 1e-9)
+        budget = max(state.credit, _LEAST_CREDIT) * state.estimates.plain_s + costs.seconds[0]
+        rounds = int(min(budget / (rates.round_s[best] * share), most_rounds))
+        if runs.any():
+            rounds = min(rounds, max(int(costs.rounds[runs].max()), 2 * least))
+        return max(rounds, least)
 
 
 def _first_steps(state: AutoState, most_rounds: int) -> tuple[int, int, int]:
-    """Before anything is known: a short draft, then a plain step."""
+    """Before anything is known: a plain step and one with drafts, by which costs least."""
     sizes = state.estimates.sizes
-    rounds = 1
-    if sizes.dispatch_s:
-        rounds = min(_FIRST_ROUNDS[state.chosen > 0], most_rounds)
-    if state.chosen:
-        return 0, 0, rounds
+    accelerator = sizes.dispatch_s > 0
+    drafts = state.chosen == (0 if accelerator else 1)
+    rounds = _FIRST_ROUNDS[not drafts] if accelerator else 1
+    if not drafts:
+        return 0, 0, min(rounds, most_rounds)
     first = _first_trial(sizes)
-    if not sizes.dispatch_s:
+    if not accelerator:
         first = first * (np.cumsum(first > 0) == 1)
-    arm = int(np.argmax((arms_of(sizes) <= first).all(axis=1) * arms_of(sizes).sum(axis=1)))
-    return arm, 0, rounds
+    arms = arms_of(sizes)
+    arm = int(np.argmax((arms <= first).all(axis=1) * arms.sum(axis=1)))
+    return arm, 0, min(rounds, most_rounds)
 
 
 def _first_trial(sizes: StepSizes) -> np.ndarray:

@@ -20,7 +20,7 @@ _CONSTANT = (0.0, 0.03)
 """Beside `StepSizes.dispatch_s`, which may be off by as much again."""
 _PASS = (1.0, 1.0)
 _SLOT = (0.1, 0.1)
-"""Each further slot of a pass."""
+"""Each further slot of a pass; a fifth of it on accelerators, where steps have a cost."""
 _FIRST = (0.15, 0.5)
 _FURTHER = (0.1, 0.2)
 _COMMON_DRIFT, _OWN_DRIFT = 0.03, 0.015
@@ -55,7 +55,8 @@ class Costs(NamedTuple):
 def initial_costs(sizes: StepSizes) -> Costs:
     """What is taken to be so before the first step, in plain passes."""
     gaps, count = np.diff(sizes.widths), len(sizes.drafters)
-    kinds = zip(_CONSTANT, _PASS, _SLOT, _FIRST, _FURTHER, strict=True)
+    slot = np.array(_SLOT) / (5 if sizes.dispatch_s else 1)
+    kinds = zip(_CONSTANT, _PASS, slot, _FIRST, _FURTHER, strict=True)
     mean, deviation = (
         np.concatenate([[constant, one], slot * gaps, [first] * count, [further] * count])
         for constant, one, slot, first, further in kinds
