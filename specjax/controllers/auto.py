@@ -23,6 +23,8 @@ _SHORT_TRIAL = 2
 """Tokens of the first draft of a drafter whose every token costs a pass."""
 _FIRST_ROUNDS = (4, 2)
 """Rounds of the first step and of the second where steps have a cost of their own; else one."""
+_FIRST_STEPS = 2
+"""Steps that trials may cost beside `first_credit`."""
 _ROUNDS_TO_CONSTANT = 2.0
 """How long the rounds of a step take, at least, beside what it costs by itself."""
 _WORTH_A_TRIAL = 1.01
@@ -35,6 +37,8 @@ _LEAST_HOPE = 0.7
 """The least factor of `optimism`, where the credit is spent."""
 _DOUBTFUL_ROUNDS = 8
 """Rounds of a drafter after which it is tried again half as often, if it did not pay."""
+_CONFIDENT_ROUNDS = 24
+"""Rounds of a drafter after which its confidence is limited."""
 _CONFIDENCES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
 
 
@@ -61,7 +65,7 @@ class AutoState(NamedTuple):
     @property
     def tries(self) -> bool:
         """Whether a trial is under way."""
-        return any(step.instead_of for step in self.under_way)
+        return any(step.instead_of for step in self.under_way) or self.chosen == 2
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,8 @@ class Auto:
         counts = learn_acceptance(state.counts, record)
         estimates = Estimates(sizes, learn_costs(costs, sizes, record), forecast(counts))
         credit = state.credit
+        if estimates.costs.known and not costs.known:
+            credit += float(_FIRST_STEPS * estimates.costs.seconds[0] / estimates.plain_s)
         if rounds:
             arms = np.array([longest, planned.instead_of or longest, (0,) * len(longest)], int)
             rates = expected_rates(estimates, arms, record.row_rounds / rounds, planned.most_rounds)
@@ -138,7 +144,13 @@ class Auto:
         if not state.tries:
             trial = self._trial(state, rates, best, timed, told, least, most_rounds)
             if trial is not None:
-                return trial[0], best, trial[1]
+                arm, rounds = trial
+                fear = 1 - float(ratio[arm] * np.exp(-self.optimism * deviation[arm]))
+                more = min(state.credit, self.first_credit) * state.estimates.plain_s / 2
+                more /= rates.round_s[arm]
+                if timed[arm]:
+                    rounds = max(rounds, int(min(more / max(fear, 1e-9), most_rounds)))
+                return arm, best, rounds
         hope = ratio * np.exp(np.minimum(self.optimism * deviation, _MOST_HOPE))
         return best, best, self._rounds(state, rates, best, hope, int(least[best]), most_rounds)
 
@@ -211,7 +223,7 @@ def _first_steps(state: AutoState, most_rounds: int) -> tuple[int, int, int]:
         first = first * (np.cumsum(first > 0) == 1)
     arms = arms_of(sizes)
     arm = int(np.argmax((arms <= first).all(axis=1) * arms.sum(axis=1)))
-    return arm, 0, min(rounds, most_rounds)
+    return arm, arm, min(rounds, most_rounds)
 
 
 def _first_trial(sizes: StepSizes) -> np.ndarray:
@@ -238,7 +250,7 @@ def _confidence(estimates: Estimates, rates: Rates, arm: int, rows: int) -> tupl
         slot = costs.seconds[2 : len(sizes.widths) + 1].sum() / (sizes.widths[-1] - 1)
         further = costs.seconds[-len(longest) :]
         for number, (drafter, length) in enumerate(zip(sizes.drafters, longest, strict=True)):
-            if drafter.stops and length > 1:
+            if drafter.stops and length > 1 and costs.rounds[number] >= _CONFIDENT_ROUNDS:
                 reached = (1 + outlook.tokens[number, length - 1]) / length
                 least = (further[number] + slot) * pace / (rows**2 * reached)
                 limits[number] = max(level for level in _CONFIDENCES if level <= max(least, 0))
