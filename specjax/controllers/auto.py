@@ -29,6 +29,8 @@ _ROUNDS_TO_CONSTANT = 2.0
 """How long the rounds of a step take, at least, beside what it costs by itself."""
 _WORTH_A_TRIAL = 1.01
 """How much better than the best limits others have to be, if all goes well, to be tried."""
+_LITTLE = 0.01
+"""The share of a step's time that a trial may lose in any case."""
 _LEAST_CREDIT = 0.5
 """Plain rounds that a step of the best limits may lose in any case."""
 _MOST_HOPE = 10.0
@@ -146,7 +148,7 @@ class Auto:
             if trial is not None:
                 arm, rounds = trial
                 fear = 1 - float(ratio[arm] * np.exp(-self.optimism * deviation[arm]))
-                more = min(state.credit, self.first_credit) * state.estimates.plain_s / 2
+                more = min(state.credit, self.first_credit) * state.estimates.plain_s
                 more /= rates.round_s[arm]
                 if timed[arm]:
                     rounds = max(rounds, int(min(more / max(fear, 1e-9), most_rounds)))
@@ -175,7 +177,8 @@ class Auto:
         rounds = np.where(timed & (lost * most_rounds < constant), most_rounds, least)
         loss = lost * rounds + constant * (1 - rounds / most_rounds)
         credit = state.credit * state.estimates.plain_s
-        allowed = (loss <= credit) & (hopes > _WORTH_A_TRIAL)
+        little = _LITTLE * most_rounds * rates.seconds[best]
+        allowed = (loss <= max(credit, little)) & (hopes > _WORTH_A_TRIAL)
         # Drafters that did not pay are tried again in any case: one step may have been misleading.
         woken = (rates.arms > 0) & (rates.arms[best] == 0)
         doubts = _DOUBTFUL_ROUNDS / (woken @ costs.rounds + _DOUBTFUL_ROUNDS)

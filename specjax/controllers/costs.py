@@ -17,7 +17,7 @@ NOISE = 0.07
 """Of a step's seconds, relative."""
 # Before the first step, in plain passes: a mean and a standard deviation each.
 _CONSTANT = (0.0, 0.03)
-"""Beside `StepSizes.dispatch_s`, which may be off by as much again."""
+"""Beside `StepSizes.dispatch_s`, which may be off by half as much."""
 _PASS = (1.0, 1.0)
 _SLOT = (0.1, 0.1)
 """Each further slot of a pass; a fifth of it on accelerators, where steps have a cost."""
@@ -125,7 +125,7 @@ def _in_seconds(
     unit = (seconds - constant) / (work @ costs.estimates)
     values, covariance = costs.estimates * unit, costs.covariance * unit**2
     values[0] += constant
-    covariance[0, 0] += constant**2
+    covariance[0, 0] += (constant / 2) ** 2
     return costs._replace(estimates=values, covariance=covariance, seconds=values)
 
 
