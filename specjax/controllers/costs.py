@@ -15,6 +15,8 @@ from specjax.controllers.base import StepRecord, StepSizes
 
 NOISE = 0.07
 """Of a step's seconds, relative."""
+_FIRST_RUN_NOISE = 0.3
+"""Where a drafter runs for the first time, which takes up to twice as long."""
 # Before the first step, in plain passes: a mean and a standard deviation each.
 _CONSTANT = (0.0, 0.03)
 """Beside `StepSizes.dispatch_s`, which may be off by half as much."""
@@ -92,7 +94,9 @@ def learn_costs(costs: Costs, sizes: StepSizes, record: StepRecord) -> Costs:
         costs = _in_seconds(costs, seconds, sizes.dispatch_s, work)
     values, covariance = costs.estimates, costs.covariance
     expected = max(float(work @ values), float(work @ costs.seconds) / 2)
-    deviation, noise = seconds - expected, (NOISE * expected) ** 2
+    first_run = not costs.known or (record.ran * (costs.rounds == 0)).any()
+    deviation = seconds - expected
+    noise = ((_FIRST_RUN_NOISE if first_run else NOISE) * expected) ** 2
     common = np.outer(values, values)
     covariance = covariance + _COMMON_DRIFT**2 * common + np.diag((_OWN_DRIFT * values) ** 2)
     variance = work @ covariance @ work
