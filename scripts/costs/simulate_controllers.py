@@ -36,8 +36,7 @@ def all_simulations() -> dict[str, Simulation]:
     found = {}
     for clock, rows, drafter, later in itertools.product(CLOCKS, (1, 4, 8), DRAFTERS, (1.0, 3.0)):
         name = f"{clock}, B = {rows}, {drafter}{'; costs treble' if later > 1 else ''}"
-        options = dict(later=later, first_run=_FIRST_RUN.value)
-        found[name] = simulation(drafter, clock, rows, **options)
+        found[name] = simulation(drafter, clock, rows, later=later, first_run=_FIRST_RUN.value)
     return found | changes()
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
 from specjax.controllers.acceptance import Acceptance, forecast, learn_acceptance, no_counts
 from specjax.controllers.base import Limits, StepRecord, StepSizes
@@ -22,7 +22,7 @@ from specjax.controllers.rates import Estimates, Rates, arms_of, deviations, exp
 _SHORT_TRIAL = 2
 """Tokens of the first draft of a drafter whose every token costs a pass."""
 _FIRST_ROUNDS = (4, 2)
-"""Rounds of the first step and of the second where steps have a cost of their own; else one."""
+"""Rounds of the first step with drafts, and of the first without, on accelerators; else one."""
 _FIRST_STEPS = 2
 """Steps that trials may cost beside `first_credit`."""
 _ROUNDS_TO_CONSTANT = 2.0
@@ -45,7 +45,10 @@ _CONFIDENCES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
 
 
 class Planned(NamedTuple):
-    """A step that was chosen: the limits, and those it is tried instead of (None: the best)."""
+    """A step that was chosen: its limits, and how many rounds it could have had.
+
+    `instead_of` are the limits that a trial's are compared with; None of the best limits' steps.
+    """
 
     longest: tuple[int, ...]
     most_rounds: int
@@ -66,7 +69,7 @@ class AutoState(NamedTuple):
 
     @property
     def tries(self) -> bool:
-        """Whether a trial is under way."""
+        """Whether a trial is under way, as one of the first two steps is."""
         return any(step.instead_of for step in self.under_way) or self.chosen == 2
 
 
@@ -135,7 +138,7 @@ class Auto:
         )
 
     def _plan(self, state: AutoState, rates: Rates, most_rounds: int) -> tuple[int, int, int]:
-        """What to do next, by number, what is best, and for how many rounds."""
+        """The next step's limits and the best ones, by number, and the step's rounds."""
         timed = ((rates.arms == 0) | (state.estimates.costs.rounds > 0)).all(axis=1)
         best = int(np.argmax(np.where(timed, rates.mean, 0)))
         ratio = rates.mean / rates.mean[best]
@@ -214,27 +217,35 @@ class Auto:
 
 
 def _first_steps(state: AutoState, most_rounds: int) -> tuple[int, int, int]:
-    """Before anything is known: a plain step and one with drafts, by which costs least."""
+    """As `_plan`, before anything is known: a plain step and one with short drafts.
+
+    On accelerators all drafters draft in the very first step, since a wider pass costs nearly
+    nothing there and each further step would cost the host; elsewhere one drafter does, after a
+    plain step.
+    """
     sizes = state.estimates.sizes
     accelerator = sizes.dispatch_s > 0
     drafts = state.chosen == (0 if accelerator else 1)
-    rounds = _FIRST_ROUNDS[not drafts] if accelerator else 1
+    rounds = min(_FIRST_ROUNDS[not drafts], most_rounds) if accelerator else 1
     if not drafts:
-        return 0, 0, min(rounds, most_rounds)
+        return 0, 0, rounds
     first = _first_trial(sizes)
     if not accelerator:
         first = first * (np.cumsum(first > 0) == 1)
     arms = arms_of(sizes)
     arm = int(np.argmax((arms <= first).all(axis=1) * arms.sum(axis=1)))
-    return arm, arm, min(rounds, most_rounds)
+    return arm, arm, rounds
 
 
-def _first_trial(sizes: StepSizes) -> np.ndarray:
+def _first_trial(sizes: StepSizes) -> Int[np.ndarray, "drafters"]:
     """Short drafts: as wide as the narrowest pass for drafts."""
     width = next((width for width in sizes.widths if width > 1), 1)
     short = width if sizes.dispatch_s else _SHORT_TRIAL
     return np.array(
-        [min(one.num_nodes, width - 1, short if one.stops else width) for one in sizes.drafters]
+        [
+            min(drafter.num_nodes, width - 1, short if drafter.stops else width)
+            for drafter in sizes.drafters
+        ]
     )
 
 
