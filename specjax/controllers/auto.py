@@ -73,6 +73,23 @@ class AutoState(NamedTuple):
         return any(step.instead_of for step in self.under_way) or self.chosen == 2
 
 
+class Compared(NamedTuple):
+    """Limits compared with the `best` of those whose drafters were all `timed`.
+
+    `ratio` is that of tokens per second, `deviation` its relative standard deviation, and `told`
+    what a step would tell of it; `least` are the rounds that a step has at least.
+    """
+
+    rates: Rates
+    best: int
+    ratio: Float[np.ndarray, "A"]
+    deviation: Float[np.ndarray, "A"]
+    told: Float[np.ndarray, "A"]
+    timed: Bool[np.ndarray, "A"]
+    least: Float[np.ndarray, "A"]
+    most_rounds: int
+
+
 @dataclass(frozen=True)
 class Auto:
     """Limits that are expected to emit most tokens per second.
@@ -139,46 +156,36 @@ class Auto:
 
     def _plan(self, state: AutoState, rates: Rates, most_rounds: int) -> tuple[int, int, int]:
         """The next step's limits and the best ones, by number, and the step's rounds."""
-        timed = ((rates.arms == 0) | (state.estimates.costs.rounds > 0)).all(axis=1)
+        costs = state.estimates.costs
+        timed = ((rates.arms == 0) | (costs.rounds > 0)).all(axis=1)
         best = int(np.argmax(np.where(timed, rates.mean, 0)))
-        ratio = rates.mean / rates.mean[best]
-        deviation, told = deviations(state.estimates, rates, best)
         # A step's own cost should be small beside its rounds.
-        constant = float(state.estimates.costs.seconds[0])
-        least = np.clip(np.ceil(_ROUNDS_TO_CONSTANT * constant / rates.round_s), 1, most_rounds)
-        if not state.tries:
-            trial = self._trial(state, rates, best, timed, told, least, most_rounds)
-            if trial is not None:
-                arm, rounds = trial
-                fear = 1 - float(ratio[arm] * np.exp(-self.optimism * deviation[arm]))
-                more = min(state.credit, self.first_credit) * state.estimates.plain_s
-                more /= rates.round_s[arm]
-                if timed[arm]:
-                    rounds = max(rounds, int(min(more / max(fear, 1e-9), most_rounds)))
-                return arm, best, rounds
-        hope = ratio * np.exp(np.minimum(self.optimism * deviation, _MOST_HOPE))
-        return best, best, self._rounds(state, rates, best, hope, int(least[best]), most_rounds)
+        least = np.ceil(_ROUNDS_TO_CONSTANT * costs.seconds[0] / rates.round_s)
+        compared = Compared(
+            rates,
+            best,
+            rates.mean / rates.mean[best],
+            *deviations(state.estimates, rates, best),
+            timed,
+            np.clip(least, 1, most_rounds),
+            most_rounds,
+        )
+        trial = None if state.tries else self._trial(state, compared)
+        if trial is None:
+            return best, best, self._rounds(state, compared)
+        return trial[0], best, trial[1]
 
-    def _trial(
-        self,
-        state: AutoState,
-        rates: Rates,
-        best: int,
-        timed: Bool[np.ndarray, "A"],
-        told: Float[np.ndarray, "A"],
-        least: Float[np.ndarray, "A"],
-        most_rounds: int,
-    ) -> tuple[int, int] | None:
+    def _trial(self, state: AutoState, compared: Compared) -> tuple[int, int] | None:
         """The limits that are worth a trial, if any, by number, and its rounds."""
+        rates, best, ratio, deviation, told, timed, least, most_rounds = compared
         sizes, costs, _ = state.estimates
-        ratio, constant = rates.mean / rates.mean[best], costs.seconds[0]
         # The more may be spent, the more is hoped for.
         optimism = self.optimism * max(state.credit / self.first_credit, _LEAST_HOPE)
         hopes = ratio * np.exp(np.minimum(optimism * told, _MOST_HOPE))
         # A short step loses less in its rounds, and a part of what a step costs by itself.
         lost = rates.round_s * (1 - ratio)
-        rounds = np.where(timed & (lost * most_rounds < constant), most_rounds, least)
-        loss = lost * rounds + constant * (1 - rounds / most_rounds)
+        rounds = np.where(timed & (lost * most_rounds < costs.seconds[0]), most_rounds, least)
+        loss = lost * rounds + costs.seconds[0] * (1 - rounds / most_rounds)
         credit = state.credit * state.estimates.plain_s
         little = _LITTLE * most_rounds * rates.seconds[best]
         allowed = (loss <= max(credit, little)) & (hopes > _WORTH_A_TRIAL)
@@ -191,24 +198,24 @@ class Auto:
         if not allowed.any():
             return None
         arm = int(np.argmax(np.where(allowed, hopes, 0)))
-        return arm, int(rounds[arm])
+        if not timed[arm]:
+            return arm, int(rounds[arm])
+        # As long as the credit lasts if all goes badly.
+        share = 1 - float(ratio[arm] * np.exp(-self.optimism * deviation[arm]))
+        budget = min(state.credit, self.first_credit) * state.estimates.plain_s
+        longer = min(budget / (rates.round_s[arm] * max(share, 1e-9)), most_rounds)
+        return arm, max(int(rounds[arm]), int(longer))
 
-    def _rounds(
-        self,
-        state: AutoState,
-        rates: Rates,
-        best: int,
-        hope: Float[np.ndarray, "A"],
-        least: int,
-        most_rounds: int,
-    ) -> int:
+    def _rounds(self, state: AutoState, compared: Compared) -> int:
         """As many rounds under the best limits as cost little if others are better."""
-        costs = state.estimates.costs
+        rates, best, most_rounds = compared.rates, compared.best, compared.most_rounds
+        costs, least = state.estimates.costs, int(compared.least[best])
         runs = rates.arms[best] > 0
         if not runs.any() and not state.tries:
             return most_rounds
-        hope[best] = 0
-        share = max(float(hope.max()) - 1, 1e-9)
+        hopes = compared.ratio * np.exp(np.minimum(self.optimism * compared.deviation, _MOST_HOPE))
+        hopes[best] = 0
+        share = max(float(hopes.max()) - 1, 1e-9)
         budget = max(state.credit, _LEAST_CREDIT) * state.estimates.plain_s + costs.seconds[0]
         rounds = int(min(budget / (rates.round_s[best] * share), most_rounds))
         if runs.any():
