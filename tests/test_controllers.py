@@ -19,15 +19,15 @@ from specjax.controllers import (
 )
 from specjax.controllers.costs import count_work, initial_costs, learn_costs
 from specjax.testing.simulated_steps import (
+    changes,
     plain_seconds,
     regret,
     simulate,
-    simulations,
+    simulation,
 )
 
 SIZES = StepSizes((DrafterSizes(4, stops=True), DrafterSizes(32)), (1, 5, 33), 1)
-KINDS = simulations()
-PLAIN_S = (0.005, 0.05, 1.5)
+BOTH = simulation("ngram + eagle3", "50 ms", 1)
 
 
 def make_record(limits, rounds=1, seconds=1.0, rows=1, accepted=0):
@@ -62,68 +62,105 @@ def test_fixed_limits():
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_recorded_limits_repeat_a_run_with_steps_under_way(ahead):
-    simulation = KINDS["ngram + eagle3, T5 = 1.8"].over(96)
-    steps = simulate(Auto(), simulation, 0, ahead)
+    run = BOTH.over(96)
+    steps = simulate(Auto(), run, 0, ahead)
     recorded = Recorded(tuple((step.limits, step.rounds) for step in steps))
-    assert simulate(recorded, simulation, 5, ahead) == steps
-    state = recorded.init(simulation.sizes)
+    assert simulate(recorded, run, 5, ahead) == steps
+    state = recorded.init(run.sizes)
     for _ in steps:
         *_, state = recorded.choose(state, 1, 16)
     assert recorded.choose(state, 1, 16)[0].longest == (0, 0)
 
 
-# Mean regret in percent over 64 and over 512 rounds. 64 rounds of one row are few: where a drafter
-# barely pays, chance decides what is seen of it.
+ACCELERATOR = "2 ms on an accelerator"
+# Mean regret in percent over 64 and over 512 rounds, of one, four and eight rows, with a step under
+# way: 5 and 2 are the aims. docs/draft_length.md says why 64 rounds are too few for some of them.
 LOSSES = {
-    "eagle3, T5 = 1.3": (5, 2),
-    "eagle3, T5 = 1.3; costs treble": (5, 2),
-    "eagle3, T5 = 1.8": (5, 2),
-    "eagle3, T5 = 1.8, B = 4": (5, 2),
-    "eagle3, T5 = 3, B = 8": (5, 2),
-    "ngram, T5 = 1.8": (5, 2),
-    "ngram + eagle3, T5 = 1.8; costs treble": (5, 2),
-    "ngram + eagle3, T5 = 1.8, B = 8": (5, 2),
-    "slow draft model": (5, 2),
-    "never pays": (5, 2),
-    "never pays; costs treble": (5, 2),
-    "ngram + never pays": (6, 3),
-    "tree of 32, T33 = 4": (6, 3),
-    "tree of 32, T33 = 4, B = 4": (5, 2),
-    "eagle3, drafting costs treble": (5, 2),
-    "eagle3 becomes bad": (5, 2),
-    "eagle3 becomes good": (5, 2),
+    ACCELERATOR: {
+        "ngram": (14, 2.5),
+        "eagle3": (20, 3),
+        "ngram + eagle3": (18, 4),
+        "token_recycling": (14, 2),
+        "dynamic tree": (14, 2),
+        "medusa tree": (14, 2),
+        "never pays": (25, 4),
+    },
+    "5 ms": {
+        "ngram": (6, 2.5),
+        "eagle3": (9, 5),
+        "ngram + eagle3": (7, 3),
+        "token_recycling": (8, 3),
+        "dynamic tree": (8, 3),
+        "medusa tree": (8, 3),
+        "never pays": (8, 2.5),
+    },
+    "50 ms": {
+        "ngram": (5, 2),
+        "eagle3": (6, 2),
+        "ngram + eagle3": (6, 2),
+        "token_recycling": (7, 2),
+        "dynamic tree": (7, 2),
+        "medusa tree": (7, 2),
+        "never pays": (6, 2),
+    },
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_regret_from_the_first_step_on(name):
-    for rounds, seeds, most in zip((64, 512), (16, 6), LOSSES[name], strict=True):
-        simulation = KINDS[name].over(rounds)
-        lost = [regret(simulation, simulate(Auto(), simulation, seed)) for seed in range(seeds)]
-        assert 100 * np.mean(lost) <= most, (rounds, lost)
+def mean_regret(settings, rounds, seeds):
+    """In percent."""
+    runs = [setting.over(rounds) for setting in settings]
+    return 100 * np.mean(
+        [regret(run, simulate(Auto(), run, seed, ahead=1)) for run in runs for seed in range(seeds)]
+    )
 
 
-@pytest.mark.parametrize("plain_s", PLAIN_S)
+@pytest.mark.parametrize(
+    ("clock", "drafter"), [(clock, drafter) for clock in LOSSES for drafter in LOSSES[clock]]
+)
+def test_regret_from_the_first_step_on(clock, drafter):
+    settings = [
+        simulation(drafter, clock, rows, later=later)
+        for rows, later in ((1, 1.0), (1, 3.0), (4, 1.0), (8, 1.0))
+    ]
+    lost = mean_regret(settings, 64, 4), mean_regret(settings, 512, 2)
+    assert (np.array(lost) <= LOSSES[clock][drafter]).all(), lost
+
+
+@pytest.mark.parametrize(("name", "most"), [("bad", 5), ("good", 5), ("costs treble", 5)])
+def test_regret_where_drafters_change(name, most):
+    settings = [setting for key, setting in changes().items() if key.endswith(name)]
+    assert mean_regret(settings, 512, 4) <= most
+
+
+@pytest.mark.parametrize("drafter", ["eagle3", "token_recycling", "never pays"])
+def test_first_runs_that_take_longer_mislead_for_a_while(drafter):
+    """A width's first run takes 1.7 times as long."""
+    settings = [simulation(drafter, "50 ms", rows, first_run=0.7) for rows in (1, 4, 8)]
+    assert mean_regret(settings, 512, 4) <= 5
+
+
+@pytest.mark.parametrize("plain_s", [0.005, 1.5])
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_the_size_of_the_model_makes_no_difference(plain_s, ahead):
-    simulation = KINDS["eagle3, T5 = 1.8; costs treble"].over(128)
-    other = replace(simulation, machine=replace(simulation.machine, plain_s=plain_s))
-    steps, others = simulate(Auto(), simulation, 3, ahead), simulate(Auto(), other, 3, ahead)
-    assert [step.limits for step in steps] == [step.limits for step in others]
-    assert [step.rounds for step in steps] == [step.rounds for step in others]
+    run = simulation("eagle3", "50 ms", 4, later=3.0).over(128)
+    other = replace(run, machine=replace(run.machine, plain_s=plain_s))
+    steps, others = simulate(Auto(), run, 3, ahead), simulate(Auto(), other, 3, ahead)
+    assert [(step.limits, step.rounds) for step in steps] == [
+        (step.limits, step.rounds) for step in others
+    ]
 
 
-@pytest.mark.parametrize("name", ["never pays", "never pays, B = 8", "never pays; costs treble"])
-def test_a_drafter_that_never_pays_costs_little(name):
-    simulation = KINDS[name]
+@pytest.mark.parametrize(("clock", "least"), [("5 ms", 0.97), ("50 ms", 0.97), (ACCELERATOR, 0.93)])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_drafter_that_never_pays_costs_little(clock, rows, least):
+    run = simulation("never pays", clock, rows)
     for seed in range(4):
-        steps = simulate(Auto(), simulation, seed)
-        seconds = sum(step.seconds for step in steps)
-        assert plain_seconds(simulation, steps) / seconds >= 0.97
+        steps = simulate(Auto(), run, seed)
+        assert plain_seconds(run, steps) / sum(step.seconds for step in steps) >= least
 
 
-def test_what_did_not_pay_is_tried_again_ever_more_seldom():
-    steps = simulate(Auto(), KINDS["never pays"].over(8192), 0)
+def test_what_did_not_pay_is_tried_again_at_a_bounded_share_of_the_time():
+    steps = simulate(Auto(), simulation("never pays", "50 ms", 1).over(8192), 0)
     trials = np.array([step.rounds * (step.limits.longest[0] > 0) for step in steps])
     done = np.cumsum([step.rounds for step in steps])
     early, late = trials[done <= 2048].sum(), trials[done > 4096].sum()
@@ -131,10 +168,21 @@ def test_what_did_not_pay_is_tried_again_ever_more_seldom():
     assert 0 < late <= 2 * early  # in twice as many rounds
 
 
-def test_steps_are_long_once_it_is_known_what_pays():
-    for name in ("gpu, 3 ms a step: eagle3", "gpu, 14 ms a step: never pays", "eagle3, T5 = 1.3"):
-        steps = simulate(Auto(), KINDS[name], 1)
-        assert np.mean([step.rounds for step in steps[-10:]]) > 12
+@pytest.mark.parametrize(
+    ("drafter", "clock"),
+    [("eagle3", ACCELERATOR), ("never pays", ACCELERATOR), ("eagle3", "50 ms")],
+)
+def test_steps_are_long_once_it_is_known_what_pays(drafter, clock):
+    steps = simulate(Auto(), simulation(drafter, clock, 1), 1)
+    assert np.mean([step.rounds for step in steps[-10:]]) > 12
+
+
+def test_first_steps_on_accelerators_have_rounds_enough():
+    """A step costs the host more than a round does, so that steps of one round mislead."""
+    steps = simulate(Auto(), simulation("eagle3", ACCELERATOR, 1), 0, ahead=1)
+    assert steps[0].rounds >= 4
+    assert [step.limits.longest for step in steps[:2]] == [(4,), (0,)]
+    assert np.mean([step.rounds for step in steps[2:]]) > 8
 
 
 def test_the_first_step_is_short_and_plain():
@@ -144,15 +192,15 @@ def test_the_first_step_is_short_and_plain():
 
 
 def test_choices_follow_from_the_state_alone():
-    simulation = KINDS["ngram + eagle3, T5 = 1.8"].over(64)
-    assert simulate(Auto(), simulation, 7) == simulate(Auto(), simulation, 7)
+    run = BOTH.over(64)
+    assert simulate(Auto(), run, 7) == simulate(Auto(), run, 7)
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     "seconds", [None, 0.0, -1.0, np.nan, np.inf, -np.inf, 1e-300, 1e300, 1e5, 1e-6]
 )
-@pytest.mark.parametrize("when", [0, 1, 5, 40])
+@pytest.mark.parametrize("when", [0, 1, 40])
 def test_a_clock_that_stops_or_jumps_changes_speed_only(seconds, when):
     auto = Auto()
     state = auto.init(SIZES)

@@ -8,34 +8,54 @@ in percent, as a mean over seeds (and the worst tenth), and the speed over plain
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 from absl import app, flags
 
 from specjax.controllers import Auto
-from specjax.testing.simulated_steps import plain_seconds, regret, simulate
-from specjax.testing.simulated_steps import simulations as all_simulations
+from specjax.testing.simulated_steps import (
+    CLOCKS,
+    DRAFTERS,
+    Simulation,
+    changes,
+    plain_seconds,
+    regret,
+    simulate,
+    simulation,
+)
 
 _SEEDS = flags.DEFINE_integer("seeds", 20, "Runs of each kind.", lower_bound=1)
-_AHEAD = flags.DEFINE_integer("ahead", 0, "Steps chosen before a record is known.", lower_bound=0)
-_ONLY = flags.DEFINE_string("only", "", "Only lines whose name has this.")
+_AHEAD = flags.DEFINE_integer("ahead", 1, "Steps chosen before a record is known.", lower_bound=0)
+_FIRST_RUN = flags.DEFINE_float("first_run", 0.0, "How much longer first runs take, relative.")
+_ONLY = flags.DEFINE_list("only", [], "Only lines whose name has all of these.")
+
+
+def all_simulations() -> dict[str, Simulation]:
+    """Drafters on machines, by name."""
+    found = {}
+    for clock, rows, drafter, later in itertools.product(CLOCKS, (1, 4, 8), DRAFTERS, (1.0, 3.0)):
+        name = f"{clock}, B = {rows}, {drafter}{'; costs treble' if later > 1 else ''}"
+        found[name] = simulation(drafter, clock, rows, later=later, first_run=_FIRST_RUN.value)
+    return found | changes()
 
 
 def main(argv: list[str]) -> None:
     """Print the table."""
     del argv
-    print(f"{'':44} {'64 rounds':>16} {'512 rounds':>16}   x plain (64, 512)")
-    for name, simulation in all_simulations().items():
-        if _ONLY.value not in name:
+    print(f"{'':60} {'64 rounds':>16} {'512 rounds':>16}   x plain (64, 512)")
+    for name, each in all_simulations().items():
+        if not all(part in name for part in _ONLY.value):
             continue
         cells, speeds = [], []
         for rounds in (64, 512):
-            runs = simulation.over(rounds)
+            runs = each.over(rounds)
             steps = [simulate(Auto(), runs, seed, _AHEAD.value) for seed in range(_SEEDS.value)]
             lost = 100 * np.array([regret(runs, each) for each in steps])
             cells.append(f"{lost.mean():6.1f} ({np.quantile(lost, 0.9):5.1f})")
             speed = [plain_seconds(runs, each) / sum(s.seconds for s in each) for each in steps]
             speeds.append(f"{np.mean(speed):.2f}")
-        print(f"{name:44} {cells[0]:>16} {cells[1]:>16}   {', '.join(speeds)}")
+        print(f"{name:60} {cells[0]:>16} {cells[1]:>16}   {', '.join(speeds)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -12,19 +12,25 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int
 
 from specjax.controllers.acceptance import Acceptance, forecast, learn_acceptance, no_counts
 from specjax.controllers.base import Limits, StepRecord, StepSizes
 from specjax.controllers.costs import initial_costs, learn_costs
-from specjax.controllers.rates import Estimates, Rates, deviation, expected_rates
+from specjax.controllers.rates import Estimates, Rates, arms_of, deviations, expected_rates
 
 _SHORT_TRIAL = 2
 """Tokens of the first draft of a drafter whose every token costs a pass."""
-_FIRST_ROUNDS = 8
-"""Rounds of a step of unknown cost where steps have a cost of their own; else one."""
+_FIRST_ROUNDS = (4, 2)
+"""Rounds of the first step with drafts, and of the first without, on accelerators; else one."""
+_FIRST_STEPS = 2
+"""Steps that trials may cost beside `first_credit`."""
+_ROUNDS_TO_CONSTANT = 2.0
+"""How long the rounds of a step take, at least, beside what it costs by itself."""
 _WORTH_A_TRIAL = 1.01
 """How much better than the best limits others have to be, if all goes well, to be tried."""
+_LITTLE = 0.01
+"""The share of a step's time that a trial may lose in any case."""
 _LEAST_CREDIT = 0.5
 """Plain rounds that a step of the best limits may lose in any case."""
 _MOST_HOPE = 10.0
@@ -33,33 +39,55 @@ _LEAST_HOPE = 0.7
 """The least factor of `optimism`, where the credit is spent."""
 _DOUBTFUL_ROUNDS = 8
 """Rounds of a drafter after which it is tried again half as often, if it did not pay."""
-_ALL_LENGTHS = 8
-"""Drafters of more nodes are tried with some numbers of them only."""
+_CONFIDENT_ROUNDS = 24
+"""Rounds of a drafter after which its confidence is limited."""
 _CONFIDENCES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
 
 
 class Planned(NamedTuple):
-    """A step that was chosen: the limits, and those it is tried instead of (None: the best)."""
+    """A step that was chosen: its limits, and how many rounds it could have had.
+
+    `instead_of` are the limits that a trial's are compared with; None of the best limits' steps.
+    """
 
     longest: tuple[int, ...]
+    most_rounds: int
     instead_of: tuple[int, ...] | None = None
 
 
 class AutoState(NamedTuple):
     """What `Auto` has learned, and the steps that are under way.
 
-    `credit` are the plain rounds that trials may cost.
+    `credit` are the plain rounds that trials may cost, `chosen` the steps that were chosen.
     """
 
     estimates: Estimates
     counts: Acceptance
     credit: float
+    chosen: int = 0
     under_way: tuple[Planned, ...] = ()
 
     @property
-    def tries(self) -> tuple[int, ...] | None:
-        """The limits of a trial that is under way."""
-        return next((step.longest for step in self.under_way if step.instead_of), None)
+    def tries(self) -> bool:
+        """Whether a trial is under way, as one of the first two steps is."""
+        return any(step.instead_of for step in self.under_way) or self.chosen == 2
+
+
+class Compared(NamedTuple):
+    """Limits compared with the `best` of those whose drafters were all `timed`.
+
+    `ratio` is that of tokens per second, `deviation` its relative standard deviation, and `told`
+    what a step would tell of it; `least` are the rounds that a step has at least.
+    """
+
+    rates: Rates
+    best: int
+    ratio: Float[np.ndarray, "A"]
+    deviation: Float[np.ndarray, "A"]
+    told: Float[np.ndarray, "A"]
+    timed: Bool[np.ndarray, "A"]
+    least: Float[np.ndarray, "A"]
+    most_rounds: int
 
 
 @dataclass(frozen=True)
@@ -68,7 +96,7 @@ class Auto:
 
     Trials of other limits cost at most `first_credit` plain rounds and the share `trial_share` of
     the time; they are made where those would be better if the estimates were off by `optimism`
-    standard deviations. Where the best limits may be worse than others, steps are short.
+    standard deviations. Where other limits may be better than the best, steps are short.
     """
 
     trial_share: float = 0.01
@@ -85,16 +113,26 @@ class Auto:
         self, state: AutoState, unfinished: int, most_rounds: int
     ) -> tuple[Limits, int, AutoState]:
         """The next step's limits and rounds."""
-        rows = max(unfinished, 1)
-        planned, rounds = self._plan(state, rows, most_rounds)
-        limits = Limits(planned.longest, _confidence(state.estimates, planned.longest, rows))
-        return limits, rounds, state._replace(under_way=(*state.under_way, planned))
+        sizes, rows = state.estimates.sizes, max(unfinished, 1)
+        if not any(drafter.num_nodes for drafter in sizes.drafters):
+            none = (0,) * len(sizes.drafters)
+            return Limits(none, (0.0,) * len(none)), most_rounds, state
+        rates = expected_rates(state.estimates, arms_of(sizes), rows, most_rounds)
+        if state.estimates.costs.known:
+            arm, base, rounds = self._plan(state, rates, most_rounds)
+        else:
+            arm, base, rounds = _first_steps(state, most_rounds)
+        longest = tuple(rates.arms[arm].tolist())
+        instead_of = None if arm == base else tuple(rates.arms[base].tolist())
+        limits = Limits(longest, _confidence(state.estimates, rates, arm, rows))
+        under_way = (*state.under_way, Planned(longest, most_rounds, instead_of))
+        return limits, rounds, state._replace(under_way=under_way, chosen=state.chosen + 1)
 
     def update(self, state: AutoState, record: StepRecord) -> AutoState:
         """The state after a step, whose cost is charged if it was a trial."""
         longest, rounds = record.limits.longest, record.rounds
         under_way = list(state.under_way)
-        planned = Planned(longest)
+        planned = Planned(longest, max(rounds, 1))
         while under_way:  # steps that were given up are not reported
             planned = under_way.pop(0)
             if planned.longest == longest:
@@ -103,134 +141,122 @@ class Auto:
         counts = learn_acceptance(state.counts, record)
         estimates = Estimates(sizes, learn_costs(costs, sizes, record), forecast(counts))
         credit = state.credit
+        if estimates.costs.known and not costs.known:
+            credit += float(_FIRST_STEPS * estimates.costs.seconds[0] / estimates.plain_s)
         if rounds:
             arms = np.array([longest, planned.instead_of or longest, (0,) * len(longest)], int)
-            rates = expected_rates(estimates, arms, record.row_rounds / rounds, rounds)
-            plain_rounds = float(rounds * rates.seconds[0] / rates.seconds[2])
-            lost = max(1 - float(rates.mean[0] / rates.mean[1]), 0)
-            credit += (self.trial_share - lost) * plain_rounds
-        return AutoState(estimates, counts, credit, tuple(under_way))
+            rates = expected_rates(estimates, arms, record.row_rounds / rounds, planned.most_rounds)
+            seconds = rates.round_s[0] * rounds + estimates.costs.seconds[0]
+            worth = rates.tokens[0] * rounds / rates.mean[1]
+            lost = max(seconds - worth, 0) if planned.instead_of else 0
+            credit += float((self.trial_share * seconds - lost) / rates.seconds[2])
+        return state._replace(
+            estimates=estimates, counts=counts, credit=credit, under_way=tuple(under_way)
+        )
 
-    def _plan(self, state: AutoState, rows: int, most_rounds: int) -> tuple[Planned, int]:
-        """What to do next, and for how many rounds."""
-        sizes, costs, _ = state.estimates
-        none = (0,) * len(sizes.drafters)
-        first_rounds = min(_FIRST_ROUNDS, most_rounds) if sizes.dispatch_s else 1
-        if not any(one.num_nodes for one in sizes.drafters):
-            return Planned(none), most_rounds
-        if not costs.known:
-            # Plain steps tell what a pass costs; one that drafts is tried beside the first of them.
-            number = next(number for number, one in enumerate(sizes.drafters) if one.num_nodes)
-            trial = (*none[:number], _first_trial(sizes)[number], *none[number + 1 :])
-            tried = state.tries is not None or state.counts.asked.any()
-            first = Planned(none) if tried or not state.under_way else Planned(trial, none)
-            return first, first_rounds
-        rates, best = _best(state.estimates, rows, most_rounds)
-        best_limits = tuple(rates.arms[best].tolist())
-        trial = self._trial(state, rates, best)
+    def _plan(self, state: AutoState, rates: Rates, most_rounds: int) -> tuple[int, int, int]:
+        """The next step's limits and the best ones, by number, and the step's rounds."""
+        costs = state.estimates.costs
+        timed = ((rates.arms == 0) | (costs.rounds > 0)).all(axis=1)
+        best = int(np.argmax(np.where(timed, rates.mean, 0)))
+        # A step's own cost should be small beside its rounds.
+        least = np.ceil(_ROUNDS_TO_CONSTANT * costs.seconds[0] / rates.round_s)
+        compared = Compared(
+            rates,
+            best,
+            rates.mean / rates.mean[best],
+            *deviations(state.estimates, rates, best),
+            timed,
+            np.clip(least, 1, most_rounds),
+            most_rounds,
+        )
+        trial = None if state.tries else self._trial(state, compared)
         if trial is None:
-            unknown = state.tries and (costs.rounds[np.array(state.tries) > 0] == 0).any()
-            most_rounds = first_rounds if unknown else most_rounds
-            return Planned(best_limits), self._rounds(state, rates, best, most_rounds)
-        rounds = self._rounds(state, rates, trial, most_rounds, best)
-        if (costs.rounds[rates.arms[trial] > 0] == 0).any():
-            rounds = first_rounds
-        return Planned(tuple(rates.arms[trial].tolist()), best_limits), rounds
+            return best, best, self._rounds(state, compared)
+        return trial[0], best, trial[1]
 
-    def _trial(self, state: AutoState, rates: Rates, best: int) -> int | None:
-        """The limits that are worth a trial, if any, by number."""
-        if state.tries is not None:
-            return None
+    def _trial(self, state: AutoState, compared: Compared) -> tuple[int, int] | None:
+        """The limits that are worth a trial, if any, by number, and its rounds."""
+        rates, best, ratio, deviation, told, timed, least, most_rounds = compared
         sizes, costs, _ = state.estimates
         # The more may be spent, the more is hoped for.
         optimism = self.optimism * max(state.credit / self.first_credit, _LEAST_HOPE)
-        told = deviation(state.estimates, rates, best, told=True)
-        hopes = rates.mean * np.exp(np.minimum(optimism * told, _MOST_HOPE))
-        loss = rates.seconds * (1 - rates.mean / rates.mean[best])
+        hopes = ratio * np.exp(np.minimum(optimism * told, _MOST_HOPE))
+        # A short step loses less in its rounds, and a part of what a step costs by itself.
+        lost = rates.round_s * (1 - ratio)
+        rounds = np.where(timed & (lost * most_rounds < costs.seconds[0]), most_rounds, least)
+        loss = lost * rounds + costs.seconds[0] * (1 - rounds / most_rounds)
         credit = state.credit * state.estimates.plain_s
-        allowed = (loss <= credit) & (hopes > rates.mean[best] * _WORTH_A_TRIAL)
+        little = _LITTLE * most_rounds * rates.seconds[best]
+        allowed = (loss <= max(credit, little)) & (hopes > _WORTH_A_TRIAL)
         # Drafters that did not pay are tried again in any case: one step may have been misleading.
         woken = (rates.arms > 0) & (rates.arms[best] == 0)
         doubts = _DOUBTFUL_ROUNDS / (woken @ costs.rounds + _DOUBTFUL_ROUNDS)
         allowed |= woken.any(axis=1) & (2 * loss <= credit * doubts)
-        short = rates.arms <= np.array(_first_trial(sizes))
-        allowed &= ((costs.rounds > 0) | short).all(axis=1)
+        allowed &= timed | (rates.arms <= _first_trial(sizes)).all(axis=1)
         allowed[best] = False
-        return int(np.argmax(np.where(allowed, hopes, 0))) if allowed.any() else None
+        if not allowed.any():
+            return None
+        arm = int(np.argmax(np.where(allowed, hopes, 0)))
+        if not timed[arm]:
+            return arm, int(rounds[arm])
+        # As long as the credit lasts if all goes badly.
+        share = 1 - float(ratio[arm] * np.exp(-self.optimism * deviation[arm]))
+        budget = min(state.credit, self.first_credit) * state.estimates.plain_s
+        longer = min(budget / (rates.round_s[arm] * max(share, 1e-9)), most_rounds)
+        return arm, max(int(rounds[arm]), int(longer))
 
-    def _rounds(
-        self,
-        state: AutoState,
-        rates: Rates,
-        number: int,
-        most_rounds: int,
-        rival: int | None = None,
-    ) -> int:
-        """As many rounds under limits as cost little if these are bad.
-
-        `rival` is what the time is worth otherwise: else the best limits of other drafters.
-        """
-        credit = state.credit
-        if rival is None:
-            if not rates.arms[number].any():
-                return most_rounds
-            others = ((rates.arms > 0) != (rates.arms[number] > 0)).any(axis=1)
-            rival = int(np.argmax(np.where(others, rates.mean, 0)))
-            credit = max(credit, _LEAST_CREDIT)
-        fear = self.optimism * deviation(state.estimates, rates, rival)[number]
-        share = 1 - rates.mean[number] * np.exp(-fear) / rates.mean[rival]
-        budget = credit * state.estimates.plain_s + state.estimates.costs.seconds[0]
-        return int(np.clip(budget / (rates.seconds[number] * max(share, 1e-9)), 1, most_rounds))
+    def _rounds(self, state: AutoState, compared: Compared) -> int:
+        """As many rounds under the best limits as cost little if others are better."""
+        rates, best, most_rounds = compared.rates, compared.best, compared.most_rounds
+        costs, least = state.estimates.costs, int(compared.least[best])
+        runs = rates.arms[best] > 0
+        if not runs.any() and not state.tries:
+            return most_rounds
+        hopes = compared.ratio * np.exp(np.minimum(self.optimism * compared.deviation, _MOST_HOPE))
+        hopes[best] = 0
+        share = max(float(hopes.max()) - 1, 1e-9)
+        budget = max(state.credit, _LEAST_CREDIT) * state.estimates.plain_s + costs.seconds[0]
+        rounds = int(min(budget / (rates.round_s[best] * share), most_rounds))
+        if runs.any():
+            rounds = min(rounds, max(int(costs.rounds[runs].max()), 2 * least))
+        return max(rounds, least)
 
 
-def _first_trial(sizes: StepSizes) -> tuple[int, ...]:
+def _first_steps(state: AutoState, most_rounds: int) -> tuple[int, int, int]:
+    """As `_plan`, before anything is known: a plain step and one with short drafts.
+
+    On accelerators all drafters draft in the very first step, since a wider pass costs nearly
+    nothing there and each further step would cost the host; elsewhere one drafter does, after a
+    plain step.
+    """
+    sizes = state.estimates.sizes
+    accelerator = sizes.dispatch_s > 0
+    drafts = state.chosen == (0 if accelerator else 1)
+    rounds = min(_FIRST_ROUNDS[not drafts], most_rounds) if accelerator else 1
+    if not drafts:
+        return 0, 0, rounds
+    first = _first_trial(sizes)
+    if not accelerator:
+        first = first * (np.cumsum(first > 0) == 1)
+    arms = arms_of(sizes)
+    arm = int(np.argmax((arms <= first).all(axis=1) * arms.sum(axis=1)))
+    return arm, arm, rounds
+
+
+def _first_trial(sizes: StepSizes) -> Int[np.ndarray, "drafters"]:
     """Short drafts: as wide as the narrowest pass for drafts."""
     width = next((width for width in sizes.widths if width > 1), 1)
-    return tuple(
-        min(one.num_nodes, width - 1, _SHORT_TRIAL if one.stops else width)
-        for one in sizes.drafters
+    short = width if sizes.dispatch_s else _SHORT_TRIAL
+    return np.array(
+        [
+            min(drafter.num_nodes, width - 1, short if drafter.stops else width)
+            for drafter in sizes.drafters
+        ]
     )
 
 
-def _lengths(sizes: StepSizes, most: int) -> list[int]:
-    """The limits that are considered for a drafter of `most` nodes: all, or some of them."""
-    if most <= _ALL_LENGTHS:
-        return list(range(most + 1))
-    powers = {2**power for power in range(most.bit_length())}
-    return sorted({0, most} | powers | {width - 1 for width in sizes.widths if width <= most})
-
-
-def _best(estimates: Estimates, rows: int, most_rounds: int) -> tuple[Rates, int]:
-    """The rates of all limits considered, and the number of the best of drafters that were timed.
-
-    One drafter's limit after another is improved, from each drafter by itself and from none on.
-    """
-    sizes, costs, _ = estimates
-    grids = [_lengths(sizes, one.num_nodes) for one in sizes.drafters]
-    current = none = np.zeros(len(grids), int)
-    for _ in range(3):
-        arms = np.concatenate([_neighbours(base, grids) for base in (current, none)])
-        rates = expected_rates(estimates, arms, rows, most_rounds)
-        allowed = ((arms == 0) | (costs.rounds > 0)).all(axis=1)
-        best = int(np.argmax(np.where(allowed, rates.mean, 0)))
-        if (arms[best] == current).all():
-            break
-        current = arms[best]
-    return rates, best
-
-
-def _neighbours(
-    base: Int[np.ndarray, "drafters"], grids: list[list[int]]
-) -> Int[np.ndarray, "A drafters"]:
-    """Limits that differ from `base` in those of one drafter."""
-    arms = np.repeat(base[None], sum(map(len, grids)), axis=0)
-    arms[np.arange(len(arms)), np.repeat(np.arange(len(grids)), list(map(len, grids)))] = [
-        length for grid in grids for length in grid
-    ]
-    return arms
-
-
-def _confidence(estimates: Estimates, longest: tuple[int, ...], rows: int) -> tuple[float, ...]:
+def _confidence(estimates: Estimates, rates: Rates, arm: int, rows: int) -> tuple[float, ...]:
     """The least confidence at which one more token pays for its pass and for a wider window.
 
     A token counts only if those before it are accepted, and where several rows draft, the others
@@ -238,15 +264,15 @@ def _confidence(estimates: Estimates, longest: tuple[int, ...], rows: int) -> tu
     so there are few `_CONFIDENCES`.
     """
     sizes, costs, outlook = estimates
+    longest = rates.arms[arm].tolist()
     limits = [0.0] * len(longest)
-    if not costs.known or not any(longest):
-        return tuple(limits)
-    pace = float(expected_rates(estimates, np.array([longest]), rows, 1).mean[0])
-    slot = costs.seconds[2 : len(sizes.widths) + 1].sum() / (sizes.widths[-1] - 1)
-    further = costs.seconds[-len(longest) :]
-    for number, (drafter, length) in enumerate(zip(sizes.drafters, longest, strict=True)):
-        if drafter.stops and length > 1:
-            reached = (1 + outlook.tokens[number, length - 1]) / length
-            least = (further[number] + slot) * pace / (rows**2 * reached)
-            limits[number] = max(level for level in _CONFIDENCES if level <= max(least, 0))
+    if costs.known and any(longest):
+        pace = float(rates.mean[arm])
+        slot = costs.seconds[2 : len(sizes.widths) + 1].sum() / (sizes.widths[-1] - 1)
+        further = costs.seconds[-len(longest) :]
+        for number, (drafter, length) in enumerate(zip(sizes.drafters, longest, strict=True)):
+            if drafter.stops and length > 1 and costs.rounds[number] >= _CONFIDENT_ROUNDS:
+                reached = (1 + outlook.tokens[number, length - 1]) / length
+                least = (further[number] + slot) * pace / (rows**2 * reached)
+                limits[number] = max(level for level in _CONFIDENCES if level <= max(least, 0))
     return tuple(limits)

@@ -15,12 +15,14 @@ from specjax.controllers.base import StepRecord, StepSizes
 
 NOISE = 0.07
 """Of a step's seconds, relative."""
+_FIRST_RUN_NOISE = 0.3
+"""Where a drafter runs for the first time, which takes up to twice as long."""
 # Before the first step, in plain passes: a mean and a standard deviation each.
 _CONSTANT = (0.0, 0.03)
-"""Beside `StepSizes.dispatch_s`, which may be off by as much again."""
+"""Beside `StepSizes.dispatch_s`, which may be off by half as much."""
 _PASS = (1.0, 1.0)
 _SLOT = (0.1, 0.1)
-"""Each further slot of a pass."""
+"""Each further slot of a pass; a fifth of it on accelerators, where steps have a cost."""
 _FIRST = (0.15, 0.5)
 _FURTHER = (0.1, 0.2)
 _COMMON_DRIFT, _OWN_DRIFT = 0.03, 0.015
@@ -55,7 +57,8 @@ class Costs(NamedTuple):
 def initial_costs(sizes: StepSizes) -> Costs:
     """What is taken to be so before the first step, in plain passes."""
     gaps, count = np.diff(sizes.widths), len(sizes.drafters)
-    kinds = zip(_CONSTANT, _PASS, _SLOT, _FIRST, _FURTHER, strict=True)
+    slot = np.array(_SLOT) / (5 if sizes.dispatch_s else 1)
+    kinds = zip(_CONSTANT, _PASS, slot, _FIRST, _FURTHER, strict=True)
     mean, deviation = (
         np.concatenate([[constant, one], slot * gaps, [first] * count, [further] * count])
         for constant, one, slot, first, further in kinds
@@ -91,7 +94,9 @@ def learn_costs(costs: Costs, sizes: StepSizes, record: StepRecord) -> Costs:
         costs = _in_seconds(costs, seconds, sizes.dispatch_s, work)
     values, covariance = costs.estimates, costs.covariance
     expected = max(float(work @ values), float(work @ costs.seconds) / 2)
-    deviation, noise = seconds - expected, (NOISE * expected) ** 2
+    first_run = not costs.known or (record.ran * (costs.rounds == 0)).any()
+    deviation = seconds - expected
+    noise = ((_FIRST_RUN_NOISE if first_run else NOISE) * expected) ** 2
     common = np.outer(values, values)
     covariance = covariance + _COMMON_DRIFT**2 * common + np.diag((_OWN_DRIFT * values) ** 2)
     variance = work @ covariance @ work
@@ -124,7 +129,7 @@ def _in_seconds(
     unit = (seconds - constant) / (work @ costs.estimates)
     values, covariance = costs.estimates * unit, costs.covariance * unit**2
     values[0] += constant
-    covariance[0, 0] += constant**2
+    covariance[0, 0] += (constant / 2) ** 2
     return costs._replace(estimates=values, covariance=covariance, seconds=values)
 
 

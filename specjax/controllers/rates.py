@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +12,11 @@ from jaxtyping import Float, Int
 from specjax.controllers.acceptance import Forecast
 from specjax.controllers.base import StepSizes
 from specjax.controllers.costs import NOISE, Costs, count_work
+
+_MOST_ARMS = 256
+"""Limits that are compared: where all lengths of all drafters are more, some of them."""
+_ALL_LENGTHS = 8
+"""Drafters of more nodes are tried with some numbers of them only."""
 
 
 class Estimates(NamedTuple):
@@ -28,20 +35,39 @@ class Estimates(NamedTuple):
 class Rates(NamedTuple):
     """What a round is expected to emit and cost under several limits, the `arms`.
 
-    `work` says how often each unknown of the costs occurs in a round, and `turns` in how many rows
-    each drafter drafts.
+    `seconds` are with the round's share of the step's own cost, `round_s` without. `work` says how
+    often each unknown of the costs occurs in a round, `turns` in how many rows each drafter drafts.
     """
 
     arms: Int[np.ndarray, "A drafters"]
     tokens: Float[np.ndarray, "A"]
     seconds: Float[np.ndarray, "A"]
+    round_s: Float[np.ndarray, "A"]
     work: Float[np.ndarray, "A unknowns"]
     turns: Float[np.ndarray, "A drafters"]
+    mean: Float[np.ndarray, "A"]
 
-    @property
-    def mean(self) -> Float[np.ndarray, "A"]:
-        """Tokens per second."""
-        return self.tokens / self.seconds
+
+@functools.lru_cache(maxsize=64)
+def arms_of(sizes: StepSizes) -> Int[np.ndarray, "A drafters"]:
+    """The limits that are compared; the first are those of plain decoding."""
+    grids = [_lengths(sizes, drafter.num_nodes) for drafter in sizes.drafters]
+    while np.prod([len(grid) for grid in grids]) > _MOST_ARMS and max(map(len, grids)) > 2:
+        # Of the most lengths every second is left out, the longest and none stay.
+        longest = max(grids, key=len)
+        grids[grids.index(longest)] = [0, *reversed(longest[:0:-2])]
+    if np.prod([len(grid) for grid in grids]) <= _MOST_ARMS:
+        return np.array(list(itertools.product(*grids)), int).reshape(-1, len(grids))
+    most = np.array([grid[-1] for grid in grids])
+    return np.concatenate([0 * most[None], np.diag(most), most[None]])
+
+
+def _lengths(sizes: StepSizes, most: int) -> list[int]:
+    """The limits that are considered for a drafter of `most` nodes: all, or some of them."""
+    if most <= _ALL_LENGTHS:
+        return list(range(most + 1))
+    powers = {2**power for power in range(most.bit_length())}
+    return sorted({0, most} | powers | {width - 1 for width in sizes.widths if width <= most})
 
 
 def expected_rates(
@@ -57,41 +83,46 @@ def expected_rates(
     turns, ran, further = np.zeros((3, *arms.shape))
     narrower = np.ones((len(arms), len(widths)))  # the chance that a pass is no wider
     nodes = np.minimum(widths, outlook.reaches.shape[1]) - 1
-    tokens = np.full(len(arms), rows)
+    tokens = np.full(len(arms), float(rows))
     for number, drafter in enumerate(sizes.drafters):
         longest = arms[:, number]
-        ran[:, number] = (longest > 0) * (1 - (1 - waiting) ** rows)
-        further[:, number] = ran[:, number] * outlook.passes[number][longest] * drafter.stops
+        runs = longest > 0
+        ran[:, number] = runs * (1 - (1 - waiting) ** rows)
+        if drafter.stops:
+            further[:, number] = ran[:, number] * outlook.passes[number][longest]
         wider = outlook.reaches[number][nodes] * (longest[:, None] > nodes)
         narrower *= 1 - ran[:, [number]] * wider
-        turns[:, number] = rows * waiting * (longest > 0) * outlook.drafts[number]
-        tokens = tokens + turns[:, number] * outlook.tokens[number][longest]
+        turns[:, number] = rows * waiting * runs * outlook.drafts[number]
+        tokens += turns[:, number] * outlook.tokens[number][longest]
         waiting = waiting - turns[:, number] / rows
-    passes = np.diff(narrower, axis=1, prepend=0)
+    passes = narrower.copy()
+    passes[:, 1:] -= narrower[:, :-1]
     work = count_work(np.full(len(arms), 1 / rounds), passes, ran, further)
-    return Rates(arms, tokens, work @ costs.seconds, work, turns)
+    seconds = work @ costs.seconds
+    round_s = seconds - costs.seconds[0] / rounds
+    return Rates(arms, tokens, seconds, round_s, work, turns, tokens / seconds)
 
 
-def deviation(
-    estimates: Estimates, rates: Rates, base: int, told: bool = False
-) -> Float[np.ndarray, "A"]:
+def deviations(
+    estimates: Estimates, rates: Rates, base: int
+) -> tuple[Float[np.ndarray, "A"], Float[np.ndarray, "A"]]:
     """How uncertain it is by what factor each rate differs from that of `base`, relative.
 
-    Nodes that are drafted under both limits count for nothing, nor does the machine's speed. With
-    `told` that is the part of it that a step under those limits would tell.
+    Nodes that are drafted under both limits count for nothing, nor does the machine's speed. The
+    second is the part of it that a step under those limits would tell.
     """
     _, costs, outlook = estimates
     work = rates.work / rates.seconds[:, None]
     difference = work - work[base]
     spread = difference @ costs.covariance
     variance = (spread * difference).sum(axis=1)
-    if told:
-        measured = ((work @ costs.covariance) * work).sum(axis=1) + NOISE**2
-        variance = (spread * work).sum(axis=1) ** 2 / measured
+    measured = ((work @ costs.covariance) * work).sum(axis=1) + NOISE**2
+    told = (spread * work).sum(axis=1) ** 2 / measured
     tokens = np.zeros(len(rates.arms))
     for number, longest in enumerate(rates.arms.T):
         sums, shared = outlook.tokens_deviation[number], np.minimum(longest, longest[base])
         own = sums[longest] - sums[shared]
         own += (shared == 0) * outlook.drafts_deviation[number] * outlook.tokens[number][longest]
         tokens += rates.turns[:, number] * own
-    return np.sqrt(np.maximum(variance, 0) + (tokens / rates.tokens) ** 2)
+    tokens = (tokens / rates.tokens) ** 2
+    return np.sqrt(np.maximum(variance, 0) + tokens), np.sqrt(told + tokens)

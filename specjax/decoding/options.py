@@ -137,6 +137,12 @@ class DecodeOptions:
                 "num_speculative_tokens='auto': num_speculative_tokens_per_batch_size says how "
                 'much to draft; use "fixed" or a number beside it'
             )
+        most = self.fixed_draft_length
+        if most is not None and any(count > most for _, _, count in by_batch):
+            raise InputError(
+                f"num_speculative_tokens_per_batch_size={shown(by_batch)}: a step drafts more than "
+                f'num_speculative_tokens={most}; raise that, or use "fixed"'
+            )
         if self.controller is not None and (by_batch or self.num_speculative_tokens == AUTO):
             raise InputError(
                 f"controller={shown(self.controller)}: it chooses the lengths; leave out "

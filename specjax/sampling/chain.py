@@ -35,7 +35,7 @@ class Verification(NamedTuple):
     num_accepted: Int[Array, "*B"]
     next_token: Int[Array, "*B"]
 
-    def tokens(self, drafted: Int[Array, "*B N"]) -> Int[Array, "*B P+1"]:
+    def tokens(self, drafted: Int[Array, "*B N"]) -> Int[Array, "*B _"]:
         """Return what is emitted: the accepted ones of the `drafted` tokens, and the next token.
 
         Entries after them are -1.

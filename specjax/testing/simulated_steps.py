@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, Real
 
 from specjax.controllers.base import Controller, DrafterSizes, Limits, StepRecord, StepSizes
 
@@ -52,7 +52,8 @@ class Machine:
 
     `noise` is a standard deviation, relative; the share `outliers` of steps take `outlier` times as
     long. From half of the rounds on everything costs `later` times as much, and drafters `drafting`
-    times as much.
+    times as much. `first_run` is how much longer, relative, a width or a drafter takes when it runs
+    for the first time: the clock says so, but no controller could save it, and regret is without.
     """
 
     widths: tuple[int, ...]
@@ -66,6 +67,7 @@ class Machine:
     later: float = 1.0
     drafting: float = 1.0
     dispatch_s: float = 0.0
+    first_run: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,6 @@ class Simulation:
     rounds: int = 512
     most_rounds: int = 16
     later: tuple[SimulatedDrafter, ...] | None = None
-    cold: bool = False
-    """Whether the first run of a width or a drafter has no seconds, as in the engine."""
 
     @property
     def sizes(self) -> StepSizes:
@@ -122,7 +122,7 @@ def simulate(
     """Steps under a controller; `ahead` more are chosen before a step's record is known."""
     rng = np.random.default_rng(seed)
     state, done, steps, records = controller.init(simulation.sizes), 0, [], []
-    seen: set[int] = set()
+    new = np.ones(len(simulation.machine.widths)), np.ones(len(simulation.drafters))
     while done < simulation.rounds:
         half = int(2 * done >= simulation.rounds)
         drafters, dearer = simulation.halves[half]
@@ -130,14 +130,13 @@ def simulate(
         limits, rounds, state = controller.choose(state, machine.rows, simulation.most_rounds)
         assert 1 <= rounds <= simulation.most_rounds
         record = _draw_step(drafters, machine, limits, rounds, rng)
-        true_s = dearer * _seconds(drafters, machine, record)
-        clock_s = true_s * np.exp(machine.noise * rng.normal())
+        clock_s = dearer * _seconds(drafters, machine, record)
+        clock_s += dearer * machine.first_run * _first_runs(drafters, machine, record, *new)
+        new = new[0] * (record.passes == 0), new[1] * (record.ran == 0)
+        clock_s *= np.exp(machine.noise * rng.normal())
         if rng.random() < machine.outliers:
             clock_s *= machine.outlier
-        parts = {*np.flatnonzero(record.passes), *(-1 - np.flatnonzero(record.ran))}
-        known = not simulation.cold or parts <= seen
-        seen |= parts
-        records.append(replace(record, seconds=float(clock_s) if known else None))
+        records.append(replace(record, seconds=float(clock_s)))
         tokens, seconds = expected_round(drafters, machine, limits)
         seconds = dearer * machine.plain_s * (machine.constant + rounds * seconds)
         steps.append(Step(limits, rounds, rounds * tokens, seconds, half))
@@ -207,6 +206,19 @@ def _seconds(drafters: tuple[SimulatedDrafter, ...], machine: Machine, record: S
     passes = record.passes @ np.array(machine.passes)
     drafting = record.ran @ first + record.further @ further
     return float(machine.plain_s * (machine.constant + passes + drafting))
+
+
+def _first_runs(
+    drafters: tuple[SimulatedDrafter, ...],
+    machine: Machine,
+    record: StepRecord,
+    new_widths: Real[np.ndarray, "widths"],
+    new_drafters: Real[np.ndarray, "drafters"],
+) -> float:
+    """What one round costs of each new width and drafter that a step ran."""
+    passes = (record.passes > 0) * new_widths @ np.array(machine.passes)
+    drafting = (record.ran > 0) * new_drafters @ np.array([drafter.first for drafter in drafters])
+    return float(machine.plain_s * (passes + drafting))
 
 
 def _draw_step(
@@ -282,47 +294,62 @@ def _chain(chance: float, length: int, first: float, further: float = 0.0, **mor
     return SimulatedDrafter((chance,) * length, first, further, **more)
 
 
-def simulations() -> dict[str, Simulation]:
-    """Drafters on machines, by name."""
-    eagle = _chain(0.55, 4, 0.12, 0.07, stops=True)
-    ngram = _chain(0.5, 4, 0.005, drafts=0.2)
-    model = _chain(0.8, 6, 0.25, 0.2, stops=True)
-    slow = _chain(0.35, 4, 0.6, 0.55, stops=True)
-    never = _chain(0.05, 4, 2.2)
-    tree = SimulatedDrafter(tuple(0.5 / (n + 1) for n in range(32)), 0.15, chain=False)
-    flat, steep = (1.0, 1.15, 1.3), (1.0, 1.4, 1.8)
-    cpu = Machine((1, 3, 5), flat)
-    wide = Machine((1, 9, 33), (1.0, 1.7, 4.0))
-    gpu = Machine((1, 5), (1.0, 0.86), plain_s=0.0016, constant=3 / 1.6, dispatch_s=0.005)
-    kinds = {
-        "eagle3, T5 = 1.3": (cpu, (eagle,)),
-        "eagle3, T5 = 1.8": (replace(cpu, passes=steep), (eagle,)),
-        "eagle3, T5 = 1.8, B = 4": (replace(cpu, passes=steep, rows=4), (eagle,)),
-        "eagle3, T5 = 3, B = 8": (replace(cpu, passes=(1.0, 1.9, 3.0), rows=8), (eagle,)),
-        "ngram, T5 = 1.3": (cpu, (ngram,)),
-        "ngram, T5 = 1.8": (replace(cpu, passes=steep), (ngram,)),
-        "ngram + eagle3, T5 = 1.3": (cpu, (ngram, eagle)),
-        "ngram + eagle3, T5 = 1.8": (replace(cpu, passes=steep), (ngram, eagle)),
-        "ngram + eagle3, T5 = 1.8, B = 8": (replace(cpu, passes=steep, rows=8), (ngram, eagle)),
-        "draft model of six": (replace(cpu, widths=(1, 4, 7), passes=(1, 1.2, 1.5)), (model,)),
-        "slow draft model": (cpu, (slow,)),
-        "never pays": (cpu, (never,)),
-        "never pays, B = 8": (replace(cpu, rows=8), (never,)),
-        "ngram + never pays": (cpu, (ngram, never)),
-        "tree of 32, T33 = 4": (wide, (tree,)),
-        "tree of 32, T33 = 4, B = 4": (replace(wide, rows=4), (tree,)),
-        "gpu, 3 ms a step: eagle3": (gpu, (eagle,)),
-        "gpu, 14 ms a step: eagle3": (replace(gpu, constant=14 / 1.6), (eagle,)),
-        "gpu, 14 ms a step: never pays": (replace(gpu, constant=14 / 1.6), (never,)),
-        "gpu, 14 ms a step: ngram + eagle3": (replace(gpu, constant=14 / 1.6), (ngram, eagle)),
+def _tree(accepted: float, nodes: int, first: float) -> SimulatedDrafter:
+    """A tree that adds so many tokens, node n in proportion to 1/(n+1)."""
+    weights = 1 / np.arange(1, nodes + 1)
+    return SimulatedDrafter(tuple(accepted * weights / weights.sum()), first, chain=False)
+
+
+_EAGLE = _chain(0.55, 4, 0.12, 0.07, stops=True)
+_NGRAM = _chain(0.5, 4, 0.005, drafts=0.2)
+_NEVER = _chain(0.05, 4, 2.2)
+DRAFTERS: dict[str, tuple[SimulatedDrafter, ...]] = {
+    "ngram": (_NGRAM,),
+    "eagle3": (_EAGLE,),
+    "ngram + eagle3": (_NGRAM, _EAGLE),
+    "token_recycling": (_tree(1.0, 24, 0.01),),
+    "dynamic tree": (_tree(1.9, 16, 0.4),),
+    "medusa tree": (_tree(1.2, 24, 0.05),),
+    "never pays": (_NEVER,),
+    "ngram + never pays": (_NGRAM, _NEVER),
+    "slow draft model": (_chain(0.35, 4, 0.6, 0.55, stops=True),),
+}
+CLOCKS: dict[str, tuple[float, float]] = {
+    "2 ms on an accelerator": (0.002, 0.005),
+    "5 ms": (0.005, 0.0005),
+    "50 ms": (0.05, 0.0005),
+    "1.5 s": (1.5, 0.0005),
+}
+"""Seconds of a plain pass, and of the host for each step."""
+_SLOT = {1: 0.1, 4: 0.2, 8: 0.35}
+"""What a further slot of a pass costs on a CPU with so many rows, in plain passes."""
+
+
+def machine(clock: str, rows: int, most: int, **more: Any) -> Machine:
+    """A machine for drafts of up to so many nodes."""
+    plain_s, host_s = CLOCKS[clock]
+    accelerator = clock == "2 ms on an accelerator"
+    widths = (1, 1 + most) if accelerator else (1, 1 + -(-most // 2), 1 + most)
+    base, slot = (0.9, 0.005 * rows) if accelerator else (1.0, _SLOT[rows])
+    passes = (1.0, *(base + slot * (width - 1) for width in widths[1:]))
+    dispatch_s = 0.005 if accelerator else 0.0
+    constant = host_s / plain_s
+    return Machine(widths, passes, plain_s, constant, rows, dispatch_s=dispatch_s, **more)
+
+
+def simulation(drafter: str, clock: str, rows: int, **more: Any) -> Simulation:
+    """A drafter by name on a machine; `more` are the machine's other fields."""
+    drafters = DRAFTERS[drafter]
+    most = max(len(each.chances) for each in drafters)
+    return Simulation(machine(clock, rows, most, **more), drafters)
+
+
+def changes() -> dict[str, Simulation]:
+    """Drafters, or what they cost, that change half-way."""
+    better, worse = (_chain(chance, 4, 0.12, 0.07, stops=True) for chance in (0.75, 0.1))
+    steady = machine("50 ms", 4, 4)
+    return {
+        "eagle3 becomes bad": Simulation(steady, (better,), later=(worse,)),
+        "eagle3 becomes good": Simulation(steady, (worse,), later=(better,)),
+        "eagle3, drafting costs treble": Simulation(replace(steady, drafting=3.0), (_EAGLE,)),
     }
-    out = {}
-    for name, (machine, drafters) in kinds.items():
-        out[name] = Simulation(machine, drafters)
-        out[f"{name}; costs treble"] = Simulation(replace(machine, later=3.0), drafters)
-    better, worse = _chain(0.75, 4, 0.12, 0.07, stops=True), _chain(0.1, 4, 0.12, 0.07, stops=True)
-    machine = replace(cpu, passes=steep)
-    out["eagle3 becomes bad"] = Simulation(machine, (better,), later=(worse,))
-    out["eagle3 becomes good"] = Simulation(machine, (worse,), later=(better,))
-    out["eagle3, drafting costs treble"] = Simulation(replace(machine, drafting=3.0), (eagle,))
-    return out

@@ -54,6 +54,8 @@ _ROUNDS_WHILE_READING = 4
 """Rounds between two parts of the prompts of waiting requests that have free slots."""
 _ROUNDS_PER_STOP = 8
 """The most rounds between two looks for stop strings."""
+_RECENT_STEPS = 5
+"""Steps by whose seconds it is judged how long rows take."""
 _RUNNING_ROWS = Choice(("continue", "abort"))
 
 
@@ -137,8 +139,6 @@ class Engine:
     def _open(self, session: Session) -> None:
         self._rows = DeviceRows(session)
         self._controller_state = session.controller.init(session.step_sizes)
-        self._ran: set[int] = set()
-        """The widths, by index, and the drafters, from -1 down, that ran in some step."""
         self.step_limits: list[tuple[Limits, int]] = []
         """What each step could draft, and its most rounds."""
         self._scheduler = Scheduler(session.batch_size)
@@ -408,7 +408,7 @@ class Engine:
         return True
 
     def _seconds_left(self, slots: Sequence[Request | None]) -> float:
-        """Seconds until the last request in the slots has ended, as the last step went."""
+        """Seconds until the last request in the slots has ended, as the last steps went."""
         if not self.statistics.steps:
             return 0.0
         last = self.statistics.steps[-1]
@@ -416,7 +416,9 @@ class Engine:
             one.row.sampling.max_new_tokens - len(one.follower.token_ids) for one in slots if one
         )
         pace = max(last.tokens / max(last.row_rounds, 1), 1.0)
-        return tokens / pace * last.seconds / last.rounds
+        recent = itertools.islice(reversed(self.statistics.steps), _RECENT_STEPS)
+        round_s = sorted(step.seconds / step.rounds for step in recent)
+        return tokens / pace * round_s[(len(round_s) - 1) // 2]  # the median: a clock may jump
 
     def _admitted(self) -> tuple[Request | None, ...]:
         """The requests in the slots, without those whose prompts are being read."""
@@ -508,11 +510,6 @@ class Engine:
             seconds = self._lap(one.begun)
             self._take(one, seen, seconds)
         record = _record(self.session, one.limits, seen, seconds)
-        parts = {*np.flatnonzero(record.passes), *(-1 - np.flatnonzero(record.ran))}
-        if not parts <= self._ran:
-            # A width or a drafter takes twice as long when it runs for the first time.
-            record = replace(record, seconds=None)
-            self._ran |= parts
         self._controller_state = self.session.controller.update(self._controller_state, record)
 
     def _take(self, step: _Running, seen: Seen, seconds: float) -> None:
