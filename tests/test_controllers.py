@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from conftest import slow
 
 from specjax.controllers import (
     Auto,
@@ -115,7 +116,15 @@ def mean_regret(settings, rounds, seeds):
 
 
 @pytest.mark.parametrize(
-    ("clock", "drafter"), [(clock, drafter) for clock in LOSSES for drafter in LOSSES[clock]]
+    ("clock", "drafter"),
+    [
+        *(("50 ms", drafter) for drafter in LOSSES["50 ms"]),
+        (ACCELERATOR, "ngram + eagle3"),
+        *slow(
+            *((ACCELERATOR, drafter) for drafter in LOSSES[ACCELERATOR] if "+" not in drafter),
+            *(("5 ms", drafter) for drafter in LOSSES["5 ms"]),
+        ),
+    ],
 )
 def test_regret_from_the_first_step_on(clock, drafter):
     settings = [

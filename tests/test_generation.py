@@ -390,6 +390,10 @@ REFUSED = {
         dict(num_speculative_tokens_per_batch_size=[(4, 2, 1)]),
         r"per_batch_size\[0\]=\(4, 2, 1\): must be .*1 <= low <= high",
     ),
+    "longer_than_the_most": (
+        dict(num_speculative_tokens=2, num_speculative_tokens_per_batch_size=[(1, 2, 3)]),
+        "per_batch_size=.*a step drafts more than num_speculative_tokens=2; raise that",
+    ),
     "rule": (dict(verify="typicl"), "verify='typicl' is unknown: use rejection, block, coupled"),
     "drafter": (dict(drafter="ngramm"), "drafter='ngramm' is unknown: did you mean ngram"),
     "own_drafter": (dict(drafter="nowhere.to:find"), "drafter='nowhere.to:find': .*importable"),
