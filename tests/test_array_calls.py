@@ -1,5 +1,10 @@
 """`specjax.sampling` and `specjax.theory` on arrays alone, as a notebook calls them."""
 
+import contextlib
+import io
+import re
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import jaxtyping
@@ -106,3 +111,16 @@ def test_theory_broadcasts_in_every_argument():
 @pytest.mark.parametrize(("alpha", "k", "tokens"), [(0.8, 5, 3.69), (0.9, 8, 6.13), (0.7, 4, 2.77)])
 def test_published_numbers_that_count_the_bonus_once(alpha, k, tokens):
     assert round(theory.expected_tokens(alpha, k), 2) == tokens
+
+
+def test_the_page_on_arrays_prints_what_it_says():
+    page = (Path(__file__).parent.parent / "docs" / "sampling.md").read_text()
+    names, printed = {}, ""
+    for kind, text in re.findall(r"^```(\w+)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
+        if kind == "text":
+            assert printed == text
+            continue
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(compile(text, "sampling.md", "exec"), names)
+        printed = out.getvalue()
+    assert names["K"] == 4

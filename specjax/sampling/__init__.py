@@ -1,7 +1,18 @@
 """Sampling and verification: pure functions on log-probabilities; -inf never makes NaN.
 
-Nothing here knows a model, a cache or a decoding loop, and importing it loads no other part of
-specjax.
+    warp(logits, temperature, top_k, top_p, min_p)    log-probabilities of what is sampled from
+    verify_chain(key, tokens, logq, logp, rule=...)   accept drafted tokens and draw the next one
+    acceptance_probability, overlap, residual         the parts of rejection sampling, for p and q
+
+    logp = warp(target_logits, temperature=0.8)       # [K+1, V]; or [B, K+1, V]
+    logq = warp(draft_logits, temperature=0.8)        # [K, V]
+    tokens = jax.random.categorical(key, logq)        # [K]
+    verify_chain(other_key, tokens, logq, logp).tokens(tokens)   # what to emit, then -1
+
+Rules are values (`RULES`, `Rejection`, `Block`, `Coupled`, `Typical`; subclass `UniformRule` for
+your own). What begins with `walk`, `recursion` or `draft` serves trees and decoding loops. Nothing
+here knows a model, a cache or a loop, and importing it loads no other part of specjax. A page with
+an example of each rule: docs/sampling.md.
 """
 
 from specjax.sampling.chain import (
