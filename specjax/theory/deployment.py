@@ -94,7 +94,7 @@ class ModelShape:
         )
 
     def num_params(self) -> int:
-        """Return the number of parameters: a tied embedding once, a module's own parameters only."""
+        """Return the number of parameters, a tied embedding once; for a module only its own."""
         head = self.vocab_size * self.hidden_size
         tables = 0 if self.mtp_module else head * (1 if self.tie_word_embeddings else 2)
         every = self.experts.num_experts if self.experts else 0
