@@ -52,18 +52,18 @@ class TreeOptions:
             if not rates:
                 raise InputError("tree.acceptance is empty: give the rates of each level, or none")
             object.__setattr__(self, "acceptance", rates)
-        given = {
+        set_options = {
             field.name: value
             for field in fields(self)
             if field.name not in ("kind", "acceptance")
             and (value := getattr(self, field.name)) is not None
         }
-        for name, value in given.items():
+        for name, value in set_options.items():
             if self.kind == "chain":
                 remedy = "a chain has no such option; use tree.kind=static or dynamic"
             elif name == "choices" and self.kind != "static":
                 remedy = f"tree.kind={self.kind} chooses the tree; use tree.kind=static"
-            elif name != "choices" and "choices" in given:
+            elif name != "choices" and "choices" in set_options:
                 remedy = "tree.choices says it already; leave one of the two out"
             else:
                 continue
