@@ -142,7 +142,7 @@ def merge_drafters(*drafters: LoadedDrafter | Drafter) -> LoadedDrafter:
     for part in parts:
         if isinstance(part, Turns):
             raise InputError(
-                f"drafter={shown(part.name)}: drafters that take turns cannot be merged with others "
-                "yet; merge its parts"
+                f"drafter={shown(part.name)}: drafters that take turns cannot be merged with "
+                "others yet; merge its parts"
             )
     return LoadedDrafter(Merged(parts=parts), params)
