@@ -262,11 +262,8 @@ def test_only_of_greedy_decoding_is_anything_expected(temperature, own, chatty, 
     measured(slope=0.0, draft=1e-6)
     path, read = own
     write_acceptance(path.parent / "draft_model.ranks.json", RATES, {})
-    sampling = [
-        f"--config.sampling.temperature={temperature}",
-        "--config.sampling.max_new_tokens=12",
-    ]
-    config = read(*sampling, "--config.batch_size=4")
+    heat = f"--config.sampling.temperature={temperature}"
+    config = read(heat, "--config.sampling.max_new_tokens=12", "--config.batch_size=4")
     lines = []
     made = make_config_drafter(config, config.drafters[0], chatty, tell=lines.append)
     prompt = len(chatty.tokenizer.encode("abc abc ab"))
@@ -282,6 +279,7 @@ def test_only_of_greedy_decoding_is_anything_expected(temperature, own, chatty, 
     else:
         assert lines[-1].startswith(f"{what}, 2.62 tokens per round and ")
         assert tree["expected_tokens_per_round"] == pytest.approx(2.62)
+        assert set(tree) == {"choices", "expected_tokens_per_round", "expected_round_s"}
 
 
 def test_a_chain_stays_one(similar):
