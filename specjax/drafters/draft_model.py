@@ -179,8 +179,8 @@ class DraftModel(ChainDrafter):
         depth = state.seen.sum(axis=2) - 1
         committed_tokens = context.tokens_from(state.cache.length, longest)
         committed_tokens = jnp.take_along_axis(committed_tokens, jnp.maximum(depth, 0), axis=1)
-        uncached = (wanted_length - state.cache.length)[:, None]
-        matches = (state.fed == committed_tokens) & (depth < uncached)
+        matches = state.fed == committed_tokens
+        matches &= depth < (wanted_length - state.cache.length)[:, None]
         matches &= (depth >= 0) & ~jnp.any(state.seen & ~matches[:, None, :], axis=2)
         path = matches[:, None, :] & (depth[:, None, :] == jnp.arange(longest)[None, :, None])
         count = path.any(axis=2).sum(axis=1, dtype=jnp.int32)

@@ -118,7 +118,7 @@ _LARGE_KERNEL_BYTES = 1 << 20
 
 
 def _is_large(config: DecoderConfig) -> bool:
-    """Whether one of the MLP's kernels, in float32, does not fit in a core's own cache."""
+    """Return whether one of the MLP's kernels, in float32, exceeds a core's own cache."""
     return 4 * config.hidden_size * config.intermediate_size > _LARGE_KERNEL_BYTES
 
 

@@ -64,11 +64,11 @@ class ReducedDecoder:
         return self.decoder.max_positions
 
     def make_cache(self, batch: int, capacity: int) -> KVCache:
-        """An empty cache [L, B, G, S, C]."""
+        """Return an empty cache [L, B, G, S, C]."""
         return self.decoder.make_cache(batch, capacity)
 
     def make_window(self, batch: int, slots: int) -> Window:
-        """An empty window [L, B, G, W, C]."""
+        """Return an empty window [L, B, G, W, C]."""
         return self.decoder.make_window(batch, slots)
 
     def extend(
