@@ -26,9 +26,9 @@ USUAL_DEPTH, USUAL_TOPK, USUAL_NODES = 5, 8, 32
 class TreeOptions:
     """Which tree a drafter drafts.
 
-    A `chain` is no tree. A `static` tree has the paths `choices`, each the ranks of its tokens among
-    the candidates after those before, such as Medusa's; or `num_nodes` nodes, `depth` levels and at
-    most `topk` children per node, with the most expected accepted tokens. A `dynamic` tree is a
+    A `chain` is no tree. A `static` tree has the paths `choices`, each the ranks of its tokens after
+    those before, such as Medusa's; or `num_nodes` nodes, `depth` levels and at most `topk` children
+    per node, with the most expected accepted tokens. A `dynamic` tree is a
     `DynamicTree` of these numbers, chosen anew in each round. `auto` is the static tree within
     these numbers that is fastest on this machine: `specjax.tuning` finds it, as the decode command
     does. `acceptance[d][r]` is the measured rate at which the candidate of rank r at depth d (from
