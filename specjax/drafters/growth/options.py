@@ -26,7 +26,7 @@ USUAL_DEPTH, USUAL_TOPK, USUAL_NODES = 5, 8, 32
 class TreeOptions:
     """Which tree a drafter drafts.
 
-    A `chain` is no tree. A `static` tree has the paths `choices`, each the ranks of its tokens after
+    A `chain` is none. A `static` tree has the paths `choices`, each the ranks of its tokens after
     those before, such as Medusa's; or `num_nodes` nodes, `depth` levels and at most `topk` children
     per node, with the most expected accepted tokens. A `dynamic` tree is a
     `DynamicTree` of these numbers, chosen anew in each round. `auto` is the static tree within
